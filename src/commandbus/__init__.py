@@ -1,0 +1,100 @@
+"""commandbus: commands on PostgreSQL, run by workers that cannot hang.
+
+The way of one command through this package:
+
+1. **send** — `bus.py` takes it; `flow/send.py` writes its row and its queue message in one statement, in the
+   caller's transaction if one is lent (`conn=`).
+2. **claim** — a worker's `runtime/claimer.py` takes visible messages (`flow/claim.py`, `sql/claim.sql`) under a
+   lease. What is odd about some (their last worker vanished, a foreign client sent them, their type is paused) is
+   put right before anything runs.
+3. **execute** — a slot (`runtime/slots.py`: threads; `runtime/loop.py`: async tasks) runs the handler with its
+   context (`runtime/context.py`); `runtime/execute.py` turns whatever happens into an outcome
+   (`model/outcome.py` decides the fate).
+4. **settle** — `runtime/settler.py` writes outcomes in batches, each under its attempt's fence
+   (`flow/settle.py`): done, tried again later, failed for good, or in the troubleshooting queue.
+5. **operate** — people look (`flow/inspect.py`) and act (`flow/operate.py`): `troubleshooting.py`, `cli/`.
+"""
+
+from commandbus.bus import AsyncCommandBus, CommandBus
+from commandbus.errors import (
+    AttemptFencedError,
+    BusinessRuleException,
+    CommandBusError,
+    CommandFailure,
+    CommandNotFoundError,
+    ConfigurationError,
+    DuplicateCommandError,
+    DuplicateHandlerError,
+    EmbeddedPostgresError,
+    InvalidCommandError,
+    InvalidOperationError,
+    PermanentCommandError,
+    SchemaError,
+    TransactionUsedError,
+    TransientCommandError,
+    UnknownCommandTypeError,
+    UnknownDomainError,
+)
+from commandbus.flow.inspect import CommandQuery, DomainStatus, Page, WorkerInfo
+from commandbus.model.command import (
+    AuditEntry,
+    AuditEvent,
+    Command,
+    CommandRecord,
+    CommandStatus,
+    NewCommand,
+    SentCommand,
+    TsqEntry,
+)
+from commandbus.model.retry import RetryPolicy
+from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, HandlerTransaction
+from commandbus.runtime.handlers import HandlerRegistry, handler
+from commandbus.runtime.worker import StopReport, Worker
+from commandbus.settings import Settings, load_settings
+from commandbus.troubleshooting import AsyncTroubleshootingQueue, TroubleshootingQueue
+
+__all__ = [
+    "AsyncCommandBus",
+    "AsyncHandlerContext",
+    "AsyncTroubleshootingQueue",
+    "AttemptFencedError",
+    "AuditEntry",
+    "AuditEvent",
+    "BusinessRuleException",
+    "Command",
+    "CommandBus",
+    "CommandBusError",
+    "CommandFailure",
+    "CommandNotFoundError",
+    "CommandQuery",
+    "CommandRecord",
+    "CommandStatus",
+    "ConfigurationError",
+    "DomainStatus",
+    "DuplicateCommandError",
+    "DuplicateHandlerError",
+    "EmbeddedPostgresError",
+    "HandlerContext",
+    "HandlerRegistry",
+    "HandlerTransaction",
+    "InvalidCommandError",
+    "InvalidOperationError",
+    "NewCommand",
+    "Page",
+    "PermanentCommandError",
+    "RetryPolicy",
+    "SchemaError",
+    "SentCommand",
+    "Settings",
+    "StopReport",
+    "TransactionUsedError",
+    "TransientCommandError",
+    "TroubleshootingQueue",
+    "TsqEntry",
+    "UnknownCommandTypeError",
+    "UnknownDomainError",
+    "Worker",
+    "WorkerInfo",
+    "handler",
+    "load_settings",
+]

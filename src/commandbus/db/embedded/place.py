@@ -1,0 +1,153 @@
+"""Where an embedded server keeps its state, and whether what lies there can be used.
+
+Duty: choose and make the state folder, name the files in it, check data before a server is let at it.
+
+Invariant: nothing outside the state folder changes owner or mode. Inside it, only data that root owns (it was
+copied or restored by root) is given to the server's account.
+
+It does not run PostgreSQL's programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from commandbus.db.embedded.binaries import UNFINISHED, Account, Binaries
+from commandbus.errors import EmbeddedPostgresError
+
+log = logging.getLogger(__name__)
+
+_FALLBACK = Path("/var/lib/commandbus")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The state folder, the account of the server, and why the folder is not the one asked for."""
+
+    folder: Path
+    account: Account
+    note: str | None = None
+
+    @property
+    def data_folders(self) -> list[Path]:
+        return _data_folders(self.folder)
+
+    @property
+    def majors(self) -> list[int]:
+        """The major versions whose data is here."""
+        return [_major(path) for path in self.data_folders]
+
+
+def choose_place(asked: Path) -> Place:
+    here = Place(asked, Account.for_data(_data_folders(asked)))
+    if not here.account.is_other:
+        return here
+    elsewhere = _fallback_for(asked)
+    # Once the data is there it stays there, even if the folder becomes reachable later.
+    moved_before = bool(_data_folders(elsewhere)) and not here.data_folders
+    existing = _nearest_existing(asked)
+    is_file = not existing.is_dir()  # then whoever makes the folder will say so
+    if not moved_before and (is_file or here.account.can_enter(existing)):
+        return here
+    account = Account.for_data(_data_folders(elsewhere))
+    note = (
+        f"PostgreSQL cannot run as root, and user {account.name} cannot enter {asked}: "
+        f"the state of the embedded server is in {elsewhere}"
+    )
+    return Place(elsewhere, account, note)
+
+
+def make_folder(place: Place) -> None:
+    if place.folder.is_dir():
+        return
+    if place.account.is_other:
+        _make_for_other(place.folder)
+    else:
+        place.folder.mkdir(parents=True, exist_ok=True)
+    (place.folder / ".gitignore").write_text("*\n")
+    if place.note is not None:
+        log.warning("%s", place.note)
+
+
+def beside(data: Path, what: str) -> Path:
+    """A file about a data folder: `postgres-15.port`."""
+    return data.with_name(f"{data.name}.{what}")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What an interrupted initdb or copy left. If an orphaned initdb still writes, a later start gets it."""
+    for path in folder.glob(f"*{UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def data_version(data: Path) -> str | None:
+    try:
+        return (data / "PG_VERSION").read_text().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def check_data(data: Path, binaries: Binaries, account: Account) -> None:
+    """Raise unless the server that we are about to start can use this data."""
+    owner = data.stat().st_uid
+    if account.is_other and owner == 0:
+        _give_to(account, data)
+    elif owner != account.uid:
+        raise EmbeddedPostgresError(
+            f"{data} belongs to {Account(owner, 0).name}, but the server would run as {account.name}: "
+            "use it as that user, or choose another folder"
+        )
+    version = data_version(data)
+    if version is None:
+        raise EmbeddedPostgresError(
+            f"{data} is no PostgreSQL data folder (it has no PG_VERSION): move it away, or choose another folder"
+        )
+    if version != str(binaries.major):
+        raise EmbeddedPostgresError(
+            f"{data} holds data of PostgreSQL {version}, which PostgreSQL {binaries.version} cannot read: "
+            f"rename it to postgres-{version} and use PostgreSQL {version}, or choose another folder"
+        )
+
+
+def _data_folders(folder: Path) -> list[Path]:
+    try:
+        found = [path for path in folder.iterdir() if re.fullmatch(r"postgres-\d+", path.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(found, key=_major)
+
+
+def _major(data: Path) -> int:
+    return int(data.name.removeprefix("postgres-"))
+
+
+def _fallback_for(asked: Path) -> Path:
+    named = asked.parent.name if asked.name.startswith(".") else asked.name
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", named).strip("-") or "project"
+    return _FALLBACK / f"{readable}-{hashlib.sha256(os.fsencode(asked)).hexdigest()[:8]}"
+
+
+def _nearest_existing(path: Path) -> Path:
+    return next(candidate for candidate in (path, *path.parents) if candidate.exists())
+
+
+def _make_for_other(folder: Path) -> None:
+    # With a umask of its own, so that the server's user can enter from the first moment on: a chmod
+    # afterwards would come too late for processes that start just now, os.umask() would hit other threads.
+    made = subprocess.run(  # noqa: S603 - no shell, no options from outside
+        ["/bin/mkdir", "-p", "--", str(folder)], umask=0o022, capture_output=True, text=True, check=False
+    )
+    if made.returncode != 0:
+        raise EmbeddedPostgresError(f"{made.stderr.strip()}: choose another folder")
+
+
+def _give_to(account: Account, tree: Path) -> None:
+    for path in [tree, *tree.rglob("*")]:
+        os.chown(path, account.uid, account.gid, follow_symlinks=False)

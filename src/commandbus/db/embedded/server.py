@@ -1,0 +1,369 @@
+"""`EmbeddedPostgres`: start, join, leave and stop the server of a folder. The package has the map.
+
+Duty: the order of things. Everything that changes the server happens under the folder's start lock; a user's
+shared lock is taken under it too, so that "am I the last one?" has an answer that stays true meanwhile.
+
+It does not look at processes, files or ports itself: its neighbours in this package do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import re
+import shlex
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from commandbus.db.embedded import postmaster
+from commandbus.db.embedded.addresses import (
+    dsn,
+    free_port,
+    is_free,
+    make_socket_folder,
+    remember_port,
+    remembered_port,
+    remove_socket_folder,
+)
+from commandbus.db.embedded.binaries import UNFINISHED, Binaries, choose_binaries, usable_by
+from commandbus.db.embedded.locks import exclusively, open_lock_file, share, try_exclusive
+from commandbus.db.embedded.messages import explained, program_failed
+from commandbus.db.embedded.place import (
+    Place,
+    beside,
+    check_data,
+    choose_place,
+    data_version,
+    make_folder,
+    remove_unfinished,
+)
+from commandbus.errors import EmbeddedPostgresError
+
+log = logging.getLogger(__name__)
+
+_LIMIT_SECONDS = 120.0
+_PORT_TRIES = 5
+_LARGE_LOG_BYTES = 16 * 1024 * 1024
+_OWN_SETTINGS = frozenset({"port", "listen_addresses", "unix_socket_directories", "fsync", "data_directory"})
+
+
+@dataclass(frozen=True)
+class EmbeddedStatus:
+    """What is known of an embedded server. Unless it runs, `pid`, `port` and `dsn` are None."""
+
+    folder: Path
+    """Where the state is: the folder asked for, or its replacement; then `note` says why."""
+    data: Path | None = None
+    version: str | None = None
+    pid: int | None = None
+    port: int | None = None
+    dsn: str | None = None
+    note: str | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.pid is not None
+
+
+class EmbeddedPostgres:
+    """A PostgreSQL server in a folder. Several threads, objects and processes may share one.
+
+    `binaries` names a folder with PostgreSQL's programs; `settings` are server settings for this start (a
+    server that others have started already keeps theirs); `keep` leaves it up when its last user goes.
+    After a fork the child is no user of the server; its own `start()` makes it one.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] = ".commandbus",
+        *,
+        binaries: Path | None = None,
+        fsync: bool = True,
+        settings: Mapping[str, str] | None = None,
+        keep: bool = False,
+    ) -> None:
+        self.asked_folder = Path(folder).expanduser().resolve()
+        self._explicit_binaries = binaries
+        self._fsync = fsync
+        self._settings = dict(settings or {})
+        self._keep = keep
+        self._mutex = threading.RLock()
+        self._user_lock: int | None = None
+        self._place: Place | None = None
+        self._data: Path | None = None
+        _check_settings(self._settings)
+        _check_path(self.asked_folder)
+
+    def __enter__(self) -> EmbeddedPostgres:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def dsn(self) -> str:
+        """The address of the running server."""
+        status = self.status()
+        if status.dsn is None:
+            raise EmbeddedPostgresError(f"no PostgreSQL is running in {status.folder}: call start() first")
+        return status.dsn
+
+    @property
+    def running(self) -> bool:
+        return self.status().running
+
+    def status(self) -> EmbeddedStatus:
+        """Look, without starting, stopping or waiting for anything."""
+        with explained(self.asked_folder):
+            place = self._place or choose_place(self.asked_folder)
+            found = EmbeddedStatus(place.folder, note=place.note)
+            for data in [self._data] if self._data else place.data_folders:
+                found = EmbeddedStatus(place.folder, data, data_version(data), note=place.note)
+                server = postmaster.find(data, place.account)
+                if server is not None:
+                    address = dsn(server.port)
+                    return EmbeddedStatus(
+                        place.folder, data, found.version, server.pid, server.port, address, place.note
+                    )
+            return found
+
+    def start(self) -> str:
+        """Join the running server, or start it (making its data first if need be). Returns its address."""
+        with self._mutex, explained(self.asked_folder):
+            place = self._place or choose_place(self.asked_folder)
+            make_folder(place)
+            self._place = place
+            with _start_lock(place):
+                binaries = choose_binaries(self._explicit_binaries, place.majors)
+                data = place.folder / f"postgres-{binaries.major}"
+                self._join(data)
+                try:
+                    server = self._bring_up(place, binaries, data)
+                except BaseException:
+                    self._leave(place, data)
+                    raise
+            return dsn(server.port)
+
+    def stop(self, *, keep: bool | None = None, force: bool = False) -> bool:
+        """Leave the server, and end it unless others use it or somebody asked to keep it. True if it ended.
+
+        `keep` leaves it up for good; `force` ends it whoever uses it, also if this object never started it.
+        """
+        with self._mutex, explained(self.asked_folder):
+            if self._data is None and not force:
+                return False
+            place = self._place or choose_place(self.asked_folder)
+            if self._data is None and not place.data_folders:
+                return False
+            with _start_lock(place):
+                if self._data is None:
+                    ended = [_bring_down(place, data) for data in place.data_folders]
+                    return any(ended)
+                if keep if keep is not None else self._keep:
+                    beside(self._data, "keep").touch()
+                return self._leave(place, self._data, force=force)
+
+    # One user among several.
+
+    def _join(self, data: Path) -> None:
+        if self._user_lock is None:
+            self._user_lock = open_lock_file(beside(data, "users"))
+            self._data = data
+            _users.add(self)
+            atexit.register(self._stop_at_exit)
+        share(self._user_lock)
+
+    def _leave(self, place: Place, data: Path, *, force: bool = False) -> bool:
+        """With the start lock held: give up our use, and end the server if that was the last one."""
+        was_last = self._release()
+        if not force and (not was_last or beside(data, "keep").exists()):
+            return False
+        return _bring_down(place, data)
+
+    def _release(self) -> bool:
+        """Returns whether nobody else uses the server; nobody can join while the start lock is held."""
+        descriptor, self._user_lock, self._data = self._user_lock, None, None
+        if descriptor is None:
+            return False
+        atexit.unregister(self._stop_at_exit)
+        _users.discard(self)
+        try:
+            return try_exclusive(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _stop_at_exit(self) -> None:
+        try:
+            self.stop()
+        except EmbeddedPostgresError:
+            log.exception("embedded PostgreSQL was left running", extra={"folder": str(self.asked_folder)})
+
+    def _forget_after_fork(self) -> None:
+        """In the child: without its copy of the descriptor it neither prolongs nor ends its parent's use."""
+        if self._user_lock is not None:
+            os.close(self._user_lock)
+        self._user_lock = self._data = None
+        self._mutex = threading.RLock()
+        atexit.unregister(self._stop_at_exit)
+
+    # The server, with the start lock held.
+
+    def _bring_up(self, place: Place, binaries: Binaries, data: Path) -> postmaster.Postmaster:
+        server = postmaster.find_settled(data, place.account, limit_seconds=_LIMIT_SECONDS)
+        if server is not None and self._fsync and _runs_without_fsync(data):
+            self._end_server_without_fsync(place, data)
+            server = None
+        if server is not None:
+            return server
+        remove_unfinished(place.folder)
+        binaries = usable_by(place.account, binaries, place.folder)
+        if not data.exists():
+            self._initialise(place, binaries, data)
+        check_data(data, binaries, place.account)
+        postmaster.clear_remains(data, place.account)
+        beside(data, "keep").unlink(missing_ok=True)
+        return self._launch(place, binaries, data)
+
+    def _end_server_without_fsync(self, place: Place, data: Path) -> None:
+        """A test's server must not be handed to somebody who counts on fsync."""
+        assert self._user_lock is not None  # noqa: S101 - _join came before
+        if not try_exclusive(self._user_lock):
+            raise EmbeddedPostgresError(
+                f"the PostgreSQL in {place.folder} runs with fsync=off and is in use: "
+                "end its other users first, or choose another folder"
+            )
+        _bring_down(place, data)
+        share(self._user_lock)
+
+    def _initialise(self, place: Place, binaries: Binaries, data: Path) -> None:
+        unfinished = Path(tempfile.mkdtemp(prefix=data.name + UNFINISHED, dir=place.folder))
+        try:
+            if place.account.is_other:
+                os.chown(unfinished, place.account.uid, place.account.gid)
+            arguments = ["-U", "postgres", "--auth=trust", "--encoding=UTF8", "--no-locale"]
+            if not self._fsync:
+                arguments.append("--no-sync")
+            made = place.account.run(
+                [binaries.program("initdb"), "-D", unfinished, *arguments], limit_seconds=_LIMIT_SECONDS
+            )
+            if made.returncode != 0:
+                raise program_failed(f"initdb could not make {data}", made.stdout)
+            unfinished.rename(data)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        if self._fsync:
+            _sync_folder(place.folder)
+        log.info("embedded PostgreSQL initialised", extra={"data": str(data), "version": binaries.version})
+
+    def _launch(self, place: Place, binaries: Binaries, data: Path) -> postmaster.Postmaster:
+        server_log = data / postmaster.LOG_FILE
+        _rotate(server_log)
+        socket_folder = make_socket_folder(data, place.account)
+        port = remembered_port(beside(data, "port"))
+        for _ in range(_PORT_TRIES):
+            if port is None or not is_free(port):
+                port = free_port()
+            log_start = server_log.stat().st_size if server_log.exists() else 0
+            options = self._options(port, socket_folder)
+            started = place.account.run(
+                [
+                    *(binaries.program("pg_ctl"), "start", "-D", data, "-l", server_log, "-o", options),
+                    *("-s", "-w", "-t", str(int(_LIMIT_SECONDS))),
+                ],
+                limit_seconds=_LIMIT_SECONDS + 10,
+            )
+            server = postmaster.find(data, place.account)
+            if server is not None and server.is_ready:
+                remember_port(beside(data, "port"), server.port)
+                details = {"data": str(data), "version": binaries.version, "port": port, "pid": server.pid}
+                log.info("embedded PostgreSQL started", extra=details)
+                return server
+            if is_free(port):
+                break  # then nobody snatched the port, and the reason is another one
+        raise program_failed(f"PostgreSQL could not start in {data}", started.stdout, server_log, log_start)
+
+    def _options(self, port: int, socket_folder: str) -> str:
+        settings = {
+            **self._settings,
+            **({} if self._fsync else {"fsync": "off"}),
+            "listen_addresses": "127.0.0.1",
+            "port": str(port),
+            "unix_socket_directories": socket_folder,
+        }
+        return " ".join(f"-c {shlex.quote(f'{name}={value}')}" for name, value in settings.items())
+
+
+_users: weakref.WeakSet[EmbeddedPostgres] = weakref.WeakSet()
+
+
+def _forget_users_after_fork() -> None:
+    for user in list(_users):
+        user._forget_after_fork()
+    _users.clear()
+
+
+os.register_at_fork(after_in_child=_forget_users_after_fork)
+
+
+def _start_lock(place: Place) -> contextlib.AbstractContextManager[None]:
+    return exclusively(place.folder / "start.lock", limit_seconds=_LIMIT_SECONDS)
+
+
+def _bring_down(place: Place, data: Path) -> bool:
+    was_running = postmaster.stop(data, place.account)
+    postmaster.clear_remains(data, place.account)
+    beside(data, "keep").unlink(missing_ok=True)
+    remove_socket_folder(data, place.account)
+    if was_running:
+        log.info("embedded PostgreSQL stopped", extra={"data": str(data)})
+    return was_running
+
+
+def _runs_without_fsync(data: Path) -> bool:
+    return "fsync=off" in (data / "postmaster.opts").read_text()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rotate(server_log: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if server_log.stat().st_size > _LARGE_LOG_BYTES:
+            server_log.replace(server_log.with_name(f"{server_log.name}.1"))
+
+
+def _check_settings(settings: Mapping[str, str]) -> None:
+    for name in settings:
+        if name in _OWN_SETTINGS:
+            raise EmbeddedPostgresError(f"the setting {name!r} is decided by EmbeddedPostgres itself")
+        if not re.fullmatch(r"[a-z_][a-z0-9_.]*", name):
+            raise EmbeddedPostgresError(f"{name!r} is no name of a PostgreSQL setting")
+
+
+def _check_path(folder: Path) -> None:
+    # pg_ctl puts the path into a shell command, between double quotes.
+    forbidden = sorted(set(str(folder)) & set('"$`\\\n'))
+    if forbidden:
+        raise EmbeddedPostgresError(
+            f"the folder {str(folder)!r} has {forbidden} in its path, which pg_ctl cannot pass on: "
+            "choose another folder"
+        )

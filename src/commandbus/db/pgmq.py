@@ -1,0 +1,88 @@
+"""PGMQ's set-up: by its extension where the server has it and the role may, else by its published SQL.
+
+The package `pgmq` carries the SQL; it installs as a plain database owner. What is there already is used as it
+is, if it is 1.5 or newer (older ones have no `headers`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from importlib.resources import files
+from typing import Any
+
+from psycopg import errors as pg
+
+from commandbus.errors import SchemaError
+
+OLDEST = (1, 5)
+
+
+def packaged_version() -> str:
+    """The version of PGMQ's SQL that the package carries."""
+    return files("pgmq").joinpath("sql", "VERSION").read_text("utf-8").split()[0]
+
+
+def packaged_sql() -> str:
+    """PGMQ's SQL."""
+    return files("pgmq").joinpath("sql", "pgmq.sql").read_text("utf-8")
+
+
+def install(statement: Callable[..., Any]) -> Generator[Any, list[tuple[Any, ...]], tuple[str, str]]:
+    """Steps that make sure PGMQ is there; answers its version and the way it came: `extension` or `sql`.
+
+    `statement` makes what the driver runs; it is passed in because this module is below `flow`.
+    """
+    present = yield from _present(statement)
+    if present is not None:
+        return present
+    available = yield statement(b"SELECT FROM pg_available_extensions WHERE name = 'pgmq'")
+    if available:
+        yield statement(b"SAVEPOINT commandbus_pgmq")
+        try:
+            yield statement(b"CREATE EXTENSION pgmq")
+        except (pg.InsufficientPrivilege, pg.UndefinedFile):
+            yield statement(b"ROLLBACK TO SAVEPOINT commandbus_pgmq")
+        else:
+            created = yield from _present(statement)
+            if created is not None:
+                return created
+    yield statement(packaged_sql().encode())
+    return packaged_version(), "sql"
+
+
+def script() -> str:
+    """The same for a script: the extension if the server has it, else the SQL."""
+    body = packaged_sql().replace("$pgmq_install$", "")
+    return (
+        "DO $pgmq_choice$ BEGIN\n"
+        "IF to_regclass('pgmq.meta') IS NOT NULL THEN NULL;\n"
+        "ELSIF EXISTS (SELECT FROM pg_available_extensions WHERE name = 'pgmq') THEN CREATE EXTENSION pgmq;\n"
+        f"ELSE EXECUTE $pgmq_install$\n{body}\n$pgmq_install$;\n"
+        "END IF; END $pgmq_choice$;"
+    )
+
+
+def _present(statement: Callable[..., Any]) -> Generator[Any, list[tuple[Any, ...]], tuple[str, str] | None]:
+    rows = yield statement(b"SELECT extversion FROM pg_extension WHERE extname = 'pgmq'")
+    if rows:
+        version = rows[0][0]
+        if _parsed(version) < OLDEST:
+            raise SchemaError(
+                f"this database has the extension pgmq {version}, which is older than 1.5; "
+                f"run ALTER EXTENSION pgmq UPDATE"
+            )
+        return version, "extension"
+    rows = yield statement(
+        raise SchemaError("this database has a PGMQ older than 1.5 (it has no headers); upgrade it first")
+    )
+    if not rows:
+        return None
+    columns = {row[0] for row in rows}
+    if "headers" not in columns:
+        raise SchemaError("this database has a PGMQ older than 1.5 (no headers); upgrade it")
+    return ("1.10 or newer" if "last_read_at" in columns else "1.5 or newer"), "sql"
+
+
+def _parsed(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -1,0 +1,75 @@
+"""Connection pools: how they are made, and what a connection of ours looks like.
+
+Ours are in autocommit mode (an operation opens its own transaction where it needs one) and prepare statements
+unless told otherwise (behind PgBouncer in transaction mode). A pool that the application passes in is used as
+it is and never closed by us.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+from psycopg import AsyncConnection, Connection
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
+
+from commandbus.errors import ConfigurationError
+from commandbus.settings import Settings
+
+
+def connection_kwargs(settings: Settings, *, name: str) -> dict[str, Any]:
+    """Arguments of psycopg's connect for a connection of ours."""
+    return {
+        "autocommit": True,
+        "prepare_threshold": 2 if settings.prepared_statements else None,
+        "application_name": f"commandbus {name}"[:63],
+    }
+
+
+def check_conninfo(database_url: str | None) -> str:
+    """The connection string, or what is wrong with it (never with its password)."""
+    if not database_url:
+        raise ConfigurationError(
+            "no database is configured: set COMMANDBUS_DATABASE_URL, `database_url` in commandbus.toml, or pass "
+            "database_url (`embedded` runs a PostgreSQL in the project's folder)"
+        )
+    try:
+        psycopg.conninfo.conninfo_to_dict(database_url)
+    except psycopg.ProgrammingError:
+        raise ConfigurationError(
+            "database_url is not a PostgreSQL URL or connection string; it looks like "
+            "postgresql://user:password@host:5432/database or `host=… dbname=…`"
+        ) from None
+    return database_url
+
+
+def open_pool(settings: Settings, *, name: str, max_size: int) -> ConnectionPool[Connection[Any]]:
+    """A pool of sync connections; connects in the background, on demand."""
+    return ConnectionPool(
+        check_conninfo(settings.database_url),
+        kwargs=connection_kwargs(settings, name=name),
+        min_size=min(settings.pool_min_size, max_size),
+        max_size=max_size,
+        timeout=settings.pool_timeout,
+        max_lifetime=settings.pool_max_lifetime,
+        max_idle=settings.pool_max_idle,
+        reconnect_timeout=settings.pool_reconnect_timeout,
+        name=f"commandbus-{name}",
+        open=True,
+    )
+
+
+def make_async_pool(settings: Settings, *, name: str, max_size: int) -> AsyncConnectionPool[AsyncConnection[Any]]:
+    """A pool of async connections, to be opened on the loop that uses it."""
+    return AsyncConnectionPool(
+        check_conninfo(settings.database_url),
+        kwargs=connection_kwargs(settings, name=name),
+        min_size=min(settings.pool_min_size, max_size),
+        max_size=max_size,
+        timeout=settings.pool_timeout,
+        max_lifetime=settings.pool_max_lifetime,
+        max_idle=settings.pool_max_idle,
+        reconnect_timeout=settings.pool_reconnect_timeout,
+        name=f"commandbus-{name}",
+        open=False,
+    )

@@ -1,0 +1,115 @@
+"""Every error that commandbus raises on purpose.
+
+Two families: errors *of* commandbus (`CommandBusError`), which name the offending value and what to do, and
+errors that a *handler* raises to say what should happen to its command (`CommandFailure` and its kinds).
+The exit codes of the command line follow the first family (see `cli/exits.py`).
+"""
+
+from __future__ import annotations
+
+
+class CommandBusError(Exception):
+    """Base of everything that commandbus itself raises."""
+
+
+class ConfigurationError(CommandBusError, ValueError):
+    """A setting is missing, malformed or contradicts another one."""
+
+
+class EmbeddedPostgresError(CommandBusError):
+    """The embedded PostgreSQL could not be found, initialised, started or stopped."""
+
+
+class InvalidCommandError(CommandBusError, ValueError):
+    """What was to be sent is not a command: a bad name, payload, delay or header. Nothing was sent."""
+
+
+class UnknownDomainError(CommandBusError):
+    """The domain has no queue. `commandbus domain create NAME` makes one."""
+
+    def __init__(self, domain: str) -> None:
+        super().__init__(
+            f"unknown domain {domain!r}: it has no queue in this database; "
+            f"create it with `commandbus domain create {domain}` (or `bus.create_domain({domain!r})`)"
+        )
+        self.domain = domain
+
+
+class DuplicateCommandError(CommandBusError):
+    """The command_id is taken by a command with other content."""
+
+    def __init__(self, domain: str, command_id: str, difference: str) -> None:
+        super().__init__(
+            f"command_id {command_id!r} already exists in domain {domain!r} with another {difference}; "
+            f"use a new command_id, or send the same content to get the existing command"
+        )
+        self.domain = domain
+        self.command_id = command_id
+        self.difference = difference
+
+
+class CommandNotFoundError(CommandBusError, LookupError):
+    """No such command."""
+
+
+class InvalidOperationError(CommandBusError):
+    """The command is not in a state that allows the operation; somebody else may have been faster."""
+
+
+class SchemaError(CommandBusError):
+    """The database's commandbus schema is missing, older or newer than this release expects."""
+
+
+class AttemptFencedError(CommandBusError):
+    """This attempt no longer holds its command: its lease was lost and another attempt may be running.
+
+    Everything in the transaction that hears this is rolled back; a handler should let it through.
+    """
+
+
+class TransactionUsedError(CommandBusError):
+    """`ctx.transaction()` completes the command, so an attempt has only one."""
+
+
+class DuplicateHandlerError(CommandBusError, ValueError):
+    """A handler for this (domain, command_type) is registered already."""
+
+
+class UnknownCommandTypeError(CommandBusError, LookupError):
+    """No handler is registered for this (domain, command_type)."""
+
+    def __init__(self, domain: str, command_type: str) -> None:
+        super().__init__(
+            f"no handler for command_type {command_type!r} in domain {domain!r} is registered in this worker"
+        )
+        self.domain = domain
+        self.command_type = command_type
+
+
+class CommandFailure(Exception):  # noqa: N818 - it is what happened to a command, not an error of the bus
+    """Raised by handlers; `code` is a short machine-readable reason, `details` any JSON value."""
+
+    default_code = "FAILED"
+
+    def __init__(self, message: str = "", *, code: str | None = None, details: object = None) -> None:
+        super().__init__(message)
+        self.code = code if code is not None else self.default_code
+        self.details = details
+
+
+class TransientCommandError(CommandFailure):
+    """Try again by the retry policy; the troubleshooting queue when attempts are used up."""
+
+    default_code = "TRANSIENT"
+
+
+class PermanentCommandError(CommandFailure):
+    """Trying again is pointless: a person must look (troubleshooting queue)."""
+
+    default_code = "PERMANENT"
+
+
+class BusinessRuleException(CommandFailure):
+    """The business said no: the command is FAILED, final, and nobody needs to look."""
+
+    default_code = "BUSINESS_RULE"

@@ -1,0 +1,192 @@
+"""claim: take visible messages, and put right what is odd about some of them before anything runs.
+
+The claim itself is one statement and one row write a message. Odd rows are rare and each kind has an operation:
+
+- still held by somebody when its lease ran out: that worker vanished; its attempt is recorded as LOST
+- no command belongs to it: a raw message of another client is adopted, or rejected with a reason
+- its command type is paused: parked
+
+Until such an operation has run, the row is simply leased to this worker: a crash in between changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from psycopg import errors as pg
+
+from commandbus import sql
+from commandbus.errors import InvalidCommandError
+from commandbus.flow.send import explain_missing
+from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.model import envelope, names, payload
+from commandbus.model.command import NewCommand
+
+
+class ClaimedRow(NamedTuple):
+    """A row of claim.sql, in its order."""
+
+    msg_id: int
+    read_ct: int
+    id: int | None
+    command_id: str
+    command_type: str
+    data: str | None
+    attempt_base: int
+    waived: int
+    max_attempts: int | None
+    correlation_id: str | None
+    reply_to: str | None
+    headers: str | None
+    created_at: datetime | None
+    is_paused: bool | None
+    before: str | None
+    message: str | None
+    last_vt: datetime
+    claimed_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one claim brought: rows to run as plain tuples (they are the hot path), and the odd ones."""
+
+    ready: list[tuple[Any, ...]]
+    odd: list[ClaimedRow]
+    full: bool
+    last_vt: datetime | None
+    claimed_at: datetime | None
+
+
+@operation(atomic=False)
+def claim(*, domain: str, worker: str, n: int, lease_seconds: float, cursor: datetime | None) -> Steps[Claim]:
+    """Claim up to n messages that became visible at or after the cursor (None: from the beginning)."""
+    try:
+        rows = yield Statement(
+            sql.text("claim", domain=domain),
+            {
+                "domain": domain,
+                "worker": worker,
+                "n": n,
+                "lease": lease_seconds,
+                "cursor": cursor or "-infinity",
+            },
+        )
+    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+        raise explain_missing(domain, error) from None
+    if not rows:
+        return Claim([], [], False, None, None)
+    ready = [row for row in rows if row[14] is None and row[2] is not None and not row[13]]
+    odd = [] if len(ready) == len(rows) else [
+        ClaimedRow(*row) for row in rows if row[14] is not None or row[2] is None or row[13]
+    ]  # fmt: skip
+    return Claim(ready, odd, len(rows) == n, rows[0][16], rows[0][17])
+
+
+@operation(atomic=True)
+def put_right(
+    *, domain: str, worker: str, odd: Sequence[ClaimedRow], max_bytes: int
+) -> Steps[tuple[list[ClaimedRow], int]]:
+    """Record lost attempts, adopt or reject raw messages, park paused ones.
+
+    Answers what is to be run now, and how many messages were adopted: those are back in the queue as ordinary
+    commands, for the next claim.
+    """
+    ours = [row for row in odd if row.id is not None]
+    adopted = yield from _take_in(domain, worker, [row for row in odd if row.id is None], max_bytes)
+    if lost := [row for row in ours if row.before is not None]:
+        yield Statement(sql.text("record_lost", domain=domain), {"worker": worker, "rows": _lost_rows(lost)})
+    if paused := [row for row in ours if row.is_paused]:
+        rows = [{"m": row.msg_id, "r": row.read_ct, "c": row.id, "t": row.command_type} for row in paused]
+        yield Statement(sql.text("park", domain=domain), {"domain": domain, "worker": worker, "rows": _dump(rows)})
+    return [row for row in ours if not row.is_paused], adopted
+
+
+@operation(atomic=False)
+def next_due(domain: str) -> Steps[float | None]:
+    """Seconds until the next delayed message becomes visible."""
+    rows = yield Statement(sql.text("next_due", domain=domain), {"domain": domain})
+    return rows[0][0] if rows else None
+
+
+@operation(atomic=False)
+def announce(*, worker: str, domains: Sequence[str], seconds: float) -> Steps[None]:
+    """Ask senders for notifications."""
+    yield Statement(sql.text("announce"), {"worker": worker, "domains": list(domains), "seconds": seconds})
+
+
+@operation(atomic=False)
+def withdraw(worker: str) -> Steps[None]:
+    """Ask for no more notifications."""
+    yield Statement(sql.text("withdraw"), {"worker": worker})
+
+
+def _take_in(domain: str, worker: str, raw: Sequence[ClaimedRow], max_bytes: int) -> Steps[int]:
+    """Adopt what is readable, reject the rest; answers how many were adopted."""
+    if not raw:
+        return 0
+    readable: list[dict[str, Any]] = []
+    reasons: dict[int, str] = {}
+    for row in raw:
+        try:
+            readable.append(_adoption(row, _read(domain, row, max_bytes)))
+        except (InvalidCommandError, RecursionError) as error:
+            reasons[row.msg_id] = str(error)
+    adopted: set[int] = set()
+    if readable:
+        answer = yield Statement(
+            sql.text("adopt", domain=domain), {"domain": domain, "worker": worker, "rows": _dump(readable)}
+        )
+        adopted = {msg_id for (msg_id,) in answer}
+        for new in readable:
+            if new["m"] not in adopted:
+                reasons[new["m"]] = f"command_id {new['i']!r} was sent before"
+    if reasons:
+        rejected = [
+            {"m": row.msg_id, "r": row.read_ct, "e": payload.clean_text(reasons[row.msg_id], longest=2000)}
+            for row in raw
+            if row.msg_id in reasons
+        ]
+        yield Statement(
+            sql.text("reject", domain=domain), {"domain": domain, "worker": worker, "rows": _dump(rejected)}
+        )
+    return len(adopted)
+
+
+def _adoption(row: ClaimedRow, new: NewCommand) -> dict[str, Any]:
+    return {"m": row.msg_id, "k": row.read_ct, "i": new.command_id, "t": new.command_type, "x": new.max_attempts,
+            "c": new.correlation_id, "r": new.reply_to, "h": new.headers, "d": new.data}  # fmt: skip
+
+
+def _read(domain: str, row: ClaimedRow, max_bytes: int) -> NewCommand:
+    message = None if row.message is None else payload.loads(row.message)
+    return envelope.read(message, queue=names.queue_of(domain), msg_id=row.msg_id, max_bytes=max_bytes)
+
+
+def _lost_rows(lost: Sequence[ClaimedRow]) -> str:
+    """One row per vanished holder: a worker that died before it could record its predecessor left a chain."""
+    rows = []
+    for row in lost:
+        holder: Any = payload.loads(row.before or "null")
+        number = row.attempt_base + row.read_ct - 1
+        while isinstance(holder, dict) and number > 0:
+            rows.append(
+                {
+                    "m": row.msg_id,
+                    "r": row.read_ct,
+                    "c": row.id,
+                    "n": number,
+                    "w": holder.get("held_by"),
+                    "s": holder.get("since"),
+                    "e": "the worker vanished and its lease ran out",
+                }
+            )
+            holder = holder.get("before")
+            number -= 1
+    return _dump(rows)
+
+
+def _dump(rows: list[dict[str, Any]]) -> str:
+    return payload.dump(rows, what="rows", max_bytes=1 << 30)

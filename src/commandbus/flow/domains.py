@@ -1,0 +1,79 @@
+"""domains: create and list them. A domain is a PGMQ queue, its name in `commandbus.domain`, and grants on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from psycopg import errors as pg
+
+from commandbus import sql
+from commandbus.errors import SchemaError
+from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.model import roles
+from commandbus.model.names import check_domain, check_queue, queue_of
+
+
+@dataclass(frozen=True, slots=True)
+class DomainInfo:
+    """A domain and its age."""
+
+    name: str
+    queue: str
+    created_at: datetime
+
+
+@operation(atomic=True)
+def create_domain(domain: str) -> Steps[bool]:
+    """Create a domain's queue; False if it was there. Safe to run concurrently."""
+    created = yield from create_steps(domain)
+    return created
+
+
+@operation(atomic=True)
+def create_queue(queue: str) -> Steps[None]:
+    """Create a plain PGMQ queue, such as one for replies."""
+    yield from _create_queue(check_queue(queue, what="queue"))
+    yield Statement(
+        b"INSERT INTO commandbus.setting (name, value) VALUES ('queue.' || %(queue)s, 'reply') "
+        b"ON CONFLICT DO NOTHING",
+        {"queue": queue},
+    )
+
+
+@operation(atomic=False)
+def list_domains() -> Steps[list[DomainInfo]]:
+    """All domains by name."""
+    rows = yield Statement(b"SELECT name, created_at FROM commandbus.domain ORDER BY name")
+    return [DomainInfo(name, queue_of(name), created_at) for name, created_at in rows]
+
+
+def create_steps(domain: str) -> Steps[bool]:
+    """The steps of create_domain, for a larger operation."""
+    check_domain(domain)
+    try:
+        rows = yield Statement(
+            b"INSERT INTO commandbus.domain (name) VALUES (%(domain)s) ON CONFLICT DO NOTHING RETURNING name",
+            {"domain": domain},
+        )
+    except (pg.UndefinedTable, pg.InvalidSchemaName):
+        raise SchemaError("this database has no commandbus schema; run `commandbus migrate` first") from None
+    yield from _create_queue(queue_of(domain))
+    if rows:
+        # A queue's rows live for milliseconds: vacuum it by its churn, not by its size.
+        yield Statement(sql.text("tune_queue", domain=domain))
+    return bool(rows)
+
+
+def _create_queue(queue: str) -> Steps[None]:
+    try:
+        yield Statement(b"SELECT pgmq.create(%(queue)s)", {"queue": queue})
+    except pg.InsufficientPrivilege as error:
+        raise SchemaError(
+            f"this role may not create queue {queue!r} ({error.diag.message_primary}); create it as the role that "
+            f"ran `commandbus migrate`"
+        ) from None
+    settings = yield Statement(b"SELECT name, value FROM commandbus.setting WHERE name LIKE 'role.%%'", {})
+    for name, role in settings:
+        for grant in roles.queue_grants(name.removeprefix("role."), role, queue):
+            yield Statement(grant.encode())

@@ -1,0 +1,288 @@
+"""inspect: what is known of commands, domains, workers and the troubleshooting queue. Reads only, locks nothing.
+
+Whether a command is IN_PROGRESS is known by its queue row alone, so a page of commands is completed by one look
+into each queue that it touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+from psycopg import errors as pg
+
+from commandbus import sql
+from commandbus.errors import InvalidCommandError, SchemaError, UnknownDomainError
+from commandbus.flow.statement import Row, Statement, Steps, operation
+from commandbus.model import names, payload
+from commandbus.model.command import AuditEntry, AuditEvent, CommandRecord, CommandStatus, TsqEntry
+
+WORKER_ALIVE_SECONDS = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class CommandQuery:
+    """Filters of query_commands; those that are given must all hold."""
+
+    domain: str | None = None
+    command_type: str | None = None
+    status: CommandStatus | None = None
+    command_id: str | None = None
+    correlation_id: str | None = None
+    created_after: datetime | None = None
+    created_before: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Commands, newest first, and where the next page begins (None: there is none)."""
+
+    items: list[CommandRecord]
+    next_before_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DomainStatus:
+    """One domain's figures; `oldest_seconds` is the age of the oldest command that could run now."""
+
+    domain: str
+    ready: int
+    delayed: int
+    running: int
+    parked: int
+    in_tsq: int
+    oldest_seconds: float | None
+    settled_per_second: float
+    is_paused: bool
+    paused_types: list[str] = field(default_factory=list)
+    rejected: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A worker in the registry."""
+
+    id: str
+    host: str
+    pid: int
+    domains: list[str]
+    concurrency: int
+    version: str
+    state: str
+    started_at: datetime
+    heartbeat_at: datetime
+    heartbeat_age_seconds: float
+    is_alive: bool
+    running: int
+    settled: int
+
+
+@operation(atomic=False)
+def query_commands(query: CommandQuery, *, limit: int, before_id: int | None) -> Steps[Page]:
+    """A page of commands that match."""
+    if query.domain is not None:
+        names.check_domain(query.domain)
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= 10_000:
+        raise InvalidCommandError(f"limit must be a whole number from 1 to 10000, not {limit!r}")
+    params: dict[str, Any] = {
+        "domain": query.domain,
+        "command_id": query.command_id,
+        "command_type": query.command_type,
+        "correlation_id": query.correlation_id,
+        "status": query.status,
+        "created_after": query.created_after,
+        "created_before": query.created_before,
+        "ids": None,
+        "not_ids": None,
+        "before_id": before_id,
+        "limit": limit + 1,
+    }
+    if query.status in (CommandStatus.PENDING, CommandStatus.IN_PROGRESS):
+        held = yield from _held(query.domain)
+        running = query.status is CommandStatus.IN_PROGRESS
+        params |= {"status": "PENDING", "ids" if running else "not_ids": held}
+    try:
+        rows = yield Statement(sql.text("query_commands"), params)
+    except (pg.UndefinedTable, pg.InvalidSchemaName):
+        raise _no_schema() from None
+    items = yield from _complete(rows[:limit])
+    return Page(items, items[-1].id if len(rows) > limit else None)
+
+
+@operation(atomic=False)
+def get_audit_trail(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
+    """Every event of a command in order; empty if there is no such command."""
+    names.check_domain(domain)
+    rows = yield Statement(
+        b"SELECT a.event, a.at, a.attempt, a.worker, a.details::text FROM commandbus.command c "
+        b"JOIN commandbus.audit a ON a.command = c.id "
+        b"WHERE c.domain = %(domain)s AND c.command_id = %(command_id)s ORDER BY a.at, a.rank, a.attempt",
+        {"domain": domain, "command_id": command_id},
+    )
+    trail = [
+        AuditEntry(AuditEvent(event), at, attempt, worker, _details(details))
+        for event, at, attempt, worker, details in rows
+    ]
+    if trail:
+        trail += yield from _current(domain, command_id)
+    return trail
+
+
+@operation(atomic=False)
+def domain_status(domains: Sequence[str] | None = None) -> Steps[list[DomainStatus]]:
+    """The figures of these domains (None: all)."""
+    if domains is None:
+        domains = yield from _all_domains()
+    found = []
+    for domain in domains:
+        try:
+            rows = yield Statement(
+                sql.text("domain_status", domain=domain), {"domain": domain, "alive": WORKER_ALIVE_SECONDS}
+            )
+        except pg.UndefinedTable:
+            raise UnknownDomainError(domain) from None
+        found.append(DomainStatus(domain, *rows[0]))
+    return found
+
+
+@operation(atomic=False)
+def list_workers() -> Steps[list[WorkerInfo]]:
+    """The registry, youngest first."""
+    try:
+        rows = yield Statement(
+            b"SELECT id, host, pid, domains, concurrency, version, state, started_at, heartbeat_at, "
+            b"extract(epoch FROM now() - heartbeat_at)::float8, "
+            b"state <> 'STOPPED' AND heartbeat_at > now() - make_interval(secs => %(alive)s), running, settled "
+            b"FROM commandbus.worker ORDER BY started_at DESC",
+            {"alive": WORKER_ALIVE_SECONDS},
+        )
+    except (pg.UndefinedTable, pg.InvalidSchemaName):
+        raise _no_schema() from None
+    return [WorkerInfo(*row) for row in rows]
+
+
+@operation(atomic=False)
+def list_tsq(
+    *, domain: str | None, command_type: str | None, error_code: str | None, limit: int, after_id: int
+) -> Steps[list[TsqEntry]]:
+    """Commands that need a person, longest known first."""
+    try:
+        rows = yield Statement(
+            sql.text("list_tsq"),
+            {
+                "domain": domain,
+                "command_type": command_type,
+                "error_code": error_code,
+                "limit": limit,
+                "after_id": after_id,
+            },
+        )
+    except (pg.UndefinedTable, pg.InvalidSchemaName):
+        raise _no_schema() from None
+    return [TsqEntry(*(*head, _loads(data))) for *head, data in rows]
+
+
+@operation(atomic=False)
+def count_tsq(
+    *, domain: str | None, command_type: str | None, error_code: str | None
+) -> Steps[dict[tuple[str, str], int]]:
+    """How many need a person, by (domain, command_type)."""
+    try:
+        rows = yield Statement(
+            sql.text("count_tsq"), {"domain": domain, "command_type": command_type, "error_code": error_code}
+        )
+    except (pg.UndefinedTable, pg.InvalidSchemaName):
+        raise _no_schema() from None
+    return {(row[0], row[1]): row[2] for row in rows}
+
+
+def _held(domain: str | None) -> Steps[list[int]]:
+    domains = [domain] if domain is not None else (yield from _all_domains())
+    held: list[int] = []
+    for name in domains:
+        try:
+            rows = yield Statement(sql.text("held_commands", domain=name))
+        except pg.UndefinedTable:
+            raise UnknownDomainError(name) from None
+        held += [row[0] for row in rows]
+    return held
+
+
+def _complete(rows: Sequence[Row]) -> Steps[list[CommandRecord]]:
+    """Look up the queue's side of those that are not settled."""
+    waiting: dict[str, list[int]] = {}
+    for row in rows:
+        if row[4] == "PENDING":
+            waiting.setdefault(row[1], []).append(row[17])
+    queued: dict[tuple[str, int], Row] = {}
+    for domain, msg_ids in waiting.items():
+        found = yield Statement(sql.text("queue_rows", domain=domain), {"domain": domain, "msg_ids": msg_ids})
+        queued |= {(domain, row[0]): row for row in found}
+    return [_record(row, queued.get((row[1], row[17]))) for row in rows]
+
+
+def _record(row: Row, queue_row: Row | None) -> CommandRecord:
+    attempt, attempt_base = row[11], row[12]
+    record = CommandRecord(
+        id=row[0], domain=row[1], command_id=row[2], command_type=row[3], status=CommandStatus(row[4]),
+        data=_loads(row[5]), result=_loads(row[6]), correlation_id=row[7], reply_to=row[8], headers=_loads(row[9]),
+        max_attempts=row[10], attempts=attempt_base if attempt is None else attempt, created_at=row[13],
+        started_at=row[14], finished_at=row[15], worker=row[16], error_type=row[18], error_code=row[19],
+        error=row[20],
+    )  # fmt: skip
+    if queue_row is None:
+        return record
+    _, vt, read_ct, held_by, since, reason, _ = queue_row
+    return replace(
+        record,
+        status=CommandStatus.IN_PROGRESS if held_by else record.status,
+        attempts=attempt_base + read_ct,
+        worker=held_by,
+        started_at=datetime.fromisoformat(since) if held_by and since else record.started_at,
+        visible_at=None if held_by or reason else vt,
+        waiting_for=reason,
+    )
+
+
+def _current(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
+    """What only the queue row knows: a running attempt, or what a command is parked for."""
+    rows = yield Statement(
+        b"SELECT msg_id, attempt_base FROM commandbus.command "
+        b"WHERE domain = %(domain)s AND command_id = %(command_id)s AND status = 'PENDING'",
+        {"domain": domain, "command_id": command_id},
+    )
+    if not rows:
+        return []
+    msg_id, attempt_base = rows[0]
+    queued = yield Statement(sql.text("queue_rows", domain=domain), {"domain": domain, "msg_ids": [msg_id]})
+    entries = []
+    for _, _, read_ct, held_by, since, reason, parked_at in queued:
+        if held_by and since:
+            at = datetime.fromisoformat(since)
+            entries.append(AuditEntry(AuditEvent.RECEIVED, at, attempt_base + read_ct, held_by))
+        if reason:
+            entries.append(AuditEntry(AuditEvent.PARKED, parked_at, details={"waiting_for": reason}))
+    return entries
+
+
+def _all_domains() -> Steps[list[str]]:
+    try:
+        rows = yield Statement(b"SELECT name FROM commandbus.domain ORDER BY name")
+    except (pg.UndefinedTable, pg.InvalidSchemaName):
+        raise _no_schema() from None
+    return [row[0] for row in rows]
+
+
+def _no_schema() -> SchemaError:
+    return SchemaError("this database has no commandbus schema; run `commandbus migrate` (or `bus.migrate()`)")
+
+
+def _loads(text: str | None) -> Any:
+    return None if text is None else payload.loads(text)
+
+
+def _details(text: str | None) -> dict[str, Any]:
+    found = _loads(text) or {}
+    return {key: value for key, value in found.items() if value is not None}

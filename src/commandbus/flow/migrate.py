@@ -1,0 +1,141 @@
+"""migrate: bring a database's schema to this release, from whatever it has.
+
+Everything happens in one transaction under one advisory lock: any number of processes may run it at once, and
+a failure leaves nothing behind. No superuser is needed, only CREATE on the database. A schema newer than this
+release is refused: an old release must not guess what a new one meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from psycopg import errors as pg
+
+from commandbus import sql
+from commandbus.db import pgmq
+from commandbus.errors import SchemaError
+from commandbus.flow.domains import create_steps
+from commandbus.flow.statement import Statement, Steps, operation
+
+LOCK = 0x636D6462_75730001  # 'cmdbus' and a purpose; any constant would do, all releases must share it
+
+_BEGIN = b"""
+CREATE SCHEMA IF NOT EXISTS commandbus;
+CREATE TABLE IF NOT EXISTS commandbus.migration (
+    number      integer PRIMARY KEY,
+    name        text NOT NULL,
+    applied_at  timestamptz NOT NULL DEFAULT now()
+);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaState:
+    """What a database has, and what this release would add."""
+
+    applied: tuple[int, ...]
+    missing: tuple[int, ...]
+    pgmq_version: str | None
+    pgmq_way: str | None
+
+    @property
+    def is_current(self) -> bool:
+        """Nothing is missing."""
+        return not self.missing
+
+
+@operation(atomic=True)
+def migrate(domains: Sequence[str] = ()) -> Steps[SchemaState]:
+    """Apply what is missing; answers the state from before, whose `missing` is what was applied."""
+    yield Statement(b"SELECT pg_advisory_xact_lock(%(key)s)", {"key": LOCK})
+    state = yield from _look()
+    _refuse_newer(state)
+    if state.missing:
+        try:
+            yield Statement(_BEGIN)
+            version, way = yield from pgmq.install(Statement)
+            for number, (name, text) in sql.migrations().items():
+                if number in state.missing:
+                    yield Statement(text.encode())
+                    yield Statement(
+                        b"INSERT INTO commandbus.migration (number, name) VALUES (%(number)s, %(name)s)",
+                        {"number": number, "name": name},
+                    )
+            for key, value in (("pgmq_version", version), ("pgmq_way", way)):
+                yield Statement(
+                    b"INSERT INTO commandbus.setting (name, value) VALUES (%(key)s, %(value)s) "
+                    b"ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+                    {"key": key, "value": value},
+                )
+        except pg.InsufficientPrivilege as error:
+            raise SchemaError(
+                f"this role may not create the schema ({error.diag.message_primary}); run `commandbus migrate` as "
+                f"the database's owner, GRANT CREATE ON DATABASE to this role, or give a DBA the output of "
+                f"`commandbus migrate --print`"
+            ) from None
+    for domain in domains:
+        yield from create_steps(domain)
+    return state
+
+
+@operation(atomic=False)
+def look() -> Steps[SchemaState]:
+    """What this database has; changes nothing."""
+    state = yield from _look()
+    _refuse_newer(state)
+    return state
+
+
+def script() -> str:
+    """All of it as one SQL script for a DBA, for a database that has nothing yet or an older schema."""
+    parts = [
+        "-- commandbus: the schema, as `commandbus migrate` would apply it. Safe to run again.",
+        "BEGIN;",
+        f"SELECT pg_advisory_xact_lock({LOCK});",
+        _BEGIN.decode().strip(),
+        pgmq.script(),
+    ]
+    for number, (name, text) in sql.migrations().items():
+        guarded = text.replace("$commandbus$", "")
+        parts.append(
+            f"DO $migrate$ BEGIN IF NOT EXISTS (SELECT FROM commandbus.migration WHERE number = {number}) THEN\n"
+            f"EXECUTE $commandbus$\n{guarded}\n$commandbus$;\n"
+            f"INSERT INTO commandbus.migration (number, name) VALUES ({number}, '{name}');\n"
+            f"END IF; END $migrate$;"
+        )
+    parts.append(
+        "INSERT INTO commandbus.setting (name, value)\n"
+        "SELECT 'pgmq_version', COALESCE((SELECT extversion FROM pg_extension WHERE extname = 'pgmq'),\n"
+        f"                                '{pgmq.packaged_version()}')\n"
+        "UNION ALL SELECT 'pgmq_way', CASE WHEN EXISTS (SELECT FROM pg_extension WHERE extname = 'pgmq')\n"
+        "                                  THEN 'extension' ELSE 'sql' END\n"
+        "ON CONFLICT (name) DO NOTHING;"
+    )
+    parts.append("COMMIT;\n")
+    return "\n\n".join(parts)
+
+
+def _look() -> Steps[SchemaState]:
+    known = sql.migrations()
+    (exists,) = (yield Statement(b"SELECT to_regclass('commandbus.migration') IS NOT NULL"))[0]
+    if not exists:
+        return SchemaState((), tuple(known), None, None)
+    applied = tuple(
+        row[0] for row in (yield Statement(b"SELECT number FROM commandbus.migration ORDER BY number"))
+    )
+    settings: dict[str, str] = {}
+    if applied:
+        rows = yield Statement(b"SELECT name, value FROM commandbus.setting WHERE name LIKE 'pgmq%%'", {})
+        settings = dict(rows)
+    missing = tuple(number for number in known if number not in applied)
+    return SchemaState(applied, missing, settings.get("pgmq_version"), settings.get("pgmq_way"))
+
+
+def _refuse_newer(state: SchemaState) -> None:
+    newest = max(sql.migrations())
+    if newer := [number for number in state.applied if number > newest]:
+        raise SchemaError(
+            f"this database's commandbus schema is at migration {max(newer)}, newer than this release knows "
+            f"({newest}); install a newer commandbus"
+        )

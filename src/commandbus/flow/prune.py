@@ -1,0 +1,105 @@
+"""prune: forget finished commands by age or by count, and old archives, in small bites.
+
+One bite is one short transaction; the caller goes on until `is_done`, or stops between bites. Commands that are
+not finished are never touched, however old.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commandbus import sql
+from commandbus.flow.domains import list_domains
+from commandbus.flow.statement import Plan, Statement, Steps, operation
+from commandbus.model.names import queue_of
+
+BITE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What is kept: commands that finished within `age_seconds`, and the newest `count` in all."""
+
+    age_seconds: float | None = None
+    count: int | None = None
+
+    @property
+    def is_off(self) -> bool:
+        """Everything is kept."""
+        return self.age_seconds is None and self.count is None
+
+
+@dataclass(frozen=True, slots=True)
+class Bite:
+    """What one bite did, and where the next one begins."""
+
+    removed: int
+    after_id: int
+    is_done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReport:
+    """How much was forgotten: commands, archived messages, and things put aside (rejected messages …)."""
+
+    commands: int = 0
+    archived: int = 0
+    asides: int = 0
+
+
+def prune_all(retention: Retention) -> Plan[PruneReport]:
+    """Bite by bite until nothing is left to forget."""
+    if retention.is_off:
+        return PruneReport()
+    through = yield through_id(retention)
+    bite = Bite(0, 0, False)
+    commands = archived = asides = 0
+    while not bite.is_done:
+        bite = yield prune(retention, through=through, after_id=bite.after_id)
+        commands += bite.removed
+    if retention.age_seconds is not None:
+        for domain in (yield list_domains()):
+            while gone := (yield prune_archive(domain.name, retention.age_seconds)):
+                archived += gone
+        while gone := (yield prune_asides(retention.age_seconds)):
+            asides += gone
+    return PruneReport(commands, archived, asides)
+
+
+@operation(atomic=False)
+def through_id(retention: Retention) -> Steps[int]:
+    """The newest id that the count condition gives up (0: none)."""
+    if retention.count is None:
+        return 0
+    rows = yield Statement(
+        b"SELECT id FROM commandbus.command WHERE status IN ('COMPLETED', 'FAILED', 'CANCELED') "
+        b"ORDER BY id DESC OFFSET %(count)s LIMIT 1",
+        {"count": retention.count},
+    )
+    return rows[0][0] if rows else 0
+
+
+@operation(atomic=False)
+def prune(retention: Retention, *, through: int, after_id: int = 0, bite: int = BITE) -> Steps[Bite]:
+    """One bite of commands."""
+    rows = yield Statement(
+        sql.text("prune"),
+        {"after_id": after_id, "bite": bite, "through_id": through, "age": retention.age_seconds},
+    )
+    removed, last_id, seen, all_young = rows[0]
+    return Bite(removed, last_id or after_id, seen < bite or all_young)
+
+
+@operation(atomic=False)
+def prune_archive(domain: str, age_seconds: float, *, bite: int = BITE) -> Steps[int]:
+    """One bite of a domain's PGMQ archive (we archive nothing; other clients may)."""
+    rows = yield Statement(sql.text("prune_archive", queue=queue_of(domain)), {"age": age_seconds, "bite": bite})
+    return len(rows)
+
+
+@operation(atomic=False)
+def prune_asides(age_seconds: float, *, bite: int = BITE) -> Steps[int]:
+    """One bite of rejected messages, undelivered replies and workers long gone."""
+    rows = yield Statement(sql.text("prune_asides"), {"age": age_seconds, "bite": bite})
+    count: int = rows[0][0]
+    return count

@@ -1,0 +1,44 @@
+"""register: a worker's row in the registry, beaten every few seconds, and what it learns there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from commandbus import sql
+from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.model import payload
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """What does not change in a worker's life."""
+
+    id: str
+    host: str
+    pid: int
+    domains: Sequence[str]
+    concurrency: int
+    version: str
+
+
+@operation(atomic=False)
+def beat(
+    identity: WorkerIdentity, *, state: str, running: int, settled: int, rates: Mapping[str, float]
+) -> Steps[None]:
+    """Write the worker's row."""
+    yield Statement(
+        sql.text("beat"),
+        {
+            "id": identity.id,
+            "host": identity.host,
+            "pid": identity.pid,
+            "domains": list(identity.domains),
+            "concurrency": identity.concurrency,
+            "version": identity.version,
+            "state": state,
+            "running": running,
+            "settled": settled,
+            "rates": payload.dump(dict(rates), what="rates"),
+        },
+    )

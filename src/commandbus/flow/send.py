@@ -1,0 +1,233 @@
+"""send: a command and its queue message, in one statement, in the caller's transaction if one is lent.
+
+`command_id` is an idempotency key, and the unique constraint decides: of any number of concurrent senders one
+inserts; the others find its row and compare. Same content: the same command again. Other content:
+DuplicateCommandError. When to run (`delay`, `at`) is not content: a second send never re-times the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from psycopg import errors as pg
+
+from commandbus import sql
+from commandbus.errors import (
+    CommandBusError,
+    DuplicateCommandError,
+    InvalidCommandError,
+    SchemaError,
+    UnknownDomainError,
+)
+from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.model import envelope, names, payload
+from commandbus.model.command import NewCommand, SentCommand, new_command_id
+
+MAX_DELAY_SECONDS = 10 * 366 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A checked command, its JSON dumped: what is compared and stored."""
+
+    command_id: str
+    command_type: str
+    data: str
+    headers: str | None
+    correlation_id: str | None
+    reply_to: str | None
+    max_attempts: int | None
+    delay_seconds: float
+    at: str | None
+
+
+def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> Outgoing:
+    """Check a command and dump its JSON; InvalidCommandError names what is wrong, before anything is sent."""
+    if isinstance(new.command_id, UUID) or isinstance(new.correlation_id, UUID):
+        new = _with_text_ids(new)
+    envelope.check(new)
+    return Outgoing(
+        command_id=new_command_id() if new.command_id is None else new.command_id,
+        command_type=new.command_type,
+        data=payload.dump(new.data, what="data", max_bytes=max_bytes),
+        headers=None if new.headers is None else payload.dump(new.headers, what="headers", max_bytes=max_bytes),
+        correlation_id=new.correlation_id,
+        reply_to=new.reply_to,
+        max_attempts=new.max_attempts,
+        delay_seconds=_seconds_of(new.delay, at=new.at),
+        at=_instant_of(new.at),
+    )
+
+
+@operation(atomic=False)
+def send(domain: str, outgoing: Outgoing) -> Steps[SentCommand]:
+    """Send one command; answers the existing one if it was sent before with the same content."""
+    statement = sql.text("send", domain=domain)
+    try:
+        rows = yield Statement(
+            statement,
+            {
+                "domain": domain,
+                "command_id": outgoing.command_id,
+                "command_type": outgoing.command_type,
+                "max_attempts": outgoing.max_attempts,
+                "correlation_id": outgoing.correlation_id,
+                "reply_to": outgoing.reply_to,
+                "headers": outgoing.headers,
+                "data": outgoing.data,
+                "at": outgoing.at,
+                "delay": outgoing.delay_seconds,
+            },
+        )
+    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+        raise explain_missing(domain, error) from None
+    if rows:
+        return SentCommand(domain, outgoing.command_id, rows[0][0])
+    existing = yield from _find_existing(domain, [outgoing])
+    return existing[outgoing.command_id]
+
+
+@operation(atomic=True)
+def send_chunk(domain: str, outgoing: Sequence[Outgoing]) -> Steps[list[SentCommand]]:
+    """Send many commands, all or none."""
+    statement = sql.text("send_many", domain=domain)
+    unique = _unique(domain, outgoing)
+    try:
+        rows = yield Statement(statement, {"domain": domain, "rows": _json_rows(unique.values())})
+    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+        raise explain_missing(domain, error) from None
+    sent = {command_id: SentCommand(domain, command_id, id_) for command_id, id_, _ in rows}
+    if len(sent) < len(unique):
+        missing = [item for item in unique.values() if item.command_id not in sent]
+        sent |= yield from _find_existing(domain, missing)
+    return [sent[item.command_id] for item in outgoing]
+
+
+def to_new_command(item: NewCommand | Mapping[str, Any]) -> NewCommand:
+    """A NewCommand from what a caller of send_many wrote."""
+    if isinstance(item, NewCommand):
+        return item
+    if not isinstance(item, Mapping):
+        raise InvalidCommandError(f"send_many takes NewCommand or dicts, not {type(item).__name__}")
+    known = {field.name for field in fields(NewCommand)}
+    if unknown := sorted(str(key) for key in item if key not in known):
+        raise InvalidCommandError(
+            f"unknown field {unknown[0]!r} of a command; known are {', '.join(sorted(known))}"
+        )
+    if "command_type" not in item:
+        raise InvalidCommandError("a command in send_many has no command_type")
+    return NewCommand(**item)
+
+
+def explain_missing(domain: str, error: Exception) -> CommandBusError:
+    """An undefined table or schema: is the domain missing, or all of commandbus?"""
+    if f"q_{names.queue_of(domain)}" in str(error):
+        return UnknownDomainError(domain)
+    return SchemaError("this database has no commandbus schema; run `commandbus migrate` (or `bus.migrate()`)")
+
+
+def _find_existing(domain: str, wanted: Sequence[Outgoing]) -> Steps[dict[str, SentCommand]]:
+    rows = yield Statement(
+        sql.text("find_existing"), {"domain": domain, "command_ids": [item.command_id for item in wanted]}
+    )
+    found = {row[1]: row for row in rows}
+    existing = {}
+    for item in wanted:
+        if item.command_id not in found:
+            raise DuplicateCommandError(
+                domain,
+                item.command_id,
+                "content that this transaction cannot see yet (retry the transaction)",
+            )
+        row = found[item.command_id]
+        if difference := _difference(item, row):
+            raise DuplicateCommandError(domain, item.command_id, difference)
+        existing[item.command_id] = SentCommand(domain, item.command_id, row[0], created=False)
+    return existing
+
+
+def _difference(item: Outgoing, row: tuple[Any, ...]) -> str | None:
+    _, _, command_type, data, correlation_id, reply_to, max_attempts, headers = row
+    pairs = {
+        "command_type": (item.command_type, command_type),
+        "data": (payload.loads(item.data), None if data is None else payload.loads(data)),
+        "correlation_id": (item.correlation_id, correlation_id),
+        "reply_to": (item.reply_to, reply_to),
+        "max_attempts": (item.max_attempts, max_attempts),
+        "headers": tuple(None if text is None else payload.loads(text) for text in (item.headers, headers)),
+    }
+    return next((name for name, (ours, theirs) in pairs.items() if ours != theirs), None)
+
+
+def _unique(domain: str, outgoing: Iterable[Outgoing]) -> dict[str, Outgoing]:
+    unique: dict[str, Outgoing] = {}
+    for item in outgoing:
+        first = unique.setdefault(item.command_id, item)
+        if first is not item and (difference := _difference(item, _as_row(first))):
+            raise DuplicateCommandError(domain, item.command_id, difference)
+    return unique
+
+
+def _as_row(item: Outgoing) -> tuple[Any, ...]:
+    return (0, item.command_id, item.command_type, item.data, item.correlation_id, item.reply_to,
+            item.max_attempts, item.headers)  # fmt: skip
+
+
+def _json_rows(outgoing: Iterable[Outgoing]) -> str:
+    """One JSON array with the payloads as they were dumped: parsing and dumping them again would cost as much
+    as the rest of the send."""
+    quote = payload.quote
+    parts = []
+    for item in outgoing:
+        row = f'{{"i":{quote(item.command_id)},"t":{quote(item.command_type)},"d":{item.data}'
+        if item.correlation_id is not None:
+            row += f',"c":{quote(item.correlation_id)}'
+        if item.reply_to is not None:
+            row += f',"r":{quote(item.reply_to)}'
+        if item.headers is not None:
+            row += f',"h":{item.headers}'
+        if item.max_attempts is not None:
+            row += f',"m":{item.max_attempts}'
+        if item.at is not None:
+            row += f',"a":{quote(item.at)}'
+        elif item.delay_seconds:
+            row += f',"s":{item.delay_seconds}'
+        parts.append(row + "}")
+    return "[" + ",".join(parts) + "]"
+
+
+def _seconds_of(delay: object, *, at: object) -> float:
+    if delay is None:
+        return 0.0
+    if at is not None:
+        raise InvalidCommandError("give delay or at, not both")
+    seconds = delay.total_seconds() if isinstance(delay, timedelta) else delay
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, int | float)
+        or not math.isfinite(seconds)
+        or not 0 <= seconds <= MAX_DELAY_SECONDS
+    ):
+        raise InvalidCommandError(f"delay must be seconds (or a timedelta) from 0 to ten years, not {delay!r}")
+    return float(seconds)
+
+
+def _instant_of(at: object) -> str | None:
+    if at is None:
+        return None
+    if not isinstance(at, datetime) or at.tzinfo is None:
+        raise InvalidCommandError(f"at must be a datetime with a time zone (such as UTC), not {at!r}")
+    return at.isoformat()
+
+
+def _with_text_ids(new: NewCommand) -> NewCommand:
+    values = {field.name: getattr(new, field.name) for field in fields(new)}
+    for name in ("command_id", "correlation_id"):
+        if isinstance(values[name], UUID):
+            values[name] = str(values[name])
+    return NewCommand(**values)

@@ -1,0 +1,136 @@
+"""settle: write how attempts ended, once, under their fence, many at a time.
+
+An outcome is JSON text from the moment the attempt ended: the settler only joins the texts. `settle` answers what
+was NOT settled: refused (the fence is gone; nothing was changed) or busy (ask again). Replies go out in the same
+transaction. One bad row must not fail its neighbours: the caller settles one by one after an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from commandbus import sql
+from commandbus.flow.reply import Reply, deliver
+from commandbus.flow.statement import Operation, Statement, Steps
+from commandbus.model import payload
+from commandbus.model.command import CommandStatus
+from commandbus.model.outcome import STATUS_AFTER, Failure, Judgement, Verdict
+
+Answer = Literal["done", "refused", "busy"]
+
+
+@dataclass(slots=True)
+class Settlement:
+    """One attempt's outcome, ready to be written. `row` is its JSON for the statement that `is_final` names."""
+
+    domain: str
+    msg_id: int
+    read_ct: int
+    row: str
+    is_final: bool = True
+    reply: Reply | None = None
+
+
+def completed(
+    domain: str, msg_id: int, read_ct: int, id_: int, *, number: int, started: float, result: str | None
+) -> Settlement:
+    """The command is done; `started` is the epoch second, `result` its JSON text."""
+    value = "" if result is None else f',"v":{result}'
+    row = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"s":"COMPLETED","n":{number},"t":{started:.6f}{value}}}'
+    return Settlement(domain, msg_id, read_ct, row)
+
+
+def judged(
+    domain: str,
+    msg_id: int,
+    read_ct: int,
+    id_: int,
+    *,
+    number: int,
+    started: float | None,
+    command_type: str,
+    judgement: Judgement,
+) -> Settlement:
+    """The attempt failed; the judgement says what becomes of the command."""
+    error = _error(judgement.verdict, judgement.failure, command_type)
+    head = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":{_epoch(started)},"e":{error}'
+    if judgement.verdict is Verdict.RETRY:
+        return Settlement(
+            domain, msg_id, read_ct, f'{head},"d":{judgement.delay_seconds:.6f},"w":false}}', is_final=False
+        )
+    status = STATUS_AFTER[judgement.verdict]
+    return Settlement(domain, msg_id, read_ct, f'{head},"s":"{status}"}}')
+
+
+def given_back(domain: str, msg_id: int, read_ct: int, id_: int, *, number: int) -> Settlement:
+    """Claimed but never started: back to the queue at once, and not charged."""
+    failure = Failure("GivenBack", "GIVEN_BACK", "the worker stopped before this attempt had started")
+    error = _error(Verdict.GIVEN_BACK, failure, "")
+    row = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":null,"d":0,"w":true,"e":{error}}}'
+    return Settlement(domain, msg_id, read_ct, row, is_final=False)
+
+
+def settle(
+    domain: str, worker: str, settlements: Sequence[Settlement], *, waiting: bool = False
+) -> Operation[dict[tuple[int, int], Answer]]:
+    """Write outcomes of one domain; answers those (msg_id, read_ct) that were not settled, and why.
+
+    `waiting=True` waits for locked queue rows instead of answering busy.
+    """
+    # Rows in key order: every transaction that locks several queue rows does so, so none can deadlock.
+    ordered = sorted(settlements, key=lambda item: item.msg_id)
+    final = [item for item in ordered if item.is_final]
+    again = [item for item in ordered if not item.is_final]
+    replies = [item for item in final if item.reply is not None]
+    steps = _settle(domain, worker, final, again, locking="" if waiting else "SKIP LOCKED")
+    return Operation(steps, atomic=bool(replies) or bool(final and again))
+
+
+def _settle(
+    domain: str, worker: str, final: list[Settlement], again: list[Settlement], *, locking: str
+) -> Steps[dict[tuple[int, int], Answer]]:
+    unsettled: dict[tuple[int, int], Answer] = {}
+    for name, items in (("settle_final", final), ("settle_again", again)):
+        if items:
+            rows = yield Statement(
+                sql.text(name, domain=domain, locking=locking),
+                {
+                    "domain": domain,
+                    "worker": worker,
+                    "rows": "[" + ",".join([item.row for item in items]) + "]",
+                },
+            )
+            unsettled |= {(msg_id, read_ct): answer for msg_id, read_ct, answer in rows}
+    replies = [
+        item.reply for item in final if item.reply is not None and (item.msg_id, item.read_ct) not in unsettled
+    ]
+    if replies:
+        yield from deliver(replies)
+    return unsettled
+
+
+def is_terminal(settlement: Settlement) -> bool:
+    """Did this settlement end the command (rather than send it round again or to a person)?"""
+    return settlement.is_final and f'"s":"{CommandStatus.IN_TROUBLESHOOTING_QUEUE}"' not in settlement.row
+
+
+def _error(verdict: Verdict, failure: Failure, command_type: str) -> str:
+    quote = payload.quote
+    parts = [
+        f'"verdict":"{verdict}"',
+        f'"error_type":{quote(failure.error_type)}',
+        f'"error_code":{quote(failure.error_code)}',
+        f'"error":{quote(failure.error)}',
+        f'"command_type":{quote(command_type)}',
+    ]
+    if failure.traceback is not None:
+        parts.append(f'"traceback":{quote(failure.traceback)}')
+    if failure.details is not None:
+        parts.append(f'"details":{failure.details}')
+    return "{" + ",".join(parts) + "}"
+
+
+def _epoch(started: float | None) -> str:
+    return "null" if started is None else f"{started:.6f}"

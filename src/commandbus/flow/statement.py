@@ -1,0 +1,59 @@
+"""What an operation is made of.
+
+    @operation(atomic=True)
+    def verb(...) -> Steps[Result]:
+        rows = yield Statement(sql.text("verb", domain=domain), {...})
+        return Result(...)
+
+One operation is one transaction. `atomic=False` says that it makes do with one statement on its usual way, which
+then is a transaction of its own and costs one round trip; a second statement may follow to find out why the
+first did nothing. A database error arrives at the `yield`, where the operation may translate it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+Row: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One round trip: SQL text and its named parameters."""
+
+    sql: bytes
+    params: Mapping[str, Any] | None = None
+
+
+Steps: TypeAlias = Generator[Statement, list[Row], T]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation(Generic[T]):
+    """Steps that are to be run once, on one connection."""
+
+    steps: Steps[T]
+    atomic: bool
+
+
+Plan: TypeAlias = Generator[Operation[Any], Any, T]
+"""Several operations, each a transaction of its own: long work in small bites."""
+
+
+def operation(*, atomic: bool) -> Callable[[Callable[P, Steps[T]]], Callable[P, Operation[T]]]:
+    """Make a generator function an operation."""
+
+    def decorate(function: Callable[P, Steps[T]]) -> Callable[P, Operation[T]]:
+        @functools.wraps(function)
+        def start(*args: P.args, **kwargs: P.kwargs) -> Operation[T]:
+            return Operation(function(*args, **kwargs), atomic)
+
+        return start
+
+    return decorate

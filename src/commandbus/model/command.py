@@ -1,0 +1,182 @@
+"""What a command is, its states, and the moves between them.
+
+    send ──► PENDING ──claim──► (IN_PROGRESS) ──► COMPLETED
+               ▲  ▲                 │  │  │
+               │  └──── retry ──────┘  │  └──► FAILED                     (a business rule said no)
+               │                       ▼
+               └─ operator ── IN_TROUBLESHOOTING_QUEUE ── operator ──► CANCELED | COMPLETED
+
+IN_PROGRESS is never stored: it is a command whose queue row somebody holds. COMPLETED, FAILED and CANCELED are
+final. The SQL in `sql/` guards every move; this module says which exist, for readers and for the model test.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any
+
+
+class CommandStatus(StrEnum):
+    """Where a command stands."""
+
+    PENDING = "PENDING"
+    IN_PROGRESS = "IN_PROGRESS"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELED = "CANCELED"
+    IN_TROUBLESHOOTING_QUEUE = "IN_TROUBLESHOOTING_QUEUE"
+
+    @property
+    def is_final(self) -> bool:
+        """Nothing moves a command out of this state."""
+        return self in FINAL
+
+
+FINAL = frozenset({CommandStatus.COMPLETED, CommandStatus.FAILED, CommandStatus.CANCELED})
+
+MOVES: Mapping[CommandStatus, frozenset[CommandStatus]] = {
+    CommandStatus.PENDING: frozenset({CommandStatus.IN_PROGRESS, CommandStatus.CANCELED}),
+    CommandStatus.IN_PROGRESS: frozenset(
+        {
+            CommandStatus.PENDING,
+            CommandStatus.COMPLETED,
+            CommandStatus.FAILED,
+            CommandStatus.CANCELED,
+            CommandStatus.IN_TROUBLESHOOTING_QUEUE,
+        }
+    ),
+    CommandStatus.IN_TROUBLESHOOTING_QUEUE: frozenset(
+        {CommandStatus.PENDING, CommandStatus.CANCELED, CommandStatus.COMPLETED}
+    ),
+    CommandStatus.COMPLETED: frozenset(),
+    CommandStatus.FAILED: frozenset(),
+    CommandStatus.CANCELED: frozenset(),
+}
+
+
+class AuditEvent(StrEnum):
+    """What can be read in a command's audit trail."""
+
+    SENT = "SENT"
+    RECEIVED = "RECEIVED"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    RETRY_SCHEDULED = "RETRY_SCHEDULED"
+    RETRY_EXHAUSTED = "RETRY_EXHAUSTED"
+    MOVED_TO_TSQ = "MOVED_TO_TSQ"
+    BUSINESS_RULE_FAILED = "BUSINESS_RULE_FAILED"
+    CANCELED = "CANCELED"
+    GIVEN_BACK = "GIVEN_BACK"
+    PARKED = "PARKED"
+    NOTE = "NOTE"
+    OPERATOR_RETRY = "OPERATOR_RETRY"
+    OPERATOR_CANCEL = "OPERATOR_CANCEL"
+    OPERATOR_COMPLETE = "OPERATOR_COMPLETE"
+
+
+@dataclass(slots=True)
+class Command:
+    """What a handler is given: the request itself. Its life is `CommandRecord`."""
+
+    domain: str
+    command_type: str
+    command_id: str
+    data: Any
+    correlation_id: str | None = None
+    reply_to: str | None = None
+    headers: Mapping[str, Any] | None = None
+    created_at: datetime | None = None
+    id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NewCommand:
+    """One command for `send_many`; the fields mean what they mean in `send`."""
+
+    command_type: str
+    data: Any = None
+    command_id: str | None = None
+    correlation_id: str | None = None
+    reply_to: str | None = None
+    max_attempts: int | None = None
+    delay: float | timedelta | None = None
+    at: datetime | None = None
+    headers: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SentCommand:
+    """The receipt of a send. `created` is False if the same command had been sent before."""
+
+    domain: str
+    command_id: str
+    id: int
+    created: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CommandRecord:
+    """Everything that is known of a command at the moment of asking."""
+
+    id: int
+    domain: str
+    command_id: str
+    command_type: str
+    status: CommandStatus
+    data: Any
+    result: Any
+    correlation_id: str | None
+    reply_to: str | None
+    headers: Mapping[str, Any] | None
+    max_attempts: int | None
+    attempts: int
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    worker: str | None
+    visible_at: datetime | None = None
+    waiting_for: str | None = None
+    error_type: str | None = None
+    error_code: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """One line of the audit trail."""
+
+    event: AuditEvent
+    at: datetime
+    attempt: int | None = None
+    worker: str | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TsqEntry:
+    """One command in the troubleshooting queue, and why it is there."""
+
+    id: int
+    domain: str
+    command_id: str
+    command_type: str
+    entered_at: datetime
+    attempt: int
+    error_type: str | None
+    error_code: str | None
+    error: str | None
+    data: Any
+
+
+def new_command_id() -> str:
+    """A UUID of version 7: ordered by time, so that the unique index grows at its end, and no two alike."""
+    stamp = (time.time_ns() // 1_000_000) & 0xFFFFFFFFFFFF
+    rest = int.from_bytes(os.urandom(10), "big")
+    value = stamp << 80 | 0x7 << 76 | (rest >> 68) << 64 | 0b10 << 62 | (rest & 0x3FFFFFFFFFFFFFFF)
+    text = f"{value:032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

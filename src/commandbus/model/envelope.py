@@ -1,0 +1,73 @@
+"""The messages in a domain's queue: our thin ones, and those that any other PGMQ client may send.
+
+Ours is `{"command": <id>}`; the command itself is a row of `commandbus.command`. A foreign client sends
+
+    {"command_type": "…", "data": …, "command_id": "…", "correlation_id": "…", "reply_to": "…",
+     "max_attempts": 5, "headers": {…}}
+
+of which only `command_type` is required (`command_id` defaults to `pgmq-<queue>-<msg_id>`, so that a redelivery
+cannot make two commands of one message). Anything else is moved aside with the reason that `read` gives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commandbus.errors import InvalidCommandError
+from commandbus.model import names, payload
+from commandbus.model.command import NewCommand
+
+FIELDS = frozenset({"command_type", "data", "command_id", "correlation_id", "reply_to", "max_attempts", "headers"})
+
+
+def read(message: Any, *, queue: str, msg_id: int, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> NewCommand:
+    """The command in a raw message; raises InvalidCommandError with the reason to move it aside."""
+    if not isinstance(message, dict):
+        raise InvalidCommandError(f"the message is {_kind(message)}, not an object with a command_type")
+    if "command" in message and "command_type" not in message:
+        raise InvalidCommandError(f"no command {message['command']!r} belongs to this message")
+    if "command_type" not in message:
+        raise InvalidCommandError("the message has no command_type")
+    if unknown := sorted(message.keys() - FIELDS):
+        raise InvalidCommandError(
+            f"unknown field {unknown[0]!r}; an envelope has the fields {', '.join(sorted(FIELDS))}"
+        )
+    given = message.get("command_id")
+    new = NewCommand(
+        command_type=message["command_type"],
+        data=message.get("data"),
+        command_id=f"pgmq-{queue}-{msg_id}" if given is None else given,
+        correlation_id=message.get("correlation_id"),
+        reply_to=message.get("reply_to"),
+        max_attempts=message.get("max_attempts"),
+        headers=message.get("headers"),
+    )
+    check(new)
+    payload.dump(new.data, what="data", max_bytes=max_bytes)
+    return new
+
+
+def check(new: NewCommand) -> None:
+    """Everything about a command but its payload; raises InvalidCommandError naming the value."""
+    names.check_type(new.command_type)
+    if new.command_id is not None:
+        names.check_id(new.command_id)
+    if new.correlation_id is not None:
+        names.check_id(new.correlation_id, "correlation_id")
+    if new.reply_to is not None:
+        names.check_queue(new.reply_to)
+    if new.max_attempts is not None:
+        _check_max_attempts(new.max_attempts)
+    if new.headers is not None and not isinstance(new.headers, dict):
+        raise InvalidCommandError(f"headers must be a dict, not {type(new.headers).__name__}")
+
+
+def _check_max_attempts(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1_000_000:
+        raise InvalidCommandError(f"max_attempts must be a whole number from 1 to 1000000, not {value!r}")
+
+
+def _kind(message: object) -> str:
+    return {type(None): "null", list: "an array", str: "a string", bool: "a boolean"}.get(
+        type(message), "a number"
+    )

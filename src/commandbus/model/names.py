@@ -1,0 +1,75 @@
+"""Which names are allowed, and what is said about those that are not.
+
+PGMQ lower-cases table names and allows 47 characters for a queue; a domain's queue is `{domain}__commands`, so
+a domain has at most 37. A name that passes here can be put into SQL as an identifier without quoting; nothing
+else may be.
+"""
+
+from __future__ import annotations
+
+import re
+
+from commandbus.errors import InvalidCommandError
+
+MAX_DOMAIN_LENGTH = 37
+MAX_QUEUE_LENGTH = 47
+MAX_TYPE_LENGTH = 200
+MAX_ID_LENGTH = 255
+
+_DOMAIN = re.compile(r"[a-z][a-z0-9_]{0,36}\Z")
+_QUEUE = re.compile(r"[a-z][a-z0-9_]{0,46}\Z")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+
+
+def check_domain(domain: object) -> str:
+    """Return the domain, or say what is wrong with it."""
+    if isinstance(domain, str) and _DOMAIN.match(domain):
+        return domain
+    raise InvalidCommandError(
+        f"domain {_shown(domain)} is not a domain name: use a lower-case letter followed by lower-case letters, "
+        f"digits and underscores, at most {MAX_DOMAIN_LENGTH} characters{_hint(domain)}"
+    )
+
+
+def queue_of(domain: object) -> str:
+    """The PGMQ queue of a domain (its table is `pgmq.q_<queue>`)."""
+    return f"{check_domain(domain)}__commands"
+
+
+def check_queue(queue: object, *, what: str = "reply_to") -> str:
+    """Return the name of a PGMQ queue, such as a reply queue."""
+    if isinstance(queue, str) and _QUEUE.match(queue):
+        return queue
+    raise InvalidCommandError(
+        f"{what} {_shown(queue)} is not a queue name: use a lower-case letter followed by lower-case letters, "
+        f"digits and underscores, at most {MAX_QUEUE_LENGTH} characters{_hint(queue)}"
+    )
+
+
+def check_type(command_type: object) -> str:
+    """Return the command type: any printable text of 1 to 200 characters."""
+    return _check_text(command_type, "command_type", MAX_TYPE_LENGTH)
+
+
+def check_id(value: object, what: str = "command_id") -> str:
+    """Return an identifier that a caller chose: any printable text of 1 to 255 characters."""
+    return _check_text(value, what, MAX_ID_LENGTH)
+
+
+def _check_text(value: object, what: str, longest: int) -> str:
+    if isinstance(value, str) and 0 < len(value) <= longest and not _CONTROL.search(value):
+        return value
+    raise InvalidCommandError(
+        f"{what} {_shown(value)} is not valid: use text of 1 to {longest} characters without control characters"
+    )
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}… ({len(text)} characters)"
+
+
+def _hint(value: object) -> str:
+    if isinstance(value, str) and value != value.lower() and _DOMAIN.match(value.lower()):
+        return f" (did you mean {value.lower()!r}?)"
+    return ""

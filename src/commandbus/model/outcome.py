@@ -1,0 +1,123 @@
+"""How an attempt ended, and what that means for its command.
+
+`judge_failure` is the one place where an exception becomes a fate:
+
+    BusinessRuleException   → FAILED, final
+    PermanentCommandError   → troubleshooting queue
+    UnknownCommandTypeError → troubleshooting queue, code UNKNOWN_COMMAND_TYPE
+    anything else           → retried while the charge allows it, else troubleshooting queue
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from commandbus.errors import (
+    BusinessRuleException,
+    CommandFailure,
+    InvalidCommandError,
+    PermanentCommandError,
+    UnknownCommandTypeError,
+)
+from commandbus.model import payload
+from commandbus.model.command import CommandStatus
+from commandbus.model.retry import RetryPolicy
+
+
+class Verdict(StrEnum):
+    """What an attempt row says about an attempt that did not simply complete."""
+
+    RETRY = "RETRY"
+    EXHAUSTED = "EXHAUSTED"
+    PERMANENT = "PERMANENT"
+    UNKNOWN_TYPE = "UNKNOWN_TYPE"
+    BUSINESS_RULE = "BUSINESS_RULE"
+    CANCELED = "CANCELED"
+    LOST = "LOST"
+    GIVEN_BACK = "GIVEN_BACK"
+    NOTE = "NOTE"
+
+
+STATUS_AFTER = {
+    Verdict.EXHAUSTED: CommandStatus.IN_TROUBLESHOOTING_QUEUE,
+    Verdict.PERMANENT: CommandStatus.IN_TROUBLESHOOTING_QUEUE,
+    Verdict.UNKNOWN_TYPE: CommandStatus.IN_TROUBLESHOOTING_QUEUE,
+    Verdict.BUSINESS_RULE: CommandStatus.FAILED,
+    Verdict.CANCELED: CommandStatus.CANCELED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an attempt failed, in storable text."""
+
+    error_type: str
+    error_code: str
+    error: str
+    traceback: str | None = None
+    details: str | None = None  # JSON text
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What becomes of the command: a verdict, and the delay if it is tried again."""
+
+    verdict: Verdict
+    failure: Failure
+    delay_seconds: float = 0.0
+
+
+def describe(error: BaseException, traceback: str | None = None) -> Failure:
+    """The storable description of an exception; never raises, whatever its __str__ does."""
+    code = error.code if isinstance(error, CommandFailure) else _CODES.get(type(error).__name__, "ERROR")
+    if isinstance(error, UnknownCommandTypeError):
+        code = "UNKNOWN_COMMAND_TYPE"
+    return Failure(
+        error_type=payload.clean_text(type(error).__name__, longest=200),
+        error_code=payload.clean_text(str(code), longest=200),
+        error=payload.clean_text(_text_of(error), longest=8192),
+        traceback=None if traceback is None else payload.clean_text(traceback),
+        details=_details_of(error),
+    )
+
+
+_CODES = {"QueryCanceled": "TIMEOUT", "TimeoutError": "TIMEOUT", "PoolTimeout": "POOL_TIMEOUT"}
+
+
+def judge_failure(
+    error: BaseException,
+    *,
+    charge: int,
+    policy: RetryPolicy,
+    max_attempts: int | None,
+    spread: float = 0.5,
+    traceback: str | None = None,
+) -> Judgement:
+    """The fate of a command whose attempt, the `charge`-th to be charged, raised `error`."""
+    failure = describe(error, traceback)
+    if isinstance(error, BusinessRuleException):
+        return Judgement(Verdict.BUSINESS_RULE, failure)
+    if isinstance(error, PermanentCommandError):
+        return Judgement(Verdict.PERMANENT, failure)
+    if isinstance(error, UnknownCommandTypeError):
+        return Judgement(Verdict.UNKNOWN_TYPE, failure)
+    if policy.may_retry(charge, max_attempts=max_attempts):
+        return Judgement(Verdict.RETRY, failure, policy.delay_seconds(charge, spread=spread))
+    return Judgement(Verdict.EXHAUSTED, failure)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001 - a hostile __str__ must not cost us the outcome
+        return f"<{type(error).__name__}.__str__ raised {type(broken).__name__}>"
+
+
+def _details_of(error: BaseException) -> str | None:
+    if not isinstance(error, CommandFailure) or error.details is None:
+        return None
+    try:
+        return payload.dump(error.details, what="details", max_bytes=65536)
+    except InvalidCommandError as broken:
+        return payload.dump(f"details left out: {broken}", what="details")

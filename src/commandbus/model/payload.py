@@ -1,0 +1,94 @@
+"""JSON in and out, once, with errors that name the place.
+
+What is stored is the exact text that was dumped; what a handler gets is that text parsed. A size limit protects
+the queue, NUL and lone surrogates are refused because PostgreSQL cannot hold them as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from commandbus.errors import InvalidCommandError
+
+DEFAULT_MAX_BYTES = 1024 * 1024
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+loads = json.loads
+
+
+def dump(value: object, *, what: str, max_bytes: int = DEFAULT_MAX_BYTES) -> str:
+    """The JSON text of a value; `what` names it in the error (`data`, `headers`, `result`)."""
+    try:
+        text = _encode(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidCommandError(f"{what} is not JSON: {error}{_where(value)}") from None
+    if not text.isascii():
+        _check_encodable(text, what)
+    size = len(text) if text.isascii() else len(text.encode())
+    if size > max_bytes:
+        raise InvalidCommandError(
+            f"{what} is {size} bytes of JSON, over the limit of {max_bytes}; store it elsewhere and send a "
+            f"reference, or raise COMMANDBUS_MAX_PAYLOAD_BYTES"
+        )
+    if "\\u0000" in text and (path := _find_nul(value)) is not None:
+        raise InvalidCommandError(f"{what} contains a NUL character at {path}, which PostgreSQL cannot store")
+    return text
+
+
+def clean_text(text: str, *, longest: int = 65536) -> str:
+    """Text from outside (an error message, a traceback) made storable: NUL and surrogates shown, length bounded.
+
+    The end of a long text is kept: a traceback names its error there.
+    """
+    if len(text) > longest:
+        text = f"[… {len(text) - longest} characters left out]\n{text[-longest:]}"
+    if "\x00" in text:
+        text = text.replace("\x00", "\\x00")
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _check_encodable(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        bad = text[error.start : error.start + 1]
+        raise InvalidCommandError(
+            f"{what} contains the lone surrogate {bad!a}, which is not text; decode the bytes it came from "
+            f"with their real encoding"
+        ) from None
+
+
+def _find_nul(value: object) -> str | None:
+    return next((path for path, leaf in _leaves(value, "$") if isinstance(leaf, str) and "\x00" in leaf), None)
+
+
+def _where(value: object) -> str:
+    """Name the first leaf that JSON has no word for."""
+    try:
+        for path, leaf in _leaves(value, "$"):
+            try:
+                _encode(leaf)
+            except (TypeError, ValueError):
+                return f" (at {path}: {type(leaf).__name__})"
+    except RecursionError:
+        return " (nested too deeply, or it contains itself)"
+    return ""
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield f"{path} (key)", key if isinstance(key, str) else str(key)
+            yield from _leaves(item, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    else:
+        yield path, value
+
+
+def quote(text: str) -> str:
+    """A JSON string literal."""
+    return _encode(text)

@@ -1,0 +1,96 @@
+"""The four least-privilege roles, as SQL.
+
+reader: looks. producer: sends, and reads what became of it. worker: claims, settles, and all that a producer
+may, because handlers send. operator: the troubleshooting queue, cancel, pause, prune. None of them owns anything
+or is a superuser; queues are created by the role that migrated.
+"""
+
+from __future__ import annotations
+
+import re
+
+from commandbus.errors import InvalidCommandError
+
+KINDS = ("reader", "producer", "worker", "operator")
+
+_TABLES: dict[str, list[tuple[str, str]]] = {
+    "reader": [("SELECT", "ALL TABLES IN SCHEMA commandbus")],
+    "producer": [
+        ("SELECT", "ALL TABLES IN SCHEMA commandbus"),
+        ("INSERT", "commandbus.command"),
+        ("USAGE", "ALL SEQUENCES IN SCHEMA commandbus"),
+    ],
+    "worker": [
+        ("SELECT", "ALL TABLES IN SCHEMA commandbus"),
+        (
+            "INSERT, UPDATE, DELETE",
+            "commandbus.command, commandbus.attempt, commandbus.tsq, commandbus.parked, "
+            "commandbus.rejected_message, commandbus.undelivered_reply, commandbus.worker, commandbus.waiting",
+        ),
+        ("DELETE", "commandbus.operator_action"),
+        ("UPDATE", "commandbus.pause"),  # FOR KEY SHARE needs it
+        ("USAGE", "ALL SEQUENCES IN SCHEMA commandbus"),
+    ],
+    "operator": [
+        ("SELECT", "ALL TABLES IN SCHEMA commandbus"),
+        (
+            "INSERT, UPDATE, DELETE",
+            "commandbus.command, commandbus.attempt, commandbus.tsq, commandbus.parked, commandbus.pause, "
+            "commandbus.operator_action, commandbus.rejected_message, commandbus.undelivered_reply, "
+            "commandbus.worker",
+        ),
+        ("USAGE", "ALL SEQUENCES IN SCHEMA commandbus"),
+    ],
+}
+_QUEUE = {
+    "reader": "SELECT",
+    "producer": "SELECT, INSERT",
+    "worker": "SELECT, INSERT, UPDATE, DELETE",
+    "operator": "SELECT, INSERT, UPDATE, DELETE",
+}
+_NAME = re.compile(r"[a-z_][a-z0-9_]{0,40}\Z")
+
+
+def role_names(prefix: str) -> dict[str, str]:
+    """Kind → role name, such as `commandbus_worker`."""
+    if not isinstance(prefix, str) or not _NAME.match(prefix):
+        raise InvalidCommandError(
+            f"role prefix {prefix!r} is not valid: use lower-case letters, digits and underscores, at most 41"
+        )
+    return {kind: f"{prefix}_{kind}" for kind in KINDS}
+
+
+def create_statements(prefix: str) -> list[str]:
+    """CREATE ROLE for those that do not exist yet; they cannot log in: grant them to users that can."""
+    return [
+        f"DO $$ BEGIN IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = '{name}') "
+        f"THEN CREATE ROLE {name} NOLOGIN; END IF; END $$"
+        for name in role_names(prefix).values()
+    ]
+
+
+def grant_statements(prefix: str) -> list[str]:
+    """What each role may do with the tables, and a note of their names so that new queues are granted to them."""
+    statements = []
+    for kind, name in role_names(prefix).items():
+        statements.append(f"GRANT USAGE ON SCHEMA commandbus, pgmq TO {name}")
+        statements += [f"GRANT {what} ON {where} TO {name}" for what, where in _TABLES[kind]]
+        statements.append(f"GRANT SELECT ON pgmq.meta TO {name}")
+        statements.append(
+            f"INSERT INTO commandbus.setting (name, value) VALUES ('role.{kind}', '{name}') "
+            f"ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+        )
+    return statements
+
+
+def queue_grants(kind: str, role: str, queue: str) -> list[str]:
+    """What a role may do with one queue."""
+    if kind not in _QUEUE or not _NAME.match(role.removesuffix(f"_{kind}")):
+        raise InvalidCommandError(f"commandbus.setting names a strange role {role!r} for {kind!r}")
+    grants = [f"GRANT {_QUEUE[kind]} ON pgmq.q_{queue} TO {role}"]
+    if kind != "reader":
+        grants.append(f"GRANT USAGE ON SEQUENCE pgmq.q_{queue}_msg_id_seq TO {role}")
+    if kind in ("reader", "worker", "operator"):
+        also = ", DELETE" if kind != "reader" else ""
+        grants.append(f"GRANT SELECT{also} ON pgmq.a_{queue} TO {role}")
+    return grants

@@ -1,0 +1,287 @@
+"""The Claimer: brings work for the slots, on a connection of its own that also LISTENs.
+
+Under load it claims in large bites, so that the slots never run dry: what they will start within the next 20 ms
+is prefetched (leased and renewed like what runs). With slow handlers that is nothing, so no command waits in one
+worker while another is idle.
+
+Idle, it announces that it waits (senders notify only then), looks again at once and after 5, 20 and 100 ms (a
+sender may have looked before the announcement and committed after it), and then sleeps until a notification, the
+next delayed message, or the poll interval. It takes the announcement back after a second of work.
+
+The cursor: a long-open transaction elsewhere keeps dead index entries, and every claim would walk over all that
+were settled since. So a claim begins where the last one ended; once a second, and after anything that may have
+become visible in the past, it begins at the beginning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+import psycopg
+from psycopg import Connection
+
+from commandbus.db.link import Link
+from commandbus.errors import CommandBusError
+from commandbus.flow.claim import Claim, announce, claim, next_due, put_right, withdraw
+from commandbus.settings import Settings
+
+logger = logging.getLogger("commandbus.worker")
+
+LARGEST_CLAIM = 200
+LARGEST_PREFETCH = 400
+PREFETCH_SECONDS = 0.02
+SWEEP_SECONDS = 1.0
+LOOKS_SECONDS = (0.0, 0.005, 0.02, 0.1)
+ANNOUNCEMENT_SECONDS = 60.0
+BUSY_SECONDS = 1.0
+MARGIN = timedelta(milliseconds=5)
+
+Deliver = Callable[[str, list[tuple[Any, ...]], float], None]
+
+
+class Claimer:
+    """One thread that claims for all domains of a worker."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        worker: str,
+        domains: Sequence[str],
+        *,
+        room: Callable[[int], int],
+        finished: Callable[[], int],
+        deliver: Deliver,
+        on_error: Callable[[BaseException], None],
+        name: str,
+    ) -> None:
+        self._settings = settings
+        self._worker = worker
+        self._domains = [_Domain(name_) for name_ in domains]
+        self._room = room
+        self._finished = finished
+        self._deliver = deliver
+        self._on_error = on_error
+        self._link = Link(settings, name=f"{name} claimer", on_connect=self._listen)
+        self._stopping = threading.Event()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.is_waiting_for_room = False
+        self._announced_until = 0.0
+        self._busy_since: float | None = None
+        self._rate = _Rate()
+        self.claimed = 0
+        self._thread = threading.Thread(target=self._serve, name=f"{name}-claimer", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There is room, or something to look at. Called by slots; never waits."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def stop(self, timeout: float) -> None:
+        """Claim nothing more. When this returns, nothing will be delivered any more."""
+        self._stopping.set()
+        self.wake()
+        self._thread.join(timeout)
+
+    @property
+    def is_down(self) -> bool:
+        """Is the database away?"""
+        return self._link.is_down
+
+    @property
+    def prefetch(self) -> int:
+        """How many attempts may wait before the slots."""
+        return min(LARGEST_PREFETCH, int(self._rate.per_second * PREFETCH_SECONDS))
+
+    def _listen(self, conn: Connection[Any]) -> None:
+        for domain in self._domains:
+            conn.execute(f"LISTEN commandbus_{domain.name}".encode())
+            domain.cursor = None
+        self._announced_until = 0.0
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                try:
+                    self._round()
+                except psycopg.Error as error:
+                    if not self._link.conn_is_lost():
+                        raise
+                    self._link.restore(self._stopping, error)
+            self._leave()
+        except BaseException as error:  # noqa: BLE001 - handed to the worker, which ends with it
+            self._on_error(error)
+
+    def _round(self) -> None:
+        room = self._wait_for_room()
+        if self._stopping.is_set():
+            return
+        if self._claim_all(room):
+            self._note_work()
+        else:
+            self._idle()
+
+    def _wait_for_room(self) -> int:
+        while True:
+            self._rate.observe(self._finished())
+            self.is_waiting_for_room = True
+            room = self._room(self.prefetch)
+            if room > 0 or self._stopping.is_set():
+                self.is_waiting_for_room = False
+                return room
+            self._sleep(0.25, listen=False)
+
+    def _claim_all(self, room: int) -> int:
+        """Ask every domain, the one served last at the end; answers how many were claimed."""
+        total = 0
+        for domain in list(self._domains):
+            if room <= 0:
+                break
+            got = self._claim(domain, min(room, LARGEST_CLAIM))
+            if got:
+                self._domains.remove(domain)
+                self._domains.append(domain)
+            total += got
+            room -= got
+        return total
+
+    def _claim(self, domain: _Domain, n: int) -> int:
+        now = time.monotonic()
+        if now - domain.swept_at >= SWEEP_SECONDS:
+            domain.cursor = None
+            domain.swept_at = now
+        found = self._link.run(
+            claim(
+                domain=domain.name,
+                worker=self._worker,
+                n=n,
+                lease_seconds=self._settings.visibility_timeout,
+                cursor=domain.cursor,
+            )
+        )
+        domain.advance(found)
+        rows = found.ready
+        if found.odd:
+            right, adopted = self._link.run(
+                put_right(
+                    domain=domain.name,
+                    worker=self._worker,
+                    odd=found.odd,
+                    max_bytes=self._settings.max_payload_bytes,
+                )
+            )
+            rows = rows + list(right)
+            if adopted:
+                domain.cursor = None
+        if rows:
+            self._deliver(domain.name, rows, now)
+        count = len(found.ready) + len(found.odd)
+        self.claimed += count
+        return count
+
+    def _note_work(self) -> None:
+        now = time.monotonic()
+        if self._busy_since is None:
+            self._busy_since = now
+        elif self._announced_until and now - self._busy_since > BUSY_SECONDS:
+            self._link.run(withdraw(self._worker))
+            self._announced_until = 0.0
+
+    def _idle(self) -> None:
+        """Nothing was there. Announce, look again, sleep."""
+        self._busy_since = None
+        if time.monotonic() > self._announced_until - ANNOUNCEMENT_SECONDS / 2:
+            self._announce()
+            for pause in LOOKS_SECONDS:
+                if pause and self._sleep(pause):
+                    return
+                if self._claim_all(self._room(0)):
+                    return
+        due = [self._link.run(next_due(domain.name)) for domain in self._domains]
+        soonest = min((seconds for seconds in due if seconds is not None), default=self._settings.poll_interval)
+        self._sleep(min(max(soonest, 0.001), self._settings.poll_interval))
+
+    def _announce(self) -> None:
+        names = [domain.name for domain in self._domains]
+        self._link.run(announce(worker=self._worker, domains=names, seconds=ANNOUNCEMENT_SECONDS))
+        self._announced_until = time.monotonic() + ANNOUNCEMENT_SECONDS
+
+    def _sleep(self, seconds: float, *, listen: bool = True) -> bool:
+        """Sleep until notified, woken or the time is up; answers whether something happened."""
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        conn = self._link.conn
+        if listen:
+            if self._drain_notifications(conn):
+                return True
+            poll.register(conn.fileno(), select.POLLIN)
+        events = poll.poll(seconds * 1000)
+        for fd, _ in events:
+            if fd == self._wake_fd:
+                os.eventfd_read(self._wake_fd)
+            else:
+                self._drain_notifications(conn)
+        return bool(events)
+
+    def _drain_notifications(self, conn: Connection[Any]) -> bool:
+        """A notification may speak of a message that is older than the cursor."""
+        notified = False
+        for notification in conn.notifies(timeout=0):
+            notified = True
+            for domain in self._domains:
+                if notification.channel == f"commandbus_{domain.name}":
+                    domain.cursor = None
+        return notified
+
+    def _leave(self) -> None:
+        try:
+            self._link.run(withdraw(self._worker))
+        except (psycopg.Error, CommandBusError) as error:
+            logger.info("the announcement was left to expire: %s", error)
+        self._link.close()
+
+
+class _Domain:
+    """A domain's cursor."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.cursor: datetime | None = None
+        self.swept_at = 0.0
+
+    def advance(self, found: Claim) -> None:
+        """Begin the next claim where this one ended: at the last vt of a full one, else at its own time.
+
+        A sender's vt is taken a moment before its commit: the margin leaves room for those on the way.
+        """
+        if found.claimed_at is not None:
+            reached = found.last_vt if found.full and found.last_vt is not None else found.claimed_at - MARGIN
+            self.cursor = reached
+
+
+class _Rate:
+    """Finished attempts per second, over the last fraction of a second."""
+
+    def __init__(self) -> None:
+        self.per_second = 0.0
+        self._count = 0
+        self._at = time.monotonic()
+
+    def observe(self, count: int) -> None:
+        now = time.monotonic()
+        elapsed = now - self._at
+        if elapsed < 0.002:
+            return
+        current = (count - self._count) / elapsed
+        weight = min(1.0, elapsed / 0.02)
+        self.per_second += (current - self.per_second) * weight
+        self._count, self._at = count, now

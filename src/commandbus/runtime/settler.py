@@ -1,0 +1,185 @@
+"""The Settler: writes outcomes, many in one statement, on a connection of its own.
+
+Outcomes collect while a statement is under way, so batches grow with the load and a lone outcome goes at once.
+Nothing is given up: while the database is away outcomes wait; a row that another transaction holds (`busy`) is
+tried again; after an error that is not the connection's, rows are settled one by one, and one that cannot be
+stored is settled as a failure that says so. A refused row was settled or claimed by somebody else: the fence did
+its work, and that is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import psycopg
+
+from commandbus import sql
+from commandbus.db.link import Link
+from commandbus.errors import PermanentCommandError
+from commandbus.flow.settle import Answer, Settlement, settle
+from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.model.outcome import Judgement, Verdict, describe
+from commandbus.runtime.attempt import Attempt
+from commandbus.runtime.execute import Ended, Note
+
+logger = logging.getLogger("commandbus.worker")
+
+BATCH = 500
+BUSY_PAUSE_SECONDS = 0.05
+
+Item = tuple[Attempt, Settlement | Note]
+
+
+class Settler:
+    """One thread that empties the queue of outcomes."""
+
+    def __init__(self, link: Link, worker: str, on_settled: Callable[[Attempt], None], *, name: str) -> None:
+        self._link = link
+        self._worker = worker
+        self._on_settled = on_settled
+        self._queue: deque[Item] = deque()
+        self._busy: list[Item] = []
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._abandoning = threading.Event()
+        self.settled: Counter[str] = Counter()
+        self.refused = 0
+        self._thread = threading.Thread(target=self._serve, name=f"{name}-settler", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def add(self, attempt: Attempt, ended: Ended) -> None:
+        """An attempt has ended. Called by slots; never waits."""
+        if ended is None:
+            self.settled[attempt.domain] += 1
+            self._on_settled(attempt)
+            return
+        self._queue.append((attempt, ended))
+        if not self._wake.is_set():
+            self._wake.set()
+
+    @property
+    def pending(self) -> int:
+        """Outcomes not yet written."""
+        return len(self._queue) + len(self._busy)
+
+    def close(self, timeout: float) -> int:
+        """Write what is left, then end; answers how many outcomes could not be written in time."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(timeout)
+        self._abandoning.set()
+        return self.pending
+
+    def _serve(self) -> None:
+        while True:
+            if not self._queue and not self._busy:
+                if self._closing.is_set():
+                    break
+                self._wake.clear()
+                if not self._queue:
+                    self._wake.wait()
+                continue
+            if not self._settle_some():
+                break
+        self._link.close()
+
+    def _settle_some(self) -> bool:
+        """One round; False if the worker gave up waiting for the database."""
+        batch: list[Item] = self._busy
+        if batch and not self._queue:
+            time.sleep(BUSY_PAUSE_SECONDS)  # somebody else's transaction must end first
+        self._busy = []
+        while self._queue and len(batch) < BATCH:
+            batch.append(self._queue.popleft())
+        by_domain: dict[str, list[Item]] = {}
+        for item in batch:
+            by_domain.setdefault(item[0].domain, []).append(item)
+        written = [self._write(domain, items) for domain, items in by_domain.items()]
+        return all(written)
+
+    def _write(self, domain: str, items: Sequence[Item]) -> bool:
+        """Write until it is written, however often the connection is lost on the way."""
+        while True:
+            try:
+                self._write_once(domain, items)
+            except psycopg.Error as error:
+                if self._link.conn_is_lost():
+                    if not self._link.restore(self._abandoning, error):
+                        self._busy += items
+                        return False
+                    continue
+                if len(items) > 1:
+                    return all([self._write(domain, [item]) for item in items])  # noqa: C419 - every one, always
+                self._store_the_failure_instead(items[0], error)
+            return True
+
+    def _write_once(self, domain: str, items: Sequence[Item]) -> None:
+        settlements = [ended for _, ended in items if isinstance(ended, Settlement)]
+        answers: dict[tuple[int, int], Answer] = {}
+        if settlements:
+            answers = self._link.run(settle(domain, self._worker, settlements))
+        for _, ended in items:
+            if isinstance(ended, Note):
+                self._link.run(_note(ended, self._worker))
+        for item in items:
+            attempt = item[0]
+            answer = answers.get((attempt.msg_id, attempt.read_ct)) if answers else None
+            if answer == "busy":
+                self._busy.append(item)
+                continue
+            if answer == "refused":
+                self.refused += 1
+                logger.warning(
+                    "attempt %d of command %s was refused: it no longer held its lease",
+                    attempt.number,
+                    attempt.command_id,
+                    extra={"domain": domain, "command_id": attempt.command_id, "attempt": attempt.number},
+                )
+            self._on_settled(attempt)
+        self.settled[domain] += len(items)
+
+    def _store_the_failure_instead(self, item: Item, error: psycopg.Error) -> None:
+        attempt, ended = item
+        logger.error(
+            "the outcome of command %s cannot be stored: %s",
+            attempt.command_id,
+            error,
+            extra={"domain": attempt.domain, "command_id": attempt.command_id},
+        )
+        if isinstance(ended, Settlement):
+            failure = describe(
+                PermanentCommandError(f"its outcome could not be stored: {error}", code="UNSTORABLE")
+            )
+            instead = attempt.fail(Judgement(Verdict.PERMANENT, failure))
+            instead.reply = None
+            try:
+                self._link.run(settle(attempt.domain, self._worker, [instead]))
+            except psycopg.Error:
+                logger.exception("command %s stays leased and will be tried again", attempt.command_id)
+        self._on_settled(attempt)
+
+
+@operation(atomic=False)
+def _note(note: Note, worker: str) -> Steps[None]:
+    attempt, failure = note.attempt, note.failure
+    yield Statement(
+        sql.text("note"),
+        {
+            "command": attempt.id,
+            "number": attempt.number,
+            "worker": worker,
+            "started": attempt.started,
+            "error_type": failure.error_type,
+            "error_code": failure.error_code,
+            "error": failure.error,
+            "details": failure.details,
+            "traceback": failure.traceback,
+        },
+    )

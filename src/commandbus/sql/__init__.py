@@ -1,0 +1,42 @@
+"""The SQL: one statement a file, named by intent; `migrations/` holds the schema, numbered.
+
+`text(name, domain=…)` fills in the names of a domain's queue. Only names that passed `model/names.py` get there,
+so they need no quoting; everything else travels as a parameter.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.resources import files
+
+from commandbus.model.names import check_queue, queue_of
+
+
+@lru_cache(maxsize=4096)
+def text(name: str, *, domain: str | None = None, queue: str | None = None, locking: str = "SKIP LOCKED") -> bytes:
+    """The statement in `<name>.sql`, for one domain's queue, or for any PGMQ queue by its own name.
+
+    `locking` is what a settle does about a queue row that another transaction holds: skip it and answer
+    `busy`, or (empty) wait for it.
+    """
+    statement = _read(f"{name}.sql")
+    if domain is not None:
+        queue = queue_of(domain)
+    if queue is not None:
+        table = f"q_{check_queue(queue, what='queue')}"
+        statement = statement.replace("{queue}", table).replace("{archive}", f"a_{queue}")
+    return statement.replace("{locking}", locking).encode()
+
+
+def migrations() -> dict[int, tuple[str, str]]:
+    """Number → (name, SQL) of every migration, in order."""
+    found = {}
+    for file in sorted(files(__name__).joinpath("migrations").iterdir(), key=lambda entry: entry.name):
+        if file.name.endswith(".sql"):
+            number, _, name = file.name.removesuffix(".sql").partition("_")
+            found[int(number)] = (name, file.read_text("utf-8"))
+    return found
+
+
+def _read(name: str) -> str:
+    return files(__name__).joinpath(name).read_text("utf-8")

@@ -1,0 +1,28 @@
+-- Makes commands of raw messages that another PGMQ client sent; the messages become thin like ours.
+--
+-- Locks: queue rows that this worker has just claimed, then new command rows. Indexes: the queue's key and
+-- command_domain_command_id_key. The message goes back to the queue: the next claim finds an ordinary command,
+-- whose attempts are counted from there.
+WITH input AS MATERIALIZED (
+    SELECT * FROM json_to_recordset(%(rows)s::json) AS x(m bigint, k integer, i text, t text, x integer, c text,
+                                                         r text, h json, d json)
+), held AS MATERIALIZED (
+    SELECT q.msg_id, q.enqueued_at
+      FROM pgmq.{queue} q
+     WHERE q.msg_id = ANY (ARRAY(SELECT m FROM input))
+       AND q.headers ->> 'held_by' = %(worker)s
+       FOR UPDATE SKIP LOCKED
+), sent AS (
+    INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, created_at, max_attempts,
+                                    correlation_id, reply_to, headers, data, attempt_base, waived)
+    SELECT %(domain)s, i, t, msg_id, enqueued_at, x, c, r, h, d, -k, k
+      FROM held JOIN input ON m = msg_id
+    ON CONFLICT (domain, command_id) DO NOTHING
+    RETURNING id, msg_id
+), thinned AS (
+    UPDATE pgmq.{queue} q
+       SET message = jsonb_build_object('command', s.id), headers = NULL, vt = now()
+      FROM sent s
+     WHERE q.msg_id = s.msg_id
+)
+SELECT msg_id FROM sent

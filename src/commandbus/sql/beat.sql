@@ -1,0 +1,7 @@
+-- A worker says that it lives, and what it does. Locks: its own row.
+INSERT INTO commandbus.worker (id, host, pid, domains, concurrency, version, state, running, settled, rates)
+VALUES (%(id)s, %(host)s, %(pid)s, %(domains)s::text[], %(concurrency)s, %(version)s, %(state)s, %(running)s,
+        %(settled)s, %(rates)s::json)
+ON CONFLICT (id) DO UPDATE
+   SET heartbeat_at = now(), state = excluded.state, running = excluded.running, settled = excluded.settled,
+       rates = excluded.rates

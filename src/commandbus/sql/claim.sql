@@ -1,0 +1,43 @@
+-- Claims up to n visible messages of one domain and returns what to run.
+--
+-- Locks: queue rows, SKIP LOCKED, so claimers never wait for each other or for anybody; no other table's rows.
+-- Index: q_*_vt_idx by a range scan from the claimer's cursor (ordering by vt, not msg_id, keeps delayed
+-- messages out of the way; now(), not clock_timestamp(), so that the index can be used at all). The update
+-- goes by ctid and the command rows by their key inside a LATERAL that cannot be flattened: no estimate of the
+-- backlog can turn either into a scan.
+--
+-- One row write each: read_ct, vt and the holder. A row that somebody still held (its worker vanished) keeps
+-- the previous holder under "before" until flow/claim.py has written the lost attempt down.
+WITH picked AS MATERIALIZED (
+    SELECT ctid, vt
+      FROM pgmq.{queue}
+     WHERE vt <= now()
+       AND vt >= %(cursor)s::timestamptz
+       AND NOT EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = '')
+     ORDER BY vt
+     LIMIT %(n)s
+       FOR UPDATE SKIP LOCKED
+), holder AS MATERIALIZED (
+    SELECT jsonb_build_object('held_by', %(worker)s::text, 'since', now()) AS holder
+), leased AS (
+    UPDATE pgmq.{queue}
+       SET read_ct = read_ct + 1,
+           vt = now() + make_interval(secs => %(lease)s),
+           headers = CASE WHEN headers IS NULL THEN (SELECT holder FROM holder)
+                          ELSE (SELECT holder FROM holder) || jsonb_build_object('before', headers) END
+     WHERE ctid = ANY (ARRAY(SELECT ctid FROM picked))
+    RETURNING msg_id, read_ct, message, headers -> 'before' AS before
+)
+SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, c.attempt_base, c.waived,
+       c.max_attempts, c.correlation_id, c.reply_to, c.headers::text, c.created_at,
+       c.command_type = ANY (ARRAY(SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s)),
+       l.before::text, CASE WHEN c.id IS NULL THEN l.message::text END, (SELECT max(vt) FROM picked), now()
+  FROM leased l
+  LEFT JOIN LATERAL (
+       SELECT *
+         FROM commandbus.command
+        WHERE id = CASE WHEN l.message ->> 'command' ~ '^[0-9]{1,18}$'
+                        THEN (l.message ->> 'command')::bigint END
+          AND msg_id = l.msg_id
+       OFFSET 0) c ON true
+ ORDER BY l.msg_id

@@ -1,0 +1,27 @@
+-- Parks claimed commands of paused types: no slot, no lease, no charge. Those whose pause was lifted meanwhile
+-- go back to the queue instead.
+--
+-- Locks: pause rows (FOR KEY SHARE: a resume waits for us and then finds what we parked), queue rows, command
+-- rows, in this order. Index: the queue's key.
+WITH paused AS MATERIALIZED (
+    SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s FOR KEY SHARE
+), input AS MATERIALIZED (
+    SELECT * FROM json_to_recordset(%(rows)s::json) AS x(m bigint, r integer, c bigint, t text)
+), held AS MATERIALIZED (
+    SELECT q.ctid, q.msg_id, q.read_ct
+      FROM pgmq.{queue} q
+     WHERE q.msg_id = ANY (ARRAY(SELECT m FROM input)) AND q.headers ->> 'held_by' = %(worker)s
+       FOR UPDATE SKIP LOCKED
+), fenced AS MATERIALIZED (
+    SELECT i.*, h.ctid, i.t IN (SELECT command_type FROM paused) AS parks
+      FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
+), retimed AS (
+    UPDATE pgmq.{queue} q
+       SET headers = NULL, vt = CASE WHEN f.parks THEN now() + interval '10 years' ELSE now() END
+      FROM fenced f
+     WHERE q.msg_id = f.m
+), waived AS (
+    UPDATE commandbus.command c SET waived = c.waived + 1 FROM fenced f WHERE c.id = f.c
+)
+INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason)
+SELECT %(domain)s, t, m, c, 'pause' FROM fenced WHERE parks ORDER BY m

@@ -1,0 +1,30 @@
+-- Removes a bite of finished commands and everything about them. Answers how many went, and the id up to which
+-- was looked, so that the next bite goes on from there instead of walking over what stays; and whether all that
+-- was looked at is too young, which ends the walk (what was sent later cannot have finished earlier than that).
+--
+-- Locks: command rows that nobody else holds. Index: the key (there is none on finished_at, which a settle
+-- changes; ids and ages run together).
+WITH seen AS MATERIALIZED (
+    SELECT id, status, created_at, finished_at
+      FROM commandbus.command
+     WHERE id > %(after_id)s
+     ORDER BY id
+     LIMIT %(bite)s
+), old AS MATERIALIZED (
+    SELECT c.id
+      FROM commandbus.command c
+     WHERE c.id IN (SELECT id FROM seen
+                     WHERE status IN ('COMPLETED', 'FAILED', 'CANCELED')
+                       AND (finished_at < now() - make_interval(secs => %(age)s::float8) OR id <= %(through_id)s::bigint))
+       AND c.batch IS NULL
+       FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM commandbus.command WHERE id IN (SELECT id FROM old) RETURNING id
+), attempts AS (
+    DELETE FROM commandbus.attempt WHERE command IN (SELECT id FROM old)
+), actions AS (
+    DELETE FROM commandbus.operator_action WHERE command IN (SELECT id FROM old)
+)
+SELECT (SELECT count(*) FROM gone), (SELECT max(id) FROM seen), (SELECT count(*) FROM seen),
+       (SELECT bool_and(id > %(through_id)s AND COALESCE(created_at > now() - make_interval(secs => %(age)s::float8), true))
+          FROM seen)

@@ -1,0 +1,21 @@
+-- Writes down the attempts of workers that vanished, found by a claim under "before" in the queue row's headers.
+--
+-- Locks: queue rows that this worker holds (nobody else writes them but a renewal by the same worker), then new
+-- attempt rows. Index: the queue's key. Idempotent: a second run finds no "before".
+WITH input AS MATERIALIZED (
+    SELECT * FROM json_to_recordset(%(rows)s::json) AS x(m bigint, r integer, c bigint, n integer, w text,
+                                                         s timestamptz, e text)
+), cleared AS (
+    UPDATE pgmq.{queue}
+       SET headers = headers - 'before'
+     WHERE msg_id = ANY (ARRAY(SELECT m FROM input))
+       AND headers ->> 'held_by' = %(worker)s
+       AND headers ? 'before'
+    RETURNING msg_id, read_ct
+), lost AS (
+    INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, error_type, error_code, error)
+    SELECT i.c, i.n, 'LOST', i.w, i.s, 'WorkerLost', 'WORKER_LOST', i.e
+      FROM cleared q JOIN input i ON i.m = q.msg_id AND i.r = q.read_ct
+    ON CONFLICT DO NOTHING
+)
+SELECT msg_id FROM cleared

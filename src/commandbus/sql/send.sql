@@ -1,0 +1,24 @@
+-- Sends one command: its row and its queue row (two row writes), and a NOTIFY if an idle worker asked for one.
+--
+-- Locks: none that another sender could wait for, unless both use one command_id: then the unique constraint
+-- lets the second wait for the first's commit and insert nothing. Indexes: command_domain_command_id_key.
+-- vt is clock_timestamp(), not now(): a transaction that began long ago must not send into the claimers' past.
+WITH sent AS (
+    INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
+                                    reply_to, headers, data)
+    VALUES (%(domain)s, %(command_id)s, %(command_type)s, nextval('pgmq.{queue}_msg_id_seq'), %(max_attempts)s,
+            %(correlation_id)s, %(reply_to)s, %(headers)s::json, %(data)s::json)
+    ON CONFLICT (domain, command_id) DO NOTHING
+    RETURNING id, msg_id
+), queued AS (
+    INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
+    SELECT msg_id,
+           COALESCE(%(at)s::timestamptz, clock_timestamp() + make_interval(secs => %(delay)s)),
+           jsonb_build_object('command', id)
+      FROM sent
+    RETURNING vt
+)
+SELECT s.id,
+       CASE WHEN EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > now())
+            THEN pg_notify('commandbus_' || %(domain)s, extract(epoch FROM q.vt)::text) END
+  FROM sent s, queued q

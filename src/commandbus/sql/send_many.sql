@@ -1,0 +1,27 @@
+-- Sends many commands of one domain in one statement; rows is a JSON array of objects with one-letter keys.
+--
+-- Locks and indexes as in send.sql. Rows whose command_id exists are left out: the caller (flow/send.py) looks
+-- at those and decides. One NOTIFY for all, with the earliest vt.
+WITH input AS MATERIALIZED (
+    SELECT x.*, nextval('pgmq.{queue}_msg_id_seq') AS msg_id
+      FROM json_to_recordset(%(rows)s::json)
+        AS x(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz)
+), sent AS (
+    INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
+                                    reply_to, headers, data)
+    SELECT %(domain)s, i, t, msg_id, m, c, r, h, d FROM input
+    ON CONFLICT (domain, command_id) DO NOTHING
+    RETURNING id, msg_id, command_id
+), queued AS (
+    INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
+    SELECT msg_id, COALESCE(input.a, clock_timestamp() + make_interval(secs => COALESCE(input.s, 0))),
+           jsonb_build_object('command', sent.id)
+      FROM sent JOIN input USING (msg_id)
+    RETURNING vt
+), woken AS MATERIALIZED (
+    SELECT pg_notify('commandbus_' || %(domain)s, extract(epoch FROM min(vt))::text)
+      FROM queued
+     WHERE EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > now())
+    HAVING count(*) > 0
+)
+SELECT command_id, id, (SELECT count(*) FROM woken) FROM sent

@@ -1,0 +1,43 @@
+-- Settles attempts for good: the command is COMPLETED, FAILED, CANCELED or in the troubleshooting queue.
+-- Returns the rows that were NOT settled: `refused` (the fence is gone: somebody else settled or claimed it) or
+-- `busy` (another transaction holds the queue row: ask again).
+--
+-- Fence: queue row (msg_id) with this read_ct and still held by this worker. Locks: queue rows in key order,
+-- then command rows. Indexes: the queue's key, the command's key. Two row writes for a completion: the queue row
+-- goes, the command row is updated in place (HOT: no index names what changes here).
+WITH input AS MATERIALIZED (
+    SELECT * FROM json_to_recordset(%(rows)s::json)
+        AS x(m bigint, r integer, c bigint, s text, n integer, t float8, v json, e json)
+), held AS MATERIALIZED (
+    SELECT ctid, msg_id, read_ct
+      FROM pgmq.{queue}
+     WHERE msg_id = ANY (ARRAY(SELECT m FROM input)) AND headers ->> 'held_by' = %(worker)s
+       FOR UPDATE {locking}
+), fenced AS MATERIALIZED (
+    SELECT h.ctid, i.* FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
+), gone AS (
+    DELETE FROM pgmq.{queue} WHERE ctid = ANY (ARRAY(SELECT ctid FROM fenced))
+), settled AS (
+    UPDATE commandbus.command c
+       SET status = f.s, result = f.v, attempt = f.n, worker = %(worker)s, started_at = to_timestamp(f.t),
+           finished_at = CASE WHEN f.s <> 'IN_TROUBLESHOOTING_QUEUE' THEN now() END
+      FROM fenced f
+     WHERE c.id = f.c
+), failed AS (
+    INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, error_type, error_code, error,
+                                    details, traceback, rung, autopsy)
+    SELECT c, n, e ->> 'verdict', %(worker)s, to_timestamp(t), e ->> 'error_type', e ->> 'error_code',
+           e ->> 'error', e -> 'details', e ->> 'traceback', e ->> 'rung', e -> 'autopsy'
+      FROM fenced
+     WHERE e IS NOT NULL
+), troubled AS (
+    INSERT INTO commandbus.tsq (command, domain, command_type, attempt, error_type, error_code, error)
+    SELECT c, %(domain)s, e ->> 'command_type', n, e ->> 'error_type', e ->> 'error_code', e ->> 'error'
+      FROM fenced
+     WHERE s = 'IN_TROUBLESHOOTING_QUEUE'
+)
+SELECT m, r, CASE WHEN EXISTS (SELECT FROM pgmq.{queue} q
+                                WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers ->> 'held_by' = %(worker)s)
+                  THEN 'busy' ELSE 'refused' END
+  FROM input i
+ WHERE NOT EXISTS (SELECT FROM fenced f WHERE f.m = i.m)

@@ -1,0 +1,36 @@
+-- An operator's retry: commands leave the troubleshooting queue for their domain's queue; their attempts start
+-- again (a new message, whose read_ct is 0; the number goes on from attempt_base; nothing is waived yet).
+--
+-- Locks: tsq rows in key order (of two operators the second waits, then finds nothing), then the new queue rows,
+-- then command rows. Index: tsq's key or tsq_domain_type.
+WITH picked AS MATERIALIZED (
+    SELECT t.command
+      FROM commandbus.tsq t
+     WHERE t.domain = %(domain)s
+       AND (%(ids)s::bigint[] IS NULL OR t.command = ANY (%(ids)s::bigint[]))
+       AND (%(command_type)s::text IS NULL OR t.command_type = %(command_type)s)
+       AND (%(error_code)s::text IS NULL OR t.error_code = %(error_code)s)
+       AND (%(entered_before)s::timestamptz IS NULL OR t.entered_at < %(entered_before)s)
+     ORDER BY t.command
+     LIMIT %(limit)s
+       FOR UPDATE
+), gone AS (
+    DELETE FROM commandbus.tsq WHERE command IN (SELECT command FROM picked)
+), queued AS (
+    INSERT INTO pgmq.{queue} (vt, message)
+    SELECT clock_timestamp(), jsonb_build_object('command', command) FROM picked
+    RETURNING msg_id, (message ->> 'command')::bigint AS command
+), moved AS (
+    UPDATE commandbus.command c
+       SET status = 'PENDING', msg_id = q.msg_id, attempt_base = c.attempt, waived = 0, attempt = NULL,
+           worker = NULL, started_at = NULL, result = NULL
+      FROM queued q
+     WHERE c.id = q.command
+    RETURNING c.id, c.command_id, c.attempt_base
+), noted AS (
+    INSERT INTO commandbus.operator_action (command, action, operator, reason, attempt_base)
+    SELECT id, 'RETRY', %(operator)s, %(reason)s, attempt_base FROM moved
+), woken AS MATERIALIZED (
+    SELECT pg_notify('commandbus_' || %(domain)s, '0') FROM moved HAVING count(*) > 0
+)
+SELECT id, command_id, (SELECT count(*) FROM woken) FROM moved ORDER BY id

@@ -1,0 +1,226 @@
+"""TroubleshootingQueue and AsyncTroubleshootingQueue: commands that need a person, and what that person can do.
+
+Every action is taken in an operator's name and written down. Of two operators who act on one command, one wins
+and the other gets InvalidOperationError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commandbus.bus import AsyncCommandBus, CommandBus, whoami
+from commandbus.flow import inspect, operate
+from commandbus.flow.operate import Deed, Selection
+from commandbus.model import names, payload
+from commandbus.model.command import TsqEntry
+
+
+def _complete(operator: str | None, result: Any, reason: str | None, max_bytes: int) -> Deed:
+    text = payload.dump(result, what="result", max_bytes=max_bytes)
+    return operate.deed("COMPLETE", operator or whoami(), reason, text)
+
+
+def _selection(domain: str, command_type: str | None, error_code: str | None) -> Selection:
+    return Selection(names.check_domain(domain), command_type=command_type, error_code=error_code)
+
+
+class TroubleshootingQueue:
+    """The troubleshooting queue for sync code."""
+
+    def __init__(self, bus: CommandBus) -> None:
+        self._bus = bus
+
+    def list(
+        self,
+        domain: str | None = None,
+        command_type: str | None = None,
+        *,
+        error_code: str | None = None,
+        limit: int = 50,
+        after_id: int = 0,
+    ) -> list[TsqEntry]:
+        """Who waits, in the order of their ids; the next page begins after the last one's id."""
+        operation = inspect.list_tsq(
+            domain=domain, command_type=command_type, error_code=error_code, limit=limit, after_id=after_id
+        )
+        return self._bus.run(operation)
+
+    def count(
+        self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
+    ) -> int:
+        """How many wait."""
+        return sum(self.count_by_type(domain, command_type, error_code=error_code).values())
+
+    def count_by_type(
+        self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
+    ) -> dict[tuple[str, str], int]:
+        """How many wait, by (domain, command_type)."""
+        return self._bus.run(inspect.count_tsq(domain=domain, command_type=command_type, error_code=error_code))
+
+    def operator_retry(
+        self, domain: str, command_id: str, *, operator: str | None = None, reason: str | None = None
+    ) -> None:
+        """Run it again; its attempts start again."""
+        self._bus.run(operate.act_on(domain, command_id, operate.deed("RETRY", operator or whoami(), reason)))
+
+    def operator_cancel(
+        self, domain: str, command_id: str, reason: str | None = None, *, operator: str | None = None
+    ) -> None:
+        """Give it up: CANCELED."""
+        self._bus.run(operate.act_on(domain, command_id, operate.deed("CANCEL", operator or whoami(), reason)))
+
+    def operator_complete(
+        self,
+        domain: str,
+        command_id: str,
+        result: Any = None,
+        *,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> None:
+        """It was done by hand: COMPLETED with this result."""
+        deed = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
+        self._bus.run(operate.act_on(domain, command_id, deed))
+
+    def retry_all(
+        self,
+        domain: str,
+        command_type: str | None = None,
+        *,
+        error_code: str | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Run all that match again; answers how many."""
+        deed = operate.deed("RETRY", operator or whoami(), reason)
+        return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), deed))
+
+    def cancel_all(
+        self,
+        domain: str,
+        command_type: str | None = None,
+        *,
+        error_code: str | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Give up all that match; answers how many."""
+        deed = operate.deed("CANCEL", operator or whoami(), reason)
+        return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), deed))
+
+    def complete_all(
+        self,
+        domain: str,
+        command_type: str | None = None,
+        *,
+        result: Any = None,
+        error_code: str | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Complete all that match with one result; answers how many."""
+        deed = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
+        return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), deed))
+
+
+class AsyncTroubleshootingQueue:
+    """The troubleshooting queue for async code: the same methods, awaited."""
+
+    def __init__(self, bus: AsyncCommandBus) -> None:
+        self._bus = bus
+
+    async def list(
+        self,
+        domain: str | None = None,
+        command_type: str | None = None,
+        *,
+        error_code: str | None = None,
+        limit: int = 50,
+        after_id: int = 0,
+    ) -> list[TsqEntry]:
+        """Who waits, in the order of their ids; the next page begins after the last one's id."""
+        operation = inspect.list_tsq(
+            domain=domain, command_type=command_type, error_code=error_code, limit=limit, after_id=after_id
+        )
+        return await self._bus.run(operation)
+
+    async def count(
+        self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
+    ) -> int:
+        """How many wait."""
+        return sum((await self.count_by_type(domain, command_type, error_code=error_code)).values())
+
+    async def count_by_type(
+        self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
+    ) -> dict[tuple[str, str], int]:
+        """How many wait, by (domain, command_type)."""
+        return await self._bus.run(
+            inspect.count_tsq(domain=domain, command_type=command_type, error_code=error_code)
+        )
+
+    async def operator_retry(
+        self, domain: str, command_id: str, *, operator: str | None = None, reason: str | None = None
+    ) -> None:
+        """Run it again; its attempts start again."""
+        deed = operate.deed("RETRY", operator or whoami(), reason)
+        await self._bus.run(operate.act_on(domain, command_id, deed))
+
+    async def operator_cancel(
+        self, domain: str, command_id: str, reason: str | None = None, *, operator: str | None = None
+    ) -> None:
+        """Give it up: CANCELED."""
+        deed = operate.deed("CANCEL", operator or whoami(), reason)
+        await self._bus.run(operate.act_on(domain, command_id, deed))
+
+    async def operator_complete(
+        self,
+        domain: str,
+        command_id: str,
+        result: Any = None,
+        *,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> None:
+        """It was done by hand: COMPLETED with this result."""
+        deed = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
+        await self._bus.run(operate.act_on(domain, command_id, deed))
+
+    async def retry_all(
+        self,
+        domain: str,
+        command_type: str | None = None,
+        *,
+        error_code: str | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Run all that match again; answers how many."""
+        deed = operate.deed("RETRY", operator or whoami(), reason)
+        return await self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), deed))
+
+    async def cancel_all(
+        self,
+        domain: str,
+        command_type: str | None = None,
+        *,
+        error_code: str | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Give up all that match; answers how many."""
+        deed = operate.deed("CANCEL", operator or whoami(), reason)
+        return await self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), deed))
+
+    async def complete_all(
+        self,
+        domain: str,
+        command_type: str | None = None,
+        *,
+        result: Any = None,
+        error_code: str | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Complete all that match with one result; answers how many."""
+        deed = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
+        return await self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), deed))

@@ -1,0 +1,1 @@
+"""The JSON API, the dashboard, and the health and metrics routes."""
