@@ -74,7 +74,8 @@ def _present(statement: Callable[..., Any]) -> Generator[Any, list[tuple[Any, ..
             )
         return version, "extension"
     rows = yield statement(
-        raise SchemaError("this database has a PGMQ older than 1.5 (it has no headers); upgrade it first")
+        b"SELECT attname FROM pg_attribute "
+        b"WHERE attrelid = to_regclass('pgmq.message_record') AND NOT attisdropped"
     )
     if not rows:
         return None
