@@ -77,20 +77,26 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def server(postgres_binaries: Path | None) -> Iterator[EmbeddedPostgres]:
-    """The session's PostgreSQL."""
+def session_folder() -> Iterator[Path]:
+    """The same for what is made once per session."""
     with _temporary_folder() as path:
-        postgres = EmbeddedPostgres(
-            path,
-            binaries=postgres_binaries,
-            fsync=False,
-            settings={"max_connections": "300", "shared_buffers": "256MB"},
-        )
-        postgres.start()
-        try:
-            yield postgres
-        finally:
-            postgres.stop(force=True)
+        yield path
+
+
+@pytest.fixture(scope="session")
+def server(session_folder: Path, postgres_binaries: Path | None) -> Iterator[EmbeddedPostgres]:
+    """The session's PostgreSQL."""
+    postgres = EmbeddedPostgres(
+        session_folder / "server",
+        binaries=postgres_binaries,
+        fsync=False,
+        settings={"max_connections": "300", "shared_buffers": "256MB"},
+    )
+    postgres.start()
+    try:
+        yield postgres
+    finally:
+        postgres.stop(force=True)
 
 
 @pytest.fixture(scope="session")

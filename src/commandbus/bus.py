@@ -7,7 +7,8 @@ with `conn=`, whose transaction it then is part of. There is no logic here that 
 from __future__ import annotations
 
 import getpass
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta
 from itertools import islice
 from types import TracebackType
@@ -54,16 +55,14 @@ class _Shell:
 
     def _chunks(
         self, domain: str, commands: Iterable[NewCommand | Mapping[str, Any]], size: int
-    ) -> Plan[list[SentCommand]]:
+    ) -> Iterator[Operation[list[SentCommand]]]:
         names.check_domain(domain)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"chunk_size must be a whole number of at least 1, not {size!r}")
         limit = self.settings.max_payload_bytes
         outgoing = (send.prepare(send.to_new_command(item), max_bytes=limit) for item in commands)
-        sent: list[SentCommand] = []
         while chunk := list(islice(outgoing, size)):
-            sent += yield send.send_chunk(domain, chunk)
-        return sent
+            yield send.send_chunk(domain, chunk)
 
     def _retention(self, age: float | str | timedelta | None, count: int | None) -> Retention:
         if age is None and count is None:
@@ -125,8 +124,15 @@ class CommandBus(_Shell):
         """Run an operation of `commandbus.flow`; on `conn` it joins the caller's transaction."""
         if conn is not None:
             return run(borrow(conn), operation)
-        with self._pool.connection() as own:
+        pool = self._pool
+        if pool is self._lent_pool:
+            with pool.connection() as lent:
+                return run(lent, operation)
+        own = pool.getconn()  # in autocommit mode: there is nothing to commit, and the round trip is ours alone
+        try:
             return run(own, operation)
+        finally:
+            pool.putconn(own)
 
     def follow(self, plan: Plan[T], conn: object = None) -> T:
         """Run operations one after the other, each a transaction of its own (unless `conn` is lent)."""
@@ -211,7 +217,19 @@ class CommandBus(_Shell):
         conn: object = None,
     ) -> list[SentCommand]:
         """Send many commands, each chunk all or none (all of them all or none with `conn`)."""
-        return self.follow(self._chunks(domain, commands, chunk_size), conn)
+        sent: list[SentCommand] = []
+        chunks = self._chunks(domain, commands, chunk_size)
+        if conn is not None:
+            for chunk in chunks:
+                sent += self.run(chunk, conn)
+            return sent
+        with ThreadPoolExecutor(1, "commandbus-send") as sender:
+            under_way: Future[list[SentCommand]] | None = None
+            for chunk in chunks:  # the next chunk is prepared while the server works on the last one
+                sent += under_way.result() if under_way is not None else []
+                under_way = sender.submit(self.run, chunk)
+            sent += under_way.result() if under_way is not None else []
+        return sent
 
     def cancel(
         self,
@@ -400,7 +418,10 @@ class AsyncCommandBus(_Shell):
         conn: object = None,
     ) -> list[SentCommand]:
         """Send many commands; see CommandBus.send_many."""
-        return await self.follow(self._chunks(domain, commands, chunk_size), conn)
+        sent: list[SentCommand] = []
+        for chunk in self._chunks(domain, commands, chunk_size):
+            sent += await self.run(chunk, conn)
+        return sent
 
     async def cancel(
         self,

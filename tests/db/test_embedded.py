@@ -14,19 +14,18 @@ import socket
 import stat
 import subprocess
 import sys
-import sysconfig
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psycopg
 import pytest
 
 from commandbus import embedded
-from commandbus.db.embedded import EmbeddedPostgres, binaries, place
+from commandbus.db.embedded import EmbeddedPostgres, binaries, place, postmaster
 from commandbus.db.embedded.binaries import Account
 from commandbus.errors import EmbeddedPostgresError
 
@@ -34,8 +33,9 @@ IS_ROOT = os.geteuid() == 0
 root_only = pytest.mark.skipif(not IS_ROOT, reason="root alone can change users")
 plain_user_only = pytest.mark.skipif(IS_ROOT, reason="no permission stops root")
 SOURCE = Path(embedded.__file__).resolve().parent.parent
-LIBRARIES = f"{SOURCE}:{sysconfig.get_path('purelib')}"
+LIBRARIES = f"{SOURCE}:{Path(psycopg.__file__).parent.parent}"
 NOBODY = 65534
+Make: TypeAlias = Callable[..., EmbeddedPostgres]
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +46,29 @@ def _no_server_is_left(folder: Path) -> Iterator[None]:
             assert _processes_in(data) == []
 
 
+@pytest.fixture(scope="session")
+def initialised(session_folder: Path, postgres_binaries: Path | None) -> Path:
+    """A data folder, fresh from initdb."""
+    server = EmbeddedPostgres(session_folder / "initialised", binaries=postgres_binaries, fsync=False)
+    server.start()
+    server.stop()
+    data = server.status().data
+    assert data is not None
+    return data
+
+
 @pytest.fixture
-def make(folder: Path, postgres_binaries: Path | None) -> Iterator[Callable[..., EmbeddedPostgres]]:
-    """Makes embedded servers without fsync in the test's folder, and ends them after it."""
+def make(folder: Path, initialised: Path, postgres_binaries: Path | None) -> Iterator[Make]:
+    """Makes embedded servers without fsync, and ends them after the test.
+
+    Unless told where, in the test's folder, with a copy of the initialised data: initdb takes a second.
+    """
     made: list[EmbeddedPostgres] = []
 
     def make(where: Path | None = None, **options: Any) -> EmbeddedPostgres:
+        if where is None and not (folder / "state").exists():
+            (folder / "state").mkdir()
+            subprocess.run(["cp", "-a", initialised, folder / "state"], check=True)
         options = {"fsync": False, "binaries": postgres_binaries, **options}
         made.append(EmbeddedPostgres(where or folder / "state", **options))
         return made[-1]
@@ -63,12 +80,9 @@ def make(folder: Path, postgres_binaries: Path | None) -> Iterator[Callable[...,
 
 
 def _processes_in(data: Path) -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if os.path.samefile(entry / "cwd", data):
-                found.append(int(entry.name))
-    return found
+    """Asked as the owner of the data: root in a container may not look at others' processes."""
+    owner = data.stat()
+    return postmaster._processes_in(data, Account(owner.st_uid, owner.st_gid))
 
 
 def _wait_until(condition: Callable[[], bool], limit_seconds: float = 20.0) -> None:
@@ -95,7 +109,10 @@ def _python(program: str, *arguments: object, **options: Any) -> subprocess.Pope
     prelude = (
         "import sys, os, signal\n"
         "from pathlib import Path\n"
-        "from commandbus.embedded import EmbeddedPostgres, EmbeddedPostgresError\n"
+        "from commandbus.embedded import EmbeddedPostgres\n"
+        "def server(**options):\n"
+        "    programs = os.environ.get('COMMANDBUS_TEST_POSTGRES_BIN')\n"
+        "    return EmbeddedPostgres(sys.argv[1], binaries=Path(programs) if programs else None, **options)\n"
         "def say(*words): print(*words, flush=True)\n"
         "def wait(): sys.stdin.read()\n"
     )
@@ -104,22 +121,22 @@ def _python(program: str, *arguments: object, **options: Any) -> subprocess.Pope
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        env={**os.environ, "PYTHONPATH": LIBRARIES},
         **options,
     )
 
 
 USER = """
-    with EmbeddedPostgres(sys.argv[1], binaries=Path(sys.argv[2]) if sys.argv[2] else None, fsync=False) as s:
-        say(s.status().pid)
+    with server(fsync=False) as used:
+        say(used.status().pid)
         wait()
 """
 
 
 @contextlib.contextmanager
-def _user(where: Path, binaries: Path | None) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def _user(where: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Another process that uses the server until its input ends; the pid of the server that it got."""
-    with _python(USER, where, binaries or "") as process:
+    with _python(USER, where) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         try:
@@ -135,7 +152,7 @@ def _end_input(process: subprocess.Popen[str]) -> int:
 
 
 class TestStartAndStop:
-    def test_a_server_runs_between_start_and_stop(self, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_a_server_runs_between_start_and_stop(self, make: Make) -> None:
         server = make()
         dsn = server.start()
         status = server.status()
@@ -153,7 +170,7 @@ class TestStartAndStop:
         with pytest.raises(EmbeddedPostgresError, match="call start"):
             _ = server.dsn
 
-    def test_stop_and_start_keep_data_and_address(self, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_stop_and_start_keep_data_and_address(self, make: Make) -> None:
         server = make()
         before = server.start()
         _execute(before, "CREATE TABLE kept AS SELECT 42 AS answer")
@@ -161,7 +178,7 @@ class TestStartAndStop:
         assert server.start() == before
         assert _query(before, "SELECT answer FROM kept") == 42
 
-    def test_a_second_start_joins_the_same_server(self, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_a_second_start_joins_the_same_server(self, make: Make) -> None:
         one, two = make(), make()
         assert one.start() == one.start() == two.start()
         assert one.status().pid == two.status().pid
@@ -169,20 +186,20 @@ class TestStartAndStop:
         assert two.running
         assert two.stop() is True
 
-    def test_stop_without_start_does_nothing(self, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_stop_without_start_does_nothing(self, make: Make) -> None:
         one, two = make(), make()
         one.start()
         assert two.stop() is False
         assert one.running
 
-    def test_force_stops_it_whoever_uses_it(self, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_force_stops_it_whoever_uses_it(self, make: Make) -> None:
         one, two = make(), make()
         one.start()
         assert two.stop(force=True) is True
         assert not one.running
         assert two.stop(force=True) is False
 
-    def test_fsync_is_on_unless_given_up(self, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_fsync_is_on_unless_given_up(self, make: Make, postgres_binaries: Path | None) -> None:
         careless = make()
         assert _query(careless.start(), "SHOW fsync") == "off"
         with pytest.raises(EmbeddedPostgresError, match="fsync=off and is in use"):
@@ -191,12 +208,12 @@ class TestStartAndStop:
 
         careless.stop(keep=True)
 
-        careful = EmbeddedPostgres(careless.asked_folder)
+        careful = EmbeddedPostgres(careless.asked_folder, binaries=postgres_binaries)
         assert _query(careful.start(), "SHOW fsync") == "on"
         assert _query(careful.dsn, "SHOW full_page_writes") == "on"
         careful.stop()
 
-    def test_settings_reach_the_server(self, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_settings_reach_the_server(self, make: Make) -> None:
         server = make(settings={"max_connections": "17", "application_name": 'it\'s "$HOME" `x`'})
         assert _query(server.start(), "SHOW max_connections") == "17"
         assert _query(server.dsn, "SELECT reset_val FROM pg_settings WHERE name = 'application_name'") == (
@@ -209,7 +226,7 @@ class TestStartAndStop:
             EmbeddedPostgres(folder, settings={name: "1"})
 
     def test_the_environment_of_the_user_does_not_reach_it(
-        self, make: Callable[..., EmbeddedPostgres], monkeypatch: pytest.MonkeyPatch
+        self, make: Make, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name, value in {"PGDATA": "/nowhere", "PGPORT": "1", "PGOPTIONS": "-c nonsense=1"}.items():
             monkeypatch.setenv(name, value)
@@ -222,7 +239,7 @@ class TestStartAndStop:
 
 
 class TestAddress:
-    def test_a_taken_port_is_replaced(self, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_a_taken_port_is_replaced(self, make: Make) -> None:
         server = make()
         server.start()
         port = server.status().port
@@ -232,9 +249,7 @@ class TestAddress:
             server.start()
             assert server.status().port != port
 
-    def test_a_long_path_gets_a_short_socket(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres]
-    ) -> None:
+    def test_a_long_path_gets_a_short_socket(self, folder: Path, make: Make) -> None:
         server = make(folder / ("long" * 20) / ("path" * 20))
         server.start()
         sockets = Path(_query(server.dsn, "SHOW unix_socket_directories"))
@@ -245,7 +260,7 @@ class TestAddress:
         server.stop()
         assert not sockets.exists()
 
-    def test_spaces_and_quotes_in_the_path(self, folder: Path, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_spaces_and_quotes_in_the_path(self, folder: Path, make: Make) -> None:
         server = make(folder / "it's a folder; really")
         assert _query(server.start(), "SELECT 1") == 1
 
@@ -257,10 +272,8 @@ class TestAddress:
 
 class TestUsers:
     @pytest.mark.slow
-    def test_ten_processes_at_once_get_one_server(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres], postgres_binaries: Path | None
-    ) -> None:
-        processes = [_python(USER, folder / "state", postgres_binaries or "") for _ in range(10)]
+    def test_ten_processes_at_once_get_one_server(self, folder: Path, make: Make) -> None:
+        processes = [_python(USER, folder / "state") for _ in range(10)]
         with contextlib.ExitStack() as stack:
             for process in processes:
                 stack.enter_context(process)
@@ -269,12 +282,10 @@ class TestUsers:
             assert [_end_input(process) for process in processes] == [0] * 10
         assert not make().running
 
-    def test_ten_threads_at_once_get_one_server(self, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_ten_threads_at_once_get_one_server(self, make: Make) -> None:
         servers = [make() for _ in range(10)]
         addresses: list[str] = []
-        threads = [
-            threading.Thread(target=lambda one=server: addresses.append(one.start())) for server in servers
-        ]
+        threads = [threading.Thread(target=lambda one=server: addresses.append(one.start())) for server in servers]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -283,22 +294,18 @@ class TestUsers:
         assert len(set(addresses)) == 1
         assert [server.stop() for server in servers] == [False] * 9 + [True]
 
-    def test_the_last_one_out_stops_it(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres], postgres_binaries: Path | None
-    ) -> None:
+    def test_the_last_one_out_stops_it(self, folder: Path, make: Make) -> None:
         server = make()
         server.start()
-        with _user(folder / "state", postgres_binaries) as (process, pid):
+        with _user(folder / "state") as (process, pid):
             assert pid == server.status().pid
             assert server.stop() is False
             assert server.running
             assert _end_input(process) == 0
         assert not server.running
 
-    def test_a_killed_user_leaves_a_server_that_the_next_one_takes_over(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres], postgres_binaries: Path | None
-    ) -> None:
-        with _user(folder / "state", postgres_binaries) as (process, pid):
+    def test_a_killed_user_leaves_a_server_that_the_next_one_takes_over(self, folder: Path, make: Make) -> None:
+        with _user(folder / "state") as (process, pid):
             server = make()
             _execute(server.dsn, "CREATE TABLE kept AS SELECT 42 AS answer")
             process.kill()
@@ -308,7 +315,7 @@ class TestUsers:
         assert server.status().pid == pid
         assert server.stop() is True
 
-    def test_keep_outlives_its_user_and_later_ones(self, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_keep_outlives_its_user_and_later_ones(self, make: Make) -> None:
         keeper, visitor = make(keep=True), make()
         keeper.start()
         assert keeper.stop() is False
@@ -319,33 +326,29 @@ class TestUsers:
         visitor.start()
         assert visitor.stop() is True, "a new server is not kept because an earlier one was"
 
-    def test_the_end_of_the_process_is_enough(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres], postgres_binaries: Path | None
-    ) -> None:
+    def test_the_end_of_the_process_is_enough(self, folder: Path, make: Make) -> None:
         program = """
-            EmbeddedPostgres(sys.argv[1], binaries=Path(sys.argv[2]) if sys.argv[2] else None).start()
+            server().start()
         """
-        with _python(program, folder / "state", postgres_binaries or "") as process:
+        with _python(program, folder / "state") as process:
             assert process.wait(30) == 0
         assert not make().running
 
-    def test_a_forked_child_neither_ends_nor_prolongs_its_parents_use(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres], postgres_binaries: Path | None
-    ) -> None:
+    def test_a_forked_child_neither_ends_nor_prolongs_its_parents_use(self, folder: Path, make: Make) -> None:
         program = """
-            server = EmbeddedPostgres(sys.argv[1], binaries=Path(sys.argv[2]) if sys.argv[2] else None)
-            server.start()
+            used = server()
+            used.start()
             inner, outer = os.pipe()
             if os.fork() == 0:
-                server.stop()
-                say("child", server.running)
+                used.stop()
+                say("child", used.running)
                 os.close(outer)
                 os.read(inner, 1)      # lives until its parent is gone
                 os._exit(0)
             wait()
-            say("parent", server.running, server.stop())
+            say("parent", used.running, used.stop())
         """
-        with _python(program, folder / "state", postgres_binaries or "") as process:
+        with _python(program, folder / "state") as process:
             assert process.stdout is not None
             assert process.stdout.readline().split() == ["child", "True"]
             assert process.stdin is not None
@@ -353,21 +356,19 @@ class TestUsers:
             assert process.stdout.readline().split() == ["parent", "True", "True"]
         assert not make().running
 
-    def test_ctrl_c_in_the_terminal_does_not_reach_the_server(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres], postgres_binaries: Path | None
-    ) -> None:
+    def test_ctrl_c_in_the_terminal_does_not_reach_the_server(self, folder: Path, make: Make) -> None:
         program = """
-            server = EmbeddedPostgres(sys.argv[1], binaries=Path(sys.argv[2]) if sys.argv[2] else None)
-            server.start()
-            pid = server.status().pid
+            used = server()
+            used.start()
+            pid = used.status().pid
             try:
                 say(pid)
                 wait()
             except KeyboardInterrupt:
-                say(server.running)
-                server.stop(keep=True)
+                say(used.running)
+                used.stop(keep=True)
         """
-        with _python(program, folder / "state", postgres_binaries or "", start_new_session=True) as process:
+        with _python(program, folder / "state", start_new_session=True) as process:
             assert process.stdout is not None
             pid = int(process.stdout.readline())
             os.killpg(process.pid, signal.SIGINT)
@@ -377,13 +378,11 @@ class TestUsers:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("delay_seconds", [0.02, 0.2, 0.5, 0.8, 1.1])
-    def test_an_interrupted_start_leaves_no_server(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres], delay_seconds: float
-    ) -> None:
+    def test_an_interrupted_start_leaves_no_server(self, folder: Path, make: Make, delay_seconds: float) -> None:
         program = """
             try:
                 say("ready")
-                EmbeddedPostgres(sys.argv[1]).start()
+                server().start()
                 wait()
             except KeyboardInterrupt:
                 pass
@@ -400,7 +399,7 @@ class TestUsers:
 
 
 class TestCrashes:
-    def test_a_killed_postmaster_recovers(self, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_a_killed_postmaster_recovers(self, make: Make) -> None:
         server = make(fsync=True)
         dsn = server.start()
         _execute(dsn, "CREATE TABLE kept AS SELECT 42 AS answer")
@@ -411,25 +410,23 @@ class TestCrashes:
         assert _query(server.start(), "SELECT answer FROM kept") == 42
         assert server.status().pid != pid
 
-    def test_backends_that_outlive_their_postmaster_are_ended(
-        self, make: Callable[..., EmbeddedPostgres]
-    ) -> None:
+    def test_backends_that_outlive_their_postmaster_are_ended(self, make: Make) -> None:
         server = make()
         dsn = server.start()
-        data, postmaster = server.status().data, server.status().pid
+        data, pid = server.status().data, server.status().pid
         assert data is not None
-        assert postmaster is not None
+        assert pid is not None
         with psycopg.connect(dsn, autocommit=True) as connection:
             backend = connection.info.backend_pid
             # Stopped, it cannot notice that its postmaster is gone, like one in a long computation.
             os.kill(backend, signal.SIGSTOP)
-            os.kill(postmaster, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             _wait_until(lambda: not server.running)
             _wait_until(lambda: _processes_in(data) == [backend])
             assert _query(server.start(), "SELECT 1") == 1
             assert backend not in _processes_in(data)
 
-    def test_a_pid_file_that_names_a_stranger(self, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_a_pid_file_that_names_a_stranger(self, make: Make) -> None:
         server = make()
         server.start()
         data = server.status().data
@@ -451,10 +448,10 @@ class TestCrashes:
     @pytest.mark.slow
     @pytest.mark.parametrize("delay_seconds", [0.1, 0.3, 0.6])
     def test_a_killed_initialisation_does_not_poison_the_folder(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres], delay_seconds: float
+        self, folder: Path, make: Make, delay_seconds: float
     ) -> None:
         state = folder / "state"
-        with _python("EmbeddedPostgres(sys.argv[1]).start()", state) as process:
+        with _python("server().start()", state) as process:
             _wait_until(lambda: any(state.glob("*.new-*")))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(delay_seconds)
@@ -463,7 +460,7 @@ class TestCrashes:
         _wait_until(lambda: not any(_processes_in(path) for path in state.glob("*.new-*")))
 
     def test_a_failed_initialisation_leaves_nothing(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres], monkeypatch: pytest.MonkeyPatch
+        self, folder: Path, make: Make, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         real = Account.run
 
@@ -474,18 +471,18 @@ class TestCrashes:
 
         monkeypatch.setattr(Account, "run", run)
         with pytest.raises(EmbeddedPostgresError, match="no-such-option"):
-            make().start()
+            make(folder / "state").start()
         assert not list((folder / "state").glob("postgres-*[0-9]"))
         assert not list((folder / "state").glob("*.new-*"))
 
-    def test_a_server_that_does_not_start_says_why(self, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_a_server_that_does_not_start_says_why(self, make: Make) -> None:
         server = make(settings={"shared_buffers": "nonsense"})
         with pytest.raises(EmbeddedPostgresError, match=r"server\.log(.|\n)*shared_buffers.*nonsense"):
             server.start()
         assert not server.running
 
     def test_a_frozen_starter_is_not_waited_for_without_end(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres], monkeypatch: pytest.MonkeyPatch
+        self, folder: Path, make: Make, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("commandbus.db.embedded.server._LIMIT_SECONDS", 0.3)
         (folder / "state").mkdir()
@@ -504,9 +501,7 @@ class TestCrashes:
 
 
 class TestPlace:
-    def test_no_parent_changes_its_mode_or_owner(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres]
-    ) -> None:
+    def test_no_parent_changes_its_mode_or_owner(self, folder: Path, make: Make) -> None:
         inner = folder / "a" / "b"
         inner.mkdir(parents=True)
         (folder / "a").chmod(0o711)
@@ -516,33 +511,31 @@ class TestPlace:
         server.stop()
         assert {path: _owner_and_mode(path) for path in before} == before
 
-    def test_a_private_umask_does_no_harm(self, folder: Path, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_a_private_umask_does_no_harm(self, folder: Path, make: Make) -> None:
         previous = os.umask(0o077)
         try:
-            server = make()
+            server = make(folder / "fresh")
             server.start()
         finally:
             os.umask(previous)
-        assert server.status().folder == folder / "state"
+        assert server.status().folder == folder / "fresh"
         assert server.status().note is None
 
-    def test_a_file_in_the_way(self, folder: Path, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_a_file_in_the_way(self, folder: Path, make: Make) -> None:
         (folder / "file").write_text("")
         for where in (folder / "file", folder / "file" / "below"):
             with pytest.raises(EmbeddedPostgresError, match=r"file.*choose another folder"):
                 make(where).start()
 
     @plain_user_only
-    def test_a_folder_that_we_may_not_write_to(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres]
-    ) -> None:
+    def test_a_folder_that_we_may_not_write_to(self, folder: Path, make: Make) -> None:
         (folder / "locked").mkdir(mode=0o555)
         with pytest.raises(EmbeddedPostgresError, match=r"locked.*choose a folder that"):
             make(folder / "locked" / "state").start()
         with pytest.raises(EmbeddedPostgresError, match=r"locked.*choose a folder that"):
             make(folder / "locked").start()
 
-    def test_data_that_is_none(self, folder: Path, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_data_that_is_none(self, folder: Path, make: Make) -> None:
         server = make()
         server.start()
         data = server.status().data
@@ -553,7 +546,7 @@ class TestPlace:
         with pytest.raises(EmbeddedPostgresError, match=r"no PostgreSQL data folder.*move it away"):
             server.start()
 
-    def test_data_of_another_version_under_our_name(self, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_data_of_another_version_under_our_name(self, make: Make) -> None:
         server = make()
         server.start()
         data = server.status().data
@@ -589,12 +582,10 @@ class TestPlace:
         assert client_only not in list(binaries._candidates())
 
     @root_only
-    def test_a_full_disk(self, folder: Path, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_a_full_disk(self, folder: Path, make: Make) -> None:
         disk = folder / "disk"
         disk.mkdir()
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=8m,mode=755", "none", disk], check=False
-        )
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=755", "none", disk], check=False)
         if mounted.returncode != 0:
             pytest.skip("no right to mount a small disk here")
         try:
@@ -607,7 +598,7 @@ class TestPlace:
 
 @root_only
 class TestAsRoot:
-    def test_the_server_is_not_roots(self, make: Callable[..., EmbeddedPostgres]) -> None:
+    def test_the_server_is_not_roots(self, make: Make) -> None:
         server = make()
         server.start()
         status = server.status()
@@ -617,7 +608,7 @@ class TestAsRoot:
     def test_an_unreachable_folder_is_replaced(
         self,
         folder: Path,
-        make: Callable[..., EmbeddedPostgres],
+        make: Make,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
@@ -638,7 +629,7 @@ class TestAsRoot:
         assert again.start() == status.dsn, "data that was put elsewhere is found again"
 
     def test_unreachable_programs_are_copied_once(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres], postgres_binaries: Path | None
+        self, folder: Path, make: Make, postgres_binaries: Path | None
     ) -> None:
         source = next((path for path in [*binaries._wheel(), postgres_binaries] if path), None)
         if source is None or not source.is_dir():
@@ -658,9 +649,7 @@ class TestAsRoot:
         assert {path: path.stat().st_mtime_ns for path in (folder / "state").glob("binaries-*")} == copies
         assert stat.S_IMODE(private.stat().st_mode) == 0o700
 
-    def test_a_users_own_data_is_run_as_that_user(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres], postgres_binaries: Path | None
-    ) -> None:
+    def test_a_users_own_data_is_run_as_that_user(self, folder: Path, make: Make) -> None:
         state = folder / "state"
         state.mkdir()
         os.chown(state, 12345, 12345)
@@ -675,9 +664,7 @@ class TestAsRoot:
         again.start()
         assert Path(f"/proc/{again.status().pid}").stat().st_uid == 12345
 
-    def test_data_restored_by_root_is_given_to_the_server(
-        self, folder: Path, make: Callable[..., EmbeddedPostgres]
-    ) -> None:
+    def test_data_restored_by_root_is_given_to_the_server(self, folder: Path, make: Make) -> None:
         server = make()
         server.start()
         data = server.status().data
@@ -688,7 +675,7 @@ class TestAsRoot:
         assert _query(make().start(), "SELECT 1") == 1
 
     @pytest.mark.slow
-    def test_this_file_passes_for_a_plain_user(self, folder: Path, postgres_binaries: Path | None) -> None:
+    def test_this_file_passes_for_a_plain_user(self, folder: Path) -> None:
         """The whole story again, as a user without rights."""
         python = _python_for(Account(NOBODY, NOBODY))
         if python is None:
@@ -713,7 +700,7 @@ class TestAsRoot:
             extra_groups=[],
             cwd=SOURCE.parent,
             env={
-                **os.environ,
+                **{name: value for name, value in os.environ.items() if name != "COMMANDBUS_TEST_POSTGRES_BIN"},
                 "HOME": str(home),
                 "TMPDIR": str(home),
                 "PYTHONPATH": LIBRARIES,
@@ -731,9 +718,7 @@ def _python_for(account: Account) -> str | None:
     """Ours, or the system's of the same version with our libraries: ours may be in root's home."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     for python in (sys.executable, f"/usr/bin/python{version}"):
-        look = (
-            f"import sys; sys.path[:0] = {LIBRARIES.split(':')}; import psycopg, pytest, commandbus.embedded"
-        )
+        look = f"import sys; sys.path[:0] = {LIBRARIES.split(':')}; import psycopg, pytest, commandbus.embedded"
         with contextlib.suppress(OSError):
             if account.run([python, "-c", f"{look}; open({__file__!r})"]).returncode == 0:
                 return python

@@ -8,11 +8,11 @@ mode nothing is begun or committed here, so that the caller's rollback takes our
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import psycopg
 from psycopg import AsyncConnection, Connection
+from psycopg.pq.abc import PGresult
 from psycopg.rows import tuple_row
 
 T = TypeVar("T")
@@ -33,43 +33,52 @@ class Runnable(Protocol[T_co]):
 
 def run(conn: AnyConnection, operation: Runnable[T]) -> T:
     """Run an operation on a sync connection."""
-    steps = operation.steps
-    with _scope(conn, atomic=operation.atomic), conn.cursor(row_factory=tuple_row) as cursor:
-        try:
-            statement = next(steps)
-            while True:
-                try:
-                    cursor.execute(statement.sql, statement.params)
-                    rows = cursor.fetchall() if cursor.description else []
-                except psycopg.Error as error:
-                    statement = steps.throw(error)
-                else:
-                    statement = steps.send(rows)
-        except StopIteration as stop:
-            return cast(T, stop.value)
+    if operation.atomic and conn.autocommit:
+        with conn.transaction():
+            return _run(conn, operation.steps)
+    return _run(conn, operation.steps)
+
+
+def _run(conn: AnyConnection, steps: Generator[Any, list[tuple[Any, ...]], T]) -> T:
+    cursor = conn.cursor(row_factory=tuple_row)
+    try:
+        statement = next(steps)
+        while True:
+            try:
+                cursor.execute(statement.sql, statement.params)
+                rows = cursor.fetchall() if has_rows(cursor.pgresult) else []
+            except psycopg.Error as error:
+                statement = steps.throw(error)
+            else:
+                statement = steps.send(rows)
+    except StopIteration as stop:
+        return cast(T, stop.value)
 
 
 async def run_async(conn: AnyAsyncConnection, operation: Runnable[T]) -> T:
     """Run an operation on an async connection."""
-    steps = operation.steps
-    async with _async_scope(conn, atomic=operation.atomic), conn.cursor(row_factory=tuple_row) as cursor:
-        try:
-            statement = next(steps)
-            while True:
-                try:
-                    await cursor.execute(statement.sql, statement.params)
-                    rows = await cursor.fetchall() if cursor.description else []
-                except psycopg.Error as error:
-                    statement = steps.throw(error)
-                else:
-                    statement = steps.send(rows)
-        except StopIteration as stop:
-            return cast(T, stop.value)
+    if operation.atomic and conn.autocommit:
+        async with conn.transaction():
+            return await _run_async(conn, operation.steps)
+    return await _run_async(conn, operation.steps)
 
 
-def _scope(conn: AnyConnection, *, atomic: bool) -> AbstractContextManager[Any]:
-    return conn.transaction() if atomic and conn.autocommit else nullcontext()
+async def _run_async(conn: AnyAsyncConnection, steps: Generator[Any, list[tuple[Any, ...]], T]) -> T:
+    cursor = conn.cursor(row_factory=tuple_row)
+    try:
+        statement = next(steps)
+        while True:
+            try:
+                await cursor.execute(statement.sql, statement.params)
+                rows = await cursor.fetchall() if has_rows(cursor.pgresult) else []
+            except psycopg.Error as error:
+                statement = steps.throw(error)
+            else:
+                statement = steps.send(rows)
+    except StopIteration as stop:
+        return cast(T, stop.value)
 
 
-def _async_scope(conn: AnyAsyncConnection, *, atomic: bool) -> AbstractAsyncContextManager[Any]:
-    return conn.transaction() if atomic and conn.autocommit else nullcontext()
+def has_rows(result: PGresult | None) -> bool:
+    """Is there anything to fetch? (`cursor.description` would tell too, but builds an object per column.)"""
+    return result is not None and result.ntuples > 0

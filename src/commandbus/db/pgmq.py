@@ -36,7 +36,7 @@ def install(statement: Callable[..., Any]) -> Generator[Any, list[tuple[Any, ...
     present = yield from _present(statement)
     if present is not None:
         return present
-    available = yield statement(b"SELECT FROM pg_available_extensions WHERE name = 'pgmq'")
+    available = yield statement(b"SELECT 1 FROM pg_available_extensions WHERE name = 'pgmq'")
     if available:
         yield statement(b"SAVEPOINT commandbus_pgmq")
         try:

@@ -79,6 +79,19 @@ class WorkerInfo:
     settled: int
 
 
+@dataclass(frozen=True, slots=True)
+class RejectedMessage:
+    """A raw message that was no command, and why it was moved aside."""
+
+    id: int
+    domain: str
+    msg_id: int
+    message: Any
+    headers: Any
+    reason: str
+    rejected_at: datetime
+
+
 @operation(atomic=False)
 def query_commands(query: CommandQuery, *, limit: int, before_id: int | None) -> Steps[Page]:
     """A page of commands that match."""
@@ -196,6 +209,23 @@ def count_tsq(
     except (pg.UndefinedTable, pg.InvalidSchemaName):
         raise _no_schema() from None
     return {(row[0], row[1]): row[2] for row in rows}
+
+
+@operation(atomic=False)
+def list_rejected(*, domain: str | None, limit: int, before_id: int | None) -> Steps[list[RejectedMessage]]:
+    """Messages that were moved aside, newest first."""
+    if domain is not None:
+        names.check_domain(domain)
+    try:
+        rows = yield Statement(
+            sql.text("list_rejected"), {"domain": domain, "limit": limit, "before_id": before_id}
+        )
+    except (pg.UndefinedTable, pg.InvalidSchemaName):
+        raise _no_schema() from None
+    return [
+        RejectedMessage(id_, name, msg_id, _loads(message), _loads(headers), reason, rejected_at)
+        for id_, name, msg_id, message, headers, reason, rejected_at in rows
+    ]
 
 
 def _held(domain: str | None) -> Steps[list[int]]:

@@ -28,7 +28,7 @@ class PauseInfo:
 @operation(atomic=True)
 def pause(domain: str, command_type: str | None, what: Deed) -> Steps[bool]:
     """Pause; False if it was paused already. What runs goes on."""
-    known = yield Statement(b"SELECT FROM commandbus.domain WHERE name = %(domain)s", {"domain": domain})
+    known = yield Statement(b"SELECT 1 FROM commandbus.domain WHERE name = %(domain)s", {"domain": domain})
     if not known:
         raise UnknownDomainError(domain)
     rows = yield Statement(

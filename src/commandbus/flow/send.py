@@ -7,11 +7,11 @@ DuplicateCommandError. When to run (`delay`, `at`) is not content: a second send
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from psycopg import errors as pg
@@ -28,11 +28,15 @@ from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model import envelope, names, payload
 from commandbus.model.command import NewCommand, SentCommand, new_command_id
 
+_FIELDS = frozenset(field.name for field in fields(NewCommand))
 MAX_DELAY_SECONDS = 10 * 366 * 86400.0
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+# Left out where the ids are ours: a speculative insertion costs a third of a bulk send.
+ON_CONFLICT = "ON CONFLICT (domain, command_id) DO NOTHING"
+
+
+class Outgoing(NamedTuple):
     """A checked command, its JSON dumped: what is compared and stored."""
 
     command_id: str
@@ -44,6 +48,7 @@ class Outgoing:
     max_attempts: int | None
     delay_seconds: float
     at: str | None
+    has_own_id: bool  # the caller's, which may exist already
 
 
 def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> Outgoing:
@@ -61,29 +66,15 @@ def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> O
         max_attempts=new.max_attempts,
         delay_seconds=_seconds_of(new.delay, at=new.at),
         at=_instant_of(new.at),
+        has_own_id=new.command_id is not None,
     )
 
 
 @operation(atomic=False)
 def send(domain: str, outgoing: Outgoing) -> Steps[SentCommand]:
     """Send one command; answers the existing one if it was sent before with the same content."""
-    statement = sql.text("send", domain=domain)
     try:
-        rows = yield Statement(
-            statement,
-            {
-                "domain": domain,
-                "command_id": outgoing.command_id,
-                "command_type": outgoing.command_type,
-                "max_attempts": outgoing.max_attempts,
-                "correlation_id": outgoing.correlation_id,
-                "reply_to": outgoing.reply_to,
-                "headers": outgoing.headers,
-                "data": outgoing.data,
-                "at": outgoing.at,
-                "delay": outgoing.delay_seconds,
-            },
-        )
+        rows = yield _statement(domain, outgoing)
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
         raise explain_missing(domain, error) from None
     if rows:
@@ -95,7 +86,8 @@ def send(domain: str, outgoing: Outgoing) -> Steps[SentCommand]:
 @operation(atomic=True)
 def send_chunk(domain: str, outgoing: Sequence[Outgoing]) -> Steps[list[SentCommand]]:
     """Send many commands, all or none."""
-    statement = sql.text("send_many", domain=domain)
+    conflict = ON_CONFLICT if any(item.has_own_id for item in outgoing) else ""
+    statement = sql.text("send_many", domain=domain, conflict=conflict)
     unique = _unique(domain, outgoing)
     try:
         rows = yield Statement(statement, {"domain": domain, "rows": _json_rows(unique.values())})
@@ -114,10 +106,10 @@ def to_new_command(item: NewCommand | Mapping[str, Any]) -> NewCommand:
         return item
     if not isinstance(item, Mapping):
         raise InvalidCommandError(f"send_many takes NewCommand or dicts, not {type(item).__name__}")
-    known = {field.name for field in fields(NewCommand)}
-    if unknown := sorted(str(key) for key in item if key not in known):
+    if not item.keys() <= _FIELDS:
+        unknown = sorted(str(key) for key in item if key not in _FIELDS)
         raise InvalidCommandError(
-            f"unknown field {unknown[0]!r} of a command; known are {', '.join(sorted(known))}"
+            f"unknown field {unknown[0]!r} of a command; known are {', '.join(sorted(_FIELDS))}"
         )
     if "command_type" not in item:
         raise InvalidCommandError("a command in send_many has no command_type")
@@ -129,6 +121,32 @@ def explain_missing(domain: str, error: Exception) -> CommandBusError:
     if f"q_{names.queue_of(domain)}" in str(error):
         return UnknownDomainError(domain)
     return SchemaError("this database has no commandbus schema; run `commandbus migrate` (or `bus.migrate()`)")
+
+
+def _statement(domain: str, outgoing: Outgoing) -> Statement:
+    command_id, command_type, data, *rest, has_own_id = outgoing
+    conflict = ON_CONFLICT if has_own_id else ""
+    if rest == _NOTHING_MORE:
+        statement = sql.text("send_plain", domain=domain, conflict=conflict)
+        return Statement(statement, (command_id, command_type, data))
+    return Statement(
+        sql.text("send", domain=domain, conflict=conflict),
+        {
+            "domain": domain,
+            "command_id": command_id,
+            "command_type": command_type,
+            "data": data,
+            "headers": outgoing.headers,
+            "correlation_id": outgoing.correlation_id,
+            "reply_to": outgoing.reply_to,
+            "max_attempts": outgoing.max_attempts,
+            "delay": outgoing.delay_seconds,
+            "at": outgoing.at,
+        },
+    )
+
+
+_NOTHING_MORE = [None, None, None, None, 0.0, None]
 
 
 def _find_existing(domain: str, wanted: Sequence[Outgoing]) -> Steps[dict[str, SentCommand]]:
@@ -155,13 +173,18 @@ def _difference(item: Outgoing, row: tuple[Any, ...]) -> str | None:
     _, _, command_type, data, correlation_id, reply_to, max_attempts, headers = row
     pairs = {
         "command_type": (item.command_type, command_type),
-        "data": (payload.loads(item.data), None if data is None else payload.loads(data)),
+        "data": (_canonical(item.data), _canonical(data)),
         "correlation_id": (item.correlation_id, correlation_id),
         "reply_to": (item.reply_to, reply_to),
         "max_attempts": (item.max_attempts, max_attempts),
-        "headers": tuple(None if text is None else payload.loads(text) for text in (item.headers, headers)),
+        "headers": (_canonical(item.headers), _canonical(headers)),
     }
     return next((name for name, (ours, theirs) in pairs.items() if ours != theirs), None)
+
+
+def _canonical(text: str | None) -> str | None:
+    """JSON to compare: the order of keys is no difference, but 1, 1.0 and true are (Python would say equal)."""
+    return None if text is None else json.dumps(payload.loads(text), sort_keys=True)
 
 
 def _unique(domain: str, outgoing: Iterable[Outgoing]) -> dict[str, Outgoing]:
@@ -207,13 +230,10 @@ def _seconds_of(delay: object, *, at: object) -> float:
     if at is not None:
         raise InvalidCommandError("give delay or at, not both")
     seconds = delay.total_seconds() if isinstance(delay, timedelta) else delay
-    if (
-        isinstance(seconds, bool)
-        or not isinstance(seconds, int | float)
-        or not math.isfinite(seconds)
-        or not 0 <= seconds <= MAX_DELAY_SECONDS
-    ):
-        raise InvalidCommandError(f"delay must be seconds (or a timedelta) from 0 to ten years, not {delay!r}")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_DELAY_SECONDS:
+        raise InvalidCommandError(
+            f"delay must be seconds (or a timedelta) from 0 to ten years, not {names.shown(delay)}"
+        )
     return float(seconds)
 
 
@@ -221,7 +241,9 @@ def _instant_of(at: object) -> str | None:
     if at is None:
         return None
     if not isinstance(at, datetime) or at.tzinfo is None:
-        raise InvalidCommandError(f"at must be a datetime with a time zone (such as UTC), not {at!r}")
+        raise InvalidCommandError(f"at must be a datetime with a time zone (such as UTC), not {names.shown(at)}")
+    if not 1970 < at.year < 3000:  # a vt that a session in another time zone could not load would stop a claim
+        raise InvalidCommandError(f"at must be in the years 1971 to 2999, not {names.shown(at)}")
     return at.isoformat()
 
 

@@ -13,9 +13,9 @@ first did nothing. A database error arrives at the `yield`, where the operation 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -23,18 +23,17 @@ P = ParamSpec("P")
 Row: TypeAlias = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """One round trip: SQL text and its named parameters."""
+class Statement(NamedTuple):
+    """One round trip: SQL text and its parameters."""
 
     sql: bytes
-    params: Mapping[str, Any] | None = None
+    params: Mapping[str, Any] | Sequence[Any] | None = None
 
 
 Steps: TypeAlias = Generator[Statement, list[Row], T]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Operation(Generic[T]):
     """Steps that are to be run once, on one connection."""
 

@@ -12,13 +12,13 @@ final. The SQL in `sql/` guards every move; this module says which exist, for re
 
 from __future__ import annotations
 
-import os
+import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class CommandStatus(StrEnum):
@@ -94,7 +94,7 @@ class Command:
     id: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NewCommand:
     """One command for `send_many`; the fields mean what they mean in `send`."""
 
@@ -109,8 +109,7 @@ class NewCommand:
     headers: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SentCommand:
+class SentCommand(NamedTuple):
     """The receipt of a send. `created` is False if the same command had been sent before."""
 
     domain: str
@@ -176,7 +175,7 @@ class TsqEntry:
 def new_command_id() -> str:
     """A UUID of version 7: ordered by time, so that the unique index grows at its end, and no two alike."""
     stamp = (time.time_ns() // 1_000_000) & 0xFFFFFFFFFFFF
-    rest = int.from_bytes(os.urandom(10), "big")
-    value = stamp << 80 | 0x7 << 76 | (rest >> 68) << 64 | 0b10 << 62 | (rest & 0x3FFFFFFFFFFFFFFF)
+    rest = random.getrandbits(74)  # seeded from the system, anew in every forked child
+    value = stamp << 80 | 0x7 << 76 | (rest >> 62) << 64 | 0b10 << 62 | (rest & 0x3FFFFFFFFFFFFFFF)
     text = f"{value:032x}"
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

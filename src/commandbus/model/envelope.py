@@ -44,6 +44,7 @@ def read(message: Any, *, queue: str, msg_id: int, max_bytes: int = payload.DEFA
     )
     check(new)
     payload.dump(new.data, what="data", max_bytes=max_bytes)
+    payload.dump(new.headers, what="headers", max_bytes=max_bytes)
     return new
 
 
@@ -64,7 +65,9 @@ def check(new: NewCommand) -> None:
 
 def _check_max_attempts(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1_000_000:
-        raise InvalidCommandError(f"max_attempts must be a whole number from 1 to 1000000, not {value!r}")
+        raise InvalidCommandError(
+            f"max_attempts must be a whole number from 1 to 1000000, not {names.shown(value)}"
+        )
 
 
 def _kind(message: object) -> str:

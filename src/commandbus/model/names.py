@@ -8,6 +8,7 @@ else may be.
 from __future__ import annotations
 
 import re
+from uuid import UUID
 
 from commandbus.errors import InvalidCommandError
 
@@ -26,7 +27,7 @@ def check_domain(domain: object) -> str:
     if isinstance(domain, str) and _DOMAIN.match(domain):
         return domain
     raise InvalidCommandError(
-        f"domain {_shown(domain)} is not a domain name: use a lower-case letter followed by lower-case letters, "
+        f"domain {shown(domain)} is not a domain name: use a lower-case letter followed by lower-case letters, "
         f"digits and underscores, at most {MAX_DOMAIN_LENGTH} characters{_hint(domain)}"
     )
 
@@ -41,7 +42,7 @@ def check_queue(queue: object, *, what: str = "reply_to") -> str:
     if isinstance(queue, str) and _QUEUE.match(queue):
         return queue
     raise InvalidCommandError(
-        f"{what} {_shown(queue)} is not a queue name: use a lower-case letter followed by lower-case letters, "
+        f"{what} {shown(queue)} is not a queue name: use a lower-case letter followed by lower-case letters, "
         f"digits and underscores, at most {MAX_QUEUE_LENGTH} characters{_hint(queue)}"
     )
 
@@ -56,16 +57,25 @@ def check_id(value: object, what: str = "command_id") -> str:
     return _check_text(value, what, MAX_ID_LENGTH)
 
 
+def to_id(value: object, what: str = "command_id") -> str:
+    """The same for a look-up, where a UUID will do."""
+    return check_id(str(value) if isinstance(value, UUID) else value, what)
+
+
 def _check_text(value: object, what: str, longest: int) -> str:
     if isinstance(value, str) and 0 < len(value) <= longest and not _CONTROL.search(value):
         return value
     raise InvalidCommandError(
-        f"{what} {_shown(value)} is not valid: use text of 1 to {longest} characters without control characters"
+        f"{what} {shown(value)} is not valid: use text of 1 to {longest} characters without control characters"
     )
 
 
-def _shown(value: object) -> str:
-    text = ascii(value)
+def shown(value: object) -> str:
+    """A value for an error message: one short line, whatever it is."""
+    try:
+        text = ascii(value)
+    except Exception:  # noqa: BLE001 - a broken repr, or an int of more digits than Python prints
+        return f"of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}… ({len(text)} characters)"
 
 

@@ -75,7 +75,7 @@ def describe(error: BaseException, traceback: str | None = None) -> Failure:
         code = "UNKNOWN_COMMAND_TYPE"
     return Failure(
         error_type=payload.clean_text(type(error).__name__, longest=200),
-        error_code=payload.clean_text(str(code), longest=200),
+        error_code=payload.clean_text(_text_of(code), longest=200),
         error=payload.clean_text(_text_of(error), longest=8192),
         traceback=None if traceback is None else payload.clean_text(traceback),
         details=_details_of(error),
@@ -107,11 +107,11 @@ def judge_failure(
     return Judgement(Verdict.EXHAUSTED, failure)
 
 
-def _text_of(error: BaseException) -> str:
+def _text_of(value: object) -> str:
     try:
-        return str(error)
-    except Exception as broken:  # noqa: BLE001 - a hostile __str__ must not cost us the outcome
-        return f"<{type(error).__name__}.__str__ raised {type(broken).__name__}>"
+        return str(value)
+    except BaseException as broken:  # noqa: BLE001 - a hostile __str__ must not cost us the outcome
+        return f"<{type(value).__name__}.__str__ raised {type(broken).__name__}>"
 
 
 def _details_of(error: BaseException) -> str | None:
@@ -121,3 +121,5 @@ def _details_of(error: BaseException) -> str | None:
         return payload.dump(error.details, what="details", max_bytes=65536)
     except InvalidCommandError as broken:
         return payload.dump(f"details left out: {broken}", what="details")
+    except Exception as broken:  # noqa: BLE001 - raised by the details themselves
+        return payload.dump(f"details left out: {type(broken).__name__}", what="details")

@@ -61,7 +61,10 @@ def _check_encodable(text: str, what: str) -> None:
 
 
 def _find_nul(value: object) -> str | None:
-    return next((path for path, leaf in _leaves(value, "$") if isinstance(leaf, str) and "\x00" in leaf), None)
+    try:
+        return next((path for path, leaf in _leaves(value, "$") if isinstance(leaf, str) and "\x00" in leaf), None)
+    except RecursionError:  # looking takes more stack than dumping did
+        return "$… (nested too deeply to say where)"
 
 
 def _where(value: object) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from commandbus.model.durations import LONGEST_SECONDS
+
 DEFAULT_SCHEDULE: tuple[float, ...] = (10.0, 60.0, 300.0)
 
 
@@ -23,12 +25,18 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         if isinstance(self.max_attempts, bool) or not isinstance(self.max_attempts, int) or self.max_attempts < 1:
             raise ValueError(f"max_attempts must be a whole number of at least 1, not {self.max_attempts!r}")
-        if isinstance(self.backoff_schedule, str) or not all(
-            isinstance(delay, int | float) and not isinstance(delay, bool) and 0 <= delay < float("inf")
-            for delay in self.backoff_schedule
+        if (
+            isinstance(self.backoff_schedule, str)
+            or not isinstance(self.backoff_schedule, Sequence)
+            or not all(
+                isinstance(delay, int | float) and not isinstance(delay, bool) and 0 <= delay <= LONGEST_SECONDS
+                for delay in self.backoff_schedule
+            )
         ):
-            raise ValueError(f"backoff_schedule must be seconds of at least 0, not {self.backoff_schedule!r}")
-        if not 0 <= self.jitter <= 1:
+            raise ValueError(
+                f"backoff_schedule must be seconds from 0 to ten years, not {self.backoff_schedule!r}"
+            )
+        if not isinstance(self.jitter, int | float) or not 0 <= self.jitter <= 1:
             raise ValueError(f"jitter must be between 0 and 1, not {self.jitter!r}")
         object.__setattr__(self, "backoff_schedule", tuple(float(delay) for delay in self.backoff_schedule))
 

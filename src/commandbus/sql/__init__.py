@@ -13,19 +13,20 @@ from commandbus.model.names import check_queue, queue_of
 
 
 @lru_cache(maxsize=4096)
-def text(name: str, *, domain: str | None = None, queue: str | None = None, locking: str = "SKIP LOCKED") -> bytes:
+def text(name: str, *, domain: str | None = None, queue: str | None = None, **parts: str) -> bytes:
     """The statement in `<name>.sql`, for one domain's queue, or for any PGMQ queue by its own name.
 
-    `locking` is what a settle does about a queue row that another transaction holds: skip it and answer
-    `busy`, or (empty) wait for it.
+    `parts` fill the other places that a statement leaves open, from constants in this package.
     """
     statement = _read(f"{name}.sql")
     if domain is not None:
         queue = queue_of(domain)
+        parts["domain"] = domain
     if queue is not None:
-        table = f"q_{check_queue(queue, what='queue')}"
-        statement = statement.replace("{queue}", table).replace("{archive}", f"a_{queue}")
-    return statement.replace("{locking}", locking).encode()
+        parts |= {"queue": f"q_{check_queue(queue, what='queue')}", "archive": f"a_{queue}"}
+    for place, part in parts.items():
+        statement = statement.replace("{" + place + "}", part)
+    return statement.encode()
 
 
 def migrations() -> dict[int, tuple[str, str]]:

@@ -1,6 +1,6 @@
 -- A page of commands, newest first, before a given id. Locks: none. Index: the key, backwards, filtering; or
 -- command_domain_command_id_key where the domain is rare (the planner's choice).
-SELECT c.id, c.domain, c.command_id, c.command_type, c.status, c.data::text, c.result::text, c.correlation_id,
+SELECT c.id, c.domain, c.command_id, c.command_type, c.status::text, c.data::text, c.result::text, c.correlation_id,
        c.reply_to, c.headers::text, c.max_attempts, c.attempt, c.attempt_base, c.created_at, c.started_at,
        c.finished_at, c.worker, c.msg_id, a.error_type, a.error_code, a.error
   FROM commandbus.command c
@@ -12,7 +12,7 @@ SELECT c.id, c.domain, c.command_id, c.command_type, c.status, c.data::text, c.r
    AND (%(command_id)s::text IS NULL OR c.command_id = %(command_id)s)
    AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s)
    AND (%(correlation_id)s::text IS NULL OR c.correlation_id = %(correlation_id)s)
-   AND (%(status)s::text IS NULL OR c.status = %(status)s)
+   AND (%(status)s::text IS NULL OR c.status::text = %(status)s)
    AND (%(created_after)s::timestamptz IS NULL OR c.created_at >= %(created_after)s)
    AND (%(created_before)s::timestamptz IS NULL OR c.created_at < %(created_before)s)
    AND (%(ids)s::bigint[] IS NULL OR c.id = ANY (%(ids)s::bigint[]))

@@ -8,7 +8,7 @@ WITH sent AS (
                                     reply_to, headers, data)
     VALUES (%(domain)s, %(command_id)s, %(command_type)s, nextval('pgmq.{queue}_msg_id_seq'), %(max_attempts)s,
             %(correlation_id)s, %(reply_to)s, %(headers)s::json, %(data)s::json)
-    ON CONFLICT (domain, command_id) DO NOTHING
+    {conflict}
     RETURNING id, msg_id
 ), queued AS (
     INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE

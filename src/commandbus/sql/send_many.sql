@@ -10,7 +10,7 @@ WITH input AS MATERIALIZED (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
                                     reply_to, headers, data)
     SELECT %(domain)s, i, t, msg_id, m, c, r, h, d FROM input
-    ON CONFLICT (domain, command_id) DO NOTHING
+    {conflict}
     RETURNING id, msg_id, command_id
 ), queued AS (
     INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE

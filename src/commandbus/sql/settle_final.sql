@@ -19,7 +19,7 @@ WITH input AS MATERIALIZED (
     DELETE FROM pgmq.{queue} WHERE ctid = ANY (ARRAY(SELECT ctid FROM fenced))
 ), settled AS (
     UPDATE commandbus.command c
-       SET status = f.s, result = f.v, attempt = f.n, worker = %(worker)s, started_at = to_timestamp(f.t),
+       SET status = f.s::commandbus.command_status, result = f.v, attempt = f.n, worker = %(worker)s, started_at = to_timestamp(f.t),
            finished_at = CASE WHEN f.s <> 'IN_TROUBLESHOOTING_QUEUE' THEN now() END
       FROM fenced f
      WHERE c.id = f.c

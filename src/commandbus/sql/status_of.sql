@@ -1,5 +1,5 @@
 -- The status of one command, with IN_PROGRESS derived from its queue row. Locks: none. Indexes: keys.
-SELECT CASE WHEN c.status = 'PENDING' AND q.headers ? 'held_by' THEN 'IN_PROGRESS' ELSE c.status END
+SELECT CASE WHEN c.status = 'PENDING' AND q.headers ? 'held_by' THEN 'IN_PROGRESS' ELSE c.status::text END
   FROM commandbus.command c
   LEFT JOIN pgmq.{queue} q ON q.msg_id = c.msg_id
  WHERE c.domain = %(domain)s AND c.command_id = %(command_id)s

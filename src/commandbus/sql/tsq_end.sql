@@ -17,7 +17,7 @@ WITH picked AS MATERIALIZED (
     DELETE FROM commandbus.tsq WHERE command IN (SELECT command FROM picked)
 ), moved AS (
     UPDATE commandbus.command c
-       SET status = %(status)s, result = %(result)s::json, attempt_base = c.attempt, attempt = NULL,
+       SET status = %(status)s::commandbus.command_status, result = %(result)s::json, attempt_base = c.attempt, attempt = NULL,
            finished_at = now(), worker = NULL
      WHERE c.id IN (SELECT command FROM picked)
     RETURNING c.id, c.command_id, c.command_type, c.correlation_id, c.reply_to, c.attempt_base

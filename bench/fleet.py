@@ -1,0 +1,137 @@
+"""Worker processes that the benchmark drives: each tells its figures through a small shared file."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from bench.ground import Ground
+from commandbus import HandlerRegistry, Worker
+from commandbus.runtime.monitor import resident_megabytes
+
+_LAYOUT = struct.Struct("qdd")  # settled, when the last handler began, resident megabytes
+
+
+class Member:
+    """One worker process with one kind of handler."""
+
+    def __init__(self, ground: Ground, domain: str, kind: str, *, concurrency: int = 8) -> None:
+        self._file = tempfile.NamedTemporaryFile(prefix="commandbus-bench-")  # noqa: SIM115 - lives with us
+        self._file.truncate(_LAYOUT.size)
+        self._board = mmap.mmap(self._file.fileno(), _LAYOUT.size)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.fleet", ground.url, domain, kind, str(concurrency), self._file.name],
+            stdin=subprocess.PIPE,
+        )
+        while self.read()[2] == 0.0:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the worker for {domain} ended at its start")
+            time.sleep(0.01)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def read(self) -> tuple[int, float, float]:
+        found: tuple[int, float, float] = _LAYOUT.unpack_from(self._board)
+        return found
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        if self._process.wait(timeout=30) != 0:
+            raise RuntimeError("a worker process failed")
+        self._board.close()
+        self._file.close()
+
+
+def drain(ground: Ground, domain: str, members: list[Member], count: int) -> float:
+    """Commands per second from the resume of a filled domain to the last settlement."""
+    before = sum(member.read()[0] for member in members)
+    started = time.perf_counter()
+    ground.bus.resume(domain)
+    while sum(member.read()[0] for member in members) - before < count:
+        time.sleep(0.001)
+        if time.perf_counter() - started > 120:
+            raise RuntimeError(f"{domain} did not drain within two minutes")
+    elapsed = time.perf_counter() - started
+    ground.bus.pause(domain, operator="bench")
+    return count / elapsed
+
+
+def pickup(ground: Ground, domain: str, member: Member, count: int) -> list[float]:
+    """Milliseconds from the call of send to the start of the handler, on an idle worker."""
+    ground.bus.resume(domain)
+    found = []
+    for _ in range(count):
+        time.sleep(0.04)
+        before = member.read()[1]
+        sent_at = time.time()
+        ground.bus.send(domain, "work", {"n": 1})
+        ground.sent[domain] = ground.sent.get(domain, 0) + 1
+        while member.read()[1] == before:
+            time.sleep(0.0002)
+        found.append((member.read()[1] - sent_at) * 1000)
+    return found
+
+
+def handlers_of(kind: str, domain: str, began: Any) -> HandlerRegistry:
+    """The handler of a kind: nothing, or a wait of 1 ms, or a query; sync or async."""
+    handlers = HandlerRegistry()
+
+    def noop(command: Any, ctx: Any) -> None:
+        pass
+
+    async def async_noop(command: Any, ctx: Any) -> None:
+        pass
+
+    def wait(command: Any, ctx: Any) -> None:
+        time.sleep(0.001)
+
+    async def async_wait(command: Any, ctx: Any) -> None:
+        await asyncio.sleep(0.001)
+
+    def stamp(command: Any, ctx: Any) -> None:
+        began(time.time())
+
+    def query(command: Any, ctx: Any) -> None:
+        with ctx.connection() as conn:
+            conn.execute("SELECT pg_sleep(0.005)")
+
+    functions = {"sync": noop, "async": async_noop, "sync_1ms": wait, "async_1ms": async_wait, "stamp": stamp,
+                 "query": query}  # fmt: skip
+    handlers.register(domain, "work", functions[kind])
+    return handlers
+
+
+def _member(url: str, domain: str, kind: str, concurrency: int, path: str) -> None:
+    with open(path, "r+b") as file:
+        board = mmap.mmap(file.fileno(), _LAYOUT.size)
+    stamped = [0.0]
+
+    def began(at: float) -> None:
+        stamped[0] = at
+        _LAYOUT.pack_into(board, 0, worker.settled, at, 1.0)
+
+    worker = Worker(handlers_of(kind, domain, began), database_url=url, concurrency=concurrency)
+    worker.start()
+    os.set_blocking(0, False)
+    while True:
+        _LAYOUT.pack_into(board, 0, worker.settled, stamped[0], resident_megabytes())
+        try:
+            if os.read(0, 1) == b"":
+                break
+        except BlockingIOError:
+            time.sleep(0.002)
+    worker.stop()
+
+
+if __name__ == "__main__":
+    _member(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])

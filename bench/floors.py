@@ -1,0 +1,124 @@
+"""What the database alone can do: the bus's own statements, without slots, handlers or threads between them."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from typing import Any
+
+import psycopg
+
+from bench.ground import DATA, Ground
+from commandbus.db.drive import run
+from commandbus.flow.claim import Claim, claim
+from commandbus.flow.settle import completed, settle
+
+WORKER = "floor"
+
+
+def _connect(ground: Ground) -> psycopg.Connection[Any]:
+    return psycopg.connect(ground.url, autocommit=True, prepare_threshold=2)
+
+
+def _claim(conn: psycopg.Connection[Any], domain: str, n: int, cursor: Any) -> Claim:
+    return run(conn, claim(domain=domain, worker=WORKER, n=n, lease_seconds=60, cursor=cursor))
+
+
+def _settle(conn: psycopg.Connection[Any], domain: str, rows: list[tuple[Any, ...]]) -> None:
+    now = time.time()
+    settlements = [
+        completed(domain, row[0], row[1], row[2], number=row[6] + row[1], started=now, result=None) for row in rows
+    ]
+    assert not run(conn, settle(domain, WORKER, settlements))
+
+
+def serial(ground: Ground, domain: str, count: int) -> float:
+    """Claim 100, settle 100, on one connection."""
+    conn, done, cursor = _connect(ground), 0, None
+    started = time.perf_counter()
+    while done < count:
+        found = _claim(conn, domain, 100, cursor)
+        cursor = found.last_vt if found.full else None
+        _settle(conn, domain, found.ready)
+        done += len(found.ready)
+    elapsed = time.perf_counter() - started
+    conn.close()
+    return count / elapsed
+
+
+def overlapped(ground: Ground, domain: str, count: int) -> float:
+    """Claim 200 and settle 200 at the same time, on two connections."""
+    claiming, settling = _connect(ground), _connect(ground)
+    batches: queue.SimpleQueue[list[tuple[Any, ...]] | None] = queue.SimpleQueue()
+    ahead = threading.Semaphore(3)
+
+    def settle_all() -> None:
+        while (rows := batches.get()) is not None:
+            _settle(settling, domain, rows)
+            ahead.release()
+
+    settler = threading.Thread(target=settle_all)
+    settler.start()
+    done, cursor = 0, None
+    started = time.perf_counter()
+    while done < count:
+        ahead.acquire()
+        found = _claim(claiming, domain, 200, cursor)
+        cursor = found.last_vt if found.full else None
+        batches.put(found.ready)
+        done += len(found.ready)
+    batches.put(None)
+    settler.join()
+    elapsed = time.perf_counter() - started
+    claiming.close()
+    settling.close()
+    return count / elapsed
+
+
+def insert(ground: Ground, senders: int, count: int) -> float:
+    """A bare insert and commit of the same payload, by so many senders."""
+    data = json.dumps(DATA)
+
+    def one(conn: psycopg.Connection[Any]) -> None:
+        conn.execute("INSERT INTO bare (command_type, data) VALUES (%s, %s)", ("work", data))
+
+    conns = [_connect(ground) for _ in range(senders)]
+    try:
+        return at_once([lambda conn=conn: one(conn) for conn in conns], count)
+    finally:
+        for conn in conns:
+            conn.close()
+
+
+def send(ground: Ground, domain: str, senders: int, count: int) -> float:
+    """The same with `bus.send`."""
+    rate = at_once([lambda: ground.bus.send(domain, "work", DATA)] * senders, count)
+    ground.sent[domain] = ground.sent.get(domain, 0) + (count // senders + 20) * senders
+    return rate
+
+
+def at_once(calls: list[Any], count: int) -> float:
+    """Calls per second of several threads that start together."""
+    each = count // len(calls)
+    barrier = threading.Barrier(len(calls) + 1)
+
+    def work(call: Any) -> None:
+        for _ in range(20):
+            call()
+        barrier.wait()
+        for _ in range(each):
+            call()
+        barrier.wait()
+
+    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    barrier.wait()
+    started = time.perf_counter()
+    barrier.wait()
+    elapsed = time.perf_counter() - started
+    for thread in threads:
+        thread.join()
+    return each * len(calls) / elapsed

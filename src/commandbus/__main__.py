@@ -1,0 +1,5 @@
+"""`python -m commandbus`: the `commandbus` command."""
+
+from commandbus.cli import main
+
+main()

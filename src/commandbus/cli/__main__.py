@@ -1,0 +1,5 @@
+"""`python -m commandbus.cli`."""
+
+from commandbus.cli import main
+
+main()

@@ -1,0 +1,192 @@
+"""`commands` and `show`: what became of commands, in pages, or of one with its whole life as a timeline."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from typing import Any
+
+import click
+
+from commandbus.bus import CommandBus
+from commandbus.cli.parameters import SINCE
+from commandbus.cli.render import (
+    age_of,
+    columns,
+    compact,
+    moment,
+    print_fields,
+    print_json,
+    print_table,
+    printable,
+    printable_lines,
+)
+from commandbus.cli.session import Command, Session
+from commandbus.errors import CommandNotFoundError, InvalidOperationError
+from commandbus.flow.history import AttemptRecord, list_attempts
+from commandbus.model.command import AuditEntry, CommandRecord, CommandStatus
+
+SHORT_STATUS = {CommandStatus.IN_TROUBLESHOOTING_QUEUE: "IN_TSQ"}
+STATUSES = [*(SHORT_STATUS.get(status, status.value) for status in CommandStatus), "IN_TROUBLESHOOTING_QUEUE"]
+
+
+@click.command(cls=Command)
+@click.option("--domain", metavar="NAME", help="Only of this domain.")
+@click.option("--type", "command_type", metavar="TYPE", help="Only of this command type.")
+@click.option("--status", type=click.Choice(STATUSES, case_sensitive=False), help="Only in this status.")
+@click.option("--correlation-id", metavar="ID", help="Only with this correlation id.")
+@click.option("--since", type=SINCE, metavar="TIME", help="Sent since: an ISO instant, or a duration such as 2h.")
+@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
+@click.option("--before-id", type=int, metavar="ID", help="The next page: before this internal id.")
+@click.pass_obj
+def commands(
+    session: Session,
+    domain: str | None,
+    command_type: str | None,
+    status: str | None,
+    correlation_id: str | None,
+    since: datetime | None,
+    limit: int,
+    before_id: int | None,
+) -> None:
+    """Commands, newest first."""
+    wanted = None if status is None else CommandStatus({"IN_TSQ": "IN_TROUBLESHOOTING_QUEUE"}.get(status, status))
+    with session.bus() as bus:
+        page = bus.query_commands(
+            domain=domain, command_type=command_type, status=wanted, correlation_id=correlation_id,
+            created_after=since, limit=limit, before_id=before_id,
+        )  # fmt: skip
+    if session.as_json:
+        print_json(page.items)
+        return
+    print_table(
+        columns(":id domain type command_id status :attempts sent error"),
+        [
+            (
+                f"#{item.id}", item.domain, item.command_type, item.command_id,
+                SHORT_STATUS.get(item.status, item.status), item.attempts, f"{age_of(item.created_at)} ago",
+                item.error,
+            )
+            for item in page.items
+        ],
+        empty="no commands",
+    )  # fmt: skip
+    if page.next_before_id is not None:
+        click.echo(f"more: add --before-id {page.next_before_id}")
+
+
+@click.command(cls=Command)
+@click.argument("words", nargs=-1, required=True, metavar="[DOMAIN] ID")
+@click.option("--traceback", "with_traceback", is_flag=True, help="The traceback of each failed attempt too.")
+@click.pass_obj
+def show(session: Session, words: tuple[str, ...], with_traceback: bool) -> None:  # noqa: FBT001
+    """One command: its fields, data and result, its last error, and its life as a timeline.
+
+    ID is the command_id, looked for in every domain if none is given; '#123' is the internal id.
+    """
+    if len(words) > 2:
+        raise click.UsageError("give DOMAIN ID, or ID alone")
+    with session.bus() as bus:
+        record = _find(bus, words)
+        trail = bus.get_audit_trail(record.domain, record.command_id)
+        attempts = bus.run(list_attempts(record.domain, record.command_id))
+    if session.as_json:
+        print_json(_document(record, trail, attempts, with_traceback=with_traceback))
+        return
+    _print_record(record)
+    click.echo("\ntimeline")
+    print_table(columns("at :after event attempt worker details"), _timeline(trail))
+    failed = [attempt for attempt in attempts if attempt.traceback]
+    if failed and not with_traceback:
+        click.echo("\n--traceback shows where it failed")
+    for attempt in failed if with_traceback else []:
+        click.echo(f"\ntraceback of attempt {attempt.number}")
+        for line in printable_lines(attempt.traceback or ""):
+            click.echo(f"  {line}")
+
+
+def _find(bus: CommandBus, words: tuple[str, ...]) -> CommandRecord:
+    if len(words) == 2:
+        record = bus.get_command(*words)
+        if record is None:
+            raise CommandNotFoundError(f"no command {words[1]!r} in domain {words[0]!r}")
+        return record
+    if numbered := re.fullmatch(r"#(\d{1,18})", words[0]):
+        page = bus.query_commands(limit=1, before_id=int(numbered[1]) + 1)
+        if not page.items or page.items[0].id != int(numbered[1]):
+            raise CommandNotFoundError(f"no command has the internal id {words[0]}")
+        return page.items[0]
+    found = [record for item in bus.list_domains() if (record := bus.get_command(item.name, words[0]))]
+    if not found:
+        raise CommandNotFoundError(f"no command {words[0]!r} in any domain")
+    if len(found) > 1:
+        domains = ", ".join(f"`show {record.domain} {record.command_id}`" for record in found)
+        raise InvalidOperationError(f"{len(found)} domains have a command {words[0]!r}: {domains}")
+    return found[0]
+
+
+def _document(
+    record: CommandRecord, trail: list[AuditEntry], attempts: list[AttemptRecord], *, with_traceback: bool
+) -> dict[str, Any]:
+    document = {name: getattr(record, name) for name in CommandRecord.__dataclass_fields__}
+    document["audit"] = trail
+    document["failed_attempts"] = [
+        {
+            name: getattr(attempt, name)
+            for name in AttemptRecord.__dataclass_fields__
+            if with_traceback or name != "traceback"
+        }
+        for attempt in attempts
+    ]
+    return document
+
+
+def _print_record(record: CommandRecord) -> None:
+    most = f" of {record.max_attempts}" if record.max_attempts is not None else ""
+    print_fields(
+        {
+            "command": f"{record.domain} {record.command_id}",
+            "internal id": f"#{record.id}",
+            "type": record.command_type,
+            "status": record.status,
+            "attempts": f"{record.attempts}{most}",
+            "sent": f"{moment(record.created_at)} ({age_of(record.created_at)} ago)",
+            "started": record.started_at,
+            "finished": record.finished_at,
+            "runs again": record.visible_at,
+            "waits for": record.waiting_for,
+            "worker": record.worker,
+            "correlation id": record.correlation_id,
+            "reply to": record.reply_to,
+            "headers": None if record.headers is None else compact(record.headers),
+            "data": compact(record.data),
+            "result": compact(record.result) if record.status is CommandStatus.COMPLETED else None,
+            "last error": _error(record),
+        }
+    )
+
+
+def _error(record: CommandRecord) -> str | None:
+    if record.error_type is None:
+        return None
+    return f"{record.error_type} [{record.error_code}]: {record.error}"
+
+
+def _timeline(trail: list[AuditEntry]) -> list[tuple[object, ...]]:
+    return [
+        (
+            moment(entry.at), f"+{(entry.at - trail[0].at).total_seconds():.3f}s", entry.event,
+            entry.attempt, entry.worker, _details(entry),
+        )
+        for entry in trail
+    ]  # fmt: skip
+
+
+def _details(entry: AuditEntry) -> str:
+    parts = [
+        f"{name}={value if isinstance(value, str) else compact(value)}" for name, value in entry.details.items()
+    ]
+    return printable(", ".join(parts))
+
+
+COMMANDS = [commands, show]

@@ -1,0 +1,110 @@
+"""`doctor`: is everything in order, and if not, what is to be done? Exit code 1 if something failed.
+
+The checks, in the order in which each needs the one before it: configuration → server → schema → privileges →
+the fleet. A check that cannot be made because an earlier one failed is left out.
+"""
+
+from __future__ import annotations
+
+import time
+
+import click
+import psycopg
+
+from commandbus.cli.doctor import configuration, fleet, schema, server
+from commandbus.cli.doctor.findings import Conn, Finding, Findings, Level, fail, ok, warn
+from commandbus.cli.exits import ExitCode, one_line
+from commandbus.cli.render import print_json, printable
+from commandbus.cli.session import Command, Session, connect
+from commandbus.db.resolve import Database
+from commandbus.errors import CommandBusError
+from commandbus.settings import Settings, mask_database_url
+
+WIDTH = 5
+
+
+@click.command(cls=Command)
+@click.pass_context
+def doctor(ctx: click.Context) -> None:
+    """Check configuration, server, schema, rights, clock and workers, and say what to do.
+
+    OK is fine, WARN is worth a look, FAIL will not work; exit code 1 if anything fails.
+    """
+    session: Session = ctx.obj
+    found = []
+    for finding in examine(session):
+        found.append(finding)
+        if not session.as_json:
+            _print(finding)
+    if session.as_json:
+        print_json(found)
+    else:
+        counts = {level: sum(item.level is level for item in found) for level in Level}
+        click.echo(f"\n{counts[Level.OK]} ok, {counts[Level.WARN]} warnings, {counts[Level.FAIL]} failures")
+    if any(item.level is Level.FAIL for item in found):
+        ctx.exit(ExitCode.NO)
+
+
+def examine(session: Session) -> Findings:
+    """All findings, as they are made."""
+    settings, findings = configuration.load(session)
+    yield from findings
+    if settings is None:
+        return
+    database = Database(settings)
+    try:
+        started = time.monotonic()
+        try:
+            resolved = database.resolve()
+            conn = connect(resolved)
+        except (CommandBusError, psycopg.Error) as error:
+            yield fail(
+                "server",
+                one_line(error),
+                "is the address right, and the server up? `commandbus config` shows both",
+            )
+            return
+        with conn:
+            yield ok("server", f"{_address(resolved)} answers in {(time.monotonic() - started) * 1000:.0f} ms")
+            yield from _on_server(conn, resolved)
+    finally:
+        database.close()
+
+
+def _on_server(conn: Conn, settings: Settings) -> Findings:
+    yield from _guarded("server", server.examine(conn, settings))
+    state, findings = schema.examine_schema(conn)
+    yield from findings
+    if state is None:
+        return
+    yield from _guarded("privileges", schema.examine_privileges(conn))
+    yield from _guarded("domains", schema.examine_domains(conn))
+    if state.is_current:
+        yield from _guarded("fleet", fleet.examine(conn))
+
+
+def _guarded(check: str, findings: Findings) -> Findings:
+    """A role that may not look gets a finding, not an error."""
+    try:
+        yield from findings
+    except psycopg.errors.InsufficientPrivilege as error:
+        yield warn(
+            check,
+            f"could not be looked at: {error.diag.message_primary}",
+            "run the doctor as a reader or the owner",
+        )
+    except (CommandBusError, psycopg.Error) as error:
+        yield fail(check, one_line(error))
+
+
+def _address(settings: Settings) -> str:
+    return mask_database_url(settings.database_url or "")
+
+
+def _print(finding: Finding) -> None:
+    click.echo(f"{finding.level.value:<{WIDTH}} {finding.check}: {printable(finding.message)}")
+    if finding.remedy is not None:
+        click.echo(f"{'':<{WIDTH}} → {printable(finding.remedy)}")
+
+
+COMMANDS = [doctor]

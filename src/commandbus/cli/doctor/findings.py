@@ -1,0 +1,47 @@
+"""A finding of the doctor: one check, how it went, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+from psycopg import Connection
+
+
+class Level(StrEnum):
+    """FAIL: something will not work. WARN: it works, and yet probably not as meant."""
+
+    OK = "OK"
+    WARN = "WARN"
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found; `remedy` says what to do, where there is something to do."""
+
+    check: str
+    level: Level
+    message: str
+    remedy: str | None = None
+
+
+Findings: TypeAlias = Iterator[Finding]
+Conn: TypeAlias = "Connection[Any]"
+
+
+def ok(check: str, message: str, remedy: str | None = None) -> Finding:
+    """All is well; a remedy is then a hint."""
+    return Finding(check, Level.OK, message, remedy)
+
+
+def warn(check: str, message: str, remedy: str | None = None) -> Finding:
+    """Worth a look."""
+    return Finding(check, Level.WARN, message, remedy)
+
+
+def fail(check: str, message: str, remedy: str | None = None) -> Finding:
+    """Something will not work."""
+    return Finding(check, Level.FAIL, message, remedy)

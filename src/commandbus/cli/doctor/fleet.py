@@ -1,0 +1,75 @@
+"""The fleet and its work: who has died, what nobody serves, and what waits for a person."""
+
+from __future__ import annotations
+
+from commandbus.cli.doctor.findings import Conn, Findings, ok, warn
+from commandbus.cli.render import age, counted
+from commandbus.db.drive import run
+from commandbus.flow.inspect import DomainStatus, WorkerInfo, domain_status, list_workers
+
+
+def examine(conn: Conn) -> Findings:
+    """Workers first, then what waits."""
+    workers = run(conn, list_workers())
+    yield from _workers(workers)
+    domains = run(conn, domain_status())
+    yield from _unserved(domains, [worker for worker in workers if worker.is_alive])
+    yield from _waiting(domains)
+    yield from _undelivered(conn)
+
+
+def _workers(workers: list[WorkerInfo]) -> Findings:
+    alive = [worker for worker in workers if worker.is_alive]
+    dead = [worker for worker in workers if not worker.is_alive and worker.state != "STOPPED"]
+    for worker in dead:
+        yield warn(
+            "workers",
+            f"worker {worker.id} on {worker.host} has been silent for {age(worker.heartbeat_age_seconds)}",
+            "it died or lost the database; what it held is taken over when its leases run out, and its row is "
+            "forgotten after a day",
+        )
+    if not dead:
+        yield ok("workers", f"{counted(len(alive), 'worker')} alive")
+
+
+def _unserved(domains: list[DomainStatus], alive: list[WorkerInfo]) -> Findings:
+    served = {domain for worker in alive for domain in worker.domains}
+    for item in domains:
+        if item.ready and item.domain not in served and not item.is_paused:
+            yield warn(
+                "workers",
+                f"{counted(item.ready, 'command')} of domain {item.domain} could run, but no living worker serves it",
+                f"`commandbus worker MODULE:REGISTRY --domain {item.domain}` runs one",
+            )
+
+
+def _waiting(domains: list[DomainStatus]) -> Findings:
+    in_tsq = {item.domain: item.in_tsq for item in domains if item.in_tsq}
+    if in_tsq:
+        by_domain = ", ".join(f"{count} of {domain}" for domain, count in in_tsq.items())
+        yield warn(
+            "troubleshooting queue", f"{counted(sum(in_tsq.values()), 'command')} wait: {by_domain}",
+            "`commandbus tsq list`",
+        )  # fmt: skip
+    else:
+        yield ok("troubleshooting queue", "nobody needs a person")
+    for item in domains:
+        if item.rejected:
+            yield warn(
+                "rejected messages", f"{counted(item.rejected, 'message')} to domain {item.domain} were no commands",
+                "`commandbus rejected` says why; a client sends something else than the envelope",
+            )  # fmt: skip
+        if item.is_paused or item.paused_types:
+            what = "all of it" if item.is_paused else ", ".join(item.paused_types)
+            yield warn(
+                "pauses", f"domain {item.domain} is paused: {what}", "`commandbus pauses` says by whom and why"
+            )
+
+
+def _undelivered(conn: Conn) -> Findings:
+    row = conn.execute(b"SELECT count(*), min(queue) FROM commandbus.undelivered_reply").fetchone()
+    if row is not None and row[0]:
+        yield warn(
+            "replies", f"{counted(row[0], 'reply').replace('replys', 'replies')} could not be delivered (queue {row[1]})",
+            "`commandbus queue create NAME` makes the queue; the replies are in commandbus.undelivered_reply",
+        )  # fmt: skip

@@ -1,0 +1,198 @@
+"""The server: can it be reached, is it one that we support, and do its settings fit ours?
+
+Reads only. What a plain role may not see (others' transactions) is said, not guessed.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from commandbus.cli.doctor.findings import Conn, Findings, fail, ok, warn
+from commandbus.cli.render import age, counted
+from commandbus.model.durations import format_seconds
+from commandbus.model.timeouts import to_milliseconds
+from commandbus.settings import Settings
+
+OLDEST, NEWEST = 14, 18
+CLOCK_SECONDS = 2.0
+LONG_TRANSACTION_SECONDS = 300.0
+EXTRA_CONNECTIONS = 3
+
+
+def examine(conn: Conn, settings: Settings) -> Findings:
+    """Everything about the server."""
+    yield from _version(conn)
+    yield from _role_of_server(conn)
+    yield from _pooler(conn, settings)
+    yield from _clock(conn)
+    yield from _limits(conn, settings)
+    yield from _durability(conn)
+    yield from _connections(conn, settings)
+    yield from _transactions(conn)
+
+
+def _one(conn: Conn, query: str, params: dict[str, Any] | None = None) -> Any:
+    row = conn.execute(query.encode(), params).fetchone()
+    return None if row is None else row[0]
+
+
+def _setting(conn: Conn, name: str) -> Any:
+    """A setting in the unit that PostgreSQL keeps it in (milliseconds, for times)."""
+    return _one(conn, "SELECT setting FROM pg_settings WHERE name = %(name)s", {"name": name})
+
+
+def _version(conn: Conn) -> Findings:
+    text = _one(conn, "SHOW server_version")
+    major = conn.info.server_version // 10_000
+    if major < OLDEST:
+        yield fail("version", f"PostgreSQL {text} is older than {OLDEST}", f"upgrade to {OLDEST} or newer")
+    elif major > NEWEST:
+        yield warn(
+            "version", f"PostgreSQL {text} is newer than {NEWEST}, the newest that this release was tested on"
+        )
+    else:
+        yield ok("version", f"PostgreSQL {text}")
+
+
+def _role_of_server(conn: Conn) -> Findings:
+    if _one(conn, "SELECT pg_is_in_recovery()"):
+        yield fail("server", "this is a standby: nothing can be written", "connect to the primary")
+    elif _one(conn, "SHOW default_transaction_read_only") == "on":
+        yield fail("server", "transactions are read-only (default_transaction_read_only)", "set it to off")
+    if (isolation := _one(conn, "SHOW default_transaction_isolation")) != "read committed":
+        yield warn(
+            "isolation",
+            f"default_transaction_isolation is {isolation!r}: workers will meet serialization failures",
+            "ALTER ROLE … SET default_transaction_isolation = 'read committed'",
+        )
+    if (encoding := _one(conn, "SHOW server_encoding")) != "UTF8":
+        yield warn("encoding", f"the database's encoding is {encoding}: not every text can be stored", "use UTF8")
+
+
+def _pooler(conn: Conn, settings: Settings) -> Findings:
+    """A pooler invents the backend's process id; a server tells its own."""
+    if conn.info.backend_pid == _one(conn, "SELECT pg_backend_pid()"):
+        return
+    if settings.prepared_statements:
+        yield warn(
+            "pooler",
+            "a pooler such as PgBouncer is in between, and prepared statements are on",
+            "set prepared_statements = false (COMMANDBUS_PREPARED_STATEMENTS) for transaction mode; workers that "
+            "should be woken at once need a direct connection, else they poll",
+        )
+    else:
+        yield ok("pooler", "a pooler is in between, prepared statements are off; workers behind it poll")
+
+
+def _clock(conn: Conn) -> Findings:
+    before = time.time()
+    server = _one(conn, "SELECT extract(epoch FROM clock_timestamp())::float8")
+    after = time.time()
+    difference = abs(server - (before + after) / 2)
+    if difference > CLOCK_SECONDS + (after - before):
+        yield warn(
+            "clock",
+            f"this machine's clock and the server's differ by {age(difference)}",
+            "set up NTP; leases go by the server's clock, logs by this one",
+        )
+    else:
+        yield ok("clock", f"differs from the server's by {format_seconds(round(difference, 3))}")
+
+
+def _limits(conn: Conn, settings: Settings) -> Findings:
+    ours = to_milliseconds(settings.statement_timeout)
+    quiet = True
+    for name in ("statement_timeout", "idle_in_transaction_session_timeout", "transaction_timeout"):
+        theirs = int(_setting(conn, name) or 0)
+        if 0 < theirs < ours:
+            quiet = False
+            yield warn(
+                name,
+                f"this role's sessions have {name} = {theirs} ms, less than our statement_timeout ({ours} ms)",
+                f"ALTER ROLE … SET {name} = 0 (workers set limits of their own), or lower statement_timeout",
+            )
+    if quiet:
+        yield ok("server limits", "the server's own limits do not cut ours short")
+    if int(_setting(conn, "client_connection_check_interval") or 0) == 0:
+        yield ok(
+            "client_connection_check_interval",
+            "0: a query goes on to its end when its client has died",
+            "ALTER SYSTEM SET client_connection_check_interval = '10s' ends it sooner",
+        )
+
+
+def _durability(conn: Conn) -> Findings:
+    harm = {
+        "fsync": "a crash of the machine can destroy the database",
+        "full_page_writes": "a crash of the machine can destroy the database",
+        "synchronous_commit": "a crash of the server can lose what was answered, so that an attempt runs twice",
+        "autovacuum": "queues grow and slow down",
+    }
+    bad = {name: what for name, what in harm.items() if _setting(conn, name) == "off"}
+    for name, what in bad.items():
+        yield warn(name, f"{name} is off: {what}", f"ALTER SYSTEM SET {name} = on")
+    if not bad:
+        yield ok("durability", "fsync, full_page_writes, synchronous_commit and autovacuum are on")
+
+
+def _connections(conn: Conn, settings: Settings) -> Findings:
+    reserved = sum(
+        int(_setting(conn, name) or 0) for name in ("superuser_reserved_connections", "reserved_connections")
+    )
+    most = int(_setting(conn, "max_connections")) - reserved
+    used = _one(conn, "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'")
+    needed = settings.processes * (settings.concurrency + EXTRA_CONNECTIONS)
+    for what, limit in (
+        ("database", "SELECT datconnlimit FROM pg_database WHERE datname = current_database()"),
+        ("role", "SELECT rolconnlimit FROM pg_roles WHERE rolname = current_user"),
+    ):
+        found = _one(conn, limit)
+        if found is not None and 0 <= found < needed:
+            yield warn(
+                "connections",
+                f"the {what}'s connection limit is {found}, but workers of these settings need up to {needed}",
+                f"ALTER {what.upper()} … CONNECTION LIMIT {needed}",
+            )
+    message = (
+        f"{used} of {most} in use; workers of these settings need up to {needed} "
+        f"({settings.processes} × ({settings.concurrency} slots + {EXTRA_CONNECTIONS}))"
+    )
+    if most - used < needed:
+        yield warn("connections", message, "raise max_connections, or lower concurrency")
+    else:
+        yield ok("connections", message)
+
+
+def _transactions(conn: Conn) -> Findings:
+    sees_all = _one(
+        conn,
+        "SELECT pg_has_role('pg_read_all_stats', 'USAGE') OR rolsuper FROM pg_roles WHERE rolname = current_user",
+    )
+    rows = conn.execute(
+        b"SELECT pid, extract(epoch FROM clock_timestamp() - xact_start)::float8, state, application_name "
+        b"FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname = current_database() "
+        b"AND xact_start < clock_timestamp() - make_interval(secs => %(age)s) ORDER BY xact_start",
+        {"age": LONG_TRANSACTION_SECONDS},
+    ).fetchall()
+    prepared = _one(
+        conn,
+        "SELECT count(*) FROM pg_prepared_xacts WHERE prepared < now() - make_interval(secs => %(age)s)",
+        {"age": LONG_TRANSACTION_SECONDS},
+    )
+    if rows:
+        pid, seconds, state, application = rows[0]
+        yield warn(
+            "transactions",
+            f"{counted(len(rows), 'transaction')} open for minutes; the oldest for {age(seconds)}: pid {pid}, "
+            f"{state}, {application or 'no application name'}",
+            f"nothing can be vacuumed meanwhile; end it in its application, or SELECT pg_terminate_backend({pid})",
+        )
+    if prepared:
+        yield warn(
+            "transactions",
+            f"{counted(prepared, 'prepared transaction')} waits for minutes",
+            "see pg_prepared_xacts",
+        )
+    if not rows and not prepared:
+        yield ok("transactions", "none open for long" + ("" if sees_all else " (of those that this role may see)"))

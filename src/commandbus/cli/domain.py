@@ -1,0 +1,61 @@
+"""`domain create|list`, and `queue create` for replies."""
+
+from __future__ import annotations
+
+import click
+
+from commandbus.cli.render import columns, print_json, print_table
+from commandbus.cli.session import Group, Session
+
+
+@click.group(cls=Group)
+def domain() -> None:
+    """Domains: queues of commands."""
+
+
+@domain.command("create")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.pass_obj
+def create_domain(session: Session, names: tuple[str, ...]) -> None:
+    """Create domains; those that exist are left as they are."""
+    with session.bus() as bus:
+        made = [{"domain": name, "created": bus.create_domain(name)} for name in names]
+    if session.as_json:
+        print_json(made)
+        return
+    for item in made:
+        click.echo(f"domain {item['domain']} {'created' if item['created'] else 'was there already'}")
+
+
+@domain.command("list")
+@click.pass_obj
+def list_domains(session: Session) -> None:
+    """List all domains."""
+    with session.bus() as bus:
+        found = bus.list_domains()
+    session.answer(
+        [{"domain": item.name, "queue": item.queue, "created_at": item.created_at} for item in found],
+        lambda: print_table(
+            columns("domain queue created"),
+            [(item.name, item.queue, item.created_at) for item in found],
+            empty="no domains; `commandbus domain create NAME` makes one",
+        ),
+    )
+
+
+@click.group(cls=Group)
+def queue() -> None:
+    """Plain PGMQ queues, such as for replies."""
+
+
+@queue.command("create")
+@click.argument("name")
+@click.pass_obj
+def create_queue(session: Session, name: str) -> None:
+    """Create a queue, to be named in `send --reply-to`."""
+    with session.bus() as bus:
+        bus.create_queue(name)
+    session.answer({"queue": name}, lambda: click.echo(f"queue {name} is there"))
+
+
+COMMANDS = [domain, queue]

@@ -1,0 +1,86 @@
+"""`embedded start|stop|status`: the PostgreSQL in a folder, as a thing of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from commandbus.cli.render import print_fields
+from commandbus.cli.session import Group, Session
+from commandbus.db.resolve import DEFAULT_FOLDER, embedded_folder
+from commandbus.embedded import EmbeddedPostgres, EmbeddedStatus
+
+FOLDER = click.option(
+    "--folder", type=click.Path(path_type=Path),
+    help=f"Where it lives. [default: that of --database embedded:FOLDER, else {DEFAULT_FOLDER}]",
+)  # fmt: skip
+
+
+@click.group(cls=Group)
+def embedded() -> None:
+    """The embedded PostgreSQL: a real server in a folder, for development and small things.
+
+    `--database embedded` starts it for as long as a command runs; `start` leaves it up until `stop`.
+    """
+
+
+@embedded.command()
+@FOLDER
+@click.pass_obj
+def start(session: Session, folder: Path | None) -> None:
+    """Start it and leave it up; nothing happens if it is up already."""
+    server = EmbeddedPostgres(folder or _default_folder(session))
+    server.start()
+    try:
+        status = server.status()
+    finally:
+        server.stop(keep=True)
+    _say(session, status)
+
+
+@embedded.command()
+@FOLDER
+@click.pass_obj
+def stop(session: Session, folder: Path | None) -> None:
+    """Stop it, whoever uses it; its data stays."""
+    server = EmbeddedPostgres(folder or _default_folder(session))
+    was_running = server.stop(force=True)
+    where = server.status().folder
+    session.answer(
+        {"stopped": was_running, "folder": where},
+        lambda: click.echo(f"{'stopped' if was_running else 'not running'}; the data is in {where}"),
+    )
+
+
+@embedded.command("status")
+@FOLDER
+@click.pass_obj
+def show_status(session: Session, folder: Path | None) -> None:
+    """Is it up, where is its data, and at which address does it answer?"""
+    _say(session, EmbeddedPostgres(folder or _default_folder(session)).status())
+
+
+def _default_folder(session: Session) -> Path:
+    return embedded_folder(session.settings()) or Path(DEFAULT_FOLDER)
+
+
+def _say(session: Session, status: EmbeddedStatus) -> None:
+    session.answer(_document(status), lambda: print_fields(_document(status)))
+
+
+def _document(status: EmbeddedStatus) -> dict[str, Any]:
+    return {
+        "running": status.running,
+        "address": status.dsn,
+        "version": status.version,
+        "pid": status.pid,
+        "port": status.port,
+        "folder": status.folder,
+        "data": status.data,
+        "note": status.note,
+    }
+
+
+COMMANDS = [embedded]

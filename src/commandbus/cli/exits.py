@@ -1,0 +1,94 @@
+"""Exit codes: the one table of what the `commandbus` command answers to a shell, and which error means which.
+
+| code | name         | meaning                                                                              |
+|------|--------------|--------------------------------------------------------------------------------------|
+| 0    | OK           | it was done                                                                          |
+| 1    | NO           | an expected "no": `migrate --check` misses something, `doctor` found a failure, ...  |
+| 2    | USAGE        | the command line, or a value on it, makes no sense; nothing was done                 |
+| 3    | CONFIGURATION| a setting is missing, malformed or contradicts another; a registry cannot be loaded  |
+| 4    | NOT_FOUND    | no such command or domain                                                            |
+| 5    | REFUSED      | the command's state, another command with this id, or the role's rights forbid it    |
+| 6    | DATABASE     | the database cannot be reached, or its schema is missing or newer than this release  |
+| 7    | LEFT_BEHIND  | a worker stopped with attempts still running or outcomes not written                 |
+| 70   | BUG          | an error that nobody foresaw; `--debug` shows where                                  |
+| 130  | INTERRUPTED  | Ctrl-C                                                                               |
+| 141  | BROKEN_PIPE  | whoever read the output went away (`| head`)                                         |
+| 143  | TERMINATED   | SIGTERM                                                                              |
+
+`EXPLAINED` maps errors to codes; the first class that matches counts. Nothing here prints or exits.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import psycopg
+from psycopg import errors as pg
+
+from commandbus.errors import (
+    CommandBusError,
+    CommandNotFoundError,
+    ConfigurationError,
+    DuplicateCommandError,
+    EmbeddedPostgresError,
+    InvalidCommandError,
+    InvalidOperationError,
+    SchemaError,
+    UnknownDomainError,
+)
+
+NO_SCHEMA = "this database has no commandbus schema; run `commandbus migrate`"
+NO_RIGHT = "{reason}; `commandbus doctor` says what this role may do, `commandbus roles` grants it"
+
+
+class ExitCode(IntEnum):
+    """What the shell gets."""
+
+    OK = 0
+    NO = 1
+    USAGE = 2
+    CONFIGURATION = 3
+    NOT_FOUND = 4
+    REFUSED = 5
+    DATABASE = 6
+    LEFT_BEHIND = 7
+    BUG = 70
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+    TERMINATED = 143
+
+
+EXPLAINED: tuple[tuple[type[Exception], ExitCode], ...] = (
+    (ConfigurationError, ExitCode.CONFIGURATION),
+    (InvalidCommandError, ExitCode.USAGE),
+    (UnknownDomainError, ExitCode.NOT_FOUND),
+    (CommandNotFoundError, ExitCode.NOT_FOUND),
+    (InvalidOperationError, ExitCode.REFUSED),
+    (DuplicateCommandError, ExitCode.REFUSED),
+    (SchemaError, ExitCode.DATABASE),
+    (EmbeddedPostgresError, ExitCode.DATABASE),
+    (CommandBusError, ExitCode.REFUSED),
+    (pg.InsufficientPrivilege, ExitCode.REFUSED),
+    (psycopg.Error, ExitCode.DATABASE),
+)
+
+
+def code_for(error: BaseException) -> ExitCode:
+    """The code of an error; BUG for one that is in nobody's plan."""
+    return next((code for kind, code in EXPLAINED if isinstance(error, kind)), ExitCode.BUG)
+
+
+def sentence_for(error: BaseException) -> str:
+    """One line about an error, with the remedy where the database's own words have none."""
+    if isinstance(error, pg.UndefinedTable | pg.InvalidSchemaName):
+        return NO_SCHEMA
+    if isinstance(error, pg.InsufficientPrivilege):
+        return NO_RIGHT.format(reason=error.diag.message_primary or one_line(error))
+    if code_for(error) is ExitCode.BUG:
+        return f"unexpected {type(error).__name__}: {one_line(error)} (--debug shows where)"
+    return one_line(error)
+
+
+def one_line(error: object) -> str:
+    """An error's text without its line breaks."""
+    return " ".join(str(error).split())

@@ -1,0 +1,96 @@
+"""`migrate`: bring the database's schema to this release, say what is missing, or print the SQL for a DBA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from commandbus.bus import CommandBus
+from commandbus.cli.exits import ExitCode
+from commandbus.cli.render import counted, print_json
+from commandbus.cli.session import Command, Session
+from commandbus.flow import domains as domain_flow
+from commandbus.flow import migrate as migrate_flow
+from commandbus.flow.migrate import SchemaState
+
+
+@click.command(cls=Command)
+@click.option("--print", "print_sql", is_flag=True, help="Print the SQL instead; needs no database.")
+@click.option("--check", is_flag=True, help="Change nothing; exit code 1 if something is missing.")
+@click.option("--domain", "domains", multiple=True, metavar="NAME", help="Create this domain too; repeatable.")
+@click.pass_context
+def migrate(ctx: click.Context, print_sql: bool, check: bool, domains: tuple[str, ...]) -> None:  # noqa: FBT001
+    """Create the schema, or bring it to this release.
+
+    Safe to run again, and by any number of processes at once. PGMQ is installed by its extension where the
+    server has it, else by its published SQL.
+    """
+    session: Session = ctx.obj
+    if print_sql and check:
+        raise click.UsageError("--print and --check do not go together")
+    if print_sql:
+        script = migrate_flow.script() + "".join(domain_flow.script(domain) for domain in domains)
+        session.answer({"sql": script}, lambda: click.echo(script, nl=False))
+        return
+    with session.bus() as bus:
+        if check:
+            _check(ctx, bus, domains)
+        else:
+            _migrate(session, bus, domains)
+
+
+def _migrate(session: Session, bus: CommandBus, domains: tuple[str, ...]) -> None:
+    before = bus.migrate(domains=domains)
+    now = bus.schema_state()
+    if session.as_json:
+        print_json(_document(now) | {"newly_applied": before.missing, "domains": domains})
+        return
+    if before.missing:
+        click.echo(f"applied {counted(len(before.missing), 'migration')}: {_numbers(before.missing)}")
+    else:
+        click.echo(f"nothing to apply: the schema is at migration {max(now.applied)}")
+    click.echo(_pgmq(now))
+    for domain in domains:
+        click.echo(f"domain {domain} is there")
+
+
+def _check(ctx: click.Context, bus: CommandBus, domains: tuple[str, ...]) -> None:
+    state = bus.schema_state()
+    known = {domain.name for domain in bus.list_domains()} if state.applied else set()
+    absent = [domain for domain in domains if domain not in known]
+    if ctx.obj.as_json:
+        print_json(_document(state) | {"missing_domains": absent})
+    else:
+        if state.missing:
+            what = counted(len(state.missing), "migration")
+            click.echo(f"missing {what}: {_numbers(state.missing)}; run `commandbus migrate`")
+        else:
+            click.echo(f"the schema is at migration {max(state.applied)}, as this release needs it")
+            click.echo(_pgmq(state))
+        for domain in absent:
+            click.echo(f"missing domain {domain}; run `commandbus domain create {domain}`")
+    if state.missing or absent:
+        ctx.exit(ExitCode.NO)
+
+
+def _document(state: SchemaState) -> dict[str, Any]:
+    return {
+        "is_current": state.is_current,
+        "applied": state.applied,
+        "missing": state.missing,
+        "pgmq_version": state.pgmq_version,
+        "pgmq_way": state.pgmq_way,
+    }
+
+
+def _pgmq(state: SchemaState) -> str:
+    way = {"extension": "by its extension", "sql": "by its SQL"}.get(state.pgmq_way or "", "in an unknown way")
+    return f"PGMQ {state.pgmq_version or '(unknown version)'}, installed {way}"
+
+
+def _numbers(numbers: tuple[int, ...]) -> str:
+    return ", ".join(f"{number:04d}" for number in numbers)
+
+
+COMMANDS = [migrate]

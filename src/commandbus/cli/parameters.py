@@ -1,0 +1,127 @@
+"""Kinds of values on the command line: durations, instants, JSON; and options made from the table of settings.
+
+A value that makes no sense is a usage error (exit code 2) that names the option and what it takes. Options made
+from settings keep the settings' own words and code (3), because a file or the environment may be the culprit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+import click
+
+from commandbus.model.durations import parse_seconds
+from commandbus.settings import SETTINGS, Setting
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class DurationType(click.ParamType):
+    """`5m`, `1h30m`, `250ms` or seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            return parse_seconds(value, name=repr(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class InstantType(click.ParamType):
+    """An ISO 8601 instant with its time zone; with `or_ago` also a duration, counted back from now."""
+
+    name = "instant"
+
+    def __init__(self, *, or_ago: bool = False) -> None:
+        self._or_ago = or_ago
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
+        if isinstance(value, datetime):
+            return value
+        if self._or_ago:
+            try:
+                return datetime.now(UTC) - timedelta(seconds=parse_seconds(value, name="since"))
+            except (ValueError, OverflowError):
+                pass
+        try:
+            return parse_instant(value)
+        except ValueError as error:
+            self.fail(f"{error}{', or a duration such as 2h' if self._or_ago else ''}", param, ctx)
+
+
+class JsonType(click.ParamType):
+    """A JSON value."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return parse_json(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+DURATION = DurationType()
+INSTANT = InstantType()
+SINCE = InstantType(or_ago=True)
+
+
+def parse_instant(text: str) -> datetime:
+    """An instant from ISO 8601; without a time zone it could be any of 24."""
+    try:
+        found = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        raise ValueError(f"{text!r} is not an instant; give 2026-01-31T09:30:00Z or …+01:00") from None
+    if found.tzinfo is None:
+        raise ValueError(f"{text!r} has no time zone; add Z for UTC, or an offset such as +01:00")
+    return found
+
+
+def parse_json(text: str) -> Any:
+    """A JSON value; the error says where it stops being one."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise ValueError(f"not JSON: {error.msg} at {where}{_quoting_hint(text)}") from None
+    except RecursionError:
+        raise ValueError("not JSON that can be read: nested too deeply") from None
+
+
+def operator_options(function: F) -> F:
+    """`--operator` and `--reason`, for what people do."""
+    function = click.option("--reason", metavar="TEXT", help="Why; written down.")(function)
+    return click.option("--operator", metavar="NAME", help="In whose name it is written down. [default: you]")(
+        function
+    )
+
+
+def setting_options(settings: Iterable[Setting]) -> Callable[[F], F]:
+    """An option for each setting, unparsed: `load_settings` says what is wrong with it."""
+
+    def decorate(function: F) -> F:
+        for setting in reversed(list(settings)):
+            shown = setting.kind.show(setting.default)
+            function = click.option(
+                f"--{setting.name.replace('_', '-')}",
+                setting.name,
+                metavar="VALUE",
+                help=f"{setting.help}. [{setting.env}; default: {shown}]",
+            )(function)
+        return function
+
+    return decorate
+
+
+def settings_in(*sections: str) -> list[Setting]:
+    """The settings of some sections of commandbus.toml."""
+    return [setting for setting in SETTINGS.values() if setting.toml.partition(".")[0] in sections]
+
+
+def _quoting_hint(text: str) -> str:
+    is_bare_word = text[:1].isalpha() and text not in ("true", "false", "null")
+    return "; text needs quotes of its own: '\"text\"'" if is_bare_word else ""

@@ -1,0 +1,36 @@
+"""`rejected`: messages of other clients that were no commands, moved aside by the worker that met them."""
+
+from __future__ import annotations
+
+import click
+
+from commandbus.cli.render import columns, print_table
+from commandbus.cli.session import Command, Session
+from commandbus.flow.inspect import list_rejected
+
+
+@click.command(cls=Command)
+@click.option("--domain", metavar="NAME", help="Only of this domain.")
+@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
+@click.option("--before-id", type=int, metavar="ID", help="The next page: before this id.")
+@click.pass_obj
+def rejected(session: Session, domain: str | None, limit: int, before_id: int | None) -> None:
+    """Messages that were moved aside, newest first, with the reason."""
+    with session.bus() as bus:
+        found = bus.run(list_rejected(domain=domain, limit=limit, before_id=before_id))
+    session.answer(
+        found,
+        lambda: print_table(
+            columns(":id domain rejected reason message"),
+            [(item.id, item.domain, item.rejected_at, item.reason, _short(item.message)) for item in found],
+            empty="no rejected messages",
+        ),
+    )
+
+
+def _short(message: object, longest: int = 100) -> str:
+    text = str(message)
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+COMMANDS = [rejected]

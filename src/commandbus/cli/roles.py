@@ -1,0 +1,43 @@
+"""`roles`: the four least-privilege roles, created and granted, or as SQL."""
+
+from __future__ import annotations
+
+import click
+
+from commandbus.cli.render import columns, print_table
+from commandbus.cli.session import Command, Session
+from commandbus.flow.roles import print_roles
+
+PURPOSES = {
+    "reader": "looks: status, commands, show",
+    "producer": "sends, and reads what became of it",
+    "worker": "claims and settles; all that a producer may",
+    "operator": "troubleshooting queue, cancel, pause, prune",
+}
+
+
+@click.command(cls=Command)
+@click.option("--print", "print_sql", is_flag=True, help="Print the SQL instead.")
+@click.option("--prefix", default="commandbus", show_default=True, help="How the roles' names begin.")
+@click.pass_obj
+def roles(session: Session, print_sql: bool, prefix: str) -> None:  # noqa: FBT001
+    """Create the roles reader, producer, worker and operator, and grant them what they need.
+
+    Run it again after an upgrade. The roles cannot log in: grant them to users who can
+    (GRANT commandbus_worker TO app). Domains that are created later are granted by themselves.
+    """
+    with session.bus() as bus:
+        if print_sql:
+            script = bus.run(print_roles(prefix))
+            session.answer({"sql": script}, lambda: click.echo(script, nl=False))
+            return
+        names = bus.create_roles(prefix)
+    session.answer(
+        [{"kind": kind, "role": name} for kind, name in names.items()],
+        lambda: print_table(
+            columns("role purpose"), [(name, PURPOSES.get(kind, kind)) for kind, name in names.items()]
+        ),
+    )
+
+
+COMMANDS = [roles]

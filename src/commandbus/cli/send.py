@@ -1,0 +1,153 @@
+"""`send`: one command from the command line, or many from a file of JSON lines, all or none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from commandbus.bus import CommandBus
+from commandbus.cli.parameters import DURATION, INSTANT, parse_instant, parse_json
+from commandbus.cli.render import counted, print_json
+from commandbus.cli.session import Command, Session
+from commandbus.errors import CommandBusError, InvalidCommandError
+from commandbus.flow import send as send_flow
+from commandbus.model import names
+from commandbus.model.command import NewCommand, SentCommand
+from commandbus.model.durations import parse_seconds
+from commandbus.settings import Settings
+
+STDIN = "-"
+
+
+@click.command(cls=Command)
+@click.argument("domain")
+@click.argument("command_type", metavar="[TYPE]", required=False)
+@click.argument("data", metavar="[DATA]", required=False)
+@click.option("--data-file", metavar="FILE", help="Read the data from a file.")
+@click.option("--id", "command_id", metavar="ID", help="The command_id: the same one again sends nothing twice.")
+@click.option("--correlation-id", metavar="ID")
+@click.option("--reply-to", metavar="QUEUE", help="The queue that gets the reply.")
+@click.option("--max-attempts", type=int, metavar="N")
+@click.option("--delay", type=DURATION, metavar="TIME", help="Run it after a while: 5m.")
+@click.option("--at", type=INSTANT, metavar="ISO", help="Run it then: 2026-01-31T09:30:00Z.")
+@click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="Repeatable.")
+@click.option("--from", "source", metavar="FILE", help="Send one command per line of this file of JSON lines.")
+@click.pass_obj
+def send(
+    session: Session,
+    domain: str,
+    command_type: str | None,
+    data: str | None,
+    data_file: str | None,
+    source: str | None,
+    headers: tuple[str, ...],
+    **fields: Any,
+) -> None:
+    """Send a command. DATA is JSON, or - to read it from the standard input.
+
+    With --from each line is an object {"command_type": …, "data": …, "command_id": …, "delay": "5m", …}; all
+    of them are sent, or none.
+    """
+    settings = session.settings()
+    names.check_domain(domain)
+    if source is not None:
+        if command_type or data or data_file or headers or any(value is not None for value in fields.values()):
+            raise click.UsageError("--from takes everything from its file: leave out TYPE, DATA and the rest")
+        _send_file(session, domain, _read_commands(source, settings))
+        return
+    if command_type is None:
+        raise click.UsageError("Missing argument 'TYPE', or --from FILE for many.")
+    if data is not None and data_file is not None:
+        raise click.UsageError("DATA and --data-file do not go together")
+    new = NewCommand(
+        command_type=command_type, data=_data(data, data_file), headers=_headers(headers) or None, **fields
+    )
+    send_flow.prepare(new, max_bytes=settings.max_payload_bytes)  # refused before a server is asked
+    with session.bus() as bus:
+        receipt = _send_one(bus, domain, new)
+    session.answer(
+        receipt,
+        lambda: click.echo(f"{'sent' if receipt.created else 'was there already'}: {domain} {receipt.command_id}"),
+    )
+
+
+def _send_one(bus: CommandBus, domain: str, new: NewCommand) -> SentCommand:
+    return bus.send(
+        domain, new.command_type, new.data, command_id=new.command_id, correlation_id=new.correlation_id,
+        reply_to=new.reply_to, max_attempts=new.max_attempts, delay=new.delay, at=new.at, headers=new.headers,
+    )  # fmt: skip
+
+
+def _send_file(session: Session, domain: str, commands: list[NewCommand]) -> None:
+    with session.connection(autocommit=False) as conn, CommandBus(settings=session.settings()) as bus:
+        sent = bus.send_many(domain, commands, conn=conn)
+    if session.as_json:
+        print_json(sent)
+        return
+    known = sum(not receipt.created for receipt in sent)
+    click.echo(
+        f"sent {counted(len(sent) - known, 'command')} to {domain}" + (f"; {known} were there" if known else "")
+    )
+
+
+def _data(text: str | None, file: str | None) -> Any:
+    if file is not None or text == STDIN:
+        text = _read(file or STDIN)
+    if text is None:
+        return None
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise click.UsageError(f"DATA is {error}") from None
+
+
+def _headers(pairs: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{pair!r} is not NAME=VALUE", param_hint="--header")
+        found[name] = value
+    return found
+
+
+def _read(name: str) -> str:
+    try:
+        content = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+        return content.decode()
+    except OSError as error:
+        raise click.UsageError(f"{name}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{name}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def _read_commands(name: str, settings: Settings) -> list[NewCommand]:
+    """Every line checked; the first bad one is named, and nothing is sent."""
+    found = []
+    for number, line in enumerate(_read(name).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            new = _to_command(parse_json(line))
+            send_flow.prepare(new, max_bytes=settings.max_payload_bytes)
+        except (ValueError, CommandBusError) as error:
+            raise InvalidCommandError(f"{name}, line {number}: {error}; nothing was sent") from None
+        found.append(new)
+    return found
+
+
+def _to_command(line: Any) -> NewCommand:
+    if not isinstance(line, dict):
+        raise InvalidCommandError('it is not an object such as {"command_type": "ship", "data": {}}')
+    delay, at = line.get("delay"), line.get("at")
+    instant: datetime | None = parse_instant(at) if isinstance(at, str) else at
+    seconds = parse_seconds(delay, name="delay") if isinstance(delay, str) else delay
+    return send_flow.to_new_command({**line, "delay": seconds, "at": instant})
+
+
+COMMANDS = [send]

@@ -1,0 +1,139 @@
+"""Session: what one run of the command line shares. The options that stand everywhere, the settings that follow
+from them, and a bus on a database that was seen to answer.
+
+A server that is away is found out by one direct connection with a short limit, in libpq's own words, before a
+pool starts to wait for it. An embedded server is started if need be, and left when the command ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import psycopg
+from psycopg import Connection
+from psycopg.conninfo import conninfo_to_dict
+
+from commandbus.bus import CommandBus
+from commandbus.cli.render import print_json
+from commandbus.db.pool import check_conninfo, connection_kwargs
+from commandbus.db.resolve import Database
+from commandbus.settings import Settings, load_settings
+
+CONNECT_SECONDS = 3
+POOL_SECONDS = 10.0
+
+
+@dataclass
+class Session:
+    """The options of this run. Commands get it with `@click.pass_obj`."""
+
+    database: str | None = None
+    config: Path | None = None
+    as_json: bool = False
+    debug: bool = False
+
+    def settings(self, **overrides: object) -> Settings:
+        """The effective settings; `overrides` are what the command's own options say."""
+        return load_settings({"database_url": self.database, **overrides}, config_file=self.config)
+
+    @contextmanager
+    def bus(self) -> Iterator[CommandBus]:
+        """A bus on a database that answers."""
+        with self.reachable() as settings:
+            modest = replace(settings, pool_min_size=0, pool_max_size=1, pool_timeout=POOL_SECONDS)
+            with CommandBus(settings=modest) as bus:
+                yield bus
+
+    @contextmanager
+    def connection(self, *, autocommit: bool = True) -> Iterator[Connection[Any]]:
+        """One connection of our own; without autocommit the block is one transaction."""
+        with self.resolved() as settings, connect(settings, autocommit=autocommit) as conn:
+            yield conn
+
+    @contextmanager
+    def reachable(self) -> Iterator[Settings]:
+        """Settings whose `database_url` has just been connected to."""
+        with self.resolved() as settings:
+            connect(settings).close()
+            yield settings
+
+    @contextmanager
+    def resolved(self) -> Iterator[Settings]:
+        """Settings whose `database_url` is a server's address, embedded or not."""
+        database = Database(self.settings())
+        try:
+            yield database.resolve()
+        finally:
+            database.close()
+
+    def answer(self, document: Any, for_people: Callable[[], object]) -> None:
+        """Print the document, or let the function print what people read."""
+        if self.as_json:
+            print_json(document)
+        else:
+            for_people()
+
+
+def connect(settings: Settings, *, autocommit: bool = True) -> Connection[Any]:
+    """Connect now or say why not."""
+    conninfo = check_conninfo(settings.database_url)
+    kwargs = connection_kwargs(settings, name="cli") | {"autocommit": autocommit}
+    if not conninfo_to_dict(conninfo).get("connect_timeout"):
+        kwargs["connect_timeout"] = CONNECT_SECONDS
+    conn: Connection[Any] = psycopg.connect(conninfo, **kwargs)
+    return conn
+
+
+# --- the options that stand everywhere -----------------------------------------------------------------------
+
+
+def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """What was given nearer to the end of the line counts."""
+    if value and param.name is not None:
+        setattr(ctx.ensure_object(Session), param.name, value)
+
+
+def shared_options() -> list[click.Parameter]:
+    """`--database`, `--config`, `--json` and `--debug`, to be added to a command."""
+    common: dict[str, Any] = {"expose_value": False, "callback": _remember}
+    return [
+        click.Option(
+            ["--database"], metavar="URL", help="PostgreSQL, or `embedded`, or `embedded:FOLDER`.", **common
+        ),
+        click.Option(
+            ["--config"], metavar="FILE", type=click.Path(path_type=Path), **common,
+            help="Settings from this file instead of the nearest commandbus.toml.",
+        ),
+        click.Option(["as_json", "--json"], is_flag=True, help="JSON instead of text for people.", **common),
+        click.Option(["--debug"], is_flag=True, help="Show tracebacks of errors.", **common),
+    ]  # fmt: skip
+
+
+class Command(click.Command):
+    """A command that also takes the options that stand everywhere."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.extend(shared_options())
+
+
+class Group(click.Group):
+    """A group of such commands; alone on the line it shows its help."""
+
+    command_class = Command
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs | {"no_args_is_help": True})
+        self.params.extend(shared_options())
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """In the order in which they were added: that of their use, not of the alphabet."""
+        return list(self.commands)
+
+
+Group.group_class = Group

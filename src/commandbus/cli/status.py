@@ -1,0 +1,92 @@
+"""`status` of domains and `workers`: what waits, what runs, and who runs it."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import click
+
+from commandbus.cli.parameters import DURATION
+from commandbus.cli.render import age, columns, print_json, print_table
+from commandbus.cli.session import Command, Session
+from commandbus.flow.inspect import DomainStatus, WorkerInfo
+
+CLEAR = "\x1b[H\x1b[2J"
+
+
+@click.command(cls=Command)
+@click.argument("domains", nargs=-1, metavar="[DOMAIN]...")
+@click.option("--watch", is_flag=True, help="Print it again and again, until Ctrl-C.")
+@click.option("--interval", type=DURATION, default="2s", show_default=True, help="How often, with --watch.")
+@click.pass_obj
+def status(session: Session, domains: tuple[str, ...], watch: bool, interval: float) -> None:  # noqa: FBT001
+    """Figures of these domains, or of all.
+
+    READY could run now, OLDEST is how long the first of them has waited, DELAYED will be ready later, PARKED
+    waits for a pause to end, TSQ needs a person; RATE is what the living workers settle per second.
+    """
+    with session.bus() as bus:
+        while True:
+            found = bus.status(*domains)
+            if session.as_json:
+                print_json(found, on_one_line=watch)
+            else:
+                _print(found, clear=watch and sys.stdout.isatty())
+            if not watch:
+                return
+            sys.stdout.flush()
+            time.sleep(interval)
+
+
+def _print(found: list[DomainStatus], *, clear: bool) -> None:
+    if clear:
+        click.echo(CLEAR, nl=False)
+    print_table(
+        columns("domain :ready :delayed :running :parked :tsq :rejected :oldest :rate paused"),
+        [
+            (
+                item.domain, item.ready, item.delayed, item.running, item.parked, item.in_tsq, item.rejected,
+                age(item.oldest_seconds) or "-", f"{item.settled_per_second:.1f}/s", _paused(item),
+            )
+            for item in found
+        ],
+        empty="no domains; `commandbus domain create NAME` makes one",
+    )  # fmt: skip
+
+
+def _paused(item: DomainStatus) -> str:
+    if item.is_paused:
+        return "all"
+    return ", ".join(item.paused_types) or "-"
+
+
+@click.command(cls=Command)
+@click.option("--all", "everyone", is_flag=True, help="Those that stopped in good order too.")
+@click.pass_obj
+def workers(session: Session, everyone: bool) -> None:  # noqa: FBT001
+    """Who lives, where, since when; and who has stopped beating."""
+    with session.bus() as bus:
+        found = [worker for worker in bus.workers() if everyone or worker.state != "STOPPED"]
+    session.answer(found, lambda: _print_workers(found))
+
+
+def _print_workers(found: list[WorkerInfo]) -> None:
+    print_table(
+        columns("worker host :pid state domains :slots :running :settled started heartbeat"),
+        [
+            (
+                item.id, item.host, item.pid, _state(item), item.domains, item.concurrency, item.running,
+                item.settled, item.started_at, f"{age(item.heartbeat_age_seconds)} ago",
+            )
+            for item in found
+        ],
+        empty="no workers; `commandbus worker MODULE:REGISTRY` runs one",
+    )  # fmt: skip
+
+
+def _state(item: WorkerInfo) -> str:
+    return item.state if item.is_alive or item.state == "STOPPED" else f"{item.state}, silent"
+
+
+COMMANDS = [status, workers]

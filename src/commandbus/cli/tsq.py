@@ -1,0 +1,202 @@
+"""`tsq list|count|retry|cancel|complete`: the troubleshooting queue, commands that need a person.
+
+One command is named by `DOMAIN ID`, many by `--all --domain …`; many are asked for before they are touched.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from commandbus.cli.exits import ExitCode
+from commandbus.cli.parameters import JsonType, operator_options
+from commandbus.cli.render import age_of, columns, counted, print_table
+from commandbus.cli.session import Group, Session
+from commandbus.errors import InvalidOperationError
+from commandbus.troubleshooting import TroubleshootingQueue
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What an action is for: one command, or all that match."""
+
+    domain: str
+    command_id: str | None
+    command_type: str | None
+    error_code: str | None
+    is_confirmed: bool
+
+
+@click.group(cls=Group)
+def tsq() -> None:
+    """The troubleshooting queue: commands that need a person."""
+
+
+def _filters(function: F) -> F:
+    function = click.option("--code", "error_code", metavar="CODE", help="Only those with this error code.")(
+        function
+    )
+    function = click.option("--type", "command_type", metavar="TYPE", help="Only of this command type.")(function)
+    return click.option("--domain", "domain_option", metavar="NAME", help="Only of this domain.")(function)
+
+
+def _target(function: F) -> F:
+    function = click.option("--yes", is_flag=True, help="Do not ask before touching many.")(function)
+    function = click.option("--all", "everything", is_flag=True, help="All that match, of --domain.")(function)
+    function = _filters(operator_options(function))
+    function = click.argument("command_id", metavar="[ID]", required=False)(function)
+    return click.argument("domain", metavar="[DOMAIN]", required=False)(function)
+
+
+@tsq.command("list")
+@_filters
+@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
+@click.option("--after-id", type=int, default=0, metavar="ID", help="The next page: after this internal id.")
+@click.pass_obj
+def list_entries(
+    session: Session,
+    domain_option: str | None,
+    command_type: str | None,
+    error_code: str | None,
+    limit: int,
+    after_id: int,
+) -> None:
+    """Who waits for a person, and why."""
+    with session.bus() as bus:
+        found = TroubleshootingQueue(bus).list(
+            domain_option, command_type, error_code=error_code, limit=limit, after_id=after_id
+        )
+    session.answer(
+        found,
+        lambda: print_table(
+            columns(":id domain type command_id :attempts since code error"),
+            [(item.id, item.domain, item.command_type, item.command_id, item.attempt,
+              f"{age_of(item.entered_at)} ago", item.error_code, item.error) for item in found],
+            empty="nobody needs a person",
+        ),
+    )  # fmt: skip
+    if len(found) == limit and not session.as_json:
+        click.echo(f"more: add --after-id {found[-1].id}")
+
+
+@tsq.command()
+@_filters
+@click.pass_obj
+def count(session: Session, domain_option: str | None, command_type: str | None, error_code: str | None) -> None:
+    """How many wait, by domain and type."""
+    with session.bus() as bus:
+        found = TroubleshootingQueue(bus).count_by_type(domain_option, command_type, error_code=error_code)
+    session.answer(
+        [{"domain": domain, "command_type": kind, "count": number} for (domain, kind), number in found.items()],
+        lambda: print_table(
+            columns("domain type :count"),
+            [(domain, kind, number) for (domain, kind), number in found.items()],
+            empty="nobody needs a person",
+        ),
+    )
+
+
+@tsq.command()
+@_target
+@click.pass_context
+def retry(ctx: click.Context, operator: str | None, reason: str | None, **words: Any) -> None:
+    """Run commands again; their attempts start again."""
+    target = _aim(**words)
+    with ctx.obj.bus() as bus:
+        queue = TroubleshootingQueue(bus)
+        if target.command_id is not None:
+            queue.operator_retry(target.domain, target.command_id, operator=operator, reason=reason)
+            moved = 1
+        else:
+            _confirm(ctx, queue, target, "retry")
+            moved = queue.retry_all(
+                target.domain, target.command_type, error_code=target.error_code, operator=operator, reason=reason
+            )
+    _say(ctx.obj, target, "retried", moved)
+
+
+@tsq.command()
+@_target
+@click.pass_context
+def cancel(ctx: click.Context, operator: str | None, reason: str | None, **words: Any) -> None:
+    """Give commands up: CANCELED."""
+    target = _aim(**words)
+    with ctx.obj.bus() as bus:
+        queue = TroubleshootingQueue(bus)
+        if target.command_id is not None:
+            queue.operator_cancel(target.domain, target.command_id, reason, operator=operator)
+            moved = 1
+        else:
+            _confirm(ctx, queue, target, "cancel")
+            moved = queue.cancel_all(
+                target.domain, target.command_type, error_code=target.error_code, operator=operator, reason=reason
+            )
+    _say(ctx.obj, target, "canceled", moved)
+
+
+@tsq.command()
+@_target
+@click.option("--result", type=JsonType(), metavar="JSON", help="The result, as if its handler had returned it.")
+@click.pass_context
+def complete(ctx: click.Context, operator: str | None, reason: str | None, result: Any, **words: Any) -> None:
+    """They were done by hand: COMPLETED, with a result."""
+    target = _aim(**words)
+    with ctx.obj.bus() as bus:
+        queue = TroubleshootingQueue(bus)
+        if target.command_id is not None:
+            queue.operator_complete(target.domain, target.command_id, result, operator=operator, reason=reason)
+            moved = 1
+        else:
+            _confirm(ctx, queue, target, "complete")
+            moved = queue.complete_all(
+                target.domain, target.command_type, result=result, error_code=target.error_code,
+                operator=operator, reason=reason,
+            )  # fmt: skip
+    _say(ctx.obj, target, "completed", moved)
+
+
+def _aim(
+    *, domain: str | None, command_id: str | None, domain_option: str | None, command_type: str | None,
+    error_code: str | None, everything: bool, yes: bool,
+) -> Target:  # fmt: skip
+    if not everything:
+        if domain is None or command_id is None:
+            raise click.UsageError("name one command (DOMAIN ID), or many (--all --domain DOMAIN)")
+        if domain_option or command_type or error_code:
+            raise click.UsageError("--domain, --type and --code choose among many: use them with --all")
+        return Target(domain, command_id, None, None, is_confirmed=True)
+    if domain is not None:
+        raise click.UsageError("--all takes its domain as --domain DOMAIN, and no ID")
+    if domain_option is None:
+        raise click.UsageError("--all needs --domain DOMAIN")
+    return Target(domain_option, None, command_type, error_code, is_confirmed=yes)
+
+
+def _confirm(ctx: click.Context, queue: TroubleshootingQueue, target: Target, verb: str) -> None:
+    number = queue.count(target.domain, target.command_type, error_code=target.error_code)
+    if target.is_confirmed or number == 0:
+        return
+    if not sys.stdin.isatty():
+        raise InvalidOperationError(
+            f"this would {verb} {counted(number, 'command')}, and nobody can be asked; add --yes"
+        )
+    if not click.confirm(f"{verb} {counted(number, 'command')} of domain {target.domain}?", err=True):
+        click.echo("nothing was done", err=True)
+        ctx.exit(ExitCode.NO)
+
+
+def _say(session: Session, target: Target, done: str, moved: int) -> None:
+    what = counted(moved, "command") if target.command_id is None else target.command_id
+    session.answer(
+        {"domain": target.domain, "command_id": target.command_id, "action": done, "count": moved},
+        lambda: click.echo(f"{done} {what} of domain {target.domain}"),
+    )
+
+
+COMMANDS = [tsq]

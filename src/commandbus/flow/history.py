@@ -1,0 +1,46 @@
+"""history: the attempts of a command that did not simply complete, and why, tracebacks included.
+
+The audit trail (`inspect.get_audit_trail`) is the short form of it. Reads only, locks nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from psycopg import errors as pg
+
+from commandbus import sql
+from commandbus.flow.send import explain_missing
+from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.model import names, payload
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """One attempt; `verdict` is what `model/outcome.py` calls it."""
+
+    number: int
+    verdict: str
+    started_at: datetime | None
+    finished_at: datetime
+    retry_at: datetime | None
+    worker: str | None
+    error_type: str | None
+    error_code: str | None
+    error: str | None
+    details: Any
+    traceback: str | None
+    rung: str | None
+
+
+@operation(atomic=False)
+def list_attempts(domain: str, command_id: str) -> Steps[list[AttemptRecord]]:
+    """Failed, lost and returned attempts in order; empty if there were none, or no such command."""
+    names.check_domain(domain)
+    try:
+        rows = yield Statement(sql.text("list_attempts"), {"domain": domain, "command_id": command_id})
+    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+        raise explain_missing(domain, error) from None
+    return [AttemptRecord(*row[:9], None if row[9] is None else payload.loads(row[9]), *row[10:]) for row in rows]
