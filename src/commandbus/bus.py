@@ -335,7 +335,7 @@ class AsyncCommandBus(_Shell):
     async def run(self, operation: Operation[T], conn: object = None) -> T:
         """Run an operation of `commandbus.flow`; on `conn` it joins the caller's transaction."""
         if conn is not None:
-            return await run_async(borrow_async(conn), operation)
+            return await run_async(await borrow_async(conn), operation)
         pool = await self._pool()
         async with pool.connection() as own:
             return await run_async(own, operation)

@@ -153,7 +153,7 @@ def _print_record(record: CommandRecord) -> None:
             "sent": f"{moment(record.created_at)} ({age_of(record.created_at)} ago)",
             "started": record.started_at,
             "finished": record.finished_at,
-            "runs again": record.visible_at,
+            "ready from": record.visible_at,
             "waits for": record.waiting_for,
             "worker": record.worker,
             "correlation id": record.correlation_id,

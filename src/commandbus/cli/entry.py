@@ -50,8 +50,8 @@ def root() -> None:
 
 
 for module in (
-    migrate, domain, roles, config, doctor, embedded, worker, send, status, commands, operate, tsq, rejected, prune,
-    demo,
+    demo, migrate, domain, roles, config, doctor, embedded, worker, send, status, commands, operate, tsq,
+    rejected, prune,
 ):  # fmt: skip
     for command in module.COMMANDS:
         root.add_command(command)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -18,8 +18,13 @@ from commandbus.settings import SETTINGS, Setting
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+if TYPE_CHECKING:
+    AnyType = click.ParamType[Any]
+else:
+    AnyType = click.ParamType  # takes no type arguments at run time before click 8.3
 
-class DurationType(click.ParamType):
+
+class DurationType(AnyType):
     """`5m`, `1h30m`, `250ms` or seconds."""
 
     name = "duration"
@@ -31,7 +36,7 @@ class DurationType(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class InstantType(click.ParamType):
+class InstantType(AnyType):
     """An ISO 8601 instant with its time zone; with `or_ago` also a duration, counted back from now."""
 
     name = "instant"
@@ -53,7 +58,7 @@ class InstantType(click.ParamType):
             self.fail(f"{error}{', or a duration such as 2h' if self._or_ago else ''}", param, ctx)
 
 
-class JsonType(click.ParamType):
+class JsonType(AnyType):
     """A JSON value."""
 
     name = "json"

@@ -40,6 +40,7 @@ STDIN = "-"
 @click.pass_obj
 def send(
     session: Session,
+    /,
     domain: str,
     command_type: str | None,
     data: str | None,

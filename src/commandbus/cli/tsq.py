@@ -105,7 +105,7 @@ def count(session: Session, domain_option: str | None, command_type: str | None,
 @tsq.command()
 @_target
 @click.pass_context
-def retry(ctx: click.Context, operator: str | None, reason: str | None, **words: Any) -> None:
+def retry(ctx: click.Context, /, operator: str | None, reason: str | None, **words: Any) -> None:
     """Run commands again; their attempts start again."""
     target = _aim(**words)
     with ctx.obj.bus() as bus:
@@ -124,7 +124,7 @@ def retry(ctx: click.Context, operator: str | None, reason: str | None, **words:
 @tsq.command()
 @_target
 @click.pass_context
-def cancel(ctx: click.Context, operator: str | None, reason: str | None, **words: Any) -> None:
+def cancel(ctx: click.Context, /, operator: str | None, reason: str | None, **words: Any) -> None:
     """Give commands up: CANCELED."""
     target = _aim(**words)
     with ctx.obj.bus() as bus:
@@ -144,7 +144,7 @@ def cancel(ctx: click.Context, operator: str | None, reason: str | None, **words
 @_target
 @click.option("--result", type=JsonType(), metavar="JSON", help="The result, as if its handler had returned it.")
 @click.pass_context
-def complete(ctx: click.Context, operator: str | None, reason: str | None, result: Any, **words: Any) -> None:
+def complete(ctx: click.Context, /, operator: str | None, reason: str | None, result: Any, **words: Any) -> None:
     """They were done by hand: COMPLETED, with a result."""
     target = _aim(**words)
     with ctx.obj.bus() as bus:

@@ -1,4 +1,7 @@
-"""`worker`: run the handlers of a registry until SIGTERM, Ctrl-C or a limit; also `python -m commandbus.worker`."""
+"""`worker`: run the handlers of a registry until SIGTERM, Ctrl-C or a limit.
+
+`python -m commandbus.worker` is the same, for a service manager's unit.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ OPTIONS = [
 )  # fmt: skip
 @setting_options(OPTIONS)
 @click.pass_context
-def worker(ctx: click.Context, handlers: str | None, domains: tuple[str, ...], **overrides: Any) -> None:
+def worker(ctx: click.Context, /, handlers: str | None, domains: tuple[str, ...], **overrides: Any) -> None:
     """Run the handlers of a registry, until SIGTERM, Ctrl-C or a limit.
 
     MODULE is imported with the working directory on the path; REGISTRY is a commandbus.HandlerRegistry in it

@@ -1,7 +1,7 @@
 """A caller's connection, whatever wraps it: psycopg's own, a SQLAlchemy 2 session or connection, or Django's.
 
 Only the psycopg connection inside is used, in whatever transaction it is in. Nothing is committed, rolled back
-or configured.
+or configured; a SQLAlchemy connection begins its transaction, as it does at the first statement of its own.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ def borrow(conn: object) -> AnyConnection:
     raise TypeError(f"conn is {_kind(conn)}, in which there is no psycopg 3 connection; {_HOW}")
 
 
-def borrow_async(conn: object) -> AnyAsyncConnection:
+async def borrow_async(conn: object) -> AnyAsyncConnection:
     """The psycopg async connection in `conn`."""
+    if hasattr(conn, "sync_session"):  # a SQLAlchemy AsyncSession, which may have none yet
+        conn = await conn.connection()
     found = _unwrap(conn)
     if isinstance(found, AsyncConnection):
         return found
@@ -44,12 +46,12 @@ def _unwrap(conn: Any) -> Any:
     if hasattr(conn, "ensure_connection"):  # Django opens lazily
         conn.ensure_connection()
         return _unwrap(conn.connection)
-    if hasattr(conn, "sync_session"):  # SQLAlchemy AsyncSession: its sync half holds the connection
-        return _unwrap(conn.sync_session.connection())
     if hasattr(conn, "sync_connection"):  # SQLAlchemy AsyncConnection
         return _unwrap(conn.sync_connection)
     if hasattr(conn, "get_bind") and callable(getattr(conn, "connection", None)):  # SQLAlchemy Session
         return _unwrap(conn.connection())
+    if hasattr(conn, "exec_driver_sql") and not conn.in_transaction():
+        conn.begin()  # SQLAlchemy Connection: as its own execute would, or its commit() would commit nothing
     if hasattr(conn, "driver_connection"):  # SQLAlchemy's pool proxy
         return _unwrap_driver(conn.driver_connection)
     inner = getattr(conn, "connection", None)

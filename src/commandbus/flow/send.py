@@ -34,6 +34,8 @@ MAX_DELAY_SECONDS = 10 * 366 * 86400.0
 
 # Left out where the ids are ours: a speculative insertion costs a third of a bulk send.
 ON_CONFLICT = "ON CONFLICT (domain, command_id) DO NOTHING"
+_CALLERS_IDS = {"conflict": ON_CONFLICT, "by_id": "ORDER BY i", "by_turn": "ORDER BY msg_id"}
+_OUR_IDS = {"conflict": "", "by_id": "", "by_turn": ""}
 
 
 class Outgoing(NamedTuple):
@@ -86,8 +88,8 @@ def send(domain: str, outgoing: Outgoing) -> Steps[SentCommand]:
 @operation(atomic=True)
 def send_chunk(domain: str, outgoing: Sequence[Outgoing]) -> Steps[list[SentCommand]]:
     """Send many commands, all or none."""
-    conflict = ON_CONFLICT if any(item.has_own_id for item in outgoing) else ""
-    statement = sql.text("send_many", domain=domain, conflict=conflict)
+    parts = _CALLERS_IDS if any(item.has_own_id for item in outgoing) else _OUR_IDS
+    statement = sql.text("send_many", domain=domain, **parts)
     unique = _unique(domain, outgoing)
     try:
         rows = yield Statement(statement, {"domain": domain, "rows": _json_rows(unique.values())})
@@ -182,9 +184,9 @@ def _difference(item: Outgoing, row: tuple[Any, ...]) -> str | None:
     return next((name for name, (ours, theirs) in pairs.items() if ours != theirs), None)
 
 
-def _canonical(text: str | None) -> str | None:
+def _canonical(text: str | None) -> str:
     """JSON to compare: the order of keys is no difference, but 1, 1.0 and true are (Python would say equal)."""
-    return None if text is None else json.dumps(payload.loads(text), sort_keys=True)
+    return "null" if text is None else json.dumps(payload.loads(text), sort_keys=True)
 
 
 def _unique(domain: str, outgoing: Iterable[Outgoing]) -> dict[str, Outgoing]:

@@ -1,7 +1,9 @@
 -- Sends many commands of one domain in one statement; rows is a JSON array of objects with one-letter keys.
 --
 -- Locks and indexes as in send.sql. Rows whose command_id exists are left out: the caller (flow/send.py) looks
--- at those and decides. One NOTIFY for all, with the earliest vt.
+-- at those and decides. Ids of the caller's are inserted in their own order, so that two senders of the same ids
+-- in different orders wait for each other instead of deadlocking; the queue keeps the caller's order. One NOTIFY
+-- for all, with the earliest vt.
 WITH input AS MATERIALIZED (
     SELECT x.*, nextval('pgmq.{queue}_msg_id_seq') AS msg_id
       FROM json_to_recordset(%(rows)s::json)
@@ -9,14 +11,14 @@ WITH input AS MATERIALIZED (
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
                                     reply_to, headers, data)
-    SELECT %(domain)s, i, t, msg_id, m, c, r, h, d FROM input
+    SELECT %(domain)s, i, t, msg_id, m, c, r, h, d FROM input {by_id}
     {conflict}
     RETURNING id, msg_id, command_id
 ), queued AS (
     INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
     SELECT msg_id, COALESCE(input.a, clock_timestamp() + make_interval(secs => COALESCE(input.s, 0))),
            jsonb_build_object('command', sent.id)
-      FROM sent JOIN input USING (msg_id)
+      FROM sent JOIN input USING (msg_id) {by_turn}
     RETURNING vt
 ), woken AS MATERIALIZED (
     SELECT pg_notify('commandbus_' || %(domain)s, extract(epoch FROM min(vt))::text)

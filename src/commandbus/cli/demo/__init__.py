@@ -1,1 +1,217 @@
-COMMANDS = []
+"""`demo`: a PostgreSQL, two workers, some hundred commands of every fate, and what became of them.
+
+It ends by itself. On its way out, whether at its end, by Ctrl-C or by SIGTERM, it stops what it started: first
+the workers, then the server (its data stays). `--keep` leaves both up and says how to stop them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from commandbus.bus import CommandBus
+from commandbus.cli.demo import tally as books
+from commandbus.cli.demo.fleet import Fleet, stop_line
+from commandbus.cli.demo.handlers import DOMAIN
+from commandbus.cli.demo.stage import Stage, folder_word, program
+from commandbus.cli.demo.tally import GROUPS, Tally
+from commandbus.cli.exits import ExitCode
+from commandbus.cli.render import counted, print_json
+from commandbus.cli.session import Command, Session
+from commandbus.db.resolve import DEFAULT_FOLDER, embedded_folder
+from commandbus.embedded import EmbeddedPostgres
+from commandbus.flow.inspect import domain_status
+from commandbus.model.command import CommandStatus, NewCommand, new_command_id
+from commandbus.settings import Settings, mask_database_url
+
+WORKERS = 2
+TICK_SECONDS = 0.1
+LIMIT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The demo's database: its address, how to name it on a command line, and where logs may lie."""
+
+    settings: Settings
+    option: str | None
+    logs: Path
+    folder: Path | None
+
+
+@click.command(cls=Command)
+@click.option("--keep", is_flag=True, help="Leave workers and server up at the end.")
+@click.option("--commands", "count", type=click.IntRange(1, 100_000), default=300, show_default=True)
+@click.option(
+    "--folder", type=click.Path(path_type=Path), help=f"Of the embedded server. [default: {DEFAULT_FOLDER}]"
+)
+@click.pass_context
+def demo(ctx: click.Context, keep: bool, count: int, folder: Path | None) -> None:  # noqa: FBT001
+    """Show everything at work, in some ten seconds.
+
+    Uses the server of --database, else an embedded PostgreSQL in a folder. The commands go to a domain `demo`;
+    each run reports only its own.
+    """
+    session: Session = ctx.obj
+    stage = Stage(as_json=session.as_json)
+    correlation_id = f"demo-{new_command_id()}"
+    with _place(session, folder, stage, keep=keep) as place, CommandBus(settings=place.settings) as bus:
+        _prepare(bus, stage)
+        with Fleet(place.settings.database_url or "", place.logs, size=WORKERS, keep=keep) as fleet:
+            sent, tally, seconds = _play(bus, fleet, stage, count, correlation_id)
+            wrong = books.discrepancies(tally, sent)
+            if session.as_json:
+                print_json(_document(tally, wrong, correlation_id, place, fleet))
+            else:
+                stage.table(tally)
+                _conclude(stage, tally, wrong, seconds)
+                _point_on(bus, stage, place, correlation_id)
+                if keep:
+                    _say_kept(stage, place, fleet)
+                elif place.folder is not None:
+                    stage.say(
+                        f"\nThe server stops now. Its data stays in {place.folder}; these lines start it again."
+                    )
+    if wrong:
+        ctx.exit(ExitCode.NO)
+
+
+# --- set-up --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _place(session: Session, folder: Path | None, stage: Stage, *, keep: bool) -> Iterator[Place]:
+    if folder is not None and session.database is not None:
+        raise click.UsageError("--folder is for the embedded server: it does not go with --database")
+    if session.database is None:
+        session.database = "embedded" if folder is None else f"embedded:{folder}"
+    asked = embedded_folder(session.settings())
+    if asked is None:
+        with session.reachable() as settings, _scratch_folder(keep=keep) as logs:
+            address = settings.database_url or ""
+            shown = mask_database_url(address)
+            stage.say(f"using {shown}")
+            yield Place(settings, None if shown != address else address, logs, None)
+        return
+    stage.say(f"starting PostgreSQL in {asked} (its first start takes a few seconds)")
+    server = EmbeddedPostgres(asked)
+    server.start()
+    stays = False
+    try:
+        status = server.status()
+        stage.say(f"PostgreSQL {status.version} answers at {status.dsn}")
+        if status.note is not None:
+            stage.say(status.note)
+        settings = session.settings(database_url=status.dsn)
+        yield Place(settings, f"embedded:{folder_word(asked)}", status.folder, asked)
+        stays = keep
+    finally:
+        server.stop(keep=stays)
+
+
+@contextlib.contextmanager
+def _scratch_folder(*, keep: bool) -> Iterator[Path]:
+    """For the logs of workers beside a server of the reader's own."""
+    if keep:
+        yield Path(tempfile.mkdtemp(prefix="commandbus-demo-"))
+        return
+    with tempfile.TemporaryDirectory(prefix="commandbus-demo-") as name:
+        yield Path(name)
+
+
+def _prepare(bus: CommandBus, stage: Stage) -> None:
+    before = bus.migrate(domains=[DOMAIN])
+    state = bus.schema_state()
+    what = "installed" if before.missing else "is there"
+    stage.say(f"the schema {what} (migration {max(state.applied)}, PGMQ {state.pgmq_version} by {state.pgmq_way})")
+
+
+# --- the play ------------------------------------------------------------------------------------------------
+
+
+def _play(
+    bus: CommandBus, fleet: Fleet, stage: Stage, count: int, correlation_id: str
+) -> tuple[list[NewCommand], Tally, float]:
+    stage.say(f"{WORKERS} worker processes start: pid {', '.join(map(str, fleet.pids))}")
+    commands = list(books.make_commands(count, correlation_id))
+    started = time.monotonic()
+    receipts = bus.send_many(DOMAIN, commands)
+    stage.say(f"sent {counted(len(receipts), 'command')} to domain {DOMAIN} in {time.monotonic() - started:.2f} s")
+    ids = [receipt.id for receipt in receipts]
+    while True:
+        tally = bus.run(books.count(ids))
+        running = bus.run(domain_status([DOMAIN]))[0].running if tally.open else 0
+        seconds = time.monotonic() - started
+        stage.progress(tally, count, seconds, running=running)
+        if not tally.open and not tally.queued:
+            break
+        if (trouble := fleet.obituary()) is not None or seconds > LIMIT_SECONDS:
+            stage.say(trouble or f"not through after {seconds:.0f} s; the workers' logs are {fleet.log_files}")
+            break
+        time.sleep(TICK_SECONDS)
+    stage.close_line()
+    return commands, tally, seconds
+
+
+def _conclude(stage: Stage, tally: Tally, wrong: list[str], seconds: float) -> None:
+    stage.say()
+    for problem in wrong:
+        stage.say(f"NOT AS EXPECTED  {problem}")
+    if wrong:
+        return
+    stage.say(
+        f"Nothing was lost: {tally.sum('found')} sent = {tally.sum('completed')} completed + "
+        f"{tally.sum('failed')} failed by a rule + {tally.sum('in_tsq')} waiting for a person, after "
+        f"{tally.sum('attempts')} attempts in {seconds:.1f} s."
+    )
+
+
+def _point_on(bus: CommandBus, stage: Stage, place: Place, correlation_id: str) -> None:
+    if place.option is None:
+        stage.say("\nTo look further (COMMANDBUS_DATABASE_URL=… being the address that you gave):")
+        prefix = program()
+    else:
+        stage.say("\nTo look further:")
+        prefix = f"{program()} --database {place.option}"
+    stage.say(f"  {prefix} status {DOMAIN}")
+    stage.say(f"  {prefix} commands --correlation-id {correlation_id} --limit 20")
+    for group in GROUPS:
+        page = bus.query_commands(
+            domain=DOMAIN, command_type=group.command_type, correlation_id=correlation_id, limit=1
+        )
+        for record in page.items:
+            has_failed = record.attempts > 1 or group.fate is not CommandStatus.COMPLETED
+            traceback = " --traceback" if has_failed else ""
+            stage.say(f"  {prefix} show {DOMAIN} {record.command_id}{traceback}")
+    stage.say(f"  {prefix} tsq list --domain {DOMAIN}")
+    stage.say(f"  {prefix} tsq cancel --all --domain {DOMAIN} --reason 'only a demo' --yes")
+    stage.say(f"  {prefix} doctor")
+
+
+def _say_kept(stage: Stage, place: Place, fleet: Fleet) -> None:
+    stage.say("\nEverything stays up. To stop it:")
+    stage.say(f"  {stop_line(fleet.pids)}")
+    if place.folder is not None:
+        stage.say(f"  {program()} embedded stop --folder {folder_word(place.folder)}")
+    stage.say(f"The workers write to {' and '.join(map(str, fleet.log_files))}")
+
+
+def _document(
+    tally: Tally, wrong: list[str], correlation_id: str, place: Place, fleet: Fleet
+) -> dict[str, object]:
+    return {
+        "correlation_id": correlation_id,
+        "database": place.option,
+        "groups": tally.lines,
+        "problems": wrong,
+        "workers": fleet.pids if fleet.keep else [],
+    }
+
+
+COMMANDS = [demo]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from commandbus.cli.doctor.findings import Findings, fail, ok, warn
+from commandbus.cli.render import counted
 from commandbus.cli.session import Session
 from commandbus.errors import ConfigurationError
 from commandbus.model.durations import format_seconds
@@ -23,7 +24,7 @@ def load(session: Session) -> tuple[Settings | None, Findings]:
 def _judge(settings: Settings) -> Findings:
     changed = [name for name in SETTINGS if settings.origins[name] != "default"]
     source = f"from {settings.config_file}" if settings.config_file is not None else "no commandbus.toml"
-    yield ok("configuration", f"readable: {len(changed)} settings are not defaults ({source})")
+    yield ok("configuration", f"readable; {counted(len(changed), 'setting')} set ({source})")
     for warning in settings.warnings:
         yield warn("configuration", warning)
     yield ok("timeouts", _hierarchy(settings))

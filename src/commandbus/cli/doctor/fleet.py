@@ -38,7 +38,7 @@ def _unserved(domains: list[DomainStatus], alive: list[WorkerInfo]) -> Findings:
         if item.ready and item.domain not in served and not item.is_paused:
             yield warn(
                 "workers",
-                f"{counted(item.ready, 'command')} of domain {item.domain} could run, but no living worker serves it",
+                f"{counted(item.ready, 'command')} of domain {item.domain} could run, but no worker serves it",
                 f"`commandbus worker MODULE:REGISTRY --domain {item.domain}` runs one",
             )
 
@@ -56,7 +56,8 @@ def _waiting(domains: list[DomainStatus]) -> Findings:
     for item in domains:
         if item.rejected:
             yield warn(
-                "rejected messages", f"{counted(item.rejected, 'message')} to domain {item.domain} were no commands",
+                "rejected messages",
+                f"{counted(item.rejected, 'message')} to domain {item.domain} were no commands",
                 "`commandbus rejected` says why; a client sends something else than the envelope",
             )  # fmt: skip
         if item.is_paused or item.paused_types:
@@ -70,6 +71,7 @@ def _undelivered(conn: Conn) -> Findings:
     row = conn.execute(b"SELECT count(*), min(queue) FROM commandbus.undelivered_reply").fetchone()
     if row is not None and row[0]:
         yield warn(
-            "replies", f"{counted(row[0], 'reply').replace('replys', 'replies')} could not be delivered (queue {row[1]})",
+            "replies",
+            f"not delivered: {row[0]}, the first to queue {row[1]}",
             "`commandbus queue create NAME` makes the queue; the replies are in commandbus.undelivered_reply",
         )  # fmt: skip

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from commandbus.db.embedded.binaries import UNFINISHED, Account, Binaries
@@ -43,6 +43,9 @@ class Place:
     def majors(self) -> list[int]:
         """The major versions whose data is here."""
         return [_major(path) for path in self.data_folders]
+
+    def with_current_account(self) -> Place:
+        return replace(self, account=Account.for_data(self.data_folders))
 
 
 def choose_place(asked: Path) -> Place:

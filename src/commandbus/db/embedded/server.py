@@ -129,7 +129,7 @@ class EmbeddedPostgres:
     def status(self) -> EmbeddedStatus:
         """Look, without starting, stopping or waiting for anything."""
         with explained(self.asked_folder):
-            place = self._place or choose_place(self.asked_folder)
+            place = self._find_place()
             found = EmbeddedStatus(place.folder, note=place.note)
             for data in [self._data] if self._data else place.data_folders:
                 found = EmbeddedStatus(place.folder, data, data_version(data), note=place.note)
@@ -144,9 +144,8 @@ class EmbeddedPostgres:
     def start(self) -> str:
         """Join the running server, or start it (making its data first if need be). Returns its address."""
         with self._mutex, explained(self.asked_folder):
-            place = self._place or choose_place(self.asked_folder)
+            place = self._find_place()
             make_folder(place)
-            self._place = place
             with _start_lock(place):
                 binaries = choose_binaries(self._explicit_binaries, place.majors)
                 data = place.folder / f"postgres-{binaries.major}"
@@ -166,7 +165,7 @@ class EmbeddedPostgres:
         with self._mutex, explained(self.asked_folder):
             if self._data is None and not force:
                 return False
-            place = self._place or choose_place(self.asked_folder)
+            place = self._find_place()
             if self._data is None and not place.data_folders:
                 return False
             with _start_lock(place):
@@ -176,6 +175,12 @@ class EmbeddedPostgres:
                 if keep if keep is not None else self._keep:
                     beside(self._data, "keep").touch()
                 return self._leave(place, self._data, force=force)
+
+    def _find_place(self) -> Place:
+        """The folder is chosen once; whose the data is can change under us (`chown`), so that is looked up."""
+        if self._place is None:
+            self._place = choose_place(self.asked_folder)
+        return self._place.with_current_account()
 
     # One user among several.
 

@@ -1,0 +1,79 @@
+"""The demo's handlers: what you would write, with a fate for every kind of error.
+
+    commandbus worker commandbus.cli.demo.handlers:registry
+
+In the demo a worker also ends when the process that started it dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import sys
+import time
+
+from commandbus import (
+    BusinessRuleException,
+    Command,
+    HandlerContext,
+    HandlerRegistry,
+    PermanentCommandError,
+    RetryPolicy,
+    TransientCommandError,
+)
+
+DOMAIN = "demo"
+PARENT = "DEMO_PARENT_PID"
+_SET_PARENT_DEATH_SIGNAL = 1
+
+registry = HandlerRegistry()
+soon = RetryPolicy(max_attempts=3, backoff_schedule=[1.0, 2.0], jitter=0.2)
+
+
+@registry.handler(DOMAIN, "greet")
+def greet(command: Command, ctx: HandlerContext) -> dict[str, object]:
+    """Succeeds; what it returns is the command's result."""
+    _work()
+    return {"greeting": f"hello, {command.data['name']}", "worker": ctx.worker}
+
+
+@registry.handler(DOMAIN, "call_flaky_service", retry_policy=soon)
+def call_flaky_service(command: Command, ctx: HandlerContext) -> dict[str, object]:
+    """Fails as often as it is told to, then succeeds: the policy tries it again."""
+    _work()
+    if ctx.attempt <= command.data["failures"]:
+        raise TransientCommandError("the service answered 503", code="UNAVAILABLE")
+    return {"attempts": ctx.attempt}
+
+
+@registry.handler(DOMAIN, "import_file")
+def import_file(command: Command, ctx: HandlerContext) -> None:
+    """Cannot succeed, whoever tries: a person must look."""
+    _work()
+    ctx.log.info("looking into %s", command.data["file"])
+    raise PermanentCommandError(f"{command.data['file']} is not a CSV file", code="BAD_FILE")
+
+
+@registry.handler(DOMAIN, "withdraw")
+def withdraw(ctx: HandlerContext) -> None:
+    """The business says no: that is an answer, and nobody needs to look. One parameter is the context."""
+    _work()
+    raise BusinessRuleException(f"the account lacks {ctx.command.data['amount']} EUR", code="NO_FUNDS")
+
+
+def _work() -> None:
+    time.sleep(random.uniform(0.01, 0.08))  # noqa: S311 - a pretence of work
+
+
+def _die_with(parent: int) -> None:
+    """The kernel sends us SIGTERM when the demo is gone, even by kill -9."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it was faster
+        sys.exit("the demo is gone")
+
+
+if PARENT in os.environ:
+    _die_with(int(os.environ[PARENT]))

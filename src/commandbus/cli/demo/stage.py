@@ -1,0 +1,96 @@
+"""What the demo shows: steps, live progress, the table at the end, and the lines to go on with.
+
+Progress is one line that is written over on a terminal, and a plain line a second elsewhere. Everything goes to
+stdout, but with --json it is stderr that gets it, and stdout gets the document.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from commandbus.cli.demo.tally import GROUPS, Tally
+from commandbus.cli.render import columns, print_table
+
+BAR = 10
+PLAIN_SECONDS = 1.0
+
+
+class Stage:
+    """Where the demo speaks."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._err = as_json
+        self._is_terminal = (sys.stderr if as_json else sys.stdout).isatty()
+        self._last_at = 0.0
+        self._line_is_open = False
+
+    def say(self, text: str = "") -> None:
+        """A line."""
+        self.close_line()
+        click.echo(text, err=self._err)
+
+    def progress(self, tally: Tally, total: int, seconds: float, *, running: int) -> None:
+        """How far it is."""
+        text = (
+            f"{tally.done}/{total} done, {running} running: {tally.sum('completed')} completed, "
+            f"{tally.sum('failed')} failed, {tally.sum('in_tsq')} in TSQ  {seconds:.1f} s"
+        )
+        if self._is_terminal:
+            filled = BAR * tally.done // max(total, 1)
+            line = f"  {'█' * filled}{'░' * (BAR - filled)} {text}"
+            width = shutil.get_terminal_size().columns
+            click.echo(f"\r\x1b[K{line[: width - 1]}", nl=False, err=self._err)
+            self._line_is_open = True
+        elif time.monotonic() - self._last_at >= PLAIN_SECONDS or tally.done == total:
+            self._last_at = time.monotonic()
+            click.echo(f"  {text}", err=self._err)
+
+    def close_line(self) -> None:
+        """End the line that is written over."""
+        if self._line_is_open:
+            click.echo("", err=self._err)
+            self._line_is_open = False
+
+    def table(self, tally: Tally) -> None:
+        """What happened to each group."""
+        self.say()
+        rows: list[tuple[object, ...]] = [
+            (line.command_type, line.found, line.completed, line.failed, line.in_tsq, line.attempts, group.story)
+            for group, line in zip(GROUPS, tally.lines, strict=True)
+        ]
+        names = ("found", "completed", "failed", "in_tsq", "attempts")
+        rows.append(("total", *(tally.sum(name) for name in names), ""))
+        print_table(columns("type :sent :completed :failed :in_TSQ :attempts its_handler"), rows)
+
+
+def program() -> str:
+    """How this very program is called from the reader's shell."""
+    called = Path(sys.argv[0])
+    if called.name in ("__main__.py", "worker.py") or not called.exists():
+        return f"{_from_here(Path(sys.executable))} -m commandbus.cli"
+    path = Path(os.path.abspath(called))
+    environment = os.environ.get("VIRTUAL_ENV")
+    found = shutil.which(called.name)
+    is_everywhere = found is not None and os.path.abspath(found) == str(path)
+    if is_everywhere and not (environment and path.is_relative_to(environment)):
+        return called.name
+    return _from_here(path)
+
+
+def folder_word(folder: Path) -> str:
+    """A folder as one would type it."""
+    return _from_here(folder)
+
+
+def _from_here(path: Path) -> str:
+    """Relative to where the reader's shell is, which `./dev` may have left."""
+    here = Path(os.environ.get("PWD") or os.getcwd())
+    path = Path(os.path.abspath(path))
+    return shlex.quote(str(path.relative_to(here)) if path.is_relative_to(here) else str(path))

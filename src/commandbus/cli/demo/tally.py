@@ -1,0 +1,133 @@
+"""The demo's books: what was sent, what became of it, and whether both sides agree.
+
+A group is one kind of fate. Nothing is believed: the figures are counted in the database, by the ids that the
+sends answered, and no message of these commands may be left in the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from commandbus.cli.demo.handlers import DOMAIN
+from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.model.command import CommandStatus, NewCommand
+from commandbus.model.names import queue_of
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Commands of one kind: of ten, `share` are of it; `attempts` each makes, `fate` is where they end."""
+
+    command_type: str
+    story: str
+    share: int
+    attempts: int
+    fate: CommandStatus
+    failures: int = 0
+
+    def data(self, number: int) -> dict[str, Any]:
+        """What its handler is given."""
+        everything: dict[str, dict[str, Any]] = {
+            "greet": {"name": f"guest {number}"},
+            "call_flaky_service": {"failures": self.failures, "request": number},
+            "import_file": {"file": f"report-{number}.xls"},
+            "withdraw": {"amount": 10 * number},
+        }
+        return everything[self.command_type]
+
+
+GROUPS = (
+    Group("greet", "succeeds", 6, 1, CommandStatus.COMPLETED),
+    Group("call_flaky_service", "fails twice first", 2, 3, CommandStatus.COMPLETED, failures=2),
+    Group("import_file", "never can succeed", 1, 1, CommandStatus.IN_TROUBLESHOOTING_QUEUE),
+    Group("withdraw", "a rule says no", 1, 1, CommandStatus.FAILED),
+)
+_IN_TURN = [group for group in GROUPS for _ in range(group.share)]
+
+
+def make_commands(count: int, correlation_id: str) -> Iterator[NewCommand]:
+    """So many commands, their kinds mixed."""
+    for number in range(count):
+        group = _IN_TURN[number * 7 % len(_IN_TURN)]
+        yield NewCommand(group.command_type, group.data(number), correlation_id=correlation_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One group's figures; `attempts` are those made."""
+
+    command_type: str
+    found: int = 0
+    completed: int = 0
+    failed: int = 0
+    in_tsq: int = 0
+    attempts: int = 0
+
+    @property
+    def open(self) -> int:
+        """Those that are not through yet."""
+        return self.found - self.completed - self.failed - self.in_tsq
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """All groups' figures, and how many of their messages are still in the queue."""
+
+    lines: Sequence[Line]
+    queued: int
+
+    @property
+    def done(self) -> int:
+        """Commands that are through."""
+        return sum(line.found - line.open for line in self.lines)
+
+    @property
+    def open(self) -> int:
+        """Commands that are not."""
+        return sum(line.open for line in self.lines)
+
+    def sum(self, name: str) -> int:
+        """A figure of all groups together."""
+        return sum(getattr(line, name) for line in self.lines)
+
+
+@operation(atomic=True)
+def count(ids: Sequence[int]) -> Steps[Tally]:
+    """Count what became of these commands."""
+    rows = yield Statement(
+        b"SELECT command_type, count(*), count(*) FILTER (WHERE status = 'COMPLETED'), "
+        b"count(*) FILTER (WHERE status = 'FAILED'), "
+        b"count(*) FILTER (WHERE status = 'IN_TROUBLESHOOTING_QUEUE'), "
+        b"sum(coalesce(attempt, attempt_base)) "
+        b"FROM commandbus.command WHERE id = ANY (%(ids)s::bigint[]) GROUP BY 1",
+        {"ids": list(ids)},
+    )
+    found = {row[0]: Line(*row) for row in rows}
+    waiting = (
+        f"SELECT count(*) FROM pgmq.q_{queue_of(DOMAIN)} WHERE (message ->> 'command')::bigint = ANY (%(ids)s)"
+    )
+    queued = yield Statement(waiting.encode(), {"ids": list(ids)})
+    return Tally([found.get(group.command_type, Line(group.command_type)) for group in GROUPS], queued[0][0])
+
+
+def discrepancies(tally: Tally, sent: Sequence[NewCommand]) -> list[str]:
+    """Where what was sent and what was found do not agree; nothing, if nothing was lost."""
+    wrong = []
+    for group, line in zip(GROUPS, tally.lines, strict=True):
+        expected = sum(command.command_type == group.command_type for command in sent)
+        arrived = {
+            CommandStatus.COMPLETED: line.completed,
+            CommandStatus.FAILED: line.failed,
+            CommandStatus.IN_TROUBLESHOOTING_QUEUE: line.in_tsq,
+        }[group.fate]
+        if line.found != expected:
+            wrong.append(f"{group.command_type}: {expected} were sent, {line.found} are there")
+        if arrived != expected:
+            wrong.append(f"{group.command_type}: {arrived} of {expected} ended as {group.fate}")
+        if line.attempts < expected * group.attempts:
+            wrong.append(f"{group.command_type}: {line.attempts} attempts, {expected * group.attempts} expected")
+    if tally.queued:
+        wrong.append(f"{tally.queued} messages are still in the queue")
+    return wrong

@@ -1,0 +1,266 @@
+"""Every setting, once: a field of `Settings` with its default, environment variable, TOML key, kind and help text.
+
+Command line, documentation and tests are made from the table `SETTINGS`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from commandbus.errors import ConfigurationError
+from commandbus.model.payload import DEFAULT_MAX_BYTES
+from commandbus.model.retry import DEFAULT_SCHEDULE, RetryPolicy
+from commandbus.model.timeouts import TimeoutOrderError, Timeouts
+from commandbus.settings.kinds import (
+    Kind,
+    byte_size,
+    choice,
+    database_url,
+    domain_names,
+    duration,
+    durations,
+    fraction,
+    or_word,
+    pattern,
+    redis_url,
+    truth,
+    whole,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table. `toml` is the dotted key: `worker.concurrency` is `concurrency` in `[worker]`."""
+
+    name: str
+    default: Any
+    env: str
+    toml: str
+    kind: Kind
+    help: str
+    secret: bool
+
+
+def _setting(default: T, env: str, toml: str, kind: Kind, help_text: str, *, secret: bool = False) -> T:
+    declared = {"env": env, "toml": toml, "kind": kind, "help": help_text, "secret": secret}
+    return field(default=default, metadata=declared)
+
+
+_LIMITS: Final = Timeouts()
+_RETRY: Final = RetryPolicy()
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Settings:
+    """The effective settings; make one with `load_settings`. All durations are seconds."""
+
+    database_url: str | None = _setting(
+        None, "COMMANDBUS_DATABASE_URL", "database_url", or_word(database_url(), "unset"),
+        "PostgreSQL: a URL or conninfo string, or `embedded` / `embedded:FOLDER`", secret=True,
+    )  # fmt: skip
+    redis_url: str | None = _setting(
+        None, "COMMANDBUS_REDIS_URL", "redis_url", or_word(redis_url(), "unset"),
+        "Redis for limits shared by all workers", secret=True,
+    )  # fmt: skip
+    environment: str = _setting(
+        "development", "COMMANDBUS_ENVIRONMENT", "environment",
+        pattern(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", "a name of up to 63 letters, digits and any of _ . -"),
+        "Name of this deployment; part of the names of shared limits",
+    )  # fmt: skip
+    prepared_statements: bool = _setting(
+        True, "COMMANDBUS_PREPARED_STATEMENTS", "prepared_statements", truth(),
+        "Prepare statements on the server; false behind PgBouncer in transaction mode",
+    )  # fmt: skip
+    max_payload_bytes: int = _setting(
+        DEFAULT_MAX_BYTES, "COMMANDBUS_MAX_PAYLOAD_BYTES", "max_payload_bytes", byte_size(),
+        "Largest JSON text of a command's data or result",
+    )  # fmt: skip
+
+    handlers: str | None = _setting(
+        None, "WORKER_HANDLERS", "worker.handlers",
+        or_word(pattern(r"[^\W\d][\w.]*:[^\W\d][\w.]*", "MODULE:REGISTRY (shop.tasks:handlers)"), "unset"),
+        "The handler registry that a worker runs, as MODULE:REGISTRY",
+    )  # fmt: skip
+    domains: tuple[str, ...] = _setting(
+        (), "WORKER_DOMAINS", "worker.domains", domain_names(),
+        "Domains that a worker serves, with commas between them; empty for all that have handlers",
+    )  # fmt: skip
+    concurrency: int = _setting(
+        4, "WORKER_CONCURRENCY", "worker.concurrency", whole(1, 10_000), "Slots of one worker process"
+    )
+    processes: int = _setting(1, "WORKER_PROCESSES", "worker.processes", whole(1, 1_000), "Worker processes")
+    poll_interval: float = _setting(
+        1.0, "WORKER_POLL_INTERVAL", "worker.poll_interval", duration(zero=False),
+        "How often to look for commands that no notification announced",
+    )  # fmt: skip
+    max_messages: int | None = _setting(
+        None, "WORKER_MAX_MESSAGES", "worker.max_messages", or_word(whole(1), "off", "none"),
+        "End a worker for a fresh one after this many commands",
+    )  # fmt: skip
+    max_memory_mb: int | None = _setting(
+        None, "WORKER_MAX_MEMORY_MB", "worker.max_memory_mb", or_word(whole(1), "off", "none"),
+        "End a worker for a fresh one when its memory exceeds this many MB",
+    )  # fmt: skip
+
+    statement_timeout: float = _setting(
+        _LIMITS.statement_timeout, "WORKER_STATEMENT_TIMEOUT", "worker.statement_timeout", duration(),
+        "Layer 1: longest statement of a handler, on the server; less than visibility_timeout",
+    )  # fmt: skip
+    pool_timeout: float = _setting(
+        _LIMITS.pool_timeout, "WORKER_POOL_TIMEOUT", "worker.pool_timeout", duration(),
+        "Layer 2: longest wait for a connection from the pool",
+    )  # fmt: skip
+    visibility_timeout: float = _setting(
+        _LIMITS.visibility_timeout, "WORKER_VISIBILITY_TIMEOUT", "worker.visibility_timeout", duration(),
+        "Layer 3: the lease of an attempt; renewed after every third of it",
+    )  # fmt: skip
+    task_timeout: float | None = _setting(
+        _LIMITS.task_timeout, "WORKER_TASK_TIMEOUT", "worker.task_timeout", or_word(duration(), "default"),
+        "Layer 4: the deadline of an attempt; default is visibility_timeout + 5s - cancel_grace, 0 is none",
+    )  # fmt: skip
+    cancel_grace: float = _setting(
+        _LIMITS.cancel_grace, "CANCEL_GRACE_SECONDS", "worker.cancel_grace", duration(),
+        "Layer 4: how long an attempt may take to stop before it counts as stuck",
+    )  # fmt: skip
+    heartbeat_timeout: float = _setting(
+        _LIMITS.heartbeat_timeout, "WORKER_HEARTBEAT_TIMEOUT", "worker.heartbeat_timeout", duration(),
+        "Layer 5: a worker silent for this long is killed and replaced",
+    )  # fmt: skip
+    shutdown_timeout: float = _setting(
+        _LIMITS.shutdown_timeout, "WORKER_SHUTDOWN_TIMEOUT", "worker.shutdown_timeout", duration(),
+        "Layer 5: longest shutdown in all; less than the service manager's own stop timeout",
+    )  # fmt: skip
+
+    pool_min_size: int = _setting(
+        0, "COMMANDBUS_POOL_MIN_SIZE", "pool.min_size", whole(0, 10_000), "Connections kept open when idle"
+    )
+    pool_max_size: int | None = _setting(
+        None, "COMMANDBUS_POOL_MAX_SIZE", "pool.max_size", or_word(whole(1, 10_000), "auto"),
+        "Most connections of one process; auto follows from the concurrency",
+    )  # fmt: skip
+    pool_max_lifetime: float = _setting(
+        3600.0, "COMMANDBUS_POOL_MAX_LIFETIME", "pool.max_lifetime", duration(zero=False),
+        "Age at which a connection is replaced",
+    )  # fmt: skip
+    pool_max_idle: float = _setting(
+        600.0, "COMMANDBUS_POOL_MAX_IDLE", "pool.max_idle", duration(zero=False),
+        "How long an unused connection is kept",
+    )  # fmt: skip
+    pool_reconnect_timeout: float = _setting(
+        300.0, "COMMANDBUS_POOL_RECONNECT_TIMEOUT", "pool.reconnect_timeout", duration(zero=False),
+        "How long to try to reconnect before health is critical",
+    )  # fmt: skip
+
+    retention_age: float | None = _setting(
+        30 * 86_400.0, "COMMANDBUS_RETENTION_AGE", "retention.age",
+        or_word(duration(zero=False), "off", "none"),
+        "Finished commands older than this are pruned; off keeps them for ever",
+    )  # fmt: skip
+    retention_count: int | None = _setting(
+        None, "COMMANDBUS_RETENTION_COUNT", "retention.count", or_word(whole(1), "off", "none"),
+        "Most finished commands kept per domain",
+    )  # fmt: skip
+
+    max_attempts: int = _setting(
+        _RETRY.max_attempts, "WORKER_MAX_ATTEMPTS", "retry.max_attempts", whole(1, 10_000),
+        "Attempts before a command goes to the troubleshooting queue",
+    )  # fmt: skip
+    backoff_schedule: tuple[float, ...] = _setting(
+        DEFAULT_SCHEDULE, "WORKER_BACKOFF_SCHEDULE", "retry.backoff_schedule", durations(),
+        "Waits before the second attempt, the third and so on; the last one repeats",
+    )  # fmt: skip
+    backoff_jitter: float = _setting(
+        _RETRY.jitter, "WORKER_BACKOFF_JITTER", "retry.backoff_jitter", fraction(),
+        "By how much of itself each wait is spread, 0 to 1",
+    )  # fmt: skip
+
+    log_level: str = _setting(
+        "INFO", "COMMANDBUS_LOG_LEVEL", "log.level",
+        choice(*map(logging.getLevelName, (10, 20, 30, 40, 50))), "Least severe messages to log",
+    )  # fmt: skip
+    log_format: str = _setting(
+        "text", "COMMANDBUS_LOG_FORMAT", "log.format", choice("text", "json"),
+        "Log lines for people or for machines",
+    )  # fmt: skip
+
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+    config_file: Path | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        origins = {
+            name: "default" if getattr(self, name) == setting.default else "argument"
+            for name, setting in SETTINGS.items()
+        }
+        object.__setattr__(self, "origins", origins | dict(self.origins))
+        _check_hierarchy(self)
+        _check_pool(self)
+
+    @cached_property
+    def timeouts(self) -> Timeouts:
+        return Timeouts(**{limit.name: getattr(self, limit.name) for limit in fields(Timeouts)})
+
+    @cached_property
+    def retry_policy(self) -> RetryPolicy:
+        return RetryPolicy(self.max_attempts, self.backoff_schedule, self.backoff_jitter)
+
+    def masked(self) -> dict[str, object]:
+        """Name to value, ready for JSON, secrets masked."""
+        return {name: self._masked_value(setting) for name, setting in SETTINGS.items()}
+
+    def displayed(self) -> dict[str, str]:
+        """Name to text as a person would write it (`25s`, `1MiB`, `off`), secrets masked."""
+        return {name: setting.kind.show(getattr(self, name)) for name, setting in SETTINGS.items()}
+
+    def _masked_value(self, setting: Setting) -> object:
+        value = getattr(self, setting.name)
+        if setting.secret and value is not None:
+            return setting.kind.show(value)
+        return list(value) if isinstance(value, tuple) else value
+
+    def __repr__(self) -> str:
+        shown = self.displayed().items()
+        given = [f"{name}={text!r}" for name, text in shown if self.origins[name] != "default"]
+        return f"Settings({', '.join(given)})"
+
+
+def _row(declared: Field[Any]) -> Setting:
+    return Setting(name=declared.name, default=declared.default, **declared.metadata)
+
+
+SETTINGS: Final[Mapping[str, Setting]] = {
+    declared.name: _row(declared)
+    for declared in fields(Settings)
+    if declared.metadata and declared.default is not MISSING
+}
+"""The table of all settings, by name, in the order of their declaration."""
+
+BY_TOML: Final = {setting.toml: setting for setting in SETTINGS.values()}
+BY_ENV: Final = {setting.env: setting for setting in SETTINGS.values()}
+SECTIONS: Final = frozenset(key.partition(".")[0] for key in BY_TOML if "." in key)
+
+
+def _check_hierarchy(settings: Settings) -> None:
+    try:
+        _ = settings.timeouts
+    except TimeoutOrderError as error:
+        sources = ", ".join(f"{name} from {settings.origins[name]}" for name in error.settings)
+        raise ConfigurationError(f"{error} ({sources})") from error
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _check_pool(settings: Settings) -> None:
+    lowest, highest = settings.pool_min_size, settings.pool_max_size
+    if highest is not None and lowest > highest:
+        raise ConfigurationError(
+            f"pool_min_size ({lowest}, from {settings.origins['pool_min_size']}) must not be more than "
+            f"pool_max_size ({highest}, from {settings.origins['pool_max_size']})"
+        )

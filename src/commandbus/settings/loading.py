@@ -1,0 +1,176 @@
+"""Where values come from: arguments > environment > commandbus.toml > [tool.commandbus] > defaults."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from commandbus.errors import ConfigurationError
+from commandbus.settings.declaration import BY_ENV, BY_TOML, SECTIONS, SETTINGS, Setting, Settings
+
+CONFIG_NAME: Final = "commandbus.toml"
+PYPROJECT_NAME: Final = "pyproject.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    value: object
+    origin: str
+
+
+_Source: TypeAlias = dict[str, _Given]
+_Tables: TypeAlias = Mapping[Path, Mapping[str, object]]
+
+
+def load_settings(
+    overrides: Mapping[str, object] | None = None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    directory: Path | None = None,
+    config_file: Path | None = None,
+) -> Settings:
+    """The effective settings; `ConfigurationError` names origin, setting, value and what to do.
+
+    `overrides` are the explicit arguments, where None means "not given". `directory` is where the search for
+    configuration files begins (the working directory); a `config_file` is read instead of searching.
+    """
+    tables = _search(directory or Path.cwd()) if config_file is None else _named_file(config_file)
+    sources = [_from_arguments(overrides or {}), _from_environment(environ)]
+    sources += [_from_table(path, table) for path, table in tables.items()]
+    given = {name: source[name] for source in reversed(sources) for name in source}
+    settings = Settings(
+        **{name: _parsed(SETTINGS[name], item) for name, item in given.items()},
+        origins={name: given[name].origin if name in given else "default" for name in SETTINGS},
+        config_file=next(iter(tables), None),
+    )
+    return replace(settings, warnings=(*_unknown_variables(environ), *settings.timeouts.doubts()))
+
+
+def _parsed(setting: Setting, given: _Given) -> Any:
+    try:
+        return setting.kind.parse(given.value, setting.name)
+    except ValueError as error:
+        raise ConfigurationError(f"{given.origin}: {error}") from None
+
+
+def _from_arguments(overrides: Mapping[str, object]) -> _Source:
+    for name in overrides:
+        if name not in SETTINGS:
+            hint = _did_you_mean(name, SETTINGS)
+            raise ConfigurationError(f"argument {name!r}: there is no such setting{hint}")
+    return {name: _Given(value, "argument") for name, value in overrides.items() if value is not None}
+
+
+def _from_environment(environ: Mapping[str, str]) -> _Source:
+    """A variable that is set but empty counts as not given, as in a Compose file or a systemd unit."""
+    return {
+        name: _Given(environ[setting.env], f"environment {setting.env}")
+        for name, setting in SETTINGS.items()
+        if environ.get(setting.env, "").strip()
+    }
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    for variable in sorted(environ):
+        if variable.startswith(("WORKER_", "COMMANDBUS_")) and variable not in BY_ENV:
+            yield f"environment {variable}: not a setting, ignored{_did_you_mean(variable, BY_ENV)}"
+
+
+def _from_table(path: Path, table: Mapping[str, object]) -> _Source:
+    source: _Source = {}
+    for key, value in _flattened(path, table):
+        if key not in BY_TOML:
+            hint = _did_you_mean(key, {key: _place(key) for key in BY_TOML})
+            raise ConfigurationError(f"{_origin(path, key)}: there is no such setting{hint}")
+        source[BY_TOML[key].name] = _Given(value, _origin(path, key))
+    return source
+
+
+def _flattened(path: Path, table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        if key in SECTIONS and not isinstance(value, dict):
+            raise ConfigurationError(f"{path}: {key} must be a section, [{key}], not {type(value).__name__}")
+        if isinstance(value, dict) and key not in BY_TOML:
+            if key not in SECTIONS:
+                hint = _did_you_mean(key, {section: f"[{section}]" for section in SECTIONS})
+                raise ConfigurationError(f"{path}: there is no section [{key}]{hint}")
+            yield from ((f"{key}.{inner}", item) for inner, item in value.items())
+        else:
+            yield key, value
+
+
+def _origin(path: Path, key: str) -> str:
+    return f"{path} {_place(key, root='tool.commandbus' if path.name == PYPROJECT_NAME else '')}"
+
+
+def _place(key: str, *, root: str = "") -> str:
+    section, _, last = key.rpartition(".")
+    header = ".".join(part for part in (root, section) if part)
+    return f"[{header}] {last}" if header else last
+
+
+def _did_you_mean(wrong: str, known: Mapping[str, object]) -> str:
+    """A guess by spelling, or by the last part of a key that stands in the wrong section."""
+    last = wrong.rpartition(".")[2]
+    close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.75) or [
+        key for key in known if key.rpartition(".")[2] == last
+    ]
+    if not close:
+        return ""
+    shown = known[close[0]]
+    return f"; did you mean {shown if isinstance(shown, str) else close[0]}?"
+
+
+def _named_file(path: Path) -> _Tables:
+    table = _read(path)
+    if table is None:
+        raise ConfigurationError(f"{path}: has no section [tool.commandbus]")
+    return {path: table}
+
+
+def _search(directory: Path) -> _Tables:
+    """The nearest commandbus.toml, then the nearest pyproject.toml that has [tool.commandbus]."""
+    folders = list(_folders(directory.absolute()))
+    tables: dict[Path, Mapping[str, object]] = {}
+    for name in (CONFIG_NAME, PYPROJECT_NAME):
+        for path in (folder / name for folder in folders):
+            if path.is_file() and (table := _read(path)) is not None:
+                tables[path] = table
+                break
+    return tables
+
+
+def _folders(directory: Path) -> Iterator[Path]:
+    """The folder and its parents, up to one that holds .git, or one that may not be looked into."""
+    for folder in (directory, *directory.parents):
+        if not os.access(folder, os.X_OK):
+            return
+        yield folder
+        if (folder / ".git").exists():
+            return
+
+
+def _read(path: Path) -> Mapping[str, object] | None:
+    """The settings in a file; None for a pyproject.toml that has none."""
+    try:
+        content = path.read_bytes()
+        document = tomllib.loads(content.decode())
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigurationError(f"{path}, line {line}: is not UTF-8 text") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigurationError(f"{path}: is not TOML: {error}") from error
+    if path.name != PYPROJECT_NAME:
+        return document
+    tool = document.get("tool", {})
+    table = tool.get("commandbus") if isinstance(tool, dict) else None
+    if table is not None and not isinstance(table, dict):
+        raise ConfigurationError(f"{path}: tool.commandbus must be a section, [tool.commandbus]")
+    return table
