@@ -19,7 +19,7 @@ from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from commandbus.db.borrow import borrow, borrow_async
 from commandbus.db.drive import run, run_async
-from commandbus.db.pool import make_async_pool, open_pool
+from commandbus.db.pool import check_conninfo, make_async_pool, open_pool
 from commandbus.db.resolve import Database
 from commandbus.flow import domains, inspect, migrate, operate, pause, prune, roles, send
 from commandbus.flow.domains import DomainInfo
@@ -154,6 +154,10 @@ class CommandBus(_Shell):
                     size = settings.pool_max_size or POOL_SIZE
                     self._own_pool = open_pool(settings, name="bus", max_size=size)
         return self._own_pool
+
+    def connect(self) -> Connection[tuple[Any, ...]]:
+        """A new psycopg connection to the bus's database, for the application's own use; close it."""
+        return Connection.connect(check_conninfo(self._database.resolve().database_url))
 
     # --- set-up -------------------------------------------------------------------------------------------
 
@@ -360,6 +364,10 @@ class AsyncCommandBus(_Shell):
             await self._own_pool.open()
         return self._own_pool
 
+    async def connect(self) -> AsyncConnection[tuple[Any, ...]]:
+        """A new psycopg connection to the bus's database, for the application's own use; close it."""
+        return await AsyncConnection.connect(check_conninfo(self._database.resolve().database_url))
+
     # --- set-up -------------------------------------------------------------------------------------------
 
     async def migrate(self, *, domains: Sequence[str] = ()) -> SchemaState:
@@ -420,7 +428,8 @@ class AsyncCommandBus(_Shell):
         """Send many commands; see CommandBus.send_many."""
         sent: list[SentCommand] = []
         for chunk in self._chunks(domain, commands, chunk_size):
-            sent += await self.run(chunk, conn)
+            receipts = await self.run(chunk, conn)
+            sent += receipts
         return sent
 
     async def cancel(

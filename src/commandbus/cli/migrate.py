@@ -10,7 +10,6 @@ from commandbus.bus import CommandBus
 from commandbus.cli.exits import ExitCode
 from commandbus.cli.render import counted, print_json
 from commandbus.cli.session import Command, Session
-from commandbus.flow import domains as domain_flow
 from commandbus.flow import migrate as migrate_flow
 from commandbus.flow.migrate import SchemaState
 
@@ -30,7 +29,9 @@ def migrate(ctx: click.Context, print_sql: bool, check: bool, domains: tuple[str
     if print_sql and check:
         raise click.UsageError("--print and --check do not go together")
     if print_sql:
-        script = migrate_flow.script() + "".join(domain_flow.script(domain) for domain in domains)
+        if domains:
+            raise click.UsageError("--print is the schema alone; `commandbus domain create` makes domains")
+        script = migrate_flow.script()
         session.answer({"sql": script}, lambda: click.echo(script, nl=False))
         return
     with session.bus() as bus:

@@ -1,6 +1,6 @@
 """A connection that one thread owns and that comes back by itself: claimer, settler and monitor have one each.
 
-`run` raises psycopg.OperationalError while the server is away; `restore` waits, with growing pauses, until it is
+`run` raises psycopg.OperationalError while the server is away; `recover` waits, with growing pauses, until it is
 back or the owner stops. Nothing is retried here: only the owner knows whether its operation may be.
 """
 
@@ -25,6 +25,7 @@ logger = logging.getLogger("commandbus.worker")
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 CONNECT_TIMEOUT_SECONDS = 10
+REFUSED_PAUSE_SECONDS = 1.0
 
 
 class Link:
@@ -53,6 +54,13 @@ class Link:
     def conn_is_lost(self) -> bool:
         """Was the last error the connection's end, rather than the statement's?"""
         return self._conn is None or self._conn.closed or self._conn.broken
+
+    def recover(self, stopping: threading.Event, error: psycopg.OperationalError) -> bool:
+        """Get over an operational error: connect again, or give the server (a full disk, a deadlock) a moment."""
+        if self.conn_is_lost():
+            return self.restore(stopping, error)
+        logger.error("%s was refused by the database, trying again: %s", self._name, str(error).strip())
+        return not stopping.wait(REFUSED_PAUSE_SECONDS)
 
     def restore(self, stopping: threading.Event, error: Exception) -> bool:
         """Connect again, however long it takes; False if the owner was told to stop first."""

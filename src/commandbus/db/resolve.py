@@ -16,7 +16,7 @@ class Database:
     """The database of some settings. `resolve` may start a server; `close` lets go (the last one stops it)."""
 
     def __init__(self, settings: Settings) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._settings = settings
         self._embedded: EmbeddedPostgres | None = None
 
@@ -25,15 +25,19 @@ class Database:
         folder = embedded_folder(self._settings)
         if folder is None:
             return self._settings
-        if self._embedded is None:
-            self._embedded = EmbeddedPostgres(folder)
-        return replace(self._settings, database_url=self._embedded.start())
+        with self.lock:
+            if self._embedded is None:
+                server = EmbeddedPostgres(folder)
+                server.start()
+                self._embedded = server
+            return replace(self._settings, database_url=self._embedded.dsn)
 
     def close(self) -> None:
         """Let go of the embedded server."""
-        if self._embedded is not None:
-            self._embedded.stop()
-            self._embedded = None
+        with self.lock:
+            if self._embedded is not None:
+                self._embedded.stop()
+                self._embedded = None
 
 
 def embedded_folder(settings: Settings) -> Path | None:

@@ -48,15 +48,6 @@ def list_domains() -> Steps[list[DomainInfo]]:
     return [DomainInfo(name, queue_of(name), created_at) for name, created_at in rows]
 
 
-def script(domain: str) -> str:
-    """`create_domain` as SQL for a DBA; grants come with the script of the roles."""
-    tune = sql.text("tune_queue", domain=domain).decode().strip().rstrip(";")
-    return (
-        f"INSERT INTO commandbus.domain (name) VALUES ('{check_domain(domain)}') ON CONFLICT DO NOTHING;\n"
-        f"SELECT pgmq.create('{queue_of(domain)}');\n{tune};\n"
-    )
-
-
 def create_steps(domain: str) -> Steps[bool]:
     """The steps of create_domain, for a larger operation."""
     check_domain(domain)

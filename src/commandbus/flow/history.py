@@ -43,4 +43,11 @@ def list_attempts(domain: str, command_id: str) -> Steps[list[AttemptRecord]]:
         rows = yield Statement(sql.text("list_attempts"), {"domain": domain, "command_id": command_id})
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
         raise explain_missing(domain, error) from None
-    return [AttemptRecord(*row[:9], None if row[9] is None else payload.loads(row[9]), *row[10:]) for row in rows]
+    return [
+        AttemptRecord(*head, details=_loads(details), traceback=trace, rung=rung)
+        for *head, details, trace, rung in rows
+    ]
+
+
+def _loads(text: str | None) -> Any:
+    return None if text is None else payload.loads(text)

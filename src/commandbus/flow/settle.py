@@ -81,6 +81,9 @@ def settle(
     """
     # Rows in key order: every transaction that locks several queue rows does so, so none can deadlock.
     ordered = sorted(settlements, key=lambda item: item.msg_id)
+    first = {(item.msg_id, item.read_ct): item for item in reversed(ordered)}
+    if len(first) < len(ordered):  # an attempt has one outcome: its first
+        ordered = sorted(first.values(), key=lambda item: item.msg_id)
     final = [item for item in ordered if item.is_final]
     again = [item for item in ordered if not item.is_final]
     replies = [item for item in final if item.reply is not None]
@@ -102,7 +105,8 @@ def _settle(
                     "rows": "[" + ",".join([item.row for item in items]) + "]",
                 },
             )
-            unsettled |= {(msg_id, read_ct): answer for msg_id, read_ct, answer in rows}
+            # Nothing is busy for who has waited: the row was taken meanwhile, after the snapshot that says busy.
+            unsettled |= {(msg_id, read_ct): answer if locking else "refused" for msg_id, read_ct, answer in rows}
     replies = [
         item.reply for item in final if item.reply is not None and (item.msg_id, item.read_ct) not in unsettled
     ]

@@ -13,7 +13,7 @@ from commandbus.errors import InvalidCommandError
 
 KINDS = ("reader", "producer", "worker", "operator")
 
-TABLE_GRANTS: dict[str, list[tuple[str, str]]] = {
+_TABLES: dict[str, list[tuple[str, str]]] = {
     "reader": [("SELECT", "ALL TABLES IN SCHEMA commandbus")],
     "producer": [
         ("SELECT", "ALL TABLES IN SCHEMA commandbus"),
@@ -42,7 +42,7 @@ TABLE_GRANTS: dict[str, list[tuple[str, str]]] = {
         ("USAGE", "ALL SEQUENCES IN SCHEMA commandbus"),
     ],
 }
-QUEUE_GRANTS = {
+_QUEUE = {
     "reader": "SELECT",
     "producer": "SELECT, INSERT",
     "worker": "SELECT, INSERT, UPDATE, DELETE",
@@ -74,7 +74,7 @@ def grant_statements(prefix: str) -> list[str]:
     statements = []
     for kind, name in role_names(prefix).items():
         statements.append(f"GRANT USAGE ON SCHEMA commandbus, pgmq TO {name}")
-        statements += [f"GRANT {what} ON {where} TO {name}" for what, where in TABLE_GRANTS[kind]]
+        statements += [f"GRANT {what} ON {where} TO {name}" for what, where in _TABLES[kind]]
         statements.append(f"GRANT SELECT ON pgmq.meta TO {name}")
         statements.append(
             f"INSERT INTO commandbus.setting (name, value) VALUES ('role.{kind}', '{name}') "
@@ -85,9 +85,9 @@ def grant_statements(prefix: str) -> list[str]:
 
 def queue_grants(kind: str, role: str, queue: str) -> list[str]:
     """What a role may do with one queue."""
-    if kind not in QUEUE_GRANTS or not _NAME.match(role.removesuffix(f"_{kind}")):
+    if kind not in _QUEUE or not _NAME.match(role.removesuffix(f"_{kind}")):
         raise InvalidCommandError(f"commandbus.setting names a strange role {role!r} for {kind!r}")
-    grants = [f"GRANT {QUEUE_GRANTS[kind]} ON pgmq.q_{queue} TO {role}"]
+    grants = [f"GRANT {_QUEUE[kind]} ON pgmq.q_{queue} TO {role}"]
     if kind != "reader":
         grants.append(f"GRANT USAGE ON SEQUENCE pgmq.q_{queue}_msg_id_seq TO {role}")
     if kind in ("reader", "worker", "operator"):

@@ -21,7 +21,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -58,6 +58,7 @@ class Claimer:
         room: Callable[[int], int],
         finished: Callable[[], int],
         deliver: Deliver,
+        on_idle: Callable[[], None],
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
@@ -67,6 +68,7 @@ class Claimer:
         self._room = room
         self._finished = finished
         self._deliver = deliver
+        self._on_idle = on_idle
         self._on_error = on_error
         self._link = Link(settings, name=f"{name} claimer", on_connect=self._listen)
         self._stopping = threading.Event()
@@ -113,10 +115,8 @@ class Claimer:
             while not self._stopping.is_set():
                 try:
                     self._round()
-                except psycopg.Error as error:
-                    if not self._link.conn_is_lost():
-                        raise
-                    self._link.restore(self._stopping, error)
+                except psycopg.OperationalError as error:
+                    self._link.recover(self._stopping, error)
             self._leave()
         except BaseException as error:  # noqa: BLE001 - handed to the worker, which ends with it
             self._on_error(error)
@@ -206,6 +206,7 @@ class Claimer:
                     return
                 if self._claim_all(self._room(0)):
                     return
+        self._on_idle()
         due = [self._link.run(next_due(domain.name)) for domain in self._domains]
         soonest = min((seconds for seconds in due if seconds is not None), default=self._settings.poll_interval)
         self._sleep(min(max(soonest, 0.001), self._settings.poll_interval))
@@ -233,13 +234,12 @@ class Claimer:
         return bool(events)
 
     def _drain_notifications(self, conn: Connection[Any]) -> bool:
-        """A notification may speak of a message that is older than the cursor."""
         notified = False
         for notification in conn.notifies(timeout=0):
             notified = True
             for domain in self._domains:
                 if notification.channel == f"commandbus_{domain.name}":
-                    domain.cursor = None
+                    domain.step_back(notification.payload)
         return notified
 
     def _leave(self) -> None:
@@ -266,6 +266,16 @@ class _Domain:
         if found.claimed_at is not None:
             reached = found.last_vt if found.full and found.last_vt is not None else found.claimed_at - MARGIN
             self.cursor = reached
+
+    def step_back(self, payload: str) -> None:
+        """A notification speaks of a message that may be older than the cursor: its vt, or 0 for "anywhere"."""
+        try:
+            seconds = float(payload)
+        except ValueError:
+            seconds = 0.0
+        vt = datetime.fromtimestamp(seconds, UTC) - MARGIN if 0 < seconds < 32503680000 else None
+        if self.cursor is not None and (vt is None or vt < self.cursor):
+            self.cursor = vt
 
 
 class _Rate:

@@ -11,6 +11,7 @@ A handler is `def` or `async def`, with `(command, ctx)` or `(ctx)`. Methods of 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -129,6 +130,8 @@ class HandlerRegistry:
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - a callable object may have an async __call__
     )

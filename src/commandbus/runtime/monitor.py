@@ -81,11 +81,11 @@ class Monitor:
         while not self._stopping.wait(MONITOR_TICK if self.first_beat.is_set() else 0):
             try:
                 self._tick()
-            except (psycopg.Error, CommandBusError) as error:
-                if self._link.conn_is_lost():
-                    self._link.restore(self._stopping, error)
-                else:
-                    logger.exception("the monitor's tick failed")
+            except psycopg.OperationalError as error:
+                self._link.recover(self._stopping, error)
+            except (psycopg.Error, CommandBusError):
+                logger.exception("the monitor's tick failed")
+                self._stopping.wait(BEAT_SECONDS)
         self._leave()
 
     def _tick(self) -> None:

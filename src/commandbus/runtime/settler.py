@@ -106,21 +106,23 @@ class Settler:
 
     def _write(self, domain: str, items: Sequence[Item]) -> bool:
         """Write until it is written, however often the connection is lost on the way."""
+        in_doubt = False
         while True:
             try:
-                self._write_once(domain, items)
+                self._write_once(domain, items, in_doubt=in_doubt)
+            except psycopg.OperationalError as error:
+                in_doubt = in_doubt or self._link.conn_is_lost()
+                if not self._link.recover(self._abandoning, error):
+                    self._busy += items
+                    return False
+                continue
             except psycopg.Error as error:
-                if self._link.conn_is_lost():
-                    if not self._link.restore(self._abandoning, error):
-                        self._busy += items
-                        return False
-                    continue
                 if len(items) > 1:
                     return all([self._write(domain, [item]) for item in items])  # noqa: C419 - every one, always
                 self._store_the_failure_instead(items[0], error)
             return True
 
-    def _write_once(self, domain: str, items: Sequence[Item]) -> None:
+    def _write_once(self, domain: str, items: Sequence[Item], *, in_doubt: bool) -> None:
         settlements = [ended for _, ended in items if isinstance(ended, Settlement)]
         answers: dict[tuple[int, int], Answer] = {}
         if settlements:
@@ -135,15 +137,19 @@ class Settler:
                 self._busy.append(item)
                 continue
             if answer == "refused":
-                self.refused += 1
-                logger.warning(
-                    "attempt %d of command %s was refused: it no longer held its lease",
-                    attempt.number,
-                    attempt.command_id,
-                    extra={"domain": domain, "command_id": attempt.command_id, "attempt": attempt.number},
-                )
+                self._note_refusal(attempt, in_doubt=in_doubt)
             self._on_settled(attempt)
-        self.settled[domain] += len(items)
+            self.settled[domain] += 1
+
+    def _note_refusal(self, attempt: Attempt, *, in_doubt: bool) -> None:
+        extra = {"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number}
+        if in_doubt:
+            text = "attempt %d of command %s was settled by the statement in which the connection was lost"
+            logger.info(text, attempt.number, attempt.command_id, extra=extra)
+            return
+        self.refused += 1
+        text = "attempt %d of command %s was refused: it no longer held its lease"
+        logger.warning(text, attempt.number, attempt.command_id, extra=extra)
 
     def _store_the_failure_instead(self, item: Item, error: psycopg.Error) -> None:
         attempt, ended = item

@@ -101,6 +101,7 @@ class Worker:
         self._error: BaseException | None = None
         self._parts: _Parts | None = None
         self._signals = 0
+        self._ends_idle = False
 
     def __enter__(self) -> Self:
         self.start()
@@ -172,10 +173,14 @@ class Worker:
             raise self._error
         return report
 
-    def run(self) -> StopReport:
-        """Start, wait for SIGTERM, SIGINT, `request_stop` or a limit, and stop."""
+    def run(self, *, until_idle: bool = False) -> StopReport:
+        """Start, wait for SIGTERM, SIGINT, `request_stop` or a limit, and stop.
+
+        `until_idle` also ends it when nothing is left that could run now: for scripts and tests.
+        """
         restore = self._catch_signals()
         try:
+            self._ends_idle = until_idle
             self.start()
             self._stop_asked.wait()
             return self.stop()
@@ -244,7 +249,8 @@ class _Parts:
         )
         self._executor = Executor(services, worker._policy)
         link = Link(settings, name=f"{worker.id} settler")
-        self.settler = Settler(link, worker.id, self.held.discard, name=worker.id)
+        on_settled = self._settled_towards_idle if worker._ends_idle else self.held.discard
+        self.settler = Settler(link, worker.id, on_settled, name=worker.id)
         self._slots = Slots(self._places, self._run, name=worker.id)
         self._loop: AsyncSlots | None = None
         if any(handler.is_async for handler in worker._handlers):
@@ -258,6 +264,7 @@ class _Parts:
             room=self._room,
             finished=self._finished,
             deliver=self._deliver,
+            on_idle=self._check_idle,
             on_error=worker.fail,
             name=worker.id,
         )
@@ -300,6 +307,15 @@ class _Parts:
         """Wait until no attempt runs. The last slot to finish says so; the poll is for a hurried stop."""
         while self._places.taken and time.monotonic() < until and not hurry():
             self._places.wait_until_free(min(0.1, max(0.001, until - time.monotonic())))
+
+    def _check_idle(self) -> None:
+        if self._worker._ends_idle and not self.held:
+            self._worker.request_stop("nothing is left that could run now")
+
+    def _settled_towards_idle(self, attempt: Attempt) -> None:
+        self.held.discard(attempt)
+        if not self.held:
+            self._claimer.wake()
 
     # --- called by the claimer ----------------------------------------------------------------------------
 

@@ -5,14 +5,14 @@
 WITH input AS MATERIALIZED (
     SELECT * FROM unnest(%(msg_ids)s::bigint[], %(read_cts)s::integer[]) AS x(m, r)
 ), held AS MATERIALIZED (
-    SELECT q.ctid, q.msg_id, q.read_ct
+    SELECT q.msg_id, q.read_ct
       FROM pgmq.{queue} q
      WHERE q.msg_id = ANY (%(msg_ids)s::bigint[]) AND q.headers ->> 'held_by' = %(worker)s
        FOR UPDATE SKIP LOCKED
 ), renewed AS (
     UPDATE pgmq.{queue}
        SET vt = greatest(vt, now() + make_interval(secs => %(lease)s))
-     WHERE ctid = ANY (ARRAY(SELECT h.ctid FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct))
+     WHERE msg_id = ANY (ARRAY(SELECT h.msg_id FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct))
 )
 SELECT m, r
   FROM input i

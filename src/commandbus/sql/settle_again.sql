@@ -7,12 +7,12 @@ WITH input AS MATERIALIZED (
     SELECT * FROM json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, n integer, t float8, d float8, w boolean, e json)
 ), held AS MATERIALIZED (
-    SELECT ctid, msg_id, read_ct
+    SELECT msg_id, read_ct
       FROM pgmq.{queue}
      WHERE msg_id = ANY (ARRAY(SELECT m FROM input)) AND headers ->> 'held_by' = %(worker)s
        FOR UPDATE {locking}
 ), fenced AS MATERIALIZED (
-    SELECT h.ctid, i.* FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
+    SELECT i.* FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
 ), retimed AS (
     UPDATE pgmq.{queue} q
        SET vt = now() + make_interval(secs => f.d), headers = NULL
@@ -32,4 +32,4 @@ SELECT m, r, CASE WHEN EXISTS (SELECT FROM pgmq.{queue} q
                                 WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers ->> 'held_by' = %(worker)s)
                   THEN 'busy' ELSE 'refused' END
   FROM input i
- WHERE NOT EXISTS (SELECT FROM fenced f WHERE f.m = i.m)
+ WHERE NOT EXISTS (SELECT FROM fenced f WHERE f.m = i.m AND f.r = i.r)

@@ -4,19 +4,21 @@
 --
 -- Fence: queue row (msg_id) with this read_ct and still held by this worker. Locks: queue rows in key order,
 -- then command rows. Indexes: the queue's key, the command's key. Two row writes for a completion: the queue row
--- goes, the command row is updated in place (HOT: no index names what changes here).
+-- goes, the command row is updated in place (HOT: no index names what changes here). The queue row goes by its key,
+-- not by its ctid: a renewal that commits between our snapshot and our lock has moved it, and a scan by the new ctid
+-- would not see it.
 WITH input AS MATERIALIZED (
     SELECT * FROM json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, s text, n integer, t float8, v json, e json)
 ), held AS MATERIALIZED (
-    SELECT ctid, msg_id, read_ct
+    SELECT msg_id, read_ct
       FROM pgmq.{queue}
      WHERE msg_id = ANY (ARRAY(SELECT m FROM input)) AND headers ->> 'held_by' = %(worker)s
        FOR UPDATE {locking}
 ), fenced AS MATERIALIZED (
-    SELECT h.ctid, i.* FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
+    SELECT i.* FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
 ), gone AS (
-    DELETE FROM pgmq.{queue} WHERE ctid = ANY (ARRAY(SELECT ctid FROM fenced))
+    DELETE FROM pgmq.{queue} WHERE msg_id = ANY (ARRAY(SELECT m FROM fenced))
 ), settled AS (
     UPDATE commandbus.command c
        SET status = f.s::commandbus.command_status, result = f.v, attempt = f.n, worker = %(worker)s, started_at = to_timestamp(f.t),
@@ -40,4 +42,4 @@ SELECT m, r, CASE WHEN EXISTS (SELECT FROM pgmq.{queue} q
                                 WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers ->> 'held_by' = %(worker)s)
                   THEN 'busy' ELSE 'refused' END
   FROM input i
- WHERE NOT EXISTS (SELECT FROM fenced f WHERE f.m = i.m)
+ WHERE NOT EXISTS (SELECT FROM fenced f WHERE f.m = i.m AND f.r = i.r)

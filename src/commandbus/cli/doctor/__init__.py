@@ -11,7 +11,7 @@ import time
 import click
 import psycopg
 
-from commandbus.cli.doctor import configuration, fleet, schema, server
+from commandbus.cli.doctor import configuration, fleet, privileges, schema, server
 from commandbus.cli.doctor.findings import Conn, Finding, Findings, Level, fail, ok, warn
 from commandbus.cli.exits import ExitCode, one_line
 from commandbus.cli.render import print_json, printable
@@ -77,7 +77,7 @@ def _on_server(conn: Conn, settings: Settings) -> Findings:
     yield from findings
     if state is None:
         return
-    yield from _guarded("privileges", schema.examine_privileges(conn))
+    yield from _guarded("privileges", privileges.examine(conn))
     yield from _guarded("domains", schema.examine_domains(conn))
     if state.is_current:
         yield from _guarded("fleet", fleet.examine(conn))

@@ -1,4 +1,4 @@
-"""The schema, PGMQ, the domains' queues, and what the current role may do with them."""
+"""The schema, PGMQ, and the domains' queues."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ from commandbus.cli.doctor.findings import Conn, Findings, fail, ok, warn
 from commandbus.cli.render import counted
 from commandbus.db.drive import run
 from commandbus.errors import SchemaError
-from commandbus.flow.domains import DomainInfo, list_domains
+from commandbus.flow.domains import list_domains
 from commandbus.flow.migrate import SchemaState, look
-from commandbus.model.roles import KINDS, QUEUE_GRANTS, TABLE_GRANTS
-
-ALL_TABLES = "ALL TABLES IN SCHEMA commandbus"
-ALL_SEQUENCES = "ALL SEQUENCES IN SCHEMA commandbus"
-ABILITIES = {"reader": "look", "producer": "send", "worker": "run handlers", "operator": "operate"}
 
 
 def examine_schema(conn: Conn) -> tuple[SchemaState | None, Findings]:
@@ -42,7 +37,7 @@ def _way(way: str | None) -> str:
 def examine_domains(conn: Conn) -> Findings:
     """Every domain has its queue."""
     domains = run(conn, list_domains())
-    lost = [domain.name for domain in domains if not _exists(conn, f"pgmq.q_{domain.queue}")]
+    lost = [domain.name for domain in domains if not queue_exists(conn, domain.queue)]
     for name in lost:
         yield fail("domains", f"domain {name} has no queue", f"`commandbus domain create {name}` makes it again")
     if not domains:
@@ -51,70 +46,7 @@ def examine_domains(conn: Conn) -> Findings:
         yield ok("domains", f"{counted(len(domains), 'domain')}, each with its queue")
 
 
-def _exists(conn: Conn, name: str) -> bool:
-    row = conn.execute(b"SELECT to_regclass(%(name)s)", {"name": name}).fetchone()
+def queue_exists(conn: Conn, queue: str) -> bool:
+    """Has PGMQ a table for this queue?"""
+    row = conn.execute(b"SELECT to_regclass(%(name)s)", {"name": f"pgmq.q_{queue}"}).fetchone()
     return row is not None and row[0] is not None
-
-
-# --- privileges ----------------------------------------------------------------------------------------------
-
-
-def examine_privileges(conn: Conn) -> Findings:
-    """What the current role may do: the grants of the four roles, looked up one by one."""
-    role = conn.execute(b"SELECT current_user").fetchone()
-    name = role[0] if role is not None else "?"
-    domains = [domain for domain in run(conn, list_domains()) if _exists(conn, f"pgmq.q_{domain.queue}")]
-    lacking = {kind: _lacking(conn, kind, domains) for kind in KINDS}
-    able = [ABILITIES[kind] for kind in KINDS if not lacking[kind]]
-    if not able:
-        kind = "reader"
-        yield fail("privileges", f"role {name} lacks {lacking[kind][0]}", _remedy(name, kind))
-        return
-    yield ok("privileges", f"role {name} may {', '.join(able)}")
-    for kind in KINDS:
-        if lacking[kind]:
-            more = f" and {len(lacking[kind]) - 1} more" if len(lacking[kind]) > 1 else ""
-            yield warn(
-                "privileges",
-                f"role {name} may not {ABILITIES[kind]}: it lacks {lacking[kind][0]}{more}",
-                f"{_remedy(name, kind)}, if it should",
-            )
-
-
-def _remedy(role: str, kind: str) -> str:
-    return f"`commandbus roles` (as the owner of the schema) and GRANT commandbus_{kind} TO {role}"
-
-
-def _lacking(conn: Conn, kind: str, domains: list[DomainInfo]) -> list[str]:
-    wanted = [("schema", "USAGE", schema) for schema in ("commandbus", "pgmq")]
-    for privileges, where in TABLE_GRANTS[kind]:
-        wanted += [
-            (sort, privilege, name) for sort, name in _objects(conn, where) for privilege in privileges.split(", ")
-        ]
-    for domain in domains:
-        wanted += [("table", privilege, f"pgmq.q_{domain.queue}") for privilege in QUEUE_GRANTS[kind].split(", ")]
-        if kind != "reader":
-            wanted.append(("sequence", "USAGE", f"pgmq.q_{domain.queue}_msg_id_seq"))
-    return [
-        f"{privilege} ON {sort.upper()} {name}"
-        for sort, privilege, name in wanted
-        if not _has(conn, sort, name, privilege)
-    ]
-
-
-def _objects(conn: Conn, where: str) -> list[tuple[str, str]]:
-    if where not in (ALL_TABLES, ALL_SEQUENCES):
-        return [("table", name) for name in where.split(", ")]
-    sort, kinds = ("table", ["r", "v", "p"]) if where == ALL_TABLES else ("sequence", ["S"])
-    rows = conn.execute(
-        b"SELECT 'commandbus.' || quote_ident(relname) FROM pg_class "
-        b"WHERE relnamespace = 'commandbus'::regnamespace AND relkind = ANY (%(kinds)s::\"char\"[]) ORDER BY 1",
-        {"kinds": kinds},
-    ).fetchall()
-    return [(sort, name) for (name,) in rows]
-
-
-def _has(conn: Conn, sort: str, name: str, privilege: str) -> bool:
-    statement = f"SELECT has_{sort}_privilege(%(name)s, %(privilege)s)"
-    row = conn.execute(statement.encode(), {"name": name, "privilege": privilege}).fetchone()
-    return row is not None and bool(row[0])

@@ -1,0 +1,91 @@
+"""What the current role may do: look, send, run handlers, operate.
+
+Each ability needs what the role of that name would be granted (`model/roles.py`). Those GRANTs are read here, and
+every privilege in them is asked of the server: there is no second list that could disagree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from commandbus.cli.doctor.findings import Conn, Findings, fail, ok, warn
+from commandbus.cli.doctor.schema import queue_exists
+from commandbus.db.drive import run
+from commandbus.flow.domains import list_domains
+from commandbus.model.roles import KINDS, grant_statements, queue_grants, role_names
+
+PREFIX = "commandbus"
+ABILITIES = {"reader": "look", "producer": "send", "worker": "run handlers", "operator": "operate"}
+_GRANT = re.compile(r"GRANT (?P<what>[A-Z, ]+) ON (?:(?P<sort>SCHEMA|SEQUENCE|ALL TABLES IN SCHEMA|"
+                    r"ALL SEQUENCES IN SCHEMA) )?(?P<where>[a-z0-9_., ]+) TO (?P<role>\w+)")  # fmt: skip
+_ALL_OF = {"ALL TABLES IN SCHEMA": ("TABLE", ["r", "v", "p"]), "ALL SEQUENCES IN SCHEMA": ("SEQUENCE", ["S"])}
+
+
+def examine(conn: Conn) -> Findings:
+    """What it may, and for what it may not: which grant is missing."""
+    row = conn.execute(b"SELECT current_user").fetchone()
+    name = row[0] if row is not None else "?"
+    queues = [domain.queue for domain in run(conn, list_domains()) if queue_exists(conn, domain.queue)]
+    lacking = {kind: _lacking(conn, kind, queues) for kind in KINDS}
+    able = [ABILITIES[kind] for kind in KINDS if not lacking[kind]]
+    if not able:
+        yield fail("privileges", f"role {name} lacks {lacking['reader'][0]}", _remedy(name, "reader"))
+        return
+    yield ok("privileges", f"role {name} may {', '.join(able)}")
+    for kind, missing in lacking.items():
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            yield warn(
+                "privileges",
+                f"role {name} may not {ABILITIES[kind]}: it lacks {missing[0]}{more}",
+                f"{_remedy(name, kind)}, if it should",
+            )
+
+
+def _remedy(role: str, kind: str) -> str:
+    return f"`commandbus roles` (as the owner of the schema) and GRANT {role_names(PREFIX)[kind]} TO {role}"
+
+
+def _lacking(conn: Conn, kind: str, queues: list[str]) -> list[str]:
+    role = role_names(PREFIX)[kind]
+    grants = [text for text in grant_statements(PREFIX) if text.endswith(f" TO {role}")]
+    for queue in queues:
+        grants += queue_grants(kind, role, queue)
+    wanted = dict.fromkeys(item for text in grants for item in _privileges(conn, text))
+    return [
+        f"{privilege} ON {sort} {name}"
+        for privilege, sort, name in wanted
+        if not _has(conn, privilege, sort, name)
+    ]
+
+
+def _privileges(conn: Conn, grant: str) -> Iterator[tuple[str, str, str]]:
+    """(privilege, sort of object, its name) of everything that a GRANT names."""
+    found = _GRANT.fullmatch(grant)
+    if found is None:
+        raise ValueError(f"cannot read this grant: {grant}")
+    sort = found["sort"] or "TABLE"
+    names = found["where"].split(", ")
+    if sort in _ALL_OF:
+        sort, kinds = _ALL_OF[sort]
+        names = [name for schema in names for name in _members(conn, schema, kinds)]
+    for privilege in found["what"].split(", "):
+        for name in names:
+            yield privilege, sort, name
+
+
+def _members(conn: Conn, schema: str, kinds: list[str]) -> list[str]:
+    rows = conn.execute(
+        b"SELECT format('%%I.%%I', nspname, relname) FROM pg_class c "
+        b"JOIN pg_namespace n ON n.oid = c.relnamespace "
+        b'WHERE nspname = %(schema)s AND relkind = ANY (%(kinds)s::"char"[]) ORDER BY 1',
+        {"schema": schema, "kinds": kinds},
+    ).fetchall()
+    return [name for (name,) in rows]
+
+
+def _has(conn: Conn, privilege: str, sort: str, name: str) -> bool:
+    statement = f"SELECT has_{sort.lower()}_privilege(%(name)s, %(privilege)s)"
+    row = conn.execute(statement.encode(), {"name": name, "privilege": privilege}).fetchone()
+    return row is not None and bool(row[0])

@@ -1,0 +1,139 @@
+"""README is true: its code runs, every block of it, as a stranger would run it."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+
+from commandbus import AsyncCommandBus, CommandBus, HandlerTransaction
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+
+
+def block(language: str, containing: str) -> str:
+    found = [code for kind, code in BLOCKS if kind == language and containing in code]
+    assert len(found) == 1, f"README has {len(found)} {language} blocks with {containing!r}"
+    return found[0]
+
+
+@pytest.fixture
+def bus(database: str) -> Any:
+    with CommandBus(database) as bus:
+        bus.create_domain("orders")
+        yield bus
+
+
+def test_every_block_of_the_readme_is_run_by_a_test_here() -> None:
+    known = (
+        "./dev demo",
+        "Worker(handlers",
+        'command_id="ship-18"',
+        "conn=session",
+        "pgmq.send",
+        "commandbus doctor",
+    )
+    assert [code for _, code in BLOCKS if not any(mark in code for mark in known)] == []
+
+
+def test_the_twenty_lines_run(tmp_path: Path) -> None:
+    os.chmod(tmp_path, 0o755)  # noqa: S103 - as root the server runs as another user, who must get in
+    code = block("python", "Worker(handlers")
+    assert len(code.strip().splitlines()) <= 24
+    (tmp_path / "app.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "app.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "COMPLETED {'shipped': True}\n", done.stderr
+
+
+def test_the_sending_example_runs(bus: CommandBus) -> None:
+    bus.create_queue("shop_replies")
+    names: dict[str, Any] = {"bus": bus}
+    exec(block("python", 'command_id="ship-18"'), names)
+    assert names["sent"].created
+    record = bus.get_command("orders", "ship-18")
+    assert record is not None
+    assert (record.correlation_id, record.max_attempts) == ("cart-4711", 5)
+
+
+def test_the_example_with_other_peoples_connections_runs(bus: CommandBus, database: str) -> None:
+    import django
+    from django.conf import settings
+
+    parts = psycopg.conninfo.conninfo_to_dict(database)
+    if not settings.configured:
+        engine = "django.db.backends.postgresql"
+        names = {"NAME": parts["dbname"], "USER": parts["user"], "HOST": parts["host"], "PORT": parts["port"]}
+        settings.configure(DATABASES={"default": {"ENGINE": engine, **names}})
+        django.setup()
+    asyncio.run(_run_with_connections(block("python", "conn=session"), bus, database))
+    assert len(bus.query_commands(domain="orders").items) == 4
+
+
+async def _run_with_connections(code: str, bus: CommandBus, database: str) -> None:
+    import django.db
+
+    url = database.replace("postgresql://", "postgresql+psycopg://")
+    engine, async_engine = create_engine(url), create_async_engine(url)
+    os.environ["DJANGO_ALLOW_ASYNC_UNSAFE"] = "true"
+    try:
+        with Session(engine) as session, psycopg.connect(database) as conn:
+            async with AsyncSession(async_engine) as async_session, AsyncCommandBus(database) as abus:
+                names = {"bus": bus, "abus": abus, "data": {}, "session": session, "async_session": async_session,
+                         "django": django, "tx": HandlerTransaction(conn, 1024)}  # fmt: skip
+                compiled = compile(code, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+                await eval(compiled, names)
+                session.commit()
+                await async_session.commit()
+    finally:
+        django.db.connection.close()
+        del os.environ["DJANGO_ALLOW_ASYNC_UNSAFE"]
+        engine.dispose()
+        await async_engine.dispose()
+
+
+def test_the_envelope_for_other_languages_is_accepted(bus: CommandBus, database: str) -> None:
+    from commandbus import HandlerRegistry, Worker
+
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute(block("sql", "pgmq.send"))  # type: ignore[call-overload]
+    handlers = HandlerRegistry()
+    seen: list[Any] = []
+    handlers.register("orders", "ship", lambda command, ctx: seen.append((command.command_id, command.data)))
+    Worker(handlers, database_url=database).run(until_idle=True)
+    assert seen == [("ship-19", {"order_no": 19})]
+
+
+def test_the_commands_for_operators_run(bus: CommandBus, database: str, tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(
+        "from commandbus import HandlerRegistry\nhandlers = HandlerRegistry()\n"
+        "@handlers.handler('orders', 'ship')\ndef ship(command, ctx): return 1\n"
+    )
+    bus.send("orders", "ship", {}, command_id="ship-17")
+    environ = {**os.environ, "COMMANDBUS_DATABASE_URL": database}
+    for line in block("sh", "commandbus doctor").splitlines():
+        words = shlex.split(line, comments=True)
+        assert words[0] == "commandbus"
+        if words[1] == "worker":
+            words += ["--max-messages", "1"]
+        done = subprocess.run(
+            [sys.executable, "-m", "commandbus.cli", *words[1:]],
+            cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+        assert "Traceback" not in done.stderr
