@@ -154,8 +154,8 @@ def test_many_senders_of_overlapping_chunks(orders: Bus, db: psycopg.Connection[
     """In opposite orders too: nobody gets an error, everything is there once."""
     if orders.driver == "async":
         pytest.skip("the race is between sessions of the server; one way of making them is enough")
-    ids = [f"k{n}" for n in range(300)]
-    chunks = [ids, ids[::-1], ids[150:] + ids[:150], ids[::-1]]
+    ids = [f"k{n:04}" for n in range(1000)]
+    chunks = [ids, ids[::-1], ids[500:] + ids[:500], ids[::-1]]
 
     def sender(chunk: list[str]) -> Any:
         with CommandBus(orders.url) as bus:
@@ -163,7 +163,7 @@ def test_many_senders_of_overlapping_chunks(orders: Bus, db: psycopg.Connection[
 
     answers: list[Any] = at_once([lambda chunk=chunk: sender(chunk) for chunk in chunks])
     assert all(isinstance(answer, list) for answer in answers), answers
-    assert sum(command.created for answer in answers for command in answer) == 300
-    assert queue_length(db) == 300
+    assert sum(command.created for answer in answers for command in answer) == 1000
+    assert queue_length(db) == 1000
     for chunk, answer in zip(chunks, answers, strict=True):
         assert [command.command_id for command in answer] == chunk

@@ -1,0 +1,196 @@
+"""claim: order, lease, fence; two claimers never get one row; what vanished workers leave is written down."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from flow_harness import Bus, at_once, expire_leases, fail, one, queue_length
+
+from commandbus import CommandBus, CommandStatus, NewCommand
+from commandbus.flow.claim import claim, next_due, put_right
+
+
+def test_what_is_claimed_is_what_was_sent(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    sent = orders.send(
+        "orders", "Ship", {"n": 1}, command_id="k", correlation_id="c", max_attempts=7, headers={"h": 1}
+    )
+    attempt = orders.claim_one()
+    command = attempt.command()
+    assert (command.domain, command.command_type, command.command_id, command.id) == ("orders", "Ship", "k", sent.id)
+    assert (command.data, command.headers, command.correlation_id) == ({"n": 1}, {"h": 1}, "c")
+    assert (attempt.number, attempt.charge, attempt.max_attempts, attempt.read_ct) == (1, 1, 7, 1)
+    held_by, since = db.execute(
+        "SELECT headers ->> 'held_by', (headers ->> 'since')::timestamptz FROM pgmq.q_orders__commands"
+    ).fetchone() or (None, None)
+    assert held_by == "w1"
+    record = orders.get_command("orders", "k")
+    assert (record.status, record.worker, record.attempts) == (CommandStatus.IN_PROGRESS, "w1", 1)
+    assert record.started_at == since
+    assert record.visible_at is None
+
+
+def test_the_command_row_is_not_written_by_a_claim(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send("orders", "Ship")
+    before = one(db, "SELECT (ctid, xmin)::text FROM commandbus.command")
+    orders.claim_one()
+    assert one(db, "SELECT (ctid, xmin)::text FROM commandbus.command") == before
+
+
+def test_in_the_order_of_visibility(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    for n, seconds in enumerate((40, 10, 30, 20)):
+        orders.send("orders", "Ship", command_id=f"{seconds}", delay=seconds)
+        assert n < 4
+    assert orders.claim() == []
+    db.execute("UPDATE pgmq.q_orders__commands SET vt = vt - interval '100 seconds'")
+    assert [orders.claim_one().command_id for _ in range(4)] == ["10", "20", "30", "40"]
+
+
+def test_a_lease_hides_and_lasts(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send("orders", "Ship")
+    orders.claim_one(lease=45)
+    left = one(db, "SELECT vt - (headers ->> 'since')::timestamptz FROM pgmq.q_orders__commands")
+    assert left == timedelta(seconds=45)
+    assert orders.claim("w2") == []
+    expire_leases(db)
+    again = orders.claim_one("w2")
+    assert (again.number, again.charge, again.read_ct) == (2, 2, 2)
+
+
+def test_n_is_a_limit_and_full_says_so(orders: Bus) -> None:
+    orders.send_many("orders", [NewCommand("Ship") for _ in range(5)])
+    first = orders.claim_raw(n=3)
+    assert (len(first.ready), first.full) == (3, True)
+    second = orders.claim_raw(n=3)
+    assert (len(second.ready), second.full) == (2, False)
+    third = orders.claim_raw(n=3)
+    assert (third.ready, third.full, third.last_vt, third.claimed_at) == ([], False, None, None)
+
+
+def test_a_cursor_leaves_out_what_became_visible_before_it(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send_many("orders", [NewCommand("Ship", command_id=f"k{n}") for n in range(4)])
+    db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - make_interval(secs => 100 - msg_id)")
+    first = orders.claim_raw(n=2)
+    assert first.last_vt is not None
+    on_from_there = orders.claim_raw(cursor=first.last_vt)
+    assert len(on_from_there.ready) == 2
+    orders.settle([fail_row(row) for row in on_from_there.ready])
+    db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 hour' WHERE headers IS NULL")
+    assert orders.claim_raw(cursor=first.last_vt).ready == []
+    assert len(orders.claim_raw(cursor=None).ready) == 2
+
+
+def fail_row(row: tuple[Any, ...]) -> Any:
+    from flow_harness import started
+
+    from commandbus.runtime.attempt import Attempt
+
+    return fail(started(Attempt("orders", row, None, 0.0)), ValueError())
+
+
+def test_next_due(orders: Bus) -> None:
+    assert orders.run(next_due("orders")) is None
+    orders.send("orders", "Ship", delay=60)
+    orders.send("orders", "Ship", delay=30)
+    assert 29 < orders.run(next_due("orders")) <= 30
+    orders.pause("orders")
+    assert orders.run(next_due("orders")) is None
+
+
+def test_claimers_at_once_never_get_one_row(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    if orders.driver == "async":
+        pytest.skip("the race is between sessions of the server; one way of making them is enough")
+    orders.send_many("orders", [NewCommand("Ship") for _ in range(400)])
+
+    def claimer(name: str) -> list[int]:
+        got: list[int] = []
+        with CommandBus(orders.url) as bus:
+            while True:
+                found = bus.run(claim(domain="orders", worker=name, n=7, lease_seconds=60, cursor=None))
+                if not found.ready:
+                    return got
+                got += [row[2] for row in found.ready]
+
+    answers: list[Any] = at_once([lambda name=name: claimer(f"w{name}") for name in range(6)])
+    claimed = [id_ for answer in answers for id_ in answer]
+    # SKIP LOCKED may end a claimer early; what it left is claimed by others or now.
+    claimed += [attempt.id for attempt in orders.claim("late", 400)]
+    assert len(claimed) == len(set(claimed)) == 400
+    assert one(db, "SELECT max(read_ct) FROM pgmq.q_orders__commands") == 1
+
+
+def test_a_vanished_workers_attempt_is_recorded_as_lost(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send("orders", "Ship", command_id="k")
+    first = orders.claim_one("dead")
+    expire_leases(db)
+    second = orders.claim_one("w2")
+    assert (second.number, second.charge) == (2, 2)
+    row = db.execute(
+        "SELECT number, verdict, worker, error_type, error_code, error, started_at FROM commandbus.attempt"
+    ).fetchall()
+    assert [found[:5] for found in row] == [(1, "LOST", "dead", "WorkerLost", "WORKER_LOST")]
+    assert row[0][6].timestamp() == pytest.approx(first.started)
+    assert not one(db, "SELECT headers ? 'before' FROM pgmq.q_orders__commands")
+    assert orders.settle(second.complete(None), "w2") == {}
+    assert orders.get_command("orders", "k").attempts == 2
+
+
+def test_a_chain_of_workers_that_vanished_before_they_wrote_it_down(
+    orders: Bus, db: psycopg.Connection[Any]
+) -> None:
+    orders.send("orders", "Ship", command_id="k")
+    for worker in ("dead1", "dead2", "dead3", "dead4"):
+        orders.claim_raw(worker)  # and dies between the claim and put_right
+        expire_leases(db)
+    last = orders.claim_one("w5")
+    assert (last.number, last.charge) == (5, 5)
+    rows = db.execute("SELECT number, verdict, worker FROM commandbus.attempt ORDER BY number").fetchall()
+    assert rows == [(n, "LOST", f"dead{n}") for n in (1, 2, 3, 4)]
+    trail = [(entry.event.value, entry.attempt) for entry in orders.get_audit_trail("orders", "k")]
+    assert trail[0] == ("SENT", None)
+    assert [entry for entry in trail if entry[0] == "FAILED"] == [("FAILED", n) for n in (1, 2, 3, 4)]
+    assert [entry for entry in trail if entry[0] == "RECEIVED"] == [("RECEIVED", n) for n in (1, 2, 3, 4, 5)]
+
+
+def test_putting_right_twice_changes_nothing_more(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send("orders", "Ship")
+    orders.claim_raw("dead")
+    expire_leases(db)
+    found = orders.claim_raw("w2")
+    orders.put_right(found, "w2")
+    orders.put_right(found, "w2")
+    assert one(db, "SELECT count(*) FROM commandbus.attempt") == 1
+
+
+def test_a_late_put_right_of_a_claim_that_was_lost_does_nothing(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    """w2 claimed after dead1, then hung until its own lease ran out; w3 has it now."""
+    orders.send("orders", "Ship", command_id="k")
+    orders.claim_raw("dead1")
+    expire_leases(db)
+    late = orders.claim_raw("w2")
+    expire_leases(db)
+    orders.claim_one("w3")
+    orders.bus.run(put_right(domain="orders", worker="w2", odd=late.odd, max_bytes=1000))
+    rows = db.execute("SELECT number, verdict, worker FROM commandbus.attempt ORDER BY number").fetchall()
+    assert rows == [(1, "LOST", "dead1"), (2, "LOST", "w2")]
+    assert one(db, "SELECT headers ->> 'held_by' FROM pgmq.q_orders__commands") == "w3"
+
+
+def test_the_same_worker_claims_its_own_lost_row_again(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send("orders", "Ship")
+    zombie = orders.claim_one("w1")
+    expire_leases(db)
+    again = orders.claim_one("w1")
+    assert orders.settle(zombie.complete(None), "w1") == {(zombie.msg_id, zombie.read_ct): "refused"}
+    assert orders.settle(again.complete(None), "w1") == {}
+    assert queue_length(db) == 0
+
+
+def test_a_claim_does_not_wait_for_a_locked_row(orders: Bus) -> None:
+    orders.send_many("orders", [NewCommand("Ship", command_id=f"k{n}") for n in range(3)])
+    with psycopg.connect(orders.url) as other:
+        other.execute("SELECT FROM pgmq.q_orders__commands ORDER BY msg_id LIMIT 1 FOR UPDATE")
+        assert [attempt.command_id for attempt in orders.claim()] == ["k1", "k2"]
+    assert [attempt.command_id for attempt in orders.claim()] == ["k0"]

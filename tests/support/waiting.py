@@ -1,0 +1,58 @@
+"""Wait for a condition, never for a time: what is awaited is looked at again and again, until a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import psycopg
+
+T = TypeVar("T")
+LOOK_SECONDS = 0.01
+
+
+def until(condition: Callable[[], T], seconds: float = 15.0, *, what: str | Callable[[], object] = "") -> T:
+    """The first true answer of the condition; fails when the deadline passes without one."""
+    deadline = time.monotonic() + seconds
+    while True:
+        if answer := condition():
+            return answer
+        if time.monotonic() > deadline:
+            said = what() if callable(what) else what
+            raise AssertionError(f"did not happen within {seconds} s: {said or condition}")
+        time.sleep(LOOK_SECONDS)
+
+
+def until_settled(db: psycopg.Connection[Any], seconds: float = 20.0) -> None:
+    """Until no command waits or runs."""
+    until(
+        lambda: one(db, "SELECT NOT EXISTS (SELECT FROM commandbus.command WHERE status = 'PENDING')"),
+        seconds,
+        what=lambda: db.execute(
+            "SELECT command_id, command_type FROM commandbus.command WHERE status = 'PENDING' LIMIT 20"
+        ).fetchall(),
+    )
+
+
+def one(db: psycopg.Connection[Any], query: str, *params: Any) -> Any:
+    """The single value of a query."""
+    row = db.execute(query.encode(), params or None).fetchone()
+    assert row is not None
+    return row[0]
+
+
+def statuses(db: psycopg.Connection[Any]) -> dict[str, int]:
+    """How many commands are in which state."""
+    rows = db.execute("SELECT status::text, count(*) FROM commandbus.command GROUP BY 1").fetchall()
+    return dict(rows)
+
+
+def verdicts(db: psycopg.Connection[Any], command_id: str) -> list[tuple[int, str]]:
+    """(number, verdict) of a command's recorded attempts, in order."""
+    rows = db.execute(
+        "SELECT a.number, a.verdict FROM commandbus.attempt a JOIN commandbus.command c ON c.id = a.command "
+        "WHERE c.command_id = %s ORDER BY a.number, a.finished_at",
+        (command_id,),
+    )
+    return [(number, verdict) for number, verdict in rows]
