@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import psycopg
+from psycopg_pool import ConnectionPool
 
 from bench.ground import DATA, Ground
 from commandbus.db.drive import run
@@ -78,18 +79,17 @@ def overlapped(ground: Ground, domain: str, count: int) -> float:
 
 
 def insert(ground: Ground, senders: int, count: int) -> float:
-    """A bare insert and commit of the same payload, by so many senders."""
+    """A bare insert and commit of the same payload, through a pool as an application would do it."""
     data = json.dumps(DATA)
+    with ConnectionPool(
+        ground.url, kwargs={"autocommit": True, "prepare_threshold": 2}, min_size=senders, max_size=senders
+    ) as pool:
 
-    def one(conn: psycopg.Connection[Any]) -> None:
-        conn.execute("INSERT INTO bare (command_type, data) VALUES (%s, %s)", ("work", data))
+        def one() -> None:
+            with pool.connection() as conn:
+                conn.execute("INSERT INTO bare (command_type, data) VALUES (%s, %s)", ("work", data))
 
-    conns = [_connect(ground) for _ in range(senders)]
-    try:
-        return at_once([lambda conn=conn: one(conn) for conn in conns], count)
-    finally:
-        for conn in conns:
-            conn.close()
+        return at_once([one] * senders, count)
 
 
 def send(ground: Ground, domain: str, senders: int, count: int) -> float:

@@ -1,4 +1,4 @@
-"""The ground that everything is measured on: a private PostgreSQL with fsync on, filled the same way every time."""
+"""The ground of all measurements: a private PostgreSQL with fsync on, filled the same way every time."""
 
 from __future__ import annotations
 

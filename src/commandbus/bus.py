@@ -18,7 +18,7 @@ from psycopg import AsyncConnection, Connection
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from commandbus.db.borrow import borrow, borrow_async
-from commandbus.db.drive import run, run_async
+from commandbus.db.drive import OwnAsyncConnection, OwnConnection, run, run_async
 from commandbus.db.pool import check_conninfo, make_async_pool, open_pool
 from commandbus.db.resolve import Database
 from commandbus.flow import domains, inspect, migrate, operate, pause, prune, roles, send
@@ -73,8 +73,6 @@ class _Shell:
 
 
 def _command_query(query: CommandQuery | None, filters: dict[str, Any]) -> CommandQuery:
-    if filters.get("status") is not None:
-        filters["status"] = CommandStatus(filters["status"])
     return query if query is not None else CommandQuery(**filters)
 
 
@@ -103,7 +101,7 @@ class CommandBus(_Shell):
         super().__init__(database_url, settings)
         self._database = Database(self.settings)
         self._lent_pool = pool
-        self._own_pool: ConnectionPool[Connection[Any]] | None = None
+        self._own_pool: ConnectionPool[OwnConnection] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -225,7 +223,8 @@ class CommandBus(_Shell):
         chunks = self._chunks(domain, commands, chunk_size)
         if conn is not None:
             for chunk in chunks:
-                sent += self.run(chunk, conn)
+                receipts = self.run(chunk, conn)
+                sent += receipts
             return sent
         with ThreadPoolExecutor(1, "commandbus-send") as sender:
             under_way: Future[list[SentCommand]] | None = None
@@ -252,7 +251,7 @@ class CommandBus(_Shell):
 
     def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
         """What is known of a command; None if there is none."""
-        query = CommandQuery(domain=names.check_domain(domain), command_id=str(command_id))
+        query = CommandQuery(domain=names.check_domain(domain), command_id=command_id)
         page = self.run(inspect.query_commands(query, limit=1, before_id=None), conn)
         return page.items[0] if page.items else None
 
@@ -269,7 +268,7 @@ class CommandBus(_Shell):
 
     def get_audit_trail(self, domain: str, command_id: str) -> list[AuditEntry]:
         """Every event of a command, in order."""
-        return self.run(inspect.get_audit_trail(domain, str(command_id)))
+        return self.run(inspect.get_audit_trail(domain, command_id))
 
     def status(self, *domains: str) -> list[DomainStatus]:
         """Figures of these domains, or of all."""
@@ -319,7 +318,7 @@ class AsyncCommandBus(_Shell):
         super().__init__(database_url, settings)
         self._database = Database(self.settings)
         self._lent_pool = pool
-        self._own_pool: AsyncConnectionPool[AsyncConnection[Any]] | None = None
+        self._own_pool: AsyncConnectionPool[OwnAsyncConnection] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -449,7 +448,7 @@ class AsyncCommandBus(_Shell):
 
     async def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
         """What is known of a command; None if there is none."""
-        query = CommandQuery(domain=names.check_domain(domain), command_id=str(command_id))
+        query = CommandQuery(domain=names.check_domain(domain), command_id=command_id)
         page = await self.run(inspect.query_commands(query, limit=1, before_id=None), conn)
         return page.items[0] if page.items else None
 
@@ -468,7 +467,7 @@ class AsyncCommandBus(_Shell):
 
     async def get_audit_trail(self, domain: str, command_id: str) -> list[AuditEntry]:
         """Every event of a command, in order."""
-        return await self.run(inspect.get_audit_trail(domain, str(command_id)))
+        return await self.run(inspect.get_audit_trail(domain, command_id))
 
     async def status(self, *domains: str) -> list[DomainStatus]:
         """Figures of these domains, or of all."""

@@ -21,6 +21,10 @@ def _complete(operator: str | None, result: Any, reason: str | None, max_bytes: 
 
 
 def _selection(domain: str, command_type: str | None, error_code: str | None) -> Selection:
+    if command_type is not None:
+        names.check_type(command_type)
+    if error_code is not None:
+        names.check_id(error_code, "error_code")
     return Selection(names.check_domain(domain), command_type=command_type, error_code=error_code)
 
 

@@ -28,7 +28,7 @@ def borrow(conn: object) -> AnyConnection:
     raise TypeError(f"conn is {_kind(conn)}, in which there is no psycopg 3 connection; {_HOW}")
 
 
-async def borrow_async(conn: object) -> AnyAsyncConnection:
+async def borrow_async(conn: Any) -> AnyAsyncConnection:
     """The psycopg async connection in `conn`."""
     if hasattr(conn, "sync_session"):  # a SQLAlchemy AsyncSession, which may have none yet
         conn = await conn.connection()

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import psycopg
-from psycopg import AsyncConnection, Connection
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
 from psycopg.pq.abc import PGresult
 from psycopg.rows import tuple_row
 
@@ -31,6 +31,18 @@ class Runnable(Protocol[T_co]):
     def atomic(self) -> bool: ...
 
 
+class OwnConnection(Connection[tuple[Any, ...]]):
+    """A sync connection of ours; it keeps a cursor that has done small work for the next operation."""
+
+    spare: Cursor[tuple[Any, ...]] | None = None
+
+
+class OwnAsyncConnection(AsyncConnection[tuple[Any, ...]]):
+    """An async connection of ours, with a spare cursor too."""
+
+    spare: AsyncCursor[tuple[Any, ...]] | None = None
+
+
 def run(conn: AnyConnection, operation: Runnable[T]) -> T:
     """Run an operation on a sync connection."""
     if operation.atomic and conn.autocommit:
@@ -40,7 +52,12 @@ def run(conn: AnyConnection, operation: Runnable[T]) -> T:
 
 
 def _run(conn: AnyConnection, steps: Generator[Any, list[tuple[Any, ...]], T]) -> T:
-    cursor = conn.cursor(row_factory=tuple_row)
+    own = conn if isinstance(conn, OwnConnection) else None
+    cursor = own.spare if own is not None else None
+    if own is not None:
+        own.spare = None  # taken: an operation inside this one gets its own
+    if cursor is None:
+        cursor = conn.cursor(row_factory=tuple_row)
     try:
         statement = next(steps)
         while True:
@@ -52,6 +69,8 @@ def _run(conn: AnyConnection, steps: Generator[Any, list[tuple[Any, ...]], T]) -
             else:
                 statement = steps.send(rows)
     except StopIteration as stop:
+        if own is not None and is_small(cursor.pgresult):
+            own.spare = cursor
         return cast(T, stop.value)
 
 
@@ -64,7 +83,12 @@ async def run_async(conn: AnyAsyncConnection, operation: Runnable[T]) -> T:
 
 
 async def _run_async(conn: AnyAsyncConnection, steps: Generator[Any, list[tuple[Any, ...]], T]) -> T:
-    cursor = conn.cursor(row_factory=tuple_row)
+    own = conn if isinstance(conn, OwnAsyncConnection) else None
+    cursor = own.spare if own is not None else None
+    if own is not None:
+        own.spare = None
+    if cursor is None:
+        cursor = conn.cursor(row_factory=tuple_row)
     try:
         statement = next(steps)
         while True:
@@ -76,9 +100,16 @@ async def _run_async(conn: AnyAsyncConnection, steps: Generator[Any, list[tuple[
             else:
                 statement = steps.send(rows)
     except StopIteration as stop:
+        if own is not None and is_small(cursor.pgresult):
+            own.spare = cursor
         return cast(T, stop.value)
 
 
 def has_rows(result: PGresult | None) -> bool:
     """Is there anything to fetch? (`cursor.description` would tell too, but builds an object per column.)"""
     return result is not None and result.ntuples > 0
+
+
+def is_small(result: PGresult | None) -> bool:
+    """May a spare cursor hold on to this result? (Making a cursor anew costs 15 of the 75 µs of a send.)"""
+    return result is None or result.ntuples <= 1

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg import Connection
 
-from commandbus.db.drive import Runnable, run
+from commandbus.db.drive import OwnConnection, Runnable, run
 from commandbus.db.pool import check_conninfo, connection_kwargs
 from commandbus.settings import Settings
 
@@ -37,11 +37,11 @@ class Link:
         self._settings = settings
         self._name = name
         self._on_connect = on_connect
-        self._conn: Connection[Any] | None = None
+        self._conn: OwnConnection | None = None
         self.is_down = False
 
     @property
-    def conn(self) -> Connection[Any]:
+    def conn(self) -> OwnConnection:
         """The connection; made on first use."""
         if self._conn is None or self._conn.closed:
             self._conn = self._connect()
@@ -85,9 +85,9 @@ class Link:
         """Close it."""
         self._drop()
 
-    def _connect(self) -> Connection[Any]:
+    def _connect(self) -> OwnConnection:
         kwargs = connection_kwargs(self._settings, name=self._name)
-        conn: Connection[Any] = Connection.connect(
+        conn = OwnConnection.connect(
             check_conninfo(self._settings.database_url), connect_timeout=CONNECT_TIMEOUT_SECONDS, **kwargs
         )
         if self._on_connect is not None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import psycopg
-from psycopg import AsyncConnection, Connection
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
+from commandbus.db.drive import OwnAsyncConnection, OwnConnection
 from commandbus.errors import ConfigurationError
 from commandbus.settings import Settings
 
@@ -43,10 +43,11 @@ def check_conninfo(database_url: str | None) -> str:
     return database_url
 
 
-def open_pool(settings: Settings, *, name: str, max_size: int) -> ConnectionPool[Connection[Any]]:
+def open_pool(settings: Settings, *, name: str, max_size: int) -> ConnectionPool[OwnConnection]:
     """A pool of sync connections; connects in the background, on demand."""
     return ConnectionPool(
         check_conninfo(settings.database_url),
+        connection_class=OwnConnection,
         kwargs=connection_kwargs(settings, name=name),
         min_size=min(settings.pool_min_size, max_size),
         max_size=max_size,
@@ -59,10 +60,11 @@ def open_pool(settings: Settings, *, name: str, max_size: int) -> ConnectionPool
     )
 
 
-def make_async_pool(settings: Settings, *, name: str, max_size: int) -> AsyncConnectionPool[AsyncConnection[Any]]:
+def make_async_pool(settings: Settings, *, name: str, max_size: int) -> AsyncConnectionPool[OwnAsyncConnection]:
     """A pool of async connections, to be opened on the loop that uses it."""
     return AsyncConnectionPool(
         check_conninfo(settings.database_url),
+        connection_class=OwnAsyncConnection,
         kwargs=connection_kwargs(settings, name=name),
         min_size=min(settings.pool_min_size, max_size),
         max_size=max_size,

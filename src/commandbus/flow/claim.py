@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from psycopg import errors as pg
 
 from commandbus import sql
-from commandbus.errors import InvalidCommandError
 from commandbus.flow.send import explain_missing
 from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model import envelope, names, payload
@@ -127,22 +126,27 @@ def _take_in(domain: str, worker: str, raw: Sequence[ClaimedRow], max_bytes: int
     """Adopt what is readable, reject the rest; answers how many were adopted."""
     if not raw:
         return 0
-    readable: list[dict[str, Any]] = []
+    readable: dict[int, NewCommand] = {}
+    rows: list[str] = []
     reasons: dict[int, str] = {}
     for row in raw:
         try:
-            readable.append(_adoption(row, _read(domain, row, max_bytes)))
-        except (InvalidCommandError, RecursionError) as error:
+            # Dumped here, one by one: what cannot be (too deep, too many digits) is this message's fault alone.
+            new = _read(domain, row, max_bytes)
+            rows.append(_dump(_adoption(row, new)))
+            readable[row.msg_id] = new
+        except (ValueError, RecursionError) as error:
             reasons[row.msg_id] = str(error)
     adopted: set[int] = set()
     if readable:
         answer = yield Statement(
-            sql.text("adopt", domain=domain), {"domain": domain, "worker": worker, "rows": _dump(readable)}
+            sql.text("adopt", domain=domain),
+            {"domain": domain, "worker": worker, "rows": "[" + ",".join(rows) + "]"},
         )
         adopted = {msg_id for (msg_id,) in answer}
-        for new in readable:
-            if new["m"] not in adopted:
-                reasons[new["m"]] = f"command_id {new['i']!r} was sent before"
+        for msg_id, new in readable.items():
+            if msg_id not in adopted:
+                reasons[msg_id] = f"command_id {new.command_id!r} was sent before"
     if reasons:
         rejected = [
             {"m": row.msg_id, "r": row.read_ct, "e": payload.clean_text(reasons[row.msg_id], longest=2000)}
@@ -188,5 +192,5 @@ def _lost_rows(lost: Sequence[ClaimedRow]) -> str:
     return _dump(rows)
 
 
-def _dump(rows: list[dict[str, Any]]) -> str:
+def _dump(rows: list[dict[str, Any]] | dict[str, Any]) -> str:
     return payload.dump(rows, what="rows", max_bytes=1 << 30)

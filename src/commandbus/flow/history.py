@@ -43,10 +43,7 @@ def list_attempts(domain: str, command_id: str) -> Steps[list[AttemptRecord]]:
         rows = yield Statement(sql.text("list_attempts"), {"domain": domain, "command_id": command_id})
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
         raise explain_missing(domain, error) from None
-    return [
-        AttemptRecord(*head, details=_loads(details), traceback=trace, rung=rung)
-        for *head, details, trace, rung in rows
-    ]
+    return [AttemptRecord(*(*head, _loads(details), trace, rung)) for *head, details, trace, rung in rows]
 
 
 def _loads(text: str | None) -> Any:

@@ -20,6 +20,7 @@ from commandbus.model import names, payload
 from commandbus.model.command import AuditEntry, AuditEvent, CommandRecord, CommandStatus, TsqEntry
 
 WORKER_ALIVE_SECONDS = 15.0
+MAX_ID = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +96,24 @@ class RejectedMessage:
 @operation(atomic=False)
 def query_commands(query: CommandQuery, *, limit: int, before_id: int | None) -> Steps[Page]:
     """A page of commands that match."""
-    if query.domain is not None:
-        names.check_domain(query.domain)
-    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= 10_000:
-        raise InvalidCommandError(f"limit must be a whole number from 1 to 10000, not {limit!r}")
-    params: dict[str, Any] = {
-        "domain": query.domain,
-        "command_id": query.command_id,
-        "command_type": query.command_type,
-        "correlation_id": query.correlation_id,
-        "status": query.status,
-        "created_after": query.created_after,
-        "created_before": query.created_before,
+    names.check_count(limit, "limit")
+    status = _status(query.status)
+    params: dict[str, Any] = _filters(query.domain, query.command_type) | {
+        "command_id": None if query.command_id is None else names.to_id(query.command_id),
+        "correlation_id": None
+        if query.correlation_id is None
+        else names.to_id(query.correlation_id, "correlation_id"),
+        "status": status,
+        "created_after": _instant(query.created_after, "created_after"),
+        "created_before": _instant(query.created_before, "created_before"),
         "ids": None,
         "not_ids": None,
-        "before_id": before_id,
+        "before_id": None if before_id is None else names.check_count(before_id, "before_id", most=MAX_ID),
         "limit": limit + 1,
     }
-    if query.status in (CommandStatus.PENDING, CommandStatus.IN_PROGRESS):
+    if status in (CommandStatus.PENDING, CommandStatus.IN_PROGRESS):
         held = yield from _held(query.domain)
-        running = query.status is CommandStatus.IN_PROGRESS
+        running = status is CommandStatus.IN_PROGRESS
         params |= {"status": "PENDING", "ids" if running else "not_ids": held}
     try:
         rows = yield Statement(sql.text("query_commands"), params)
@@ -128,6 +127,7 @@ def query_commands(query: CommandQuery, *, limit: int, before_id: int | None) ->
 def get_audit_trail(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
     """Every event of a command in order; empty if there is no such command."""
     names.check_domain(domain)
+    command_id = names.to_id(command_id)
     rows = yield Statement(
         b"SELECT a.event, a.at, a.attempt, a.worker, a.details::text FROM commandbus.command c "
         b"JOIN commandbus.audit a ON a.command = c.id "
@@ -184,12 +184,10 @@ def list_tsq(
     try:
         rows = yield Statement(
             sql.text("list_tsq"),
-            {
-                "domain": domain,
-                "command_type": command_type,
-                "error_code": error_code,
-                "limit": limit,
-                "after_id": after_id,
+            _filters(domain, command_type, error_code)
+            | {
+                "limit": names.check_count(limit, "limit"),
+                "after_id": names.check_count(after_id, "after_id", least=0, most=MAX_ID),
             },
         )
     except (pg.UndefinedTable, pg.InvalidSchemaName):
@@ -204,7 +202,7 @@ def count_tsq(
     """How many need a person, by (domain, command_type)."""
     try:
         rows = yield Statement(
-            sql.text("count_tsq"), {"domain": domain, "command_type": command_type, "error_code": error_code}
+            sql.text("count_tsq"), _filters(domain, command_type, error_code)
         )
     except (pg.UndefinedTable, pg.InvalidSchemaName):
         raise _no_schema() from None
@@ -214,16 +212,17 @@ def count_tsq(
 @operation(atomic=False)
 def list_rejected(*, domain: str | None, limit: int, before_id: int | None) -> Steps[list[RejectedMessage]]:
     """Messages that were moved aside, newest first."""
-    if domain is not None:
-        names.check_domain(domain)
+    params = {
+        "domain": None if domain is None else names.check_domain(domain),
+        "limit": names.check_count(limit, "limit"),
+        "before_id": None if before_id is None else names.check_count(before_id, "before_id", most=MAX_ID),
+    }
     try:
-        rows = yield Statement(
-            sql.text("list_rejected"), {"domain": domain, "limit": limit, "before_id": before_id}
-        )
+        rows = yield Statement(sql.text("list_rejected"), params)
     except (pg.UndefinedTable, pg.InvalidSchemaName):
         raise _no_schema() from None
     return [
-        RejectedMessage(id_, name, msg_id, _loads(message), _loads(headers), reason, rejected_at)
+        RejectedMessage(id_, name, msg_id, _foreign(message), _foreign(headers), reason, rejected_at)
         for id_, name, msg_id, message, headers, reason, rejected_at in rows
     ]
 
@@ -233,7 +232,7 @@ def _held(domain: str | None) -> Steps[list[int]]:
     held: list[int] = []
     for name in domains:
         try:
-            rows = yield Statement(sql.text("held_commands", domain=name))
+            rows = yield Statement(sql.text("held_commands", domain=name), {"domain": name})
         except pg.UndefinedTable:
             raise UnknownDomainError(name) from None
         held += [row[0] for row in rows]
@@ -311,6 +310,40 @@ def _no_schema() -> SchemaError:
 
 def _loads(text: str | None) -> Any:
     return None if text is None else payload.loads(text)
+
+
+def _foreign(text: str | None) -> Any:
+    """JSON of another client; what Python cannot parse (depth, digits) stays text."""
+    try:
+        return _loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _filters(domain: str | None, command_type: str | None, error_code: object = None) -> dict[str, Any]:
+    """What commands and the troubleshooting queue are both filtered by, checked."""
+    return {
+        "domain": None if domain is None else names.check_domain(domain),
+        "command_type": None if command_type is None else names.check_type(command_type),
+        "error_code": None if error_code is None else names.check_id(error_code, "error_code"),
+    }
+
+
+def _status(value: object) -> CommandStatus | None:
+    if value is None or isinstance(value, CommandStatus):
+        return value
+    try:
+        return CommandStatus(value)  # type: ignore[arg-type]
+    except ValueError:
+        raise InvalidCommandError(
+            f"status {names.shown(value)} is none of {', '.join(CommandStatus)}"
+        ) from None
+
+
+def _instant(value: object, what: str) -> datetime | None:
+    if value is None or (isinstance(value, datetime) and value.tzinfo is not None):
+        return value
+    raise InvalidCommandError(f"{what} must be a datetime with a time zone, not {names.shown(value)}")
 
 
 def _details(text: str | None) -> dict[str, Any]:

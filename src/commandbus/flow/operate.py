@@ -86,6 +86,7 @@ def _now() -> Steps[datetime]:
 @operation(atomic=True)
 def act_on(domain: str, command_id: str, what: Deed) -> Steps[None]:
     """Apply a deed to one command in the troubleshooting queue, or raise InvalidOperationError."""
+    command_id = names.to_id(command_id)
     id_ = yield from _find(domain, command_id)
     if not (yield from _apply(Selection(domain, ids=[id_]), what, 1)):
         raise InvalidOperationError((yield from _explain(domain, command_id, what.action.lower())))
@@ -94,6 +95,7 @@ def act_on(domain: str, command_id: str, what: Deed) -> Steps[None]:
 @operation(atomic=True)
 def cancel(domain: str, command_id: str, what: Deed) -> Steps[None]:
     """Cancel a command that waits; one that runs, or is in the troubleshooting queue or final, is refused."""
+    command_id = names.to_id(command_id)
     try:
         rows = yield Statement(
             sql.text("cancel", domain=domain),

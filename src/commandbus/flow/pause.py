@@ -12,6 +12,7 @@ from commandbus.errors import InvalidOperationError, UnknownDomainError
 from commandbus.flow.operate import Deed
 from commandbus.flow.send import explain_missing
 from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.model import names
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class PauseInfo:
 @operation(atomic=True)
 def pause(domain: str, command_type: str | None, what: Deed) -> Steps[bool]:
     """Pause; False if it was paused already. What runs goes on."""
+    if command_type is not None:
+        names.check_type(command_type)
     known = yield Statement(b"SELECT 1 FROM commandbus.domain WHERE name = %(domain)s", {"domain": domain})
     if not known:
         raise UnknownDomainError(domain)
@@ -42,6 +45,8 @@ def pause(domain: str, command_type: str | None, what: Deed) -> Steps[bool]:
 @operation(atomic=True)
 def resume(domain: str, command_type: str | None) -> Steps[int]:
     """Resume; answers how many parked commands went back to the queue."""
+    if command_type is not None:
+        names.check_type(command_type)
     params = {"domain": domain, "type": command_type or ""}
     gone = yield Statement(
         b"DELETE FROM commandbus.pause WHERE domain = %(domain)s AND command_type = %(type)s RETURNING domain",

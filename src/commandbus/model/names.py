@@ -62,6 +62,13 @@ def to_id(value: object, what: str = "command_id") -> str:
     return check_id(str(value) if isinstance(value, UUID) else value, what)
 
 
+def check_count(value: object, what: str, *, least: int = 1, most: int = 10_000) -> int:
+    """Return a whole number within bounds, such as the size of a page."""
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+        return value
+    raise InvalidCommandError(f"{what} must be a whole number from {least} to {most}, not {shown(value)}")
+
+
 def _check_text(value: object, what: str, longest: int) -> str:
     if isinstance(value, str) and 0 < len(value) <= longest and not _CONTROL.search(value):
         return value

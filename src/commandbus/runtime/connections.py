@@ -20,6 +20,7 @@ from psycopg import AsyncConnection, Connection
 from psycopg.pq import TransactionStatus
 from psycopg_pool import ConnectionPool, PoolTimeout
 
+from commandbus.db.drive import OwnConnection
 from commandbus.db.pool import open_pool
 from commandbus.settings import Settings
 
@@ -31,7 +32,7 @@ class HandlerConnections:
         self._settings = settings
         self._size = size
         self._lent = lent
-        self._own: ConnectionPool[Connection[Any]] | None = None
+        self._own: ConnectionPool[OwnConnection] | None = None
         self._opening = threading.Lock()
 
     @contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -98,7 +98,7 @@ class HandlerRegistry:
         found = [
             (mark, getattr(instance, name))
             for name in dir(type(instance))
-            for mark in getattr(inspect.getattr_static(type(instance), name), _MARK, ())
+            for mark in _marks_of(inspect.getattr_static(type(instance), name))
         ]
         if not found:
             raise ValueError(
@@ -127,6 +127,12 @@ class HandlerRegistry:
 
     def __len__(self) -> int:
         return len(self._handlers)
+
+
+def _marks_of(member: object) -> Sequence[tuple[str, str, RetryPolicy | None]]:
+    """The marks of a method; a staticmethod or classmethod keeps them on the function inside."""
+    found: Sequence[tuple[str, str, RetryPolicy | None]] = getattr(getattr(member, "__func__", member), _MARK, ())
+    return found
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -37,10 +37,19 @@ Item = tuple[Attempt, Settlement | Note]
 class Settler:
     """One thread that empties the queue of outcomes."""
 
-    def __init__(self, link: Link, worker: str, on_settled: Callable[[Attempt], None], *, name: str) -> None:
+    def __init__(
+        self,
+        link: Link,
+        worker: str,
+        *,
+        on_settled: Callable[[Attempt], None],
+        on_again: Callable[[], None],
+        name: str,
+    ) -> None:
         self._link = link
         self._worker = worker
         self._on_settled = on_settled
+        self._on_again = on_again
         self._queue: deque[Item] = deque()
         self._busy: list[Item] = []
         self._wake = threading.Event()
@@ -140,6 +149,8 @@ class Settler:
                 self._note_refusal(attempt, in_doubt=in_doubt)
             self._on_settled(attempt)
             self.settled[domain] += 1
+        if any(not settlement.is_final for settlement in settlements):
+            self._on_again()
 
     def _note_refusal(self, attempt: Attempt, *, in_doubt: bool) -> None:
         extra = {"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number}

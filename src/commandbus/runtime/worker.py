@@ -250,7 +250,14 @@ class _Parts:
         self._executor = Executor(services, worker._policy)
         link = Link(settings, name=f"{worker.id} settler")
         on_settled = self._settled_towards_idle if worker._ends_idle else self.held.discard
-        self.settler = Settler(link, worker.id, on_settled, name=worker.id)
+        self.settler = Settler(
+            link,
+            worker.id,
+            on_settled=on_settled,
+            # An idle claimer looked at what is due before this retry was: it must look again.
+            on_again=lambda: self._claimer.wake(),
+            name=worker.id,
+        )
         self._slots = Slots(self._places, self._run, name=worker.id)
         self._loop: AsyncSlots | None = None
         if any(handler.is_async for handler in worker._handlers):

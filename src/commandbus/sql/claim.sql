@@ -8,6 +8,9 @@
 --
 -- One row write each: read_ct, vt and the holder. A row that somebody still held (its worker vanished) keeps
 -- the previous holder under "before" until flow/claim.py has written the lost attempt down.
+--
+-- A message is a command's if the command says so too (msg_id and domain): any client can write {"command": 7}.
+-- The last vt is clamped to what psycopg can load: a foreign client may send with any, -infinity too.
 WITH picked AS MATERIALIZED (
     SELECT ctid, vt
       FROM pgmq.{queue}
@@ -31,13 +34,13 @@ WITH picked AS MATERIALIZED (
 SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, c.attempt_base, c.waived,
        c.max_attempts, c.correlation_id, c.reply_to, c.headers::text, c.created_at,
        c.command_type = ANY (ARRAY(SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s)),
-       l.before::text, CASE WHEN c.id IS NULL THEN l.message::text END, (SELECT max(vt) FROM picked), now()
+       l.before::text, CASE WHEN c.id IS NULL THEN l.message::text END, greatest((SELECT max(vt) FROM picked), 'epoch'), now()
   FROM leased l
   LEFT JOIN LATERAL (
        SELECT *
          FROM commandbus.command
         WHERE id = CASE WHEN l.message ->> 'command' ~ '^[0-9]{1,18}$'
                         THEN (l.message ->> 'command')::bigint END
-          AND msg_id = l.msg_id
+          AND msg_id = l.msg_id AND domain = %(domain)s
        OFFSET 0) c ON true
  ORDER BY l.msg_id

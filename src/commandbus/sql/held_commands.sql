@@ -1,4 +1,8 @@
--- The commands of a domain that somebody is running. Locks: none. Reads the queue once.
-SELECT (message ->> 'command')::bigint
-  FROM pgmq.{queue}
- WHERE headers ? 'held_by' AND message ->> 'command' ~ '^[0-9]{1,18}$'
+-- The commands of a domain that somebody is running. Locks: none. Reads the queue once, then the command's key.
+SELECT c.id
+  FROM (SELECT msg_id, message ->> 'command' AS command
+          FROM pgmq.{queue}
+         WHERE headers ? 'held_by') q
+  JOIN commandbus.command c
+    ON c.id = CASE WHEN q.command ~ '^[0-9]{1,18}$' THEN q.command::bigint END
+   AND c.msg_id = q.msg_id AND c.domain = %(domain)s

@@ -26,8 +26,7 @@ from commandbus.cli.render import counted, print_json
 from commandbus.cli.session import Command, Session
 from commandbus.db.resolve import DEFAULT_FOLDER, embedded_folder
 from commandbus.embedded import EmbeddedPostgres
-from commandbus.flow.inspect import domain_status
-from commandbus.model.command import CommandStatus, NewCommand, new_command_id
+from commandbus.model.command import CommandStatus, new_command_id
 from commandbus.settings import Settings, mask_database_url
 
 WORKERS = 2
@@ -64,8 +63,7 @@ def demo(ctx: click.Context, keep: bool, count: int, folder: Path | None) -> Non
     with _place(session, folder, stage, keep=keep) as place, CommandBus(settings=place.settings) as bus:
         _prepare(bus, stage)
         with Fleet(place.settings.database_url or "", place.logs, size=WORKERS, keep=keep) as fleet:
-            sent, tally, seconds = _play(bus, fleet, stage, count, correlation_id)
-            wrong = books.discrepancies(tally, sent)
+            tally, wrong, seconds = _play(bus, fleet, stage, count, correlation_id)
             if session.as_json:
                 print_json(_document(tally, wrong, correlation_id, place, fleet))
             else:
@@ -137,8 +135,11 @@ def _prepare(bus: CommandBus, stage: Stage) -> None:
 
 def _play(
     bus: CommandBus, fleet: Fleet, stage: Stage, count: int, correlation_id: str
-) -> tuple[list[NewCommand], Tally, float]:
+) -> tuple[Tally, list[str], float]:
+    """Send, and watch until all are through; answers the books, what is wrong with them, and how long it took."""
     stage.say(f"{WORKERS} worker processes start: pid {', '.join(map(str, fleet.pids))}")
+    if earlier := _waiting(bus):
+        stage.say(f"{counted(earlier, 'command')} of earlier runs are still waiting, and go first")
     commands = list(books.make_commands(count, correlation_id))
     started = time.monotonic()
     receipts = bus.send_many(DOMAIN, commands)
@@ -146,17 +147,22 @@ def _play(
     ids = [receipt.id for receipt in receipts]
     while True:
         tally = bus.run(books.count(ids))
-        running = bus.run(domain_status([DOMAIN]))[0].running if tally.open else 0
+        running = bus.status(DOMAIN)[0].running if tally.open else 0
         seconds = time.monotonic() - started
         stage.progress(tally, count, seconds, running=running)
         if not tally.open and not tally.queued:
-            break
-        if (trouble := fleet.obituary()) is not None or seconds > LIMIT_SECONDS:
-            stage.say(trouble or f"not through after {seconds:.0f} s; the workers' logs are {fleet.log_files}")
-            break
+            return tally, books.discrepancies(tally, commands), seconds
+        trouble = fleet.obituary()
+        if trouble is None and seconds > LIMIT_SECONDS:
+            trouble = f"not through after {seconds:.0f} s; the workers' logs: {fleet.last_words()}"
+        if trouble is not None:
+            return tally, [trouble, *books.discrepancies(tally, commands)], seconds
         time.sleep(TICK_SECONDS)
-    stage.close_line()
-    return commands, tally, seconds
+
+
+def _waiting(bus: CommandBus) -> int:
+    status = bus.status(DOMAIN)[0]
+    return status.ready + status.delayed + status.running + status.parked
 
 
 def _conclude(stage: Stage, tally: Tally, wrong: list[str], seconds: float) -> None:

@@ -76,6 +76,10 @@ class Fleet:
         ]
         return "; ".join(dead) or None
 
+    def last_words(self) -> str:
+        """The last line of each log."""
+        return "; ".join(f"{file}: {_last_line(file)}" for file in self.log_files)
+
     def stop(self) -> None:
         """SIGTERM to all, then SIGKILL to those that do not end; signals to us wait until that is done."""
         with deferred(forget=True):

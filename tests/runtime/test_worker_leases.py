@@ -1,0 +1,202 @@
+"""Leases: renewed while a handler runs, fenced when lost, extended on request."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+from support.waiting import one, until, until_settled, verdicts
+from support.workers import add, done, either, opened, short_lease
+
+from commandbus import AttemptFencedError, CommandBus, CommandStatus, HandlerRegistry, Worker
+from commandbus.flow.claim import claim
+
+StartWorker = Callable[..., Worker]
+Db = psycopg.Connection[Any]
+
+
+def steal(bus: CommandBus, db: Db, thief: str = "thief") -> None:
+    """As if the lease had run out and another worker had claimed the command."""
+    db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 s'")
+    found = bus.run(claim(domain="orders", worker=thief, n=10, lease_seconds=60, cursor=None))
+    assert len(found.odd) == 1
+
+
+def holder(db: Db) -> str:
+    return str(one(db, "SELECT headers ->> 'held_by' FROM pgmq.q_orders__commands"))
+
+
+@pytest.mark.slow
+def test_a_handler_that_outlasts_its_lease_is_not_run_twice(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+) -> None:
+    runs: list[str] = []
+
+    async def long(command: Any, ctx: Any) -> str:
+        runs.append(command.command_id)
+        await opened(gate)
+        return "done"
+
+    add(handlers, "sync", "sync", long)
+    add(handlers, "async", "async", long)
+    for _ in range(2):
+        start_worker(handlers, concurrency=2, **short_lease())
+    bus.send("orders", "sync", command_id="s")
+    bus.send("orders", "async", command_id="a")
+    until(lambda: len(runs) == 2)
+    first_end = one(db, "SELECT max(vt) FROM pgmq.q_orders__commands")
+    until(lambda: one(db, "SELECT now() > %s + interval '2 s'", first_end))
+    assert sorted(runs) == ["a", "s"]
+    gate.set()
+    until_settled(db)
+    assert sorted(runs) == ["a", "s"]
+    assert one(db, "SELECT count(*) FROM commandbus.attempt") == 0
+    assert one(db, "SELECT array_agg(attempt) FROM commandbus.command") == [1, 1]
+
+
+def test_a_lost_lease_is_noticed_and_nothing_of_the_attempt_lands(
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    lane: str,
+    gate: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    started = threading.Event()
+
+    async def work(command: Any, ctx: Any) -> str:
+        started.set()
+        await opened(gate)
+        return "too late"
+
+    add(handlers, lane, "work", work)
+    bus.send("orders", "work", command_id="c")
+    with caplog.at_level(logging.WARNING, "commandbus.worker"):
+        worker = start_worker(handlers, **short_lease())
+        assert started.wait(10)
+        steal(bus, db)
+        until(lambda: any("was lost" in each.getMessage() for each in caplog.records))
+        gate.set()
+        until(lambda: any("was refused" in each.getMessage() for each in caplog.records))
+        assert worker.stop().is_clean
+    found = bus.get_command("orders", "c")
+    assert found is not None
+    assert (found.status, found.result, found.worker) == (CommandStatus.IN_PROGRESS, None, "thief")
+    assert holder(db) == "thief"
+
+
+def test_a_failure_after_a_lost_lease_does_not_land_either(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+) -> None:
+    started = threading.Event()
+
+    @handlers.handler("orders", "work")
+    def work(ctx: Any) -> None:
+        started.set()
+        gate.wait(20)
+        raise RuntimeError("too late")
+
+    bus.send("orders", "work", command_id="c")
+    worker = start_worker(handlers)
+    assert started.wait(10)
+    steal(bus, db)
+    gate.set()
+    worker.stop()
+    assert holder(db) == "thief"
+    assert verdicts(db, "c") == []
+    assert one(db, "SELECT status::text FROM commandbus.command") == "PENDING"
+
+
+def test_extend_holds_the_command_longer(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, lane: str, gate: threading.Event
+) -> None:
+    extended = threading.Event()
+
+    async def work(command: Any, ctx: Any) -> None:
+        await done(ctx.extend(600))
+        await done(ctx.extend("2m"))  # never shortens
+        extended.set()
+        await opened(gate)
+
+    add(handlers, lane, "work", work)
+    bus.send("orders", "work", command_id="c")
+    start_worker(handlers)
+    assert extended.wait(10)
+    assert one(db, "SELECT vt > now() + interval '590 s' FROM pgmq.q_orders__commands")
+    gate.set()
+    until_settled(db)
+
+
+@pytest.mark.parametrize("bad", [-1, "soon", float("nan"), None])
+def test_extend_refuses_what_is_no_duration(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, bad: Any
+) -> None:
+    raised: list[BaseException] = []
+
+    @handlers.handler("orders", "work")
+    def work(ctx: Any) -> None:
+        try:
+            ctx.extend(bad)
+        except Exception as error:
+            raised.append(error)
+
+    bus.send("orders", "work")
+    start_worker(handlers)
+    until_settled(db)
+    assert isinstance(raised[0], ValueError | TypeError)
+    assert "seconds" in str(raised[0])
+
+
+def test_extend_says_when_the_command_is_lost(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, lane: str, gate: threading.Event
+) -> None:
+    started = threading.Event()
+    raised: list[BaseException] = []
+
+    async def work(command: Any, ctx: Any) -> None:
+        started.set()
+        await opened(gate)
+        try:
+            await done(ctx.extend(60))
+        except AttemptFencedError as error:
+            raised.append(error)
+            raise
+
+    add(handlers, lane, "work", work)
+    bus.send("orders", "work", command_id="c")
+    start_worker(handlers)
+    assert started.wait(10)
+    steal(bus, db)
+    gate.set()
+    until(lambda: raised)
+    assert "'c'" in str(raised[0])
+    assert holder(db) == "thief"
+
+
+def test_extend_needs_no_second_connection(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, lane: str
+) -> None:
+    """A handler that holds its connection and extends must not wait for a second one: there may be none."""
+
+    async def work(command: Any, ctx: Any) -> str:
+        async with either(ctx.connection()) as conn:
+            await done(conn.execute("SELECT 1"))
+            await done(ctx.extend(60))
+        async with either(ctx.transaction()) as tx:
+            await done(tx.execute("SELECT 1"))
+            await done(ctx.extend(60))
+            tx.complete("extended")
+        return ""
+
+    add(handlers, lane, "work", work)
+    bus.send("orders", "work", command_id="c")
+    start_worker(handlers, concurrency=1, pool_timeout=2.0)
+    until_settled(db)
+    found = bus.get_command("orders", "c")
+    assert found is not None
+    assert (found.result, found.attempts) == ("extended", 1)
