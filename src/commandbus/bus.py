@@ -29,7 +29,7 @@ from commandbus.flow.pause import PauseInfo
 from commandbus.flow.prune import PruneReport, Retention
 from commandbus.flow.statement import Operation, Plan
 from commandbus.model import names
-from commandbus.model.command import AuditEntry, CommandRecord, CommandStatus, NewCommand, SentCommand
+from commandbus.model.command import AuditEntry, CommandRecord, NewCommand, SentCommand
 from commandbus.model.durations import parse_seconds
 from commandbus.settings import Settings, load_settings
 
@@ -251,7 +251,7 @@ class CommandBus(_Shell):
 
     def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
         """What is known of a command; None if there is none."""
-        query = CommandQuery(domain=names.check_domain(domain), command_id=command_id)
+        query = CommandQuery(domain=names.check_domain(domain), command_id=names.to_id(command_id))
         page = self.run(inspect.query_commands(query, limit=1, before_id=None), conn)
         return page.items[0] if page.items else None
 
@@ -448,7 +448,7 @@ class AsyncCommandBus(_Shell):
 
     async def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
         """What is known of a command; None if there is none."""
-        query = CommandQuery(domain=names.check_domain(domain), command_id=command_id)
+        query = CommandQuery(domain=names.check_domain(domain), command_id=names.to_id(command_id))
         page = await self.run(inspect.query_commands(query, limit=1, before_id=None), conn)
         return page.items[0] if page.items else None
 

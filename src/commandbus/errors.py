@@ -71,6 +71,13 @@ class TransactionUsedError(CommandBusError):
     """`ctx.transaction()` completes the command, so an attempt has only one."""
 
 
+class ConnectionInUseError(CommandBusError):
+    """An attempt has one connection at a time: all slots together have no more than there are slots.
+
+    Were a second one allowed, slots that each hold one could wait for each other until they time out.
+    """
+
+
 class DuplicateHandlerError(CommandBusError, ValueError):
     """A handler for this (domain, command_type) is registered already."""
 

@@ -182,13 +182,18 @@ def _confirm(ctx: click.Context, queue: TroubleshootingQueue, target: Target, ve
     number = queue.count(target.domain, target.command_type, error_code=target.error_code)
     if target.is_confirmed or number == 0:
         return
-    if not sys.stdin.isatty():
+    if not is_somebody_there():
         raise InvalidOperationError(
             f"this would {verb} {counted(number, 'command')}, and nobody can be asked; add --yes"
         )
     if not click.confirm(f"{verb} {counted(number, 'command')} of domain {target.domain}?", err=True):
         click.echo("nothing was done", err=True)
         ctx.exit(ExitCode.NO)
+
+
+def is_somebody_there() -> bool:
+    """Can a question be answered?"""
+    return sys.stdin.isatty()
 
 
 def _say(session: Session, target: Target, done: str, moved: int) -> None:

@@ -7,6 +7,7 @@ it is and never closed by us.
 
 from __future__ import annotations
 
+import select
 from typing import Any
 
 import psycopg
@@ -43,11 +44,28 @@ def check_conninfo(database_url: str | None) -> str:
     return database_url
 
 
+def check_open(conn: Connection[Any] | AsyncConnection[Any]) -> None:
+    """Raise if the server has ended this idle connection: what it said last is waiting to be read.
+
+    One look at the socket, no round trip. A restart or a terminated backend thus costs nobody an error; a network
+    that fell silent is not seen.
+    """
+    looking = select.poll()
+    looking.register(conn.pgconn.socket, select.POLLIN)
+    while looking.poll(0):
+        conn.pgconn.consume_input()
+
+
+async def _check_open_async(conn: AsyncConnection[Any]) -> None:
+    check_open(conn)
+
+
 def open_pool(settings: Settings, *, name: str, max_size: int) -> ConnectionPool[OwnConnection]:
     """A pool of sync connections; connects in the background, on demand."""
     return ConnectionPool(
         check_conninfo(settings.database_url),
         connection_class=OwnConnection,
+        check=check_open,
         kwargs=connection_kwargs(settings, name=name),
         min_size=min(settings.pool_min_size, max_size),
         max_size=max_size,
@@ -65,6 +83,7 @@ def make_async_pool(settings: Settings, *, name: str, max_size: int) -> AsyncCon
     return AsyncConnectionPool(
         check_conninfo(settings.database_url),
         connection_class=OwnAsyncConnection,
+        check=_check_open_async,
         kwargs=connection_kwargs(settings, name=name),
         min_size=min(settings.pool_min_size, max_size),
         max_size=max_size,

@@ -131,7 +131,7 @@ def get_audit_trail(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
     rows = yield Statement(
         b"SELECT a.event, a.at, a.attempt, a.worker, a.details::text FROM commandbus.command c "
         b"JOIN commandbus.audit a ON a.command = c.id "
-        b"WHERE c.domain = %(domain)s AND c.command_id = %(command_id)s ORDER BY a.at, a.rank, a.attempt",
+        b"WHERE c.domain = %(domain)s AND c.command_id = %(command_id)s ORDER BY a.rank, a.at",
         {"domain": domain, "command_id": command_id},
     )
     trail = [
@@ -201,9 +201,7 @@ def count_tsq(
 ) -> Steps[dict[tuple[str, str], int]]:
     """How many need a person, by (domain, command_type)."""
     try:
-        rows = yield Statement(
-            sql.text("count_tsq"), _filters(domain, command_type, error_code)
-        )
+        rows = yield Statement(sql.text("count_tsq"), _filters(domain, command_type, error_code))
     except (pg.UndefinedTable, pg.InvalidSchemaName):
         raise _no_schema() from None
     return {(row[0], row[1]): row[2] for row in rows}
@@ -335,9 +333,7 @@ def _status(value: object) -> CommandStatus | None:
     try:
         return CommandStatus(value)  # type: ignore[arg-type]
     except ValueError:
-        raise InvalidCommandError(
-            f"status {names.shown(value)} is none of {', '.join(CommandStatus)}"
-        ) from None
+        raise InvalidCommandError(f"status {names.shown(value)} is none of {', '.join(CommandStatus)}") from None
 
 
 def _instant(value: object, what: str) -> datetime | None:

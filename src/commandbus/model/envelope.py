@@ -25,12 +25,12 @@ def read(message: Any, *, queue: str, msg_id: int, max_bytes: int = payload.DEFA
     if not isinstance(message, dict):
         raise InvalidCommandError(f"the message is {_kind(message)}, not an object with a command_type")
     if "command" in message and "command_type" not in message:
-        raise InvalidCommandError(f"no command {message['command']!r} belongs to this message")
+        raise InvalidCommandError(f"no command {names.shown(message['command'])} belongs to this message")
     if "command_type" not in message:
         raise InvalidCommandError("the message has no command_type")
     if unknown := sorted(message.keys() - FIELDS):
         raise InvalidCommandError(
-            f"unknown field {unknown[0]!r}; an envelope has the fields {', '.join(sorted(FIELDS))}"
+            f"unknown field {names.shown(unknown[0])}; an envelope has the fields {', '.join(sorted(FIELDS))}"
         )
     given = message.get("command_id")
     new = NewCommand(

@@ -23,6 +23,7 @@ class Attempt:
         "domain",
         "handler",
         "has_committed",
+        "has_connection",
         "id",
         "is_lost",
         "msg_id",
@@ -46,6 +47,7 @@ class Attempt:
         self.started: float | None = None
         self.is_lost = False
         self.has_committed = False
+        self.has_connection = False
 
     @property
     def command_id(self) -> str:

@@ -40,12 +40,13 @@ class HandlerConnections:
         """A connection in ordinary psycopg manner: committed at the end of the block, rolled back on an error."""
         pool = self._pool()
         conn = pool.getconn(timeout)
+        habits = _habits(conn)
         try:
             conn.autocommit = False
             with conn_block(conn):
                 yield conn
         finally:
-            _restore(conn)
+            _restore(conn, habits)
             pool.putconn(conn)
 
     @asynccontextmanager
@@ -57,6 +58,7 @@ class HandlerConnections:
             conn.autocommit = False
             wrapped: AsyncConnection[Any] = AsyncConnection(conn.pgconn)
             wrapped.prepare_threshold = None
+            wrapped._pool = None  # type: ignore[assignment]  # psycopg warns of what is open and in no pool
             try:
                 yield wrapped
             except BaseException:
@@ -67,7 +69,7 @@ class HandlerConnections:
                 if not wrapped.closed:
                     await wrapped.commit()
         finally:
-            _restore(conn)
+            _restore(conn, {})
             pool.putconn(conn)
 
     def close(self) -> None:
@@ -119,12 +121,22 @@ def conn_block(conn: Connection[Any]) -> Iterator[None]:
             conn.commit()
 
 
-def _restore(conn: Connection[Any]) -> None:
-    """Back to autocommit, as the pool's other users expect; a handler may have left a transaction open."""
+_HABITS = ("row_factory", "cursor_factory", "prepare_threshold", "isolation_level", "read_only", "deferrable")
+
+
+def _habits(conn: Connection[Any]) -> dict[str, Any]:
+    return {name: getattr(conn, name) for name in _HABITS}
+
+
+def _restore(conn: Connection[Any], habits: dict[str, Any]) -> None:
+    """Back to autocommit and its own habits, as the pool's other users expect; a handler may have changed all."""
     try:
         if not conn.closed and conn.pgconn.transaction_status != TransactionStatus.IDLE:
             conn.rollback()
         if not conn.closed:
             conn.autocommit = True
+            for name, habit in habits.items():
+                if getattr(conn, name) != habit:
+                    setattr(conn, name, habit)
     except psycopg.Error:
         conn.close()  # the pool replaces it

@@ -8,15 +8,13 @@ fence is gone, everything in the block is rolled back.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    asynccontextmanager,
-    contextmanager,
-)
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import psycopg
@@ -24,8 +22,7 @@ from psycopg import AsyncConnection, Connection
 
 from commandbus import sql
 from commandbus.db.drive import run, run_async
-from commandbus.errors import AttemptFencedError, TransactionUsedError, TransientCommandError
-from commandbus.flow.renew import renew
+from commandbus.errors import AttemptFencedError, ConnectionInUseError, TransactionUsedError, TransientCommandError
 from commandbus.flow.settle import settle
 from commandbus.flow.statement import Operation, Statement, Steps, operation
 from commandbus.model import payload
@@ -47,6 +44,8 @@ class Services:
     pool_timeout: float
     max_payload_bytes: int
     default_max_attempts: int
+    extend: Callable[[Attempt, float], Future[bool]]
+    extend_timeout: float
 
 
 class HandlerTransaction(Generic[C]):
@@ -133,11 +132,17 @@ class _Context:
                 f"command {self._attempt.command_id!r} was completed by an earlier ctx.transaction()"
             )
 
-    def _renewal(self, seconds: float | str) -> Operation[list[tuple[int, int]]]:
-        wanted = parse_seconds(seconds, name="seconds")
-        attempt = self._attempt
-        fence = [(attempt.msg_id, attempt.read_ct)]
-        return renew(attempt.domain, self._services.worker, fence, lease_seconds=wanted)
+    def _ask_to_extend(self, seconds: float | str | timedelta) -> Future[bool]:
+        """The monitor does it, on its own connection: the handler's may be in the middle of a transaction."""
+        return self._services.extend(self._attempt, parse_seconds(seconds, name="seconds"))
+
+    def _take_connection(self) -> None:
+        if self._attempt.has_connection:
+            raise ConnectionInUseError(
+                f"this attempt of command {self._attempt.command_id!r} already holds a connection: use that one "
+                f"(in ctx.transaction() it is tx.connection), or leave its block first"
+            )
+        self._attempt.has_connection = True
 
     def _settlement(self, result: str | None) -> Operation[dict[tuple[int, int], Any]]:
         attempt = self._attempt
@@ -178,9 +183,15 @@ class HandlerContext(_Context):
 
     __slots__ = ()
 
-    def connection(self) -> AbstractContextManager[Connection[Any]]:
-        """A connection for the handler's own queries; committed at the end of the block."""
-        return self._services.connections.sync(timeout=self._services.pool_timeout)
+    @contextmanager
+    def connection(self) -> Iterator[Connection[Any]]:
+        """A connection for the handler's own queries, one at a time; committed at the end of the block."""
+        self._take_connection()
+        try:
+            with self._services.connections.sync(timeout=self._services.pool_timeout) as conn:
+                yield conn
+        finally:
+            self._attempt.has_connection = False
 
     @contextmanager
     def transaction(self) -> Iterator[HandlerTransaction[Connection[Any]]]:
@@ -200,11 +211,10 @@ class HandlerContext(_Context):
             with self.connection() as other:
                 self._uncertain(run(other, _has_committed(self._attempt, self._services.worker)), error)
 
-    def extend(self, seconds: float | str) -> None:
+    def extend(self, seconds: float | str | timedelta) -> None:
         """Hold the command for at least this long from now; raises AttemptFencedError if it is lost."""
-        with self.connection() as conn:
-            lost = run(conn, self._renewal(seconds))
-        self._check(lost)
+        if not self._ask_to_extend(seconds).result(self._services.extend_timeout):
+            raise self._fenced()
 
 
 class AsyncHandlerContext(_Context):
@@ -212,9 +222,15 @@ class AsyncHandlerContext(_Context):
 
     __slots__ = ()
 
-    def connection(self) -> AbstractAsyncContextManager[AsyncConnection[Any]]:
-        """A connection for the handler's own queries; committed at the end of the block."""
-        return self._services.connections.asynchronous(timeout=self._services.pool_timeout)
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[AsyncConnection[Any]]:
+        """A connection for the handler's own queries, one at a time; committed at the end of the block."""
+        self._take_connection()
+        try:
+            async with self._services.connections.asynchronous(timeout=self._services.pool_timeout) as conn:
+                yield conn
+        finally:
+            self._attempt.has_connection = False
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[HandlerTransaction[AsyncConnection[Any]]]:
@@ -235,8 +251,8 @@ class AsyncHandlerContext(_Context):
                 found = await run_async(other, _has_committed(self._attempt, self._services.worker))
                 self._uncertain(found, error)
 
-    async def extend(self, seconds: float | str) -> None:
+    async def extend(self, seconds: float | str | timedelta) -> None:
         """Hold the command for at least this long from now; raises AttemptFencedError if it is lost."""
-        async with self.connection() as conn:
-            lost = await run_async(conn, self._renewal(seconds))
-        self._check(lost)
+        asked = asyncio.wrap_future(self._ask_to_extend(seconds))
+        if not await asyncio.wait_for(asked, self._services.extend_timeout):
+            raise self._fenced()

@@ -11,7 +11,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 
 import psycopg
 
@@ -66,6 +68,8 @@ class Monitor:
         self._last_at = time.monotonic()
         self._limit_said = False
         self.first_beat = threading.Event()
+        self._wake = threading.Event()
+        self._extensions: SimpleQueue[tuple[Attempt, float, Future[bool]]] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"{name}-monitor", daemon=True)
 
     def start(self) -> None:
@@ -75,10 +79,21 @@ class Monitor:
     def stop(self, timeout: float) -> None:
         """Say good-bye in the registry and end."""
         self._stopping.set()
+        self._wake.set()
         self._thread.join(timeout)
 
+    def extend(self, attempt: Attempt, seconds: float) -> Future[bool]:
+        """Extend an attempt's lease; the answer is False if it is lost. Called by handlers' contexts."""
+        answer: Future[bool] = Future()
+        self._extensions.put((attempt, seconds, answer))
+        self._wake.set()
+        return answer
+
     def _serve(self) -> None:
-        while not self._stopping.wait(MONITOR_TICK if self.first_beat.is_set() else 0):
+        while not self._stopping.is_set():
+            if self.first_beat.is_set():
+                self._wake.wait(MONITOR_TICK)
+                self._wake.clear()
             try:
                 self._tick()
             except psycopg.OperationalError as error:
@@ -89,6 +104,7 @@ class Monitor:
         self._leave()
 
     def _tick(self) -> None:
+        self._extend_asked()
         self._renew()
         now = time.monotonic()
         if now - self._beat_at >= BEAT_SECONDS:
@@ -129,6 +145,18 @@ class Monitor:
                         attempt.number,
                         extra={"domain": domain, "command_id": attempt.command_id},
                     )
+
+    def _extend_asked(self) -> None:
+        while not self._extensions.empty():
+            attempt, seconds, answer = self._extensions.get()
+            try:
+                held = [(attempt.msg_id, attempt.read_ct)]
+                lost = self._link.run(renew(attempt.domain, self._identity.id, held, lease_seconds=seconds))
+            except BaseException as error:
+                answer.set_exception(error)
+                raise
+            attempt.is_lost = attempt.is_lost or bool(lost)
+            answer.set_result(not lost)
 
     def _beat(self, state: str) -> None:
         now = time.monotonic()

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType, TracebackType
@@ -246,6 +247,8 @@ class _Parts:
             pool_timeout=settings.pool_timeout,
             max_payload_bytes=settings.max_payload_bytes,
             default_max_attempts=worker._policy.max_attempts,
+            extend=self._extend,
+            extend_timeout=settings.visibility_timeout,
         )
         self._executor = Executor(services, worker._policy)
         link = Link(settings, name=f"{worker.id} settler")
@@ -255,7 +258,7 @@ class _Parts:
             worker.id,
             on_settled=on_settled,
             # An idle claimer looked at what is due before this retry was: it must look again.
-            on_again=lambda: self._claimer.wake(),
+            on_again=self._look_again,
             name=worker.id,
         )
         self._slots = Slots(self._places, self._run, name=worker.id)
@@ -314,6 +317,12 @@ class _Parts:
         """Wait until no attempt runs. The last slot to finish says so; the poll is for a hurried stop."""
         while self._places.taken and time.monotonic() < until and not hurry():
             self._places.wait_until_free(min(0.1, max(0.001, until - time.monotonic())))
+
+    def _look_again(self) -> None:
+        self._claimer.wake()
+
+    def _extend(self, attempt: Attempt, seconds: float) -> Future[bool]:
+        return self._monitor.extend(attempt, seconds)
 
     def _check_idle(self) -> None:
         if self._worker._ends_idle and not self.held:

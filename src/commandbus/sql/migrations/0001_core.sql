@@ -166,7 +166,8 @@ CREATE TABLE commandbus.waiting (
 ) WITH (fillfactor = 50);
 
 -- The audit trail, derived from what is stored anyway. An attempt that is running now is added by the reader
--- (flow/inspect.py), because it exists only in the queue row.
+-- (flow/inspect.py), because it exists only in the queue row. Its order is `rank` (attempt by attempt, and within
+-- one by what follows what), not `at`: when an attempt started is said by its worker's clock, the rest by ours.
 CREATE VIEW commandbus.audit AS
     SELECT id AS command, created_at AS at, 10 AS rank, 'SENT'::text AS event, NULL::integer AS attempt,
            NULL::text AS worker,
@@ -174,19 +175,19 @@ CREATE VIEW commandbus.audit AS
                              'reply_to', reply_to) AS details
       FROM commandbus.command
     UNION ALL
-    SELECT id, started_at, 20, 'RECEIVED', attempt, worker, NULL
+    SELECT id, started_at, attempt * 100 + 20, 'RECEIVED', attempt, worker, NULL
       FROM commandbus.command c
      WHERE started_at IS NOT NULL AND status = 'COMPLETED' AND attempt IS NOT NULL
     UNION ALL
-    SELECT id, finished_at, 40, 'COMPLETED', attempt, worker, NULL
+    SELECT id, finished_at, attempt * 100 + 40, 'COMPLETED', attempt, worker, NULL
       FROM commandbus.command c
      WHERE status = 'COMPLETED' AND attempt IS NOT NULL
     UNION ALL
-    SELECT command, started_at, 20, 'RECEIVED', number, worker, NULL
+    SELECT command, started_at, number * 100 + 20, 'RECEIVED', number, worker, NULL
       FROM commandbus.attempt
      WHERE started_at IS NOT NULL AND verdict NOT IN ('NOTE')
     UNION ALL
-    SELECT command, finished_at, 30,
+    SELECT command, finished_at, number * 100 + CASE verdict WHEN 'NOTE' THEN 45 ELSE 30 END,
            CASE verdict WHEN 'BUSINESS_RULE' THEN 'BUSINESS_RULE_FAILED'
                         WHEN 'CANCELED' THEN 'CANCELED'
                         WHEN 'GIVEN_BACK' THEN 'GIVEN_BACK'
@@ -198,20 +199,20 @@ CREATE VIEW commandbus.audit AS
       FROM commandbus.attempt
      WHERE NOT (verdict = 'EXHAUSTED' AND started_at IS NULL)
     UNION ALL
-    SELECT command, finished_at, 31, 'RETRY_SCHEDULED', number, worker,
+    SELECT command, finished_at, number * 100 + 31, 'RETRY_SCHEDULED', number, worker,
            json_build_object('retry_at', retry_at)
       FROM commandbus.attempt
      WHERE verdict = 'RETRY'
     UNION ALL
-    SELECT command, finished_at, 32, 'RETRY_EXHAUSTED', number, worker, NULL
+    SELECT command, finished_at, number * 100 + 32, 'RETRY_EXHAUSTED', number, worker, NULL
       FROM commandbus.attempt
      WHERE verdict = 'EXHAUSTED'
     UNION ALL
-    SELECT command, finished_at, 33, 'MOVED_TO_TSQ', number, worker,
+    SELECT command, finished_at, number * 100 + 33, 'MOVED_TO_TSQ', number, worker,
            json_build_object('error_type', error_type, 'error_code', error_code, 'error', error)
       FROM commandbus.attempt
      WHERE verdict IN ('EXHAUSTED', 'PERMANENT', 'UNKNOWN_TYPE')
     UNION ALL
-    SELECT command, performed_at, 50, 'OPERATOR_' || action, NULL, NULL,
+    SELECT command, performed_at, attempt_base * 100 + 50, 'OPERATOR_' || action, NULL, NULL,
            json_build_object('operator', operator, 'reason', reason)
       FROM commandbus.operator_action;
