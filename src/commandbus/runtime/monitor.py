@@ -149,6 +149,8 @@ class Monitor:
     def _extend_asked(self) -> None:
         while not self._extensions.empty():
             attempt, seconds, answer = self._extensions.get()
+            if not answer.set_running_or_notify_cancel():
+                continue  # whoever asked was cancelled meanwhile
             try:
                 held = [(attempt.msg_id, attempt.read_ct)]
                 lost = self._link.run(renew(attempt.domain, self._identity.id, held, lease_seconds=seconds))

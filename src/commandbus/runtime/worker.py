@@ -51,6 +51,7 @@ from commandbus.settings import Settings, load_settings
 logger = logging.getLogger("commandbus.worker")
 
 SETTLE_RESERVE_SECONDS = 2.0
+STALE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,8 +341,18 @@ class _Parts:
         waiting = len(self._slots.waiting) + (len(self._loop.waiting) if self._loop is not None else 0)
         self._low = prefetch // 2
         if waiting > self._low:
+            self._return_stale()
             return 0
         return self._places.total - self._places.taken + prefetch - waiting
+
+    def _return_stale(self) -> None:
+        """What was prefetched should have started long ago: handlers have become slow, and another worker may
+        be idle."""
+        stale_before = time.monotonic() - STALE_SECONDS
+        for lane in (self._slots, self._loop):
+            if lane is not None and lane.waiting and lane.waiting[0].renewed_at < stale_before:
+                for attempt in lane.take_back():
+                    self.settler.add(attempt, attempt.give_back())
 
     def _finished(self) -> int:
         return self._slots.finished + (self._loop.finished if self._loop is not None else 0)

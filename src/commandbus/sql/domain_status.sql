@@ -4,7 +4,7 @@ SELECT count(*) FILTER (WHERE NOT held AND vt <= now()),
        count(*) FILTER (WHERE held),
        (SELECT count(*) FROM commandbus.parked WHERE domain = %(domain)s),
        (SELECT count(*) FROM commandbus.tsq WHERE domain = %(domain)s),
-       extract(epoch FROM now() - greatest(min(vt) FILTER (WHERE NOT held AND vt <= now()), 'epoch'))::float8,
+       extract(epoch FROM now() - min(greatest(vt, 'epoch')) FILTER (WHERE NOT held AND vt <= now()))::float8,
        (SELECT coalesce(sum((rates ->> %(domain)s)::float8), 0) FROM commandbus.worker
          WHERE heartbeat_at > now() - make_interval(secs => %(alive)s) AND state <> 'STOPPED'),
        EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = ''),
