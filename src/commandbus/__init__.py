@@ -36,7 +36,8 @@ from commandbus.errors import (
     UnknownCommandTypeError,
     UnknownDomainError,
 )
-from commandbus.flow.inspect import CommandQuery, DomainStatus, Page, WorkerInfo
+from commandbus.flow.history import AttemptRecord
+from commandbus.flow.inspect import CommandQuery, DomainStatus, Page, RejectedMessage, WorkerInfo
 from commandbus.model.command import (
     AuditEntry,
     AuditEvent,
@@ -59,6 +60,7 @@ __all__ = [
     "AsyncHandlerContext",
     "AsyncTroubleshootingQueue",
     "AttemptFencedError",
+    "AttemptRecord",
     "AuditEntry",
     "AuditEvent",
     "BusinessRuleException",
@@ -84,6 +86,7 @@ __all__ = [
     "NewCommand",
     "Page",
     "PermanentCommandError",
+    "RejectedMessage",
     "RetryPolicy",
     "SchemaError",
     "SentCommand",

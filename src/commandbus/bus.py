@@ -15,19 +15,21 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from psycopg import AsyncConnection, Connection
+from psycopg import errors as pg
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from commandbus.db.borrow import borrow, borrow_async
 from commandbus.db.drive import OwnAsyncConnection, OwnConnection, run, run_async
 from commandbus.db.pool import check_conninfo, make_async_pool, open_pool
 from commandbus.db.resolve import Database
-from commandbus.flow import domains, inspect, migrate, operate, pause, prune, roles, send
+from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune, roles, send
 from commandbus.flow.domains import DomainInfo
-from commandbus.flow.inspect import CommandQuery, DomainStatus, Page, WorkerInfo
+from commandbus.flow.history import AttemptRecord
+from commandbus.flow.inspect import CommandQuery, DomainStatus, Page, RejectedMessage, WorkerInfo
 from commandbus.flow.migrate import SchemaState
 from commandbus.flow.pause import PauseInfo
 from commandbus.flow.prune import PruneReport, Retention
-from commandbus.flow.statement import Operation, Plan
+from commandbus.flow.statement import Operation, Plan, explain_absence
 from commandbus.model import names
 from commandbus.model.command import AuditEntry, CommandRecord, NewCommand, SentCommand
 from commandbus.model.durations import parse_seconds
@@ -120,17 +122,20 @@ class CommandBus(_Shell):
 
     def run(self, operation: Operation[T], conn: object = None) -> T:
         """Run an operation of `commandbus.flow`; on `conn` it joins the caller's transaction."""
-        if conn is not None:
-            return run(borrow(conn), operation)
-        pool = self._pool
-        if pool is self._lent_pool:
-            with pool.connection() as lent:
-                return run(lent, operation)
-        own = pool.getconn()  # in autocommit mode: there is nothing to commit, and the round trip is ours alone
         try:
-            return run(own, operation)
-        finally:
-            pool.putconn(own)
+            if conn is not None:
+                return run(borrow(conn), operation)
+            pool = self._pool
+            if pool is self._lent_pool:
+                with pool.connection() as lent:
+                    return run(lent, operation)
+            own = pool.getconn()  # in autocommit mode: there is nothing to commit, the round trip is ours alone
+            try:
+                return run(own, operation)
+            finally:
+                pool.putconn(own)
+        except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+            raise explain_absence(error) from None
 
     def follow(self, plan: Plan[T], conn: object = None) -> T:
         """Run operations one after the other, each a transaction of its own (unless `conn` is lent)."""
@@ -270,6 +275,16 @@ class CommandBus(_Shell):
         """Every event of a command, in order."""
         return self.run(inspect.get_audit_trail(domain, command_id))
 
+    def get_attempts(self, domain: str, command_id: str) -> list[AttemptRecord]:
+        """The attempts that did not simply complete, with error, code and traceback, in order."""
+        return self.run(history.list_attempts(domain, command_id))
+
+    def rejected(
+        self, domain: str | None = None, *, limit: int = 50, before_id: int | None = None
+    ) -> list[RejectedMessage]:
+        """Raw messages that were no commands and were moved aside, newest first."""
+        return self.run(inspect.list_rejected(domain=domain, limit=limit, before_id=before_id))
+
     def status(self, *domains: str) -> list[DomainStatus]:
         """Figures of these domains, or of all."""
         return self.run(inspect.domain_status(domains or None))
@@ -337,11 +352,14 @@ class AsyncCommandBus(_Shell):
 
     async def run(self, operation: Operation[T], conn: object = None) -> T:
         """Run an operation of `commandbus.flow`; on `conn` it joins the caller's transaction."""
-        if conn is not None:
-            return await run_async(await borrow_async(conn), operation)
-        pool = await self._pool()
-        async with pool.connection() as own:
-            return await run_async(own, operation)
+        try:
+            if conn is not None:
+                return await run_async(await borrow_async(conn), operation)
+            pool = await self._pool()
+            async with pool.connection() as own:
+                return await run_async(own, operation)
+        except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+            raise explain_absence(error) from None
 
     async def follow(self, plan: Plan[T], conn: object = None) -> T:
         """Run operations one after the other, each a transaction of its own (unless `conn` is lent)."""
@@ -468,6 +486,16 @@ class AsyncCommandBus(_Shell):
     async def get_audit_trail(self, domain: str, command_id: str) -> list[AuditEntry]:
         """Every event of a command, in order."""
         return await self.run(inspect.get_audit_trail(domain, command_id))
+
+    async def get_attempts(self, domain: str, command_id: str) -> list[AttemptRecord]:
+        """The attempts that did not simply complete, with error, code and traceback, in order."""
+        return await self.run(history.list_attempts(domain, command_id))
+
+    async def rejected(
+        self, domain: str | None = None, *, limit: int = 50, before_id: int | None = None
+    ) -> list[RejectedMessage]:
+        """Raw messages that were no commands and were moved aside, newest first."""
+        return await self.run(inspect.list_rejected(domain=domain, limit=limit, before_id=before_id))
 
     async def status(self, *domains: str) -> list[DomainStatus]:
         """Figures of these domains, or of all."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from support.workers import quick_settings
 
 from commandbus import CommandBus, HandlerRegistry, RetryPolicy, Worker
+from support.workers import quick_settings
 
 StartWorker = Callable[..., Worker]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,19 @@ import psycopg
 import pytest
 from psycopg.pq import TransactionStatus
 from psycopg_pool import ConnectionPool
+
+from commandbus import (
+    CommandBus,
+    CommandStatus,
+    ConnectionInUseError,
+    HandlerRegistry,
+    NewCommand,
+    RetryPolicy,
+    Worker,
+)
+from commandbus.flow.history import list_attempts
 from support.waiting import one, until, until_settled, verdicts
 from support.workers import add, done, either, opened
-
-from commandbus import CommandBus, CommandStatus, HandlerRegistry, NewCommand, RetryPolicy, Worker
-from commandbus.flow.history import list_attempts
 
 StartWorker = Callable[..., Worker]
 Db = psycopg.Connection[Any]
@@ -74,10 +83,8 @@ async def _close(conn: Any) -> None:
 
 
 async def _leave_error(conn: Any) -> None:
-    try:
+    with contextlib.suppress(psycopg.Error):
         await done(conn.execute("SELECT 1 / 0"))
-    except psycopg.Error:
-        pass
 
 
 async def _leave_transaction(conn: Any) -> None:
@@ -87,14 +94,14 @@ async def _leave_transaction(conn: Any) -> None:
 
 
 async def _terminate(conn: Any) -> None:
-    try:
+    with contextlib.suppress(psycopg.Error):
         await done(conn.execute("SELECT pg_terminate_backend(pg_backend_pid())"))
-    except psycopg.Error:
-        pass
 
 
-async def _change_rows(conn: Any) -> None:
+async def _change_habits(conn: Any) -> None:
     conn.row_factory = psycopg.rows.dict_row
+    await done(conn.set_isolation_level(psycopg.IsolationLevel.SERIALIZABLE))
+    await done(conn.set_read_only(True))
     await done(conn.execute("SELECT 1"))
 
 
@@ -110,7 +117,7 @@ ABUSES = {
     "error": _leave_error,
     "transaction": _leave_transaction,
     "terminated": _terminate,
-    "row_factory": _change_rows,
+    "habits": _change_habits,
     "cursor": _leave_cursor,
 }
 
@@ -145,7 +152,8 @@ def test_no_abuse_reaches_the_next_user_of_the_pool(
         with pool.connection(timeout=10) as conn:
             assert conn.autocommit
             assert conn.info.transaction_status is TransactionStatus.IDLE
-            assert conn.execute("SELECT 1").fetchone() == (1,)
+            assert conn.execute("SHOW transaction_isolation").fetchone() == ("read committed",)
+            assert conn.execute("SHOW transaction_read_only").fetchone() == ("off",)
         bus.send("orders", "fine", command_id="after")
         until_settled(db)
         found = bus.get_command("orders", "after")
@@ -154,17 +162,44 @@ def test_no_abuse_reaches_the_next_user_of_the_pool(
         worker.stop()
 
 
-def test_a_nested_connection_that_cannot_be_had_is_a_pool_timeout(
+def test_an_attempt_has_one_connection_at_a_time(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, lane: str
 ) -> None:
+    """Otherwise slots that hold one each could wait for each other's."""
+
     async def greedy(command: Any, ctx: Any) -> None:
-        async with either(ctx.connection()), either(ctx.connection()):
-            pass
+        async with either(ctx.connection()):
+            with pytest.raises(ConnectionInUseError):
+                async with either(ctx.connection()):
+                    pass
+            with pytest.raises(ConnectionInUseError):
+                async with either(ctx.transaction()):
+                    pass
+        async with either(ctx.connection()) as conn:
+            await done(conn.execute("INSERT INTO ledger VALUES ('c', 'after')"))
 
     add(handlers, lane, "greedy", greedy)
     bus.send("orders", "greedy", command_id="c", max_attempts=1)
-    start_worker(handlers, concurrency=1, pool_timeout=0.3)
+    start_worker(handlers, concurrency=1)
     until_settled(db)
+    assert verdicts(db, "c") == []
+    assert notes(db) == ["after"]
+
+
+def test_a_connection_that_cannot_be_had_is_a_pool_timeout(
+    database: str, bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, lane: str
+) -> None:
+    async def ask(command: Any, ctx: Any) -> None:
+        async with either(ctx.connection()):
+            pass
+
+    add(handlers, lane, "ask", ask)
+    with ConnectionPool(database, kwargs={"autocommit": True}, min_size=1, max_size=1, open=True) as pool:
+        worker = start_worker(handlers, concurrency=1, pool=pool, pool_timeout=0.3)
+        with pool.connection():
+            bus.send("orders", "ask", command_id="c", max_attempts=1)
+            until_settled(db)
+        worker.stop()
     (made,) = bus.run(list_attempts("orders", "c"))
     assert made.error_code == "POOL_TIMEOUT"
     assert verdicts(db, "c") == [(1, "EXHAUSTED")]
@@ -219,10 +254,12 @@ def test_connections_are_never_more_than_concurrency_and_three(
     bus.send_many("orders", [NewCommand(f"hold_{kinds[n % len(kinds)]}") for n in range(6)])
     start_worker(handlers, concurrency=6)
     until(lambda: inside == 6)
-    assert count() == 9
+    assert count() <= 9
     bus.send_many("orders", [NewCommand(f"use_{kinds[n % len(kinds)]}") for n in range(300)])
     gate.set()
-    until(lambda: count() and one(db, "SELECT NOT EXISTS (SELECT FROM commandbus.command WHERE status = 'PENDING')"))
+    until(
+        lambda: count() and one(db, "SELECT NOT EXISTS (SELECT FROM commandbus.command WHERE status = 'PENDING')")
+    )
     assert most == 9
     assert one(db, "SELECT count(*) FROM ledger") == 300
 

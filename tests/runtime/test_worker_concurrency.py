@@ -1,4 +1,4 @@
-"""How many attempts run at once: never more than `concurrency` over both lanes, and that many when there is work."""
+"""How many attempts run at once: never more than `concurrency` over both lanes, and that many if there is work."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import psycopg
-from support.waiting import one, until, until_settled
-from support.workers import add, opened
 
 from commandbus import CommandBus, HandlerRegistry, NewCommand, Worker
 from commandbus.runtime.loop import AsyncSlots
 from commandbus.runtime.places import Places
 from commandbus.runtime.slots import Slots
+from support.waiting import one, until, until_settled
+from support.workers import add, opened
 
 StartWorker = Callable[..., Worker]
 Db = psycopg.Connection[Any]
@@ -152,7 +152,7 @@ class _Lanes:
         self.loop.take_back()
         until(lambda: self.crowd.inside == 0)
         self.slots.stop()
-        self.loop.stop()
+        self.loop.stop(5)
 
 
 def test_a_flood_in_one_lane_does_not_starve_the_other(lane: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
@@ -9,11 +10,11 @@ from typing import Any
 
 import psycopg
 import pytest
-from support.waiting import one, until, until_settled, verdicts
-from support.workers import add, done, either, opened, short_lease
 
 from commandbus import AttemptFencedError, CommandBus, CommandStatus, HandlerRegistry, Worker
 from commandbus.flow.claim import claim
+from support.waiting import one, until, until_settled, verdicts
+from support.workers import add, done, either, opened, short_lease
 
 StartWorker = Callable[..., Worker]
 Db = psycopg.Connection[Any]
@@ -196,6 +197,27 @@ def test_extend_needs_no_second_connection(
     add(handlers, lane, "work", work)
     bus.send("orders", "work", command_id="c")
     start_worker(handlers, concurrency=1, pool_timeout=2.0)
+    until_settled(db)
+    found = bus.get_command("orders", "c")
+    assert found is not None
+    assert (found.result, found.attempts) == ("extended", 1)
+
+
+def test_a_cancelled_extension_does_not_end_the_renewals(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    @handlers.handler("orders", "work")
+    async def work(ctx: Any) -> str:
+        for _ in range(20):
+            asking = asyncio.ensure_future(ctx.extend(60))
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        await ctx.extend(120)
+        return "extended"
+
+    bus.send("orders", "work", command_id="c")
+    start_worker(handlers, **short_lease())
     until_settled(db)
     found = bus.get_command("orders", "c")
     assert found is not None

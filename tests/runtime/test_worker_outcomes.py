@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
 import psycopg
 import pytest
-from support.waiting import one, until, until_settled, verdicts
-from support.workers import AT_ONCE, add
 
 from commandbus import (
     AuditEvent,
@@ -26,6 +26,8 @@ from commandbus import (
     Worker,
 )
 from commandbus.flow.history import AttemptRecord, list_attempts
+from support.waiting import one, until, until_settled, verdicts
+from support.workers import AT_ONCE, add
 
 StartWorker = Callable[..., Worker]
 Db = psycopg.Connection[Any]
@@ -235,7 +237,9 @@ def test_the_last_back_off_repeats(
     start_worker(handlers, retry_policy=policy, poll_interval=30.0)
     until_settled(db)
     waits = [
-        (each.retry_at - each.finished_at).total_seconds() for each in attempts(bus, "c") if each.retry_at is not None
+        (each.retry_at - each.finished_at).total_seconds()
+        for each in attempts(bus, "c")
+        if each.retry_at is not None
     ]
     assert waits == pytest.approx([0.05, 0.2, 0.2, 0.2], abs=0.001)
 
@@ -248,7 +252,7 @@ def test_a_retry_is_not_run_before_its_time(
     start_worker(handlers, retry_policy=RetryPolicy(max_attempts=3, backoff_schedule=[0.3], jitter=0))
     until_settled(db)
     made = attempts(bus, "c")
-    for earlier, later in zip(made, made[1:], strict=False):
+    for earlier, later in itertools.pairwise(made):
         assert earlier.retry_at is not None
         assert later.started_at is not None
         assert later.started_at >= earlier.retry_at
@@ -305,8 +309,6 @@ def test_a_result_that_is_not_storable_json_needs_a_person(
     (entry,) = TroubleshootingQueue(bus).list("orders")
     assert (entry.command_id, entry.error_code) == ("odd", "INVALID_RESULT")
     assert entry.error is not None
-    import re
-
     assert re.search(said, entry.error), entry.error
     assert record(bus, "fine").result == "fine"
 
@@ -334,7 +336,14 @@ class Strange(BaseException):
 
 @pytest.mark.parametrize(
     "error",
-    [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), Strange("odd"), StopIteration()],
+    [
+        SystemExit(3),
+        KeyboardInterrupt(),
+        asyncio.CancelledError(),
+        GeneratorExit(),
+        Strange("odd"),
+        StopIteration(),
+    ],
     ids=lambda error: type(error).__name__,
 )
 def test_no_exception_ends_the_worker(
@@ -369,21 +378,21 @@ def test_no_exception_ends_the_worker(
 # --- hostile exceptions ---------------------------------------------------------------------------------------
 
 
-class BrokenStr(Exception):
+class BrokenStrError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("broken")
 
     __repr__ = __str__
 
 
-class LeavingStr(Exception):
+class LeavingStrError(Exception):
     def __str__(self) -> str:
         raise SystemExit(1)
 
     __repr__ = __str__
 
 
-class BrokenTraceback(Exception):
+class BrokenTracebackError(Exception):
     @property
     def __cause__(self) -> Any:  # type: ignore[override]
         raise RuntimeError("broken")
@@ -401,9 +410,9 @@ def _recursive() -> list[Any]:
 
 
 HOSTILE: dict[str, Callable[[], BaseException]] = {
-    "broken_str": BrokenStr,
-    "leaving_str": LeavingStr,
-    "broken_traceback": BrokenTraceback,
+    "broken_str": BrokenStrError,
+    "leaving_str": LeavingStrError,
+    "broken_traceback": BrokenTracebackError,
     "nul": lambda: ValueError("a\x00b"),
     "surrogate": lambda: ValueError("a\udcffb"),
     "giant": lambda: ValueError("x" * 3_000_000 + "THE END"),
@@ -433,8 +442,8 @@ def test_hostile_exceptions_become_readable_records(
     made = {name: attempts(bus, name)[0] for name in HOSTILE}
     assert {each.verdict for each in made.values()} <= {"EXHAUSTED", "PERMANENT"}
     assert all(each.error_type and each.error is not None for each in made.values())
-    assert made["broken_str"].error == "<BrokenStr.__str__ raised RuntimeError>"
-    assert made["leaving_str"].error == "<LeavingStr.__str__ raised SystemExit>"
+    assert made["broken_str"].error == "<BrokenStrError.__str__ raised RuntimeError>"
+    assert made["leaving_str"].error == "<LeavingStrError.__str__ raised SystemExit>"
     assert made["nul"].error == "a\\x00b"
     assert made["surrogate"].error == "a\\udcffb"
     assert (made["giant"].error or "").endswith("THE END")
@@ -556,5 +565,3 @@ def test_pause_and_resume_under_a_running_worker(
     bus.resume("orders")
     until_settled(db)
     assert ran[-1] == "later"
-
-

@@ -1,7 +1,7 @@
 """Workers for tests: short settings, and handlers whose one body runs in either lane.
 
-A body is an `async def` that awaits only `done(…)` and `opened(…)` and enters `either(…)`: in the sync lane these never
-suspend, so the body runs to its end in one go on the slot's thread.
+A body is an `async def` that awaits only `done(…)` and `opened(…)` and enters `either(…)`: in the sync lane these
+never suspend, so the body runs to its end in one go on the slot's thread.
 """
 
 from __future__ import annotations

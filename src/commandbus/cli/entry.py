@@ -5,6 +5,7 @@ happens into one line and an exit code (`exits.py`).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import traceback
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def run(arguments: Sequence[str]) -> int:
     """Run a command line; answers the exit code."""
     session = Session()
+    # What psycopg has to say about a connection that a signal tore apart is of no use here; a worker logs it.
+    logging.getLogger("psycopg").addHandler(logging.NullHandler())
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

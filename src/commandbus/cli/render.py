@@ -42,10 +42,7 @@ def columns(text: str) -> list[Column]:
 def print_json(value: Any, *, on_one_line: bool = False) -> None:
     """One JSON document."""
     is_utf8 = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
-    text = json.dumps(
-        value, default=_plain, indent=None if on_one_line else 2, ensure_ascii=not is_utf8, sort_keys=False
-    )
-    click.echo(text)
+    click.echo(json.dumps(_plain(value), indent=None if on_one_line else 2, ensure_ascii=not is_utf8))
 
 
 def print_table(heads: Sequence[Column], rows: Iterable[Sequence[object]], *, empty: str = "nothing") -> None:
@@ -92,7 +89,7 @@ def printable_lines(text: str) -> list[str]:
 
 def compact(value: Any) -> str:
     """JSON on one line, for people."""
-    return json.dumps(value, default=_plain, ensure_ascii=False)
+    return json.dumps(_plain(value), ensure_ascii=False)
 
 
 def moment(at: datetime) -> str:
@@ -124,19 +121,26 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _plain(value: object) -> object:
+def _plain(value: Any) -> Any:
+    """What JSON has words for: records become objects, instants ISO 8601, durations seconds."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _plain(value._asdict())
     match value:
+        case dict():
+            return {key: _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case set() | frozenset():
+            return sorted(value)
         case datetime() | date():
             return value.isoformat()
         case timedelta():
             return value.total_seconds()
-        case set() | frozenset():
-            return sorted(value)
         case Path():
             return str(value)
-    raise TypeError(f"{type(value).__name__} has no JSON form here")
+    return value
 
 
 def _escaped(match: re.Match[str]) -> str:

@@ -56,9 +56,12 @@ def script() -> str:
     body = packaged_sql().replace("$pgmq_install$", "")
     return (
         "DO $pgmq_choice$ BEGIN\n"
-        "IF to_regclass('pgmq.meta') IS NOT NULL THEN NULL;\n"
-        "ELSIF EXISTS (SELECT FROM pg_available_extensions WHERE name = 'pgmq') THEN CREATE EXTENSION pgmq;\n"
-        f"ELSE EXECUTE $pgmq_install$\n{body}\n$pgmq_install$;\n"
+        "IF to_regclass('pgmq.meta') IS NULL\n"
+        "   AND EXISTS (SELECT FROM pg_available_extensions WHERE name = 'pgmq') THEN\n"
+        "  BEGIN CREATE EXTENSION pgmq; EXCEPTION WHEN insufficient_privilege THEN NULL; END;\n"
+        "END IF;\n"
+        "IF to_regclass('pgmq.meta') IS NULL THEN\n"
+        f"  EXECUTE $pgmq_install$\n{body}\n$pgmq_install$;\n"
         "END IF; END $pgmq_choice$;"
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
-from commandbus.db.drive import OwnAsyncConnection, OwnConnection
+from commandbus.db.drive import AnyAsyncConnection, AnyConnection, OwnAsyncConnection, OwnConnection
 from commandbus.errors import ConfigurationError
 from commandbus.settings import Settings
 
@@ -44,7 +44,7 @@ def check_conninfo(database_url: str | None) -> str:
     return database_url
 
 
-def check_open(conn: Connection[Any] | AsyncConnection[Any]) -> None:
+def check_open(conn: AnyConnection | AnyAsyncConnection) -> None:
     """Raise if the server has ended this idle connection: what it said last is waiting to be read.
 
     One look at the socket, no round trip. A restart or a terminated backend thus costs nobody an error; a network
@@ -56,7 +56,7 @@ def check_open(conn: Connection[Any] | AsyncConnection[Any]) -> None:
         conn.pgconn.consume_input()
 
 
-async def _check_open_async(conn: AsyncConnection[Any]) -> None:
+async def _check_open_async(conn: AnyAsyncConnection) -> None:
     check_open(conn)
 
 

@@ -9,7 +9,7 @@ from psycopg import errors as pg
 
 from commandbus import sql
 from commandbus.errors import SchemaError
-from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.flow.statement import Statement, Steps, no_schema, operation
 from commandbus.model import roles
 from commandbus.model.names import check_domain, check_queue, queue_of
 
@@ -57,7 +57,9 @@ def create_steps(domain: str) -> Steps[bool]:
             {"domain": domain},
         )
     except (pg.UndefinedTable, pg.InvalidSchemaName):
-        raise SchemaError("this database has no commandbus schema; run `commandbus migrate` first") from None
+        raise no_schema() from None
+    except pg.InsufficientPrivilege as error:
+        raise _may_not_create(queue_of(domain), error) from None
     yield from _create_queue(queue_of(domain))
     if rows:
         # A queue's rows live for milliseconds: vacuum it by its churn, not by its size.
@@ -69,11 +71,15 @@ def _create_queue(queue: str) -> Steps[None]:
     try:
         yield Statement(b"SELECT pgmq.create(%(queue)s)", {"queue": queue})
     except pg.InsufficientPrivilege as error:
-        raise SchemaError(
-            f"this role may not create queue {queue!r} ({error.diag.message_primary}); create it as the role that "
-            f"ran `commandbus migrate`"
-        ) from None
+        raise _may_not_create(queue, error) from None
     settings = yield Statement(b"SELECT name, value FROM commandbus.setting WHERE name LIKE 'role.%%'", {})
     for name, role in settings:
         for grant in roles.queue_grants(name.removeprefix("role."), role, queue):
             yield Statement(grant.encode())
+
+
+def _may_not_create(queue: str, error: pg.InsufficientPrivilege) -> SchemaError:
+    return SchemaError(
+        f"this role may not create queue {queue!r} ({error.diag.message_primary}); create it as the role that "
+        f"ran `commandbus migrate`"
+    )

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from psycopg import errors as pg
-
 from commandbus import sql
-from commandbus.flow.send import explain_missing
 from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model import names, payload
 
@@ -39,10 +36,7 @@ class AttemptRecord:
 def list_attempts(domain: str, command_id: str) -> Steps[list[AttemptRecord]]:
     """Failed, lost and returned attempts in order; empty if there were none, or no such command."""
     names.check_domain(domain)
-    try:
-        rows = yield Statement(sql.text("list_attempts"), {"domain": domain, "command_id": command_id})
-    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
-        raise explain_missing(domain, error) from None
+    rows = yield Statement(sql.text("list_attempts"), {"domain": domain, "command_id": names.to_id(command_id)})
     return [AttemptRecord(*(*head, _loads(details), trace, rung)) for *head, details, trace, rung in rows]
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from psycopg import errors as pg
 
 from commandbus import sql
-from commandbus.errors import InvalidCommandError, SchemaError, UnknownDomainError
-from commandbus.flow.statement import Row, Statement, Steps, operation
+from commandbus.errors import CommandBusError, InvalidCommandError, UnknownDomainError
+from commandbus.flow.statement import Row, Statement, Steps, no_schema, operation
 from commandbus.model import names, payload
 from commandbus.model.command import AuditEntry, AuditEvent, CommandRecord, CommandStatus, TsqEntry
 
@@ -115,10 +115,7 @@ def query_commands(query: CommandQuery, *, limit: int, before_id: int | None) ->
         held = yield from _held(query.domain)
         running = status is CommandStatus.IN_PROGRESS
         params |= {"status": "PENDING", "ids" if running else "not_ids": held}
-    try:
-        rows = yield Statement(sql.text("query_commands"), params)
-    except (pg.UndefinedTable, pg.InvalidSchemaName):
-        raise _no_schema() from None
+    rows = yield Statement(sql.text("query_commands"), params)
     items = yield from _complete(rows[:limit])
     return Page(items, items[-1].id if len(rows) > limit else None)
 
@@ -155,7 +152,7 @@ def domain_status(domains: Sequence[str] | None = None) -> Steps[list[DomainStat
                 sql.text("domain_status", domain=domain), {"domain": domain, "alive": WORKER_ALIVE_SECONDS}
             )
         except pg.UndefinedTable:
-            raise UnknownDomainError(domain) from None
+            raise (yield from _no_queue(domain)) from None
         found.append(DomainStatus(domain, *rows[0]))
     return found
 
@@ -163,16 +160,13 @@ def domain_status(domains: Sequence[str] | None = None) -> Steps[list[DomainStat
 @operation(atomic=False)
 def list_workers() -> Steps[list[WorkerInfo]]:
     """The registry, youngest first."""
-    try:
-        rows = yield Statement(
-            b"SELECT id, host, pid, domains, concurrency, version, state, started_at, heartbeat_at, "
-            b"extract(epoch FROM now() - heartbeat_at)::float8, "
-            b"state <> 'STOPPED' AND heartbeat_at > now() - make_interval(secs => %(alive)s), running, settled "
-            b"FROM commandbus.worker ORDER BY started_at DESC",
-            {"alive": WORKER_ALIVE_SECONDS},
-        )
-    except (pg.UndefinedTable, pg.InvalidSchemaName):
-        raise _no_schema() from None
+    rows = yield Statement(
+        b"SELECT id, host, pid, domains, concurrency, version, state, started_at, heartbeat_at, "
+        b"extract(epoch FROM now() - heartbeat_at)::float8, "
+        b"state <> 'STOPPED' AND heartbeat_at > now() - make_interval(secs => %(alive)s), running, settled "
+        b"FROM commandbus.worker ORDER BY started_at DESC",
+        {"alive": WORKER_ALIVE_SECONDS},
+    )
     return [WorkerInfo(*row) for row in rows]
 
 
@@ -181,17 +175,14 @@ def list_tsq(
     *, domain: str | None, command_type: str | None, error_code: str | None, limit: int, after_id: int
 ) -> Steps[list[TsqEntry]]:
     """Commands that need a person, longest known first."""
-    try:
-        rows = yield Statement(
-            sql.text("list_tsq"),
-            _filters(domain, command_type, error_code)
-            | {
-                "limit": names.check_count(limit, "limit"),
-                "after_id": names.check_count(after_id, "after_id", least=0, most=MAX_ID),
-            },
-        )
-    except (pg.UndefinedTable, pg.InvalidSchemaName):
-        raise _no_schema() from None
+    rows = yield Statement(
+        sql.text("list_tsq"),
+        _filters(domain, command_type, error_code)
+        | {
+            "limit": names.check_count(limit, "limit"),
+            "after_id": names.check_count(after_id, "after_id", least=0, most=MAX_ID),
+        },
+    )
     return [TsqEntry(*(*head, _loads(data))) for *head, data in rows]
 
 
@@ -200,10 +191,7 @@ def count_tsq(
     *, domain: str | None, command_type: str | None, error_code: str | None
 ) -> Steps[dict[tuple[str, str], int]]:
     """How many need a person, by (domain, command_type)."""
-    try:
-        rows = yield Statement(sql.text("count_tsq"), _filters(domain, command_type, error_code))
-    except (pg.UndefinedTable, pg.InvalidSchemaName):
-        raise _no_schema() from None
+    rows = yield Statement(sql.text("count_tsq"), _filters(domain, command_type, error_code))
     return {(row[0], row[1]): row[2] for row in rows}
 
 
@@ -215,10 +203,7 @@ def list_rejected(*, domain: str | None, limit: int, before_id: int | None) -> S
         "limit": names.check_count(limit, "limit"),
         "before_id": None if before_id is None else names.check_count(before_id, "before_id", most=MAX_ID),
     }
-    try:
-        rows = yield Statement(sql.text("list_rejected"), params)
-    except (pg.UndefinedTable, pg.InvalidSchemaName):
-        raise _no_schema() from None
+    rows = yield Statement(sql.text("list_rejected"), params)
     return [
         RejectedMessage(id_, name, msg_id, _foreign(message), _foreign(headers), reason, rejected_at)
         for id_, name, msg_id, message, headers, reason, rejected_at in rows
@@ -232,7 +217,7 @@ def _held(domain: str | None) -> Steps[list[int]]:
         try:
             rows = yield Statement(sql.text("held_commands", domain=name), {"domain": name})
         except pg.UndefinedTable:
-            raise UnknownDomainError(name) from None
+            raise (yield from _no_queue(name)) from None
         held += [row[0] for row in rows]
     return held
 
@@ -295,15 +280,17 @@ def _current(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
 
 
 def _all_domains() -> Steps[list[str]]:
-    try:
-        rows = yield Statement(b"SELECT name FROM commandbus.domain ORDER BY name")
-    except (pg.UndefinedTable, pg.InvalidSchemaName):
-        raise _no_schema() from None
+    rows = yield Statement(b"SELECT name FROM commandbus.domain ORDER BY name")
     return [row[0] for row in rows]
 
 
-def _no_schema() -> SchemaError:
-    return SchemaError("this database has no commandbus schema; run `commandbus migrate` (or `bus.migrate()`)")
+def _no_queue(domain: str) -> Steps[CommandBusError]:
+    """A queue is missing: is it the domain, or all of commandbus?"""
+    try:
+        rows = yield Statement(b"SELECT to_regclass('commandbus.domain') IS NULL")
+    except pg.InFailedSqlTransaction:  # a lent pool whose connections are not in autocommit mode
+        return UnknownDomainError(domain)
+    return no_schema() if rows[0][0] else UnknownDomainError(domain)
 
 
 def _loads(text: str | None) -> Any:

@@ -117,6 +117,16 @@ def script() -> str:
 
 
 def _look() -> Steps[SchemaState]:
+    try:
+        return (yield from _state())
+    except pg.InsufficientPrivilege as error:
+        raise SchemaError(
+            f"this role may not look at the commandbus schema ({error.diag.message_primary}); grant it one of the "
+            f"roles of `commandbus roles`"
+        ) from None
+
+
+def _state() -> Steps[SchemaState]:
     known = sql.migrations()
     (exists,) = (yield Statement(b"SELECT to_regclass('commandbus.migration') IS NOT NULL"))[0]
     if not exists:

@@ -21,10 +21,9 @@ from commandbus.errors import (
     CommandBusError,
     DuplicateCommandError,
     InvalidCommandError,
-    SchemaError,
     UnknownDomainError,
 )
-from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.flow.statement import Statement, Steps, no_schema, operation
 from commandbus.model import envelope, names, payload
 from commandbus.model.command import NewCommand, SentCommand, new_command_id
 
@@ -122,7 +121,7 @@ def explain_missing(domain: str, error: Exception) -> CommandBusError:
     """An undefined table or schema: is the domain missing, or all of commandbus?"""
     if f"q_{names.queue_of(domain)}" in str(error):
         return UnknownDomainError(domain)
-    return SchemaError("this database has no commandbus schema; run `commandbus migrate` (or `bus.migrate()`)")
+    return no_schema()
 
 
 def _statement(domain: str, outgoing: Outgoing) -> Statement:

@@ -17,6 +17,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
+import psycopg
+
+from commandbus.errors import SchemaError
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -56,3 +60,14 @@ def operation(*, atomic: bool) -> Callable[[Callable[P, Steps[T]]], Callable[P, 
         return start
 
     return decorate
+
+
+def explain_absence(error: psycopg.Error) -> Exception:
+    """A table or schema that is not there: if it is one of ours, nobody has migrated."""
+    message = error.diag.message_primary or ""
+    return no_schema() if "commandbus" in message or "pgmq" in message else error
+
+
+def no_schema() -> SchemaError:
+    """What to say to somebody who has not migrated."""
+    return SchemaError("this database has no commandbus schema; run `commandbus migrate` (or `bus.migrate()`)")

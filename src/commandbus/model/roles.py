@@ -33,12 +33,9 @@ _TABLES: dict[str, list[tuple[str, str]]] = {
     ],
     "operator": [
         ("SELECT", "ALL TABLES IN SCHEMA commandbus"),
-        (
-            "INSERT, UPDATE, DELETE",
-            "commandbus.command, commandbus.attempt, commandbus.tsq, commandbus.parked, commandbus.pause, "
-            "commandbus.operator_action, commandbus.rejected_message, commandbus.undelivered_reply, "
-            "commandbus.worker",
-        ),
+        ("UPDATE, DELETE", "commandbus.command, commandbus.tsq"),
+        ("INSERT, DELETE", "commandbus.pause, commandbus.operator_action, commandbus.undelivered_reply"),
+        ("DELETE", "commandbus.attempt, commandbus.parked, commandbus.rejected_message, commandbus.worker"),
         ("USAGE", "ALL SEQUENCES IN SCHEMA commandbus"),
     ],
 }
@@ -91,6 +88,6 @@ def queue_grants(kind: str, role: str, queue: str) -> list[str]:
     if kind != "reader":
         grants.append(f"GRANT USAGE ON SEQUENCE pgmq.q_{queue}_msg_id_seq TO {role}")
     if kind in ("reader", "worker", "operator"):
-        also = ", DELETE" if kind != "reader" else ""
+        also = ", UPDATE, DELETE" if kind != "reader" else ""  # pruning locks what it removes
         grants.append(f"GRANT SELECT{also} ON pgmq.a_{queue} TO {role}")
     return grants

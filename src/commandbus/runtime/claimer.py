@@ -20,6 +20,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -73,6 +74,7 @@ class Claimer:
         self._link = Link(settings, name=f"{name} claimer", on_connect=self._listen)
         self._stopping = threading.Event()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._wake_fd)  # an abandoned slot may wake us long after the stop
         self.is_waiting_for_room = False
         self._announced_until = 0.0
         self._busy_since: float | None = None
@@ -119,6 +121,7 @@ class Claimer:
                     self._link.recover(self._stopping, error)
             self._leave()
         except BaseException as error:  # noqa: BLE001 - handed to the worker, which ends with it
+            self._link.close()
             self._on_error(error)
 
     def _round(self) -> None:
@@ -209,12 +212,15 @@ class Claimer:
         self._on_idle()
         due = [self._link.run(next_due(domain.name)) for domain in self._domains]
         soonest = min((seconds for seconds in due if seconds is not None), default=self._settings.poll_interval)
-        self._sleep(min(max(soonest, 0.001), self._settings.poll_interval))
+        # Not beyond half the announcement: it is renewed before it expires.
+        self._sleep(min(max(soonest, 0.001), self._settings.poll_interval, ANNOUNCEMENT_SECONDS / 2))
 
     def _announce(self) -> None:
         names = [domain.name for domain in self._domains]
         self._link.run(announce(worker=self._worker, domains=names, seconds=ANNOUNCEMENT_SECONDS))
         self._announced_until = time.monotonic() + ANNOUNCEMENT_SECONDS
+        for domain in self._domains:
+            domain.cursor = None  # a sender that saw no announcement may have committed below it
 
     def _sleep(self, seconds: float, *, listen: bool = True) -> bool:
         """Sleep until notified, woken or the time is up; answers whether something happened."""

@@ -58,7 +58,7 @@ class HandlerConnections:
             conn.autocommit = False
             wrapped: AsyncConnection[Any] = AsyncConnection(conn.pgconn)
             wrapped.prepare_threshold = None
-            wrapped._pool = None  # type: ignore[assignment]  # psycopg warns of what is open and in no pool
+            wrapped._pool = None  # psycopg warns of what is open and in no pool
             try:
                 yield wrapped
             except BaseException:

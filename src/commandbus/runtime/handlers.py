@@ -164,4 +164,9 @@ def _takes_command(function: Callable[..., Any]) -> bool:
         raise TypeError(
             f"handler {getattr(function, '__qualname__', function)!r} must take (command, ctx) or (ctx)"
         )
+    if len(positional) == 1 and positional[0].name == "command":
+        raise TypeError(
+            f"handler {getattr(function, '__qualname__', function)!r} takes (command) alone, but a lone parameter "
+            f"gets the context: write (command, ctx), or (ctx) and use ctx.command"
+        )
     return len(positional) >= 2

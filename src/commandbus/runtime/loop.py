@@ -65,12 +65,12 @@ class AsyncSlots:
             except IndexError:
                 return back
 
-    def stop(self) -> None:
-        """End the loop; what still runs on it is cancelled."""
+    def stop(self, timeout: float) -> None:
+        """End the loop; what still runs on it is cancelled. A handler that blocks it is left behind."""
         if self._thread.is_alive():
             self._stopping = True
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=5)
+            self._thread.join(timeout)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)

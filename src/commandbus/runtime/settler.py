@@ -73,21 +73,15 @@ class Settler:
         if not self._wake.is_set():
             self._wake.set()
 
-    @property
-    def pending(self) -> int:
-        """Outcomes not yet written."""
-        return len(self._queue) + len(self._busy)
-
-    def close(self, timeout: float) -> int:
-        """Write what is left, then end; answers how many outcomes could not be written in time."""
+    def close(self, timeout: float) -> None:
+        """Write what is left, then end; what cannot be written in time stays held."""
         self._closing.set()
         self._wake.set()
         self._thread.join(timeout)
         self._abandoning.set()
-        return self.pending
 
     def _serve(self) -> None:
-        while True:
+        while not self._abandoning.is_set():
             if not self._queue and not self._busy:
                 if self._closing.is_set():
                     break
@@ -170,17 +164,20 @@ class Settler:
             error,
             extra={"domain": attempt.domain, "command_id": attempt.command_id},
         )
-        if isinstance(ended, Settlement):
-            failure = describe(
-                PermanentCommandError(f"its outcome could not be stored: {error}", code="UNSTORABLE")
-            )
-            instead = attempt.fail(Judgement(Verdict.PERMANENT, failure))
-            instead.reply = None
-            try:
-                self._link.run(settle(attempt.domain, self._worker, [instead]))
-            except psycopg.Error:
-                logger.exception("command %s stays leased and will be tried again", attempt.command_id)
+        instead = _unstorable(attempt, error) if isinstance(ended, Settlement) else None
+        if instead is not None and instead.row != ended.row:  # type: ignore[union-attr]
+            self._queue.append((attempt, instead))
+            return
+        logger.error("command %s stays leased and will be tried again", attempt.command_id)
         self._on_settled(attempt)
+
+
+def _unstorable(attempt: Attempt, error: psycopg.Error) -> Settlement:
+    reason = f"its outcome could not be stored: {error.diag.message_primary or error}"
+    failure = describe(PermanentCommandError(reason, code="UNSTORABLE"))
+    instead = attempt.fail(Judgement(Verdict.PERMANENT, failure))
+    instead.reply = None
+    return instead
 
 
 @operation(atomic=False)

@@ -305,10 +305,11 @@ class _Parts:
             self.settler.add(attempt, attempt.give_back())
         self._drain(deadline - min(SETTLE_RESERVE_SECONDS, limit / 2), hurry)
         abandoned = self._places.taken
-        unwritten = self.settler.close(max(0.1, deadline - time.monotonic() - 0.5))
+        self.settler.close(max(0.1, deadline - time.monotonic() - 0.5))
+        unwritten = max(0, len(self.held) - abandoned)
         self._slots.stop()
         if self._loop is not None:
-            self._loop.stop()
+            self._loop.stop(max(0.1, deadline - time.monotonic() - 0.2))
         self._monitor.stop(max(0.1, deadline - time.monotonic()))
         self._connections.close()
         settled = sum(self.settler.settled.values()) - len(back)

@@ -165,7 +165,7 @@ class Settings:
     )  # fmt: skip
     retention_count: int | None = _setting(
         None, "COMMANDBUS_RETENTION_COUNT", "retention.count", or_word(whole(1), "off", "none"),
-        "Most finished commands kept per domain",
+        "Most finished commands kept, of all domains together",
     )  # fmt: skip
 
     max_attempts: int = _setting(

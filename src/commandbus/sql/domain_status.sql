@@ -1,6 +1,7 @@
 -- One domain's figures. Locks: none. Reads the queue once.
 SELECT count(*) FILTER (WHERE NOT held AND vt <= now()),
-       count(*) FILTER (WHERE NOT held AND vt > now() AND vt < now() + interval '9 years'),
+       count(*) FILTER (WHERE NOT held AND vt > now())
+           - (SELECT count(*) FROM commandbus.parked WHERE domain = %(domain)s),
        count(*) FILTER (WHERE held),
        (SELECT count(*) FROM commandbus.parked WHERE domain = %(domain)s),
        (SELECT count(*) FROM commandbus.tsq WHERE domain = %(domain)s),

@@ -4,7 +4,9 @@
 -- at those and decides. Ids of the caller's are inserted in their own order, so that two senders of the same ids
 -- in different orders wait for each other instead of deadlocking; the queue keeps the caller's order. One NOTIFY
 -- for all, with the earliest vt.
-WITH input AS MATERIALIZED (
+WITH ours AS (  -- never run; named first, so that a database without our schema says that, not that the queue is missing
+    SELECT FROM commandbus.command
+), input AS MATERIALIZED (
     SELECT x.*, nextval('pgmq.{queue}_msg_id_seq') AS msg_id
       FROM json_to_recordset(%(rows)s::json)
         AS x(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz)

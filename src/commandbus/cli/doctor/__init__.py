@@ -75,9 +75,9 @@ def _on_server(conn: Conn, settings: Settings) -> Findings:
     yield from _guarded("server", server.examine(conn, settings))
     state, findings = schema.examine_schema(conn)
     yield from findings
+    yield from _guarded("privileges", privileges.examine(conn))
     if state is None:
         return
-    yield from _guarded("privileges", privileges.examine(conn))
     yield from _guarded("domains", schema.examine_domains(conn))
     if state.is_current:
         yield from _guarded("fleet", fleet.examine(conn))

@@ -10,9 +10,6 @@ import re
 from collections.abc import Iterator
 
 from commandbus.cli.doctor.findings import Conn, Findings, fail, ok, warn
-from commandbus.cli.doctor.schema import queue_exists
-from commandbus.db.drive import run
-from commandbus.flow.domains import list_domains
 from commandbus.model.roles import KINDS, grant_statements, queue_grants, role_names
 
 PREFIX = "commandbus"
@@ -23,10 +20,14 @@ _ALL_OF = {"ALL TABLES IN SCHEMA": ("TABLE", ["r", "v", "p"]), "ALL SEQUENCES IN
 
 
 def examine(conn: Conn) -> Findings:
-    """What it may, and for what it may not: which grant is missing."""
-    row = conn.execute(b"SELECT current_user").fetchone()
-    name = row[0] if row is not None else "?"
-    queues = [domain.queue for domain in run(conn, list_domains()) if queue_exists(conn, domain.queue)]
+    """What it may, and for what it may not: which grant is missing. Nothing, where there is no schema."""
+    row = conn.execute(
+        b"SELECT current_user, to_regnamespace('commandbus') IS NOT NULL AND to_regnamespace('pgmq') IS NOT NULL"
+    ).fetchone()
+    if row is None or not row[1]:
+        return
+    name = row[0]
+    queues = _queues(conn)
     lacking = {kind: _lacking(conn, kind, queues) for kind in KINDS}
     able = [ABILITIES[kind] for kind in KINDS if not lacking[kind]]
     if not able:
@@ -52,8 +53,13 @@ def _lacking(conn: Conn, kind: str, queues: list[str]) -> list[str]:
     grants = [text for text in grant_statements(PREFIX) if text.endswith(f" TO {role}")]
     for queue in queues:
         grants += queue_grants(kind, role, queue)
-    wanted = dict.fromkeys(item for text in grants for item in _privileges(conn, text))
-    return [
+    wanted = list(dict.fromkeys(item for text in grants for item in _privileges(conn, text)))
+    if kind == "reader":  # nothing that a reader does looks into an archive
+        wanted = [item for item in wanted if not item[2].startswith("pgmq.a_")]
+    # Without the schemas the server does not even answer about what is in them.
+    closed = [f"USAGE ON SCHEMA {name}" for _, sort, name in wanted
+              if sort == "SCHEMA" and not _has(conn, "USAGE", sort, name)]  # fmt: skip
+    return closed or [
         f"{privilege} ON {sort} {name}"
         for privilege, sort, name in wanted
         if not _has(conn, privilege, sort, name)
@@ -73,6 +79,15 @@ def _privileges(conn: Conn, grant: str) -> Iterator[tuple[str, str, str]]:
     for privilege in found["what"].split(", "):
         for name in names:
             yield privilege, sort, name
+
+
+def _queues(conn: Conn) -> list[str]:
+    """The domains' queues, from the catalog: that is open to everybody."""
+    rows = conn.execute(
+        b"SELECT substr(relname, 3) FROM pg_class WHERE relnamespace = 'pgmq'::regnamespace "
+        b"AND relkind = 'r' AND relname ~ '^q_[a-z][a-z0-9_]*__commands$' ORDER BY 1"
+    ).fetchall()
+    return [name for (name,) in rows]
 
 
 def _members(conn: Conn, schema: str, kinds: list[str]) -> list[str]:

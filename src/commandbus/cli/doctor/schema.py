@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from psycopg.errors import InsufficientPrivilege
+
 from commandbus.cli.doctor.findings import Conn, Findings, fail, ok, warn
 from commandbus.cli.render import counted
 from commandbus.db.drive import run
@@ -16,6 +18,8 @@ def examine_schema(conn: Conn) -> tuple[SchemaState | None, Findings]:
         state = run(conn, look())
     except SchemaError as error:
         return None, iter([fail("schema", str(error))])
+    except InsufficientPrivilege as error:
+        return None, iter([fail("schema", f"it cannot be looked at: {error.diag.message_primary}")])
     if not state.applied:
         return None, iter([fail("schema", "there is none in this database", "run `commandbus migrate`")])
     return state, _schema(state)

@@ -1,0 +1,163 @@
+"""status, commands, show, cancel, pause, resume, prune, rejected, workers: the daily life."""
+
+from __future__ import annotations
+
+import re
+
+import psycopg
+from cli_harness import eventually, run
+
+from commandbus import CommandStatus, HandlerRegistry, TransientCommandError, Worker
+from commandbus.cli.exits import ExitCode
+from commandbus.model.retry import RetryPolicy
+
+# --- looking ------------------------------------------------------------------------------------------------
+
+
+def test_status(orders):
+    orders("send", "orders", "ship")
+    orders("send", "orders", "ship", "--delay", "1h")
+    head, row = orders("status", "orders").out.splitlines()
+    assert dict(zip(head.split()[:6], row.split()[:6], strict=True)) == {
+        "DOMAIN": "orders", "READY": "1", "DELAYED": "1", "RUNNING": "0", "PARKED": "0", "TSQ": "0"
+    }  # fmt: skip
+    (document,) = orders("status", "--json").document
+    assert (document["ready"], document["delayed"], document["is_paused"]) == (1, 1, False)
+    assert document["oldest_seconds"] >= 0
+    assert orders("status", "nowhere").code == ExitCode.NOT_FOUND
+
+
+def test_commands_are_filtered_and_paged(orders, bus):
+    for number in range(5):
+        bus.send("orders", "ship" if number % 2 else "bill", number, command_id=f"c{number}", correlation_id="all")
+    first = orders("commands", "--domain", "orders", "--limit", "3")
+    (more,) = re.findall(r"--before-id (\d+)", first.out)
+    second = orders("commands", "--limit", "3", "--before-id", more, "--json").document
+    assert [item["command_id"] for item in second] == ["c1", "c0"]
+    ships = orders("commands", "--type", "ship", "--correlation-id", "all", "--since", "1h", "--json").document
+    assert [item["command_id"] for item in ships] == ["c3", "c1"]
+    assert orders("commands", "--since", "2099-01-01T00:00:00Z").out == "no commands\n"
+    assert orders("commands", "--status", "completed").out == "no commands\n"
+    assert len(orders("commands", "--status", "PENDING", "--json").document) == 5
+    assert orders("commands", "--status", "sleeping").code == ExitCode.USAGE
+
+
+def test_show_tells_a_life_as_a_timeline(orders, bus, database):
+    registry = HandlerRegistry()
+
+    @registry.handler("orders", "ship", retry_policy=RetryPolicy(2, [0.05]))
+    def ship(command, ctx):
+        if ctx.attempt == 1:
+            raise TransientCommandError("the road\x1b[2J is closed", code="ROAD")
+        return {"ok": True}
+
+    bus.send("orders", "ship", {"n": 1}, command_id="a")
+    with Worker(registry, database_url=database):
+        eventually(lambda: bus.get_command("orders", "a").status is CommandStatus.COMPLETED)
+    text = orders("show", "orders", "a").out
+    timeline = text.partition("timeline")[2]
+    events = [event for event in ("SENT", "FAILED", "RETRY_SCHEDULED", "COMPLETED") if event in timeline]
+    assert events == sorted(events, key=timeline.index)
+    assert len(events) == 4
+    assert "+0.000s" in text
+    assert '{"ok": true}' in text
+    assert "\x1b" not in text
+    assert "--traceback shows" in text
+    assert "raise TransientCommandError" not in text
+    assert "raise TransientCommandError" in orders("show", "orders", "a", "--traceback").out
+    document = orders("show", "a", "--json", "--traceback").document
+    assert (document["status"], document["attempts"], document["result"]) == ("COMPLETED", 2, {"ok": True})
+    assert document["audit"][0]["event"] == "SENT"
+    assert "TransientCommandError" in document["failed_attempts"][0]["traceback"]
+    assert "traceback" not in orders("show", "a", "--json").document["failed_attempts"][0]
+
+
+def test_show_finds_a_command_by_any_of_its_names(orders, bus):
+    bus.create_domain("bills")
+    sent = bus.send("orders", "ship", command_id="a")
+    assert orders("show", "a", "--json").document["id"] == sent.id
+    assert orders("show", f"#{sent.id}", "--json").document["command_id"] == "a"
+    bus.send("bills", "pay", command_id="a")
+    ambiguous = orders("show", "a")
+    assert ambiguous.code == ExitCode.REFUSED
+    assert "`show bills a`, `show orders a`" in ambiguous.err
+    for words in (["b"], ["orders", "b"], ["#999999"], ["nowhere", "a"]):
+        assert orders("show", *words).code == ExitCode.NOT_FOUND
+    assert orders("show", "one", "two", "three").code == ExitCode.USAGE
+
+
+def test_workers(orders, bus, database):
+    assert orders("workers").out.startswith("no workers")
+    registry = HandlerRegistry()
+    registry.register("orders", "ship", lambda command, ctx: None)
+    with Worker(registry, database_url=database) as worker:
+        eventually(bus.workers)
+        assert worker.id in orders("workers").out
+        (document,) = orders("workers", "--json").document
+        assert (document["id"], document["is_alive"], document["domains"]) == (worker.id, True, ["orders"])
+    assert orders("workers", "--json").document == []
+    assert [item["state"] for item in orders("workers", "--all", "--json").document] == ["STOPPED"]
+
+
+def test_rejected_messages(orders, bus, database):
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute("""SELECT pgmq.send('orders__commands', '{"not": "an envelope"}')""")
+    registry = HandlerRegistry()
+    registry.register("orders", "ship", lambda command, ctx: None)
+    with Worker(registry, database_url=database):
+        eventually(lambda: bus.status("orders")[0].rejected)
+    (document,) = orders("rejected", "--domain", "orders", "--json").document
+    assert document["message"] == {"not": "an envelope"}
+    assert document["reason"] in orders("rejected").out
+    assert orders("rejected", "--before-id", str(document["id"])).out == "no rejected messages\n"
+
+
+# --- acting -------------------------------------------------------------------------------------------------
+
+
+def test_cancel(orders, status_of):
+    orders("send", "orders", "ship", "--id", "a")
+    orders("send", "orders", "ship", "--id", "b")
+    assert orders("cancel", "orders", "a", "--operator", "ann", "--reason", "why not").out == "canceled orders a\n"
+    assert orders("cancel", "orders", "b", "--json").document["status"] == "CANCELED"
+    assert status_of("a") is CommandStatus.CANCELED
+    assert "operator=ann, reason=why not" in orders("show", "orders", "a").out
+    assert orders("cancel", "orders", "a").code == ExitCode.REFUSED
+    assert orders("cancel", "orders", "nobody").code == ExitCode.NOT_FOUND
+
+
+def test_pause_and_resume(orders):
+    assert orders("pauses").out == "nothing is paused\n"
+    assert orders("pause", "orders", "ship", "--reason", "stocktaking").out == "ship of domain orders is paused\n"
+    assert orders("pause", "orders", "ship", "--json").document["changed"] is False
+    assert orders("pause", "orders").out == "domain orders is paused\n"
+    assert "stocktaking" in orders("pauses").out
+    assert {item["command_type"] for item in orders("pauses", "--json").document} == {None, "ship"}
+    assert orders("status").out.splitlines()[1].endswith("all")
+    assert orders("resume", "orders").code == 0
+    assert orders("status").out.splitlines()[1].endswith("ship")
+    assert orders("resume", "orders", "ship", "--json").document["released"] == 0
+    assert orders("resume", "orders").code == ExitCode.REFUSED
+    assert orders("pause", "nowhere").code == ExitCode.NOT_FOUND
+
+
+def test_prune(orders, bus):
+    for number in range(3):
+        bus.send("orders", "ship", command_id=f"c{number}")
+        bus.cancel("orders", f"c{number}")
+    assert orders("prune").out.startswith("forgotten: 0 commands")
+    assert orders("prune", "--count", "2", "--json").document["commands"] == 1
+    assert orders("prune", "--age", "0s").out.startswith("forgotten: 2 commands")
+    assert orders("prune", "--age", "long").code == ExitCode.USAGE
+
+
+def test_a_whole_day_as_processes(database):
+    for words in (["domain", "create", "orders"], ["send", "orders", "ship", "1", "--id", "x"], ["status"],
+                  ["commands"], ["show", "x"], ["cancel", "orders", "x"]):  # fmt: skip
+        answer = run(*words, "--database", database)
+        assert (answer.code, answer.err) == (0, "")
+        assert answer.out
+
+
+def test_an_idle_domain_has_no_oldest_command(orders):
+    assert orders("status", "--json").document[0]["oldest_seconds"] is None

@@ -1,0 +1,159 @@
+"""The doctor: says OK, WARN or FAIL, and what to do; exit code 1 only for FAIL."""
+
+from __future__ import annotations
+
+import uuid
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from commandbus.cli.exits import ExitCode
+
+
+def findings(answer, level):
+    return {item["check"]: item for item in answer.document if item["level"] == level}
+
+
+def test_all_is_well(orders):
+    answer = orders("doctor", "--json")
+    assert (answer.code, findings(answer, "FAIL")) == (0, {})
+    checks = {item["check"] for item in answer.document}
+    assert {"configuration", "timeouts", "server", "version", "clock", "schema", "pgmq", "privileges", "domains",
+            "connections", "transactions", "workers", "troubleshooting queue"} <= checks  # fmt: skip
+    text = orders("doctor").out
+    assert "OK    schema: at migration 1" in text
+    assert text.splitlines()[-1].endswith("0 failures")
+
+
+def test_the_tests_server_runs_without_fsync_and_is_told_so(orders):
+    assert "fsync" in findings(orders("doctor", "--json"), "WARN")
+
+
+def test_a_missing_schema_fails_and_names_the_remedy(bare_cli, empty_database):
+    answer = bare_cli("doctor", "--json", "--database", empty_database)
+    assert answer.code == ExitCode.NO
+    assert "commandbus migrate" in findings(answer, "FAIL")["schema"]["remedy"]
+
+
+def test_a_newer_schema_fails(cli, database):
+    with psycopg.connect(database) as conn:
+        conn.execute("INSERT INTO commandbus.migration (number, name) VALUES (9999, 'future')")
+    assert "newer" in findings(cli("doctor", "--json"), "FAIL")["schema"]["message"]
+
+
+def test_an_unreachable_server_fails(bare_cli):
+    answer = bare_cli("doctor", "--database", "postgresql://a:secret@127.0.0.1:1/a")
+    assert answer.code == ExitCode.NO
+    assert "FAIL  server: " in answer.out
+    assert "refused" in answer.out
+    assert "secret" not in answer.out
+
+
+def test_a_bad_configuration_fails(bare_cli, monkeypatch):
+    monkeypatch.setenv("WORKER_STATEMENT_TIMEOUT", "60s")
+    answer = bare_cli("doctor", "--json")
+    assert answer.code == ExitCode.NO
+    assert "statement_timeout" in findings(answer, "FAIL")["configuration"]["message"]
+
+
+def test_doubts_are_warnings(orders, monkeypatch):
+    monkeypatch.setenv("WORKER_CONCURENCY", "9")
+    monkeypatch.setenv("WORKER_CONCURRENCY", "5000")
+    answer = orders("doctor", "--json")
+    warned = findings(answer, "WARN")
+    assert answer.code == 0
+    assert "WORKER_CONCURENCY" in warned["configuration"]["message"]
+    assert "5003" in warned["connections"]["message"]
+
+
+def test_what_needs_a_look(troubled, database):
+    troubled("pause", "orders", "bill")
+    with psycopg.connect(database) as conn:
+        conn.execute(
+            "INSERT INTO commandbus.worker (id, host, pid, domains, concurrency, version, state, heartbeat_at) "
+            "VALUES ('dead-1', 'far', 1, '{orders}', 4, '0', 'ACTIVE', now() - interval '5 minutes')"
+        )
+        conn.execute(
+            "INSERT INTO commandbus.undelivered_reply (queue, message, reason) VALUES ('gone', '{}', 'x')"
+        )
+        conn.execute(
+            "INSERT INTO commandbus.rejected_message (domain, msg_id, reason) VALUES ('orders', 1, 'no command')"
+        )
+    troubled("send", "orders", "ship")
+    warned = [item for item in troubled("doctor", "--json").document if item["level"] == "WARN"]
+    told = "\n".join(f"{item['message']} {item['remedy']}" for item in warned)
+    for expected in ("dead-1", "5m", "4 commands wait: 4 of orders", "queue gone", "1 message to domain orders",
+                     "domain orders is paused: bill", "no worker serves it"):  # fmt: skip
+        assert expected in told
+
+
+def test_a_lost_queue_fails(orders, database):
+    with psycopg.connect(database) as conn:
+        conn.execute("SELECT pgmq.drop_queue('orders__commands')")
+    answer = orders("doctor", "--json")
+    assert answer.code == ExitCode.NO
+    assert "commandbus domain create orders" in findings(answer, "FAIL")["domains"]["remedy"]
+
+
+def test_limits_of_the_servers_own_are_compared_with_ours(orders, database):
+    _database_setting(database, "statement_timeout", "'5s'")
+    _database_setting(database, "synchronous_commit", "off")
+    _database_setting(database, "default_transaction_isolation", "'serializable'")
+    warned = findings(orders("doctor", "--json"), "WARN")
+    assert {"statement_timeout", "synchronous_commit", "isolation"} <= warned.keys()
+    assert "5000 ms" in warned["statement_timeout"]["message"]
+
+
+def _database_setting(database, name, value):
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute(
+            sql.SQL("ALTER DATABASE {} SET {} = {}").format(
+                sql.Identifier(conn.info.dbname), sql.SQL(name), sql.SQL(value)
+            )
+        )
+
+
+@pytest.fixture
+def plain_role(orders, bus, database, server_admin):
+    """A role that may log in and nothing else, and the four roles to be granted to it."""
+    prefix = f"t{uuid.uuid4().hex[:8]}"
+    names = bus.create_roles(prefix)
+    user = f"{prefix}_user"
+    server_admin(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(user)))
+    yield user, names, database.replace("postgres@", f"{user}@")
+    with psycopg.connect(database, autocommit=True) as conn:
+        for name in (user, *names.values()):
+            conn.execute(sql.SQL("DROP OWNED BY {}").format(sql.Identifier(name)))
+            conn.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(name)))
+
+
+def test_a_role_without_rights_fails_and_the_grant_is_named(bare_cli, plain_role):
+    user, _, address = plain_role
+    answer = bare_cli("doctor", "--json", "--database", address)
+    assert answer.code == ExitCode.NO
+    failed = findings(answer, "FAIL")["privileges"]
+    assert f"role {user} lacks USAGE ON SCHEMA commandbus" in failed["message"]
+    assert f"GRANT commandbus_reader TO {user}" in failed["remedy"]
+    refused = bare_cli("status", "--database", address)
+    assert refused.code == ExitCode.REFUSED
+    assert "commandbus doctor" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("kind", "able"),
+    [("reader", "may look"), ("producer", "may look, send"), ("worker", "may look, send, run handlers"),
+     ("operator", "operate")],
+)  # fmt: skip
+def test_each_role_may_what_it_should(bare_cli, plain_role, server_admin, kind, able):
+    user, names, address = plain_role
+    server_admin(sql.SQL("GRANT {} TO {}").format(sql.Identifier(names[kind]), sql.Identifier(user)))
+    answer = bare_cli("doctor", "--json", "--database", address)
+    assert answer.code == 0
+    told = [item for item in answer.document if item["check"] == "privileges"]
+    assert told[0]["level"] == "OK"
+    assert able in told[0]["message"]
+    if kind == "producer":
+        lacking = next(item for item in told if "may not run handlers" in item["message"])
+        assert "UPDATE ON TABLE" in lacking["message"] or "INSERT ON TABLE" in lacking["message"]
+        assert f"GRANT commandbus_worker TO {user}" in lacking["remedy"]

@@ -1,0 +1,154 @@
+"""send: one command, or a file of them, all or none; what makes no sense is refused before anything is sent."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from commandbus.cli.exits import ExitCode
+
+TOMORROW = datetime.now(UTC) + timedelta(days=1)
+
+# --- send ---------------------------------------------------------------------------------------------------
+
+
+def test_send_and_its_receipt(orders, bus):
+    options = [
+        "--id",
+        "a",
+        "--correlation-id",
+        "c",
+        "--max-attempts",
+        "5",
+        "--header",
+        "by=me",
+        "--header",
+        "eq=a=b",
+    ]
+    answer = orders("send", "orders", "ship", '{"n": 1}', *options)
+    assert (answer.code, answer.out) == (0, "sent: orders a\n")
+    record = bus.get_command("orders", "a")
+    assert (record.data, record.correlation_id, record.max_attempts) == ({"n": 1}, "c", 5)
+    assert record.headers == {"by": "me", "eq": "a=b"}
+
+
+def test_the_same_id_is_sent_once_and_other_content_is_refused(orders):
+    for created in (True, False):
+        receipt = orders("send", "orders", "ship", "1", "--id", "a", "--json").document
+        assert (receipt["command_id"], receipt["created"]) == ("a", created)
+    assert orders("send", "orders", "ship", "1", "--id", "a").out == "was there already: orders a\n"
+    assert orders("send", "orders", "ship", "2", "--id", "a").code == ExitCode.REFUSED
+
+
+def test_data_comes_from_a_file_or_the_standard_input(orders, bus, tmp_path):
+    file = tmp_path / "data.json"
+    file.write_text('{"from": "file"}')
+    orders("send", "orders", "ship", "--data-file", str(file), "--id", "f")
+    orders("send", "orders", "ship", "-", "--id", "s", stdin='{"from": "stdin"}')
+    orders("send", "orders", "ship", "--id", "none")
+    found = {name: bus.get_command("orders", name).data for name in ("f", "s", "none")}
+    assert found == {"f": {"from": "file"}, "s": {"from": "stdin"}, "none": None}
+
+
+def test_later(orders, bus):
+    orders("send", "orders", "ship", "--id", "d", "--delay", "1h")
+    orders("send", "orders", "ship", "--id", "t", "--at", TOMORROW.isoformat())
+    assert bus.status("orders")[0].delayed == 2
+    assert bus.get_command("orders", "t").visible_at == TOMORROW
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["orders"],
+        ["orders", "ship", "{bad"],
+        ["orders", "ship", "hello"],
+        ["orders", "ship", "NaN"],
+        ["orders", "ship", '"a\\u0000b"'],
+        ["orders", "ship", "1", "--data-file", "x"],
+        ["orders", "ship", "--data-file", "/nowhere"],
+        ["orders", "ship", "--delay", "soon"],
+        ["orders", "ship", "--delay", "-5s"],
+        ["orders", "ship", "--at", "2099-01-01T00:00:00"],
+        ["orders", "ship", "--delay", "1s", "--at", "2099-01-01T00:00:00Z"],
+        ["orders", "ship", "--header", "novalue"],
+        ["orders", "ship", "--max-attempts", "0"],
+        ["orders", "ship", "--reply-to", "Not A Queue"],
+        ["Orders!", "ship"],
+        ["orders", "ship", "--from", "x"],
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_nothing_is_sent(orders, bus, words):
+    answer = orders("send", *words)
+    assert answer.code == ExitCode.USAGE
+    assert answer.err.startswith("commandbus: error: ")
+    assert bus.query_commands(domain="orders").items == []
+
+
+def test_an_unknown_domain_is_not_found(orders):
+    assert orders("send", "nowhere", "ship").code == ExitCode.NOT_FOUND
+
+
+# --- send --from --------------------------------------------------------------------------------------------
+
+
+def lines(*items):
+    return "".join(json.dumps(item) + "\n" for item in items)
+
+
+def test_a_file_of_lines_is_sent(orders, bus, tmp_path):
+    file = tmp_path / "many.jsonl"
+    file.write_text(
+        lines(
+            {"command_type": "ship", "data": {"n": 1}, "command_id": "a", "headers": {"k": "v"}},
+            {"command_type": "ship", "command_id": "b", "delay": "5m"},
+            {"command_type": "bill", "command_id": "c", "at": TOMORROW.isoformat()},
+        )
+        + "\n\n"
+    )
+    assert orders("send", "orders", "--from", str(file)).out == "sent 3 commands to orders\n"
+    assert orders("send", "orders", "--from", str(file)).out == "sent 0 commands to orders; 3 were there\n"
+    assert {record.command_id for record in bus.query_commands(domain="orders").items} == {"a", "b", "c"}
+    assert bus.status("orders")[0].delayed == 2
+    receipts = orders("send", "orders", "--from", "-", "--json", stdin=lines({"command_type": "x"})).document
+    assert [receipt["created"] for receipt in receipts] == [True]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "{oops\n",
+        "[1]\n",
+        lines({"data": 1}),
+        lines({"command_type": ""}),
+        lines({"command_type": "x", "surprise": 1}),
+        lines({"command_type": "x", "delay": "soon"}),
+        lines({"command_type": "x", "at": "yesterday"}),
+        lines({"command_type": "x", "data": "a\u0000b"}),
+        lines({"command_type": "x", "max_attempts": "3"}),
+        lines({"command_type": "x", "data": "y" * 2_000_000}),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_sent(orders, bus, bad):
+    good = lines({"command_type": "x"})
+    answer = orders("send", "orders", "--from", "-", stdin=good * 1500 + bad + good)
+    assert answer.code == ExitCode.USAGE
+    assert "line 1501" in answer.err
+    assert bus.query_commands(domain="orders").items == []
+
+
+def test_a_file_is_sent_whole_or_not_at_all(orders, bus):
+    bus.send("orders", "ship", 1, command_id="taken")
+    content = lines(*({"command_type": "x"} for _ in range(1500)), {"command_type": "ship", "command_id": "taken"})
+    assert orders("send", "orders", "--from", "-", stdin=content).code == ExitCode.REFUSED
+    assert len(bus.query_commands(domain="orders", limit=10).items) == 1
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", None])
+def test_an_unreadable_file_is_a_usage_error(orders, tmp_path, content):
+    file = tmp_path / "many.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+    assert orders("send", "orders", "--from", str(file)).code == ExitCode.USAGE

@@ -1,0 +1,153 @@
+"""migrate, domain, queue, roles, config, embedded: what is done once."""
+
+from __future__ import annotations
+
+import json
+import uuid
+
+import psycopg
+import pytest
+from cli_harness import run
+from psycopg import sql
+
+from commandbus.cli.exits import ExitCode
+
+
+def test_migrate_says_what_it_applied_and_how_pgmq_came(bare_cli, empty_database):
+    first = bare_cli("migrate", "--domain", "orders", "--database", empty_database)
+    assert first.code == 0
+    assert "applied 1 migration: 0001" in first.out
+    assert "PGMQ 1." in first.out
+    assert "domain orders is there" in first.out
+    again = bare_cli("migrate", "--database", empty_database, "--json")
+    assert again.document["newly_applied"] == []
+    assert again.document["applied"] == [1]
+    assert again.document["pgmq_way"] in ("sql", "extension")
+
+
+def test_check_answers_for_deploy_scripts(bare_cli, empty_database):
+    missing = bare_cli("migrate", "--check", "--database", empty_database)
+    assert (missing.code, missing.err) == (ExitCode.NO, "")
+    assert "commandbus migrate" in missing.out
+    assert bare_cli("migrate", "--database", empty_database).code == 0
+    assert bare_cli("migrate", "--check", "--database", empty_database).code == 0
+    lacks = bare_cli("migrate", "--check", "--domain", "orders", "--json", "--database", empty_database)
+    assert (lacks.code, lacks.document["missing_domains"]) == (ExitCode.NO, ["orders"])
+
+
+def test_check_changes_nothing(bare_cli, empty_database):
+    bare_cli("migrate", "--check", "--database", empty_database)
+    with psycopg.connect(empty_database) as conn:
+        assert conn.execute("SELECT to_regnamespace('commandbus')").fetchone() == (None,)
+
+
+def test_the_printed_sql_needs_no_database_and_does_the_same(bare_cli, empty_database):
+    script = bare_cli("migrate", "--print")
+    assert (script.code, script.err) == (0, "")
+    assert bare_cli("migrate", "--print", "--json").document["sql"] == script.out
+    for _ in range(2):
+        with psycopg.connect(empty_database, autocommit=True) as conn:
+            conn.execute(script.out.encode())
+    assert bare_cli("migrate", "--check", "--database", empty_database).code == 0
+
+
+def test_contradicting_options_are_refused(bare_cli):
+    assert bare_cli("migrate", "--print", "--check").code == ExitCode.USAGE
+    assert bare_cli("migrate", "--print", "--domain", "orders").code == ExitCode.USAGE
+
+
+def test_a_newer_schema_is_refused(cli, database):
+    with psycopg.connect(database) as conn:
+        conn.execute("INSERT INTO commandbus.migration (number, name) VALUES (9999, 'future')")
+    for words in (["migrate"], ["migrate", "--check"]):
+        answer = cli(*words)
+        assert answer.code == ExitCode.DATABASE
+        assert "newer" in answer.err
+
+
+def test_domains(cli):
+    assert cli("domain", "list").out.startswith("no domains")
+    made = cli("domain", "create", "orders", "bills")
+    assert made.out == "domain orders created\ndomain bills created\n"
+    assert cli("domain", "create", "orders", "--json").document == [{"domain": "orders", "created": False}]
+    assert [item["domain"] for item in cli("domain", "list", "--json").document] == ["bills", "orders"]
+    assert "orders__commands" in cli("domain", "list").out
+    bad = cli("domain", "create", "Orders; DROP")
+    assert bad.code == ExitCode.USAGE
+
+
+def test_a_reply_queue(cli, database):
+    assert cli("queue", "create", "replies").out == "queue replies is there\n"
+    assert cli("queue", "create", "replies", "--json").document == {"queue": "replies"}
+    with psycopg.connect(database) as conn:
+        assert conn.execute("SELECT to_regclass('pgmq.q_replies') IS NOT NULL").fetchone() == (True,)
+
+
+def test_roles_are_printed_and_created(orders, server_admin):
+    prefix = f"t{uuid.uuid4().hex[:8]}"
+    try:
+        script = orders("roles", "--print", "--prefix", prefix)
+        assert f"CREATE ROLE {prefix}_worker" in script.out
+        assert orders("roles", "--print", "--prefix", prefix, "--json").document["sql"] == script.out
+        made = orders("roles", "--prefix", prefix, "--json").document
+        assert {item["kind"] for item in made} == {"reader", "producer", "worker", "operator"}
+        assert f"{prefix}_producer" in orders("roles", "--prefix", prefix).out
+        assert orders("roles", "--prefix", "Bad-Prefix").code == ExitCode.USAGE
+    finally:
+        for kind in ("reader", "producer", "worker", "operator"):
+            name = sql.Identifier(f"{prefix}_{kind}")
+            _drop_role(orders, server_admin, name)
+
+
+def _drop_role(cli, server_admin, name):
+    database = cli("config", "--json").document[0]["value"]
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute(sql.SQL("DROP OWNED BY {}").format(name))
+    server_admin(sql.SQL("DROP ROLE IF EXISTS {}").format(name))
+
+
+def test_config_names_values_and_origins(bare_cli, tmp_path, monkeypatch):
+    (tmp_path / "commandbus.toml").write_text(
+        'database_url = "postgresql://a:hidden@h/d"\n[worker]\nconcurrency = 7\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORKER_POLL_INTERVAL", "3s")
+    monkeypatch.setenv("WORKER_CONCURENCY", "9")
+    table = bare_cli("config")
+    assert "hidden" not in table.out
+    assert "warning: environment WORKER_CONCURENCY" in table.err
+    found = {item["name"]: item for item in bare_cli("config", "--json").document}
+    assert (found["concurrency"]["value"], found["poll_interval"]["from"]) == (
+        7,
+        "environment WORKER_POLL_INTERVAL",
+    )
+    assert found["database_url"]["value"] == "postgresql://a:***@h/d"
+    assert found["max_messages"]["from"] == "default"
+    changed = bare_cli("config", "--changed", "--json").document
+    assert {item["name"] for item in changed} == {"database_url", "concurrency", "poll_interval"}
+
+
+def test_a_config_file_can_be_named(bare_cli, tmp_path):
+    file = tmp_path / "other.toml"
+    file.write_text("[worker]\nconcurrency = 11\n")
+    found = bare_cli("config", "--changed", "--json", "--config", str(file)).document
+    assert [item["value"] for item in found] == [11]
+
+
+@pytest.mark.slow
+def test_the_embedded_server_is_left_up_and_stopped(folder):
+    place = str(folder / "data")
+    assert run("embedded", "status", "--folder", place, "--json").document["running"] is False
+    started = run("embedded", "start", "--folder", place, "--json")
+    try:
+        address = started.document["address"]
+        with psycopg.connect(address) as conn:
+            assert conn.execute("SELECT 1").fetchone() == (1,)
+        assert run("migrate", "--database", f"embedded:{place}").code == 0  # joins it, and leaves it up
+        again = json.loads(run("embedded", "start", "--folder", place, "--json").out)
+        assert again["pid"] == started.document["pid"]
+        assert "running  yes" in run("embedded", "status", "--database", f"embedded:{place}").out
+    finally:
+        stopped = run("embedded", "stop", "--folder", place)
+    assert stopped.out.startswith("stopped; the data is in")
+    assert run("embedded", "stop", "--folder", place, "--json").document["stopped"] is False

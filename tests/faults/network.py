@@ -1,0 +1,143 @@
+"""A TCP proxy between a worker and PostgreSQL: it can be cut, refuse, go deaf, or swallow one answer."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+
+
+class Proxy:
+    """Forwards bytes both ways, one thread per connection.
+
+    `swallow(marker)`: the first message of a client that contains the marker is forwarded, what the server
+    answers to it is not, and then the connection is cut. With `forward=False` the server does not get it either.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._target = ("127.0.0.1", port)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._pairs: set[_Pair] = set()
+        self._closed = False
+        self.is_refusing = False
+        self.hearing = threading.Event()
+        self.hearing.set()
+        self._marker: bytes | None = None
+        self._forward = True
+        self.swallowed = threading.Event()
+        threading.Thread(target=self._accept, name="proxy", daemon=True).start()
+
+    def swallow(self, marker: bytes, *, forward: bool = True) -> None:
+        self._forward = forward
+        self._marker = marker
+
+    def is_swallowed(self, data: bytes) -> bool:
+        """Is this the message? The answer is yes once."""
+        with self._lock:
+            if self._marker is None or self._marker not in data:
+                return False
+            self._marker = None
+            return True
+
+    @property
+    def forwards_swallowed(self) -> bool:
+        return self._forward
+
+    def cut(self) -> None:
+        """End every connection, without a good-bye; new ones are welcome unless `is_refusing`."""
+        with self._lock:
+            pairs = list(self._pairs)
+        for pair in pairs:
+            pair.cut()
+
+    def close(self) -> None:
+        self._closed = True
+        self.hearing.set()
+        self._listener.close()
+        self.cut()
+
+    def forget(self, pair: _Pair) -> None:
+        with self._lock:
+            self._pairs.discard(pair)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            if self.is_refusing:
+                _reset(client)
+                continue
+            try:
+                server = socket.create_connection(self._target, timeout=10)
+            except OSError:
+                _reset(client)
+                continue
+            server.settimeout(None)
+            pair = _Pair(self, client, server)
+            with self._lock:
+                self._pairs.add(pair)
+            pair.start()
+
+
+class _Pair:
+    """One connection: the client's socket and the server's."""
+
+    def __init__(self, proxy: Proxy, client: socket.socket, server: socket.socket) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._server = server
+        self._wake, self._waker = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="proxy-pair", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def cut(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        try:
+            self._forward()
+        except OSError:
+            pass
+        finally:
+            self._proxy.forget(self)
+            _reset(self._client)
+            _reset(self._server)
+            self._wake.close()
+            self._waker.close()
+
+    def _forward(self) -> None:
+        other = {self._client: self._server, self._server: self._client}
+        while True:
+            # While deaf only the order to end is heard.
+            watched = [self._wake, *other] if self._proxy.hearing.is_set() else [self._wake]
+            readable, _, _ = select.select(watched, [], [], 0.02)
+            if self._wake in readable:
+                return
+            for source in readable:
+                data = source.recv(65536)
+                if not data:
+                    return
+                if source is self._client and self._proxy.is_swallowed(data):
+                    if self._proxy.forwards_swallowed:
+                        self._server.sendall(data)
+                        self._server.recv(65536)  # the answer: it has happened, and nobody will know
+                    self._proxy.swallowed.set()
+                    return
+                other[source].sendall(data)
+
+
+def _reset(sock: socket.socket) -> None:
+    """Close with RST, as a cut network does."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()

@@ -1,0 +1,259 @@
+"""The network between a worker and its server: cut, silent, or losing the one answer that matters."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+from network import Proxy
+
+from commandbus import (
+    AttemptFencedError,
+    CommandBus,
+    CommandStatus,
+    HandlerRegistry,
+    NewCommand,
+    RetryPolicy,
+    Worker,
+)
+from support.waiting import one, statuses, until, until_settled, verdicts
+from support.workers import add, done, either, opened, quick_settings, short_lease
+
+StartWorker = Callable[..., Worker]
+Db = psycopg.Connection[Any]
+PATIENT = RetryPolicy(max_attempts=30, backoff_schedule=[0.05], jitter=0)
+INSERT = "INSERT INTO ledger (kind, command_id, attempt) VALUES ('exact', %s, %s)"
+
+
+def ledger(db: Db) -> list[tuple[str, int]]:
+    return [(name, number) for name, number in db.execute("SELECT command_id, attempt FROM ledger ORDER BY 1, 2")]
+
+
+@pytest.fixture
+def handlers() -> HandlerRegistry:
+    """`exact` and `exact_async` write the ledger in the completing transaction."""
+    handlers = HandlerRegistry()
+
+    async def exact(command: Any, ctx: Any) -> None:
+        async with either(ctx.transaction()) as tx:
+            await done(tx.execute(INSERT, (command.command_id, ctx.attempt)))
+            tx.complete("kept")
+
+    add(handlers, "sync", "exact", exact, retry_policy=PATIENT)
+    add(handlers, "async", "exact_async", exact, retry_policy=PATIENT)
+    return handlers
+
+
+@pytest.fixture(params=["exact", "exact_async"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Which handler."""
+    return str(request.param)
+
+
+# --- cut and silent -------------------------------------------------------------------------------------------
+
+
+def test_a_cut_network_loses_nothing(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, proxy: Proxy, through: str
+) -> None:
+    bus.send_many(
+        "orders",
+        [NewCommand("exact" if n % 2 else "exact_async", command_id=f"c{n:03}") for n in range(600)],
+    )
+    worker = start_worker(handlers, through, visibility_timeout=3.0, statement_timeout=1.0)
+    for reached in (50, 150, 250, 350):
+        until(lambda reached=reached: len(ledger(db)) >= reached)
+        proxy.cut()
+    until_settled(db, 40)
+    assert statuses(db) == {"COMPLETED": 600}
+    assert [name for name, _ in ledger(db)] == [f"c{n:03}" for n in range(600)]
+    assert worker.stop().is_clean
+
+
+def test_a_worker_that_fell_silent_is_replaced_and_its_late_writes_are_refused(
+    database: str,
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    proxy: Proxy,
+    through: str,
+    kind: str,
+) -> None:
+    """It hears nothing for longer than its leases last; another worker finishes; then it hears again."""
+    gate = threading.Event()
+    written: list[str] = []
+    fenced: list[BaseException] = []
+    slow = HandlerRegistry()
+
+    async def wait(command: Any, ctx: Any) -> None:
+        try:
+            async with either(ctx.transaction()) as tx:
+                await done(tx.execute(INSERT, (command.command_id, ctx.attempt)))
+                written.append(command.command_id)
+                await opened(gate)
+        except AttemptFencedError as error:
+            fenced.append(error)
+            raise
+
+    add(slow, "async" if kind == "exact_async" else "sync", kind, wait)
+    ids = [f"c{n}" for n in range(4)]
+    bus.send_many("orders", [NewCommand(kind, command_id=each) for each in ids])
+    silent = start_worker(slow, through, concurrency=4, **short_lease())
+    until(lambda: sorted(written) == ids)
+    proxy.hearing.clear()
+    start_worker(handlers, database, **short_lease())
+    until_settled(db)
+    assert ledger(db) == [(each, 2) for each in ids]
+    proxy.hearing.set()
+    gate.set()
+    until(lambda: len(fenced) == 4)
+    report = silent.stop()
+    assert (report.is_clean, report.abandoned) == (True, 0)
+    assert ledger(db) == [(each, 2) for each in ids]
+    assert statuses(db) == {"COMPLETED": 4}
+    assert verdicts(db, "c0") == [(1, "LOST")]
+
+
+# --- the answer that was lost ---------------------------------------------------------------------------------
+
+
+def test_a_commit_whose_answer_was_lost_has_happened_once(
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    proxy: Proxy,
+    through: str,
+    kind: str,
+) -> None:
+    worker = start_worker(handlers, through, concurrency=1)
+    proxy.swallow(b"COMMIT")
+    bus.send("orders", kind, command_id="c")
+    assert proxy.swallowed.wait(10)
+    until_settled(db)
+    assert ledger(db) == [("c", 1)]
+    found = bus.get_command("orders", "c")
+    assert found is not None
+    assert (found.status, found.result, found.attempts) == (CommandStatus.COMPLETED, "kept", 1)
+    report = worker.stop()
+    assert (report.is_clean, report.settled) == (True, 1)
+    assert verdicts(db, "c") == []
+
+
+def test_a_commit_that_never_arrived_is_tried_again(
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    proxy: Proxy,
+    through: str,
+    kind: str,
+) -> None:
+    worker = start_worker(handlers, through, concurrency=1)
+    proxy.swallow(b"COMMIT", forward=False)
+    bus.send("orders", kind, command_id="c")
+    assert proxy.swallowed.wait(10)
+    until_settled(db)
+    assert ledger(db) == [("c", 2)]
+    assert verdicts(db, "c") == [(1, "RETRY")]
+    assert one(db, "SELECT error_code FROM commandbus.attempt") == "COMMIT_LOST"
+    assert worker.stop().is_clean
+
+
+def test_a_settlement_in_the_block_whose_answer_was_lost_is_tried_again(
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    proxy: Proxy,
+    through: str,
+    kind: str,
+) -> None:
+    """The connection breaks after the settling statement and before COMMIT: nothing of it has happened."""
+    start_worker(handlers, through, concurrency=1)
+    proxy.swallow(b"INSERT INTO commandbus.tsq")
+    bus.send("orders", kind, command_id="c")
+    assert proxy.swallowed.wait(10)
+    until_settled(db)
+    assert ledger(db) == [("c", 2)]
+    assert verdicts(db, "c") == [(1, "RETRY")]
+
+
+@pytest.mark.parametrize("arrives", [True, False], ids=["answer", "statement"])
+def test_a_settle_that_was_cut_is_repeated_and_the_handler_is_not(
+    bus: CommandBus, db: Db, start_worker: StartWorker, proxy: Proxy, through: str, arrives: bool
+) -> None:
+    runs: list[str] = []
+    handlers = HandlerRegistry()
+    handlers.register("orders", "work", lambda ctx: runs.append(ctx.command.command_id))
+    worker = start_worker(handlers, through)
+    proxy.swallow(b"INSERT INTO commandbus.tsq", forward=arrives)
+    bus.send("orders", "work", command_id="c")
+    assert proxy.swallowed.wait(10)
+    until_settled(db)
+    report = worker.stop()
+    assert (report.is_clean, report.settled) == (True, 1)
+    assert runs == ["c"]
+    assert verdicts(db, "c") == []
+
+
+def test_a_claim_whose_answer_was_lost_is_made_good_by_the_lease(
+    bus: CommandBus, db: Db, start_worker: StartWorker, proxy: Proxy, through: str
+) -> None:
+    runs: list[int] = []
+    handlers = HandlerRegistry()
+    handlers.register("orders", "work", lambda ctx: runs.append(ctx.attempt))
+    bus.send("orders", "work", command_id="c")
+    proxy.swallow(b"'held_by'")
+    start_worker(handlers, through, **short_lease())
+    assert proxy.swallowed.wait(10)
+    until_settled(db)
+    assert runs == [2]
+    assert verdicts(db, "c") == [(1, "LOST")]
+
+
+# --- no server ------------------------------------------------------------------------------------------------
+
+
+def test_outcomes_that_could_not_be_written_are_reported(
+    bus: CommandBus, db: Db, start_worker: StartWorker, proxy: Proxy, through: str
+) -> None:
+    started, gate = threading.Event(), threading.Event()
+    handlers = HandlerRegistry()
+
+    async def work(command: Any, ctx: Any) -> None:
+        started.set()
+        await opened(gate)
+
+    add(handlers, "sync", "work", work)
+    bus.send("orders", "work", command_id="c")
+    worker = start_worker(handlers, through)
+    assert started.wait(10)
+    proxy.is_refusing = True
+    proxy.cut()
+    gate.set()
+    began = time.monotonic()
+    report = worker.stop(timeout=2)
+    assert time.monotonic() - began < 3
+    assert (report.abandoned, report.unwritten, report.is_clean) == (0, 1, False)
+    assert bus.get_command("orders", "c").status is CommandStatus.IN_PROGRESS  # type: ignore[union-attr]
+
+
+def test_a_server_that_is_down_at_the_start_is_a_clear_error_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    handlers = HandlerRegistry()
+    handlers.register("orders", "work", lambda ctx: None)
+    worker = Worker(handlers, settings=quick_settings(f"postgresql://postgres:secret@127.0.0.1:{port}/none"))
+    began = time.monotonic()
+    with pytest.raises(psycopg.OperationalError, match=str(port)) as caught:
+        worker.run()
+    assert time.monotonic() - began < 2
+    assert "secret" not in str(caught.value)
+    assert not worker.is_running

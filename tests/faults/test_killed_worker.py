@@ -1,0 +1,79 @@
+"""kill -9 of worker processes under load, and commands that kill their workers."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+from commandbus import CommandBus, NewCommand, TroubleshootingQueue
+from support.waiting import one, statuses, until, until_settled, verdicts
+
+Db = psycopg.Connection[Any]
+StartProcess = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.mark.slow
+def test_kill_9_under_load_loses_nothing_and_repeats_no_transaction(
+    bus: CommandBus, db: Db, start_process: StartProcess
+) -> None:
+    kinds = itertools.cycle(["exact", "plain", "exact_async"])
+    bus.send_many(
+        "orders", [NewCommand(kind, command_id=f"c{n}") for n, kind in zip(range(1200), kinds, strict=False)]
+    )
+    alive = [start_process(), start_process()]
+    for kill in range(5):
+        until(lambda reached=(kill + 1) * 120: statuses(db).get("COMPLETED", 0) >= reached, 30)
+        victim = alive.pop(0)
+        victim.kill()
+        alive.append(start_process())
+    until_settled(db, 60)
+    assert statuses(db) == {"COMPLETED": 1200}
+    assert one(db, "SELECT count(*) FROM pgmq.q_orders__commands") == 0
+    runs = dict(db.execute("SELECT kind, count(*) FROM ledger GROUP BY 1").fetchall())
+    distinct = dict(db.execute("SELECT kind, count(DISTINCT command_id) FROM ledger GROUP BY 1").fetchall())
+    assert distinct == {"exact": 800, "plain": 400}
+    assert runs["exact"] == 800
+    # The completing attempt is the one whose write is in the ledger.
+    assert (
+        one(
+            db,
+            "SELECT count(*) FROM ledger l JOIN commandbus.command c USING (command_id) "
+            "WHERE kind = 'exact' AND l.attempt = c.attempt",
+        )
+        == 800
+    )
+    lost = one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict = 'LOST'")
+    assert lost > 0
+    # Every attempt is accounted for: numbers have no gaps.
+    assert one(db, "SELECT sum(attempt) FROM commandbus.command") == 1200 + one(
+        db, "SELECT count(*) FROM commandbus.attempt WHERE verdict <> 'NOTE'"
+    )
+
+
+@pytest.mark.slow
+def test_a_command_that_kills_its_worker_ends_in_the_troubleshooting_queue(
+    bus: CommandBus, db: Db, start_process: StartProcess
+) -> None:
+    bus.send("orders", "killer", command_id="killer", max_attempts=2)
+    bus.send_many("orders", [NewCommand("exact", command_id=f"c{n}") for n in range(60)])
+    settings = {"visibility_timeout": 1.0, "statement_timeout": 0.5}
+    process = start_process(**settings)
+
+    def is_settled() -> bool:
+        nonlocal process
+        if process.poll() is not None:
+            assert process.returncode == 1
+            process = start_process(**settings)
+        return bool(one(db, "SELECT NOT EXISTS (SELECT FROM commandbus.command WHERE status = 'PENDING')"))
+
+    until(is_settled, 40)
+    assert statuses(db) == {"COMPLETED": 60, "IN_TROUBLESHOOTING_QUEUE": 1}
+    (entry,) = TroubleshootingQueue(bus).list("orders")
+    assert (entry.command_id, entry.error_code) == ("killer", "WORKER_LOST")
+    assert verdicts(db, "killer") == [(1, "LOST"), (2, "LOST"), (3, "EXHAUSTED")]
+    assert one(db, "SELECT count(*) = count(DISTINCT command_id) FROM ledger")
+    assert process.poll() is None

@@ -1,0 +1,277 @@
+"""The four roles in real sessions: each can do its part, and not the others'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from flow_harness import Bus, expire_leases, fail, one, send_raw
+from psycopg import sql as pgsql
+
+from commandbus import (
+    CommandBus,
+    InvalidCommandError,
+    NewCommand,
+    PermanentCommandError,
+    SchemaError,
+)
+from commandbus.db.embedded import EmbeddedPostgres
+from commandbus.flow.claim import announce, withdraw
+from commandbus.flow.register import WorkerIdentity, beat
+from commandbus.flow.roles import print_roles
+from commandbus.model.roles import KINDS
+
+Roles = Callable[[str], Bus]
+
+
+@pytest.fixture
+def prefix(orders: Bus, server: EmbeddedPostgres) -> Iterator[str]:
+    """A prefix of roles that are gone after the test: roles belong to the server, not to the database."""
+    name = f"r_{orders.url.rsplit('/', 1)[1]}"
+    yield name
+    with psycopg.connect(orders.url, autocommit=True) as conn:
+        for (role,) in conn.execute("SELECT rolname FROM pg_roles WHERE rolname LIKE %s", (name + "%",)).fetchall():
+            conn.execute(pgsql.SQL("DROP OWNED BY {}").format(pgsql.Identifier(role)))
+            conn.execute(pgsql.SQL("DROP ROLE {}").format(pgsql.Identifier(role)))
+
+
+@pytest.fixture
+def acting(orders: Bus, prefix: str, connect: Callable[..., Bus], db: psycopg.Connection[Any]) -> Roles:
+    """A bus of a login user that has one role."""
+    assert orders.create_roles(prefix) == {kind: f"{prefix}_{kind}" for kind in KINDS}
+
+    def acting(kind: str) -> Bus:
+        user = f"{prefix}_{kind}_user"
+        db.execute(f"CREATE ROLE {user} LOGIN IN ROLE {prefix}_{kind}".encode())
+        return connect(orders.url.replace("//postgres@", f"//{user}@", 1))
+
+    return acting
+
+
+def _refused(act: Callable[[], Any]) -> None:
+    with pytest.raises((psycopg.errors.InsufficientPrivilege, SchemaError)):
+        act()
+
+
+def _look(bus: Bus) -> None:
+    bus.get_command("orders", "waiting")
+    bus.query_commands(status="PENDING")
+    bus.get_audit_trail("orders", "waiting")
+    bus.status()
+    bus.workers()
+    bus.list_domains()
+    bus.pauses()
+    bus.schema_state()
+    bus.tsq.list()
+    bus.tsq.count()
+
+
+def _setting_up(bus: Bus) -> list[Callable[[], Any]]:
+    return [
+        lambda: bus.create_domain("shipping"),
+        lambda: bus.create_queue("more"),
+        lambda: bus.create_roles("other"),
+        lambda: bus.run(_raw("DROP TABLE commandbus.command")),
+        lambda: bus.run(_raw("TRUNCATE commandbus.command")),
+        lambda: bus.run(_raw("UPDATE commandbus.setting SET value = 'x'")),
+        lambda: bus.run(_raw("DELETE FROM commandbus.migration")),
+        lambda: bus.run(_raw("DELETE FROM commandbus.domain")),
+    ]
+
+
+def _sending(bus: Bus) -> list[Callable[[], Any]]:
+    return [
+        lambda: bus.send("orders", "Ship"),
+        lambda: bus.send("orders", "Ship", command_id="mine", delay=5),
+        lambda: bus.send_many("orders", [NewCommand("Ship"), NewCommand("Ship", command_id="two")]),
+    ]
+
+
+def _operating(bus: Bus) -> list[Callable[[], Any]]:
+    return [
+        lambda: bus.cancel("orders", "waiting"),
+        lambda: bus.tsq.operator_retry("orders", "t1"),
+        lambda: bus.tsq.operator_cancel("orders", "t2"),
+        lambda: bus.tsq.operator_complete("orders", "t3"),
+        lambda: bus.tsq.retry_all("orders"),
+        lambda: bus.pause("orders", "Ship"),
+        lambda: bus.resume("orders", "Ship"),
+        lambda: bus.pause("orders"),
+        lambda: bus.resume("orders"),
+    ]
+
+
+def _raw(statement: str) -> Any:
+    from commandbus.flow.statement import Operation, Statement
+
+    def steps() -> Any:
+        yield Statement(statement.encode())
+
+    return Operation(steps(), atomic=False)
+
+
+@pytest.fixture
+def work(orders: Bus) -> Bus:
+    """Something for everybody to do."""
+    orders.create_queue("answers")
+    orders.send_many("orders", [NewCommand("Ship", command_id=f"t{n}", reply_to="answers") for n in range(1, 6)])
+    attempts = orders.claim()
+    orders.settle([fail(attempt, PermanentCommandError()) for attempt in attempts])
+    orders.send("orders", "Ship", command_id="waiting", reply_to="answers")
+    return orders
+
+
+def test_a_reader_looks(work: Bus, acting: Roles) -> None:
+    reader = acting("reader")
+    _look(reader)
+    for act in [*_sending(reader), *_operating(reader), *_setting_up(reader)]:
+        _refused(act)
+    _refused(reader.claim)
+    _refused(lambda: reader.prune(age=0))
+
+
+def test_a_producer_sends(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None:
+    producer = acting("producer")
+    _look(producer)
+    for act in _sending(producer):
+        act()
+    assert not producer.send("orders", "Ship", command_id="mine").created
+    for act in [*_operating(producer), *_setting_up(producer)]:
+        _refused(act)
+    _refused(producer.claim)
+    _refused(lambda: producer.prune(age=0))
+    _refused(lambda: producer.run(_raw("UPDATE commandbus.command SET status = 'COMPLETED'")))
+    _refused(lambda: producer.run(_raw("DELETE FROM pgmq.q_orders__commands")))
+
+
+def test_a_worker_works(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None:
+    worker = acting("worker")
+    _look(worker)
+    for act in _sending(worker):
+        act()
+    worker.send("orders", "Pack", command_id="paused")
+    work.pause("orders", "Pack")
+    worker.run(announce(worker="w1", domains=["orders"], seconds=5))
+    worker.run(withdraw("w1"))
+    identity = WorkerIdentity("w1", "host", 123, ["orders"], 4, "0.1.0")
+    worker.run(beat(identity, state="ACTIVE", running=2, settled=10, rates={}))
+    send_raw(db, '{"command_type": "Ship", "command_id": "raw"}')
+    send_raw(db, "[]")
+    found = {attempt.command_id: attempt for attempt in worker.claim()}
+    assert one(db, "SELECT count(*) FROM commandbus.rejected_message") == 1
+    assert worker.get_command("orders", "paused").waiting_for == "pause"
+    expire_leases(db)
+    found = {attempt.command_id: attempt for attempt in worker.claim()}
+    assert found["waiting"].number == 2, "and the first was recorded as lost"
+    assert "raw" in found
+    assert worker.renew(list(found.values())) == []
+    db.execute("SELECT pgmq.create('theirs')")  # a reply queue that nobody granted
+    worker.send("orders", "Ship", command_id="theirs", reply_to="theirs")
+    theirs = worker.claim_one()
+    assert worker.settle([theirs.complete(None), found["waiting"].complete("1")]) == {}
+    assert one(db, "SELECT count(*) FROM pgmq.q_answers") == 1
+    assert one(db, "SELECT queue FROM commandbus.undelivered_reply") == "theirs"
+    unnamed = next(attempt for name, attempt in found.items() if name not in ("raw", "two", "waiting"))
+    assert worker.settle([fail(found["raw"], ValueError()), unnamed.give_back()]) == {}
+    assert worker.settle(fail(found["two"], PermanentCommandError())) == {}
+    db.execute("SELECT pgmq.archive('orders__commands', %s)", (send_raw(db, "[]"),))
+    assert worker.prune(age=0).archived == 1
+    for act in [*_operating(worker), *_setting_up(worker)]:
+        _refused(act)
+
+
+def test_an_operator_operates(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None:
+    operator = acting("operator")
+    _look(operator)
+    for act in _operating(operator):
+        act()
+    assert one(db, "SELECT count(*) FROM pgmq.q_answers") == 3, "replies of cancel, cancel and complete"
+    db.execute("SELECT pgmq.archive('orders__commands', msg_id) FROM pgmq.q_orders__commands")
+    report = operator.prune(age=0)
+    assert report.commands == 3
+    assert report.archived > 0
+    for act in [*_sending(operator), *_setting_up(operator)]:
+        _refused(act)
+    identity = WorkerIdentity("w1", "host", 123, ["orders"], 4, "0.1.0")
+    _refused(lambda: operator.run(beat(identity, state="ACTIVE", running=2, settled=10, rates={})))
+
+
+def test_queues_that_come_later_are_granted(work: Bus, acting: Roles) -> None:
+    producer, worker = acting("producer"), acting("worker")
+    work.create_domain("later")
+    work.create_queue("later_answers")
+    producer.send("later", "Ship", reply_to="later_answers")
+    attempt = worker.claim_one(domain="later")
+    assert worker.settle(attempt.complete(None)) == {}
+    with psycopg.connect(work.url) as conn:
+        assert one(conn, "SELECT count(*) FROM pgmq.q_later_answers") == 1
+
+
+def test_set_role_will_do(work: Bus, prefix: str) -> None:
+    """The roles cannot log in; a session may take one on."""
+    work.create_roles(prefix)
+    if work.driver == "async":
+        pytest.skip("one connection is enough")
+    with psycopg.connect(work.url, autocommit=True) as conn:
+        assert one(conn, "SELECT bool_or(rolcanlogin) FROM pg_roles WHERE rolname LIKE %s", prefix + "%") is False
+        conn.execute(f"SET ROLE {prefix}_reader".encode())
+        assert work.get_command("orders", "waiting", conn=conn) is not None
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            work.send("orders", "Ship", conn=conn)
+
+
+def test_again_and_by_script(work: Bus, prefix: str, db: psycopg.Connection[Any]) -> None:
+    script = work.run(print_roles(prefix))
+    assert one(db, "SELECT count(*) FROM pg_roles WHERE rolname LIKE %s", prefix + "%") == 0
+    for _ in range(2):
+        with psycopg.connect(work.url, autocommit=True) as conn:
+            conn.execute(script.encode())
+    assert one(db, "SELECT count(*) FROM pg_roles WHERE rolname LIKE %s", prefix + "%") == 4
+    before = _grants(db, prefix)
+    work.create_roles(prefix)
+    work.create_roles(prefix)
+    assert _grants(db, prefix) == before
+    assert before
+
+
+def _grants(db: psycopg.Connection[Any], prefix: str) -> list[Any]:
+    return db.execute(
+        "SELECT table_schema, table_name, grantee, privilege_type FROM information_schema.role_table_grants "
+        "WHERE grantee LIKE %s ORDER BY 1, 2, 3, 4",
+        (prefix + "%",),
+    ).fetchall()
+
+
+def test_a_hostile_prefix_makes_no_role(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    before = one(db, "SELECT count(*) FROM pg_roles")
+    for hostile in ("x; drop table commandbus.command", "X", "", "a" * 42, None):
+        with pytest.raises(InvalidCommandError, match="role prefix"):
+            orders.create_roles(hostile)
+    assert one(db, "SELECT count(*) FROM pg_roles") == before
+
+
+def test_who_may_not_create_roles_is_told(orders: Bus, acting: Roles, prefix: str) -> None:
+    worker = acting("worker")
+    with pytest.raises(SchemaError, match="may not"):
+        worker.create_roles(f"{prefix}_x")
+    with pytest.raises(SchemaError, match="may not create queue"):
+        worker.create_domain("shipping")
+
+
+def test_a_worker_process_for_an_unknown_domain_is_told(orders: Bus, acting: Roles) -> None:
+    from commandbus import HandlerRegistry, UnknownDomainError, Worker
+
+    if orders.driver == "async":
+        pytest.skip("a worker has one driver")
+    handlers = HandlerRegistry()
+
+    @handlers.handler("shipping", "Ship")
+    def ship(command: Any, ctx: Any) -> None:
+        raise AssertionError
+
+    with pytest.raises(UnknownDomainError):
+        Worker(handlers, database_url=acting("worker").url).start()
+    with CommandBus(orders.url) as bus:
+        assert [domain.name for domain in bus.list_domains()] == ["orders"]

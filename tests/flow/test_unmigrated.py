@@ -1,0 +1,98 @@
+"""A database without the schema: every public method says so, and what to do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+from flow_harness import Bus, one
+
+from commandbus import CommandBus, CommandStatus, NewCommand, SchemaError, TroubleshootingQueue
+
+CALLS: dict[str, list[Callable[[Bus], Any]]] = {
+    "create_domain": [lambda bus: bus.create_domain("orders")],
+    "create_queue": [lambda bus: bus.create_queue("answers")],
+    "list_domains": [lambda bus: bus.list_domains()],
+    "create_roles": [lambda bus: bus.create_roles("unmigrated")],
+    "send": [lambda bus: bus.send("orders", "x"), lambda bus: bus.send("orders", "x", command_id="k", delay=1)],
+    "send_many": [lambda bus: bus.send_many("orders", [NewCommand("x"), NewCommand("x", command_id="k")])],
+    "cancel": [lambda bus: bus.cancel("orders", "x")],
+    "get_command": [lambda bus: bus.get_command("orders", "x")],
+    "query_commands": [
+        lambda bus: bus.query_commands(),
+        lambda bus: bus.query_commands(status=CommandStatus.PENDING),
+        lambda bus: bus.query_commands(domain="orders", status="IN_PROGRESS"),
+    ],
+    "get_audit_trail": [lambda bus: bus.get_audit_trail("orders", "x")],
+    "status": [lambda bus: bus.status(), lambda bus: bus.status("orders")],
+    "workers": [lambda bus: bus.workers()],
+    "pause": [lambda bus: bus.pause("orders"), lambda bus: bus.pause("orders", "x")],
+    "resume": [lambda bus: bus.resume("orders"), lambda bus: bus.resume("orders", "x")],
+    "pauses": [lambda bus: bus.pauses()],
+    "prune": [lambda bus: bus.prune(age=1), lambda bus: bus.prune(count=1)],
+}
+OTHER = {"migrate", "schema_state", "close", "connect", "run", "follow"}
+TSQ_CALLS: dict[str, Callable[[Bus], Any]] = {
+    "list": lambda bus: bus.tsq.list(),
+    "count": lambda bus: bus.tsq.count("orders"),
+    "count_by_type": lambda bus: bus.tsq.count_by_type(),
+    "operator_retry": lambda bus: bus.tsq.operator_retry("orders", "x"),
+    "operator_cancel": lambda bus: bus.tsq.operator_cancel("orders", "x"),
+    "operator_complete": lambda bus: bus.tsq.operator_complete("orders", "x"),
+    "retry_all": lambda bus: bus.tsq.retry_all("orders"),
+    "cancel_all": lambda bus: bus.tsq.cancel_all("orders"),
+    "complete_all": lambda bus: bus.tsq.complete_all("orders"),
+}
+
+
+def _public(kind: type) -> set[str]:
+    return {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
+
+
+def test_no_method_was_forgotten() -> None:
+    assert _public(CommandBus) == CALLS.keys() | OTHER
+    assert _public(TroubleshootingQueue) == TSQ_CALLS.keys()
+
+
+@pytest.fixture
+def unmigrated(connect: Callable[..., Bus], empty_database: str) -> Bus:
+    return connect(empty_database)
+
+
+def test_every_method_says_so(unmigrated: Bus) -> None:
+    for name, calls in CALLS.items():
+        for call in calls:
+            with pytest.raises(SchemaError, match="commandbus migrate") as caught:
+                call(unmigrated)
+            assert caught.value.args, name
+    for call in TSQ_CALLS.values():
+        with pytest.raises(SchemaError, match="commandbus migrate"):
+            call(unmigrated)
+    with psycopg.connect(unmigrated.url) as conn:
+        assert one(conn, "SELECT count(*) FROM pg_namespace WHERE nspname IN ('commandbus', 'pgmq')") == 0
+        assert one(conn, "SELECT count(*) FROM pg_roles WHERE rolname LIKE 'unmigrated%%'") == 0
+
+
+def test_pgmq_alone_is_not_enough(unmigrated: Bus) -> None:
+    from commandbus.db.pgmq import packaged_sql
+
+    with psycopg.connect(unmigrated.url) as conn:
+        conn.execute(packaged_sql().encode())
+        conn.execute("SELECT pgmq.create('orders__commands')")
+    for calls in CALLS.values():
+        for call in calls:
+            with pytest.raises(SchemaError, match="commandbus migrate"):
+                call(unmigrated)
+
+
+def test_the_bus_works_once_it_is_migrated(unmigrated: Bus) -> None:
+    """The same connections, which have seen and maybe prepared the failing statements."""
+    for _ in range(4):
+        with pytest.raises(SchemaError):
+            unmigrated.send("orders", "x")
+    unmigrated.migrate(domains=["orders"])
+    unmigrated.send("orders", "x", command_id="k")
+    assert unmigrated.get_command("orders", "k").status is CommandStatus.PENDING

@@ -1,0 +1,472 @@
+"""A command's whole life against a model: whatever happens in whatever order, the database agrees.
+
+The machine sends, claims as one of two workers, crashes, lets leases run out, settles in time and too late, gives
+back, operates, pauses and prunes. Beside it a small model says what must be true of every command. After each
+step the tables are read and compared:
+
+- no command is lost: each that is neither final nor in the troubleshooting queue has exactly one queue row, and
+  every queue row is that of exactly one such command
+- an attempt is settled at most once, and only by its holder; a settled command never moves again
+- the history is complete: every attempt that started was received and has one end, in order
+
+Time is the server's: leases run out because the machine moves `vt` back, never because it waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from commandbus import (
+    BusinessRuleException,
+    CommandBus,
+    CommandNotFoundError,
+    DuplicateCommandError,
+    InvalidOperationError,
+    PermanentCommandError,
+    TroubleshootingQueue,
+)
+from commandbus.flow.claim import claim, put_right
+from commandbus.flow.renew import renew
+from commandbus.flow.settle import Settlement, settle
+from commandbus.model.outcome import judge_failure
+from commandbus.model.retry import RetryPolicy
+from commandbus.runtime.attempt import Attempt
+
+IDS = st.sampled_from([f"c{n}" for n in range(5)])
+TYPES = ("Ship", "Pack")
+WORKERS = st.sampled_from(["w1", "w2"])
+POLICY = RetryPolicy(max_attempts=3, backoff_schedule=[0], jitter=0)
+FINAL = ("COMPLETED", "FAILED", "CANCELED")
+TABLES = ("command", "attempt", "tsq", "operator_action", "parked", "pause", "rejected_message")
+
+
+@dataclass
+class Life:
+    """What the model knows of one command."""
+
+    command_type: str
+    data: int
+    max_attempts: int | None
+    status: str = "PENDING"
+    number: int = 0  # attempts ever made
+    charge: int = 0  # those since the last operator's retry that were not waived
+    holder: str | None = None
+    parked: bool = False
+    expired: bool = False
+    history: list[tuple[str, int | None]] = field(default_factory=lambda: [("SENT", None)])
+
+    @property
+    def limit(self) -> int:
+        return self.max_attempts or POLICY.max_attempts
+
+
+class Lifecycle(RuleBasedStateMachine):
+    """The machine. `bus` and `db` are set for the test's database before it runs."""
+
+    bus: CommandBus
+    db: psycopg.Connection[Any]
+
+    @initialize()
+    def empty(self) -> None:
+        self.db.execute(
+            b"TRUNCATE pgmq.q_orders__commands, " + b", ".join(b"commandbus." + t.encode() for t in TABLES)
+        )
+        self.tsq = TroubleshootingQueue(self.bus)
+        self.lives: dict[str, Life] = {}
+        self.held: list[tuple[str, Attempt]] = []  # what workers believe to hold
+        self.zombies: list[tuple[str, Attempt]] = []  # what they no longer do
+        self.paused: set[str] = set()
+        self.settles: Counter[tuple[int, int]] = Counter()
+
+    # --- sending ------------------------------------------------------------------------------------------
+
+    @rule(command_id=IDS, command_type=st.sampled_from(TYPES), data=st.integers(0, 1), own=st.sampled_from([None, 1]))
+    def send(self, command_id: str, command_type: str, data: int, own: int | None) -> None:
+        known = self.lives.get(command_id)
+        same = known is not None and (known.command_type, known.data, known.max_attempts) == (command_type, data, own)
+        arguments: Any = {"command_id": command_id, "max_attempts": own}
+        if known is not None and not same:
+            with pytest.raises(DuplicateCommandError):
+                self.bus.send("orders", command_type, data, **arguments)
+            return
+        sent = self.bus.send("orders", command_type, data, **arguments)
+        assert sent.created == (known is None)
+        if known is None:
+            self.lives[command_id] = Life(command_type, data, own)
+
+    # --- a worker's doings --------------------------------------------------------------------------------
+
+    @rule(worker=WORKERS, n=st.integers(1, 3))
+    def claim(self, worker: str, n: int) -> None:
+        found = self._claim(worker, n)
+        rows = list(found.ready)
+        if found.odd:
+            right, adopted = self.bus.run(put_right(domain="orders", worker=worker, odd=found.odd, max_bytes=9999))
+            assert adopted == 0
+            rows += right
+            self._tell_the_model_of_the_odd(found.odd)
+        assert {row[3] for row in rows} == {
+            name for name in self._just_claimed(found) if self.lives[name].command_type not in self.paused
+        }
+        for row in rows:
+            attempt = Attempt("orders", tuple(row), None, 0.0)
+            attempt.started = attempt.row[17].timestamp()
+            life = self.lives[attempt.command_id]
+            assert (attempt.number, attempt.charge) == (life.number, life.charge)
+            self._forget(attempt.command_id)
+            self.held.append((worker, attempt))
+
+    @rule(worker=WORKERS)
+    def claim_and_die_at_once(self, worker: str) -> None:
+        """Between the claim and anything else: what it found out about others is not written down either."""
+        found = self._claim(worker, 2)
+        for name in self._just_claimed(found):
+            self._forget(name)
+
+    def _claim(self, worker: str, n: int) -> Any:
+        found = self.bus.run(claim(domain="orders", worker=worker, n=n, lease_seconds=3600, cursor=None))
+        names = self._just_claimed(found)
+        claimable = {name for name, life in self.lives.items() if self._is_claimable(life)}
+        assert len(names) == min(n, len(claimable))
+        assert set(names) <= claimable
+        for name in names:
+            life = self.lives[name]
+            if life.holder is not None:  # a worker vanished; told to the history when it is written down
+                life.history.append(("lost", life.number))
+            life.number += 1
+            life.charge += 1
+            life.holder, life.expired = worker, False
+        return found
+
+    @staticmethod
+    def _just_claimed(found: Any) -> list[str]:
+        return [row[3] for row in found.ready] + [row.command_id for row in found.odd]
+
+    def _is_claimable(self, life: Life) -> bool:
+        if life.status != "PENDING" or life.parked or "" in self.paused:
+            return False
+        return life.holder is None or life.expired
+
+    def _tell_the_model_of_the_odd(self, odd: Any) -> None:
+        for row in odd:
+            life = self.lives[row.command_id]
+            written = []
+            for event, number in life.history:
+                written += [("RECEIVED", number), ("FAILED", number)] if event == "lost" else [(event, number)]
+            life.history = written
+            if life.command_type in self.paused:
+                life.parked, life.holder = True, None
+                life.charge -= 1
+                self._forget(row.command_id)
+
+    def _forget(self, command_id: str) -> None:
+        """Whoever held it before is a zombie now."""
+        gone = [item for item in self.held if item[1].command_id == command_id]
+        self.held = [item for item in self.held if item not in gone]
+        self.zombies += gone
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        """One batch of some of what one worker holds."""
+        worker = data.draw(st.sampled_from(sorted({worker for worker, _ in self.held})))
+        mine = [attempt for holder, attempt in self.held if holder == worker]
+        chosen = data.draw(st.lists(st.sampled_from(mine), min_size=1, max_size=3, unique=True))
+        outcomes = [(attempt, data.draw(st.sampled_from(sorted(OUTCOMES)))) for attempt in chosen]
+        batch = [OUTCOMES[outcome](attempt) for attempt, outcome in outcomes]
+        assert self.bus.run(settle("orders", worker, batch)) == {}
+        for attempt, outcome in outcomes:
+            self._settled(attempt, outcome)
+            self._forget(attempt.command_id)
+
+    def _settled(self, attempt: Attempt, outcome: str) -> None:
+        life = self.lives[attempt.command_id]
+        number = attempt.number
+        life.holder, life.expired = None, False
+        self.settles[(attempt.id, number)] += 1
+        received: list[tuple[str, int | None]] = [("RECEIVED", number)]
+        if outcome == "complete":
+            life.status = "COMPLETED"
+            life.history += [*received, ("COMPLETED", number)]
+        elif outcome == "refuse":
+            life.status = "FAILED"
+            life.history += [*received, ("BUSINESS_RULE_FAILED", number)]
+        elif outcome == "break":
+            life.status = "IN_TROUBLESHOOTING_QUEUE"
+            life.history += [*received, ("FAILED", number), ("MOVED_TO_TSQ", number)]
+        elif outcome == "give back":
+            life.charge -= 1
+            life.history += [("GIVEN_BACK", number)]
+        elif attempt.charge < life.limit:
+            life.history += [*received, ("FAILED", number), ("RETRY_SCHEDULED", number)]
+        else:
+            life.status = "IN_TROUBLESHOOTING_QUEUE"
+            life.history += [
+                *received,
+                ("FAILED", number),
+                ("RETRY_EXHAUSTED", number),
+                ("MOVED_TO_TSQ", number),
+            ]
+
+    @precondition(lambda self: self._fenced())
+    @rule(data=st.data())
+    def settle_late(self, data: st.DataObject) -> None:
+        worker, attempt = data.draw(st.sampled_from(self._fenced()))
+        outcome = OUTCOMES[data.draw(st.sampled_from(sorted(OUTCOMES)))](attempt)
+        fence = (attempt.msg_id, attempt.read_ct)
+        assert self.bus.run(settle("orders", worker, [outcome])) == {fence: "refused"}
+        assert self.bus.run(renew("orders", worker, [fence], lease_seconds=60)) == [fence]
+
+    @precondition(lambda self: self.held and self._fenced())
+    @rule(data=st.data(), outcome=st.sampled_from(["complete", "retry"]))
+    def settle_with_a_zombie_in_the_batch(self, data: st.DataObject, outcome: str) -> None:
+        worker, attempt = data.draw(st.sampled_from(self.held))
+        late = [zombie for holder, zombie in self._fenced() if holder == worker]
+        if late:
+            zombie = data.draw(st.sampled_from(late))
+            batch = [OUTCOMES["complete"](zombie), OUTCOMES[outcome](attempt)]
+            answer = self.bus.run(settle("orders", worker, batch))
+            assert answer == {(zombie.msg_id, zombie.read_ct): "refused"}
+            self._settled(attempt, outcome)
+            self._forget(attempt.command_id)
+
+    @precondition(lambda self: self.held)
+    @rule(worker=WORKERS)
+    def crash(self, worker: str) -> None:
+        """It forgets what it held; the database learns of it when the leases have run out."""
+        self.zombies += [item for item in self.held if item[0] == worker]
+        self.held = [item for item in self.held if item[0] != worker]
+
+    def _fenced(self) -> list[tuple[str, Attempt]]:
+        """Those whose attempt is somebody else's by now, or nobody's."""
+        return [item for item in self.zombies if not self._still_holds(*item)]
+
+    def _still_holds(self, worker: str, attempt: Attempt) -> bool:
+        life = self.lives.get(attempt.command_id)
+        return life is not None and life.holder == worker and life.number == attempt.number
+
+    @precondition(lambda self: any(life.holder for life in self.lives.values()))
+    @rule(data=st.data())
+    def expire_leases(self, data: st.DataObject) -> None:
+        names = sorted(name for name, life in self.lives.items() if life.holder)
+        chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+        self.db.execute(
+            "UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 s' WHERE msg_id IN "
+            "(SELECT msg_id FROM commandbus.command WHERE command_id = ANY (%s))",
+            (chosen,),
+        )
+        for name in chosen:
+            self.lives[name].expired = True
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        worker, attempt = data.draw(st.sampled_from(self.held))
+        assert self.bus.run(renew("orders", worker, [(attempt.msg_id, attempt.read_ct)], lease_seconds=3600)) == []
+        self.lives[attempt.command_id].expired = False
+
+    # --- people's doings ----------------------------------------------------------------------------------
+
+    @rule(command_id=IDS, deed=st.sampled_from(["retry", "cancel", "complete"]))
+    def operate(self, command_id: str, deed: str) -> None:
+        act = getattr(self.tsq, f"operator_{deed}")
+        life = self.lives.get(command_id)
+        if life is None:
+            with pytest.raises(CommandNotFoundError):
+                act("orders", command_id, operator="ann")
+            return
+        if life.status != "IN_TROUBLESHOOTING_QUEUE":
+            with pytest.raises(InvalidOperationError):
+                act("orders", command_id, operator="ann")
+            return
+        act("orders", command_id, operator="ann")
+        life.status = {"retry": "PENDING", "cancel": "CANCELED", "complete": "COMPLETED"}[deed]
+        life.history.append((f"OPERATOR_{deed.upper()}", None))
+        if deed == "retry":
+            life.charge = 0
+
+    @rule(deed=st.sampled_from(["retry", "cancel", "complete"]), command_type=st.sampled_from([None, *TYPES]))
+    def operate_in_bulk(self, deed: str, command_type: str | None) -> None:
+        chosen = [
+            life
+            for life in self.lives.values()
+            if life.status == "IN_TROUBLESHOOTING_QUEUE" and command_type in (None, life.command_type)
+        ]
+        assert getattr(self.tsq, f"{deed}_all")("orders", command_type, operator="ann") == len(chosen)
+        for life in chosen:
+            life.status = {"retry": "PENDING", "cancel": "CANCELED", "complete": "COMPLETED"}[deed]
+            life.history.append((f"OPERATOR_{deed.upper()}", None))
+            if deed == "retry":
+                life.charge = 0
+
+    @rule(command_id=IDS)
+    def cancel(self, command_id: str) -> None:
+        life = self.lives.get(command_id)
+        if life is None:
+            with pytest.raises(CommandNotFoundError):
+                self.bus.cancel("orders", command_id, operator="ann")
+        elif life.status != "PENDING" or life.holder is not None:
+            with pytest.raises(InvalidOperationError):
+                self.bus.cancel("orders", command_id, operator="ann")
+        else:
+            self.bus.cancel("orders", command_id, operator="ann")
+            life.status, life.parked = "CANCELED", False
+            life.history.append(("OPERATOR_CANCEL", None))
+
+    @rule(command_type=st.sampled_from([None, *TYPES]))
+    def pause_or_resume(self, command_type: str | None) -> None:
+        key = command_type or ""
+        if key not in self.paused:
+            assert self.bus.pause("orders", command_type, operator="ann") is True
+            self.paused.add(key)
+            return
+        parked = [life for life in self.lives.values() if life.parked and life.command_type == key]
+        assert self.bus.resume("orders", command_type) == len(parked)
+        self.paused.discard(key)
+        for life in parked:
+            life.parked = False
+
+    @rule(keep=st.integers(0, 3))
+    def prune(self, keep: int) -> None:
+        finished = sorted(
+            (id_, name)
+            for id_, name, status in self.db.execute("SELECT id, command_id, status::text FROM commandbus.command")
+            if status in FINAL
+        )
+        gone = [name for _, name in finished[: max(0, len(finished) - keep)]]
+        assert self.bus.prune(count=keep).commands == len(gone)
+        for name in gone:
+            assert self.lives[name].status in FINAL
+            self._forget(name)
+            del self.lives[name]
+
+    # --- what must be true --------------------------------------------------------------------------------
+
+    @invariant()
+    def the_database_agrees(self) -> None:
+        if not hasattr(self, "lives"):
+            return
+        commands = {
+            row[0]: row[1:]
+            for row in self.db.execute(
+                "SELECT c.command_id, c.id, c.status::text, c.msg_id, coalesce(c.attempt, c.attempt_base + "
+                "coalesce(q.read_ct, 0)), q.read_ct - c.waived, q.headers ->> 'held_by', p.seq IS NOT NULL, "
+                "t.command IS NOT NULL, q.vt <= now() FROM commandbus.command c "
+                "LEFT JOIN pgmq.q_orders__commands q ON q.msg_id = c.msg_id "
+                "LEFT JOIN commandbus.parked p ON p.msg_id = c.msg_id AND p.domain = c.domain "
+                "LEFT JOIN commandbus.tsq t ON t.command = c.id"
+            )
+        }
+        queue = self.db.execute("SELECT msg_id, (message ->> 'command')::bigint FROM pgmq.q_orders__commands")
+        assert commands.keys() == self.lives.keys()
+        pending = {(row[2], row[0]) for row in commands.values() if row[1] == "PENDING"}
+        rows = queue.fetchall()
+        assert len(rows) == len(set(rows))
+        assert set(rows) == pending, "every command that is not settled has its queue row, and no other has one"
+        for name, life in self.lives.items():
+            _, status, _, number, charge, holder, parked, troubled, visible = commands[name]
+            assert status == life.status, name
+            assert number == life.number, name
+            assert troubled == (life.status == "IN_TROUBLESHOOTING_QUEUE"), name
+            if status == "PENDING":
+                assert (charge, holder, parked) == (life.charge, life.holder, life.parked), name
+                assert visible == (not parked and (holder is None or life.expired)), name
+        assert all(count == 1 for count in self.settles.values())
+        orphans = self.db.execute(
+            "SELECT (SELECT count(*) FROM commandbus.tsq t LEFT JOIN commandbus.command c ON c.id = t.command "
+            "WHERE c.id IS NULL), (SELECT count(*) FROM commandbus.attempt a LEFT JOIN commandbus.command c "
+            "ON c.id = a.command WHERE c.id IS NULL), (SELECT count(*) FROM commandbus.parked p LEFT JOIN "
+            "pgmq.q_orders__commands q USING (msg_id) WHERE q.msg_id IS NULL)"
+        ).fetchone()
+        assert orphans == (0, 0, 0)
+
+    @invariant()
+    def the_history_is_complete_and_in_order(self) -> None:
+        """What the trail says is what the model saw, but for what a dead claimer has not written down yet."""
+        if not hasattr(self, "lives"):
+            return
+        trails: dict[str, list[tuple[str, int | None]]] = {name: [] for name in self.lives}
+        for name, event, attempt in self.db.execute(
+            "SELECT c.command_id, a.event, a.attempt FROM commandbus.command c "
+            "JOIN commandbus.audit a ON a.command = c.id ORDER BY c.id, a.rank, a.at"
+        ):
+            trails[name].append((event, attempt))
+        for name, life in self.lives.items():
+            assert trails[name] == [entry for entry in life.history if entry[0] != "lost"], name
+            ends = Counter(number for event, number in trails[name] if event in ENDS)
+            starts = Counter(number for event, number in trails[name] if event == "RECEIVED")
+            assert all(count == 1 for count in ends.values()), name
+            assert starts.keys() <= ends.keys(), name
+
+    def teardown(self) -> None:
+        """Whatever happened, everything can still be brought to its end."""
+        if not hasattr(self, "lives"):
+            return
+        for key in sorted(self.paused):
+            self.bus.resume("orders", key or None)
+        self.paused.clear()
+        self.tsq.cancel_all("orders", operator="ann")
+        self.db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 s'")
+        found = self.bus.run(claim(domain="orders", worker="last", n=99, lease_seconds=60, cursor=None))
+        rows = list(found.ready)
+        if found.odd:
+            rows += self.bus.run(put_right(domain="orders", worker="last", odd=found.odd, max_bytes=9999))[0]
+        batch = [Attempt("orders", tuple(row), None, 0.0).complete(None) for row in rows]
+        if batch:
+            assert self.bus.run(settle("orders", "last", batch)) == {}
+        left = self.db.execute(
+            "SELECT (SELECT count(*) FROM pgmq.q_orders__commands), (SELECT count(*) FROM commandbus.tsq), "
+            "(SELECT count(*) FROM commandbus.parked), (SELECT count(*) FROM commandbus.command "
+            "WHERE status NOT IN ('COMPLETED', 'FAILED', 'CANCELED'))"
+        ).fetchone()
+        assert left == (0, 0, 0, 0)
+
+
+ENDS = {"COMPLETED", "FAILED", "BUSINESS_RULE_FAILED", "GIVEN_BACK"}
+
+
+def _failed(attempt: Attempt, error: Exception) -> Settlement:
+    return attempt.fail(
+        judge_failure(error, charge=attempt.charge, policy=POLICY, max_attempts=attempt.max_attempts)
+    )
+
+
+OUTCOMES: dict[str, Any] = {
+    "complete": lambda attempt: attempt.complete('"x"'),
+    "retry": lambda attempt: _failed(attempt, ValueError("x")),
+    "refuse": lambda attempt: _failed(attempt, BusinessRuleException("x")),
+    "break": lambda attempt: _failed(attempt, PermanentCommandError("x")),
+    "give back": lambda attempt: attempt.give_back(),
+}
+
+
+@pytest.fixture
+def machine(database: str) -> Iterator[type[Lifecycle]]:
+    """The machine on a database of its own, emptied before each of its lives."""
+    with CommandBus(database) as bus, psycopg.connect(database, autocommit=True) as db:
+        bus.create_domain("orders")
+        db.execute("SET synchronous_commit = off")
+        yield type("LifecycleHere", (Lifecycle,), {"bus": bus, "db": db})
+
+
+def test_lifecycle(machine: type[Lifecycle]) -> None:
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=150,
+            stateful_step_count=50,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

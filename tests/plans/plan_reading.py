@@ -1,0 +1,95 @@
+"""EXPLAIN of the statements that operations really run, and what their plans visited."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from commandbus.flow.statement import Operation, Statement
+
+EXPLAIN = b"EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON)\n"
+
+
+def first_statement(operation: Operation[Any]) -> Statement:
+    """The statement that an operation begins with, with the parameters it passes."""
+    return next(operation.steps)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """One scan node: the relation and how many of its rows were looked at."""
+
+    kind: str
+    relation: str
+    index: str | None
+    visited: float
+
+
+class Plan:
+    """An executed plan."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.document = document
+        self.buffers: int = document["Plan"]["Shared Hit Blocks"] + document["Plan"]["Shared Read Blocks"]
+        self.rows: float = document["Plan"]["Actual Rows"]
+
+    def scans(self, relation: str) -> list[Scan]:
+        return [scan for scan in _scans(self.document["Plan"]) if scan.relation == relation]
+
+    def visited(self, relation: str) -> float:
+        """Rows of this relation that were looked at, over all scans."""
+        return sum(scan.visited for scan in self.scans(relation))
+
+    def kinds(self, relation: str) -> set[str]:
+        return {scan.kind for scan in self.scans(relation)}
+
+    def __repr__(self) -> str:
+        return f"{self.buffers} buffers: {list(_scans(self.document['Plan']))}"
+
+
+def explain(conn: psycopg.Connection[Any], statement: Statement, *, generic: bool) -> Plan:
+    """Run a statement in the connection's transaction, with a plan for these values or for any."""
+    if not generic:
+        row = conn.execute(EXPLAIN + statement.sql, statement.params, prepare=False).fetchone()
+    else:
+        row = _explain_generic(conn, statement)
+    assert row is not None
+    return Plan(row[0][0])
+
+
+def _explain_generic(conn: psycopg.Connection[Any], statement: Statement) -> Any:
+    names: list[str] = []
+
+    def number(found: re.Match[str]) -> str:
+        if found[0] == "%%":
+            return "%"
+        if found[1] not in names:
+            names.append(found[1])
+        return f"${names.index(found[1]) + 1}"
+
+    assert isinstance(statement.params, dict)
+    text = re.sub(r"%\((\w+)\)s|%%", number, statement.sql.decode())
+    conn.execute("SET LOCAL plan_cache_mode = force_generic_plan")
+    conn.execute(b"PREPARE examined AS\n" + text.encode())
+    try:
+        values = sql.SQL(", ").join(sql.Literal(statement.params[name]) for name in names)
+        return conn.execute(
+            sql.SQL("{} EXECUTE examined({})").format(sql.SQL(EXPLAIN.decode()), values)
+        ).fetchone()
+    finally:
+        conn.execute("DEALLOCATE examined")
+        conn.execute("RESET plan_cache_mode")
+
+
+def _scans(node: dict[str, Any]) -> Iterator[Scan]:
+    if "Relation Name" in node and node["Node Type"] != "ModifyTable":
+        removed = node.get("Rows Removed by Filter", 0) + node.get("Rows Removed by Index Recheck", 0)
+        visited = (node["Actual Rows"] + removed) * node["Actual Loops"]
+        yield Scan(node["Node Type"], node["Relation Name"], node.get("Index Name"), visited)
+    for child in node.get("Plans", ()):
+        yield from _scans(child)

@@ -1,0 +1,196 @@
+"""The plans of the hot statements: by index or TID only, and no more rows than the batch asks for."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import psycopg
+import pytest
+from plan_reading import Plan, explain, first_statement
+
+from commandbus.db.drive import run
+from commandbus.flow.claim import Claim, claim, next_due
+from commandbus.flow.inspect import CommandQuery, list_tsq, query_commands
+from commandbus.flow.renew import renew
+from commandbus.flow.settle import settle
+from commandbus.model.command import CommandStatus
+from commandbus.model.outcome import Failure, Judgement, Verdict
+from commandbus.runtime.attempt import Attempt
+
+pytestmark = pytest.mark.slow
+Conn = psycopg.Connection[Any]
+BATCH = 200
+DIRECT = {"Index Scan", "Index Only Scan", "Tid Scan", "Tid Range Scan", "Bitmap Heap Scan"}
+
+
+def queue(domain: str) -> str:
+    return f"q_{domain}__commands"
+
+
+def check_direct(plan: Plan, domain: str, *, batch: int = BATCH, per_row: float = 4) -> None:
+    """No scan of the whole queue or of all commands; visited rows are a small multiple of the batch."""
+    for relation in (queue(domain), "command"):
+        assert plan.kinds(relation) <= DIRECT, plan
+        assert plan.visited(relation) <= per_row * batch + 20, plan
+
+
+def claimed(conn: Conn, domain: str, n: int = BATCH, cursor: datetime | None = None) -> Claim:
+    found = run(conn, claim(domain=domain, worker="w", n=n, lease_seconds=30, cursor=cursor))
+    assert len(found.ready) == n
+    return found
+
+
+def attempts(conn: Conn, domain: str, n: int = BATCH) -> list[Attempt]:
+    made = [Attempt(domain, row, None, 0.0) for row in claimed(conn, domain, n).ready]
+    for attempt in made:
+        attempt.started = 1.0
+    return made
+
+
+# --- claim ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("domain", ["backlog", "delayed"])
+def test_claim(conn: Conn, generic: bool, domain: str) -> None:
+    statement = first_statement(claim(domain=domain, worker="w", n=BATCH, lease_seconds=30, cursor=None))
+    plan = explain(conn, statement, generic=generic)
+    assert plan.rows == BATCH
+    check_direct(plan, domain)
+    assert plan.buffers < 30 * BATCH, plan
+
+
+def test_claim_from_a_cursor(conn: Conn, generic: bool) -> None:
+    cursor = claimed(conn, "backlog").last_vt
+    statement = first_statement(claim(domain="backlog", worker="w", n=BATCH, lease_seconds=30, cursor=cursor))
+    plan = explain(conn, statement, generic=generic)
+    assert plan.rows == BATCH
+    check_direct(plan, "backlog")
+
+
+def test_an_idle_claim_behind_delayed_messages_visits_next_to_nothing(conn: Conn, generic: bool) -> None:
+    found = claimed(conn, "delayed", 300)
+    statement = first_statement(
+        claim(domain="delayed", worker="w", n=BATCH, lease_seconds=30, cursor=found.claimed_at)
+    )
+    plan = explain(conn, statement, generic=generic)
+    assert plan.rows == 0
+    assert plan.visited(queue("delayed")) == 0, plan
+    assert plan.buffers < 20, plan
+
+
+def test_the_cursor_passes_over_what_a_long_transaction_keeps(conn: Conn, generic: bool) -> None:
+    """Without it a claim walks over all that was settled since that transaction began."""
+    first = conn.execute("SELECT min(vt) FROM pgmq.q_shadow__commands").fetchone()
+    assert first is not None
+    plans = {}
+    for name, cursor in (("from the beginning", None), ("from the cursor", first[0])):
+        statement = first_statement(claim(domain="shadow", worker=name, n=50, lease_seconds=30, cursor=cursor))
+        plans[name] = explain(conn, statement, generic=generic)
+        assert plans[name].rows == 50
+        check_direct(plans[name], "shadow", batch=50)
+    assert plans["from the cursor"].buffers < 30 * 50, plans
+    assert plans["from the cursor"].buffers < plans["from the beginning"].buffers / 3, plans
+
+
+def test_next_due(conn: Conn, generic: bool) -> None:
+    for domain in ("delayed", "backlog", "shadow"):
+        plan = explain(conn, first_statement(next_due(domain)), generic=generic)
+        assert plan.kinds(queue(domain)) <= {"Index Scan", "Index Only Scan"}, plan
+        assert plan.visited(queue(domain)) <= 1, plan
+        assert plan.buffers < 20, plan
+
+
+# --- settle and renew -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("domain", ["backlog", "delayed", "shadow"])
+@pytest.mark.parametrize("waiting", [False, True], ids=["skipping", "waiting"])
+def test_settle_final(conn: Conn, generic: bool, domain: str, waiting: bool) -> None:
+    n = 1 if waiting else BATCH
+    made = attempts(conn, domain, n)
+    statement = first_statement(settle(domain, "w", [each.complete(None) for each in made], waiting=waiting))
+    plan = explain(conn, statement, generic=generic)
+    assert plan.rows == 0, "all were settled"
+    check_direct(plan, domain, batch=n)
+    assert plan.buffers < 40 * n + 50, plan
+
+
+@pytest.mark.parametrize("domain", ["backlog", "delayed", "shadow"])
+def test_settle_again(conn: Conn, generic: bool, domain: str) -> None:
+    retry = Judgement(Verdict.RETRY, Failure("Error", "ERROR", "x"), 60.0)
+    made = attempts(conn, domain)
+    outcomes = [each.fail(retry) if number % 2 else each.give_back() for number, each in enumerate(made)]
+    plan = explain(conn, first_statement(settle(domain, "w", outcomes)), generic=generic)
+    assert plan.rows == 0
+    check_direct(plan, domain)
+    assert plan.buffers < 60 * BATCH, plan
+
+
+@pytest.mark.parametrize("domain", ["backlog", "delayed", "shadow"])
+def test_renew(conn: Conn, generic: bool, domain: str) -> None:
+    fences = [(each.msg_id, each.read_ct) for each in attempts(conn, domain)]
+    plan = explain(conn, first_statement(renew(domain, "w", fences, lease_seconds=60)), generic=generic)
+    assert plan.rows == 0
+    check_direct(plan, domain)
+
+
+# --- looking --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        CommandQuery(),
+        CommandQuery(domain="history"),
+        CommandQuery(domain="history", command_type="work"),
+        CommandQuery(status=CommandStatus.COMPLETED),
+    ],
+    ids=["all", "domain", "type", "status"],
+)
+def test_the_first_page_of_commands(conn: Conn, generic: bool, query: CommandQuery) -> None:
+    """Newest first; `history` is the oldest of all here, so its page may walk, but by the key."""
+    before = conn.execute("SELECT max(id) + 1 FROM commandbus.command WHERE domain = 'history'").fetchone()
+    assert before is not None
+    statement = first_statement(query_commands(query, limit=50, before_id=before[0]))
+    plan = explain(conn, statement, generic=generic)
+    assert plan.rows == 51
+    assert plan.kinds("command") <= {"Index Scan"}, plan
+    assert plan.visited("command") <= 60, plan
+    assert plan.buffers < 400, plan
+
+
+def test_the_very_first_page_of_commands(conn: Conn, generic: bool) -> None:
+    plan = explain(conn, first_statement(query_commands(CommandQuery(), limit=50, before_id=None)), generic=generic)
+    assert plan.rows == 51
+    assert plan.kinds("command") <= {"Index Scan"}, plan
+    assert plan.visited("command") == 51, plan
+
+
+def test_one_command_by_its_id_however_often_it_is_asked_for(crowded: str, statistics: str) -> None:
+    """As a connection of ours asks: prepared after two times, and then with the plan that the server chooses."""
+    with psycopg.connect(crowded, prepare_threshold=2) as conn:
+        query = CommandQuery(domain="history", command_id="history-17")
+        for _ in range(20):
+            page = run(conn, query_commands(query, limit=1, before_id=None))
+            assert [item.command_id for item in page.items] == ["history-17"]
+        counts = conn.execute(
+            "SELECT generic_plans, custom_plans FROM pg_prepared_statements WHERE statement LIKE '%A page of%'"
+        ).fetchone()
+        if counts is None:  # looked up without a prepared statement
+            counts = (0, 1)
+        plan = explain(conn, first_statement(query_commands(query, limit=1, before_id=None)), generic=False)
+        assert plan.visited("command") <= 2, plan
+        assert counts[0] == 0, "a generic plan cannot use the index of ids, and walks over all commands"
+
+
+def test_list_tsq(conn: Conn, generic: bool) -> None:
+    for domain in ("trouble", None):
+        statement = first_statement(
+            list_tsq(domain=domain, command_type=None, error_code=None, limit=50, after_id=0)
+        )
+        plan = explain(conn, statement, generic=generic)
+        assert plan.rows == 50
+        assert plan.kinds("command") <= {"Index Scan"}, plan
+        assert plan.visited("command") <= 50, plan
+        assert plan.visited("tsq") <= 60, plan
