@@ -13,7 +13,8 @@ class Proxy:
     """Forwards bytes both ways, one thread per connection.
 
     `swallow(marker)`: the first message of a client that contains the marker is forwarded, what the server
-    answers to it is not, and then the connection is cut. With `forward=False` the server does not get it either.
+    answers to it is not, and then the connection is cut. With `forward=False` the server does not get it either;
+    with `then_refuse` nobody can connect from then on, until `is_refusing` is taken back.
     """
 
     def __init__(self, port: int) -> None:
@@ -28,11 +29,13 @@ class Proxy:
         self.hearing.set()
         self._marker: bytes | None = None
         self._forward = True
+        self._then_refuse = False
         self.swallowed = threading.Event()
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
 
-    def swallow(self, marker: bytes, *, forward: bool = True) -> None:
+    def swallow(self, marker: bytes, *, forward: bool = True, then_refuse: bool = False) -> None:
         self._forward = forward
+        self._then_refuse = then_refuse
         self._marker = marker
 
     def is_swallowed(self, data: bytes) -> bool:
@@ -41,6 +44,7 @@ class Proxy:
             if self._marker is None or self._marker not in data:
                 return False
             self._marker = None
+            self.is_refusing = self._then_refuse
             return True
 
     @property

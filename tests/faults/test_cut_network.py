@@ -166,6 +166,45 @@ def test_a_commit_that_never_arrived_is_tried_again(
     assert worker.stop().is_clean
 
 
+@pytest.mark.parametrize("arrives", [True, False], ids=["committed", "lost"])
+def test_a_commit_in_doubt_that_nobody_can_be_asked_about_is_decided_by_the_fence(
+    bus: CommandBus,
+    db: Db,
+    start_worker: StartWorker,
+    proxy: Proxy,
+    through: str,
+    kind: str,
+    arrives: bool,
+) -> None:
+    """The handler fails; its failure is refused if the commit had happened, and else it is tried again."""
+    handlers = HandlerRegistry()
+    raised: list[BaseException] = []
+
+    async def exact(command: Any, ctx: Any) -> None:
+        try:
+            async with either(ctx.transaction()) as tx:
+                await done(tx.execute(INSERT, (command.command_id, ctx.attempt)))
+                tx.complete("kept")
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    add(handlers, "async" if kind == "exact_async" else "sync", kind, exact, retry_policy=PATIENT)
+    worker = start_worker(handlers, through, concurrency=1, pool_timeout=0.3)
+    proxy.swallow(b"COMMIT", forward=arrives, then_refuse=True)
+    bus.send("orders", kind, command_id="c")
+    until(lambda: raised)
+    proxy.is_refusing = False
+    until_settled(db)
+    found = bus.get_command("orders", "c")
+    assert found is not None
+    assert (found.status, found.result) == (CommandStatus.COMPLETED, "kept")
+    assert ledger(db) == [("c", found.attempts)]  # the pool may need more than one attempt to come back
+    assert (found.attempts == 1) == arrives
+    assert worker.stop().is_clean
+    assert {verdict for _, verdict in verdicts(db, "c")} == (set() if arrives else {"RETRY"})
+
+
 def test_a_settlement_in_the_block_whose_answer_was_lost_is_tried_again(
     bus: CommandBus,
     db: Db,

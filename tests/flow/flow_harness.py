@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 import psycopg
+import pytest
 
 from commandbus.flow.claim import Claim, claim, put_right
 from commandbus.flow.renew import renew
@@ -21,6 +22,10 @@ from commandbus.runtime.attempt import Attempt
 T = TypeVar("T")
 POLICY = RetryPolicy(max_attempts=3, backoff_schedule=[0], jitter=0)
 MEBIBYTE = 1024 * 1024
+
+# For races between sessions of the server, and for connections that exist in one colour only.
+sync_only = pytest.mark.parametrize("connect", ["sync"], indirect=True)
+async_only = pytest.mark.parametrize("connect", ["async"], indirect=True)
 
 
 class Bus:
@@ -40,9 +45,7 @@ class Bus:
         self, worker: str = "w1", n: int = 100, *, lease: float = 30, cursor: Any = None, domain: str = "orders"
     ) -> Claim:
         """The claim alone."""
-        found: Claim = self.bus.run(
-            claim(domain=domain, worker=worker, n=n, lease_seconds=lease, cursor=cursor)
-        )
+        found: Claim = self.bus.run(claim(domain=domain, worker=worker, n=n, lease_seconds=lease, cursor=cursor))
         return found
 
     def put_right(self, found: Claim, worker: str = "w1", *, domain: str = "orders") -> tuple[list[Any], int]:
@@ -52,7 +55,9 @@ class Bus:
         )
         return answer
 
-    def claim(self, worker: str = "w1", n: int = 100, *, lease: float = 30, domain: str = "orders") -> list[Attempt]:
+    def claim(
+        self, worker: str = "w1", n: int = 100, *, lease: float = 30, domain: str = "orders"
+    ) -> list[Attempt]:
         """Claim as a worker does, and answer what is to be run."""
         found = self.claim_raw(worker, n, lease=lease, domain=domain)
         rows = list(found.ready)
@@ -81,7 +86,9 @@ class Bus:
         )
         return answer
 
-    def renew(self, attempts: Sequence[Attempt], worker: str = "w1", *, lease: float = 30) -> list[tuple[int, int]]:
+    def renew(
+        self, attempts: Sequence[Attempt], worker: str = "w1", *, lease: float = 30
+    ) -> list[tuple[int, int]]:
         """Those whose lease was lost."""
         fences = [(attempt.msg_id, attempt.read_ct) for attempt in attempts]
         lost: list[tuple[int, int]] = self.bus.run(renew("orders", worker, fences, lease_seconds=lease))
@@ -124,7 +131,9 @@ def expire_leases(db: psycopg.Connection[Any], domain: str = "orders") -> None:
     )
 
 
-def send_raw(db: psycopg.Connection[Any], message: str, headers: str | None = None, *, domain: str = "orders") -> int:
+def send_raw(
+    db: psycopg.Connection[Any], message: str, headers: str | None = None, *, domain: str = "orders"
+) -> int:
     """What another PGMQ client does; answers the msg_id."""
     row = db.execute(
         "SELECT pgmq.send(%s, %s::jsonb, %s::jsonb)", (f"{domain}__commands", message, headers)
@@ -160,7 +169,7 @@ def snapshot(db: psycopg.Connection[Any], domain: str = "orders") -> dict[str, l
 
 
 def wait_until_blocked(db: psycopg.Connection[Any]) -> None:
-    """Until some session of this database waits for a lock: a condition of the server, looked at again and again."""
+    """Until some session of this database waits for a lock: a condition of the server, looked at repeatedly."""
     blocked = False
     while not blocked:
         blocked = one(

@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from flow_harness import Bus, at_once, expire_leases, fail, one, queue_length
+from flow_harness import Bus, at_once, expire_leases, fail, one, queue_length, sync_only
 
 from commandbus import CommandBus, CommandStatus, NewCommand
 from commandbus.flow.claim import claim, next_due, put_right
@@ -19,7 +19,12 @@ def test_what_is_claimed_is_what_was_sent(orders: Bus, db: psycopg.Connection[An
     )
     attempt = orders.claim_one()
     command = attempt.command()
-    assert (command.domain, command.command_type, command.command_id, command.id) == ("orders", "Ship", "k", sent.id)
+    assert (command.domain, command.command_type, command.command_id, command.id) == (
+        "orders",
+        "Ship",
+        "k",
+        sent.id,
+    )
     assert (command.data, command.headers, command.correlation_id) == ({"n": 1}, {"h": 1}, "c")
     assert (attempt.number, attempt.charge, attempt.max_attempts, attempt.read_ct) == (1, 1, 7, 1)
     held_by, since = db.execute(
@@ -99,9 +104,8 @@ def test_next_due(orders: Bus) -> None:
     assert orders.run(next_due("orders")) is None
 
 
+@sync_only
 def test_claimers_at_once_never_get_one_row(orders: Bus, db: psycopg.Connection[Any]) -> None:
-    if orders.driver == "async":
-        pytest.skip("the race is between sessions of the server; one way of making them is enough")
     orders.send_many("orders", [NewCommand("Ship") for _ in range(400)])
 
     def claimer(name: str) -> list[int]:

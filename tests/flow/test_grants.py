@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from flow_harness import Bus, expire_leases, fail, one, send_raw
+from flow_harness import Bus, expire_leases, fail, one, send_raw, sync_only
 from psycopg import sql as pgsql
 
 from commandbus import (
@@ -32,7 +32,9 @@ def prefix(orders: Bus, server: EmbeddedPostgres) -> Iterator[str]:
     name = f"r_{orders.url.rsplit('/', 1)[1]}"
     yield name
     with psycopg.connect(orders.url, autocommit=True) as conn:
-        for (role,) in conn.execute("SELECT rolname FROM pg_roles WHERE rolname LIKE %s", (name + "%",)).fetchall():
+        for (role,) in conn.execute(
+            "SELECT rolname FROM pg_roles WHERE rolname LIKE %s", (name + "%",)
+        ).fetchall():
             conn.execute(pgsql.SQL("DROP OWNED BY {}").format(pgsql.Identifier(role)))
             conn.execute(pgsql.SQL("DROP ROLE {}").format(pgsql.Identifier(role)))
 
@@ -209,11 +211,10 @@ def test_queues_that_come_later_are_granted(work: Bus, acting: Roles) -> None:
         assert one(conn, "SELECT count(*) FROM pgmq.q_later_answers") == 1
 
 
+@sync_only
 def test_set_role_will_do(work: Bus, prefix: str) -> None:
     """The roles cannot log in; a session may take one on."""
     work.create_roles(prefix)
-    if work.driver == "async":
-        pytest.skip("one connection is enough")
     with psycopg.connect(work.url, autocommit=True) as conn:
         assert one(conn, "SELECT bool_or(rolcanlogin) FROM pg_roles WHERE rolname LIKE %s", prefix + "%") is False
         conn.execute(f"SET ROLE {prefix}_reader".encode())
@@ -260,11 +261,10 @@ def test_who_may_not_create_roles_is_told(orders: Bus, acting: Roles, prefix: st
         worker.create_domain("shipping")
 
 
+@sync_only
 def test_a_worker_process_for_an_unknown_domain_is_told(orders: Bus, acting: Roles) -> None:
     from commandbus import HandlerRegistry, UnknownDomainError, Worker
 
-    if orders.driver == "async":
-        pytest.skip("a worker has one driver")
     handlers = HandlerRegistry()
 
     @handlers.handler("shipping", "Ship")

@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from flow_harness import Bus, at_once, one, queue_length
+from flow_harness import Bus, at_once, one, queue_length, sync_only
 
 from commandbus import (
     AsyncCommandBus,
@@ -99,7 +99,9 @@ def _send_at_once(database: str, driver: str, contents: list[Any]) -> list[Any]:
     if driver == "sync":
         with CommandBus(settings=settings) as bus:
             bus.list_domains()
-            return at_once([lambda data=data: bus.send("orders", "Ship", data, command_id="k") for data in contents])
+            return at_once(
+                [lambda data=data: bus.send("orders", "Ship", data, command_id="k") for data in contents]
+            )
 
     async def gather() -> list[Any]:
         async with AsyncCommandBus(settings=settings) as bus:
@@ -131,10 +133,9 @@ def test_of_fifty_senders_of_different_content_one_wins(orders: Bus, db: psycopg
     assert all(error.difference == "data" for error in losers)
 
 
+@sync_only
 def test_a_sender_waits_for_an_open_transaction_with_its_id(orders: Bus, db: psycopg.Connection[Any]) -> None:
     """Rolled back: the second inserts. Committed: it finds the first."""
-    if orders.driver == "async":
-        pytest.skip("the race is between two sessions of the server; one way of making them is enough")
     from concurrent.futures import ThreadPoolExecutor
 
     from flow_harness import wait_until_blocked
@@ -150,10 +151,9 @@ def test_a_sender_waits_for_an_open_transaction_with_its_id(orders: Bus, db: psy
     assert queue_length(db) == 2
 
 
+@sync_only
 def test_many_senders_of_overlapping_chunks(orders: Bus, db: psycopg.Connection[Any]) -> None:
     """In opposite orders too: nobody gets an error, everything is there once."""
-    if orders.driver == "async":
-        pytest.skip("the race is between sessions of the server; one way of making them is enough")
     ids = [f"k{n:04}" for n in range(1000)]
     chunks = [ids, ids[::-1], ids[500:] + ids[:500], ids[::-1]]
 

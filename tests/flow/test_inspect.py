@@ -137,7 +137,7 @@ def test_bad_questions_are_named(orders: Bus) -> None:
         ({"command_type": "a\x00"}, "command_type"),
         ({"correlation_id": "\ud800"}, "correlation_id"),
         ({"created_after": "2026-01-01"}, "created_after"),
-        ({"created_before": datetime(2026, 1, 1)}, "created_before"),
+        ({"created_before": datetime(2026, 1, 1)}, "created_before"),  # noqa: DTZ001
     ]:
         with pytest.raises(InvalidCommandError, match=named):
             orders.query_commands(**filters)

@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from flow_harness import Bus, one, queue_length
+from flow_harness import Bus, async_only, one, queue_length, sync_only
 from psycopg.rows import dict_row
 
 import commandbus
@@ -26,6 +26,10 @@ def there(orders: Bus, db: psycopg.Connection[Any]) -> Any:
         return one(db, "SELECT count(*) FROM commandbus.command"), queue_length(db)
 
     return count
+
+
+class UndoError(Exception):
+    """The caller's transaction is rolled back."""
 
 
 def _sqlalchemy_url(database: str) -> str:
@@ -69,19 +73,16 @@ def test_psycopg(orders: Bus, there: Any, rows: Any) -> None:
 def test_psycopg_in_autocommit_mode(orders: Bus, there: Any) -> None:
     """Without a block each call is a transaction; in a block it is part of the block's."""
 
-    class Undo(Exception):
-        pass
-
     if orders.driver == "sync":
         with psycopg.connect(orders.url, autocommit=True) as conn:
             orders.send("orders", "Ship", conn=conn)
             assert there() == (1, 1)
             orders.send_many("orders", [NewCommand("Ship")], conn=conn)
             assert there() == (2, 2)
-            with pytest.raises(Undo), conn.transaction():
+            with pytest.raises(UndoError), conn.transaction():  # noqa: PT012
                 orders.send("orders", "Ship", conn=conn)
                 orders.send_many("orders", [NewCommand("Ship")], conn=conn)
-                raise Undo
+                raise UndoError
             assert there() == (2, 2)
             with conn.transaction():
                 orders.send("orders", "Ship", conn=conn)
@@ -95,11 +96,11 @@ def test_psycopg_in_autocommit_mode(orders: Bus, there: Any) -> None:
                 await bus.send("orders", "Ship", conn=conn)
                 await bus.send_many("orders", [NewCommand("Ship")], conn=conn)
                 assert there() == (2, 2)
-                with pytest.raises(Undo):
+                with pytest.raises(UndoError):  # noqa: PT012
                     async with conn.transaction():
                         await bus.send("orders", "Ship", conn=conn)
                         await bus.send_many("orders", [NewCommand("Ship")], conn=conn)
-                        raise Undo
+                        raise UndoError
                 assert there() == (2, 2)
                 async with conn.transaction():
                     await bus.send("orders", "Ship", conn=conn)
@@ -109,9 +110,8 @@ def test_psycopg_in_autocommit_mode(orders: Bus, there: Any) -> None:
         orders.runner.run(use())
 
 
+@sync_only
 def test_a_cancel_joins_too(orders: Bus, there: Any) -> None:
-    if orders.driver == "async":
-        pytest.skip("test_psycopg shows that both drivers lend alike")
     orders.send("orders", "Ship", command_id="k")
     with psycopg.connect(orders.url) as conn:
         orders.cancel("orders", "k", conn=conn)
@@ -124,9 +124,8 @@ def test_a_cancel_joins_too(orders: Bus, there: Any) -> None:
             orders.cancel("orders", "k", conn=conn)
 
 
+@sync_only
 def test_a_savepoint_of_the_caller_survives_our_refusal(orders: Bus, there: Any) -> None:
-    if orders.driver == "async":
-        pytest.skip("test_psycopg shows that both drivers lend alike")
     with psycopg.connect(orders.url) as conn:
         orders.send("orders", "Ship", conn=conn)
         with pytest.raises(UnknownDomainError), conn.transaction():
@@ -161,12 +160,11 @@ def test_the_wrong_colour_is_named(orders: Bus) -> None:
     orders.runner.run(use())
 
 
+@sync_only
 def test_sqlalchemy_session(orders: Bus, there: Any) -> None:
     sqlalchemy = pytest.importorskip("sqlalchemy")
     from sqlalchemy.orm import Session
 
-    if orders.driver == "async":
-        pytest.skip("test_sqlalchemy_async")
     engine = sqlalchemy.create_engine(_sqlalchemy_url(orders.url))
     try:
         with Session(engine) as session:
@@ -183,7 +181,7 @@ def test_sqlalchemy_session(orders: Bus, there: Any) -> None:
             session.execute(sqlalchemy.text("INSERT INTO theirs VALUES (1)"))
             orders.send("orders", "Ship", conn=session)
         assert there() == (5, 5)
-        with pytest.raises(ZeroDivisionError), Session(engine) as session, session.begin():
+        with pytest.raises(ZeroDivisionError), Session(engine) as session, session.begin():  # noqa: PT012
             orders.send("orders", "Ship", conn=session)
             raise ZeroDivisionError
         assert there() == (5, 5)
@@ -191,10 +189,9 @@ def test_sqlalchemy_session(orders: Bus, there: Any) -> None:
         engine.dispose()
 
 
+@sync_only
 def test_sqlalchemy_connection(orders: Bus, there: Any) -> None:
     sqlalchemy = pytest.importorskip("sqlalchemy")
-    if orders.driver == "async":
-        pytest.skip("test_sqlalchemy_async")
     engine = sqlalchemy.create_engine(_sqlalchemy_url(orders.url))
     try:
         with engine.connect() as conn:
@@ -224,13 +221,11 @@ def test_sqlalchemy_with_another_driver_is_named(orders: Bus) -> None:
     engine.dispose()
 
 
+@async_only
 def test_sqlalchemy_async(orders: Bus, there: Any) -> None:
     pytest.importorskip("greenlet", reason="sqlalchemy[asyncio]")
     sqlalchemy = pytest.importorskip("sqlalchemy")
     from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-
-    if orders.driver == "sync":
-        pytest.skip("test_sqlalchemy_session")
 
     async def use() -> None:
         engine = create_async_engine(_sqlalchemy_url(orders.url))
@@ -316,12 +311,11 @@ DJANGO = """
 """
 
 
+@sync_only
 @pytest.mark.parametrize("binding", ["client", "server"])
 def test_django(orders: Bus, binding: str) -> None:
     """In a process of its own: Django's settings are a process's."""
     pytest.importorskip("django")
-    if orders.driver == "async":
-        pytest.skip("Django's connections are sync")
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(DJANGO), orders.url, binding],
         env={"PYTHONPATH": str(Path(commandbus.__file__).parent.parent), "PATH": "/usr/bin:/bin"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,18 @@ from commandbus.flow.migrate import script
 from commandbus.sql import migrations
 
 
+@pytest.fixture
+def database(
+    server: EmbeddedPostgres, server_admin: Callable[[pgsql.Composable], None], migrated_template: str
+) -> Iterator[str]:
+    """A migrated database of the test's own: its schema is what is tampered with here."""
+    name = f"migrated_{uuid.uuid4().hex[:8]}"
+    template = pgsql.Identifier(migrated_template)
+    server_admin(pgsql.SQL("CREATE DATABASE {} TEMPLATE {}").format(pgsql.Identifier(name), template))
+    yield server.dsn.removesuffix("/postgres") + f"/{name}"
+    server_admin(pgsql.SQL("DROP DATABASE {} WITH (FORCE)").format(pgsql.Identifier(name)))
+
+
 def _catalog(database: str) -> dict[str, list[Any]]:
     """All that was made, as PostgreSQL describes it."""
     queries = {
@@ -35,7 +48,8 @@ def _catalog(database: str) -> dict[str, list[Any]]:
         "WHERE schemaname IN ('commandbus', 'pgmq')",
         "constraints": "SELECT conrelid::regclass::text, conname, pg_get_constraintdef(oid) FROM pg_constraint "
         "WHERE connamespace IN (SELECT oid FROM pg_namespace WHERE nspname IN ('commandbus', 'pgmq'))",
-        "views": "SELECT schemaname, viewname, definition FROM pg_views WHERE schemaname IN ('commandbus', 'pgmq')",
+        "views": "SELECT schemaname, viewname, definition FROM pg_views "
+        "WHERE schemaname IN ('commandbus', 'pgmq')",
         "functions": "SELECT p.oid::regprocedure::text, md5(p.prosrc) FROM pg_proc p "
         "JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname IN ('commandbus', 'pgmq')",
         "types": "SELECT t.typname, e.enumlabel FROM pg_type t JOIN pg_enum e ON e.enumtypid = t.oid "
@@ -269,7 +283,8 @@ def extended_server(
     folder = next((home / "pg").rglob("plpgsql.control")).parent
     version = packaged_version()
     (folder / "pgmq.control").write_text(
-        f"comment = 'PGMQ'\ndefault_version = '{version}'\nschema = 'pgmq'\nrelocatable = false\nsuperuser = true\n"
+        f"comment = 'PGMQ'\ndefault_version = '{version}'\nschema = 'pgmq'\n"
+        "relocatable = false\nsuperuser = true\n"
     )
     (folder / f"pgmq--{version}.sql").write_text(packaged_sql())
     for path in home.rglob("*"):
@@ -284,7 +299,7 @@ def extended_server(
 
 
 def _private_copy(programs: Path, target: Path) -> Path:
-    """The programs, libraries and shared files, laid out as they were: PostgreSQL finds them relative to itself."""
+    """Programs, libraries and shared files, laid out as they were: PostgreSQL finds them relative to itself."""
     install = programs.parent
     if programs.parts[:4] == ("/", "usr", "lib", "postgresql"):  # Debian keeps the shared files elsewhere
         share = Path("/usr/share/postgresql") / install.name
@@ -298,7 +313,9 @@ def _private_copy(programs: Path, target: Path) -> Path:
         found = target / package.name / install.name / programs.name
     for source, copy in pairs:
         if source.is_dir():
-            shutil.copytree(source, copy, symlinks=True, ignore=shutil.ignore_patterns("*.a", "pgxs", "doc", "man"))
+            shutil.copytree(
+                source, copy, symlinks=True, ignore=shutil.ignore_patterns("*.a", "pgxs", "doc", "man")
+            )
     return found
 
 
@@ -318,7 +335,11 @@ def _way(url: str) -> tuple[Any, Any, int]:
     with CommandBus(url) as bus:
         state = bus.schema_state()
     with psycopg.connect(url) as conn:
-        return state.pgmq_version, state.pgmq_way, one(conn, "SELECT count(*) FROM pg_extension WHERE extname = 'pgmq'")
+        return (
+            state.pgmq_version,
+            state.pgmq_way,
+            one(conn, "SELECT count(*) FROM pg_extension WHERE extname = 'pgmq'"),
+        )
 
 
 def test_the_extension_is_used_where_the_server_has_it(connect: Callable[..., Bus], extended: str) -> None:

@@ -8,7 +8,17 @@ from typing import Any
 
 import psycopg
 import pytest
-from flow_harness import Bus, at_once, expire_leases, fail, one, queue_length, snapshot, wait_until_blocked
+from flow_harness import (
+    Bus,
+    at_once,
+    expire_leases,
+    fail,
+    one,
+    queue_length,
+    snapshot,
+    sync_only,
+    wait_until_blocked,
+)
 
 from commandbus import (
     BusinessRuleException,
@@ -68,7 +78,9 @@ def test_retry_starts_attempts_again_and_numbers_go_on(orders: Bus, db: psycopg.
     orders.settle(attempt.complete('"at last"'))
     record = orders.get_command("orders", "k")
     assert (record.status, record.attempts, record.result) == (CommandStatus.COMPLETED, 4, "at last")
-    actions = db.execute("SELECT action, operator, reason, attempt_base FROM commandbus.operator_action ORDER BY id")
+    actions = db.execute(
+        "SELECT action, operator, reason, attempt_base FROM commandbus.operator_action ORDER BY id"
+    )
     assert actions.fetchall() == [("RETRY", "ann", "fixed it", 1), ("RETRY", "bob", None, 3)]
     assert [entry.event.value for entry in orders.get_audit_trail("orders", "k")] == [
         "SENT",
@@ -151,29 +163,19 @@ def test_in_bulk(orders: Bus, db: psycopg.Connection[Any]) -> None:
         "CANCELED",
     ]
     assert orders.get_command("orders", "b1").result == [1]
-    actions = db.execute("SELECT action, operator, count(*) FROM commandbus.operator_action GROUP BY 1, 2 ORDER BY 2")
+    actions = db.execute(
+        "SELECT action, operator, count(*) FROM commandbus.operator_action GROUP BY 1, 2 ORDER BY 2"
+    )
     assert actions.fetchall() == [("RETRY", "ann", 3), ("CANCEL", "bob", 2), ("COMPLETE", "cy", 1)]
 
 
-def test_bulk_in_bites(orders: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bulk_in_bites(orders: Bus) -> None:
     from commandbus.flow import operate
 
     _trouble(orders, *(f"k{n}" for n in range(25)))
-    plan = operate.act_on_all(operate.Selection("orders"), operate.deed("CANCEL", "ann"))
-    moved = 0
-    operation: Any = next(plan)
-    answer = orders.run(operation)
-    try:
-        while True:
-            plan.send(answer)
-            answer = orders.run(
-                operate.act(operate.Selection("orders", entered_before=None), operate.deed("CANCEL", "ann"), limit=10)
-            )
-            moved += len(answer)
-            assert len(answer) <= 10
-    except StopIteration:
-        pass
-    assert moved == 25
+    selection, deed = operate.Selection("orders"), operate.deed("CANCEL", "ann")
+    bites = [len(orders.run(operate.act(selection, deed, limit=10))) for _ in range(4)]
+    assert bites == [10, 10, 5, 0]
 
 
 def test_what_comes_back_during_a_bulk_retry_is_not_retried_again(orders: Bus) -> None:
@@ -193,15 +195,15 @@ def test_what_comes_back_during_a_bulk_retry_is_not_retried_again(orders: Bus) -
                     orders.settle(fail(attempt, PermanentCommandError()))
             operation = plan.send(answer)
     except StopIteration as stop:
-        assert stop.value == 2
+        count = stop.value
+    assert count == 2
     assert sorted(moved) == ["a", "b"]
     assert orders.tsq.count() == 2
 
 
+@sync_only
 def test_of_two_operators_one_wins(orders: Bus, db: psycopg.Connection[Any]) -> None:
     """For real, on connections of their own, in every pair of deeds."""
-    if orders.driver == "async":
-        pytest.skip("the race is between sessions of the server; one way of making them is enough")
     deeds: dict[str, Callable[[TroubleshootingQueue, str], None]] = {
         "RETRY": lambda tsq, name: tsq.operator_retry("orders", name, operator="r"),
         "CANCEL": lambda tsq, name: tsq.operator_cancel("orders", name, operator="c"),
@@ -222,14 +224,15 @@ def test_of_two_operators_one_wins(orders: Bus, db: psycopg.Connection[Any]) -> 
             (refused,) = [answer for answer in answers if answer is not None]
             assert isinstance(refused, InvalidOperationError), refused
     assert one(db, "SELECT count(*) FROM commandbus.operator_action") == len(pairs)
-    assert one(db, "SELECT max(n) FROM (SELECT count(*) n FROM commandbus.operator_action GROUP BY command) x") == 1
+    assert (
+        one(db, "SELECT max(n) FROM (SELECT count(*) n FROM commandbus.operator_action GROUP BY command) x") == 1
+    )
     retried = one(db, "SELECT count(*) FROM commandbus.operator_action WHERE action = 'RETRY'")
     assert queue_length(db) == retried
 
 
+@sync_only
 def test_the_second_operator_waits_for_the_first(orders: Bus, db: psycopg.Connection[Any]) -> None:
-    if orders.driver == "async":
-        pytest.skip("one session waits for another; one way of making them is enough")
     from commandbus.flow import operate
 
     _trouble(orders, "rolled back", "committed")
@@ -247,9 +250,8 @@ def test_the_second_operator_waits_for_the_first(orders: Bus, db: psycopg.Connec
                         second.result(30)
 
 
+@sync_only
 def test_two_bulk_operators_share_the_work(orders: Bus, db: psycopg.Connection[Any]) -> None:
-    if orders.driver == "async":
-        pytest.skip("the race is between sessions of the server; one way of making them is enough")
     _trouble(orders, *(f"k{n}" for n in range(100)))
 
     def act(verb: str) -> Any:
@@ -335,7 +337,9 @@ def _running(bus: Bus, db: psycopg.Connection[Any], command_id: str) -> Any:
 
 
 def test_cancel_is_refused_otherwise(orders: Bus, db: psycopg.Connection[Any]) -> None:
-    orders.send_many("orders", [NewCommand("Ship", command_id=name) for name in ("done", "failed", "tsq", "running")])
+    orders.send_many(
+        "orders", [NewCommand("Ship", command_id=name) for name in ("done", "failed", "tsq", "running")]
+    )
     done, failed, troubled, running = orders.claim()
     orders.settle(
         [done.complete(None), fail(failed, BusinessRuleException()), fail(troubled, PermanentCommandError())]
@@ -364,10 +368,9 @@ def test_a_canceled_command_cannot_be_canceled_or_claimed(orders: Bus) -> None:
     assert not orders.send("orders", "Ship", command_id="k").created
 
 
+@sync_only
 def test_cancel_races_with_claim(orders: Bus, db: psycopg.Connection[Any]) -> None:
     """Either it was canceled and nobody runs it, or it runs and the cancel was refused."""
-    if orders.driver == "async":
-        pytest.skip("the race is between sessions of the server; one way of making them is enough")
     rounds = 40
     with CommandBus(orders.url) as canceler:
         canceler.list_domains()

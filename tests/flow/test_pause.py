@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
 import pytest
-from flow_harness import Bus, at_once, expire_leases, fail, one, queue_length, snapshot
+from flow_harness import (
+    Bus,
+    at_once,
+    expire_leases,
+    fail,
+    one,
+    queue_length,
+    snapshot,
+    sync_only,
+    wait_until_blocked,
+)
 
 from commandbus import (
     CommandBus,
@@ -84,7 +95,10 @@ def test_a_domain_and_its_type_are_paused_apart(orders: Bus) -> None:
     orders.pause("orders", "Ship")
     assert orders.claim() == []
     orders.pause("orders")
-    assert [(pause.domain, pause.command_type) for pause in orders.pauses()] == [("orders", "Ship"), ("orders", None)]
+    assert [(pause.domain, pause.command_type) for pause in orders.pauses()] == [
+        ("orders", "Ship"),
+        ("orders", None),
+    ]
     assert orders.resume("orders") == 0
     assert orders.claim() == []
     assert orders.resume("orders", "Ship") == 1
@@ -131,10 +145,23 @@ def test_refusals(orders: Bus, db: psycopg.Connection[Any]) -> None:
     assert snapshot(db) == before
 
 
+@sync_only
+def test_a_row_that_another_claimer_looks_at_is_parked_too(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send("orders", "Ship", command_id="k")
+    orders.pause("orders", "Ship")
+    found = orders.claim_raw()
+    with psycopg.connect(orders.url) as other, ThreadPoolExecutor(1) as threads:
+        other.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
+        putting = threads.submit(orders.put_right, found)
+        wait_until_blocked(db)
+        other.commit()
+        assert putting.result(30) == ([], 0)
+    assert orders.get_command("orders", "k").waiting_for == "pause"
+
+
+@sync_only
 def test_resume_races_with_parking(orders: Bus, db: psycopg.Connection[Any]) -> None:
     """Claimers park while an operator pauses and resumes, many times: in the end nothing stays parked."""
-    if orders.driver == "async":
-        pytest.skip("the race is between sessions of the server; one way of making them is enough")
     count = 60
     orders.send_many("orders", [NewCommand("Ship") for _ in range(count)])
     over = threading.Event()

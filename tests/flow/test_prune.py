@@ -53,7 +53,8 @@ def _left(db: psycopg.Connection[Any]) -> list[str]:
 def _orphans(db: psycopg.Connection[Any]) -> int:
     count: int = one(
         db,
-        "SELECT (SELECT count(*) FROM commandbus.attempt WHERE command NOT IN (SELECT id FROM commandbus.command)) "
+        "SELECT (SELECT count(*) FROM commandbus.attempt "
+        "WHERE command NOT IN (SELECT id FROM commandbus.command)) "
         "+ (SELECT count(*) FROM commandbus.operator_action "
         "WHERE command NOT IN (SELECT id FROM commandbus.command))",
     )
@@ -134,7 +135,11 @@ def test_the_walk_ends_at_the_young(orders: Bus, db: psycopg.Connection[Any]) ->
     first = orders.run(prune(retention, through=0, bite=10))
     second = orders.run(prune(retention, through=0, after_id=first.after_id, bite=10))
     third = orders.run(prune(retention, through=0, after_id=second.after_id, bite=10))
-    assert [(bite.removed, bite.is_done) for bite in (first, second, third)] == [(10, False), (5, False), (0, True)]
+    assert [(bite.removed, bite.is_done) for bite in (first, second, third)] == [
+        (10, False),
+        (5, False),
+        (0, True),
+    ]
 
 
 def test_archives_and_what_was_put_aside(orders: Bus, db: psycopg.Connection[Any]) -> None:

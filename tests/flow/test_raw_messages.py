@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
 import pytest
-from flow_harness import Bus, expire_leases, fail, one, queue_length, send_raw
+from flow_harness import (
+    Bus,
+    at_once,
+    expire_leases,
+    fail,
+    one,
+    queue_length,
+    send_raw,
+    sync_only,
+    wait_until_blocked,
+)
 
-from commandbus import BusinessRuleException, CommandStatus
+from commandbus import BusinessRuleException, CommandBus, CommandStatus
+from commandbus.flow.claim import claim, put_right
 from commandbus.flow.inspect import list_rejected
 
 
@@ -162,11 +174,10 @@ def test_what_is_no_command_is_moved_aside_and_the_queue_goes_on(orders: Bus, db
     assert {message.msg_id for message in listed} == reasons.keys()
 
 
+@sync_only
 @pytest.mark.parametrize("field", ["data", "headers"])
 def test_every_nesting_is_adopted_or_moved_aside(orders: Bus, db: psycopg.Connection[Any], field: str) -> None:
     """Around the depth at which Python's parser gives up: whichever step is the first to, none stops the queue."""
-    if orders.driver == "async":
-        pytest.skip("pure decisions, made before the driver")
     depths = [*range(900, 1000, 1)]
     for depth in depths:
         nested = '{"a":' * depth + "1" + "}" * depth
@@ -184,7 +195,9 @@ def test_a_forged_reference_to_another_command_is_moved_aside(orders: Bus, db: p
     forged.append(send_raw(db, f'{{"command": {other.id}}}'))
     held = orders.claim_raw()
     assert orders.get_command("orders", "real").status is CommandStatus.PENDING, "nobody runs it"
-    assert [record.command_id for record in orders.query_commands(domain="orders", status="PENDING").items] == ["real"]
+    assert [record.command_id for record in orders.query_commands(domain="orders", status="PENDING").items] == [
+        "real"
+    ]
     assert orders.query_commands(status="IN_PROGRESS").items == []
     orders.put_right(held)
     assert sorted(_rejected(db)) == sorted(forged)
@@ -239,7 +252,7 @@ def test_a_message_at_the_end_of_time_waits(orders: Bus, db: psycopg.Connection[
     for vt in ("infinity", "20000-01-01"):
         db.execute("SELECT pgmq.send('orders__commands', %s::jsonb, %s::timestamptz)", (message, vt))
     assert _claim_until_quiet(orders) == []
-    assert orders.run(next_due("orders")) > 0
+    assert orders.run(next_due("orders")) is None
     (status,) = orders.status("orders")
     assert status.ready == 0
 
@@ -258,6 +271,47 @@ def test_a_worker_that_dies_before_adoption_changes_nothing(orders: Bus, db: psy
     assert orders.put_right(late, "w2") == ([], 0), "it is somebody else's by now"
     assert list(_rejected(db)) == [bad]
     assert one(db, "SELECT headers ->> 'held_by' FROM pgmq.q_orders__commands") == "w3"
+
+
+@sync_only
+def test_a_message_that_another_claimer_looks_at_is_waited_for(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    """A claimer that comes a moment later locks the row to see that it is taken; it is no bad message for that."""
+    good = send_raw(db, '{"command_type": "Ship", "command_id": "k"}')
+    found = orders.claim_raw()
+    with psycopg.connect(orders.url) as other, ThreadPoolExecutor(1) as threads:
+        other.execute("SELECT FROM pgmq.q_orders__commands WHERE msg_id = %s FOR UPDATE", (good,))
+        putting = threads.submit(orders.put_right, found)
+        wait_until_blocked(db)
+        other.commit()
+        assert putting.result(30) == ([], 1)
+    assert _rejected(db) == {}
+    assert orders.claim_one().command_id == "k"
+
+
+@sync_only
+def test_claimers_at_once_adopt_every_message(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    count = 150
+    for n in range(count):
+        send_raw(db, f'{{"command_type": "Ship", "command_id": "k{n}"}}')
+
+    def claimer(name: str) -> list[str]:
+        got: list[str] = []
+        with CommandBus(orders.url) as bus:
+            while one(db_of[name], "SELECT count(*) FROM pgmq.q_orders__commands WHERE vt <= now()"):
+                found = bus.run(claim(domain="orders", worker=name, n=9, lease_seconds=600, cursor=None))
+                got += [row[3] for row in found.ready]
+                if found.odd:
+                    bus.run(put_right(domain="orders", worker=name, odd=found.odd, max_bytes=1000))
+        return got
+
+    names = ["w1", "w2", "w3"]
+    db_of = {name: psycopg.connect(orders.url, autocommit=True) for name in names}
+    answers: list[Any] = at_once([lambda name=name: claimer(name) for name in names])
+    for conn in db_of.values():
+        conn.close()
+    assert all(isinstance(answer, list) for answer in answers), answers
+    assert sorted(name for answer in answers for name in answer) == sorted(f"k{n}" for n in range(count))
+    assert _rejected(db) == {}
 
 
 def test_a_paused_type_is_parked_after_its_adoption(orders: Bus, db: psycopg.Connection[Any]) -> None:

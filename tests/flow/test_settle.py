@@ -10,7 +10,17 @@ from typing import Any
 
 import psycopg
 import pytest
-from flow_harness import Bus, at_once, expire_leases, fail, one, queue_length, snapshot, wait_until_blocked
+from flow_harness import (
+    Bus,
+    at_once,
+    expire_leases,
+    fail,
+    one,
+    queue_length,
+    snapshot,
+    sync_only,
+    wait_until_blocked,
+)
 
 from commandbus import (
     BusinessRuleException,
@@ -64,7 +74,17 @@ def test_a_transient_failure_is_tried_again_later(orders: Bus, db: psycopg.Conne
         "started_at IS NOT NULL FROM commandbus.attempt"
     ).fetchall()
     assert row == [
-        (1, "RETRY", "w1", "TransientCommandError", "HTTP_503", "busy: ☃", {"after": 5}, timedelta(seconds=60), True)
+        (
+            1,
+            "RETRY",
+            "w1",
+            "TransientCommandError",
+            "HTTP_503",
+            "busy: ☃",
+            {"after": 5},
+            timedelta(seconds=60),
+            True,
+        )
     ]
     assert orders.claim() == []
     db.execute("UPDATE pgmq.q_orders__commands SET vt = vt - interval '61s'")
@@ -157,7 +177,7 @@ def _wrong_read_ct(orders: Bus, db: psycopg.Connection[Any], attempt: Attempt) -
 
 
 def _other_worker(orders: Bus, db: psycopg.Connection[Any], attempt: Attempt) -> None:
-    db.execute("UPDATE pgmq.q_orders__commands SET headers = headers || '{\"held_by\": \"other\"}'")
+    db.execute('UPDATE pgmq.q_orders__commands SET headers = headers || \'{"held_by": "other"}\'')
 
 
 def _retried(orders: Bus, db: psycopg.Connection[Any], attempt: Attempt) -> None:
@@ -306,12 +326,11 @@ def test_busy_while_another_transaction_holds_the_row_then_done(orders: Bus, db:
     assert one(db, "SELECT count(*) FROM commandbus.attempt") == 0
 
 
+@sync_only
 @pytest.mark.parametrize("again", [False, True], ids=["final", "again"])
 @pytest.mark.parametrize("what", ["lock", "renew"])
 def test_waiting_waits_for_the_row(orders: Bus, db: psycopg.Connection[Any], what: str, again: bool) -> None:
     """Also for one that a renewal has just moved: the row that is then there must go, not the one that was."""
-    if orders.driver == "async":
-        pytest.skip("one session waits for another; one way of making them is enough")
     attempt = _sent(orders)
     settlement = fail(attempt, ValueError("x")) if again else attempt.complete('"x"')
     with psycopg.connect(orders.url) as other, ThreadPoolExecutor(1) as threads:
@@ -330,13 +349,12 @@ def test_waiting_waits_for_the_row(orders: Bus, db: psycopg.Connection[Any], wha
     assert one(db, "SELECT count(*) FROM pgmq.q_orders__commands WHERE headers ? 'held_by'") == 0
 
 
+@sync_only
 def test_waiting_for_a_transaction_that_takes_the_row_is_refused(orders: Bus, db: psycopg.Connection[Any]) -> None:
-    if orders.driver == "async":
-        pytest.skip("one session waits for another; one way of making them is enough")
     attempt = _sent(orders)
     before = snapshot(db)["command"]
     with psycopg.connect(orders.url) as other, ThreadPoolExecutor(1) as threads:
-        other.execute("UPDATE pgmq.q_orders__commands SET read_ct = read_ct + 1, headers = '{\"held_by\": \"w2\"}'")
+        other.execute('UPDATE pgmq.q_orders__commands SET read_ct = read_ct + 1, headers = \'{"held_by": "w2"}\'')
         settling = threads.submit(orders.settle, attempt.complete('"x"'), waiting=True)
         wait_until_blocked(db)
         other.commit()
@@ -345,10 +363,9 @@ def test_waiting_for_a_transaction_that_takes_the_row_is_refused(orders: Bus, db
     assert queue_length(db) == 1
 
 
+@sync_only
 def test_settling_while_leases_are_renewed(orders: Bus, db: psycopg.Connection[Any]) -> None:
     """The settler and the monitor of one worker: whatever was settled is gone from the queue."""
-    if orders.driver == "async":
-        pytest.skip("the race is between sessions of the server; one way of making them is enough")
     orders.send_many("orders", [NewCommand("Ship") for _ in range(600)])
     attempts = orders.claim(n=600)
     fences = [(attempt.msg_id, attempt.read_ct) for attempt in attempts]
@@ -378,10 +395,9 @@ def test_settling_while_leases_are_renewed(orders: Bus, db: psycopg.Connection[A
     assert queue_length(db) == 0
 
 
+@sync_only
 def test_settlers_at_once_settle_once(orders: Bus, db: psycopg.Connection[Any]) -> None:
     """Four sessions settle the same attempts in different ways: each attempt has one outcome."""
-    if orders.driver == "async":
-        pytest.skip("the race is between sessions of the server; one way of making them is enough")
     orders.create_queue("answers")
     orders.send_many("orders", [NewCommand("Ship", reply_to="answers") for _ in range(60)])
     attempts = orders.claim(n=60)
@@ -480,8 +496,8 @@ def test_a_completed_commands_row_is_updated_in_place(orders: Bus, db: psycopg.C
     orders.send_many("orders", [NewCommand("Ship", {"n": n}) for n in range(200)])
     indexed = one(
         db,
-        "SELECT count(*) FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = ANY (i.indkey)"
-        " WHERE i.indrelid = 'commandbus.command'::regclass AND a.attname = ANY (%s)",
+        "SELECT count(*) FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid "
+        "AND a.attnum = ANY (i.indkey) WHERE i.indrelid = 'commandbus.command'::regclass AND a.attname = ANY (%s)",
         ["status", "result", "attempt", "worker", "started_at", "finished_at", "waived", "msg_id", "attempt_base"],
     )
     assert indexed == 0
@@ -490,9 +506,8 @@ def test_a_completed_commands_row_is_updated_in_place(orders: Bus, db: psycopg.C
     assert pages <= 8
 
 
+@sync_only
 def test_two_sessions_settle_and_claim_without_waiting_for_each_other(orders: Bus) -> None:
-    if orders.driver == "async":
-        pytest.skip("one session of each is enough")
     orders.send_many("orders", [NewCommand("Ship") for _ in range(4)])
     attempts = orders.claim(n=2)
     with psycopg.connect(orders.url) as settling, CommandBus(orders.url) as bus:

@@ -27,6 +27,8 @@ CALLS: dict[str, list[Callable[[Bus], Any]]] = {
         lambda bus: bus.query_commands(domain="orders", status="IN_PROGRESS"),
     ],
     "get_audit_trail": [lambda bus: bus.get_audit_trail("orders", "x")],
+    "get_attempts": [lambda bus: bus.get_attempts("orders", "x")],
+    "rejected": [lambda bus: bus.rejected(), lambda bus: bus.rejected("orders")],
     "status": [lambda bus: bus.status(), lambda bus: bus.status("orders")],
     "workers": [lambda bus: bus.workers()],
     "pause": [lambda bus: bus.pause("orders"), lambda bus: bus.pause("orders", "x")],

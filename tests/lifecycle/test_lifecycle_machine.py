@@ -23,7 +23,14 @@ import psycopg
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from commandbus import (
     BusinessRuleException,
@@ -41,12 +48,31 @@ from commandbus.model.outcome import judge_failure
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.attempt import Attempt
 
-IDS = st.sampled_from([f"c{n}" for n in range(5)])
+LIVES = 4
+IDS = st.sampled_from([f"c{n}" for n in range(LIVES)])
 TYPES = ("Ship", "Pack")
 WORKERS = st.sampled_from(["w1", "w2"])
 POLICY = RetryPolicy(max_attempts=3, backoff_schedule=[0], jitter=0)
 FINAL = ("COMPLETED", "FAILED", "CANCELED")
 TABLES = ("command", "attempt", "tsq", "operator_action", "parked", "pause", "rejected_message")
+
+
+ENDS = {"COMPLETED", "FAILED", "BUSINESS_RULE_FAILED", "GIVEN_BACK"}
+
+
+def _failed(attempt: Attempt, error: Exception) -> Settlement:
+    return attempt.fail(
+        judge_failure(error, charge=attempt.charge, policy=POLICY, max_attempts=attempt.max_attempts)
+    )
+
+
+OUTCOMES: dict[str, Any] = {
+    "complete": lambda attempt: attempt.complete('"x"'),
+    "retry": lambda attempt: _failed(attempt, ValueError("x")),
+    "refuse": lambda attempt: _failed(attempt, BusinessRuleException("x")),
+    "break": lambda attempt: _failed(attempt, PermanentCommandError("x")),
+    "give back": lambda attempt: attempt.give_back(),
+}
 
 
 @dataclass
@@ -86,13 +112,22 @@ class Lifecycle(RuleBasedStateMachine):
         self.zombies: list[tuple[str, Attempt]] = []  # what they no longer do
         self.paused: set[str] = set()
         self.settles: Counter[tuple[int, int]] = Counter()
+        for n in range(3):
+            self.send(f"c{n}", TYPES[n % 2], data=0, own=None)
 
     # --- sending ------------------------------------------------------------------------------------------
 
-    @rule(command_id=IDS, command_type=st.sampled_from(TYPES), data=st.integers(0, 1), own=st.sampled_from([None, 1]))
+    @precondition(lambda self: len(self.lives) < LIVES)
+    @rule(
+        command_id=IDS, command_type=st.sampled_from(TYPES), data=st.integers(0, 1), own=st.sampled_from([None, 1])
+    )
     def send(self, command_id: str, command_type: str, data: int, own: int | None) -> None:
         known = self.lives.get(command_id)
-        same = known is not None and (known.command_type, known.data, known.max_attempts) == (command_type, data, own)
+        same = known is not None and (known.command_type, known.data, known.max_attempts) == (
+            command_type,
+            data,
+            own,
+        )
         arguments: Any = {"command_id": command_id, "max_attempts": own}
         if known is not None and not same:
             with pytest.raises(DuplicateCommandError):
@@ -103,11 +138,24 @@ class Lifecycle(RuleBasedStateMachine):
         if known is None:
             self.lives[command_id] = Life(command_type, data, own)
 
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data(), change=st.booleans())
+    def send_again(self, data: st.DataObject, change: bool) -> None:
+        """The same content is the same command, whatever became of it; other content is refused."""
+        name = data.draw(st.sampled_from(sorted(self.lives)))
+        life = self.lives[name]
+        self.send(name, life.command_type, life.data + change, life.max_attempts)
+
     # --- a worker's doings --------------------------------------------------------------------------------
 
+    @precondition(lambda self: self._claimable() or not self.lives)
     @rule(worker=WORKERS, n=st.integers(1, 3))
     def claim(self, worker: str, n: int) -> None:
+        self._claim_and_put_right(worker, n)
+
+    def _claim_and_put_right(self, worker: str, n: int) -> list[Attempt]:
         found = self._claim(worker, n)
+        claimed = []
         rows = list(found.ready)
         if found.odd:
             right, adopted = self.bus.run(put_right(domain="orders", worker=worker, odd=found.odd, max_bytes=9999))
@@ -124,18 +172,31 @@ class Lifecycle(RuleBasedStateMachine):
             assert (attempt.number, attempt.charge) == (life.number, life.charge)
             self._forget(attempt.command_id)
             self.held.append((worker, attempt))
+            claimed.append(attempt)
+        return claimed
 
+    @precondition(lambda self: self._claimable())
+    @rule(worker=WORKERS, outcomes=st.lists(st.sampled_from(sorted(OUTCOMES)), min_size=1, max_size=4))
+    def work(self, worker: str, outcomes: list[str]) -> None:
+        """What a worker mostly does: claim, and settle at once."""
+        for attempt, outcome in zip(self._claim_and_put_right(worker, len(outcomes)), outcomes, strict=False):
+            assert self.bus.run(settle("orders", worker, [OUTCOMES[outcome](attempt)])) == {}
+            self._settled(attempt, outcome)
+            self._forget(attempt.command_id)
+
+    @precondition(lambda self: self._claimable())
     @rule(worker=WORKERS)
     def claim_and_die_at_once(self, worker: str) -> None:
         """Between the claim and anything else: what it found out about others is not written down either."""
-        found = self._claim(worker, 2)
+        found = self._claim(worker, 1)
         for name in self._just_claimed(found):
             self._forget(name)
+        self._expire(self._just_claimed(found))
 
     def _claim(self, worker: str, n: int) -> Any:
         found = self.bus.run(claim(domain="orders", worker=worker, n=n, lease_seconds=3600, cursor=None))
         names = self._just_claimed(found)
-        claimable = {name for name, life in self.lives.items() if self._is_claimable(life)}
+        claimable = self._claimable()
         assert len(names) == min(n, len(claimable))
         assert set(names) <= claimable
         for name in names:
@@ -150,6 +211,9 @@ class Lifecycle(RuleBasedStateMachine):
     @staticmethod
     def _just_claimed(found: Any) -> list[str]:
         return [row[3] for row in found.ready] + [row.command_id for row in found.odd]
+
+    def _claimable(self) -> set[str]:
+        return {name for name, life in self.lives.items() if self._is_claimable(life)}
 
     def _is_claimable(self, life: Life) -> bool:
         if life.status != "PENDING" or life.parked or "" in self.paused:
@@ -232,12 +296,24 @@ class Lifecycle(RuleBasedStateMachine):
         worker, attempt = data.draw(st.sampled_from(self.held))
         late = [zombie for holder, zombie in self._fenced() if holder == worker]
         if late:
-            zombie = data.draw(st.sampled_from(late))
+            same = [
+                zombie for zombie in late if zombie.msg_id == attempt.msg_id
+            ]  # it claimed its own lost one again
+            zombie = data.draw(st.sampled_from(same or late))
             batch = [OUTCOMES["complete"](zombie), OUTCOMES[outcome](attempt)]
             answer = self.bus.run(settle("orders", worker, batch))
             assert answer == {(zombie.msg_id, zombie.read_ct): "refused"}
             self._settled(attempt, outcome)
             self._forget(attempt.command_id)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), worker=WORKERS)
+    def lose_one_to(self, data: st.DataObject, worker: str) -> None:
+        """A worker hangs until its lease has run out; the next claim, maybe its own, takes the command."""
+        _, attempt = data.draw(st.sampled_from(self.held))
+        self._expire([attempt.command_id])
+        if "" not in self.paused:
+            self.claim(worker, len(self._claimable()))
 
     @precondition(lambda self: self.held)
     @rule(worker=WORKERS)
@@ -258,7 +334,9 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(data=st.data())
     def expire_leases(self, data: st.DataObject) -> None:
         names = sorted(name for name, life in self.lives.items() if life.holder)
-        chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+        self._expire(data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True)))
+
+    def _expire(self, chosen: list[str]) -> None:
         self.db.execute(
             "UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 s' WHERE msg_id IN "
             "(SELECT msg_id FROM commandbus.command WHERE command_id = ANY (%s))",
@@ -276,8 +354,16 @@ class Lifecycle(RuleBasedStateMachine):
 
     # --- people's doings ----------------------------------------------------------------------------------
 
+    @precondition(lambda self: self._troubled())
+    @rule(data=st.data(), deed=st.sampled_from(["retry", "retry", "cancel", "complete"]))
+    def operate(self, data: st.DataObject, deed: str) -> None:
+        self.operate_on(data.draw(st.sampled_from(self._troubled())), deed)
+
+    def _troubled(self) -> list[str]:
+        return sorted(name for name, life in self.lives.items() if life.status == "IN_TROUBLESHOOTING_QUEUE")
+
     @rule(command_id=IDS, deed=st.sampled_from(["retry", "cancel", "complete"]))
-    def operate(self, command_id: str, deed: str) -> None:
+    def operate_on(self, command_id: str, deed: str) -> None:
         act = getattr(self.tsq, f"operator_{deed}")
         life = self.lives.get(command_id)
         if life is None:
@@ -294,6 +380,7 @@ class Lifecycle(RuleBasedStateMachine):
         if deed == "retry":
             life.charge = 0
 
+    @precondition(lambda self: self._troubled())
     @rule(deed=st.sampled_from(["retry", "cancel", "complete"]), command_type=st.sampled_from([None, *TYPES]))
     def operate_in_bulk(self, deed: str, command_type: str | None) -> None:
         chosen = [
@@ -322,19 +409,24 @@ class Lifecycle(RuleBasedStateMachine):
             life.status, life.parked = "CANCELED", False
             life.history.append(("OPERATOR_CANCEL", None))
 
+    @precondition(lambda self: not self.paused)
     @rule(command_type=st.sampled_from([None, *TYPES]))
-    def pause_or_resume(self, command_type: str | None) -> None:
-        key = command_type or ""
-        if key not in self.paused:
-            assert self.bus.pause("orders", command_type, operator="ann") is True
-            self.paused.add(key)
-            return
+    def pause(self, command_type: str | None) -> None:
+        assert self.bus.pause("orders", command_type, operator="ann") is True
+        assert self.bus.pause("orders", command_type, operator="bob") is False
+        self.paused.add(command_type or "")
+
+    @precondition(lambda self: self.paused)
+    @rule()
+    def resume(self) -> None:
+        (key,) = self.paused
         parked = [life for life in self.lives.values() if life.parked and life.command_type == key]
-        assert self.bus.resume("orders", command_type) == len(parked)
-        self.paused.discard(key)
+        assert self.bus.resume("orders", key or None) == len(parked)
+        self.paused.clear()
         for life in parked:
             life.parked = False
 
+    @precondition(lambda self: any(life.status in FINAL for life in self.lives.values()))
     @rule(keep=st.integers(0, 3))
     def prune(self, keep: int) -> None:
         finished = sorted(
@@ -429,24 +521,6 @@ class Lifecycle(RuleBasedStateMachine):
             "WHERE status NOT IN ('COMPLETED', 'FAILED', 'CANCELED'))"
         ).fetchone()
         assert left == (0, 0, 0, 0)
-
-
-ENDS = {"COMPLETED", "FAILED", "BUSINESS_RULE_FAILED", "GIVEN_BACK"}
-
-
-def _failed(attempt: Attempt, error: Exception) -> Settlement:
-    return attempt.fail(
-        judge_failure(error, charge=attempt.charge, policy=POLICY, max_attempts=attempt.max_attempts)
-    )
-
-
-OUTCOMES: dict[str, Any] = {
-    "complete": lambda attempt: attempt.complete('"x"'),
-    "retry": lambda attempt: _failed(attempt, ValueError("x")),
-    "refuse": lambda attempt: _failed(attempt, BusinessRuleException("x")),
-    "break": lambda attempt: _failed(attempt, PermanentCommandError("x")),
-    "give back": lambda attempt: attempt.give_back(),
-}
 
 
 @pytest.fixture

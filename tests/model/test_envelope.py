@@ -43,7 +43,9 @@ def test_anything_is_a_valid_command_or_refused_with_a_reason(message: Any) -> N
     try:
         new = envelope.read(message, queue="orders__commands", msg_id=5, max_bytes=2000)
     except InvalidCommandError as error:
-        assert str(error)
+        new = str(error)
+    if isinstance(new, str):
+        assert new
         return
     assert isinstance(new, NewCommand)
     names.check_type(new.command_type)

@@ -100,7 +100,7 @@ def test_queue_names_have_47_characters_and_say_what_they_are() -> None:
     assert names.check_queue("r" * 47) == "r" * 47
     with pytest.raises(InvalidCommandError, match="reply_to"):
         names.check_queue("r" * 48)
-    with pytest.raises(InvalidCommandError, match="^queue 'R'"):
+    with pytest.raises(InvalidCommandError, match=r"^queue 'R'"):
         names.check_queue("R", what="queue")
 
 
@@ -119,9 +119,9 @@ def test_types_and_ids_are_printable_text_of_a_length(check: object, longest: in
 @given(st.text())
 def test_whatever_text_comes_as_an_id_it_is_returned_or_refused(text: str) -> None:
     try:
-        assert names.check_id(text) is text
-    except InvalidCommandError as error:
-        assert "command_id" in str(error)
-    else:
-        text.encode()
-        assert "\x00" not in text
+        found = names.check_id(text)
+    except InvalidCommandError:
+        return
+    assert found is text
+    text.encode()
+    assert "\x00" not in text

@@ -84,7 +84,7 @@ def test_every_verdict_that_ends_an_attempt_is_a_move_that_exists() -> None:
         assert status.is_final == (not moves)
 
 
-class _RaisesInStr(Exception):
+class _RaisesInStrError(Exception):
     def __init__(self, what: BaseException) -> None:
         self.what = what
 
@@ -94,9 +94,9 @@ class _RaisesInStr(Exception):
     __repr__ = __str__
 
 
-class _NoText(Exception):
+class _NoTextError(Exception):
     def __str__(self) -> Any:
-        return 5
+        return 5  # noqa: PLE0307
 
 
 class _HostileCode:
@@ -114,11 +114,11 @@ class _HostileDict(dict[str, Any]):
 @pytest.mark.parametrize(
     "error",
     [
-        _RaisesInStr(RuntimeError("ha")),
-        _RaisesInStr(SystemExit(1)),
-        _RaisesInStr(KeyboardInterrupt()),
-        _RaisesInStr(RecursionError()),
-        _NoText(),
+        _RaisesInStrError(RuntimeError("ha")),
+        _RaisesInStrError(SystemExit(1)),
+        _RaisesInStrError(KeyboardInterrupt()),
+        _RaisesInStrError(RecursionError()),
+        _NoTextError(),
         ValueError("\x00 and \ud800"),
         ValueError("x" * 1_000_000),
         TransientCommandError("x", code=_HostileCode()),  # type: ignore[arg-type]

@@ -43,6 +43,10 @@ def test_a_reader_only_reads_and_only_workers_and_operators_delete() -> None:
 
 
 def test_a_strange_role_in_the_settings_table_does_not_get_into_sql() -> None:
-    for kind, role in (("worker", "x; drop table y"), ("worker", "x TO public; --_worker"), ("owner", "acme_owner")):
+    for kind, role in (
+        ("worker", "x; drop table y"),
+        ("worker", "x TO public; --_worker"),
+        ("owner", "acme_owner"),
+    ):
         with pytest.raises(InvalidCommandError, match="strange role"):
             roles.queue_grants(kind, role, "orders__commands")

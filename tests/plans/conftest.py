@@ -1,8 +1,8 @@
 """One large database for all plans: 100k ready, 100k delayed, 200k finished, 20k in the troubleshooting queue.
 
-`backlog`, `delayed`, `history` and `trouble` are domains; so is `shadow`, in which 50k commands were settled while a
-transaction elsewhere stayed open, so that their index entries are all still there. Nothing is vacuumed or analysed
-but by the tests themselves.
+`backlog`, `delayed`, `history` and `trouble` are domains; so is `shadow`, in which 50k commands were claimed and
+settled while a transaction elsewhere stayed open, so that their index entries are all still there. Nothing is
+vacuumed or analysed but by the tests themselves. `calm` has delayed messages only, and nobody ever claims there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from psycopg import sql
 from commandbus import CommandBus
 from commandbus.db.embedded import EmbeddedPostgres
 
-DOMAINS = ["backlog", "delayed", "history", "trouble", "shadow"]
+DOMAINS = ["backlog", "delayed", "history", "trouble", "shadow", "calm"]
 
 PENDING = """
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, data)
@@ -73,14 +73,17 @@ def _fill(conn: psycopg.Connection[Any], onlooker: psycopg.Connection[Any]) -> N
     run(QUEUED, domain="delayed", after=0, vt="now() + interval '1 day'")
     run(PENDING, domain="delayed", count=300)
     run(QUEUED, domain="delayed", after=100_000, vt="now() - interval '1 minute'")
+    run(PENDING, domain="calm", count=20_000)
+    run(QUEUED, domain="calm", after=0, vt="now() + interval '1 day'")
 
     onlooker.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
     onlooker.execute("SELECT count(*) FROM pgmq.q_shadow__commands")
     run(FINISHED, domain="shadow", status="COMPLETED", count=50_000)
     run(QUEUED, domain="shadow", after=0, vt="now() - interval '1 hour'")
+    run("UPDATE pgmq.q_shadow__commands SET vt = now() + interval '30 s', read_ct = 1")
     run("DELETE FROM pgmq.q_shadow__commands")
     run("SELECT setval('pgmq.q_shadow__commands_msg_id_seq', 60000)")
-    run(PENDING, domain="shadow", count=300)
+    run(PENDING, domain="shadow", count=20_000)
     run(QUEUED, domain="shadow", after=60_000, vt="now() - interval '1 minute'")
 
 

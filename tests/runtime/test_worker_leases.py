@@ -22,8 +22,9 @@ Db = psycopg.Connection[Any]
 
 def steal(bus: CommandBus, db: Db, thief: str = "thief") -> None:
     """As if the lease had run out and another worker had claimed the command."""
-    db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 s'")
-    found = bus.run(claim(domain="orders", worker=thief, n=10, lease_seconds=60, cursor=None))
+    with db.transaction():  # or the worker itself would be faster
+        db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 s'")
+        found = bus.run(claim(domain="orders", worker=thief, n=10, lease_seconds=60, cursor=None), db)
     assert len(found.odd) == 1
 
 

@@ -24,6 +24,8 @@ from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model import envelope, names, payload
 from commandbus.model.command import NewCommand
 
+FAR_SECONDS = 1e9
+
 
 class ClaimedRow(NamedTuple):
     """A row of claim.sql, in its order."""
@@ -104,9 +106,9 @@ def put_right(
 
 
 @operation(atomic=False)
-def next_due(domain: str) -> Steps[float | None]:
+def next_due(domain: str, *, within_seconds: float = FAR_SECONDS) -> Steps[float | None]:
     """Seconds until the next delayed message becomes visible."""
-    rows = yield Statement(sql.text("next_due", domain=domain), {"domain": domain})
+    rows = yield Statement(sql.text("next_due", domain=domain), {"domain": domain, "within": within_seconds})
     return rows[0][0] if rows else None
 
 

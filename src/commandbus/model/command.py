@@ -12,6 +12,7 @@ final. The SQL in `sql/` guards every move; this module says which exist, for re
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Mapping
@@ -172,10 +173,16 @@ class TsqEntry:
     data: Any
 
 
+# Our own, seeded from the system and anew in every forked child: an application that calls random.seed(0) would
+# else send the ids that its twin sends.
+_random = random.Random()  # noqa: S311 - ids need to be unique, not secret
+os.register_at_fork(after_in_child=_random.seed)
+
+
 def new_command_id() -> str:
     """A UUID of version 7: ordered by time, so that the unique index grows at its end, and no two alike."""
     stamp = (time.time_ns() // 1_000_000) & 0xFFFFFFFFFFFF
-    rest = random.getrandbits(74)  # seeded from the system, anew in every forked child
+    rest = _random.getrandbits(74)
     value = stamp << 80 | 0x7 << 76 | (rest >> 62) << 64 | 0b10 << 62 | (rest & 0x3FFFFFFFFFFFFFFF)
     text = f"{value:032x}"
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

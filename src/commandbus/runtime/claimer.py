@@ -210,10 +210,11 @@ class Claimer:
                 if self._claim_all(self._room(0)):
                     return
         self._on_idle()
-        due = [self._link.run(next_due(domain.name)) for domain in self._domains]
-        soonest = min((seconds for seconds in due if seconds is not None), default=self._settings.poll_interval)
         # Not beyond half the announcement: it is renewed before it expires.
-        self._sleep(min(max(soonest, 0.001), self._settings.poll_interval, ANNOUNCEMENT_SECONDS / 2))
+        longest = min(self._settings.poll_interval, ANNOUNCEMENT_SECONDS / 2)
+        due = [self._link.run(next_due(domain.name, within_seconds=longest)) for domain in self._domains]
+        soonest = min((seconds for seconds in due if seconds is not None), default=longest)
+        self._sleep(min(max(soonest, 0.001), longest))
 
     def _announce(self) -> None:
         names = [domain.name for domain in self._domains]

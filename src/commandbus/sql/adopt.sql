@@ -1,6 +1,8 @@
 -- Makes commands of raw messages that another PGMQ client sent; the messages become thin like ours.
 --
--- Locks: queue rows that this worker has just claimed, then new command rows. Indexes: the queue's key and
+-- Locks: queue rows that this worker has just claimed (waiting: another claimer that looked at one at the same
+-- moment holds it until its statement ends, and skipping would take a good message for a bad one), then new command
+-- rows. Indexes: the queue's key and
 -- command_domain_command_id_key. The message goes back to the queue: the next claim finds an ordinary command,
 -- whose attempts are counted from there.
 WITH input AS MATERIALIZED (
@@ -11,7 +13,8 @@ WITH input AS MATERIALIZED (
       FROM pgmq.{queue} q
      WHERE q.msg_id = ANY (ARRAY(SELECT m FROM input))
        AND q.headers ->> 'held_by' = %(worker)s
-       FOR UPDATE SKIP LOCKED
+     ORDER BY q.msg_id
+       FOR UPDATE
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, created_at, max_attempts,
                                     correlation_id, reply_to, headers, data, attempt_base, waived)

@@ -2,7 +2,8 @@
 -- go back to the queue instead.
 --
 -- Locks: pause rows (FOR KEY SHARE: a resume waits for us and then finds what we parked), queue rows, command
--- rows, in this order. Index: the queue's key.
+-- rows, in this order. It waits for a queue row that another claimer looks at: one that was skipped would stay leased
+-- to a worker that does not know of it. Index: the queue's key.
 WITH paused AS MATERIALIZED (
     SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s FOR KEY SHARE
 ), input AS MATERIALIZED (
@@ -11,7 +12,8 @@ WITH paused AS MATERIALIZED (
     SELECT q.ctid, q.msg_id, q.read_ct
       FROM pgmq.{queue} q
      WHERE q.msg_id = ANY (ARRAY(SELECT m FROM input)) AND q.headers ->> 'held_by' = %(worker)s
-       FOR UPDATE SKIP LOCKED
+     ORDER BY q.msg_id
+       FOR UPDATE
 ), fenced AS MATERIALIZED (
     SELECT i.*, h.ctid, i.t IN (SELECT command_type FROM paused) AS parks
       FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
