@@ -2,7 +2,7 @@
 
 The way of one command through this package:
 
-1. **send** — `bus.py` takes it; `flow/send.py` writes its row and its queue message in one statement, in the
+1. **send** — `bus/` takes it; `flow/send.py` writes its row and its queue message in one statement, in the
    caller's transaction if one is lent (`conn=`).
 2. **claim** — a worker's `runtime/claimer.py` takes visible messages (`flow/claim.py`, `sql/claim.sql`) under a
    lease. What is odd about some (their last worker vanished, a foreign client sent them, their type is paused) is
@@ -51,7 +51,8 @@ from commandbus.model.command import (
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, HandlerTransaction
 from commandbus.runtime.handlers import HandlerRegistry, handler
-from commandbus.runtime.worker import StopReport, Worker
+from commandbus.runtime.parts import StopReport
+from commandbus.runtime.worker import Worker
 from commandbus.settings import Settings, load_settings
 from commandbus.troubleshooting import AsyncTroubleshootingQueue, TroubleshootingQueue
 

@@ -62,35 +62,27 @@ async def _check_open_async(conn: AnyAsyncConnection) -> None:
 
 def open_pool(settings: Settings, *, name: str, max_size: int) -> ConnectionPool[OwnConnection]:
     """A pool of sync connections; connects in the background, on demand."""
-    return ConnectionPool(
-        check_conninfo(settings.database_url),
-        connection_class=OwnConnection,
-        check=check_open,
-        kwargs=connection_kwargs(settings, name=name),
-        min_size=min(settings.pool_min_size, max_size),
-        max_size=max_size,
-        timeout=settings.pool_timeout,
-        max_lifetime=settings.pool_max_lifetime,
-        max_idle=settings.pool_max_idle,
-        reconnect_timeout=settings.pool_reconnect_timeout,
-        name=f"commandbus-{name}",
-        open=True,
-    )
+    arguments = _pool_arguments(settings, name=name, max_size=max_size)
+    return ConnectionPool(connection_class=OwnConnection, check=check_open, open=True, **arguments)
 
 
 def make_async_pool(settings: Settings, *, name: str, max_size: int) -> AsyncConnectionPool[OwnAsyncConnection]:
     """A pool of async connections, to be opened on the loop that uses it."""
+    arguments = _pool_arguments(settings, name=name, max_size=max_size)
     return AsyncConnectionPool(
-        check_conninfo(settings.database_url),
-        connection_class=OwnAsyncConnection,
-        check=_check_open_async,
-        kwargs=connection_kwargs(settings, name=name),
-        min_size=min(settings.pool_min_size, max_size),
-        max_size=max_size,
-        timeout=settings.pool_timeout,
-        max_lifetime=settings.pool_max_lifetime,
-        max_idle=settings.pool_max_idle,
-        reconnect_timeout=settings.pool_reconnect_timeout,
-        name=f"commandbus-{name}",
-        open=False,
+        connection_class=OwnAsyncConnection, check=_check_open_async, open=False, **arguments
     )
+
+
+def _pool_arguments(settings: Settings, *, name: str, max_size: int) -> dict[str, Any]:
+    return {
+        "conninfo": check_conninfo(settings.database_url),
+        "kwargs": connection_kwargs(settings, name=name),
+        "min_size": min(settings.pool_min_size, max_size),
+        "max_size": max_size,
+        "timeout": settings.pool_timeout,
+        "max_lifetime": settings.pool_max_lifetime,
+        "max_idle": settings.pool_max_idle,
+        "reconnect_timeout": settings.pool_reconnect_timeout,
+        "name": f"commandbus-{name}",
+    }

@@ -1,0 +1,243 @@
+"""AsyncCommandBus: the shell for async code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+from psycopg import AsyncConnection
+from psycopg import errors as pg
+from psycopg_pool import AsyncConnectionPool
+
+from commandbus.bus.shell import CHUNK, POOL_SIZE, Shell, command_query, whoami
+from commandbus.db.borrow import borrow_async
+from commandbus.db.drive import OwnAsyncConnection, run_async
+from commandbus.db.pool import check_conninfo, make_async_pool
+from commandbus.db.resolve import Database
+from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune, roles
+from commandbus.flow.domains import DomainInfo
+from commandbus.flow.history import AttemptRecord
+from commandbus.flow.inspect import CommandQuery, DomainStatus, Page, RejectedMessage, WorkerInfo
+from commandbus.flow.migrate import SchemaState
+from commandbus.flow.pause import PauseInfo
+from commandbus.flow.prune import PruneReport
+from commandbus.flow.statement import Operation, Plan, explain_absence
+from commandbus.model import names
+from commandbus.model.command import AuditEntry, CommandRecord, NewCommand, SentCommand
+from commandbus.settings import Settings
+
+T = TypeVar("T")
+
+
+class AsyncCommandBus(Shell):
+    """The bus for async code: the same methods, awaited. One bus belongs to one event loop."""
+
+    def __init__(
+        self,
+        database_url: str | None = None,
+        *,
+        pool: AsyncConnectionPool[Any] | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        super().__init__(database_url, settings)
+        self._database = Database(self.settings)
+        self._lent_pool = pool
+        self._own_pool: AsyncConnectionPool[OwnAsyncConnection] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close what this bus opened."""
+        if self._own_pool is not None:
+            await self._own_pool.close()
+            self._own_pool = None
+        self._database.close()
+
+    async def run(self, operation: Operation[T], conn: object = None) -> T:
+        """Run an operation of `commandbus.flow`; on `conn` it joins the caller's transaction."""
+        try:
+            if conn is not None:
+                return await run_async(await borrow_async(conn), operation)
+            pool = await self._pool()
+            async with pool.connection() as own:
+                return await run_async(own, operation)
+        except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+            raise explain_absence(error) from None
+
+    async def follow(self, plan: Plan[T], conn: object = None) -> T:
+        """Run operations one after the other, each a transaction of its own (unless `conn` is lent)."""
+        try:
+            operation = next(plan)
+            while True:
+                operation = plan.send(await self.run(operation, conn))
+        except StopIteration as stop:
+            return cast(T, stop.value)
+
+    async def _pool(self) -> AsyncConnectionPool[Any]:
+        if self._lent_pool is not None:
+            return self._lent_pool
+        if self._own_pool is None:
+            settings = self._database.resolve()
+            self._own_pool = make_async_pool(
+                settings, name="bus", max_size=settings.pool_max_size or POOL_SIZE
+            )  # assigned before the await: a second task must not make another
+            await self._own_pool.open()
+        return self._own_pool
+
+    async def connect(self) -> AsyncConnection[tuple[Any, ...]]:
+        """A new psycopg connection to the bus's database, for the application's own use; close it."""
+        return await AsyncConnection.connect(check_conninfo(self._database.resolve().database_url))
+
+    # --- set-up -------------------------------------------------------------------------------------------
+
+    async def migrate(self, *, domains: Sequence[str] = ()) -> SchemaState:
+        """Bring the schema to this release, and create domains; see `flow/migrate.py`."""
+        return await self.run(migrate.migrate(domains))
+
+    async def schema_state(self) -> SchemaState:
+        """What the database has and what `migrate` would add."""
+        return await self.run(migrate.look())
+
+    async def create_domain(self, domain: str) -> bool:
+        """Create a domain's queue; False if it was there."""
+        return await self.run(domains.create_domain(names.check_domain(domain)))
+
+    async def create_queue(self, queue: str) -> None:
+        """Create a PGMQ queue for replies."""
+        await self.run(domains.create_queue(queue))
+
+    async def list_domains(self) -> list[DomainInfo]:
+        """All domains."""
+        return await self.run(domains.list_domains())
+
+    async def create_roles(self, prefix: str = "commandbus") -> dict[str, str]:
+        """Create and grant the four least-privilege roles."""
+        return await self.run(roles.create_roles(prefix))
+
+    # --- sending ------------------------------------------------------------------------------------------
+
+    async def send(
+        self,
+        domain: str,
+        command_type: str,
+        data: Any = None,
+        *,
+        command_id: str | None = None,
+        correlation_id: str | None = None,
+        reply_to: str | None = None,
+        max_attempts: int | None = None,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+        headers: Mapping[str, Any] | None = None,
+        conn: object = None,
+    ) -> SentCommand:
+        """Send a command; see CommandBus.send."""
+        new = NewCommand(
+            command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers
+        )  # fmt: skip
+        return await self.run(self._send(domain, new), conn)
+
+    async def send_many(
+        self,
+        domain: str,
+        commands: Iterable[NewCommand | Mapping[str, Any]],
+        *,
+        chunk_size: int = CHUNK,
+        conn: object = None,
+    ) -> list[SentCommand]:
+        """Send many commands; see CommandBus.send_many."""
+        sent: list[SentCommand] = []
+        for chunk in self._chunks(domain, commands, chunk_size):
+            receipts = await self.run(chunk, conn)
+            sent += receipts
+        return sent
+
+    async def cancel(
+        self,
+        domain: str,
+        command_id: str,
+        *,
+        operator: str | None = None,
+        reason: str | None = None,
+        conn: object = None,
+    ) -> None:
+        """Cancel a command that nobody is running yet."""
+        deed = operate.deed("CANCEL", operator or whoami(), reason)
+        await self.run(operate.cancel(names.check_domain(domain), command_id, deed), conn)
+
+    # --- looking ------------------------------------------------------------------------------------------
+
+    async def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
+        """What is known of a command; None if there is none."""
+        query = CommandQuery(domain=names.check_domain(domain), command_id=names.to_id(command_id))
+        page = await self.run(inspect.query_commands(query, limit=1, before_id=None), conn)
+        return page.items[0] if page.items else None
+
+    async def query_commands(
+        self,
+        query: CommandQuery | None = None,
+        *,
+        limit: int = 50,
+        before_id: int | None = None,
+        **filters: Any,
+    ) -> Page:
+        """A page of commands, newest first; the next begins at `before_id=page.next_before_id`."""
+        return await self.run(
+            inspect.query_commands(command_query(query, filters), limit=limit, before_id=before_id)
+        )
+
+    async def get_audit_trail(self, domain: str, command_id: str) -> list[AuditEntry]:
+        """Every event of a command, in order."""
+        return await self.run(inspect.get_audit_trail(domain, command_id))
+
+    async def get_attempts(self, domain: str, command_id: str) -> list[AttemptRecord]:
+        """The attempts that did not simply complete, with error, code and traceback, in order."""
+        return await self.run(history.list_attempts(domain, command_id))
+
+    async def rejected(
+        self, domain: str | None = None, *, limit: int = 50, before_id: int | None = None
+    ) -> list[RejectedMessage]:
+        """Raw messages that were no commands and were moved aside, newest first."""
+        return await self.run(inspect.list_rejected(domain=domain, limit=limit, before_id=before_id))
+
+    async def status(self, *domains: str) -> list[DomainStatus]:
+        """Figures of these domains, or of all."""
+        return await self.run(inspect.domain_status(domains or None))
+
+    async def workers(self) -> list[WorkerInfo]:
+        """The registry of workers."""
+        return await self.run(inspect.list_workers())
+
+    # --- operating ----------------------------------------------------------------------------------------
+
+    async def pause(
+        self,
+        domain: str,
+        command_type: str | None = None,
+        *,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> bool:
+        """Pause a domain or one of its command types; False if it was."""
+        deed = operate.deed("CANCEL", operator or whoami(), reason)
+        return await self.run(pause.pause(names.check_domain(domain), command_type, deed))
+
+    async def resume(self, domain: str, command_type: str | None = None) -> int:
+        """Resume; answers how many parked commands went back to the queue."""
+        return await self.run(pause.resume(names.check_domain(domain), command_type))
+
+    async def pauses(self) -> list[PauseInfo]:
+        """What is paused."""
+        return await self.run(pause.list_pauses())
+
+    async def prune(self, *, age: float | str | timedelta | None = None, count: int | None = None) -> PruneReport:
+        """Forget finished commands older than `age` or beyond the newest `count` (default: the settings)."""
+        return await self.follow(prune.prune_all(self._retention(age, count)))

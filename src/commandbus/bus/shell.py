@@ -1,0 +1,68 @@
+"""What both shells share: settings, and operations made of arguments. No I/O."""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
+from itertools import islice
+from typing import Any, TypeVar
+
+from commandbus.flow import send
+from commandbus.flow.inspect import CommandQuery
+from commandbus.flow.prune import Retention
+from commandbus.flow.statement import Operation
+from commandbus.model import names
+from commandbus.model.command import NewCommand, SentCommand
+from commandbus.model.durations import parse_seconds
+from commandbus.settings import Settings, load_settings
+
+T = TypeVar("T")
+CHUNK = 1000
+POOL_SIZE = 8
+
+
+class Shell:
+    """What both shells share: settings, and operations made of arguments."""
+
+    settings: Settings
+
+    def __init__(self, database_url: str | None, settings: Settings | None) -> None:
+        if settings is None:
+            settings = load_settings({"database_url": database_url})
+        elif database_url is not None:
+            raise TypeError("give database_url or settings, not both")
+        self.settings = settings
+
+    def _send(self, domain: str, new: NewCommand) -> Operation[SentCommand]:
+        return send.send(names.check_domain(domain), send.prepare(new, max_bytes=self.settings.max_payload_bytes))
+
+    def _chunks(
+        self, domain: str, commands: Iterable[NewCommand | Mapping[str, Any]], size: int
+    ) -> Iterator[Operation[list[SentCommand]]]:
+        names.check_domain(domain)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"chunk_size must be a whole number of at least 1, not {size!r}")
+        limit = self.settings.max_payload_bytes
+        outgoing = (send.prepare(send.to_new_command(item), max_bytes=limit) for item in commands)
+        while chunk := list(islice(outgoing, size)):
+            yield send.send_chunk(domain, chunk)
+
+    def _retention(self, age: float | str | timedelta | None, count: int | None) -> Retention:
+        if age is None and count is None:
+            return Retention(self.settings.retention_age, self.settings.retention_count)
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
+            raise ValueError(f"count must be a whole number of at least 0, not {count!r}")
+        return Retention(None if age is None else parse_seconds(age, name="age"), count)
+
+
+def command_query(query: CommandQuery | None, filters: dict[str, Any]) -> CommandQuery:
+    return query if query is not None else CommandQuery(**filters)
+
+
+def whoami() -> str:
+    """The name of the person at the keyboard, for the audit trail."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"

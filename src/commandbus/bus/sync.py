@@ -1,0 +1,266 @@
+"""CommandBus: the shell for sync code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime, timedelta
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+from psycopg import Connection
+from psycopg import errors as pg
+from psycopg_pool import ConnectionPool
+
+from commandbus.bus.shell import CHUNK, POOL_SIZE, Shell, command_query, whoami
+from commandbus.db.borrow import borrow
+from commandbus.db.drive import OwnConnection, run
+from commandbus.db.pool import check_conninfo, open_pool
+from commandbus.db.resolve import Database
+from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune, roles
+from commandbus.flow.domains import DomainInfo
+from commandbus.flow.history import AttemptRecord
+from commandbus.flow.inspect import CommandQuery, DomainStatus, Page, RejectedMessage, WorkerInfo
+from commandbus.flow.migrate import SchemaState
+from commandbus.flow.pause import PauseInfo
+from commandbus.flow.prune import PruneReport
+from commandbus.flow.statement import Operation, Plan, explain_absence
+from commandbus.model import names
+from commandbus.model.command import AuditEntry, CommandRecord, NewCommand, SentCommand
+from commandbus.settings import Settings
+
+T = TypeVar("T")
+
+
+class CommandBus(Shell):
+    """The bus for sync code. Safe to share between threads; close it, or use it as a context manager.
+
+    `CommandBus()` takes its database from the settings (environment, commandbus.toml); `pool=` uses a psycopg
+    pool that the application has anyway, and leaves it open.
+    """
+
+    def __init__(
+        self,
+        database_url: str | None = None,
+        *,
+        pool: ConnectionPool[Any] | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        super().__init__(database_url, settings)
+        self._database = Database(self.settings)
+        self._lent_pool = pool
+        self._own_pool: ConnectionPool[OwnConnection] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close what this bus opened."""
+        if self._own_pool is not None:
+            self._own_pool.close()
+            self._own_pool = None
+        self._database.close()
+
+    def run(self, operation: Operation[T], conn: object = None) -> T:
+        """Run an operation of `commandbus.flow`; on `conn` it joins the caller's transaction."""
+        try:
+            if conn is not None:
+                return run(borrow(conn), operation)
+            pool = self._pool
+            if pool is self._lent_pool:
+                with pool.connection() as lent:
+                    return run(lent, operation)
+            own = pool.getconn()  # in autocommit mode: there is nothing to commit, the round trip is ours alone
+            try:
+                return run(own, operation)
+            finally:
+                pool.putconn(own)
+        except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+            raise explain_absence(error) from None
+
+    def follow(self, plan: Plan[T], conn: object = None) -> T:
+        """Run operations one after the other, each a transaction of its own (unless `conn` is lent)."""
+        try:
+            operation = next(plan)
+            while True:
+                operation = plan.send(self.run(operation, conn))
+        except StopIteration as stop:
+            return cast(T, stop.value)
+
+    @property
+    def _pool(self) -> ConnectionPool[Any]:
+        if self._lent_pool is not None:
+            return self._lent_pool
+        if self._own_pool is None:
+            with self._database.lock:
+                if self._own_pool is None:
+                    settings = self._database.resolve()
+                    size = settings.pool_max_size or POOL_SIZE
+                    self._own_pool = open_pool(settings, name="bus", max_size=size)
+        return self._own_pool
+
+    def connect(self) -> Connection[tuple[Any, ...]]:
+        """A new psycopg connection to the bus's database, for the application's own use; close it."""
+        return Connection.connect(check_conninfo(self._database.resolve().database_url))
+
+    # --- set-up -------------------------------------------------------------------------------------------
+
+    def migrate(self, *, domains: Sequence[str] = ()) -> SchemaState:
+        """Bring the schema to this release, and create domains; see `flow/migrate.py`."""
+        return self.run(migrate.migrate(domains))
+
+    def schema_state(self) -> SchemaState:
+        """What the database has and what `migrate` would add."""
+        return self.run(migrate.look())
+
+    def create_domain(self, domain: str) -> bool:
+        """Create a domain's queue; False if it was there."""
+        return self.run(domains.create_domain(names.check_domain(domain)))
+
+    def create_queue(self, queue: str) -> None:
+        """Create a PGMQ queue for replies."""
+        self.run(domains.create_queue(queue))
+
+    def list_domains(self) -> list[DomainInfo]:
+        """All domains."""
+        return self.run(domains.list_domains())
+
+    def create_roles(self, prefix: str = "commandbus") -> dict[str, str]:
+        """Create and grant the four least-privilege roles."""
+        return self.run(roles.create_roles(prefix))
+
+    # --- sending ------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        domain: str,
+        command_type: str,
+        data: Any = None,
+        *,
+        command_id: str | None = None,
+        correlation_id: str | None = None,
+        reply_to: str | None = None,
+        max_attempts: int | None = None,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+        headers: Mapping[str, Any] | None = None,
+        conn: object = None,
+    ) -> SentCommand:
+        """Send a command; with `conn` in the caller's transaction.
+
+        `command_id` is an idempotency key: the same id with the same content answers the existing command
+        (`created=False`), with other content it is DuplicateCommandError.
+        """
+        new = NewCommand(
+            command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers
+        )  # fmt: skip
+        return self.run(self._send(domain, new), conn)
+
+    def send_many(
+        self,
+        domain: str,
+        commands: Iterable[NewCommand | Mapping[str, Any]],
+        *,
+        chunk_size: int = CHUNK,
+        conn: object = None,
+    ) -> list[SentCommand]:
+        """Send many commands, each chunk all or none (all of them all or none with `conn`)."""
+        sent: list[SentCommand] = []
+        chunks = self._chunks(domain, commands, chunk_size)
+        if conn is not None:
+            for chunk in chunks:
+                receipts = self.run(chunk, conn)
+                sent += receipts
+            return sent
+        with ThreadPoolExecutor(1, "commandbus-send") as sender:
+            under_way: Future[list[SentCommand]] | None = None
+            for chunk in chunks:  # the next chunk is prepared while the server works on the last one
+                sent += under_way.result() if under_way is not None else []
+                under_way = sender.submit(self.run, chunk)
+            sent += under_way.result() if under_way is not None else []
+        return sent
+
+    def cancel(
+        self,
+        domain: str,
+        command_id: str,
+        *,
+        operator: str | None = None,
+        reason: str | None = None,
+        conn: object = None,
+    ) -> None:
+        """Cancel a command that nobody is running yet."""
+        deed = operate.deed("CANCEL", operator or whoami(), reason)
+        self.run(operate.cancel(names.check_domain(domain), command_id, deed), conn)
+
+    # --- looking ------------------------------------------------------------------------------------------
+
+    def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
+        """What is known of a command; None if there is none."""
+        query = CommandQuery(domain=names.check_domain(domain), command_id=names.to_id(command_id))
+        page = self.run(inspect.query_commands(query, limit=1, before_id=None), conn)
+        return page.items[0] if page.items else None
+
+    def query_commands(
+        self,
+        query: CommandQuery | None = None,
+        *,
+        limit: int = 50,
+        before_id: int | None = None,
+        **filters: Any,
+    ) -> Page:
+        """A page of commands, newest first; the next begins at `before_id=page.next_before_id`."""
+        return self.run(inspect.query_commands(command_query(query, filters), limit=limit, before_id=before_id))
+
+    def get_audit_trail(self, domain: str, command_id: str) -> list[AuditEntry]:
+        """Every event of a command, in order."""
+        return self.run(inspect.get_audit_trail(domain, command_id))
+
+    def get_attempts(self, domain: str, command_id: str) -> list[AttemptRecord]:
+        """The attempts that did not simply complete, with error, code and traceback, in order."""
+        return self.run(history.list_attempts(domain, command_id))
+
+    def rejected(
+        self, domain: str | None = None, *, limit: int = 50, before_id: int | None = None
+    ) -> list[RejectedMessage]:
+        """Raw messages that were no commands and were moved aside, newest first."""
+        return self.run(inspect.list_rejected(domain=domain, limit=limit, before_id=before_id))
+
+    def status(self, *domains: str) -> list[DomainStatus]:
+        """Figures of these domains, or of all."""
+        return self.run(inspect.domain_status(domains or None))
+
+    def workers(self) -> list[WorkerInfo]:
+        """The registry of workers."""
+        return self.run(inspect.list_workers())
+
+    # --- operating ----------------------------------------------------------------------------------------
+
+    def pause(
+        self,
+        domain: str,
+        command_type: str | None = None,
+        *,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> bool:
+        """Pause a domain or one of its command types; False if it was."""
+        deed = operate.deed("CANCEL", operator or whoami(), reason)
+        return self.run(pause.pause(names.check_domain(domain), command_type, deed))
+
+    def resume(self, domain: str, command_type: str | None = None) -> int:
+        """Resume; answers how many parked commands went back to the queue."""
+        return self.run(pause.resume(names.check_domain(domain), command_type))
+
+    def pauses(self) -> list[PauseInfo]:
+        """What is paused."""
+        return self.run(pause.list_pauses())
+
+    def prune(self, *, age: float | str | timedelta | None = None, count: int | None = None) -> PruneReport:
+        """Forget finished commands older than `age` or beyond the newest `count` (default: the settings)."""
+        return self.follow(prune.prune_all(self._retention(age, count)))
