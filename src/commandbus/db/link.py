@@ -28,6 +28,12 @@ CONNECT_TIMEOUT_SECONDS = 10
 REFUSED_PAUSE_SECONDS = 1.0
 
 
+def is_passing(error: psycopg.Error) -> bool:
+    """May the same statement succeed later? (Limits such as the server's stack depth do not pass.)"""
+    limits = (psycopg.errors.StatementTooComplex, psycopg.errors.ProgramLimitExceeded)
+    return isinstance(error, psycopg.OperationalError) and not isinstance(error, limits)
+
+
 class Link:
     """One connection, one thread."""
 
@@ -55,7 +61,7 @@ class Link:
         """Was the last error the connection's end, rather than the statement's?"""
         return self._conn is None or self._conn.closed or self._conn.broken
 
-    def recover(self, stopping: threading.Event, error: psycopg.OperationalError) -> bool:
+    def recover(self, stopping: threading.Event, error: psycopg.Error) -> bool:
         """Get over an operational error: connect again, or give the server (a full disk, a deadlock) a moment."""
         if self.conn_is_lost():
             return self.restore(stopping, error)

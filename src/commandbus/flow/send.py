@@ -78,6 +78,10 @@ def send(domain: str, outgoing: Outgoing) -> Steps[SentCommand]:
         rows = yield _statement(domain, outgoing)
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
         raise explain_missing(domain, error) from None
+    except pg.StatementTooComplex:
+        raise InvalidCommandError(
+            "the data is nested too deeply for the server to read (max_stack_depth)"
+        ) from None
     if rows:
         return SentCommand(domain, outgoing.command_id, rows[0][0])
     existing = yield from _find_existing(domain, [outgoing])
@@ -94,6 +98,10 @@ def send_chunk(domain: str, outgoing: Sequence[Outgoing]) -> Steps[list[SentComm
         rows = yield Statement(statement, {"domain": domain, "rows": _json_rows(unique.values())})
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
         raise explain_missing(domain, error) from None
+    except pg.StatementTooComplex:
+        raise InvalidCommandError(
+            "the data is nested too deeply for the server to read (max_stack_depth)"
+        ) from None
     sent = {command_id: SentCommand(domain, command_id, id_) for command_id, id_, _ in rows}
     if len(sent) < len(unique):
         missing = [item for item in unique.values() if item.command_id not in sent]

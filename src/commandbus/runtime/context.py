@@ -22,7 +22,14 @@ from psycopg import AsyncConnection, Connection
 
 from commandbus import sql
 from commandbus.db.drive import run, run_async
-from commandbus.errors import AttemptFencedError, ConnectionInUseError, TransactionUsedError, TransientCommandError
+from commandbus.errors import (
+    AttemptFencedError,
+    ConnectionInUseError,
+    InvalidCommandError,
+    PermanentCommandError,
+    TransactionUsedError,
+    TransientCommandError,
+)
 from commandbus.flow.settle import settle
 from commandbus.flow.statement import Operation, Statement, Steps, operation
 from commandbus.model import payload
@@ -48,6 +55,14 @@ class Services:
     extend_timeout: float
 
 
+def dump_result(result: Any, max_bytes: int) -> str:
+    """A result's JSON text; one that is none is a mistake that trying again would repeat, effects and all."""
+    try:
+        return payload.dump(result, what="result", max_bytes=max_bytes)
+    except InvalidCommandError as error:
+        raise PermanentCommandError(str(error), code="INVALID_RESULT") from error
+
+
 class HandlerTransaction(Generic[C]):
     """The `tx` of ctx.transaction(): its connection, and `complete(result)`.
 
@@ -61,7 +76,7 @@ class HandlerTransaction(Generic[C]):
 
     def complete(self, result: Any = None) -> None:
         """Say what the command's result is (JSON); without this it is null."""
-        self._result = payload.dump(result, what="result", max_bytes=self._max_bytes)
+        self._result = dump_result(result, self._max_bytes)
 
     @property
     def execute(self) -> Any:

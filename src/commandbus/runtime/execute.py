@@ -15,16 +15,14 @@ from typing import Any
 
 from commandbus.errors import (
     AttemptFencedError,
-    InvalidCommandError,
     PermanentCommandError,
     UnknownCommandTypeError,
 )
 from commandbus.flow.settle import Settlement
-from commandbus.model import payload
 from commandbus.model.outcome import Failure, Judgement, Verdict, describe, judge_failure
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.attempt import Attempt
-from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, Services
+from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, Services, dump_result
 
 logger = logging.getLogger("commandbus.worker")
 
@@ -110,11 +108,7 @@ class Executor:
                 f"awaitable, which was not run",
                 code="INVALID_RESULT",
             )
-        try:
-            text = payload.dump(result, what="result", max_bytes=self._services.max_payload_bytes)
-        except InvalidCommandError as error:
-            raise PermanentCommandError(str(error), code="INVALID_RESULT") from error
-        return attempt.complete(text)
+        return attempt.complete(dump_result(result, self._services.max_payload_bytes))
 
     def _failed(self, attempt: Attempt, error: BaseException) -> Ended:
         trace = None if isinstance(error, UnknownCommandTypeError) else _traceback_of(error)

@@ -97,6 +97,7 @@ class Parts:
             on_settled=on_settled,
             # An idle claimer looked at what is due before this retry was: it must look again.
             on_again=self._look_again,
+            on_error=spec.fail,
             name=spec.id,
         )
         self._slots = Slots(self._places, self._run, name=spec.id)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import psycopg
 
 from commandbus import sql
-from commandbus.db.link import Link
+from commandbus.db.link import Link, is_passing
 from commandbus.errors import PermanentCommandError
 from commandbus.flow.settle import Answer, Settlement, settle
 from commandbus.flow.statement import Statement, Steps, operation
@@ -44,12 +44,14 @@ class Settler:
         *,
         on_settled: Callable[[Attempt], None],
         on_again: Callable[[], None],
+        on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
         self._link = link
         self._worker = worker
         self._on_settled = on_settled
         self._on_again = on_again
+        self._on_error = on_error
         self._queue: deque[Item] = deque()
         self._busy: list[Item] = []
         self._wake = threading.Event()
@@ -81,6 +83,14 @@ class Settler:
         self._abandoning.set()
 
     def _serve(self) -> None:
+        try:
+            self._settle_all()
+        except BaseException as error:  # noqa: BLE001 - handed to the worker, which ends with it
+            self._on_error(error)
+        finally:
+            self._link.close()
+
+    def _settle_all(self) -> None:
         while not self._abandoning.is_set():
             if not self._queue and not self._busy:
                 if self._closing.is_set():
@@ -91,7 +101,6 @@ class Settler:
                 continue
             if not self._settle_some():
                 break
-        self._link.close()
 
     def _settle_some(self) -> bool:
         """One round; False if the worker gave up waiting for the database."""
@@ -113,13 +122,13 @@ class Settler:
         while True:
             try:
                 self._write_once(domain, items, in_doubt=in_doubt)
-            except psycopg.OperationalError as error:
-                in_doubt = in_doubt or self._link.conn_is_lost()
-                if not self._link.recover(self._abandoning, error):
-                    self._busy += items
-                    return False
-                continue
             except psycopg.Error as error:
+                if is_passing(error):
+                    in_doubt = in_doubt or self._link.conn_is_lost()
+                    if not self._link.recover(self._abandoning, error):
+                        self._busy += items
+                        return False
+                    continue
                 if len(items) > 1:
                     return all([self._write(domain, [item]) for item in items])  # noqa: C419 - every one, always
                 self._store_the_failure_instead(items[0], error)
