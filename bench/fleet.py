@@ -123,13 +123,16 @@ def _member(url: str, domain: str, kind: str, concurrency: int, path: str) -> No
     worker = Worker(handlers_of(kind, domain, began), database_url=url, concurrency=concurrency)
     worker.start()
     os.set_blocking(0, False)
+    before = -1
     while True:
-        _LAYOUT.pack_into(board, 0, worker.settled, stamped[0], resident_megabytes())
+        settled = worker.settled
+        _LAYOUT.pack_into(board, 0, settled, stamped[0], resident_megabytes())
         try:
             if os.read(0, 1) == b"":
                 break
         except BlockingIOError:
-            time.sleep(0.002)
+            time.sleep(0.002 if settled != before else 0.05)  # an idle member must not disturb the others
+        before = settled
     worker.stop()
 
 

@@ -35,12 +35,14 @@ class OwnConnection(Connection[tuple[Any, ...]]):
     """A sync connection of ours; it keeps a cursor that has done small work for the next operation."""
 
     spare: Cursor[tuple[Any, ...]] | None = None
+    checked_at: float = 0.0
 
 
 class OwnAsyncConnection(AsyncConnection[tuple[Any, ...]]):
     """An async connection of ours, with a spare cursor too."""
 
     spare: AsyncCursor[tuple[Any, ...]] | None = None
+    checked_at: float = 0.0
 
 
 def run(conn: AnyConnection, operation: Runnable[T]) -> T:

@@ -8,6 +8,7 @@ it is and never closed by us.
 from __future__ import annotations
 
 import select
+import time
 from typing import Any
 
 import psycopg
@@ -16,6 +17,9 @@ from psycopg_pool import AsyncConnectionPool, ConnectionPool
 from commandbus.db.drive import AnyAsyncConnection, AnyConnection, OwnAsyncConnection, OwnConnection
 from commandbus.errors import ConfigurationError
 from commandbus.settings import Settings
+
+
+CHECK_AFTER_SECONDS = 0.1
 
 
 def connection_kwargs(settings: Settings, *, name: str) -> dict[str, Any]:
@@ -47,9 +51,14 @@ def check_conninfo(database_url: str | None) -> str:
 def check_open(conn: AnyConnection | AnyAsyncConnection) -> None:
     """Raise if the server has ended this idle connection: what it said last is waiting to be read.
 
-    One look at the socket, no round trip. A restart or a terminated backend thus costs nobody an error; a network
-    that fell silent is not seen.
+    One look at the socket, no round trip, and none at a connection that was at work a moment ago. A restart or a
+    terminated backend thus costs nobody an error; a network that fell silent is not seen.
     """
+    now = time.monotonic()
+    if now - getattr(conn, "checked_at", 0.0) < CHECK_AFTER_SECONDS:
+        return
+    if isinstance(conn, OwnConnection | OwnAsyncConnection):
+        conn.checked_at = now
     looking = select.poll()
     looking.register(conn.pgconn.socket, select.POLLIN)
     while looking.poll(0):
