@@ -385,9 +385,7 @@ def test_other_bad_values_say_what_is_accepted(project: Path) -> None:
     assert "give seconds (25, 0.5)" in refused(project, environ={"WORKER_TASK_TIMEOUT": "soon"})
     assert "or 'default'" in refused(project, environ={"WORKER_TASK_TIMEOUT": "off"})
     assert "or 'off'" in refused(project, environ={"WORKER_MAX_MESSAGES": "0"})
-    assert "(512KiB, 1MiB), at most 255MiB" in refused(
-        project, environ={"COMMANDBUS_MAX_PAYLOAD_BYTES": "1MB"}
-    )
+    assert "(512KiB, 1MiB), at most 255MiB" in refused(project, environ={"COMMANDBUS_MAX_PAYLOAD_BYTES": "1MB"})
     assert "MODULE:REGISTRY" in refused(project, environ={"WORKER_HANDLERS": "shop.tasks"})
     assert "did you mean 'billing'?" in refused(project, environ={"WORKER_DOMAINS": "mail,Billing"})
 
@@ -432,9 +430,7 @@ def test_doubtful_time_limits_are_warned_of(project: Path) -> None:
 
 def test_a_pool_that_is_larger_at_least_than_at_most_is_refused(project: Path) -> None:
     message = refused(project, overrides={"pool_min_size": 5, "pool_max_size": 2})
-    assert (
-        message == "pool_min_size (5, from argument) must not be more than pool_max_size (2, from argument)"
-    )
+    assert message == "pool_min_size (5, from argument) must not be more than pool_max_size (2, from argument)"
 
 
 # --- secrets ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""commandbus: commands on PostgreSQL, run by workers that cannot hang.
+"""commandbus: commands on PostgreSQL, run by workers that can be trusted.
 
 The way of one command through this package:
 
@@ -29,6 +29,7 @@ from commandbus.errors import (
     EmbeddedPostgresError,
     InvalidCommandError,
     InvalidOperationError,
+    MissingPrivilegeError,
     PermanentCommandError,
     SchemaError,
     TransactionUsedError,
@@ -84,6 +85,7 @@ __all__ = [
     "HandlerTransaction",
     "InvalidCommandError",
     "InvalidOperationError",
+    "MissingPrivilegeError",
     "NewCommand",
     "Page",
     "PermanentCommandError",

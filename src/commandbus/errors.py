@@ -40,7 +40,7 @@ class DuplicateCommandError(CommandBusError):
 
     def __init__(self, domain: str, command_id: str, difference: str) -> None:
         super().__init__(
-            f"command_id {command_id!r} already exists in domain {domain!r} with another {difference}; "
+            f"command_id {command_id!r} already exists in domain {domain!r} with other content ({difference}); "
             f"use a new command_id, or send the same content to get the existing command"
         )
         self.domain = domain
@@ -58,6 +58,10 @@ class InvalidOperationError(CommandBusError):
 
 class SchemaError(CommandBusError):
     """The database's commandbus schema is missing, older or newer than this release expects."""
+
+
+class MissingPrivilegeError(SchemaError):
+    """The role may not do this; the message says which right is missing and who has it."""
 
 
 class AttemptFencedError(CommandBusError):

@@ -8,7 +8,9 @@ import psycopg
 import pytest
 from psycopg import sql
 
+from commandbus.cli.doctor import server
 from commandbus.cli.exits import ExitCode
+from commandbus.settings import load_settings
 
 
 def findings(answer, level):
@@ -57,6 +59,56 @@ def test_a_bad_configuration_fails(bare_cli, monkeypatch):
     assert "statement_timeout" in findings(answer, "FAIL")["configuration"]["message"]
 
 
+def test_without_a_database_the_advice_is_to_set_one(bare_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COMMANDBUS_DATABASE_URL", raising=False)
+    failed = findings(bare_cli("doctor", "--json"), "FAIL")["server"]
+    assert "no database is configured" in failed["message"]
+    assert failed["remedy"].startswith("set it: COMMANDBUS_DATABASE_URL=")
+    assert "1 failure\n" in bare_cli("doctor").out
+
+
+def test_a_file_that_is_no_toml_is_to_be_corrected_there(bare_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "commandbus.toml").write_text("[worker\n")
+    assert findings(bare_cli("doctor", "--json"), "FAIL")["configuration"]["remedy"] == "correct it there"
+
+
+def test_only_limits_that_are_enforced_are_shown(orders):
+    timeouts = findings(orders("doctor", "--json"), "OK")["timeouts"]
+    assert timeouts["message"] == "statement 25s < lease 30s; shutdown 30s"
+
+
+@pytest.mark.parametrize("is_embedded", [True, False])
+def test_a_setting_of_the_server_is_advised_only_where_the_server_is_somebodys(database, is_embedded):
+    with psycopg.connect(database, autocommit=True) as conn:
+        found = server.examine(conn, load_settings({"database_url": database}), is_embedded=is_embedded)
+        checks = {finding.check for finding in found}
+    assert ("client_connection_check_interval" in checks) is not is_embedded
+
+
+@pytest.mark.parametrize(
+    ("whole", "types", "told"),
+    [
+        (True, (), "domain mail is paused"),
+        (False, ("nop",), "command type nop of domain mail is paused"),
+        (False, ("nop", "post"), "command types nop, post of domain mail are paused"),
+    ],
+)
+def test_what_is_paused_is_told_in_a_sentence(orders, bus, whole, types, told):
+    bus.create_domain("mail")
+    for command_type in types or (None,):
+        bus.pause("mail", command_type)
+    assert findings(orders("doctor", "--json"), "WARN")["pauses"]["message"] == told
+
+
+def test_one_command_waits_and_two_wait(orders, bus, troubled):
+    for command_id in ("s2", "s3", "b1"):
+        troubled("tsq", "cancel", "orders", command_id)
+    warned = findings(orders("doctor", "--json"), "WARN")["troubleshooting queue"]
+    assert warned["message"] == "1 command waits: 1 of orders"
+
+
 def test_doubts_are_warnings(orders, monkeypatch):
     monkeypatch.setenv("WORKER_CONCURENCY", "9")
     monkeypatch.setenv("WORKER_CONCURRENCY", "5000")
@@ -83,8 +135,9 @@ def test_what_needs_a_look(troubled, database):
     troubled("send", "orders", "ship")
     warned = [item for item in troubled("doctor", "--json").document if item["level"] == "WARN"]
     told = "\n".join(f"{item['message']} {item['remedy']}" for item in warned)
-    for expected in ("dead-1", "5m", "4 commands wait: 4 of orders", "queue gone", "1 message to domain orders",
-                     "domain orders is paused: bill", "no worker serves it"):  # fmt: skip
+    for expected in ("dead-1", "5m", "4 commands wait: 4 of orders", "queue gone",
+                     "1 message to domain orders was no command",
+                     "command type bill of domain orders is paused", "no worker serves it"):  # fmt: skip
         assert expected in told
 
 

@@ -83,6 +83,7 @@ def test_the_table_of_exit_codes_names_each_code():
         (errors.CommandNotFoundError("x"), ExitCode.NOT_FOUND),
         (errors.InvalidOperationError("x"), ExitCode.REFUSED),
         (errors.DuplicateCommandError("d", "i", "data"), ExitCode.REFUSED),
+        (errors.MissingPrivilegeError("x"), ExitCode.REFUSED),
         (errors.SchemaError("x"), ExitCode.DATABASE),
         (errors.EmbeddedPostgresError("x"), ExitCode.DATABASE),
         (psycopg.OperationalError("x"), ExitCode.DATABASE),
@@ -209,7 +210,7 @@ def test_it_needs_no_rich(database, tmp_path):
         [sys.executable, "-c", code, database], capture_output=True, text=True, check=True,
         env={"PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}", "PATH": "", "COLUMNS": "200"},
     ).stdout  # fmt: skip
-    assert shown.splitlines()[0].split() == ["SETTING", "VALUE", "FROM"]
+    assert shown.splitlines()[0].split() == ["SETTING", "VALUE", "FROM", "TOML", "ENVIRONMENT"]
 
 
 def test_it_completes_words_in_a_shell():

@@ -110,6 +110,8 @@ def test_a_file_of_lines_is_sent(orders, bus, tmp_path):
     )
     assert orders("send", "orders", "--from", str(file)).out == "sent 3 commands to orders\n"
     assert orders("send", "orders", "--from", str(file)).out == "sent 0 commands to orders; 3 were there\n"
+    one = lines({"command_type": "ship", "data": {"n": 1}, "command_id": "a", "headers": {"k": "v"}})
+    assert orders("send", "orders", "--from", "-", stdin=one).out == "sent 0 commands to orders; 1 was there\n"
     assert {record.command_id for record in bus.query_commands(domain="orders").items} == {"a", "b", "c"}
     assert bus.status("orders")[0].delayed == 2
     receipts = orders("send", "orders", "--from", "-", "--json", stdin=lines({"command_type": "x"})).document

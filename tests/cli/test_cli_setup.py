@@ -123,8 +123,25 @@ def test_config_names_values_and_origins(bare_cli, tmp_path, monkeypatch):
     )
     assert found["database_url"]["value"] == "postgresql://a:***@h/d"
     assert found["max_messages"]["from"] == "default"
+    assert (found["concurrency"]["toml"], found["concurrency"]["environment"]) == (
+        "worker.concurrency",
+        "WORKER_CONCURRENCY",
+    )
+    assert "worker.concurrency" in table.out
+    assert "WORKER_MAX_MESSAGES" in table.out
     changed = bare_cli("config", "--changed", "--json").document
     assert {item["name"] for item in changed} == {"database_url", "concurrency", "poll_interval"}
+
+
+def test_the_deadline_that_follows_from_other_settings_is_shown(bare_cli, monkeypatch):
+    monkeypatch.setenv("WORKER_VISIBILITY_TIMEOUT", "60s")
+    found = {item["name"]: item for item in bare_cli("config", "--json").document}["task_timeout"]
+    assert (found["value"], found["default"], found["from"]) == (55.0, 55.0, "default")
+    (row,) = [line for line in bare_cli("config").out.splitlines() if line.startswith("task_timeout ")]
+    assert row.split() == ["task_timeout", "55s", "default", "worker.task_timeout", "WORKER_TASK_TIMEOUT"]
+    monkeypatch.setenv("WORKER_TASK_TIMEOUT", "0")
+    found = {item["name"]: item for item in bare_cli("config", "--json").document}["task_timeout"]
+    assert found["value"] == 0
 
 
 def test_a_config_file_can_be_named(bare_cli, tmp_path):

@@ -11,6 +11,8 @@ from commandbus.cli.exits import ExitCode
 def test_list_and_count(troubled):
     text = troubled("tsq", "list").out
     assert "BAD_ADDRESS" in text
+    (one,) = troubled("tsq", "list", "--type", "bill", "--json").document
+    assert f"#{one['id']} " in text
     assert "\x1b" not in text
     assert [item["command_id"] for item in troubled("tsq", "list", "--type", "bill", "--json").document] == ["b1"]
     page = troubled("tsq", "list", "--domain", "orders", "--limit", "2", "--json").document
@@ -21,6 +23,12 @@ def test_list_and_count(troubled):
     assert counts == {"ship": 3, "bill": 1}
     assert "ship" in troubled("tsq", "count", "--code", "BAD_ADDRESS").out
     assert troubled("tsq", "list", "--code", "NONE").out == "nobody needs a person\n"
+
+
+def test_both_lists_and_show_have_the_same_word_for_the_status(troubled):
+    for words in (["commands", "--status", "IN_TSQ"], ["commands", "--status", "in_troubleshooting_queue"],
+                  ["show", "b1"]):  # fmt: skip
+        assert "IN_TROUBLESHOOTING_QUEUE" in troubled(*words).out
 
 
 def test_one_command_each(troubled, status_of, bus):

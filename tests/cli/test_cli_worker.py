@@ -134,6 +134,14 @@ def test_a_server_that_is_away_or_empty_is_exit_code_6(empty_database, shop):
 # --- the registry -------------------------------------------------------------------------------------------
 
 
+def test_a_file_in_place_of_a_module_gets_a_hint(bare_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("")
+    answer = bare_cli("worker", "mine.py:handlers", "--database", "postgresql://127.0.0.1:1/a")
+    assert answer.code == ExitCode.CONFIGURATION
+    assert "did you mean mine:handlers?" in answer.err
+
+
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,17 @@ from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from commandbus import AsyncCommandBus, CommandBus, HandlerTransaction
+from commandbus import (
+    AsyncCommandBus,
+    BusinessRuleException,
+    CommandBus,
+    HandlerRegistry,
+    HandlerTransaction,
+    PermanentCommandError,
+    TroubleshootingQueue,
+    Worker,
+)
+from commandbus.settings import load_settings
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -46,12 +57,70 @@ def test_every_block_of_the_readme_is_run_by_a_test_here() -> None:
         "conn=session",
         "pgmq.send",
         "commandbus doctor",
+        "database_url =",
     )
     assert [code for _, code in BLOCKS if not any(mark in code for mark in known)] == []
 
 
+def test_the_configuration_file_loads_and_each_line_of_it_counts(tmp_path: Path) -> None:
+    file = tmp_path / "commandbus.toml"
+    file.write_text(block("toml", "database_url ="))
+    settings = load_settings(environ={}, directory=tmp_path)
+    given = {name for name, origin in settings.origins.items() if origin.startswith(str(file))}
+    assert given == {
+        "database_url", "handlers", "concurrency", "shutdown_timeout", "max_attempts", "backoff_schedule"
+    }  # fmt: skip
+    assert settings.warnings == ()
+    assert (settings.shutdown_timeout, settings.backoff_schedule) == (25.0, (10.0, 60.0, 300.0))
+
+
+def test_the_extra_that_is_to_be_installed_exists() -> None:
+    (extra,) = re.findall(r"pip install 'commandbus\[(\w+)\]'", README)
+    assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+
+
+def test_the_fates_of_odd_handlers_are_as_in_the_table(bus: CommandBus, database: str) -> None:
+    handlers = HandlerRegistry()
+    handlers.register("orders", "odd", lambda command, ctx: object())
+    for command_type in ("odd", "unknown"):
+        bus.send("orders", command_type, command_id=command_type)
+    Worker(handlers, database_url=database).run(until_idle=True)
+    codes = {item.command_type: item.error_code for item in TroubleshootingQueue(bus).list("orders")}
+    assert codes == {"odd": "INVALID_RESULT", "unknown": "UNKNOWN_COMMAND_TYPE"}
+    assert all(f"`{code}`" in README for code in codes.values())
+
+
+def test_a_reply_has_the_fields_that_are_named(bus: CommandBus, database: str) -> None:
+    bus.create_queue("shop_replies")
+    handlers = HandlerRegistry()
+
+    def refuse(command: Any, ctx: Any) -> None:
+        raise BusinessRuleException("no")
+
+    def give_up(command: Any, ctx: Any) -> None:
+        raise PermanentCommandError("no")
+
+    handlers.register("orders", "good", lambda command, ctx: 1)
+    handlers.register("orders", "refused", refuse)
+    handlers.register("orders", "given_up", give_up)
+    for command_type in ("good", "refused", "given_up"):
+        bus.send("orders", command_type, reply_to="shop_replies")
+    Worker(handlers, database_url=database).run(until_idle=True)
+    bus.cancel("orders", bus.send("orders", "good", reply_to="shop_replies", delay=60).command_id)
+    with psycopg.connect(database) as conn:
+        replies = [row[0] for row in conn.execute("SELECT message FROM pgmq.q_shop_replies")]
+    fields = {"outcome", "domain", "command_id", "command_type", "correlation_id", "result"}
+    assert {reply["outcome"]: reply.keys() - fields for reply in replies} == {
+        "SUCCESS": set(), "FAILED": {"error"}, "CANCELED": {"error"}
+    }  # fmt: skip
+    assert len(replies) == 3
+    (described,) = re.findall(r"A reply is `(.*?)`, with `(.*?)`", README, re.DOTALL)
+    named = set(re.findall(r'"([a-z_]+)"', " ".join(described)))
+    assert named == fields | {"error"} | next(reply["error"].keys() for reply in replies if "error" in reply)
+
+
 def test_the_twenty_lines_run(tmp_path: Path) -> None:
-    os.chmod(tmp_path, 0o755)  # noqa: S103 - as root the server runs as another user, who must get in
+    os.chmod(tmp_path, 0o755)  # as root the server runs as another user, who must get in
     code = block("python", "Worker(handlers")
     assert len(code.strip().splitlines()) <= 24
     (tmp_path / "app.py").write_text(code)
@@ -108,8 +177,6 @@ async def _run_with_connections(code: str, bus: CommandBus, database: str) -> No
 
 
 def test_the_envelope_for_other_languages_is_accepted(bus: CommandBus, database: str) -> None:
-    from commandbus import HandlerRegistry, Worker
-
     with psycopg.connect(database, autocommit=True) as conn:
         conn.execute(block("sql", "pgmq.send"))  # type: ignore[call-overload]
     handlers = HandlerRegistry()
@@ -137,3 +204,22 @@ def test_the_commands_for_operators_run(bus: CommandBus, database: str, tmp_path
         )  # fmt: skip
         assert done.returncode == 0, (line, done.stdout, done.stderr)
         assert "Traceback" not in done.stderr
+
+
+def test_every_file_that_the_docs_name_exists() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {
+        (page.name, path)
+        for page in pages
+        for path in re.findall(
+            r"`((?:tests|runtime|flow|model|db|sql|settings|bench)/[\w/]+\.(?:py|sql))`", page.read_text()
+        )
+    }
+    assert len(named) > 20
+    missing = {
+        (page, path)
+        for page, path in named
+        if not any((root / path).exists() for root in (ROOT, ROOT / "src" / "commandbus"))
+    }
+    assert missing == set()
+    assert not [page.name for page in pages if re.search(r"\b[A-Z]+_TABLE\b|TODO", page.read_text())]

@@ -55,16 +55,12 @@ def test_minus_zero_is_zero() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_duration_is_refused_with_name_value_and_what_is_accepted(value: object) -> None:
-    with pytest.raises(
-        ValueError, match=r"^grace: .* is not a duration; give seconds .*500ms.*1m30s"
-    ) as refused:
+    with pytest.raises(ValueError, match=r"^grace: .* is not a duration; give seconds .*500ms.*1m30s") as refused:
         parse_seconds(value, name="grace")  # type: ignore[arg-type]
     assert repr(value)[:40] in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "value", [-1, -0.001, "-5", "-5s", "-1m30s", timedelta(seconds=-1), -math.inf, -(10**30)]
-)
+@pytest.mark.parametrize("value", [-1, -0.001, "-5", "-5s", "-1m30s", timedelta(seconds=-1), -math.inf, -(10**30)])
 def test_negative_durations_are_refused(value: str | float | timedelta) -> None:
     with pytest.raises(ValueError, match=r"^grace: .* is negative"):
         parse_seconds(value, name="grace")

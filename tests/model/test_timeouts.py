@@ -132,9 +132,7 @@ def test_milliseconds_fit_the_server(seconds: float) -> None:
 
 
 @given(hierarchies(), remainders)
-def test_the_wait_for_a_connection_is_clipped_to_the_attempt(
-    limits: Timeouts, remaining: float | None
-) -> None:
+def test_the_wait_for_a_connection_is_clipped_to_the_attempt(limits: Timeouts, remaining: float | None) -> None:
     wait = limits.pool_wait(remaining)
     assert 0 < wait <= limits.pool_timeout
     if remaining is not None:

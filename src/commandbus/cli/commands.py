@@ -26,8 +26,8 @@ from commandbus.errors import CommandNotFoundError, InvalidOperationError
 from commandbus.flow.history import AttemptRecord, list_attempts
 from commandbus.model.command import AuditEntry, CommandRecord, CommandStatus
 
-SHORT_STATUS = {CommandStatus.IN_TROUBLESHOOTING_QUEUE: "IN_TSQ"}
-STATUSES = [*(SHORT_STATUS.get(status, status.value) for status in CommandStatus), "IN_TROUBLESHOOTING_QUEUE"]
+SHORT = {"IN_TSQ": CommandStatus.IN_TROUBLESHOOTING_QUEUE}
+STATUSES = [*(status.value for status in CommandStatus), *SHORT]
 
 
 @click.command(cls=Command)
@@ -50,7 +50,7 @@ def commands(
     before_id: int | None,
 ) -> None:
     """Commands, newest first."""
-    wanted = None if status is None else CommandStatus({"IN_TSQ": "IN_TROUBLESHOOTING_QUEUE"}.get(status, status))
+    wanted = None if status is None else CommandStatus(SHORT.get(status, status))
     with session.bus() as bus:
         page = bus.query_commands(
             domain=domain, command_type=command_type, status=wanted, correlation_id=correlation_id,
@@ -64,8 +64,7 @@ def commands(
         [
             (
                 f"#{item.id}", item.domain, item.command_type, item.command_id,
-                SHORT_STATUS.get(item.status, item.status), item.attempts, f"{age_of(item.created_at)} ago",
-                item.error,
+                item.status, item.attempts, f"{age_of(item.created_at)} ago", item.error,
             )
             for item in page.items
         ],

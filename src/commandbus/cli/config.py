@@ -6,6 +6,7 @@ import click
 
 from commandbus.cli.render import columns, print_json, print_table
 from commandbus.cli.session import Command, Session
+from commandbus.model.durations import format_seconds
 from commandbus.settings import SETTINGS, Settings
 
 
@@ -22,10 +23,10 @@ def config(session: Session, changed: bool) -> None:  # noqa: FBT001
     if session.as_json:
         print_json(_document(settings, names))
         return
-    shown = settings.displayed()
+    shown = settings.displayed() | {name: format_seconds(value) for name, value in _effective(settings).items()}
     print_table(
-        columns("setting value from"),
-        [(name, shown[name], settings.origins[name]) for name in names],
+        columns("setting value from toml environment"),
+        [(name, shown[name], settings.origins[name], SETTINGS[name].toml, SETTINGS[name].env) for name in names],
         empty="every setting has its default",
     )
     for warning in settings.warnings:
@@ -33,19 +34,26 @@ def config(session: Session, changed: bool) -> None:  # noqa: FBT001
 
 
 def _document(settings: Settings, names: list[str]) -> list[dict[str, object]]:
-    masked = settings.masked()
+    effective = _effective(settings)
+    masked = settings.masked() | effective
     return [
         {
             "name": name,
             "value": masked[name],
             "from": settings.origins[name],
-            "default": SETTINGS[name].default,
+            "default": effective.get(name, SETTINGS[name].default),
             "environment": SETTINGS[name].env,
             "toml": SETTINGS[name].toml,
             "help": SETTINGS[name].help,
         }
         for name in names
     ]
+
+
+def _effective(settings: Settings) -> dict[str, float]:
+    """What follows from other settings: the deadline, where none is given."""
+    deadline = settings.timeouts.deadline_seconds()
+    return {} if settings.task_timeout is not None or deadline is None else {"task_timeout": deadline}
 
 
 COMMANDS = [config]

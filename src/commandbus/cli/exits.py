@@ -5,7 +5,8 @@
 | 0    | OK           | it was done                                                                          |
 | 1    | NO           | an expected "no": `migrate --check` misses something, `doctor` found a failure, ...  |
 | 2    | USAGE        | the command line, or a value on it, makes no sense; nothing was done                 |
-| 3    | CONFIGURATION| a setting is missing, malformed or contradicts another; a registry cannot be loaded  |
+| 3    | CONFIGURATION| a setting (also one given as an option of `worker`, or `--database`) is missing,     |
+|      |              | malformed or contradicts another; a registry cannot be loaded                        |
 | 4    | NOT_FOUND    | no such command or domain                                                            |
 | 5    | REFUSED      | the command's state, another command with this id, or the role's rights forbid it    |
 | 6    | DATABASE     | the database cannot be reached, or its schema is missing or newer than this release  |
@@ -14,6 +15,8 @@
 | 130  | INTERRUPTED  | Ctrl-C                                                                               |
 | 141  | BROKEN_PIPE  | whoever read the output went away (`| head`)                                         |
 | 143  | TERMINATED   | SIGTERM                                                                              |
+
+A worker that stops cleanly on SIGTERM or Ctrl-C answers 0, not 143 or 130: it did what it was asked to do.
 
 `EXPLAINED` maps errors to codes; the first class that matches counts. Nothing here prints or exits.
 """
@@ -33,6 +36,7 @@ from commandbus.errors import (
     EmbeddedPostgresError,
     InvalidCommandError,
     InvalidOperationError,
+    MissingPrivilegeError,
     SchemaError,
     UnknownDomainError,
 )
@@ -65,6 +69,7 @@ EXPLAINED: tuple[tuple[type[Exception], ExitCode], ...] = (
     (CommandNotFoundError, ExitCode.NOT_FOUND),
     (InvalidOperationError, ExitCode.REFUSED),
     (DuplicateCommandError, ExitCode.REFUSED),
+    (MissingPrivilegeError, ExitCode.REFUSED),
     (SchemaError, ExitCode.DATABASE),
     (EmbeddedPostgresError, ExitCode.DATABASE),
     (CommandBusError, ExitCode.REFUSED),

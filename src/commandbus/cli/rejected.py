@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from commandbus.cli.render import columns, print_table
+from commandbus.cli.render import columns, compact, print_table
 from commandbus.cli.session import Command, Session
 from commandbus.flow.inspect import list_rejected
 
@@ -29,7 +29,7 @@ def rejected(session: Session, domain: str | None, limit: int, before_id: int | 
 
 
 def _short(message: object, longest: int = 100) -> str:
-    text = str(message)
+    text = compact(message)
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 

@@ -92,7 +92,8 @@ def _send_file(session: Session, domain: str, commands: list[NewCommand]) -> Non
         return
     known = sum(not receipt.created for receipt in sent)
     click.echo(
-        f"sent {counted(len(sent) - known, 'command')} to {domain}" + (f"; {known} were there" if known else "")
+        f"sent {counted(len(sent) - known, 'command')} to {domain}"
+        + (f"; {known} {'was' if known == 1 else 'were'} there" if known else "")
     )
 
 

@@ -23,8 +23,9 @@ CLEAR = "\x1b[H\x1b[2J"
 def status(session: Session, domains: tuple[str, ...], watch: bool, interval: float) -> None:  # noqa: FBT001
     """Figures of these domains, or of all.
 
-    READY could run now, OLDEST is how long the first of them has waited, DELAYED will be ready later, PARKED
-    waits for a pause to end, TSQ needs a person; RATE is what the living workers settle per second.
+    READY could run now, OLDEST is how long the first of them has waited, DELAYED will be ready later, RUNNING
+    is claimed by workers, prefetched ones included, PARKED waits for a pause to end, TSQ needs a person; RATE is
+    what the living workers settle per second.
     """
     with session.bus() as bus:
         while True:

@@ -16,6 +16,7 @@ from commandbus.cli.render import print_json
 from commandbus.cli.session import Command, Session, connect
 from commandbus.db.resolve import embedded_folder
 from commandbus.errors import ConfigurationError
+from commandbus.runtime.handlers import HandlerRegistry
 from commandbus.runtime.load import load_registry
 from commandbus.runtime.logs import set_up_logging
 from commandbus.runtime.worker import Worker
@@ -56,13 +57,25 @@ def worker(ctx: click.Context, /, handlers: str | None, domains: tuple[str, ...]
     set_up_logging(settings)
     for warning in settings.warnings:
         logger.warning("%s", warning)
-    registry = load_registry(settings.handlers)
+    registry = _load(settings.handlers)
     _check_reachable(settings)
     report = Worker(registry, settings=settings).run()
     if session.as_json:
         print_json(report)
     if not report.is_clean:
         ctx.exit(ExitCode.LEFT_BEHIND)
+
+
+def _load(reference: str | None) -> HandlerRegistry:
+    try:
+        return load_registry(reference)
+    except ConfigurationError as error:
+        module, colon, name = (reference or "").partition(":")
+        if not module.endswith(".py"):
+            raise
+        raise ConfigurationError(
+            f"handlers {reference!r} names a file, not a module; did you mean {module[:-3]}{colon}{name}?"
+        ) from error
 
 
 def _check_reachable(settings: Settings) -> None:

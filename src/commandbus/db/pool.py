@@ -18,7 +18,6 @@ from commandbus.db.drive import AnyAsyncConnection, AnyConnection, OwnAsyncConne
 from commandbus.errors import ConfigurationError
 from commandbus.settings import Settings
 
-
 CHECK_AFTER_SECONDS = 0.1
 
 

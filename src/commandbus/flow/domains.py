@@ -8,7 +8,7 @@ from datetime import datetime
 from psycopg import errors as pg
 
 from commandbus import sql
-from commandbus.errors import SchemaError
+from commandbus.errors import MissingPrivilegeError
 from commandbus.flow.statement import Statement, Steps, no_schema, operation
 from commandbus.model import roles
 from commandbus.model.names import check_domain, check_queue, queue_of
@@ -78,8 +78,8 @@ def _create_queue(queue: str) -> Steps[None]:
             yield Statement(grant.encode())
 
 
-def _may_not_create(queue: str, error: pg.InsufficientPrivilege) -> SchemaError:
-    return SchemaError(
+def _may_not_create(queue: str, error: pg.InsufficientPrivilege) -> MissingPrivilegeError:
+    return MissingPrivilegeError(
         f"this role may not create queue {queue!r} ({error.diag.message_primary}); create it as the role that "
         f"ran `commandbus migrate`"
     )

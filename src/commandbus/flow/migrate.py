@@ -14,7 +14,7 @@ from psycopg import errors as pg
 
 from commandbus import sql
 from commandbus.db import pgmq
-from commandbus.errors import SchemaError
+from commandbus.errors import MissingPrivilegeError, SchemaError
 from commandbus.flow.domains import create_steps
 from commandbus.flow.statement import Statement, Steps, operation
 
@@ -69,7 +69,7 @@ def migrate(domains: Sequence[str] = ()) -> Steps[SchemaState]:
                     {"key": key, "value": value},
                 )
         except pg.InsufficientPrivilege as error:
-            raise SchemaError(
+            raise MissingPrivilegeError(
                 f"this role may not create the schema ({error.diag.message_primary}); run `commandbus migrate` as "
                 f"the database's owner, GRANT CREATE ON DATABASE to this role, or give a DBA the output of "
                 f"`commandbus migrate --print`"
@@ -120,7 +120,7 @@ def _look() -> Steps[SchemaState]:
     try:
         return (yield from _state())
     except pg.InsufficientPrivilege as error:
-        raise SchemaError(
+        raise MissingPrivilegeError(
             f"this role may not look at the commandbus schema ({error.diag.message_primary}); grant it one of the "
             f"roles of `commandbus roles`"
         ) from None

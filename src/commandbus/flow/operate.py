@@ -168,10 +168,10 @@ def _find(domain: str, command_id: str) -> Steps[int]:
 
 def _explain(domain: str, command_id: str, verb: str) -> Steps[str]:
     rows = yield Statement(sql.text("status_of", domain=domain), {"domain": domain, "command_id": command_id})
-    status = rows[0][0] if rows else "gone"
+    status, holder, lease_ends = rows[0] if rows else ("gone", None, None)
     state = {
         "IN_TROUBLESHOOTING_QUEUE": "it is in the troubleshooting queue (see `commandbus tsq`)",
-        "IN_PROGRESS": "a worker is running it",
+        "IN_PROGRESS": f"worker {holder} holds it (its lease ends at {lease_ends} unless renewed)",
         "PENDING": "it is waiting in the queue, not in the troubleshooting queue",
     }.get(status, f"it is {status}, and that is final")
     return f"cannot {verb} command {command_id!r} of domain {domain!r}: {state}"

@@ -4,6 +4,10 @@ A handler that never asks holds none; together they hold no more than there are 
 AsyncConnection around a pooled connection's libpq handle for as long as they hold it: two pools would need two
 budgets, and idle connections of one kind would be lost to the other. Such a borrowed wrapper prepares no
 statements, because the pooled connection keeps count of those.
+
+Every connection is handed out with the worker's statement_timeout, and lock_timeout at 80% of it, for its session
+(a transaction-local value would be gone after the handler's own commit). When it comes back, the session is as it
+was: of our own pool everything is reset, of a lent one what we set.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ class HandlerConnections:
         self._lent = lent
         self._own: ConnectionPool[OwnConnection] | None = None
         self._opening = threading.Lock()
+        limits = settings.timeouts.session_limits(None)
+        self._limits = {"statement": str(limits.statement_timeout_ms), "lock": str(limits.lock_timeout_ms)}
 
     @contextmanager
     def sync(self, *, timeout: float) -> Iterator[Connection[Any]]:
@@ -41,12 +47,19 @@ class HandlerConnections:
         pool = self._pool()
         conn = pool.getconn(timeout)
         habits = _habits(conn)
+        before: dict[str, str] = {}
         try:
+            conn.autocommit = True  # a lent pool's may not be
+            before = _named(conn.execute(_LIMIT, self._limits, prepare=False).fetchone())
             conn.autocommit = False
             with conn_block(conn):
                 yield conn
         finally:
             _restore(conn, habits)
+            with _closing_on_error(conn):
+                conn.autocommit = True
+                conn.execute(*self._undo(before), prepare=False)
+                conn.autocommit = habits["autocommit"]
             pool.putconn(conn)
 
     @asynccontextmanager
@@ -54,11 +67,15 @@ class HandlerConnections:
         """The same for an async handler."""
         pool = self._pool()
         conn = await self._get_without_blocking(pool, timeout)
+        habits = _habits(conn)
+        before: dict[str, str] = {}
+        wrapped: AsyncConnection[Any] = AsyncConnection(conn.pgconn)
+        wrapped.prepare_threshold = None
+        wrapped._pool = None  # psycopg warns of what is open and in no pool
         try:
-            conn.autocommit = False
-            wrapped: AsyncConnection[Any] = AsyncConnection(conn.pgconn)
-            wrapped.prepare_threshold = None
-            wrapped._pool = None  # psycopg warns of what is open and in no pool
+            await wrapped.set_autocommit(True)
+            before = _named(await (await wrapped.execute(_LIMIT, self._limits)).fetchone())
+            await wrapped.set_autocommit(False)
             try:
                 yield wrapped
             except BaseException:
@@ -69,8 +86,15 @@ class HandlerConnections:
                 if not wrapped.closed:
                     await wrapped.commit()
         finally:
-            _restore(conn, {})
+            _restore(conn, habits)
+            with _closing_on_error(conn):
+                await wrapped.set_autocommit(True)
+                await wrapped.execute(*self._undo(before))
             pool.putconn(conn)
+
+    def _undo(self, before: dict[str, str]) -> tuple[bytes, dict[str, str] | None]:
+        """What makes the session as it was: everything anew in our own pool, only our limits in a lent one."""
+        return (_RESET, None) if self._lent is None else (_LIMIT, before)
 
     def close(self) -> None:
         """Close what was opened here."""
@@ -102,6 +126,28 @@ class HandlerConnections:
             raise
 
 
+# The values from before come first: a target list is worked off from left to right.
+_LIMIT = b"""SELECT current_setting('statement_timeout'), current_setting('lock_timeout'),
+    set_config('statement_timeout', %(statement)s, false), set_config('lock_timeout', %(lock)s, false)"""
+_RESET = b"RESET ALL; UNLISTEN *; SELECT pg_advisory_unlock_all()"
+
+
+def _named(row: Any) -> dict[str, str]:
+    found = tuple(row.values()) if isinstance(row, dict) else tuple(row)  # a lent pool has its own row factory
+    return {"statement": found[0], "lock": found[1]}
+
+
+@contextmanager
+def _closing_on_error(conn: Connection[Any]) -> Iterator[None]:
+    """A connection that cannot be put right is closed; the pool replaces it."""
+    try:
+        yield
+    except BaseException as error:
+        conn.close()
+        if not isinstance(error, psycopg.Error):
+            raise
+
+
 def _return_late(pool: ConnectionPool[Any], asked: asyncio.Future[Connection[Any]]) -> None:
     if not asked.cancelled() and asked.exception() is None:
         pool.putconn(asked.result())
@@ -121,7 +167,15 @@ def conn_block(conn: Connection[Any]) -> Iterator[None]:
             conn.commit()
 
 
-_HABITS = ("row_factory", "cursor_factory", "prepare_threshold", "isolation_level", "read_only", "deferrable")
+_HABITS = (
+    "autocommit",
+    "row_factory",
+    "cursor_factory",
+    "prepare_threshold",
+    "isolation_level",
+    "read_only",
+    "deferrable",
+)
 
 
 def _habits(conn: Connection[Any]) -> dict[str, Any]:
@@ -129,12 +183,11 @@ def _habits(conn: Connection[Any]) -> dict[str, Any]:
 
 
 def _restore(conn: Connection[Any], habits: dict[str, Any]) -> None:
-    """Back to autocommit and its own habits, as the pool's other users expect; a handler may have changed all."""
+    """Back to its own habits, as the pool's other users expect; a handler may have changed all."""
     try:
         if not conn.closed and conn.pgconn.transaction_status != TransactionStatus.IDLE:
             conn.rollback()
         if not conn.closed:
-            conn.autocommit = True
             for name, habit in habits.items():
                 if getattr(conn, name) != habit:
                     setattr(conn, name, habit)

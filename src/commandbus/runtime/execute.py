@@ -27,6 +27,15 @@ from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, Serv
 logger = logging.getLogger("commandbus.worker")
 
 
+_FATES = {
+    Verdict.RETRY: "tried again in {delay:.3g} s",
+    Verdict.EXHAUSTED: "attempts used up: to the troubleshooting queue",
+    Verdict.PERMANENT: "to the troubleshooting queue",
+    Verdict.UNKNOWN_TYPE: "to the troubleshooting queue",
+    Verdict.BUSINESS_RULE: "FAILED for good",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """An exception after the completing transaction had committed: written down, never a retry."""
@@ -58,6 +67,7 @@ class Executor:
             "WORKER_LOST",
             f"{attempt.charge - 1} attempts ended with the loss of their worker or lease; it is not tried again",
         )
+        logger.warning("%s %s: %s", attempt.command_type, attempt.command_id, failure.error)
         return attempt.fail(Judgement(Verdict.EXHAUSTED, failure))
 
     def run(self, attempt: Attempt) -> Ended:
@@ -92,13 +102,12 @@ class Executor:
 
     def _completed(self, attempt: Attempt, result: Any) -> Ended:
         if attempt.has_committed:
-            logger.warning(
-                "the handler of %s returned a result after its transaction had completed the command; "
-                "use tx.complete(result)",
-                attempt.command_type,
-                extra={"domain": attempt.domain, "command_id": attempt.command_id},
+            text = (
+                "the handler returned a value after its transaction had completed the command: the value was not "
+                "stored; give the result with tx.complete(result)"
             )
-            return None
+            logger.warning("%s %s: %s", attempt.command_type, attempt.command_id, text)
+            return Note(attempt, Failure("ReturnedTooLate", "RETURNED_TOO_LATE", text))
         if inspect.isawaitable(result):
             close = getattr(result, "close", None)
             if close is not None:
@@ -113,6 +122,13 @@ class Executor:
     def _failed(self, attempt: Attempt, error: BaseException) -> Ended:
         trace = None if isinstance(error, UnknownCommandTypeError) else _traceback_of(error)
         if attempt.has_committed:
+            logger.warning(
+                "%s %s of domain %s raised %s after its transaction had completed the command: only noted",
+                attempt.command_type,
+                attempt.command_id,
+                attempt.domain,
+                type(error).__name__,
+            )
             return Note(attempt, describe(error, trace))
         if isinstance(error, AttemptFencedError):
             attempt.is_lost = True
@@ -124,7 +140,27 @@ class Executor:
             spread=random.random(),  # noqa: S311 - jitter
             traceback=trace,
         )
+        self._say(attempt, judgement, error)
         return attempt.fail(judgement)
+
+    def _say(self, attempt: Attempt, judgement: Judgement, error: BaseException) -> None:
+        """One line a failure, for whoever reads the log; the traceback is in the history, and here at DEBUG."""
+        most = attempt.max_attempts or self._policy_of(attempt).max_attempts
+        fate = _FATES[judgement.verdict].format(delay=judgement.delay_seconds)
+        logger.log(
+            logging.INFO if judgement.verdict is Verdict.BUSINESS_RULE else logging.WARNING,
+            "%s %s of domain %s failed (attempt %d of %d): %s: %s; %s",
+            attempt.command_type,
+            attempt.command_id,
+            attempt.domain,
+            attempt.charge,
+            most,
+            judgement.failure.error_type,
+            judgement.failure.error[:500],
+            fate,
+            extra={"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number},
+            exc_info=error if logger.isEnabledFor(logging.DEBUG) else None,
+        )
 
     def _policy_of(self, attempt: Attempt) -> RetryPolicy:
         handler = attempt.handler

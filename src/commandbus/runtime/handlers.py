@@ -169,4 +169,8 @@ def _takes_command(function: Callable[..., Any]) -> bool:
             f"handler {getattr(function, '__qualname__', function)!r} takes (command) alone, but a lone parameter "
             f"gets the context: write (command, ctx), or (ctx) and use ctx.command"
         )
+    if [p.name for p in positional[:2]] == ["ctx", "command"]:
+        raise TypeError(
+            f"handler {getattr(function, '__qualname__', function)!r} takes (ctx, command): command comes first"
+        )
     return len(positional) >= 2

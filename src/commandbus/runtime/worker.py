@@ -117,7 +117,7 @@ class Worker:
         logger.info(
             "worker %s runs %d handlers for %s with %d slots",
             self.id,
-            len(self._handlers),
+            sum(handler.domain in self.domains for handler in self._handlers),
             ", ".join(self.domains),
             settings.concurrency,
         )
@@ -134,6 +134,7 @@ class Worker:
         self._stop_asked.set()
         parts, self._parts = self._parts, None
         limit = self.settings.shutdown_timeout if timeout is None else timeout
+        logger.info("worker %s stops (%s): up to %g s for what runs", self.id, self._stop_reason, limit)
         report = parts.stop(limit, self._stop_reason, hurry=lambda: self._signals > 1)
         self._database.close()
         level = logging.INFO if report.is_clean else logging.WARNING
@@ -199,6 +200,8 @@ class Worker:
             known = {domain.name for domain in run(link.conn, list_domains())}
             for domain in self.domains:
                 if domain not in known:
+                    if domain not in self._handlers.domains:
+                        raise UnknownDomainError(domain)  # perhaps a typing error: nobody here can handle it
                     try:
                         run(link.conn, create_domain(domain))
                     except SchemaError as error:

@@ -67,12 +67,12 @@ class Settings:
     )  # fmt: skip
     redis_url: str | None = _setting(
         None, "COMMANDBUS_REDIS_URL", "redis_url", or_word(redis_url(), "unset"),
-        "Redis for limits shared by all workers", secret=True,
+        "Redis for limits shared by all workers (not used by this release)", secret=True,
     )  # fmt: skip
     environment: str = _setting(
         "development", "COMMANDBUS_ENVIRONMENT", "environment",
         pattern(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", "a name of up to 63 letters, digits and any of _ . -"),
-        "Name of this deployment; part of the names of shared limits",
+        "Name of this deployment; part of the names of shared limits (not used by this release)",
     )  # fmt: skip
     prepared_statements: bool = _setting(
         True, "COMMANDBUS_PREPARED_STATEMENTS", "prepared_statements", truth(),
@@ -123,15 +123,18 @@ class Settings:
     )  # fmt: skip
     task_timeout: float | None = _setting(
         _LIMITS.task_timeout, "WORKER_TASK_TIMEOUT", "worker.task_timeout", or_word(duration(), "default"),
-        "Layer 4: the deadline of an attempt; default is visibility_timeout + 5s - cancel_grace, 0 is none",
+        "Layer 4: the deadline of an attempt; default is visibility_timeout + 5s - cancel_grace, 0 is none "
+        "(read and checked; not enforced by this release)",
     )  # fmt: skip
     cancel_grace: float = _setting(
         _LIMITS.cancel_grace, "CANCEL_GRACE_SECONDS", "worker.cancel_grace", duration(),
-        "Layer 4: how long an attempt may take to stop before it counts as stuck",
+        "Layer 4: how long an attempt may take to stop before it counts as stuck "
+        "(read and checked; not enforced by this release)",
     )  # fmt: skip
     heartbeat_timeout: float = _setting(
         _LIMITS.heartbeat_timeout, "WORKER_HEARTBEAT_TIMEOUT", "worker.heartbeat_timeout", duration(),
-        "Layer 5: a worker silent for this long is killed and replaced",
+        "Layer 5: a worker silent for this long is killed and replaced "
+        "(read and checked; not enforced by this release)",
     )  # fmt: skip
     shutdown_timeout: float = _setting(
         _LIMITS.shutdown_timeout, "WORKER_SHUTDOWN_TIMEOUT", "worker.shutdown_timeout", duration(),

@@ -10,15 +10,12 @@ WITH sent AS (
             %(correlation_id)s, %(reply_to)s, %(headers)s::json, %(data)s::json)
     {conflict}
     RETURNING id, msg_id
-), queued AS (
-    INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
-    SELECT msg_id,
-           COALESCE(%(at)s::timestamptz, clock_timestamp() + make_interval(secs => %(delay)s)),
-           jsonb_build_object('command', id)
-      FROM sent
-    RETURNING vt
 )
-SELECT s.id,
-       CASE WHEN EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > now())
-            THEN pg_notify('commandbus_' || %(domain)s, extract(epoch FROM q.vt)::text) END
-  FROM sent s, queued q
+INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
+SELECT msg_id,
+       COALESCE(%(at)s::timestamptz, clock_timestamp() + make_interval(secs => %(delay)s)),
+       jsonb_build_object('command', id)
+  FROM sent
+RETURNING (message ->> 'command')::bigint,
+          CASE WHEN EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > now())
+               THEN pg_notify('commandbus_' || %(domain)s, extract(epoch FROM vt)::text) END

@@ -1,19 +1,19 @@
 -- send.sql for the usual command: now, and nothing but id, type and data. The other parameters, all null, would
 -- cost a sixth of the whole send.
 --
--- Locks, indexes and the reason for clock_timestamp(): send.sql.
+-- Locks, indexes and the reason for clock_timestamp(): send.sql. All in one INSERT with one CTE: a SELECT over two of
+-- them took 20 of 210 µs.
 WITH sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, data)
     VALUES ('{domain}', %s, %s, nextval('pgmq.{queue}_msg_id_seq'), %s::json)
     {conflict}
     RETURNING id, msg_id
-), queued AS (
-    INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
-    SELECT msg_id, clock_timestamp(), jsonb_build_object('command', id)
-      FROM sent
-    RETURNING vt
 )
-SELECT s.id,
-       CASE WHEN EXISTS (SELECT FROM commandbus.waiting WHERE domain = '{domain}' AND expires_at > now())
-            THEN pg_notify('commandbus_{domain}', extract(epoch FROM q.vt)::text) END
-  FROM sent s, queued q
+INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
+SELECT msg_id,
+       clock_timestamp(),
+       jsonb_build_object('command', id)
+  FROM sent
+RETURNING (message ->> 'command')::bigint,
+          CASE WHEN EXISTS (SELECT FROM commandbus.waiting WHERE domain = '{domain}' AND expires_at > now())
+               THEN pg_notify('commandbus_{domain}', extract(epoch FROM vt)::text) END

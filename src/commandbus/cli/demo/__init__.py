@@ -139,7 +139,7 @@ def _play(
     """Send, and watch until all are through; answers the books, what is wrong with them, and how long it took."""
     stage.say(f"{WORKERS} worker processes start: pid {', '.join(map(str, fleet.pids))}")
     if earlier := _waiting(bus):
-        stage.say(f"{counted(earlier, 'command')} of earlier runs are still waiting, and go first")
+        stage.say(f"going first: {counted(earlier, 'command')} of earlier runs")
     commands = list(books.make_commands(count, correlation_id))
     started = time.monotonic()
     receipts = bus.send_many(DOMAIN, commands)

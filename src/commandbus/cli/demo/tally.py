@@ -123,11 +123,11 @@ def discrepancies(tally: Tally, sent: Sequence[NewCommand]) -> list[str]:
             CommandStatus.IN_TROUBLESHOOTING_QUEUE: line.in_tsq,
         }[group.fate]
         if line.found != expected:
-            wrong.append(f"{group.command_type}: {expected} were sent, {line.found} are there")
+            wrong.append(f"{group.command_type}: sent {expected}, found {line.found}")
         if arrived != expected:
             wrong.append(f"{group.command_type}: {arrived} of {expected} ended as {group.fate}")
         if line.attempts < expected * group.attempts:
             wrong.append(f"{group.command_type}: {line.attempts} attempts, {expected * group.attempts} expected")
     if tally.queued:
-        wrong.append(f"{tally.queued} messages are still in the queue")
+        wrong.append(f"messages still in the queue: {tally.queued}")
     return wrong

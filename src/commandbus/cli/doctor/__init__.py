@@ -14,10 +14,10 @@ import psycopg
 from commandbus.cli.doctor import configuration, fleet, privileges, schema, server
 from commandbus.cli.doctor.findings import Conn, Finding, Findings, Level, fail, ok, warn
 from commandbus.cli.exits import ExitCode, one_line
-from commandbus.cli.render import print_json, printable
+from commandbus.cli.render import counted, print_json, printable
 from commandbus.cli.session import Command, Session, connect
-from commandbus.db.resolve import Database
-from commandbus.errors import CommandBusError
+from commandbus.db.resolve import Database, embedded_folder
+from commandbus.errors import CommandBusError, ConfigurationError
 from commandbus.settings import Settings, mask_database_url
 
 WIDTH = 5
@@ -40,7 +40,10 @@ def doctor(ctx: click.Context) -> None:
         print_json(found)
     else:
         counts = {level: sum(item.level is level for item in found) for level in Level}
-        click.echo(f"\n{counts[Level.OK]} ok, {counts[Level.WARN]} warnings, {counts[Level.FAIL]} failures")
+        click.echo(
+            f"\n{counts[Level.OK]} ok, {counted(counts[Level.WARN], 'warning')}, "
+            f"{counted(counts[Level.FAIL], 'failure')}"
+        )
     if any(item.level is Level.FAIL for item in found):
         ctx.exit(ExitCode.NO)
 
@@ -58,21 +61,17 @@ def examine(session: Session) -> Findings:
             resolved = database.resolve()
             conn = connect(resolved)
         except (CommandBusError, psycopg.Error) as error:
-            yield fail(
-                "server",
-                one_line(error),
-                "is the address right, and the server up? `commandbus config` shows both",
-            )
+            yield fail("server", one_line(error), _remedy(settings, error))
             return
         with conn:
             yield ok("server", f"{_address(resolved)} answers in {(time.monotonic() - started) * 1000:.0f} ms")
-            yield from _on_server(conn, resolved)
+            yield from _on_server(conn, resolved, is_embedded=embedded_folder(settings) is not None)
     finally:
         database.close()
 
 
-def _on_server(conn: Conn, settings: Settings) -> Findings:
-    yield from _guarded("server", server.examine(conn, settings))
+def _on_server(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings:
+    yield from _guarded("server", server.examine(conn, settings, is_embedded=is_embedded))
     state, findings = schema.examine_schema(conn)
     yield from findings
     yield from _guarded("privileges", privileges.examine(conn))
@@ -95,6 +94,14 @@ def _guarded(check: str, findings: Findings) -> Findings:
         )
     except (CommandBusError, psycopg.Error) as error:
         yield fail(check, one_line(error))
+
+
+def _remedy(settings: Settings, error: Exception) -> str:
+    if settings.database_url is None:
+        return "set it: COMMANDBUS_DATABASE_URL=postgresql://…, or `embedded` where there is no PostgreSQL"
+    if isinstance(error, ConfigurationError):
+        return f"correct database_url (from {settings.origins['database_url']})"
+    return "is the address right, and the server up? `commandbus config` shows the address and where it is from"
 
 
 def _address(settings: Settings) -> str:

@@ -15,9 +15,7 @@ def load(session: Session) -> tuple[Settings | None, Findings]:
     try:
         settings = session.settings()
     except ConfigurationError as error:
-        return None, iter(
-            [fail("configuration", str(error), "correct it there; `commandbus config` shows the rest")]
-        )
+        return None, iter([fail("configuration", str(error), "correct it there")])
     return settings, _judge(settings)
 
 
@@ -31,17 +29,9 @@ def _judge(settings: Settings) -> Findings:
 
 
 def _hierarchy(settings: Settings) -> str:
+    """Those that this release enforces; the others are read and checked only."""
     limits = settings.timeouts
-    deadline = limits.deadline_seconds()
-    parts = {
-        "statement": limits.statement_timeout,
-        "lease": limits.visibility_timeout,
-        "deadline": deadline,
-        "grace": limits.cancel_grace,
-        "heartbeat": limits.heartbeat_timeout,
-        "shutdown": limits.shutdown_timeout,
-    }
-    named = ", ".join(
-        f"{name} {'none' if value is None else format_seconds(value)}" for name, value in parts.items()
+    statement, lease, shutdown = map(
+        format_seconds, (limits.statement_timeout, limits.visibility_timeout, limits.shutdown_timeout)
     )
-    return f"in order: {named}"
+    return f"statement {statement} < lease {lease}; shutdown {shutdown}"

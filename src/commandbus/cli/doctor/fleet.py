@@ -46,25 +46,34 @@ def _unserved(domains: list[DomainStatus], alive: list[WorkerInfo]) -> Findings:
 def _waiting(domains: list[DomainStatus]) -> Findings:
     in_tsq = {item.domain: item.in_tsq for item in domains if item.in_tsq}
     if in_tsq:
+        total = sum(in_tsq.values())
         by_domain = ", ".join(f"{count} of {domain}" for domain, count in in_tsq.items())
         yield warn(
-            "troubleshooting queue", f"{counted(sum(in_tsq.values()), 'command')} wait: {by_domain}",
+            "troubleshooting queue",
+            f"{counted(total, 'command')} {'waits' if total == 1 else 'wait'}: {by_domain}",
             "`commandbus tsq list`",
-        )  # fmt: skip
+        )
     else:
         yield ok("troubleshooting queue", "nobody needs a person")
     for item in domains:
         if item.rejected:
             yield warn(
                 "rejected messages",
-                f"{counted(item.rejected, 'message')} to domain {item.domain} were no commands",
+                f"{counted(item.rejected, 'message')} to domain {item.domain} "
+                f"{'was no command' if item.rejected == 1 else 'were no commands'}",
                 "`commandbus rejected` says why; a client sends something else than the envelope",
-            )  # fmt: skip
-        if item.is_paused or item.paused_types:
-            what = "all of it" if item.is_paused else ", ".join(item.paused_types)
-            yield warn(
-                "pauses", f"domain {item.domain} is paused: {what}", "`commandbus pauses` says by whom and why"
             )
+        if item.is_paused or item.paused_types:
+            yield warn("pauses", _paused(item), "`commandbus pauses` says by whom and why")
+
+
+def _paused(item: DomainStatus) -> str:
+    if item.is_paused:
+        return f"domain {item.domain} is paused"
+    names = ", ".join(item.paused_types)
+    if len(item.paused_types) == 1:
+        return f"command type {names} of domain {item.domain} is paused"
+    return f"command types {names} of domain {item.domain} are paused"
 
 
 def _undelivered(conn: Conn) -> Findings:

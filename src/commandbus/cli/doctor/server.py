@@ -20,13 +20,15 @@ LONG_TRANSACTION_SECONDS = 300.0
 EXTRA_CONNECTIONS = 3
 
 
-def examine(conn: Conn, settings: Settings) -> Findings:
+def examine(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings:
     """Everything about the server."""
     yield from _version(conn)
     yield from _role_of_server(conn)
     yield from _pooler(conn, settings)
     yield from _clock(conn)
     yield from _limits(conn, settings)
+    if not is_embedded:  # that one is ours, and nobody else's queries run on it
+        yield from _dead_clients(conn)
     yield from _durability(conn)
     yield from _connections(conn, settings)
     yield from _transactions(conn)
@@ -114,6 +116,9 @@ def _limits(conn: Conn, settings: Settings) -> Findings:
             )
     if quiet:
         yield ok("server limits", "the server's own limits do not cut ours short")
+
+
+def _dead_clients(conn: Conn) -> Findings:
     if int(_setting(conn, "client_connection_check_interval") or 0) == 0:
         yield ok(
             "client_connection_check_interval",
@@ -191,7 +196,7 @@ def _transactions(conn: Conn) -> Findings:
     if prepared:
         yield warn(
             "transactions",
-            f"{counted(prepared, 'prepared transaction')} waits for minutes",
+            f"{counted(prepared, 'prepared transaction')} {'waits' if prepared == 1 else 'wait'} for minutes",
             "see pg_prepared_xacts",
         )
     if not rows and not prepared:

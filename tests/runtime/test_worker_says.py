@@ -1,0 +1,88 @@
+"""What a worker tells whoever reads its log, and what it refuses at its start."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from commandbus import (
+    BusinessRuleException,
+    CommandBus,
+    HandlerRegistry,
+    PermanentCommandError,
+    RetryPolicy,
+    UnknownDomainError,
+    Worker,
+)
+
+
+@pytest.fixture
+def bus(database: str) -> Any:
+    with CommandBus(database) as bus:
+        bus.create_domain("work")
+        yield bus
+
+
+def test_every_failure_is_one_line_that_names_command_error_and_fate(
+    bus: CommandBus, database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    handlers = HandlerRegistry()
+
+    def fail(command: Any, ctx: Any) -> None:
+        raise {"again": ValueError, "never": PermanentCommandError, "rule": BusinessRuleException}[
+            command.command_type
+        ]("no")
+
+    for name in ("again", "never", "rule"):
+        policy = RetryPolicy(max_attempts=2, backoff_schedule=[30], jitter=0)
+        handlers.register("work", name, fail, retry_policy=policy)
+    for name in ("again", "never", "rule", "unheard_of"):
+        bus.send("work", name, command_id=f"{name}-1")
+    with caplog.at_level(logging.INFO, "commandbus.worker"):
+        Worker(handlers, database_url=database).run(until_idle=True)
+    lines = {record.levelname + " " + record.getMessage() for record in caplog.records if "failed" in record.msg}
+    assert lines == {
+        "WARNING again again-1 of domain work failed (attempt 1 of 2): ValueError: no; tried again in 30 s",
+        "WARNING never never-1 of domain work failed (attempt 1 of 2): PermanentCommandError: no; "
+        "to the troubleshooting queue",
+        "INFO rule rule-1 of domain work failed (attempt 1 of 2): BusinessRuleException: no; FAILED for good",
+        "WARNING unheard_of unheard_of-1 of domain work failed (attempt 1 of 3): UnknownCommandTypeError: no "
+        "handler for command_type 'unheard_of' in domain 'work' is registered in this worker; "
+        "to the troubleshooting queue",
+    }
+
+
+def test_a_value_returned_after_the_transaction_is_noted(bus: CommandBus, database: str) -> None:
+    handlers = HandlerRegistry()
+
+    @handlers.handler("work", "late")
+    def late(command: Any, ctx: Any) -> Any:
+        with ctx.transaction() as tx:
+            tx.execute("SELECT 1")
+            return {"lost": True}
+
+    sent = bus.send("work", "late")
+    Worker(handlers, database_url=database).run(until_idle=True)
+    record = bus.get_command("work", sent.command_id)
+    assert record is not None
+    assert (record.status.value, record.result) == ("COMPLETED", None)
+    (note,) = bus.get_attempts("work", sent.command_id)
+    assert (note.verdict, note.error_code) == ("NOTE", "RETURNED_TOO_LATE")
+
+
+def test_a_domain_that_nobody_handles_is_not_created(bus: CommandBus, database: str) -> None:
+    handlers = HandlerRegistry()
+    handlers.register("work", "x", lambda command, ctx: None)
+    with pytest.raises(UnknownDomainError, match="'wrok'"):
+        Worker(handlers, domains=["wrok"], database_url=database).start()
+    assert [domain.name for domain in bus.list_domains()] == ["work"]
+
+
+def test_swapped_parameters_are_refused() -> None:
+    def swapped(ctx: Any, command: Any) -> None:
+        raise AssertionError
+
+    with pytest.raises(TypeError, match="command comes first"):
+        HandlerRegistry().register("work", "x", swapped)
