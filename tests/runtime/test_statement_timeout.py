@@ -93,3 +93,32 @@ def test_a_lent_pool_keeps_its_own_settings(bus: CommandBus, database: str) -> N
     record = bus.get_command("work", sent.command_id)
     assert record is not None
     assert record.result == [["25s", "20s", "2MB"]]
+
+
+@pytest.mark.parametrize("lane", [0, 1], ids=["sync", "async"])
+def test_behind_a_pooler_the_limits_last_for_the_transaction_and_the_session_is_left_alone(
+    bus: CommandBus, database: str, lane: int
+) -> None:
+    """The server sees what PgBouncer's other clients would get: the same session, right after the handler."""
+    handlers = HandlerRegistry()
+
+    def look(command: Any, ctx: Any) -> Any:
+        with ctx.connection() as conn:
+            inside = conn.execute(LIMITS).fetchone()
+            conn.commit()
+            return [inside, conn.execute(LIMITS).fetchone()]
+
+    async def look_async(command: Any, ctx: Any) -> Any:
+        async with ctx.connection() as conn:
+            inside = await (await conn.execute(LIMITS)).fetchone()
+            await conn.commit()
+            return [inside, await (await conn.execute(LIMITS)).fetchone()]
+
+    handlers.register("work", "look", [look, look_async][lane])
+    sent = bus.send("work", "look")
+    work(database, handlers, prepared_statements=False)
+    record = bus.get_command("work", sent.command_id)
+    assert record is not None
+    inside, after = record.result
+    assert inside[:2] == ["25s", "20s"]
+    assert after[:2] == ["0", "0"]

@@ -7,7 +7,8 @@ statements, because the pooled connection keeps count of those.
 
 Every connection is handed out with the worker's statement_timeout, and lock_timeout at 80% of it, for its session
 (a transaction-local value would be gone after the handler's own commit). When it comes back, the session is as it
-was: of our own pool everything is reset, of a lent one what we set.
+was: of our own pool everything is reset, of a lent one what we set. Behind PgBouncer (no prepared statements) a
+session belongs to nobody: there the limits are set for the handler's first transaction, and nothing is to be undone.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ class HandlerConnections:
         self._own: ConnectionPool[OwnConnection] | None = None
         self._opening = threading.Lock()
         limits = settings.timeouts.session_limits(None)
-        self._limits = {"statement": str(limits.statement_timeout_ms), "lock": str(limits.lock_timeout_ms)}
+        self._is_pooled_elsewhere = not settings.prepared_statements
+        self._limits: dict[str, Any] = {
+            "statement": str(limits.statement_timeout_ms),
+            "lock": str(limits.lock_timeout_ms),
+            "local": self._is_pooled_elsewhere,
+        }
 
     @contextmanager
     def sync(self, *, timeout: float) -> Iterator[Connection[Any]]:
@@ -47,19 +53,21 @@ class HandlerConnections:
         pool = self._pool()
         conn = pool.getconn(timeout)
         habits = _habits(conn)
-        before: dict[str, str] = {}
+        before: dict[str, Any] = {}
         try:
-            conn.autocommit = True  # a lent pool's may not be
+            conn.autocommit = not self._is_pooled_elsewhere  # a lent pool's may not be
             before = _named(conn.execute(_LIMIT, self._limits, prepare=False).fetchone())
-            conn.autocommit = False
+            if conn.autocommit:
+                conn.autocommit = False
             with conn_block(conn):
                 yield conn
         finally:
             _restore(conn, habits)
-            with _closing_on_error(conn):
-                conn.autocommit = True
-                conn.execute(*self._undo(before), prepare=False)
-                conn.autocommit = habits["autocommit"]
+            if not self._is_pooled_elsewhere:
+                with _closing_on_error(conn):
+                    conn.autocommit = True
+                    conn.execute(*self._undo(before), prepare=False)
+                    conn.autocommit = habits["autocommit"]
             pool.putconn(conn)
 
     @asynccontextmanager
@@ -68,14 +76,15 @@ class HandlerConnections:
         pool = self._pool()
         conn = await self._get_without_blocking(pool, timeout)
         habits = _habits(conn)
-        before: dict[str, str] = {}
+        before: dict[str, Any] = {}
         wrapped: AsyncConnection[Any] = AsyncConnection(conn.pgconn)
         wrapped.prepare_threshold = None
         wrapped._pool = None  # psycopg warns of what is open and in no pool
         try:
-            await wrapped.set_autocommit(True)
+            await wrapped.set_autocommit(not self._is_pooled_elsewhere)
             before = _named(await (await wrapped.execute(_LIMIT, self._limits)).fetchone())
-            await wrapped.set_autocommit(False)
+            if not self._is_pooled_elsewhere:
+                await wrapped.set_autocommit(False)
             try:
                 yield wrapped
             except BaseException:
@@ -87,12 +96,13 @@ class HandlerConnections:
                     await wrapped.commit()
         finally:
             _restore(conn, habits)
-            with _closing_on_error(conn):
-                await wrapped.set_autocommit(True)
-                await wrapped.execute(*self._undo(before))
+            if not self._is_pooled_elsewhere:
+                with _closing_on_error(conn):
+                    await wrapped.set_autocommit(True)
+                    await wrapped.execute(*self._undo(before))
             pool.putconn(conn)
 
-    def _undo(self, before: dict[str, str]) -> tuple[bytes, dict[str, str] | None]:
+    def _undo(self, before: dict[str, Any]) -> tuple[bytes, dict[str, Any] | None]:
         """What makes the session as it was: everything anew in our own pool, only our limits in a lent one."""
         return (_RESET, None) if self._lent is None else (_LIMIT, before)
 
@@ -128,13 +138,13 @@ class HandlerConnections:
 
 # The values from before come first: a target list is worked off from left to right.
 _LIMIT = b"""SELECT current_setting('statement_timeout'), current_setting('lock_timeout'),
-    set_config('statement_timeout', %(statement)s, false), set_config('lock_timeout', %(lock)s, false)"""
+    set_config('statement_timeout', %(statement)s, %(local)s), set_config('lock_timeout', %(lock)s, %(local)s)"""
 _RESET = b"RESET ALL; UNLISTEN *; SELECT pg_advisory_unlock_all()"
 
 
-def _named(row: Any) -> dict[str, str]:
+def _named(row: Any) -> dict[str, Any]:
     found = tuple(row.values()) if isinstance(row, dict) else tuple(row)  # a lent pool has its own row factory
-    return {"statement": found[0], "lock": found[1]}
+    return {"statement": found[0], "lock": found[1], "local": False}
 
 
 @contextmanager
