@@ -8,7 +8,7 @@ statements, because the pooled connection keeps count of those.
 Every connection is handed out with the worker's statement_timeout, and lock_timeout at 80% of it, for its session
 (a transaction-local value would be gone after the handler's own commit). When it comes back, the session is as it
 was: of our own pool everything is reset, of a lent one what we set. Behind PgBouncer (no prepared statements) a
-session belongs to nobody: there the limits are set for the handler's first transaction, and nothing is to be undone.
+session belongs to nobody: there the limits are those of the handler's first transaction, and nothing is undone.
 """
 
 from __future__ import annotations
