@@ -87,7 +87,7 @@ def test_a_running_attempt_and_a_parked_command_are_in_it(orders: Bus) -> None:
     orders.settle(attempt.give_back(), "w7")
     orders.pause("orders", "Ship")
     orders.claim()
-    assert _events(orders)[-1] == ("PARKED", None)
+    assert _events(orders)[-1] == ("PARKED", 2)
     assert orders.get_audit_trail("orders", "unknown") == []
 
 

@@ -68,7 +68,8 @@ def test_a_paused_types_commands_are_parked_and_resumed(orders: Bus, db: psycopg
     (status,) = orders.status("orders")
     assert (status.parked, status.ready, status.delayed, status.running) == (3, 0, 0, 3)
     assert (status.is_paused, status.paused_types) == (False, ["Ship"])
-    assert orders.get_audit_trail("orders", "s0")[-1].details == {"waiting_for": "pause"}
+    said = orders.get_audit_trail("orders", "s0")[-1]
+    assert (said.event, said.attempt, said.details["error"]) == ("PARKED", 1, "its command type is paused")
     assert orders.claim() == []
     with psycopg.connect(orders.url, autocommit=True) as listener:
         listener.execute("LISTEN commandbus_orders")
@@ -123,7 +124,7 @@ def test_a_lost_attempt_of_a_paused_type_is_recorded_and_parked(orders: Bus, db:
     orders.pause("orders", "Ship")
     expire_leases(db)
     assert orders.claim("w2") == []
-    assert db.execute("SELECT number, verdict FROM commandbus.attempt").fetchall() == [(1, "LOST")]
+    assert db.execute("SELECT number, verdict FROM commandbus.attempt").fetchall() == [(1, "LOST"), (2, "PARKED")]
     orders.resume("orders", "Ship")
     again = orders.claim_one("w2")
     assert (again.number, again.charge) == (3, 2)

@@ -57,7 +57,7 @@ FINAL = ("COMPLETED", "FAILED", "CANCELED")
 TABLES = ("command", "attempt", "tsq", "operator_action", "parked", "pause", "rejected_message")
 
 
-ENDS = {"COMPLETED", "FAILED", "BUSINESS_RULE_FAILED", "GIVEN_BACK"}
+ENDS = {"COMPLETED", "FAILED", "BUSINESS_RULE_FAILED", "GIVEN_BACK", "PARKED"}
 
 
 def _failed(attempt: Attempt, error: Exception) -> Settlement:
@@ -229,6 +229,7 @@ class Lifecycle(RuleBasedStateMachine):
             life.history = written
             if life.command_type in self.paused:
                 life.parked, life.holder = True, None
+                life.history += [("PARKED", row.attempt_base + row.read_ct)]
                 life.charge -= 1
                 self._forget(row.command_id)
 

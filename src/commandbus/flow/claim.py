@@ -100,7 +100,16 @@ def put_right(
     if lost := [row for row in ours if row.before is not None]:
         yield Statement(sql.text("record_lost", domain=domain), {"worker": worker, "rows": _lost_rows(lost)})
     if paused := [row for row in ours if row.is_paused]:
-        rows = [{"m": row.msg_id, "r": row.read_ct, "c": row.id, "t": row.command_type} for row in paused]
+        rows = [
+            {
+                "m": row.msg_id,
+                "r": row.read_ct,
+                "c": row.id,
+                "n": row.attempt_base + row.read_ct,
+                "t": row.command_type,
+            }
+            for row in paused
+        ]
         yield Statement(sql.text("park", domain=domain), {"domain": domain, "worker": worker, "rows": _dump(rows)})
     return [row for row in ours if not row.is_paused], adopted
 

@@ -246,7 +246,7 @@ def _record(row: Row, queue_row: Row | None) -> CommandRecord:
     )  # fmt: skip
     if queue_row is None:
         return record
-    _, vt, read_ct, held_by, since, reason, _ = queue_row
+    _, vt, read_ct, held_by, since, reason = queue_row
     return replace(
         record,
         status=CommandStatus.IN_PROGRESS if held_by else record.status,
@@ -259,7 +259,7 @@ def _record(row: Row, queue_row: Row | None) -> CommandRecord:
 
 
 def _current(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
-    """What only the queue row knows: a running attempt, or what a command is parked for."""
+    """What only the queue row knows: a running attempt."""
     rows = yield Statement(
         b"SELECT msg_id, attempt_base FROM commandbus.command "
         b"WHERE domain = %(domain)s AND command_id = %(command_id)s AND status = 'PENDING'",
@@ -269,14 +269,11 @@ def _current(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
         return []
     msg_id, attempt_base = rows[0]
     queued = yield Statement(sql.text("queue_rows", domain=domain), {"domain": domain, "msg_ids": [msg_id]})
-    entries = []
-    for _, _, read_ct, held_by, since, reason, parked_at in queued:
-        if held_by and since:
-            at = datetime.fromisoformat(since)
-            entries.append(AuditEntry(AuditEvent.RECEIVED, at, attempt_base + read_ct, held_by))
-        if reason:
-            entries.append(AuditEntry(AuditEvent.PARKED, parked_at, details={"waiting_for": reason}))
-    return entries
+    return [
+        AuditEntry(AuditEvent.RECEIVED, datetime.fromisoformat(since), attempt_base + read_ct, held_by)
+        for _, _, read_ct, held_by, since, _ in queued
+        if held_by and since
+    ]
 
 
 def _all_domains() -> Steps[list[str]]:

@@ -36,6 +36,7 @@ class Verdict(StrEnum):
     CANCELED = "CANCELED"
     LOST = "LOST"
     GIVEN_BACK = "GIVEN_BACK"
+    PARKED = "PARKED"
     NOTE = "NOTE"
 
 

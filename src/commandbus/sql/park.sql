@@ -7,7 +7,7 @@
 WITH paused AS MATERIALIZED (
     SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s FOR KEY SHARE
 ), input AS MATERIALIZED (
-    SELECT * FROM json_to_recordset(%(rows)s::json) AS x(m bigint, r integer, c bigint, t text)
+    SELECT * FROM json_to_recordset(%(rows)s::json) AS x(m bigint, r integer, c bigint, n integer, t text)
 ), held AS MATERIALIZED (
     SELECT q.ctid, q.msg_id, q.read_ct
       FROM pgmq.{queue} q
@@ -24,6 +24,11 @@ WITH paused AS MATERIALIZED (
      WHERE q.msg_id = f.m
 ), waived AS (
     UPDATE commandbus.command c SET waived = c.waived + 1 FROM fenced f WHERE c.id = f.c
+), noted AS (
+    INSERT INTO commandbus.attempt (command, number, verdict, worker, error_code, error)
+    SELECT c, n, CASE WHEN parks THEN 'PARKED' ELSE 'GIVEN_BACK' END, %(worker)s, 'PAUSED',
+           CASE WHEN parks THEN 'its command type is paused' ELSE 'its command type was paused a moment ago' END
+      FROM fenced
 )
 INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason)
 SELECT %(domain)s, t, m, c, 'pause' FROM fenced WHERE parks ORDER BY m

@@ -49,13 +49,13 @@ CREATE TABLE commandbus.command (
 
 -- Attempts that did not simply complete. verdict: RETRY (tried again at retry_at), EXHAUSTED, PERMANENT and
 -- UNKNOWN_TYPE (to the troubleshooting queue), BUSINESS_RULE, CANCELED (final), LOST (its worker vanished;
--- written by the claim that found it), GIVEN_BACK (claimed, never started; waived), NOTE (an exception after
--- the completing transaction had committed). rung and autopsy: how a hanging attempt was stopped.
+-- written by the claim that found it), GIVEN_BACK and PARKED (claimed, never started; waived), NOTE (an exception
+-- after the completing transaction had committed). rung and autopsy: how a hanging attempt was stopped.
 CREATE TABLE commandbus.attempt (
     command      bigint NOT NULL,
     number       integer NOT NULL,
     verdict      text NOT NULL CHECK (verdict IN ('RETRY', 'EXHAUSTED', 'PERMANENT', 'UNKNOWN_TYPE',
-                     'BUSINESS_RULE', 'CANCELED', 'LOST', 'GIVEN_BACK', 'NOTE')),
+                     'BUSINESS_RULE', 'CANCELED', 'LOST', 'GIVEN_BACK', 'PARKED', 'NOTE')),
     started_at   timestamptz,
     finished_at  timestamptz NOT NULL DEFAULT now(),
     retry_at     timestamptz,
@@ -191,6 +191,7 @@ CREATE VIEW commandbus.audit AS
            CASE verdict WHEN 'BUSINESS_RULE' THEN 'BUSINESS_RULE_FAILED'
                         WHEN 'CANCELED' THEN 'CANCELED'
                         WHEN 'GIVEN_BACK' THEN 'GIVEN_BACK'
+                        WHEN 'PARKED' THEN 'PARKED'
                         WHEN 'NOTE' THEN 'NOTE'
                         ELSE 'FAILED' END,
            number, worker,
