@@ -140,11 +140,14 @@ class Executor:
             spread=random.random(),  # noqa: S311 - jitter
             traceback=trace,
         )
-        self._say(attempt, judgement, error)
+        self._say(attempt, judgement)
         return attempt.fail(judgement)
 
-    def _say(self, attempt: Attempt, judgement: Judgement, error: BaseException) -> None:
-        """One line a failure, for whoever reads the log; the traceback is in the history, and here at DEBUG."""
+    def _say(self, attempt: Attempt, judgement: Judgement) -> None:
+        """One line a failure, for whoever reads the log; the traceback is in the history, and here at DEBUG.
+
+        As the text that was made safely, not as exc_info: a hostile exception must not break the log's handlers.
+        """
         most = attempt.max_attempts or self._policy_of(attempt).max_attempts
         fate = _FATES[judgement.verdict].format(delay=judgement.delay_seconds)
         logger.log(
@@ -159,8 +162,9 @@ class Executor:
             judgement.failure.error[:500],
             fate,
             extra={"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number},
-            exc_info=error if logger.isEnabledFor(logging.DEBUG) else None,
         )
+        if judgement.failure.traceback is not None:
+            logger.debug("%s", judgement.failure.traceback)
 
     def _policy_of(self, attempt: Attempt) -> RetryPolicy:
         handler = attempt.handler
