@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,16 @@ from commandbus import CommandBus, CommandStatus, HandlerRegistry, PermanentComm
 from commandbus.cli import entry
 
 Cli = Callable[..., Answer]
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """`commandbus worker` sets up the log of its process, which is ours here."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture

@@ -42,7 +42,11 @@ def test_every_failure_is_one_line_that_names_command_error_and_fate(
         bus.send("work", name, command_id=f"{name}-1")
     with caplog.at_level(logging.INFO, "commandbus.worker"):
         Worker(handlers, database_url=database).run(until_idle=True)
-    lines = {record.levelname + " " + record.getMessage() for record in caplog.records if "failed" in record.msg}
+    lines = {
+        record.levelname + " " + record.getMessage()
+        for record in caplog.records
+        if "failed" in record.getMessage()
+    }
     assert lines == {
         "WARNING again again-1 of domain work failed (attempt 1 of 2): ValueError: no; tried again in 30 s",
         "WARNING never never-1 of domain work failed (attempt 1 of 2): PermanentCommandError: no; "
@@ -86,3 +90,26 @@ def test_swapped_parameters_are_refused() -> None:
 
     with pytest.raises(TypeError, match="command comes first"):
         HandlerRegistry().register("work", "x", swapped)
+
+
+def test_a_log_that_fails_costs_no_outcome_and_no_slot(bus: CommandBus, database: str) -> None:
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "failed" in record.getMessage():
+                raise OSError("the disk of the log is full")
+
+    handlers = HandlerRegistry()
+
+    @handlers.handler("work", "fail")
+    def fail(command: Any, ctx: Any) -> None:
+        raise PermanentCommandError("no")
+
+    sent = [bus.send("work", "fail").command_id for _ in range(5)]
+    broken = Broken()
+    logging.getLogger("commandbus.worker").addHandler(broken)
+    try:
+        report = Worker(handlers, database_url=database, concurrency=1).run(until_idle=True)
+    finally:
+        logging.getLogger("commandbus.worker").removeHandler(broken)
+    assert (report.settled, report.is_clean) == (5, True)
+    assert {bus.get_attempts("work", id_)[0].verdict for id_ in sent} == {"PERMANENT"}

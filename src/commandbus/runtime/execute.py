@@ -10,6 +10,7 @@ import logging
 import random
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,7 @@ class Executor:
             "WORKER_LOST",
             f"{attempt.charge - 1} attempts ended with the loss of their worker or lease; it is not tried again",
         )
-        logger.warning("%s %s: %s", attempt.command_type, attempt.command_id, failure.error)
+        _log(logging.WARNING, attempt, failure.error)
         return attempt.fail(Judgement(Verdict.EXHAUSTED, failure))
 
     def run(self, attempt: Attempt) -> Ended:
@@ -106,7 +107,7 @@ class Executor:
                 "the handler returned a value after its transaction had completed the command: the value was not "
                 "stored; give the result with tx.complete(result)"
             )
-            logger.warning("%s %s: %s", attempt.command_type, attempt.command_id, text)
+            _log(logging.WARNING, attempt, text)
             return Note(attempt, Failure("ReturnedTooLate", "RETURNED_TOO_LATE", text))
         if inspect.isawaitable(result):
             close = getattr(result, "close", None)
@@ -122,13 +123,8 @@ class Executor:
     def _failed(self, attempt: Attempt, error: BaseException) -> Ended:
         trace = None if isinstance(error, UnknownCommandTypeError) else _traceback_of(error)
         if attempt.has_committed:
-            logger.warning(
-                "%s %s of domain %s raised %s after its transaction had completed the command: only noted",
-                attempt.command_type,
-                attempt.command_id,
-                attempt.domain,
-                type(error).__name__,
-            )
+            text = f"raised {type(error).__name__} after its transaction had completed the command: only noted"
+            _log(logging.WARNING, attempt, text)
             return Note(attempt, describe(error, trace))
         if isinstance(error, AttemptFencedError):
             attempt.is_lost = True
@@ -144,33 +140,30 @@ class Executor:
         return attempt.fail(judgement)
 
     def _say(self, attempt: Attempt, judgement: Judgement) -> None:
-        """One line a failure, for whoever reads the log; the traceback is in the history, and here at DEBUG.
-
-        As the text that was made safely, not as exc_info: a hostile exception must not break the log's handlers.
-        """
+        """One line a failure, for whoever reads the log; the traceback is in the history, and here at DEBUG."""
         most = attempt.max_attempts or self._policy_of(attempt).max_attempts
+        failure = judgement.failure
         fate = _FATES[judgement.verdict].format(delay=judgement.delay_seconds)
-        logger.log(
-            logging.INFO if judgement.verdict is Verdict.BUSINESS_RULE else logging.WARNING,
-            "%s %s of domain %s failed (attempt %d of %d): %s: %s; %s",
-            attempt.command_type,
-            attempt.command_id,
-            attempt.domain,
-            attempt.charge,
-            most,
-            judgement.failure.error_type,
-            judgement.failure.error[:500],
-            fate,
-            extra={"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number},
-        )
-        if judgement.failure.traceback is not None:
-            logger.debug("%s", judgement.failure.traceback)
+        level = logging.INFO if judgement.verdict is Verdict.BUSINESS_RULE else logging.WARNING
+        tries = f"attempt {attempt.charge} of {most}"
+        _log(level, attempt, f"failed ({tries}): {failure.error_type}: {failure.error[:500]}; {fate}")
+        if failure.traceback is not None:
+            _log(logging.DEBUG, attempt, failure.traceback)
 
     def _policy_of(self, attempt: Attempt) -> RetryPolicy:
         handler = attempt.handler
         if handler is not None and handler.retry_policy is not None:
             return handler.retry_policy
         return self._policy
+
+
+def _log(level: int, attempt: Attempt, text: str) -> None:
+    """Say something of an attempt, in safe text and without exc_info. Whatever a log's handler does (raise, or
+    format the hostile exception that is being handled here) must not cost us the outcome or the slot."""
+    extra = {"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number}
+    with suppress(Exception):
+        what = (attempt.command_type, attempt.command_id, attempt.domain)
+        logger.log(level, "%s %s of domain %s %s", *what, text, extra=extra)
 
 
 def _traceback_of(error: BaseException) -> str:
