@@ -115,3 +115,20 @@ def test_every_field_is_taken_over() -> None:
 def test_what_is_no_command_gets_its_reason(message: Any, reason: str) -> None:
     with pytest.raises(InvalidCommandError, match=reason):
         envelope.read(message, queue="q", msg_id=1, max_bytes=1000)
+
+
+def test_nesting_has_a_limit_that_no_python_decides() -> None:
+    def nested(depth: int) -> object:
+        value: object = 1
+        for _ in range(depth):
+            value = [value]
+        return value
+
+    def read(depth: int) -> object:
+        message = {"command_type": "x", "data": nested(depth)}
+        return envelope.read(message, queue="orders__commands", msg_id=1).data
+
+    deepest = envelope.MAX_NESTING - 2  # the message itself and the number are levels too
+    assert read(deepest) == nested(deepest)
+    with pytest.raises(InvalidCommandError, match="nested more than 500 levels"):
+        read(deepest + 1)
