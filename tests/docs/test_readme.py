@@ -119,13 +119,12 @@ def test_a_reply_has_the_fields_that_are_named(bus: CommandBus, database: str) -
     assert named == fields | {"error"} | next(reply["error"].keys() for reply in replies if "error" in reply)
 
 
-def test_the_twenty_lines_run(tmp_path: Path) -> None:
-    os.chmod(tmp_path, 0o755)  # as root the server runs as another user, who must get in
+def test_the_twenty_lines_run(folder: Path) -> None:
     code = block("python", "Worker(handlers")
     assert len(code.strip().splitlines()) <= 24
-    (tmp_path / "app.py").write_text(code)
+    (folder / "app.py").write_text(code)
     done = subprocess.run(
-        [sys.executable, "app.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "app.py"], cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout == "COMPLETED {'shipped': True}\n", done.stderr
 
