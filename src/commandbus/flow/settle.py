@@ -15,7 +15,6 @@ from commandbus import sql
 from commandbus.flow.reply import Reply, deliver
 from commandbus.flow.statement import Operation, Statement, Steps
 from commandbus.model import payload
-from commandbus.model.command import CommandStatus
 from commandbus.model.outcome import STATUS_AFTER, Failure, Judgement, Verdict
 
 Answer = Literal["done", "refused", "busy"]
@@ -113,11 +112,6 @@ def _settle(
     if replies:
         yield from deliver(replies)
     return unsettled
-
-
-def is_terminal(settlement: Settlement) -> bool:
-    """Did this settlement end the command (rather than send it round again or to a person)?"""
-    return settlement.is_final and f'"s":"{CommandStatus.IN_TROUBLESHOOTING_QUEUE}"' not in settlement.row
 
 
 def _error(verdict: Verdict, failure: Failure, command_type: str) -> str:

@@ -79,7 +79,6 @@ class Claimer:
         self._announced_until = 0.0
         self._busy_since: float | None = None
         self._rate = _Rate()
-        self.claimed = 0
         self._thread = threading.Thread(target=self._serve, name=f"{name}-claimer", daemon=True)
 
     def start(self) -> None:
@@ -187,9 +186,7 @@ class Claimer:
                 domain.cursor = None
         if rows:
             self._deliver(domain.name, rows, now)
-        count = len(found.ready) + len(found.odd)
-        self.claimed += count
-        return count
+        return len(found.ready) + len(found.odd)
 
     def _note_work(self) -> None:
         now = time.monotonic()
