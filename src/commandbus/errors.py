@@ -71,6 +71,18 @@ class AttemptFencedError(CommandBusError):
     """
 
 
+class AttemptCancelledError(CommandBusError):
+    """This attempt was asked to stop: by a person, by its worker's shutdown, or because its lease was lost.
+
+    Raised by the context's `raise_if_cancelled()`, `sleep()`, `connection()` and `transaction()`; a handler should
+    clean up and let it through, within its grace.
+    """
+
+
+class DeadlineExceededError(AttemptCancelledError, TimeoutError):
+    """The attempt's deadline, or that of a child context, has passed."""
+
+
 class TransactionUsedError(CommandBusError):
     """`ctx.transaction()` completes the command, so an attempt has only one."""
 

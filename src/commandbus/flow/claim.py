@@ -48,6 +48,8 @@ class ClaimedRow(NamedTuple):
     message: str | None
     last_vt: datetime
     claimed_at: datetime
+    timeout: float | None = None
+    suspect: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """settle: write how attempts ended, once, under their fence, many at a time.
 
 An outcome is JSON text from the moment the attempt ended: the settler only joins the texts. `settle` answers what
-was NOT settled: refused (the fence is gone; nothing was changed) or busy (ask again). Replies go out in the same
+was NOT settled: refused (the fence is gone; nothing was changed), busy (ask again), or canceled (somebody asked to
+cancel it meanwhile, and it did not complete: it is to be settled as CANCELED). Replies go out in the same
 transaction. One bad row must not fail its neighbours: the caller settles one by one after an error.
 """
 
@@ -17,7 +18,7 @@ from commandbus.flow.statement import Operation, Statement, Steps
 from commandbus.model import payload
 from commandbus.model.outcome import STATUS_AFTER, Failure, Judgement, Verdict
 
-Answer = Literal["done", "refused", "busy"]
+Answer = Literal["done", "refused", "busy", "canceled"]
 
 
 @dataclass(slots=True)
@@ -61,6 +62,27 @@ def judged(
         )
     status = STATUS_AFTER[judgement.verdict]
     return Settlement(domain, msg_id, read_ct, f'{head},"s":"{status}"}}')
+
+
+def waived(
+    domain: str,
+    msg_id: int,
+    read_ct: int,
+    id_: int,
+    *,
+    number: int,
+    started: float | None,
+    failure: Failure,
+    suspect: bool = False,
+) -> Settlement:
+    """Stopped through no fault of its own: tried again at once, and not charged.
+
+    `suspect`: it may have killed its worker, so its next attempt runs in a process of its own.
+    """
+    error = _error(Verdict.WAIVED, failure, "")
+    mark = ',"x":true' if suspect else ""
+    head = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":{_epoch(started)},"d":0,"w":true{mark}'
+    return Settlement(domain, msg_id, read_ct, f'{head},"e":{error}}}', is_final=False)
 
 
 def given_back(domain: str, msg_id: int, read_ct: int, id_: int, *, number: int) -> Settlement:
@@ -127,6 +149,12 @@ def _error(verdict: Verdict, failure: Failure, command_type: str) -> str:
         parts.append(f'"traceback":{quote(failure.traceback)}')
     if failure.details is not None:
         parts.append(f'"details":{failure.details}')
+    if failure.rung is not None:
+        parts.append(f'"rung":{quote(failure.rung)}')
+    if failure.autopsy is not None:
+        parts.append(f'"autopsy":{failure.autopsy}')
+    if failure.duration_ms is not None:
+        parts.append(f'"duration_ms":{failure.duration_ms}')
     return "{" + ",".join(parts) + "}"
 
 

@@ -33,8 +33,10 @@ class Verdict(StrEnum):
     PERMANENT = "PERMANENT"
     UNKNOWN_TYPE = "UNKNOWN_TYPE"
     BUSINESS_RULE = "BUSINESS_RULE"
+    TIMED_OUT = "TIMED_OUT"
     CANCELED = "CANCELED"
     LOST = "LOST"
+    WAIVED = "WAIVED"
     GIVEN_BACK = "GIVEN_BACK"
     PARKED = "PARKED"
     NOTE = "NOTE"
@@ -45,19 +47,23 @@ STATUS_AFTER = {
     Verdict.PERMANENT: CommandStatus.IN_TROUBLESHOOTING_QUEUE,
     Verdict.UNKNOWN_TYPE: CommandStatus.IN_TROUBLESHOOTING_QUEUE,
     Verdict.BUSINESS_RULE: CommandStatus.FAILED,
+    Verdict.TIMED_OUT: CommandStatus.FAILED,
     Verdict.CANCELED: CommandStatus.CANCELED,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt failed, in storable text."""
+    """Why an attempt failed, in storable text; `rung` is the limit that stopped it, `autopsy` what was seen."""
 
     error_type: str
     error_code: str
     error: str
     traceback: str | None = None
     details: str | None = None  # JSON text
+    rung: str | None = None
+    autopsy: str | None = None  # JSON text
+    duration_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,21 @@ def judge_failure(
         return Judgement(Verdict.PERMANENT, failure)
     if isinstance(error, UnknownCommandTypeError):
         return Judgement(Verdict.UNKNOWN_TYPE, failure)
+    return judge(failure, charge=charge, policy=policy, max_attempts=max_attempts, spread=spread)
+
+
+def judge(
+    failure: Failure,
+    *,
+    charge: int,
+    policy: RetryPolicy,
+    max_attempts: int | None,
+    is_final: bool = False,
+    spread: float = 0.5,
+) -> Judgement:
+    """The fate of a command after a failure that may pass; `is_final`: its handler wants no time-out retried."""
+    if is_final:
+        return Judgement(Verdict.TIMED_OUT, failure)
     if policy.may_retry(charge, max_attempts=max_attempts):
         return Judgement(Verdict.RETRY, failure, policy.delay_seconds(charge, spread=spread))
     return Judgement(Verdict.EXHAUSTED, failure)

@@ -15,14 +15,46 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
 
 from commandbus.errors import DuplicateHandlerError
+from commandbus.model.durations import parse_seconds
 from commandbus.model.names import check_domain, check_type
 from commandbus.model.retry import RetryPolicy
 
 F = TypeVar("F", bound=Callable[..., Any])
+OnTimeout = Literal["retry", "fail"]
+Isolation = Literal["thread", "process"]
 _MARK = "__commandbus_handlers__"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a handler asks for, checked.
+
+    `timeout`: its deadline in seconds; 0 is none, None the worker's task_timeout. `on_timeout`: is a time-out
+    tried again, or is the command then FAILED for good? `isolation`: "process" runs it in a process of its own,
+    which can be killed without harm to its neighbours.
+    """
+
+    retry_policy: RetryPolicy | None = None
+    timeout: float | None = None
+    on_timeout: OnTimeout = "retry"
+    isolation: Isolation = "thread"
+
+
+def _check_options(
+    retry_policy: object, timeout: float | str | timedelta | None, on_timeout: object, isolation: object
+) -> Options:
+    if retry_policy is not None and not isinstance(retry_policy, RetryPolicy):
+        raise TypeError(f"retry_policy must be a RetryPolicy, not {type(retry_policy).__name__}")
+    if on_timeout not in ("retry", "fail"):
+        raise ValueError(f'on_timeout must be "retry" or "fail", not {on_timeout!r}')
+    if isolation not in ("thread", "process"):
+        raise ValueError(f'isolation must be "thread" or "process", not {isolation!r}')
+    seconds = None if timeout is None else parse_seconds(timeout, name="timeout")
+    return Options(retry_policy, seconds, on_timeout, isolation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +66,12 @@ class Handler:
     function: Callable[..., Any]
     is_async: bool
     takes_command: bool
-    retry_policy: RetryPolicy | None = None
+    options: Options = Options()
+
+    @property
+    def retry_policy(self) -> RetryPolicy | None:
+        """Its own retry policy, if it has one."""
+        return self.options.retry_policy
 
     @property
     def name(self) -> str:
@@ -43,13 +80,22 @@ class Handler:
         return f"{module}.{getattr(self.function, '__qualname__', repr(self.function))}"
 
 
-def handler(domain: str, command_type: str, *, retry_policy: RetryPolicy | None = None) -> Callable[[F], F]:
+def handler(
+    domain: str,
+    command_type: str,
+    *,
+    retry_policy: RetryPolicy | None = None,
+    timeout: float | str | timedelta | None = None,
+    on_timeout: OnTimeout = "retry",
+    isolation: Isolation = "thread",
+) -> Callable[[F], F]:
     """Mark a method as a handler, for `HandlerRegistry.register_instance`."""
     check_domain(domain)
     check_type(command_type)
+    options = _check_options(retry_policy, timeout, on_timeout, isolation)
 
     def mark(function: F) -> F:
-        marks = [*getattr(function, _MARK, ()), (domain, command_type, retry_policy)]
+        marks = [*getattr(function, _MARK, ()), (domain, command_type, options)]
         setattr(function, _MARK, marks)
         return function
 
@@ -63,12 +109,20 @@ class HandlerRegistry:
         self._handlers: dict[tuple[str, str], Handler] = {}
 
     def handler(
-        self, domain: str, command_type: str, *, retry_policy: RetryPolicy | None = None
+        self,
+        domain: str,
+        command_type: str,
+        *,
+        retry_policy: RetryPolicy | None = None,
+        timeout: float | str | timedelta | None = None,
+        on_timeout: OnTimeout = "retry",
+        isolation: Isolation = "thread",
     ) -> Callable[[F], F]:
-        """Register the decorated function."""
+        """Register the decorated function; see `Options` for what it may ask for."""
+        options = _check_options(retry_policy, timeout, on_timeout, isolation)
 
         def register(function: F) -> F:
-            self.register(domain, command_type, function, retry_policy=retry_policy)
+            self._add(domain, command_type, function, options)
             return function
 
         return register
@@ -80,16 +134,21 @@ class HandlerRegistry:
         function: Callable[..., Any],
         *,
         retry_policy: RetryPolicy | None = None,
+        timeout: float | str | timedelta | None = None,
+        on_timeout: OnTimeout = "retry",
+        isolation: Isolation = "thread",
     ) -> Handler:
         """Register a function; a second one for the same command is refused."""
+        options = _check_options(retry_policy, timeout, on_timeout, isolation)
+        return self._add(domain, command_type, function, options)
+
+    def _add(self, domain: str, command_type: str, function: Callable[..., Any], options: Options) -> Handler:
         key = (check_domain(domain), check_type(command_type))
         if (existing := self._handlers.get(key)) is not None:
             raise DuplicateHandlerError(
                 f"command_type {command_type!r} of domain {domain!r} already has the handler {existing.name}"
             )
-        if retry_policy is not None and not isinstance(retry_policy, RetryPolicy):
-            raise TypeError(f"retry_policy must be a RetryPolicy, not {type(retry_policy).__name__}")
-        made = Handler(domain, command_type, function, _is_async(function), _takes_command(function), retry_policy)
+        made = Handler(domain, command_type, function, _is_async(function), _takes_command(function), options)
         self._handlers[key] = made
         return made
 
@@ -107,8 +166,7 @@ class HandlerRegistry:
         trial = HandlerRegistry()
         trial._handlers = dict(self._handlers)
         made = [
-            trial.register(domain, command_type, method, retry_policy=policy)
-            for (domain, command_type, policy), method in found
+            trial._add(domain, command_type, method, options) for (domain, command_type, options), method in found
         ]
         self._handlers = trial._handlers
         return made
@@ -129,9 +187,9 @@ class HandlerRegistry:
         return len(self._handlers)
 
 
-def _marks_of(member: object) -> Sequence[tuple[str, str, RetryPolicy | None]]:
+def _marks_of(member: object) -> Sequence[tuple[str, str, Options]]:
     """The marks of a method; a staticmethod or classmethod keeps them on the function inside."""
-    found: Sequence[tuple[str, str, RetryPolicy | None]] = getattr(getattr(member, "__func__", member), _MARK, ())
+    found: Sequence[tuple[str, str, Options]] = getattr(getattr(member, "__func__", member), _MARK, ())
     return found
 
 

@@ -5,31 +5,35 @@
 -- command rows (waived ones only). Index: the queue's key, the command's key.
 WITH input AS MATERIALIZED (
     SELECT * FROM json_to_recordset(%(rows)s::json)
-        AS x(m bigint, r integer, c bigint, n integer, t float8, d float8, w boolean, e json)
+        AS x(m bigint, r integer, c bigint, n integer, t float8, d float8, w boolean, x boolean, e json)
 ), held AS MATERIALIZED (
-    SELECT msg_id, read_ct
+    SELECT msg_id, read_ct, headers ? 'cancel' AS is_canceled
       FROM pgmq.{queue}
      WHERE msg_id = ANY (ARRAY(SELECT m FROM input)) AND headers ->> 'held_by' = %(worker)s
        FOR UPDATE {locking}
 ), fenced AS MATERIALIZED (
     SELECT i.* FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
+     WHERE NOT h.is_canceled
 ), retimed AS (
     UPDATE pgmq.{queue} q
        SET vt = now() + make_interval(secs => f.d), headers = NULL
       FROM fenced f
      WHERE q.msg_id = f.m
 ), waived AS (
-    UPDATE commandbus.command c SET waived = c.waived + 1 FROM fenced f WHERE c.id = f.c AND f.w
+    UPDATE commandbus.command c SET waived = c.waived + 1, suspect = COALESCE(f.x, c.suspect)
+      FROM fenced f
+     WHERE c.id = f.c AND f.w
 ), failed AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, retry_at, error_type,
-                                    error_code, error, details, traceback, rung, autopsy)
+                                    error_code, error, details, traceback, rung, autopsy, duration_ms)
     SELECT c, n, e ->> 'verdict', %(worker)s, to_timestamp(t), now() + make_interval(secs => d),
            e ->> 'error_type', e ->> 'error_code', e ->> 'error', e -> 'details', e ->> 'traceback',
-           e ->> 'rung', e -> 'autopsy'
+           e ->> 'rung', e -> 'autopsy', (e ->> 'duration_ms')::bigint
       FROM fenced
 )
-SELECT m, r, CASE WHEN EXISTS (SELECT FROM pgmq.{queue} q
-                                WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers ->> 'held_by' = %(worker)s)
-                  THEN 'busy' ELSE 'refused' END
+SELECT m, r, COALESCE((SELECT CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = q.msg_id AND h.is_canceled)
+                                     THEN 'canceled' ELSE 'busy' END
+                         FROM pgmq.{queue} q
+                        WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers ->> 'held_by' = %(worker)s), 'refused')
   FROM input i
  WHERE NOT EXISTS (SELECT FROM fenced f WHERE f.m = i.m AND f.r = i.r)

@@ -11,12 +11,13 @@ WITH input AS MATERIALIZED (
     SELECT * FROM json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, s text, n integer, t float8, v json, e json)
 ), held AS MATERIALIZED (
-    SELECT msg_id, read_ct
+    SELECT msg_id, read_ct, headers ? 'cancel' AS is_canceled
       FROM pgmq.{queue}
      WHERE msg_id = ANY (ARRAY(SELECT m FROM input)) AND headers ->> 'held_by' = %(worker)s
        FOR UPDATE {locking}
 ), fenced AS MATERIALIZED (
     SELECT i.* FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
+     WHERE NOT h.is_canceled OR i.s IN ('COMPLETED', 'CANCELED')
 ), gone AS (
     DELETE FROM pgmq.{queue} WHERE msg_id = ANY (ARRAY(SELECT m FROM fenced))
 ), settled AS (
@@ -27,9 +28,9 @@ WITH input AS MATERIALIZED (
      WHERE c.id = f.c
 ), failed AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, error_type, error_code, error,
-                                    details, traceback, rung, autopsy)
+                                    details, traceback, rung, autopsy, duration_ms)
     SELECT c, n, e ->> 'verdict', %(worker)s, to_timestamp(t), e ->> 'error_type', e ->> 'error_code',
-           e ->> 'error', e -> 'details', e ->> 'traceback', e ->> 'rung', e -> 'autopsy'
+           e ->> 'error', e -> 'details', e ->> 'traceback', e ->> 'rung', e -> 'autopsy', (e ->> 'duration_ms')::bigint
       FROM fenced
      WHERE e IS NOT NULL
 ), troubled AS (
@@ -38,8 +39,9 @@ WITH input AS MATERIALIZED (
       FROM fenced
      WHERE s = 'IN_TROUBLESHOOTING_QUEUE'
 )
-SELECT m, r, CASE WHEN EXISTS (SELECT FROM pgmq.{queue} q
-                                WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers ->> 'held_by' = %(worker)s)
-                  THEN 'busy' ELSE 'refused' END
+SELECT m, r, COALESCE((SELECT CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = q.msg_id AND h.is_canceled)
+                                     THEN 'canceled' ELSE 'busy' END
+                         FROM pgmq.{queue} q
+                        WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers ->> 'held_by' = %(worker)s), 'refused')
   FROM input i
  WHERE NOT EXISTS (SELECT FROM fenced f WHERE f.m = i.m AND f.r = i.r)
