@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.ground import Ground
 from commandbus import HandlerRegistry, Worker
-from commandbus.runtime.monitor import resident_megabytes
+from commandbus.runtime.memory import resident_megabytes
 
 _LAYOUT = struct.Struct("qdd")  # settled, when the last handler began, resident megabytes
 

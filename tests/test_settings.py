@@ -40,8 +40,12 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "concurrency": ("8", 8),
     "processes": ("2", 2),
     "poll_interval": ("500ms", 0.5),
+    "max_extension": ("2h", 7200.0),
+    "reset_thread_locals": ("false", False),
     "max_messages": ("10000", 10_000),
     "max_memory_mb": ("512", 512),
+    "health_port": ("8080", 8080),
+    "health_host": ("0.0.0.0", "0.0.0.0"),
     "statement_timeout": ("20s", 20.0),
     "pool_timeout": ("5", 5.0),
     "visibility_timeout": ("1m", 60.0),
@@ -110,6 +114,7 @@ def test_the_defaults_are_those_of_the_design(project: Path) -> None:
     settings = load_settings(environ={}, directory=project)
     assert (settings.concurrency, settings.processes, settings.poll_interval) == (4, 1, 1.0)
     assert (settings.max_messages, settings.max_memory_mb) == (None, None)
+    assert (settings.health_port, settings.health_host) == (None, "127.0.0.1")
     assert (settings.pool_min_size, settings.pool_max_size) == (0, None)
     assert (settings.pool_max_lifetime, settings.pool_max_idle) == (3600, 600)
     assert settings.pool_reconnect_timeout == 300
@@ -363,6 +368,14 @@ def test_lists_and_numbers_can_be_written_as_such_in_toml(project: Path) -> None
         ("WORKER_PROCESSES", "two", "processes: 'two' is not accepted; give a whole number from 1 to 1000"),
         ("WORKER_CONCURRENCY", "0", "concurrency: 0 is not accepted; give a whole number from 1 to 10000"),
         ("WORKER_POLL_INTERVAL", "0", "poll_interval: '0' is not accepted; give a duration of more than 0"),
+        (
+            "WORKER_HEALTH_PORT", "tcp://10.0.0.1:8080",
+            "health_port: 'tcp://10.0.0.1:8080' is not accepted; give a whole number from 0 to 65535, or 'off'",
+        ),
+        (
+            "WORKER_HEALTH_HOST", "http://here",
+            "health_host: 'http://here' is not accepted; give an address or a host name (127.0.0.1, 0.0.0.0, ::)",
+        ),
         ("WORKER_BACKOFF_JITTER", "1.5", "backoff_jitter: 1.5 is not accepted; give a number from 0 to 1"),
         (
             "WORKER_BACKOFF_SCHEDULE", ",",

@@ -1,4 +1,4 @@
-"""commandbus: commands on PostgreSQL, run by workers that can be trusted.
+"""commandbus: commands on PostgreSQL, run by workers that cannot hang.
 
 The way of one command through this package:
 
@@ -9,7 +9,8 @@ The way of one command through this package:
    put right before anything runs.
 3. **execute** — a slot (`runtime/slots.py`: threads; `runtime/loop.py`: async tasks) runs the handler with its
    context (`runtime/context.py`); `runtime/execute.py` turns whatever happens into an outcome
-   (`model/outcome.py` decides the fate).
+   (`model/outcome.py` decides the fate). The **ladder** (`runtime/ladder.py`) sees to it that the attempt ends in
+   time whatever the handler does; the supervisor (`supervisor/`) sees to it where a thread cannot.
 4. **settle** — `runtime/settler.py` writes outcomes in batches, each under its attempt's fence
    (`flow/settle.py`): done, tried again later, failed for good, or in the troubleshooting queue.
 5. **operate** — people look (`flow/inspect.py`) and act (`flow/operate.py`): `troubleshooting.py`, `cli/`.
@@ -17,6 +18,7 @@ The way of one command through this package:
 
 from commandbus.bus import AsyncCommandBus, CommandBus
 from commandbus.errors import (
+    AttemptCancelledError,
     AttemptFencedError,
     BusinessRuleException,
     CommandBusError,
@@ -24,6 +26,7 @@ from commandbus.errors import (
     CommandNotFoundError,
     ConfigurationError,
     ConnectionInUseError,
+    DeadlineExceededError,
     DuplicateCommandError,
     DuplicateHandlerError,
     EmbeddedPostgresError,
@@ -37,11 +40,13 @@ from commandbus.errors import (
     UnknownCommandTypeError,
     UnknownDomainError,
 )
-from commandbus.flow.history import AttemptRecord
+from commandbus.flow.history import AttemptRecord, StuckAttempt
 from commandbus.flow.inspect import CommandQuery, DomainStatus, Page, RejectedMessage, WorkerInfo
 from commandbus.model.command import (
     AuditEntry,
     AuditEvent,
+    CancelRequest,
+    CancelResult,
     Command,
     CommandRecord,
     CommandStatus,
@@ -52,7 +57,9 @@ from commandbus.model.command import (
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, HandlerTransaction
 from commandbus.runtime.handlers import HandlerRegistry, handler
+from commandbus.runtime.health import HealthState, HealthStatus
 from commandbus.runtime.parts import StopReport
+from commandbus.runtime.watchdog import WorkerWatchdog
 from commandbus.runtime.worker import Worker
 from commandbus.settings import Settings, load_settings
 from commandbus.troubleshooting import AsyncTroubleshootingQueue, TroubleshootingQueue
@@ -61,11 +68,14 @@ __all__ = [
     "AsyncCommandBus",
     "AsyncHandlerContext",
     "AsyncTroubleshootingQueue",
+    "AttemptCancelledError",
     "AttemptFencedError",
     "AttemptRecord",
     "AuditEntry",
     "AuditEvent",
     "BusinessRuleException",
+    "CancelRequest",
+    "CancelResult",
     "Command",
     "CommandBus",
     "CommandBusError",
@@ -76,6 +86,7 @@ __all__ = [
     "CommandStatus",
     "ConfigurationError",
     "ConnectionInUseError",
+    "DeadlineExceededError",
     "DomainStatus",
     "DuplicateCommandError",
     "DuplicateHandlerError",
@@ -83,6 +94,8 @@ __all__ = [
     "HandlerContext",
     "HandlerRegistry",
     "HandlerTransaction",
+    "HealthState",
+    "HealthStatus",
     "InvalidCommandError",
     "InvalidOperationError",
     "MissingPrivilegeError",
@@ -95,6 +108,7 @@ __all__ = [
     "SentCommand",
     "Settings",
     "StopReport",
+    "StuckAttempt",
     "TransactionUsedError",
     "TransientCommandError",
     "TroubleshootingQueue",
@@ -103,6 +117,7 @@ __all__ = [
     "UnknownDomainError",
     "Worker",
     "WorkerInfo",
+    "WorkerWatchdog",
     "handler",
     "load_settings",
 ]

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
+import pytest
 from cli_harness import eventually, run
 
 from commandbus import CommandStatus, HandlerRegistry, TransientCommandError, Worker
 from commandbus.cli.exits import ExitCode
+from commandbus.flow.claim import claim
+from commandbus.flow.register import WorkerIdentity, beat
+from commandbus.flow.renew import renew
+from commandbus.flow.settle import cancellation, settle
+from commandbus.model.outcome import Judgement, Verdict
 from commandbus.model.retry import RetryPolicy
+from commandbus.runtime.attempt import Attempt
 
 # --- looking ------------------------------------------------------------------------------------------------
 
@@ -99,6 +107,30 @@ def test_workers(orders, bus, database):
     assert [item["state"] for item in orders("workers", "--all", "--json").document] == ["STOPPED"]
 
 
+def test_workers_say_how_they_are_and_who_watches_them(orders, bus):
+    healths = {
+        "one": None,
+        "two": {"state": "HEALTHY", "reasons": []},
+        "three": {"state": "DEGRADED", "reasons": ["1 attempt is stuck", "\x1b[2J"]},
+        "four": {},
+    }
+    for name, health in healths.items():
+        identity = WorkerIdentity(
+            name, "host", 1, ["orders"], 4, "0.1.0", supervisor=f"of-{name}" if health else None
+        )
+        state = "DRAINING" if name == "three" else "EXITING" if name == "four" else "ACTIVE"
+        bus.run(beat(identity, state=state, running=0, settled=0, rates={}, health=health))
+    lines = {line.split()[0]: line for line in orders("workers").out.splitlines()}
+    assert re.search(r"SUPERVISOR +STATE +HEALTH", lines["WORKER"])
+    assert re.search(r" - +ACTIVE +- ", lines["one"])
+    assert re.search(r" of-two +ACTIVE +HEALTHY ", lines["two"])
+    assert re.search(r" of-three +DRAINING +DEGRADED \(1 attempt is stuck; \\u001b\[2J\) ", lines["three"])
+    assert re.search(r" - +EXITING +- ", lines["four"])
+    documents = {item["id"]: item for item in orders("workers", "--json").document}
+    assert documents["three"]["health"] == healths["three"]
+    assert (documents["three"]["supervisor"], documents["one"]["supervisor"]) == ("of-three", None)
+
+
 def test_rejected_messages(orders, bus, database):
     with psycopg.connect(database, autocommit=True) as conn:
         conn.execute("""SELECT pgmq.send('orders__commands', '{"not": "an envelope"}')""")
@@ -126,6 +158,60 @@ def test_cancel(orders, status_of):
     assert "operator=ann, reason=why not" in orders("show", "orders", "a").out
     assert orders("cancel", "orders", "a").code == ExitCode.REFUSED
     assert orders("cancel", "orders", "nobody").code == ExitCode.NOT_FOUND
+
+
+def claim_one(bus, worker="w1"):
+    found = bus.run(claim(domain="orders", worker=worker, n=1, lease_seconds=60, cursor=None))
+    return Attempt("orders", found.ready[0], None, 0.0)
+
+
+def test_cancel_what_runs(orders, bus):
+    bus.send("orders", "ship", command_id="a")
+    attempt = claim_one(bus)
+    for _ in range(2):
+        answer = orders("cancel", "orders", "a", "--operator", "ann", "--reason", "why\x1b[2J")
+        assert (answer.code, answer.out) == (ExitCode.OK, "asked worker w1 to stop orders a\n")
+    document = orders("cancel", "orders", "a", "--json").document
+    assert (document["result"], document["status"]) == ("REQUESTED", "IN_PROGRESS")
+    fence = (attempt.msg_id, attempt.read_ct)
+    bus.run(renew("orders", "w1", [fence], lease_seconds=60, progress={attempt.msg_id: '{"done": 3}'}))
+    text = orders("show", "a").out
+    assert re.search(r"^cancel +asked for by ann at .*: why\\u001b\[2J$", text, re.MULTILINE), text
+    assert re.search(r'^progress +\{"done": 3\}$', text, re.MULTILINE), text
+    assert 'asked to stop by ann; progress {"done": 3}' in orders("commands").out
+    (document,) = orders("commands", "--json").document
+    assert (document["progress"], document["cancel_requested"]["by"]) == ({"done": 3}, "ann")
+    waited = orders("cancel", "orders", "a", "--wait", "50ms")
+    assert waited.code == ExitCode.NO
+    assert waited.out == "asked worker w1 to stop orders a; it has not ended after 50ms\n"
+    assert orders("cancel", "orders", "a", "--wait", "soon").code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        ("CANCELED", ExitCode.OK, "canceled orders a\n"),
+        ("COMPLETED", ExitCode.NO, "orders a is COMPLETED: it ended before it could be stopped\n"),
+    ],
+)
+def test_cancel_waits_for_the_end(orders, bus, status, code, said):
+    bus.send("orders", "ship", command_id="a")
+    attempt = claim_one(bus)
+    attempt.started = 1.0
+    outcomes = {
+        "COMPLETED": attempt.complete(None),
+        "CANCELED": attempt.fail(Judgement(Verdict.CANCELED, cancellation("ann", None))),
+    }
+
+    def end_it_when_asked():
+        eventually(lambda: bus.get_command("orders", "a").cancel_requested)
+        return bus.run(settle("orders", "w1", [outcomes[status]]))
+
+    with ThreadPoolExecutor(1) as threads:
+        settled = threads.submit(end_it_when_asked)
+        answer = orders("cancel", "orders", "a", "--wait")
+        assert settled.result() == {}
+    assert (answer.code, answer.out) == (code, said)
 
 
 def test_pause_and_resume(orders):

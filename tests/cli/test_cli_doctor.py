@@ -24,7 +24,7 @@ def test_all_is_well(orders):
     assert {"configuration", "timeouts", "server", "version", "clock", "schema", "pgmq", "privileges", "domains",
             "connections", "transactions", "workers", "troubleshooting queue"} <= checks  # fmt: skip
     text = orders("doctor").out
-    assert "OK    schema: at migration 1" in text
+    assert "OK    schema: at migration " in text
     assert text.splitlines()[-1].endswith("0 failures")
 
 
@@ -74,9 +74,18 @@ def test_a_file_that_is_no_toml_is_to_be_corrected_there(bare_cli, tmp_path, mon
     assert findings(bare_cli("doctor", "--json"), "FAIL")["configuration"]["remedy"] == "correct it there"
 
 
-def test_only_limits_that_are_enforced_are_shown(orders):
+@pytest.mark.parametrize(
+    ("task_timeout", "attempt"),
+    [
+        ("default", "deadline 25s + grace 10s = stuck at 35s"),
+        ("1m", "deadline 1m + grace 10s = stuck at 1m10s"),
+        ("0", "no deadline"),
+    ],
+)
+def test_the_layers_are_shown_in_their_order(orders, monkeypatch, task_timeout, attempt):
+    monkeypatch.setenv("WORKER_TASK_TIMEOUT", task_timeout)
     timeouts = findings(orders("doctor", "--json"), "OK")["timeouts"]
-    assert timeouts["message"] == "statement 25s < lease 30s; shutdown 30s"
+    assert timeouts["message"] == f"statement 25s < lease 30s; {attempt}; heartbeat 15s; shutdown 30s"
 
 
 @pytest.mark.parametrize("is_embedded", [True, False])
@@ -116,7 +125,7 @@ def test_doubts_are_warnings(orders, monkeypatch):
     warned = findings(answer, "WARN")
     assert answer.code == 0
     assert "WORKER_CONCURENCY" in warned["configuration"]["message"]
-    assert "5003" in warned["connections"]["message"]
+    assert "need up to 5004 (1 × (5000 slots + 3) + 1)" in warned["connections"]["message"]
 
 
 def test_what_needs_a_look(troubled, database):
@@ -155,7 +164,58 @@ def test_limits_of_the_servers_own_are_compared_with_ours(orders, database):
     _database_setting(database, "default_transaction_isolation", "'serializable'")
     warned = findings(orders("doctor", "--json"), "WARN")
     assert {"statement_timeout", "synchronous_commit", "isolation"} <= warned.keys()
-    assert "5000 ms" in warned["statement_timeout"]["message"]
+    assert (
+        "statement_timeout = 5s, less than our statement_timeout (25s)" in warned["statement_timeout"]["message"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "ours"),
+    [
+        ("statement_timeout", "24s", "statement_timeout (25s)"),
+        ("lock_timeout", "19s", "lock_timeout, 80% of statement_timeout (20s)"),
+        ("idle_in_transaction_session_timeout", "24s", "statement_timeout (25s)"),
+        ("idle_session_timeout", "9min", "pool_max_idle (10m)"),
+        ("transaction_timeout", "34s", "visibility_timeout + 5s (35s)"),
+    ],
+)
+def test_each_limit_of_the_server_that_undercuts_ours_is_named_with_both_values(
+    orders, database, name, value, ours
+):
+    with psycopg.connect(database) as conn:
+        if name == "transaction_timeout" and conn.info.server_version < 170_000:
+            pytest.skip("PostgreSQL has transaction_timeout since 17")
+    assert "server limits" in findings(orders("doctor", "--json"), "OK")
+    _database_setting(database, name, f"'{value}'")
+    answer = orders("doctor", "--json")
+    warned = findings(answer, "WARN")[name]
+    assert answer.code == 0
+    assert f"{name} = {value.replace('in', '')}, less than our {ours}: " in warned["message"]
+    assert f"SET {name} = 0" in warned["remedy"]
+    assert "server limits" not in findings(answer, "OK")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("statement_timeout", "25s"), ("lock_timeout", "20s"), ("idle_session_timeout", "10min")],
+)
+def test_a_limit_of_the_server_that_is_as_long_as_ours_is_fine(orders, database, name, value):
+    _database_setting(database, name, f"'{value}'")
+    assert "server limits" in findings(orders("doctor", "--json"), "OK")
+
+
+@pytest.mark.parametrize(
+    ("task_timeout", "ours"), [("2m", "task_timeout + cancel_grace (2m10s)"), ("0", "statement_timeout (25s)")]
+)
+def test_how_long_a_transaction_may_take_follows_from_the_deadline(
+    orders, database, monkeypatch, task_timeout, ours
+):
+    with psycopg.connect(database) as conn:
+        if conn.info.server_version < 170_000:
+            pytest.skip("PostgreSQL has transaction_timeout since 17")
+    monkeypatch.setenv("WORKER_TASK_TIMEOUT", task_timeout)
+    _database_setting(database, "transaction_timeout", "'20s'")
+    assert ours in findings(orders("doctor", "--json"), "WARN")["transaction_timeout"]["message"]
 
 
 def _database_setting(database, name, value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -22,6 +23,8 @@ def test_send_and_its_receipt(orders, bus):
         "c",
         "--max-attempts",
         "5",
+        "--timeout",
+        "2m",
         "--header",
         "by=me",
         "--header",
@@ -32,6 +35,11 @@ def test_send_and_its_receipt(orders, bus):
     record = bus.get_command("orders", "a")
     assert (record.data, record.correlation_id, record.max_attempts) == ({"n": 1}, "c", 5)
     assert record.headers == {"by": "me", "eq": "a=b"}
+    assert record.timeout == 120
+    assert re.search("^timeout +2m$", orders("show", "a").out, re.MULTILINE)
+    assert orders("send", "orders", "ship", "--timeout", "soon").code == ExitCode.USAGE
+    assert orders("send", "orders", "ship", "--timeout", "0", "--id", "b").code == ExitCode.OK
+    assert bus.get_command("orders", "b").timeout == 0
 
 
 def test_the_same_id_is_sent_once_and_other_content_is_refused(orders):
@@ -130,6 +138,7 @@ def test_a_file_of_lines_is_sent(orders, bus, tmp_path):
         lines({"command_type": "x", "at": "yesterday"}),
         lines({"command_type": "x", "data": "a\u0000b"}),
         lines({"command_type": "x", "max_attempts": "3"}),
+        lines({"command_type": "x", "timeout": "soon"}),
         lines({"command_type": "x", "data": "y" * 2_000_000}),
     ],
 )

@@ -69,10 +69,12 @@ def test_the_module_runs_from_settings_alone_as_in_a_unit_file(orders, bus, data
         "COMMANDBUS_DATABASE_URL": database,
         "WORKER_HANDLERS": "shop:inner.registry",
         "WORKER_DOMAINS": "orders",
-        "WORKER_MAX_MESSAGES": "1",
         "COMMANDBUS_LOG_FORMAT": "json",
     }
-    answer = run(module="commandbus.worker", cwd=shop, **settings)
+    with Program(module="commandbus.worker", cwd=shop, **settings) as program:
+        eventually(lambda: bus.get_command("orders", "a").status is CommandStatus.COMPLETED)
+        program.signal(signal.SIGTERM)
+        answer = program.end()
     assert answer.code == 0
     records = [json.loads(line) for line in answer.err.splitlines()]
     assert {"at", "level", "logger", "message"} <= records[0].keys()
@@ -89,6 +91,30 @@ def test_work_left_behind_is_exit_code_7(orders, bus, database, shop):
         answer = program.end()
     assert answer.code == ExitCode.LEFT_BEHIND
     assert "1 abandoned" in answer.err
+
+
+def test_a_worker_that_has_done_its_share_is_replaced_by_a_fresh_one(orders, bus, database, shop):
+    options = ["--max-messages", "1", "--json"]
+    with Program("worker", "shop:registry", "--database", database, *options, cwd=shop) as program:
+        for n in range(3):
+            bus.send("orders", "ship", n, command_id=f"c{n}")
+            eventually(lambda n=n: bus.get_command("orders", f"c{n}").status is CommandStatus.COMPLETED)
+            eventually(lambda n=n: len([worker for worker in bus.workers() if worker.state == "STOPPED"]) == n + 1)
+        program.signal(signal.SIGTERM)
+        answer = program.end()
+    assert answer.code == 0
+    assert (answer.document["settled"], answer.document["restarts"]) == (3, 3)
+    assert len({bus.get_command("orders", f"c{n}").worker for n in range(3)}) == 3
+
+
+def test_several_processes_share_the_work(orders, bus, database, shop):
+    with Program("worker", "shop:registry", "--database", database, "--processes", "2", cwd=shop) as program:
+        started(program)
+        eventually(lambda: len([worker for worker in bus.workers() if worker.state == "ACTIVE"]) == 2)
+        program.signal(signal.SIGTERM)
+        assert program.end().code == 0
+        assert not program.survivors()
+    assert {worker.state for worker in bus.workers()} == {"STOPPED"}
 
 
 def test_options_are_made_from_the_settings(orders, database, shop):
@@ -110,7 +136,6 @@ def test_doubts_about_the_settings_are_logged(database, shop):
     [
         ([], "WORKER_HANDLERS"),
         (["shop"], "MODULE:REGISTRY"),
-        (["shop:registry", "--processes", "2"], "processes is 2"),
         (["shop:registry", "--concurrency", "none"], "concurrency"),
         (["shop:registry", "--statement-timeout", "60s"], "statement_timeout"),
         (["shop:registry", "--domain", "Bad Domain"], "Bad Domain"),

@@ -91,7 +91,7 @@ class Bus:
     ) -> list[tuple[int, int]]:
         """Those whose lease was lost."""
         fences = [(attempt.msg_id, attempt.read_ct) for attempt in attempts]
-        lost: list[tuple[int, int]] = self.bus.run(renew("orders", worker, fences, lease_seconds=lease))
+        lost: list[tuple[int, int]] = self.bus.run(renew("orders", worker, fences, lease_seconds=lease)).lost
         return lost
 
 

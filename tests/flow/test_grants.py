@@ -12,6 +12,7 @@ from psycopg import sql as pgsql
 
 from commandbus import (
     CommandBus,
+    CommandStatus,
     InvalidCommandError,
     NewCommand,
     PermanentCommandError,
@@ -20,6 +21,7 @@ from commandbus import (
 from commandbus.db.embedded import EmbeddedPostgres
 from commandbus.flow.claim import announce, withdraw
 from commandbus.flow.register import WorkerIdentity, beat
+from commandbus.flow.renew import pending_cancels
 from commandbus.flow.roles import print_roles
 from commandbus.model.roles import KINDS
 
@@ -61,6 +63,7 @@ def _look(bus: Bus) -> None:
     bus.get_command("orders", "waiting")
     bus.query_commands(status="PENDING")
     bus.get_audit_trail("orders", "waiting")
+    bus.list_stuck()
     bus.status()
     bus.workers()
     bus.list_domains()
@@ -93,6 +96,7 @@ def _sending(bus: Bus) -> list[Callable[[], Any]]:
 
 def _operating(bus: Bus) -> list[Callable[[], Any]]:
     return [
+        lambda: bus.cancel("orders", "running"),
         lambda: bus.cancel("orders", "waiting"),
         lambda: bus.tsq.operator_retry("orders", "t1"),
         lambda: bus.tsq.operator_cancel("orders", "t2"),
@@ -121,6 +125,8 @@ def work(orders: Bus) -> Bus:
     orders.send_many("orders", [NewCommand("Ship", command_id=f"t{n}", reply_to="answers") for n in range(1, 6)])
     attempts = orders.claim()
     orders.settle([fail(attempt, PermanentCommandError()) for attempt in attempts])
+    orders.send("orders", "Long", command_id="running", reply_to="answers")
+    orders.claim_one("elsewhere")
     orders.send("orders", "Ship", command_id="waiting", reply_to="answers")
     return orders
 
@@ -165,15 +171,18 @@ def test_a_worker_works(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -
     assert one(db, "SELECT count(*) FROM commandbus.rejected_message") == 1
     assert worker.get_command("orders", "paused").waiting_for == "pause"
     expire_leases(db)
+    work.cancel("orders", "running")
     found = {attempt.command_id: attempt for attempt in worker.claim()}
+    assert worker.get_command("orders", "running").status is CommandStatus.CANCELED
     assert found["waiting"].number == 2, "and the first was recorded as lost"
     assert "raw" in found
     assert worker.renew(list(found.values())) == []
+    assert worker.run(pending_cancels("orders", "w1", [(1, 1)])) == []
     db.execute("SELECT pgmq.create('theirs')")  # a reply queue that nobody granted
     worker.send("orders", "Ship", command_id="theirs", reply_to="theirs")
     theirs = worker.claim_one()
     assert worker.settle([theirs.complete(None), found["waiting"].complete("1")]) == {}
-    assert one(db, "SELECT count(*) FROM pgmq.q_answers") == 1
+    assert one(db, "SELECT count(*) FROM pgmq.q_answers") == 2, "of what was canceled, too"
     assert one(db, "SELECT queue FROM commandbus.undelivered_reply") == "theirs"
     unnamed = next(attempt for name, attempt in found.items() if name not in ("raw", "two", "waiting"))
     assert worker.settle([fail(found["raw"], ValueError()), unnamed.give_back()]) == {}
@@ -189,6 +198,7 @@ def test_an_operator_operates(work: Bus, acting: Roles, db: psycopg.Connection[A
     _look(operator)
     for act in _operating(operator):
         act()
+    assert work.get_command("orders", "running").cancel_requested is not None
     assert one(db, "SELECT count(*) FROM pgmq.q_answers") == 3, "replies of cancel, cancel and complete"
     db.execute("SELECT pgmq.archive('orders__commands', msg_id) FROM pgmq.q_orders__commands")
     report = operator.prune(age=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import Any
 
 import psycopg
@@ -25,6 +26,7 @@ FULL: dict[str, Any] = {
     "correlation_id": "c",
     "reply_to": "answers",
     "max_attempts": 3,
+    "timeout": "2m",
     "headers": {"x": 1, "y": 2},
 }
 OTHERS: list[tuple[str, Any]] = [
@@ -40,6 +42,9 @@ OTHERS: list[tuple[str, Any]] = [
     ("reply_to", None),
     ("max_attempts", 4),
     ("max_attempts", None),
+    ("timeout", 121),
+    ("timeout", 0),
+    ("timeout", None),
     ("headers", {"x": 1}),
     ("headers", {"x": 1, "y": False}),
     ("headers", None),
@@ -49,7 +54,7 @@ OTHERS: list[tuple[str, Any]] = [
 def test_the_same_content_is_the_same_command(orders: Bus, db: psycopg.Connection[Any]) -> None:
     first = orders.send("orders", command_id="k", **FULL)
     reordered = {**FULL, "data": {"b": [1, 2], "a": 1}, "headers": {"y": 2, "x": 1}}
-    for again in (FULL, reordered, {**FULL, "delay": 60}):
+    for again in (FULL, reordered, {**FULL, "delay": 60}, {**FULL, "timeout": timedelta(minutes=2)}):
         second = orders.send("orders", command_id="k", **again)
         assert (second.id, second.command_id, second.created) == (first.id, "k", False)
         (third,) = orders.send_many("orders", [{**again, "command_id": "k"}])

@@ -189,8 +189,20 @@ def test_the_registry_of_workers(orders: Bus, db: psycopg.Connection[Any]) -> No
     assert not worker.is_alive
     assert worker.heartbeat_age_seconds >= 60
     assert orders.status("orders")[0].settled_per_second == 0
+    assert (worker.supervisor, worker.health) == (None, None)
     orders.run(beat(identity, state="STOPPED", running=0, settled=20, rates={}))
     assert not orders.workers()[0].is_alive
+
+
+def test_supervised_workers_say_how_they_are(orders: Bus) -> None:
+    identity = WorkerIdentity("w1", "host", 123, ["orders"], 4, "0.1.0", supervisor="s1")
+    health: dict[str, Any] = {"state": "DEGRADED", "reasons": ["1 attempt is stuck"]}
+    orders.run(beat(identity, state="DRAINING", running=2, settled=10, rates={}, health=health))
+    (worker,) = orders.workers()
+    assert (worker.supervisor, worker.state, worker.health) == ("s1", "DRAINING", health)
+    health = {"state": "HEALTHY", "reasons": []}
+    orders.run(beat(identity, state="EXITING", running=2, settled=10, rates={}, health=health))
+    assert orders.workers()[0].health == health
 
 
 def test_domains(bus: Bus, db: psycopg.Connection[Any]) -> None:

@@ -51,6 +51,7 @@ def test_an_envelope_is_adopted_and_runs(orders: Bus, db: psycopg.Connection[Any
         "correlation_id": "c",
         "reply_to": "answers",
         "max_attempts": 2,
+        "timeout": 45,
         "headers": {"trace": 1},
     }
     msg_id = send_raw(db, json.dumps(envelope))
@@ -142,6 +143,9 @@ HOSTILE = [
     ('{"command_type": "x", "command_id": 5}', "command_id"),
     ('{"command_type": "x", "reply_to": "x; drop table y"}', "reply_to"),
     ('{"command_type": "x", "max_attempts": 0}', "max_attempts"),
+    ('{"command_type": "x", "timeout": -1}', "timeout: -1 is negative"),
+    ('{"command_type": "x", "timeout": "soon"}', "timeout: 'soon' is not a duration"),
+    ('{"command_type": "x", "timeout": [5]}', "timeout: [5] is not a duration"),
     ('{"command_type": "x", "max_attempts": 1e5000}', "digits"),
     ('{"command_type": "x", "max_attempts": 99999999999999}', "max_attempts"),
     ('{"command_type": "x", "headers": [1]}', "headers"),

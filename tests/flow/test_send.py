@@ -19,7 +19,9 @@ from commandbus import (
     InvalidCommandError,
     NewCommand,
     UnknownDomainError,
+    sql,
 )
+from commandbus.flow.send import prepare, send
 
 
 def test_a_command_is_stored_as_it_was_sent(orders: Bus, db: psycopg.Connection[Any]) -> None:
@@ -27,7 +29,7 @@ def test_a_command_is_stored_as_it_was_sent(orders: Bus, db: psycopg.Connection[
     data = {"text": "naïve ☃ \U0001f600 ' \" \\ %s %(x)s {} \\u0000", "n": [1, 1.5, -0.0, None, True], "": {}}
     sent = orders.send(
         "orders", "Ship", data, command_id="a b'c", correlation_id="c", reply_to="answers", max_attempts=5,
-        headers={"trace": [1, {"x": "ü"}]},
+        headers={"trace": [1, {"x": "ü"}]}, timeout="1m30s",
     )  # fmt: skip
     assert (sent.domain, sent.command_id, sent.created) == ("orders", "a b'c", True)
     record = orders.get_command("orders", "a b'c")
@@ -35,6 +37,7 @@ def test_a_command_is_stored_as_it_was_sent(orders: Bus, db: psycopg.Connection[
     assert (record.data, record.headers, record.result) == (data, {"trace": [1, {"x": "ü"}]}, None)
     assert (record.correlation_id, record.reply_to, record.max_attempts) == ("c", "answers", 5)
     assert (record.attempts, record.worker, record.finished_at, record.waiting_for) == (0, None, None, None)
+    assert (record.timeout, record.progress, record.cancel_requested) == (90.0, None, None)
     assert record.created_at.tzinfo is not None
     assert abs(record.visible_at - record.created_at) < timedelta(seconds=10)
     message = one(db, "SELECT message FROM pgmq.q_orders__commands")
@@ -47,6 +50,29 @@ def test_little_is_needed(orders: Bus) -> None:
     record = orders.get_command("orders", sent.command_id)
     assert (record.data, record.headers, record.correlation_id, record.max_attempts) == (None, None, None, None)
     assert orders.get_command("orders", "unknown") is None
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [(None, None), (0, 0.0), (5, 5.0), (0.1, 0.1), (1e-5, 1e-5), ("2m", 120.0), (timedelta(hours=1), 3600.0)],
+    ids=str,
+)
+def test_a_time_limit_of_its_own(orders: Bus, value: Any, seconds: float | None) -> None:
+    """Stored exactly, told, and handed to whoever claims it; 0 says that it has none, None that others decide."""
+    orders.send("orders", "Ship", command_id="one", timeout=value)
+    orders.send_many("orders", [NewCommand("Ship", command_id="two", timeout=value)])
+    assert not orders.send("orders", "Ship", command_id="two", timeout=value).created
+    for name in ("one", "two"):
+        assert orders.get_command("orders", name).timeout == seconds
+    assert [attempt.row[18] for attempt in orders.claim()] == [seconds, seconds]
+
+
+def test_a_plain_command_takes_the_short_way() -> None:
+    """Only options cost their parameters."""
+    plain = next(send("orders", prepare(NewCommand("Ship", 1))).steps)
+    assert plain.sql == sql.text("send_plain", domain="orders", conflict="")
+    limited = next(send("orders", prepare(NewCommand("Ship", 1, timeout=0))).steps)
+    assert limited.sql == sql.text("send", domain="orders", conflict="")
 
 
 @pytest.mark.parametrize("value", [None, False, 0, "", [], {}, 1.5, "x" * 1_048_574], ids=lambda v: repr(v)[:9])
@@ -155,6 +181,13 @@ BAD = [
     *(
         ("max_attempts", value, "max_attempts")
         for value in (0, -1, True, False, 1.0, 1.5, math.nan, "3", 10**7, 2**31, 10**5000)
+    ),
+    *(
+        ("timeout", value, "timeout")
+        for value in (
+            -1, -0.001, math.nan, math.inf, "soon", "", "5 parsecs", True, 10**10, 10**400, 1e300, timedelta(-1),
+            timedelta.max, [], 5j, b"5", object(),
+        )
     ),
     *(
         ("delay", value, "delay")
@@ -278,6 +311,7 @@ def test_every_field_goes_through_send_many(orders: Bus) -> None:
         "correlation_id": 'c"o',
         "reply_to": "answers",
         "max_attempts": 7,
+        "timeout": 0.25,
         "headers": {"h": 'x"'},
     }
     orders.send_many("orders", [fields])

@@ -28,6 +28,7 @@ CALLS: dict[str, list[Callable[[Bus], Any]]] = {
     ],
     "get_audit_trail": [lambda bus: bus.get_audit_trail("orders", "x")],
     "get_attempts": [lambda bus: bus.get_attempts("orders", "x")],
+    "list_stuck": [lambda bus: bus.list_stuck(), lambda bus: bus.list_stuck("orders", "x")],
     "rejected": [lambda bus: bus.rejected(), lambda bus: bus.rejected("orders")],
     "status": [lambda bus: bus.status(), lambda bus: bus.status("orders")],
     "workers": [lambda bus: bus.workers()],

@@ -1,12 +1,13 @@
 """A command's whole life against a model: whatever happens in whatever order, the database agrees.
 
 The machine sends, claims as one of two workers, crashes, lets leases run out, settles in time and too late, gives
-back, operates, pauses and prunes. Beside it a small model says what must be true of every command. After each
-step the tables are read and compared:
+back, cancels what waits and what runs, operates, pauses and prunes. Beside it a small model says what must be true
+of every command. After each step the tables are read and compared:
 
 - no command is lost: each that is neither final nor in the troubleshooting queue has exactly one queue row, and
   every queue row is that of exactly one such command
 - an attempt is settled at most once, and only by its holder; a settled command never moves again
+- what was asked to stop ends COMPLETED or CANCELED, and never runs again
 - the history is complete: every attempt that started was received and has one end, in order
 
 Time is the server's: leases run out because the machine moves `vt` back, never because it waits.
@@ -34,6 +35,7 @@ from hypothesis.stateful import (
 
 from commandbus import (
     BusinessRuleException,
+    CancelResult,
     CommandBus,
     CommandNotFoundError,
     DuplicateCommandError,
@@ -42,9 +44,9 @@ from commandbus import (
     TroubleshootingQueue,
 )
 from commandbus.flow.claim import claim, put_right
-from commandbus.flow.renew import renew
-from commandbus.flow.settle import Settlement, settle
-from commandbus.model.outcome import judge_failure
+from commandbus.flow.renew import PendingCancel, Renewal, renew
+from commandbus.flow.settle import Settlement, cancellation, settle
+from commandbus.model.outcome import Judgement, Verdict, judge_failure
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.attempt import Attempt
 
@@ -57,13 +59,21 @@ FINAL = ("COMPLETED", "FAILED", "CANCELED")
 TABLES = ("command", "attempt", "tsq", "operator_action", "parked", "pause", "rejected_message")
 
 
-ENDS = {"COMPLETED", "FAILED", "BUSINESS_RULE_FAILED", "GIVEN_BACK", "PARKED"}
+ENDS = {"COMPLETED", "FAILED", "BUSINESS_RULE_FAILED", "GIVEN_BACK", "PARKED", "CANCELED"}
+
+
+def _fence(attempt: Attempt) -> tuple[int, int]:
+    return attempt.msg_id, attempt.read_ct
 
 
 def _failed(attempt: Attempt, error: Exception) -> Settlement:
     return attempt.fail(
         judge_failure(error, charge=attempt.charge, policy=POLICY, max_attempts=attempt.max_attempts)
     )
+
+
+def _canceled(attempt: Attempt) -> Settlement:
+    return attempt.fail(Judgement(Verdict.CANCELED, cancellation("ann", None)))
 
 
 OUTCOMES: dict[str, Any] = {
@@ -88,11 +98,22 @@ class Life:
     holder: str | None = None
     parked: bool = False
     expired: bool = False
+    asked: int | None = None  # the attempt that was asked to stop
     history: list[tuple[str, int | None]] = field(default_factory=lambda: [("SENT", None)])
 
     @property
     def limit(self) -> int:
         return self.max_attempts or POLICY.max_attempts
+
+    def told(self) -> list[tuple[str, int | None]]:
+        """As the trail tells it: an attempt's start, which is written last, before what was asked of it."""
+        told = [entry for entry in self.history if entry[0] != "lost"]
+        for entry in self.history:
+            start = ("RECEIVED", entry[1])
+            if entry[0] == "OPERATOR_CANCEL" and entry[1] is not None and start in told:
+                told.remove(entry)
+                told.insert(told.index(start) + 1, entry)
+        return told
 
 
 class Lifecycle(RuleBasedStateMachine):
@@ -163,7 +184,9 @@ class Lifecycle(RuleBasedStateMachine):
             rows += right
             self._tell_the_model_of_the_odd(found.odd)
         assert {row[3] for row in rows} == {
-            name for name in self._just_claimed(found) if self.lives[name].command_type not in self.paused
+            name
+            for name in self._just_claimed(found)
+            if self.lives[name].command_type not in self.paused and self.lives[name].status == "PENDING"
         }
         for row in rows:
             attempt = Attempt("orders", tuple(row), None, 0.0)
@@ -180,9 +203,7 @@ class Lifecycle(RuleBasedStateMachine):
     def work(self, worker: str, outcomes: list[str]) -> None:
         """What a worker mostly does: claim, and settle at once."""
         for attempt, outcome in zip(self._claim_and_put_right(worker, len(outcomes)), outcomes, strict=False):
-            assert self.bus.run(settle("orders", worker, [OUTCOMES[outcome](attempt)])) == {}
-            self._settled(attempt, outcome)
-            self._forget(attempt.command_id)
+            self._settle(worker, [(attempt, outcome)])
 
     @precondition(lambda self: self._claimable())
     @rule(worker=WORKERS)
@@ -227,7 +248,11 @@ class Lifecycle(RuleBasedStateMachine):
             for event, number in life.history:
                 written += [("RECEIVED", number), ("FAILED", number)] if event == "lost" else [(event, number)]
             life.history = written
-            if life.command_type in self.paused:
+            if life.asked is not None:
+                life.status, life.holder, life.asked = "CANCELED", None, None
+                life.history += [("CANCELED", row.attempt_base + row.read_ct)]
+                self._forget(row.command_id)
+            elif life.command_type in self.paused:
                 life.parked, life.holder = True, None
                 life.history += [("PARKED", row.attempt_base + row.read_ct)]
                 life.charge -= 1
@@ -247,21 +272,40 @@ class Lifecycle(RuleBasedStateMachine):
         mine = [attempt for holder, attempt in self.held if holder == worker]
         chosen = data.draw(st.lists(st.sampled_from(mine), min_size=1, max_size=3, unique=True))
         outcomes = [(attempt, data.draw(st.sampled_from(sorted(OUTCOMES)))) for attempt in chosen]
-        batch = [OUTCOMES[outcome](attempt) for attempt, outcome in outcomes]
-        assert self.bus.run(settle("orders", worker, batch)) == {}
+        self._settle(worker, outcomes)
+
+    def _settle(
+        self, worker: str, outcomes: list[tuple[Attempt, str]], zombies: list[Attempt] | None = None
+    ) -> None:
+        """As a settler does: what is to be cancelled is settled so in a second round."""
+        batch = [OUTCOMES["complete"](zombie) for zombie in zombies or []]
+        batch += [OUTCOMES[outcome](attempt) for attempt, outcome in outcomes]
+        asked = [
+            attempt
+            for attempt, outcome in outcomes
+            if self.lives[attempt.command_id].asked is not None and outcome != "complete"
+        ]
+        expected = {_fence(zombie): "refused" for zombie in zombies or []}
+        expected |= {_fence(attempt): "canceled" for attempt in asked}
+        assert self.bus.run(settle("orders", worker, batch)) == expected
+        if asked:
+            assert self.bus.run(settle("orders", worker, [_canceled(attempt) for attempt in asked])) == {}
         for attempt, outcome in outcomes:
-            self._settled(attempt, outcome)
+            self._settled(attempt, "cancel" if attempt in asked else outcome)
             self._forget(attempt.command_id)
 
     def _settled(self, attempt: Attempt, outcome: str) -> None:
         life = self.lives[attempt.command_id]
         number = attempt.number
-        life.holder, life.expired = None, False
+        life.holder, life.expired, life.asked = None, False, None
         self.settles[(attempt.id, number)] += 1
         received: list[tuple[str, int | None]] = [("RECEIVED", number)]
         if outcome == "complete":
             life.status = "COMPLETED"
             life.history += [*received, ("COMPLETED", number)]
+        elif outcome == "cancel":
+            life.status = "CANCELED"
+            life.history += [*received, ("CANCELED", number)]
         elif outcome == "refuse":
             life.status = "FAILED"
             life.history += [*received, ("BUSINESS_RULE_FAILED", number)]
@@ -289,7 +333,7 @@ class Lifecycle(RuleBasedStateMachine):
         outcome = OUTCOMES[data.draw(st.sampled_from(sorted(OUTCOMES)))](attempt)
         fence = (attempt.msg_id, attempt.read_ct)
         assert self.bus.run(settle("orders", worker, [outcome])) == {fence: "refused"}
-        assert self.bus.run(renew("orders", worker, [fence], lease_seconds=60)) == [fence]
+        assert self.bus.run(renew("orders", worker, [fence], lease_seconds=60)) == Renewal([fence], [])
 
     @precondition(lambda self: self.held and self._fenced())
     @rule(data=st.data(), outcome=st.sampled_from(["complete", "retry"]))
@@ -301,11 +345,7 @@ class Lifecycle(RuleBasedStateMachine):
                 zombie for zombie in late if zombie.msg_id == attempt.msg_id
             ]  # it claimed its own lost one again
             zombie = data.draw(st.sampled_from(same or late))
-            batch = [OUTCOMES["complete"](zombie), OUTCOMES[outcome](attempt)]
-            answer = self.bus.run(settle("orders", worker, batch))
-            assert answer == {(zombie.msg_id, zombie.read_ct): "refused"}
-            self._settled(attempt, outcome)
-            self._forget(attempt.command_id)
+            self._settle(worker, [(attempt, outcome)], [zombie])
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), worker=WORKERS)
@@ -350,8 +390,11 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:
         worker, attempt = data.draw(st.sampled_from(self.held))
-        assert self.bus.run(renew("orders", worker, [(attempt.msg_id, attempt.read_ct)], lease_seconds=3600)) == []
-        self.lives[attempt.command_id].expired = False
+        life = self.lives[attempt.command_id]
+        renewal = self.bus.run(renew("orders", worker, [_fence(attempt)], lease_seconds=3600))
+        asked = [] if life.asked is None else [PendingCancel(*_fence(attempt), "ann", None)]
+        assert renewal == Renewal([], asked)
+        life.expired = False
 
     # --- people's doings ----------------------------------------------------------------------------------
 
@@ -402,13 +445,28 @@ class Lifecycle(RuleBasedStateMachine):
         if life is None:
             with pytest.raises(CommandNotFoundError):
                 self.bus.cancel("orders", command_id, operator="ann")
-        elif life.status != "PENDING" or life.holder is not None:
+        elif life.status != "PENDING":
             with pytest.raises(InvalidOperationError):
                 self.bus.cancel("orders", command_id, operator="ann")
+        elif life.holder is not None:
+            self.cancel_running(command_id)
         else:
-            self.bus.cancel("orders", command_id, operator="ann")
+            assert self.bus.cancel("orders", command_id, operator="ann") is CancelResult.CANCELED
             life.status, life.parked = "CANCELED", False
             life.history.append(("OPERATOR_CANCEL", None))
+
+    @precondition(lambda self: any(life.holder for life in self.lives.values()))
+    @rule(data=st.data())
+    def cancel_one_that_runs(self, data: st.DataObject) -> None:
+        running = sorted(name for name, life in self.lives.items() if life.holder)
+        self.cancel_running(data.draw(st.sampled_from(running)))
+
+    def cancel_running(self, command_id: str) -> None:
+        life = self.lives[command_id]
+        assert self.bus.cancel("orders", command_id, operator="ann") is CancelResult.REQUESTED
+        if life.asked != life.number:  # or it was asked of the one whose lease has run out since
+            life.asked = life.number
+            life.history.append(("OPERATOR_CANCEL", life.number))
 
     @precondition(lambda self: not self.paused)
     @rule(command_type=st.sampled_from([None, *TYPES]))
@@ -494,7 +552,7 @@ class Lifecycle(RuleBasedStateMachine):
         ):
             trails[name].append((event, attempt))
         for name, life in self.lives.items():
-            assert trails[name] == [entry for entry in life.history if entry[0] != "lost"], name
+            assert trails[name] == life.told(), name
             ends = Counter(number for event, number in trails[name] if event in ENDS)
             starts = Counter(number for event, number in trails[name] if event == "RECEIVED")
             assert all(count == 1 for count in ends.values()), name

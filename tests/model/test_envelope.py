@@ -31,6 +31,7 @@ ENVELOPES = st.fixed_dictionaries(
         "correlation_id": st.none() | st.text(max_size=5) | ANYTHING,
         "reply_to": st.none() | st.from_regex(r"[a-z_]{1,5}", fullmatch=True) | ANYTHING,
         "max_attempts": st.none() | st.integers(-1, 10) | ANYTHING,
+        "timeout": st.none() | st.floats() | st.sampled_from(["2m", "0"]) | ANYTHING,
         "headers": st.none() | st.dictionaries(st.text(max_size=5), ANYTHING, max_size=2) | ANYTHING,
         "command": ANYTHING,
         "surprise": ANYTHING,
@@ -53,6 +54,8 @@ def test_anything_is_a_valid_command_or_refused_with_a_reason(message: Any) -> N
     assert new.correlation_id is None or names.check_id(new.correlation_id)
     assert new.reply_to is None or names.check_queue(new.reply_to)
     assert new.max_attempts is None or (type(new.max_attempts) is int and new.max_attempts >= 1)
+    seconds = envelope.timeout_seconds(new.timeout)
+    assert seconds is None or (seconds >= 0 and math.isfinite(seconds))
     assert new.headers is None or isinstance(new.headers, dict)
     # What is adopted is dumped again: it must be JSON that PostgreSQL takes.
     text = json.dumps([new.data, new.headers], allow_nan=False, ensure_ascii=False)
@@ -74,12 +77,13 @@ def test_every_field_is_taken_over() -> None:
             "correlation_id": "c",
             "reply_to": "answers",
             "max_attempts": 5,
+            "timeout": "2m",
             "headers": {"trace": "t"},
         },
         queue="q",
         msg_id=1,
     )
-    assert new == NewCommand("Ship", {"order": 7}, "mine", "c", "answers", 5, headers={"trace": "t"})
+    assert new == NewCommand("Ship", {"order": 7}, "mine", "c", "answers", 5, headers={"trace": "t"}, timeout="2m")
 
 
 @pytest.mark.parametrize(
@@ -105,6 +109,11 @@ def test_every_field_is_taken_over() -> None:
         ({"command_type": "x", "max_attempts": 0}, "max_attempts"),
         ({"command_type": "x", "max_attempts": True}, "max_attempts"),
         ({"command_type": "x", "max_attempts": 10**4000}, "max_attempts"),
+        ({"command_type": "x", "timeout": -1}, "timeout: -1 is negative"),
+        ({"command_type": "x", "timeout": True}, "timeout: True is not a duration"),
+        ({"command_type": "x", "timeout": "1y"}, "timeout: '1y' is not a duration"),
+        ({"command_type": "x", "timeout": {}}, "timeout: {} is not a duration"),
+        ({"command_type": "x", "timeout": 10**4000}, "timeout: a number of more than 18 digits is longer"),
         ({"command_type": "x", "headers": []}, "headers must be a dict"),
         ({"command_type": "x", "data": "x" * 2000}, "data is 2002 bytes"),
         ({"command_type": "x", "data": math.inf}, "data is not JSON"),

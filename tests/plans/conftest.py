@@ -1,4 +1,5 @@
 """One large database for all plans: 100k ready, 100k delayed, 200k finished, 20k in the troubleshooting queue.
+Of 100k attempts that failed, every fiftieth had to be stopped.
 
 `backlog`, `delayed`, `history` and `trouble` are domains; so is `shadow`, in which 50k commands were claimed and
 settled while a transaction elsewhere stayed open, so that their index entries are all still there. Nothing is
@@ -59,13 +60,23 @@ def _fill(conn: psycopg.Connection[Any], onlooker: psycopg.Connection[Any]) -> N
     def run(template: str, **parts: Any) -> None:
         conn.execute(template.format(**parts).encode())
 
-    for table in ["commandbus.command", "commandbus.tsq", *(f"pgmq.q_{domain}__commands" for domain in DOMAINS)]:
+    for table in [
+        "commandbus.command",
+        "commandbus.tsq",
+        "commandbus.attempt",
+        *(f"pgmq.q_{domain}__commands" for domain in DOMAINS),
+    ]:
         run("ALTER TABLE {table} SET (autovacuum_enabled = false)", table=table)
     run(FINISHED, domain="history", status="COMPLETED", count=200_000)
     run(FINISHED, domain="trouble", status="IN_TROUBLESHOOTING_QUEUE", count=20_000)
     run(
         "INSERT INTO commandbus.tsq (command, domain, command_type, attempt, error_code) "
         "SELECT id, domain, command_type, 1, 'ERROR' FROM commandbus.command WHERE domain = 'trouble'"
+    )
+    run(
+        "INSERT INTO commandbus.attempt (command, number, verdict, finished_at, rung) "
+        "SELECT id, 1, 'RETRY', now() - make_interval(secs => id), CASE WHEN id % 50 = 0 THEN 'stuck' END "
+        "FROM commandbus.command WHERE domain = 'history' ORDER BY id LIMIT 100000"
     )
     run(PENDING, domain="backlog", count=100_000)
     run(QUEUED, domain="backlog", after=0, vt="now() - interval '1 hour'")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import psycopg
@@ -11,8 +11,10 @@ from plan_reading import Plan, explain, first_statement
 
 from commandbus.db.drive import run
 from commandbus.flow.claim import Claim, claim, next_due
+from commandbus.flow.history import list_stuck
 from commandbus.flow.inspect import CommandQuery, list_tsq, query_commands
-from commandbus.flow.renew import renew
+from commandbus.flow.operate import cancel, deed
+from commandbus.flow.renew import pending_cancels, renew
 from commandbus.flow.settle import settle
 from commandbus.model.command import CommandStatus
 from commandbus.model.outcome import Failure, Judgement, Verdict
@@ -136,6 +138,38 @@ def test_renew(conn: Conn, generic: bool, domain: str) -> None:
     check_direct(plan, domain)
 
 
+@pytest.mark.parametrize("domain", ["backlog", "delayed", "shadow"])
+def test_renew_with_progress(conn: Conn, generic: bool, domain: str) -> None:
+    fences = [(each.msg_id, each.read_ct) for each in attempts(conn, domain)]
+    progress = {msg_id: '{"done": 5}' for msg_id, _ in fences}
+    statement = first_statement(renew(domain, "w", fences, lease_seconds=60, progress=progress))
+    plan = explain(conn, statement, generic=generic)
+    assert plan.rows == 0
+    check_direct(plan, domain)
+
+
+@pytest.mark.parametrize("domain", ["backlog", "shadow"])
+def test_pending_cancels(conn: Conn, generic: bool, domain: str) -> None:
+    fences = [(each.msg_id, each.read_ct) for each in attempts(conn, domain)]
+    asked = fences[7][0]
+    conn.execute(
+        f'UPDATE pgmq.{queue(domain)} SET headers = headers || \'{{"cancel": {{"by": "ann"}}}}\' '
+        f"WHERE msg_id = {asked}".encode()
+    )
+    plan = explain(conn, first_statement(pending_cancels(domain, "w", fences)), generic=generic)
+    assert plan.rows == 1
+    check_direct(plan, domain, per_row=1)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["waiting", "running"])
+def test_cancel(conn: Conn, generic: bool, held: bool) -> None:
+    name = attempts(conn, "backlog", 1)[0].command_id if held else "backlog-100000-99999"
+    statement = first_statement(cancel("backlog", name, deed("CANCEL", "ann")))
+    plan = explain(conn, statement, generic=generic)
+    assert plan.rows == 1
+    check_direct(plan, "backlog", batch=1)
+
+
 # --- looking --------------------------------------------------------------------------------------------------
 
 
@@ -213,3 +247,18 @@ def test_list_tsq(conn: Conn, generic: bool) -> None:
         assert plan.kinds("command") <= {"Index Scan"}, plan
         assert plan.visited("command") <= 50, plan
         assert plan.visited("tsq") <= 60, plan
+
+
+@ANALYSED
+@pytest.mark.parametrize("filters", [{}, {"domain": "history"}, {"domain": "history", "command_type": "work"}])
+@pytest.mark.parametrize("since", [None, datetime(2020, 1, 1, tzinfo=UTC)])
+def test_list_stuck(conn: Conn, generic: bool, filters: dict[str, str], since: datetime | None) -> None:
+    """From the newest on, however many there are; never over those that just failed."""
+    statement = first_statement(list_stuck(**filters, since=since, limit=50))
+    plan = explain(conn, statement, generic=generic)
+    assert plan.rows == 50
+    assert {scan.index for scan in plan.scans("attempt")} == {"attempt_stopped"}, plan
+    assert plan.visited("attempt") <= 60, plan
+    assert plan.kinds("command") <= {"Index Scan"}, plan
+    assert plan.visited("command") <= 60, plan
+    assert plan.buffers < 400, plan

@@ -182,7 +182,7 @@ def test_a_cancelled_claim_does_not_end_the_worker(
     assert worker.stop().is_clean
 
 
-@pytest.mark.parametrize("part", ["claimer", "settler", "monitor"])
+@pytest.mark.parametrize("part", ["claimer", "settler", "keeper"])
 def test_a_terminated_backend_comes_back(
     bus: CommandBus,
     db: Db,

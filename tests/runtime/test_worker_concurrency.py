@@ -122,6 +122,10 @@ def test_one_blocked_lane_leaves_the_other_its_places(
     until_settled(db)
 
 
+class _Pushed:
+    stop = None
+
+
 class _Lanes:
     """Both lanes before one set of places, fed by hand: an attempt is whatever was pushed."""
 
@@ -130,22 +134,24 @@ class _Lanes:
         self.ran: dict[str, int] = {"sync": 0, "async": 0}
         self._seconds = seconds
         places = Places(total)
-        self.slots = Slots(places, self._run, name="test")
-        self.loop = AsyncSlots(places, self._run_async, name="test")
+        self.slots = Slots(places, self._run, name="test", on_thread=lambda _: None, forgets_locals=True)
+        self.loop = AsyncSlots(places, self._run_async, name="test", first=total, on_thread=lambda _: None)
         self.slots.share_with_others()
         self.loop.share_with_others()
         self.slots.start()
         self.loop.start()
 
-    def _run(self, attempt: Any) -> None:
+    def _run(self, attempt: Any, slot: Any) -> bool:
         with self.crowd:
             time.sleep(self._seconds)
         self.ran["sync"] += 1
+        return True
 
-    async def _run_async(self, attempt: Any) -> None:
+    async def _run_async(self, attempt: Any, slot: Any) -> bool:
         with self.crowd:
             await asyncio.sleep(self._seconds)
         self.ran["async"] += 1
+        return True
 
     def close(self) -> None:
         self.slots.take_back()
@@ -160,9 +166,9 @@ def test_a_flood_in_one_lane_does_not_starve_the_other(lane: str) -> None:
     try:
         flooded, other = (lanes.slots, lanes.loop) if lane == "sync" else (lanes.loop, lanes.slots)
         name = "async" if lane == "sync" else "sync"
-        flooded.push([object()] * 20_000)  # type: ignore[list-item]
+        flooded.push([_Pushed()] * 20_000)  # type: ignore[list-item]
         until(lambda: lanes.ran[lane] > 50)
-        other.push([object()] * 200)  # type: ignore[list-item]
+        other.push([_Pushed()] * 200)  # type: ignore[list-item]
         until(lambda: lanes.ran[name] == 200, 10)
         # A fair share is half: the 200 must not have waited for more than a few times as many of the flood.
         assert flooded.waiting
@@ -180,7 +186,7 @@ def test_no_command_is_left_behind_by_lazy_waking(lane: str) -> None:
         pushed = 0
         for round_ in range(300):
             size = round_ % 5 + 1
-            target.push([object()] * size)  # type: ignore[list-item]
+            target.push([_Pushed()] * size)  # type: ignore[list-item]
             pushed += size
             if round_ % 3 == 0:
                 until(lambda expected=pushed: lanes.ran[lane] == expected, 5)

@@ -18,14 +18,15 @@ from commandbus.db.pool import check_conninfo, make_async_pool
 from commandbus.db.resolve import Database
 from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune, roles
 from commandbus.flow.domains import DomainInfo
-from commandbus.flow.history import AttemptRecord
+from commandbus.flow.history import AttemptRecord, StuckAttempt
 from commandbus.flow.inspect import CommandQuery, DomainStatus, Page, RejectedMessage, WorkerInfo
 from commandbus.flow.migrate import SchemaState
 from commandbus.flow.pause import PauseInfo
 from commandbus.flow.prune import PruneReport
 from commandbus.flow.statement import Operation, Plan, explain_absence
 from commandbus.model import names
-from commandbus.model.command import AuditEntry, CommandRecord, NewCommand, SentCommand
+from commandbus.model.command import AuditEntry, CancelResult, CommandRecord, NewCommand, SentCommand
+from commandbus.model.durations import Duration
 from commandbus.settings import Settings
 
 T = TypeVar("T")
@@ -137,11 +138,13 @@ class AsyncCommandBus(Shell):
         delay: float | timedelta | None = None,
         at: datetime | None = None,
         headers: Mapping[str, Any] | None = None,
+        timeout: Duration | None = None,
         conn: object = None,
     ) -> SentCommand:
         """Send a command; see CommandBus.send."""
         new = NewCommand(
-            command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers
+            command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,
+            timeout,
         )  # fmt: skip
         return await self.run(self._send(domain, new), conn)
 
@@ -168,10 +171,10 @@ class AsyncCommandBus(Shell):
         operator: str | None = None,
         reason: str | None = None,
         conn: object = None,
-    ) -> None:
-        """Cancel a command that nobody is running yet."""
+    ) -> CancelResult:
+        """Cancel a command, or ask the worker that runs it to stop it; see CommandBus.cancel."""
         deed = operate.deed("CANCEL", operator or whoami(), reason)
-        await self.run(operate.cancel(names.check_domain(domain), command_id, deed), conn)
+        return await self.run(operate.cancel(names.check_domain(domain), command_id, deed), conn)
 
     # --- looking ------------------------------------------------------------------------------------------
 
@@ -201,6 +204,17 @@ class AsyncCommandBus(Shell):
     async def get_attempts(self, domain: str, command_id: str) -> list[AttemptRecord]:
         """The attempts that did not simply complete, with error, code and traceback, in order."""
         return await self.run(history.list_attempts(domain, command_id))
+
+    async def list_stuck(
+        self,
+        domain: str | None = None,
+        command_type: str | None = None,
+        *,
+        since: datetime | None = None,
+        limit: int = 50,
+    ) -> list[StuckAttempt]:
+        """Attempts that a limit had to stop, newest first, with what was seen then (`autopsy`)."""
+        return await self.run(history.list_stuck(domain, command_type, since=since, limit=limit))
 
     async def rejected(
         self, domain: str | None = None, *, limit: int = 50, before_id: int | None = None

@@ -19,14 +19,15 @@ from commandbus.db.pool import check_conninfo, open_pool
 from commandbus.db.resolve import Database
 from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune, roles
 from commandbus.flow.domains import DomainInfo
-from commandbus.flow.history import AttemptRecord
+from commandbus.flow.history import AttemptRecord, StuckAttempt
 from commandbus.flow.inspect import CommandQuery, DomainStatus, Page, RejectedMessage, WorkerInfo
 from commandbus.flow.migrate import SchemaState
 from commandbus.flow.pause import PauseInfo
 from commandbus.flow.prune import PruneReport
 from commandbus.flow.statement import Operation, Plan, explain_absence
 from commandbus.model import names
-from commandbus.model.command import AuditEntry, CommandRecord, NewCommand, SentCommand
+from commandbus.model.command import AuditEntry, CancelResult, CommandRecord, NewCommand, SentCommand
+from commandbus.model.durations import Duration
 from commandbus.settings import Settings
 
 T = TypeVar("T")
@@ -149,15 +150,18 @@ class CommandBus(Shell):
         delay: float | timedelta | None = None,
         at: datetime | None = None,
         headers: Mapping[str, Any] | None = None,
+        timeout: Duration | None = None,
         conn: object = None,
     ) -> SentCommand:
         """Send a command; with `conn` in the caller's transaction.
 
         `command_id` is an idempotency key: the same id with the same content answers the existing command
-        (`created=False`), with other content it is DuplicateCommandError.
+        (`created=False`), with other content it is DuplicateCommandError. `timeout` is this command's own
+        deadline (seconds, "2m", a timedelta; 0: none) instead of its handler's or its worker's.
         """
         new = NewCommand(
-            command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers
+            command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,
+            timeout,
         )  # fmt: skip
         return self.run(self._send(domain, new), conn)
 
@@ -193,10 +197,14 @@ class CommandBus(Shell):
         operator: str | None = None,
         reason: str | None = None,
         conn: object = None,
-    ) -> None:
-        """Cancel a command that nobody is running yet."""
+    ) -> CancelResult:
+        """Cancel a command, or ask the worker that runs it to stop it. The answer says which.
+
+        A command that runs is told by its context, and has its grace to clean up; it ends CANCELED, unless it
+        completes by then. Asking again changes nothing and answers the same.
+        """
         deed = operate.deed("CANCEL", operator or whoami(), reason)
-        self.run(operate.cancel(names.check_domain(domain), command_id, deed), conn)
+        return self.run(operate.cancel(names.check_domain(domain), command_id, deed), conn)
 
     # --- looking ------------------------------------------------------------------------------------------
 
@@ -224,6 +232,17 @@ class CommandBus(Shell):
     def get_attempts(self, domain: str, command_id: str) -> list[AttemptRecord]:
         """The attempts that did not simply complete, with error, code and traceback, in order."""
         return self.run(history.list_attempts(domain, command_id))
+
+    def list_stuck(
+        self,
+        domain: str | None = None,
+        command_type: str | None = None,
+        *,
+        since: datetime | None = None,
+        limit: int = 50,
+    ) -> list[StuckAttempt]:
+        """Attempts that a limit had to stop, newest first, with what was seen then (`autopsy`)."""
+        return self.run(history.list_stuck(domain, command_type, since=since, limit=limit))
 
     def rejected(
         self, domain: str | None = None, *, limit: int = 50, before_id: int | None = None

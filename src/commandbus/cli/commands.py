@@ -9,8 +9,10 @@ from typing import Any
 import click
 
 from commandbus.bus import CommandBus
+from commandbus.cli import autopsy
 from commandbus.cli.parameters import SINCE
 from commandbus.cli.render import (
+    age,
     age_of,
     columns,
     compact,
@@ -24,7 +26,8 @@ from commandbus.cli.render import (
 from commandbus.cli.session import Command, Session
 from commandbus.errors import CommandNotFoundError, InvalidOperationError
 from commandbus.flow.history import AttemptRecord, list_attempts
-from commandbus.model.command import AuditEntry, CommandRecord, CommandStatus
+from commandbus.model.command import AuditEntry, CancelRequest, CommandRecord, CommandStatus
+from commandbus.model.durations import format_seconds
 
 SHORT = {"IN_TSQ": CommandStatus.IN_TROUBLESHOOTING_QUEUE}
 STATUSES = [*(status.value for status in CommandStatus), *SHORT]
@@ -60,11 +63,11 @@ def commands(
         print_json(page.items)
         return
     print_table(
-        columns(":id domain type command_id status :attempts sent error"),
+        columns(":id domain type command_id status :attempts sent note"),
         [
             (
                 f"#{item.id}", item.domain, item.command_type, item.command_id,
-                item.status, item.attempts, f"{age_of(item.created_at)} ago", item.error,
+                item.status, item.attempts, f"{age_of(item.created_at)} ago", _note(item),
             )
             for item in page.items
         ],
@@ -74,11 +77,21 @@ def commands(
         click.echo(f"more: add --before-id {page.next_before_id}")
 
 
+def _note(item: CommandRecord) -> str | None:
+    """What runs tells how far it is and whether it is asked to stop; everything else its last error."""
+    if item.status is not CommandStatus.IN_PROGRESS:
+        return item.error
+    asked = None if item.cancel_requested is None else f"asked to stop by {item.cancel_requested.by}"
+    progress = None if item.progress is None else f"progress {compact(item.progress)}"
+    return "; ".join(filter(None, (asked, progress, item.error)))
+
+
 @click.command(cls=Command)
 @click.argument("words", nargs=-1, required=True, metavar="[DOMAIN] ID")
 @click.option("--traceback", "with_traceback", is_flag=True, help="The traceback of each failed attempt too.")
+@click.option("--autopsy", "with_autopsy", is_flag=True, help="What was seen when an attempt had to be stopped.")
 @click.pass_obj
-def show(session: Session, words: tuple[str, ...], with_traceback: bool) -> None:  # noqa: FBT001
+def show(session: Session, words: tuple[str, ...], with_traceback: bool, with_autopsy: bool) -> None:  # noqa: FBT001
     """One command: its fields, data and result, its last error, and its life as a timeline.
 
     ID is the command_id, looked for in every domain if none is given; '#123' is the internal id.
@@ -90,7 +103,8 @@ def show(session: Session, words: tuple[str, ...], with_traceback: bool) -> None
         trail = bus.get_audit_trail(record.domain, record.command_id)
         attempts = bus.run(list_attempts(record.domain, record.command_id))
     if session.as_json:
-        print_json(_document(record, trail, attempts, with_traceback=with_traceback))
+        without = {"traceback": not with_traceback, "autopsy": not with_autopsy}
+        print_json(_document(record, trail, attempts, without={name for name in without if without[name]}))
         return
     _print_record(record)
     click.echo("\ntimeline")
@@ -101,6 +115,13 @@ def show(session: Session, words: tuple[str, ...], with_traceback: bool) -> None
     for attempt in failed if with_traceback else []:
         click.echo(f"\ntraceback of attempt {attempt.number}")
         for line in printable_lines(attempt.traceback or ""):
+            click.echo(f"  {line}")
+    stopped = [attempt for attempt in attempts if attempt.autopsy is not None]
+    if stopped and not with_autopsy:
+        click.echo("\n--autopsy shows what it hung in")
+    for attempt in stopped if with_autopsy else []:
+        click.echo(f"\nautopsy of attempt {attempt.number}")
+        for line in autopsy.lines(attempt.autopsy):
             click.echo(f"  {line}")
 
 
@@ -125,16 +146,12 @@ def _find(bus: CommandBus, words: tuple[str, ...]) -> CommandRecord:
 
 
 def _document(
-    record: CommandRecord, trail: list[AuditEntry], attempts: list[AttemptRecord], *, with_traceback: bool
+    record: CommandRecord, trail: list[AuditEntry], attempts: list[AttemptRecord], *, without: set[str]
 ) -> dict[str, Any]:
     document = {name: getattr(record, name) for name in CommandRecord.__dataclass_fields__}
     document["audit"] = trail
     document["failed_attempts"] = [
-        {
-            name: getattr(attempt, name)
-            for name in AttemptRecord.__dataclass_fields__
-            if with_traceback or name != "traceback"
-        }
+        {name: getattr(attempt, name) for name in AttemptRecord.__dataclass_fields__ if name not in without}
         for attempt in attempts
     ]
     return document
@@ -148,6 +165,13 @@ def _print_record(record: CommandRecord) -> None:
             "internal id": f"#{record.id}",
             "type": record.command_type,
             "status": record.status,
+            "cancel": None if record.cancel_requested is None else _request(record.cancel_requested),
+            "progress": None if record.progress is None else compact(record.progress),
+            "timeout": None
+            if record.timeout is None
+            else format_seconds(record.timeout)
+            if record.timeout
+            else "none",
             "attempts": f"{record.attempts}{most}",
             "sent": f"{moment(record.created_at)} ({age_of(record.created_at)} ago)",
             "started": record.started_at,
@@ -163,6 +187,11 @@ def _print_record(record: CommandRecord) -> None:
             "last error": _error(record),
         }
     )
+
+
+def _request(request: CancelRequest) -> str:
+    reason = f": {request.reason}" if request.reason else ""
+    return f"asked for by {request.by} at {moment(request.at)}{reason}"
 
 
 def _error(record: CommandRecord) -> str | None:
@@ -183,7 +212,10 @@ def _timeline(trail: list[AuditEntry]) -> list[tuple[object, ...]]:
 
 def _details(entry: AuditEntry) -> str:
     parts = [
-        f"{name}={value if isinstance(value, str) else compact(value)}" for name, value in entry.details.items()
+        f"after={age(value / 1000)}"
+        if name == "duration_ms"
+        else f"{name}={value if isinstance(value, str) else compact(value)}"
+        for name, value in entry.details.items()
     ]
     return printable(", ".join(parts))
 

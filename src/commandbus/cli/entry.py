@@ -29,6 +29,7 @@ from commandbus.cli import (
     roles,
     send,
     status,
+    stuck,
     tsq,
     worker,
 )
@@ -51,8 +52,8 @@ def root() -> None:
 
 
 for module in (
-    demo, migrate, domain, roles, config, doctor, embedded, worker, send, status, commands, operate, tsq,
-    rejected, prune,
+    demo, migrate, domain, roles, config, doctor, embedded, worker, send, status, commands, stuck, operate,
+    tsq, rejected, prune,
 ):  # fmt: skip
     for command in module.COMMANDS:
         root.add_command(command)

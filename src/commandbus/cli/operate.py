@@ -1,27 +1,81 @@
-"""`cancel`, `pause`, `resume`, `pauses`: what people do to commands that wait."""
+"""`cancel`, `pause`, `resume`, `pauses`: what people do to commands that wait, or run."""
 
 from __future__ import annotations
 
+import time
+
 import click
 
-from commandbus.cli.parameters import operator_options
+from commandbus.bus import CommandBus
+from commandbus.cli.exits import ExitCode
+from commandbus.cli.parameters import DURATION, operator_options
 from commandbus.cli.render import columns, counted, print_table
 from commandbus.cli.session import Command, Session
+from commandbus.errors import CommandNotFoundError
+from commandbus.model.command import CancelResult, CommandRecord, CommandStatus
+from commandbus.model.durations import format_seconds
+
+WAIT = "60s"
+LOOK_SECONDS = 0.2
 
 
 @click.command(cls=Command)
 @click.argument("domain")
 @click.argument("command_id", metavar="ID")
 @operator_options
-@click.pass_obj
-def cancel(session: Session, domain: str, command_id: str, operator: str | None, reason: str | None) -> None:
-    """Cancel a command that nobody is running yet."""
-    with session.bus() as bus:
-        bus.cancel(domain, command_id, operator=operator, reason=reason)
-    session.answer(
-        {"domain": domain, "command_id": command_id, "status": "CANCELED"},
-        lambda: click.echo(f"canceled {domain} {command_id}"),
+@click.option(
+    "--wait", type=DURATION, is_flag=False, flag_value=WAIT, metavar="[TIME]",
+    help=f"Wait until a command that runs has ended, so long at most. [if given without TIME: {WAIT}]",
+)  # fmt: skip
+@click.pass_context
+def cancel(
+    ctx: click.Context,
+    /,
+    domain: str,
+    command_id: str,
+    operator: str | None,
+    reason: str | None,
+    wait: float | None,
+) -> None:
+    """Cancel a command, or ask the worker that runs it to stop it.
+
+    One that runs has its grace to clean up, and ends CANCELED unless it completes by then. With --wait the exit
+    code is 1 if it ended otherwise, or did not end in time.
+    """
+    status, worker = CommandStatus.CANCELED, None
+    with ctx.obj.bus() as bus:
+        result = bus.cancel(domain, command_id, operator=operator, reason=reason)
+        if result is CancelResult.REQUESTED:
+            record = _wait_for_end(bus, domain, command_id, wait or 0.0)
+            status, worker = record.status, record.worker
+    ctx.obj.answer(
+        {"domain": domain, "command_id": command_id, "result": result, "status": status},
+        lambda: click.echo(_outcome(f"{domain} {command_id}", status, worker, wait)),
     )
+    if wait is not None and status is not CommandStatus.CANCELED:
+        ctx.exit(ExitCode.NO)
+
+
+def _wait_for_end(bus: CommandBus, domain: str, command_id: str, seconds: float) -> CommandRecord:
+    """The command as soon as it is final, or when the time is up."""
+    until = time.monotonic() + seconds
+    while True:
+        record = bus.get_command(domain, command_id)
+        if record is None:
+            raise CommandNotFoundError(f"command {command_id!r} of domain {domain!r} was forgotten meanwhile")
+        left = until - time.monotonic()
+        if record.status.is_final or left <= 0:
+            return record
+        time.sleep(min(LOOK_SECONDS, left))
+
+
+def _outcome(name: str, status: CommandStatus, worker: str | None, wait: float | None) -> str:
+    if status is CommandStatus.CANCELED:
+        return f"canceled {name}"
+    if status.is_final:
+        return f"{name} is {status}: it ended before it could be stopped"
+    asked = f"asked {f'worker {worker}' if worker else 'its worker'} to stop {name}"
+    return asked if wait is None else f"{asked}; it has not ended after {format_seconds(wait)}"
 
 
 @click.command(cls=Command)

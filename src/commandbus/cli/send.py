@@ -33,6 +33,7 @@ STDIN = "-"
 @click.option("--correlation-id", metavar="ID")
 @click.option("--reply-to", metavar="QUEUE", help="The queue that gets the reply.")
 @click.option("--max-attempts", type=int, metavar="N")
+@click.option("--timeout", type=DURATION, metavar="TIME", help="Its own deadline: 90s, 10m; 0 for none.")
 @click.option("--delay", type=DURATION, metavar="TIME", help="Run it after a while: 5m.")
 @click.option("--at", type=INSTANT, metavar="ISO", help="Run it then: 2026-01-31T09:30:00Z.")
 @click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="Repeatable.")
@@ -81,6 +82,7 @@ def _send_one(bus: CommandBus, domain: str, new: NewCommand) -> SentCommand:
     return bus.send(
         domain, new.command_type, new.data, command_id=new.command_id, correlation_id=new.correlation_id,
         reply_to=new.reply_to, max_attempts=new.max_attempts, delay=new.delay, at=new.at, headers=new.headers,
+        timeout=new.timeout,
     )  # fmt: skip
 
 

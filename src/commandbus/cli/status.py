@@ -66,7 +66,10 @@ def _paused(item: DomainStatus) -> str:
 @click.option("--all", "everyone", is_flag=True, help="Those that stopped in good order too.")
 @click.pass_obj
 def workers(session: Session, everyone: bool) -> None:  # noqa: FBT001
-    """Who lives, where, since when; and who has stopped beating."""
+    """Who lives, where, since when; how they are; and who has stopped beating.
+
+    STATE is ACTIVE, DRAINING (claims nothing more), EXITING or STOPPED; HEALTH is what the worker says of itself.
+    """
     with session.bus() as bus:
         found = [worker for worker in bus.workers() if everyone or worker.state != "STOPPED"]
     session.answer(found, lambda: _print_workers(found))
@@ -74,11 +77,12 @@ def workers(session: Session, everyone: bool) -> None:  # noqa: FBT001
 
 def _print_workers(found: list[WorkerInfo]) -> None:
     print_table(
-        columns("worker host :pid state domains :slots :running :settled started heartbeat"),
+        columns("worker host :pid supervisor state health domains :slots :running :settled started heartbeat"),
         [
             (
-                item.id, item.host, item.pid, _state(item), item.domains, item.concurrency, item.running,
-                item.settled, item.started_at, f"{age(item.heartbeat_age_seconds)} ago",
+                item.id, item.host, item.pid, item.supervisor or "-", _state(item), _health(item), item.domains,
+                item.concurrency, item.running, item.settled, item.started_at,
+                f"{age(item.heartbeat_age_seconds)} ago",
             )
             for item in found
         ],
@@ -88,6 +92,15 @@ def _print_workers(found: list[WorkerInfo]) -> None:
 
 def _state(item: WorkerInfo) -> str:
     return item.state if item.is_alive or item.state == "STOPPED" else f"{item.state}, silent"
+
+
+def _health(item: WorkerInfo) -> str:
+    """Its state and, in parentheses, why it is not better."""
+    if item.health is None:
+        return "-"
+    reasons = item.health.get("reasons")
+    shown = "; ".join(map(str, reasons)) if isinstance(reasons, list) else ""
+    return f"{item.health.get('state', '-')}" + (f" ({shown})" if shown else "")
 
 
 COMMANDS = [status, workers]

@@ -1,11 +1,13 @@
-"""`worker`: run the handlers of a registry until SIGTERM, Ctrl-C or a limit.
+"""`worker`: run the handlers of a registry until SIGTERM or Ctrl-C, under a supervisor.
 
-`python -m commandbus.worker` is the same, for a service manager's unit.
+`python -m commandbus.worker` is the same, for a service manager's unit. This process is the supervisor: it imports
+no user code. The workers are its children.
 """
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,11 +18,9 @@ from commandbus.cli.render import print_json
 from commandbus.cli.session import Command, Session, connect
 from commandbus.db.resolve import embedded_folder
 from commandbus.errors import ConfigurationError
-from commandbus.runtime.handlers import HandlerRegistry
-from commandbus.runtime.load import load_registry
 from commandbus.runtime.logs import set_up_logging
-from commandbus.runtime.worker import Worker
 from commandbus.settings import Settings
+from commandbus.supervisor.supervisor import Supervisor
 
 logger = logging.getLogger("commandbus.worker")
 
@@ -41,45 +41,43 @@ OPTIONS = [
 @setting_options(OPTIONS)
 @click.pass_context
 def worker(ctx: click.Context, /, handlers: str | None, domains: tuple[str, ...], **overrides: Any) -> None:
-    """Run the handlers of a registry, until SIGTERM, Ctrl-C or a limit.
+    """Run the handlers of a registry, until SIGTERM or Ctrl-C.
 
-    MODULE is imported with the working directory on the path; REGISTRY is a commandbus.HandlerRegistry in it
-    (default: WORKER_HANDLERS). A second signal ends it without waiting for what runs. Exit code 7 says that
-    something was left behind: its lease runs out, and another worker takes it.
+    MODULE is imported by the worker processes, with the working directory on the path; REGISTRY is a
+    commandbus.HandlerRegistry in it (default: WORKER_HANDLERS). This process supervises them: it replaces those
+    that drain, freeze or crash, and settles what they held. SIGHUP starts new ones with the code that is there
+    now, and the old ones end when these are ready. A second SIGTERM or Ctrl-C ends it without waiting for what
+    runs. Exit code 7 says that something was cut off or left behind; its command is tried again.
     """
     session: Session = ctx.obj
-    settings = session.settings(handlers=handlers, domains=list(domains) or None, **overrides)
-    if settings.processes > 1:
-        raise ConfigurationError(
-            f"processes is {settings.processes} (from {settings.origins['processes']}), but this release runs one "
-            f"process for each `commandbus worker`: set it to 1 and start the command {settings.processes} times"
-        )
+
+    def load() -> Settings:
+        return session.settings(handlers=handlers, domains=list(domains) or None, **overrides)
+
+    settings = load()
     set_up_logging(settings)
     for warning in settings.warnings:
         logger.warning("%s", warning)
-    registry = _load(settings.handlers)
+    _check_reference(settings.handlers)
     _check_reachable(settings)
-    report = Worker(registry, settings=settings).run()
+    report = Supervisor(settings, reload=load).run()
     if session.as_json:
         print_json(report)
     if not report.is_clean:
         ctx.exit(ExitCode.LEFT_BEHIND)
 
 
-def _load(reference: str | None) -> HandlerRegistry:
-    try:
-        return load_registry(reference)
-    except ConfigurationError as error:
-        module, colon, name = (reference or "").partition(":")
-        if not module.endswith(".py"):
-            raise
+def _check_reference(reference: str | None) -> None:
+    """The commonest mistake is told before a process is started for it."""
+    module, colon, name = (reference or "").partition(":")
+    if module.endswith(".py") and Path(module).is_file():
         raise ConfigurationError(
             f"handlers {reference!r} names a file, not a module; did you mean {module[:-3]}{colon}{name}?"
-        ) from error
+        )
 
 
 def _check_reachable(settings: Settings) -> None:
-    """Say within seconds that a server is away; the embedded one is started by the worker itself."""
+    """Say within seconds that a server is away; the embedded one is started by the supervisor itself."""
     if embedded_folder(settings) is None:
         connect(settings).close()
 

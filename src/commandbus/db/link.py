@@ -61,14 +61,21 @@ class Link:
         """Was the last error the connection's end, rather than the statement's?"""
         return self._conn is None or self._conn.closed or self._conn.broken
 
-    def recover(self, stopping: threading.Event, error: psycopg.Error) -> bool:
-        """Get over an operational error: connect again, or give the server (a full disk, a deadlock) a moment."""
+    def recover(
+        self, stopping: threading.Event, error: psycopg.Error, on_wait: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Get over an operational error: connect again, or give the server (a full disk, a deadlock) a moment.
+
+        `on_wait` is called after every attempt to connect that failed.
+        """
         if self.conn_is_lost():
-            return self.restore(stopping, error)
+            return self.restore(stopping, error, on_wait)
         logger.error("%s was refused by the database, trying again: %s", self._name, str(error).strip())
         return not stopping.wait(REFUSED_PAUSE_SECONDS)
 
-    def restore(self, stopping: threading.Event, error: Exception) -> bool:
+    def restore(
+        self, stopping: threading.Event, error: Exception, on_wait: Callable[[], None] = lambda: None
+    ) -> bool:
         """Connect again, however long it takes; False if the owner was told to stop first."""
         self._drop()
         if not self.is_down:
@@ -79,6 +86,7 @@ class Link:
             try:
                 self._conn = self._connect()
             except psycopg.Error:
+                on_wait()
                 stopping.wait(pause)
                 pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
             else:

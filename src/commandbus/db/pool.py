@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import select
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -68,10 +69,22 @@ async def _check_open_async(conn: AnyAsyncConnection) -> None:
     check_open(conn)
 
 
-def open_pool(settings: Settings, *, name: str, max_size: int) -> ConnectionPool[OwnConnection]:
+def open_pool(
+    settings: Settings,
+    *,
+    name: str,
+    max_size: int,
+    reconnect_failed: Callable[[ConnectionPool[Any]], None] | None = None,
+) -> ConnectionPool[OwnConnection]:
     """A pool of sync connections; connects in the background, on demand."""
     arguments = _pool_arguments(settings, name=name, max_size=max_size)
-    return ConnectionPool(connection_class=OwnConnection, check=check_open, open=True, **arguments)
+    return ConnectionPool(
+        connection_class=OwnConnection,
+        check=check_open,
+        open=True,
+        reconnect_failed=reconnect_failed,
+        **arguments,
+    )
 
 
 def make_async_pool(settings: Settings, *, name: str, max_size: int) -> AsyncConnectionPool[OwnAsyncConnection]:

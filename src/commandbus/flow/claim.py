@@ -2,7 +2,8 @@
 
 The claim itself is one statement and one row write a message. Odd rows are rare and each kind has an operation:
 
-- still held by somebody when its lease ran out: that worker vanished; its attempt is recorded as LOST
+- still held by somebody when its lease ran out: that worker vanished; its attempt is recorded as LOST. If somebody
+  had asked to cancel it, it does not run again: it is CANCELED
 - no command belongs to it: a raw message of another client is adopted, or rejected with a reason
 - its command type is paused: parked
 
@@ -11,18 +12,21 @@ Until such an operation has run, the row is simply leased to this worker: a cras
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from psycopg import errors as pg
 
 from commandbus import sql
+from commandbus.flow.reply import compose
 from commandbus.flow.send import explain_missing
+from commandbus.flow.settle import cancellation, judged, settle
 from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model import envelope, names, payload
 from commandbus.model.command import NewCommand
+from commandbus.model.outcome import Failure, Judgement, Verdict
 
 FAR_SECONDS = 1e9
 
@@ -92,16 +96,21 @@ def claim(*, domain: str, worker: str, n: int, lease_seconds: float, cursor: dat
 def put_right(
     *, domain: str, worker: str, odd: Sequence[ClaimedRow], max_bytes: int
 ) -> Steps[tuple[list[ClaimedRow], int]]:
-    """Record lost attempts, adopt or reject raw messages, park paused ones.
+    """Record lost attempts, adopt or reject raw messages, park paused ones, end those that were to be cancelled.
 
     Answers what is to be run now, and how many messages were adopted: those are back in the queue as ordinary
     commands, for the next claim.
     """
     ours = [row for row in odd if row.id is not None]
     adopted = yield from _take_in(domain, worker, [row for row in odd if row.id is None], max_bytes)
+    canceled: dict[int, Failure] = {}
     if lost := [row for row in ours if row.before is not None]:
-        yield Statement(sql.text("record_lost", domain=domain), {"worker": worker, "rows": _lost_rows(lost)})
-    if paused := [row for row in ours if row.is_paused]:
+        canceled |= _canceled_before(lost)
+        asked = yield Statement(
+            sql.text("record_lost", domain=domain), {"worker": worker, "rows": _lost_rows(lost)}
+        )
+        canceled |= {msg_id: cancellation(by, reason) for msg_id, by, reason in asked}
+    if paused := [row for row in ours if row.is_paused and row.msg_id not in canceled]:
         rows = [
             {
                 "m": row.msg_id,
@@ -112,8 +121,12 @@ def put_right(
             }
             for row in paused
         ]
-        yield Statement(sql.text("park", domain=domain), {"domain": domain, "worker": worker, "rows": _dump(rows)})
-    return [row for row in ours if not row.is_paused], adopted
+        asked = yield Statement(
+            sql.text("park", domain=domain), {"domain": domain, "worker": worker, "rows": _dump(rows)}
+        )
+        canceled |= {msg_id: cancellation(by, reason) for msg_id, by, reason in asked}
+    yield from _cancel(domain, worker, [row for row in ours if row.msg_id in canceled], canceled)
+    return [row for row in ours if not row.is_paused and row.msg_id not in canceled], adopted
 
 
 @operation(atomic=False)
@@ -174,7 +187,8 @@ def _take_in(domain: str, worker: str, raw: Sequence[ClaimedRow], max_bytes: int
 
 def _adoption(row: ClaimedRow, new: NewCommand) -> dict[str, Any]:
     return {"m": row.msg_id, "k": row.read_ct, "i": new.command_id, "t": new.command_type, "x": new.max_attempts,
-            "c": new.correlation_id, "r": new.reply_to, "h": new.headers, "d": new.data}  # fmt: skip
+            "c": new.correlation_id, "r": new.reply_to, "h": new.headers, "d": new.data,
+            "o": envelope.timeout_seconds(new.timeout)}  # fmt: skip
 
 
 def _read(domain: str, row: ClaimedRow, max_bytes: int) -> NewCommand:
@@ -182,13 +196,61 @@ def _read(domain: str, row: ClaimedRow, max_bytes: int) -> NewCommand:
     return envelope.read(message, queue=names.queue_of(domain), msg_id=row.msg_id, max_bytes=max_bytes)
 
 
+def _canceled_before(lost: Sequence[ClaimedRow]) -> dict[int, Failure]:
+    """Those whose vanished holder, or one before it, was asked to stop."""
+    found: dict[int, Failure] = {}
+    for row in lost:
+        for holder in _holders(row):
+            request = holder.get("cancel")
+            if isinstance(request, dict):
+                found.setdefault(row.msg_id, cancellation(str(request.get("by")), request.get("reason")))
+    return found
+
+
+def _cancel(domain: str, worker: str, rows: Sequence[ClaimedRow], why: Mapping[int, Failure]) -> Steps[None]:
+    """Settle rows of ours as CANCELED, without having run them."""
+    settlements = []
+    for row in rows:
+        failure = why[row.msg_id]
+        settlement = judged(
+            domain,
+            row.msg_id,
+            row.read_ct,
+            cast(int, row.id),
+            number=row.attempt_base + row.read_ct,
+            started=None,
+            command_type=row.command_type,
+            judgement=Judgement(Verdict.CANCELED, failure),
+        )
+        if row.reply_to is not None:
+            settlement.reply = compose(
+                row.reply_to,
+                "CANCELED",
+                domain=domain,
+                command_id=row.command_id,
+                command_type=row.command_type,
+                correlation_id=row.correlation_id,
+                failure=failure,
+            )
+        settlements.append(settlement)
+    if settlements:
+        yield from settle(domain, worker, settlements, waiting=True).steps
+
+
+def _holders(row: ClaimedRow) -> Iterator[dict[str, Any]]:
+    """The vanished holders, last first: a worker that died before it could record its predecessor left a chain."""
+    holder: Any = payload.loads(row.before or "null")
+    while isinstance(holder, dict):
+        yield holder
+        holder = holder.get("before")
+
+
 def _lost_rows(lost: Sequence[ClaimedRow]) -> str:
-    """One row per vanished holder: a worker that died before it could record its predecessor left a chain."""
+    """One row per vanished holder."""
     rows = []
     for row in lost:
-        holder: Any = payload.loads(row.before or "null")
-        number = row.attempt_base + row.read_ct - 1
-        while isinstance(holder, dict) and number > 0:
+        last = row.attempt_base + row.read_ct - 1
+        for number, holder in zip(range(last, 0, -1), _holders(row), strict=False):
             rows.append(
                 {
                     "m": row.msg_id,
@@ -200,8 +262,6 @@ def _lost_rows(lost: Sequence[ClaimedRow]) -> str:
                     "e": "the worker vanished and its lease ran out",
                 }
             )
-            holder = holder.get("before")
-            number -= 1
     return _dump(rows)
 
 

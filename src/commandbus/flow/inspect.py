@@ -6,7 +6,7 @@ into each queue that it touches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -17,7 +17,7 @@ from commandbus import sql
 from commandbus.errors import CommandBusError, InvalidCommandError, UnknownDomainError
 from commandbus.flow.statement import Row, Statement, Steps, no_schema, operation
 from commandbus.model import names, payload
-from commandbus.model.command import AuditEntry, AuditEvent, CommandRecord, CommandStatus, TsqEntry
+from commandbus.model.command import AuditEntry, AuditEvent, CancelRequest, CommandRecord, CommandStatus, TsqEntry
 
 WORKER_ALIVE_SECONDS = 15.0
 MAX_ID = 2**63 - 1
@@ -63,7 +63,11 @@ class DomainStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker in the registry."""
+    """A worker in the registry.
+
+    `state` is ACTIVE, DRAINING, EXITING or STOPPED; `health` is `{"state": …, "reasons": […]}` as it said last;
+    `supervisor` is who started it, if anybody did.
+    """
 
     id: str
     host: str
@@ -78,6 +82,8 @@ class WorkerInfo:
     is_alive: bool
     running: int
     settled: int
+    supervisor: str | None = None
+    health: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +142,7 @@ def get_audit_trail(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
         for event, at, attempt, worker, details in rows
     ]
     if trail:
-        trail += yield from _current(domain, command_id)
+        trail = _with_current(trail, (yield from _current(domain, command_id)))
     return trail
 
 
@@ -163,11 +169,12 @@ def list_workers() -> Steps[list[WorkerInfo]]:
     rows = yield Statement(
         b"SELECT id, host, pid, domains, concurrency, version, state, started_at, heartbeat_at, "
         b"extract(epoch FROM now() - heartbeat_at)::float8, "
-        b"state <> 'STOPPED' AND heartbeat_at > now() - make_interval(secs => %(alive)s), running, settled "
+        b"state <> 'STOPPED' AND heartbeat_at > now() - make_interval(secs => %(alive)s), running, settled, "
+        b"supervisor, health::text "
         b"FROM commandbus.worker ORDER BY started_at DESC",
         {"alive": WORKER_ALIVE_SECONDS},
     )
-    return [WorkerInfo(*row) for row in rows]
+    return [WorkerInfo(*(*head, _loads(health))) for *head, health in rows]
 
 
 @operation(atomic=False)
@@ -242,11 +249,11 @@ def _record(row: Row, queue_row: Row | None) -> CommandRecord:
         data=_loads(row[5]), result=_loads(row[6]), correlation_id=row[7], reply_to=row[8], headers=_loads(row[9]),
         max_attempts=row[10], attempts=attempt_base if attempt is None else attempt, created_at=row[13],
         started_at=row[14], finished_at=row[15], worker=row[16], error_type=row[18], error_code=row[19],
-        error=row[20],
+        error=row[20], timeout=row[21],
     )  # fmt: skip
     if queue_row is None:
         return record
-    _, vt, read_ct, held_by, since, reason = queue_row
+    _, vt, read_ct, held_by, since, reason, cancel, progress = queue_row
     return replace(
         record,
         status=CommandStatus.IN_PROGRESS if held_by else record.status,
@@ -255,7 +262,23 @@ def _record(row: Row, queue_row: Row | None) -> CommandRecord:
         started_at=datetime.fromisoformat(since) if held_by and since else record.started_at,
         visible_at=None if held_by or reason else vt,
         waiting_for=reason,
+        progress=_loads(progress) if held_by else None,
+        cancel_requested=_cancel_request(cancel) if held_by else None,
     )
+
+
+def _cancel_request(text: str | None) -> CancelRequest | None:
+    if text is None:
+        return None
+    found = payload.loads(text)
+    return CancelRequest(found["by"], found["reason"], datetime.fromisoformat(found["at"]))
+
+
+def _with_current(trail: list[AuditEntry], current: list[AuditEntry]) -> list[AuditEntry]:
+    """A running attempt comes last, but before what was asked of it."""
+    running = {entry.attempt for entry in current}
+    asked = [entry for entry in trail if entry.event is AuditEvent.OPERATOR_CANCEL and entry.attempt in running]
+    return [entry for entry in trail if entry not in asked] + current + asked
 
 
 def _current(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
@@ -271,7 +294,7 @@ def _current(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
     queued = yield Statement(sql.text("queue_rows", domain=domain), {"domain": domain, "msg_ids": [msg_id]})
     return [
         AuditEntry(AuditEvent.RECEIVED, datetime.fromisoformat(since), attempt_base + read_ct, held_by)
-        for _, _, read_ct, held_by, since, _ in queued
+        for _, _, read_ct, held_by, since, *_ in queued
         if held_by and since
     ]
 

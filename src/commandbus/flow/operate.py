@@ -1,4 +1,4 @@
-"""operate: what people do. The troubleshooting queue (retry, cancel, complete), and cancelling what waits.
+"""operate: what people do. The troubleshooting queue (retry, cancel, complete), and cancelling what waits or runs.
 
 Every action locks what it moves, is guarded by state, and is written down with the operator's name. Of two
 operators one wins; the other's action finds nothing, and `explain` says what the command is now.
@@ -17,9 +17,10 @@ from commandbus import sql
 from commandbus.errors import CommandNotFoundError, InvalidCommandError, InvalidOperationError
 from commandbus.flow.reply import Outcome, compose, deliver
 from commandbus.flow.send import explain_missing
+from commandbus.flow.settle import cancellation
 from commandbus.flow.statement import Plan, Row, Statement, Steps, operation
 from commandbus.model import names, payload
-from commandbus.model.outcome import Failure
+from commandbus.model.command import CancelResult
 
 BITE = 1000  # commands moved by one bulk statement: a bound on locks held, not on what a caller may ask for
 
@@ -93,8 +94,11 @@ def act_on(domain: str, command_id: str, what: Deed) -> Steps[None]:
 
 
 @operation(atomic=True)
-def cancel(domain: str, command_id: str, what: Deed) -> Steps[None]:
-    """Cancel a command that waits; one that runs, or is in the troubleshooting queue or final, is refused."""
+def cancel(domain: str, command_id: str, what: Deed) -> Steps[CancelResult]:
+    """Cancel a command that waits, or ask the worker that runs it to stop it.
+
+    Asking again changes nothing. One that is in the troubleshooting queue or final is refused.
+    """
     command_id = names.to_id(command_id)
     try:
         rows = yield Statement(
@@ -106,7 +110,14 @@ def cancel(domain: str, command_id: str, what: Deed) -> Steps[None]:
     if not rows:
         yield from _find(domain, command_id)
         raise InvalidOperationError((yield from _explain(domain, command_id, "cancel")))
-    yield from _reply(domain, rows, "CANCELED", what)
+    *told, result, msg_id = rows[0]
+    if result == CancelResult.CANCELED:
+        yield Statement(
+            b"DELETE FROM commandbus.parked WHERE domain = %(domain)s AND msg_id = %(msg_id)s",
+            {"domain": domain, "msg_id": msg_id},
+        )
+        yield from _reply(domain, [tuple(told)], "CANCELED", what)
+    return CancelResult(result)
 
 
 def _apply(selection: Selection, what: Deed, limit: int) -> Steps[list[Row]]:
@@ -134,8 +145,7 @@ def _apply(selection: Selection, what: Deed, limit: int) -> Steps[list[Row]]:
 
 
 def _reply(domain: str, rows: Sequence[Row], outcome: Outcome, what: Deed) -> Steps[None]:
-    text = f"canceled by {what.operator}" + (f": {what.reason}" if what.reason else "")
-    failure = Failure("OperatorCancel", "CANCELED", text) if outcome == "CANCELED" else None
+    failure = cancellation(what.operator, what.reason) if outcome == "CANCELED" else None
     replies = [
         compose(
             reply_to,
@@ -168,10 +178,11 @@ def _find(domain: str, command_id: str) -> Steps[int]:
 
 def _explain(domain: str, command_id: str, verb: str) -> Steps[str]:
     rows = yield Statement(sql.text("status_of", domain=domain), {"domain": domain, "command_id": command_id})
-    status, holder, lease_ends = rows[0] if rows else ("gone", None, None)
+    status, holder, lease_ends, asked_by = rows[0] if rows else ("gone", None, None, None)
+    asked = f", and {asked_by} has asked to cancel it" if asked_by else ""
     state = {
         "IN_TROUBLESHOOTING_QUEUE": "it is in the troubleshooting queue (see `commandbus tsq`)",
-        "IN_PROGRESS": f"worker {holder} holds it (its lease ends at {lease_ends} unless renewed)",
+        "IN_PROGRESS": f"worker {holder} holds it (its lease ends at {lease_ends} unless renewed){asked}",
         "PENDING": "it is waiting in the queue, not in the troubleshooting queue",
     }.get(status, f"it is {status}, and that is final")
     return f"cannot {verb} command {command_id!r} of domain {domain!r}: {state}"

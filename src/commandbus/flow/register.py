@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from commandbus import sql
 from commandbus.flow.statement import Statement, Steps, operation
@@ -20,13 +21,20 @@ class WorkerIdentity:
     domains: Sequence[str]
     concurrency: int
     version: str
+    supervisor: str | None = None
 
 
 @operation(atomic=False)
 def beat(
-    identity: WorkerIdentity, *, state: str, running: int, settled: int, rates: Mapping[str, float]
+    identity: WorkerIdentity,
+    *,
+    state: str,
+    running: int,
+    settled: int,
+    rates: Mapping[str, float],
+    health: Mapping[str, Any] | None = None,
 ) -> Steps[None]:
-    """Write the worker's row."""
+    """Write the worker's row; `health` is what `{"state": "HEALTHY", "reasons": []}` looks like."""
     yield Statement(
         sql.text("beat"),
         {
@@ -36,9 +44,11 @@ def beat(
             "domains": list(identity.domains),
             "concurrency": identity.concurrency,
             "version": identity.version,
+            "supervisor": identity.supervisor,
             "state": state,
             "running": running,
             "settled": settled,
             "rates": payload.dump(dict(rates), what="rates"),
+            "health": None if health is None else payload.dump(dict(health), what="health"),
         },
     )

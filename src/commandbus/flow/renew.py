@@ -1,25 +1,74 @@
-"""renew: extend the leases of attempts that are alive, and learn which were lost."""
+"""renew: extend the leases of attempts that are alive, and learn which were lost or are to be cancelled.
+
+What a handler tells of its progress travels with the renewal: it is a field of the queue row's headers and costs
+no write of its own. A row that somebody has locked is skipped, and neither renewed nor lost; a request to cancel
+it is told nevertheless.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from commandbus import sql
 from commandbus.flow.statement import Statement, Steps, operation
 
 
+class PendingCancel(NamedTuple):
+    """Somebody asked to cancel this attempt's command."""
+
+    msg_id: int
+    read_ct: int
+    by: str
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """What a renewal learned: (msg_id, read_ct) whose fence is gone, and those that are to be cancelled."""
+
+    lost: list[tuple[int, int]]
+    canceled: list[PendingCancel]
+
+
 @operation(atomic=False)
 def renew(
-    domain: str, worker: str, held: Sequence[tuple[int, int]], *, lease_seconds: float
-) -> Steps[list[tuple[int, int]]]:
-    """Extend the leases of these (msg_id, read_ct); answers those whose fence is gone."""
+    domain: str,
+    worker: str,
+    held: Sequence[tuple[int, int]],
+    *,
+    lease_seconds: float,
+    progress: Mapping[int, str] | None = None,
+) -> Steps[Renewal]:
+    """Extend the leases of these (msg_id, read_ct), and store their progress: JSON text by msg_id.
+
+    A request to cancel is told at every renewal until the attempt is settled.
+    """
+    told = None if not progress else "{" + ",".join(f'"{key:d}":{text}' for key, text in progress.items()) + "}"
     rows = yield Statement(
-        sql.text("renew", domain=domain),
-        {
-            "worker": worker,
-            "msg_ids": [msg_id for msg_id, _ in held],
-            "read_cts": [read_ct for _, read_ct in held],
-            "lease": lease_seconds,
-        },
+        sql.text("renew", domain=domain), _fences(worker, held) | {"lease": lease_seconds, "progress": told}
     )
-    return [(msg_id, read_ct) for msg_id, read_ct in rows]
+    return Renewal(
+        lost=[(msg_id, read_ct) for msg_id, read_ct, is_lost, _, _ in rows if is_lost],
+        canceled=[
+            PendingCancel(msg_id, read_ct, by, reason)
+            for msg_id, read_ct, is_lost, by, reason in rows
+            if not is_lost
+        ],
+    )
+
+
+@operation(atomic=False)
+def pending_cancels(domain: str, worker: str, held: Sequence[tuple[int, int]]) -> Steps[list[PendingCancel]]:
+    """Which of these (msg_id, read_ct) are to be cancelled. Reads only."""
+    rows = yield Statement(sql.text("pending_cancels", domain=domain), _fences(worker, held))
+    return [PendingCancel(*row) for row in rows]
+
+
+def _fences(worker: str, held: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    return {
+        "worker": worker,
+        "msg_ids": [msg_id for msg_id, _ in held],
+        "read_cts": [read_ct for _, read_ct in held],
+    }

@@ -49,6 +49,7 @@ class Outgoing(NamedTuple):
     max_attempts: int | None
     delay_seconds: float
     at: str | None
+    timeout_seconds: float | None
     has_own_id: bool  # the caller's, which may exist already
 
 
@@ -67,6 +68,7 @@ def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> O
         max_attempts=new.max_attempts,
         delay_seconds=_seconds_of(new.delay, at=new.at),
         at=_instant_of(new.at),
+        timeout_seconds=envelope.timeout_seconds(new.timeout),
         has_own_id=new.command_id is not None,
     )
 
@@ -151,11 +153,12 @@ def _statement(domain: str, outgoing: Outgoing) -> Statement:
             "max_attempts": outgoing.max_attempts,
             "delay": outgoing.delay_seconds,
             "at": outgoing.at,
+            "timeout": outgoing.timeout_seconds,
         },
     )
 
 
-_NOTHING_MORE = [None, None, None, None, 0.0, None]
+_NOTHING_MORE = [None, None, None, None, 0.0, None, None]
 
 
 def _find_existing(domain: str, wanted: Sequence[Outgoing]) -> Steps[dict[str, SentCommand]]:
@@ -179,13 +182,14 @@ def _find_existing(domain: str, wanted: Sequence[Outgoing]) -> Steps[dict[str, S
 
 
 def _difference(item: Outgoing, row: tuple[Any, ...]) -> str | None:
-    _, _, command_type, data, correlation_id, reply_to, max_attempts, headers = row
+    _, _, command_type, data, correlation_id, reply_to, max_attempts, headers, timeout = row
     pairs = {
         "command_type": (item.command_type, command_type),
         "data": (_canonical(item.data), _canonical(data)),
         "correlation_id": (item.correlation_id, correlation_id),
         "reply_to": (item.reply_to, reply_to),
         "max_attempts": (item.max_attempts, max_attempts),
+        "timeout": (item.timeout_seconds, timeout),
         "headers": (_canonical(item.headers), _canonical(headers)),
     }
     return next((name for name, (ours, theirs) in pairs.items() if ours != theirs), None)
@@ -207,7 +211,7 @@ def _unique(domain: str, outgoing: Iterable[Outgoing]) -> dict[str, Outgoing]:
 
 def _as_row(item: Outgoing) -> tuple[Any, ...]:
     return (0, item.command_id, item.command_type, item.data, item.correlation_id, item.reply_to,
-            item.max_attempts, item.headers)  # fmt: skip
+            item.max_attempts, item.headers, item.timeout_seconds)  # fmt: skip
 
 
 def _json_rows(outgoing: Iterable[Outgoing]) -> str:
@@ -225,6 +229,8 @@ def _json_rows(outgoing: Iterable[Outgoing]) -> str:
             row += f',"h":{item.headers}'
         if item.max_attempts is not None:
             row += f',"m":{item.max_attempts}'
+        if item.timeout_seconds is not None:
+            row += f',"o":{item.timeout_seconds!r}'
         if item.at is not None:
             row += f',"a":{quote(item.at)}'
         elif item.delay_seconds:

@@ -31,6 +31,7 @@ class Settlement:
     row: str
     is_final: bool = True
     reply: Reply | None = None
+    is_completion: bool = False
 
 
 def completed(
@@ -39,7 +40,7 @@ def completed(
     """The command is done; `started` is the epoch second, `result` its JSON text."""
     value = "" if result is None else f',"v":{result}'
     row = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"s":"COMPLETED","n":{number},"t":{started:.6f}{value}}}'
-    return Settlement(domain, msg_id, read_ct, row)
+    return Settlement(domain, msg_id, read_ct, row, is_completion=True)
 
 
 def judged(
@@ -85,6 +86,11 @@ def waived(
     return Settlement(domain, msg_id, read_ct, f'{head},"e":{error}}}', is_final=False)
 
 
+def cancellation(by: str, reason: str | None) -> Failure:
+    """Why an attempt that somebody asked to cancel ended."""
+    return Failure("OperatorCancel", "CANCELED", f"canceled by {by}" + (f": {reason}" if reason else ""))
+
+
 def given_back(domain: str, msg_id: int, read_ct: int, id_: int, *, number: int) -> Settlement:
     """Claimed but never started: back to the queue at once, and not charged."""
     failure = Failure("GivenBack", "GIVEN_BACK", "the worker stopped before this attempt had started")
@@ -127,7 +133,10 @@ def _settle(
                 },
             )
             # Nothing is busy for who has waited: the row was taken meanwhile, after the snapshot that says busy.
-            unsettled |= {(msg_id, read_ct): answer if locking else "refused" for msg_id, read_ct, answer in rows}
+            unsettled |= {
+                (msg_id, read_ct): "refused" if answer == "busy" and not locking else answer
+                for msg_id, read_ct, answer in rows
+            }
     replies = [
         item.reply for item in final if item.reply is not None and (item.msg_id, item.read_ct) not in unsettled
     ]

@@ -6,6 +6,8 @@
                │                       ▼
                └─ operator ── IN_TROUBLESHOOTING_QUEUE ── operator ──► CANCELED | COMPLETED
 
+    cancel: PENDING ──► CANCELED at once; (IN_PROGRESS) ──asked to stop──► CANCELED, or COMPLETED within its grace
+
 IN_PROGRESS is never stored: it is a command whose queue row somebody holds. COMPLETED, FAILED and CANCELED are
 final. The SQL in `sql/` guards every move; this module says which exist, for readers and for the model test.
 """
@@ -20,6 +22,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+from commandbus.model.durations import Duration
 
 
 class CommandStatus(StrEnum):
@@ -60,6 +64,16 @@ MOVES: Mapping[CommandStatus, frozenset[CommandStatus]] = {
 }
 
 
+class CancelResult(StrEnum):
+    """What `cancel` did: nobody had started the command, or it runs and was asked to stop.
+
+    One that was asked ends CANCELED, unless it completes within its grace.
+    """
+
+    CANCELED = "CANCELED"
+    REQUESTED = "REQUESTED"
+
+
 class AuditEvent(StrEnum):
     """What can be read in a command's audit trail."""
 
@@ -98,7 +112,11 @@ class Command:
 
 @dataclass(slots=True)
 class NewCommand:
-    """One command for `send_many`; the fields mean what they mean in `send`."""
+    """One command for `send_many`; the fields mean what they mean in `send`.
+
+    `timeout` is this command's own deadline: seconds, text such as "2m", or a timedelta; 0 means that it has none,
+    None leaves it to its handler and its worker.
+    """
 
     command_type: str
     data: Any = None
@@ -109,6 +127,7 @@ class NewCommand:
     delay: float | timedelta | None = None
     at: datetime | None = None
     headers: Mapping[str, Any] | None = None
+    timeout: Duration | None = None
 
 
 class SentCommand(NamedTuple):
@@ -121,8 +140,21 @@ class SentCommand(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """Somebody asked to cancel a command that runs."""
+
+    by: str
+    reason: str | None
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class CommandRecord:
-    """Everything that is known of a command at the moment of asking."""
+    """Everything that is known of a command at the moment of asking.
+
+    `timeout` is its own deadline in seconds (0: none; None: its handler's or its worker's). While it runs,
+    `progress` is what its handler told last, and `cancel_requested` says who asked to stop it.
+    """
 
     id: int
     domain: str
@@ -145,6 +177,9 @@ class CommandRecord:
     error_type: str | None = None
     error_code: str | None = None
     error: str | None = None
+    timeout: float | None = None
+    progress: Any = None
+    cancel_requested: CancelRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)

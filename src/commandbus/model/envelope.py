@@ -3,7 +3,7 @@
 Ours is `{"command": <id>}`; the command itself is a row of `commandbus.command`. A foreign client sends
 
     {"command_type": "…", "data": …, "command_id": "…", "correlation_id": "…", "reply_to": "…",
-     "max_attempts": 5, "headers": {…}}
+     "max_attempts": 5, "timeout": 30, "headers": {…}}
 
 of which only `command_type` is required (`command_id` defaults to `pgmq-<queue>-<msg_id>`, so that a redelivery
 cannot make two commands of one message). Anything else is moved aside with the reason that `read` gives.
@@ -11,14 +11,18 @@ cannot make two commands of one message). Anything else is moved aside with the 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 from commandbus.errors import InvalidCommandError
 from commandbus.model import names, payload
 from commandbus.model.command import NewCommand
+from commandbus.model.durations import ACCEPTED, parse_seconds
 
 MAX_NESTING = 500  # what every supported Python can load and dump again
-FIELDS = frozenset({"command_type", "data", "command_id", "correlation_id", "reply_to", "max_attempts", "headers"})
+FIELDS = frozenset(
+    {"command_type", "data", "command_id", "correlation_id", "reply_to", "max_attempts", "timeout", "headers"}
+)
 
 
 def read(message: Any, *, queue: str, msg_id: int, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> NewCommand:
@@ -44,6 +48,7 @@ def read(message: Any, *, queue: str, msg_id: int, max_bytes: int = payload.DEFA
         reply_to=message.get("reply_to"),
         max_attempts=message.get("max_attempts"),
         headers=message.get("headers"),
+        timeout=message.get("timeout"),
     )
     check(new)
     payload.dump(new.data, what="data", max_bytes=max_bytes)
@@ -77,8 +82,21 @@ def check(new: NewCommand) -> None:
         names.check_queue(new.reply_to)
     if new.max_attempts is not None:
         _check_max_attempts(new.max_attempts)
+    timeout_seconds(new.timeout)
     if new.headers is not None and not isinstance(new.headers, dict):
         raise InvalidCommandError(f"headers must be a dict, not {type(new.headers).__name__}")
+
+
+def timeout_seconds(value: object) -> float | None:
+    """A command's own deadline in seconds (0: none), or InvalidCommandError naming the value."""
+    if value is None:
+        return None
+    if not isinstance(value, str | int | float | timedelta):
+        raise InvalidCommandError(f"timeout: {names.shown(value)} is not a duration; {ACCEPTED}")
+    try:
+        return parse_seconds(value, name="timeout")
+    except ValueError as error:
+        raise InvalidCommandError(str(error)) from None
 
 
 def _check_max_attempts(value: object) -> None:

@@ -1,30 +1,108 @@
 """One attempt: a claimed row, its fence, and what this worker knows of it.
 
-It is made for every command, so it is small: a slotted object around the row that claim.sql returned.
+It is made for every command, so it is small: a slotted object around the row that claim.sql returned. What only
+some attempts need (a cancel event, a connection, child deadlines, progress) is in `Extras`, made on first use.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import threading
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
-from commandbus.flow.reply import Reply, compose
-from commandbus.flow.settle import Settlement, completed, given_back, judged
+from commandbus.errors import AttemptCancelledError, DeadlineExceededError
+from commandbus.flow.reply import Outcome, Reply, compose
+from commandbus.flow.settle import Settlement, completed, given_back, judged, waived
 from commandbus.model import payload
 from commandbus.model.command import Command
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.runtime.handlers import Handler
 
+if TYPE_CHECKING:
+    from commandbus.runtime.connections import Borrowed
+    from commandbus.runtime.isolation import Child
+
+NEVER = math.inf
+
+
+_REPLIES: dict[Verdict, Outcome] = {
+    Verdict.BUSINESS_RULE: "FAILED",
+    Verdict.TIMED_OUT: "FAILED",
+    Verdict.CANCELED: "CANCELED",
+}
+
+
+class Why(StrEnum):
+    """Who asks an attempt to stop."""
+
+    DEADLINE = "deadline"
+    CANCEL = "cancel"
+    SHUTDOWN = "shutdown"
+    LEASE = "lease"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """An attempt was asked to stop. `until` (monotonic) is the end of its grace."""
+
+    why: Why
+    text: str
+    asked_at: float
+    until: float
+
+    def error(self) -> AttemptCancelledError:
+        """What a handler that asks is told."""
+        kind = DeadlineExceededError if self.why is Why.DEADLINE else AttemptCancelledError
+        return kind(self.text)
+
+
+class Extras:
+    """What only some attempts have."""
+
+    __slots__ = ("borrowed", "child", "event", "is_delivered", "progress", "scopes")
+
+    def __init__(self) -> None:
+        self.event: threading.Event | None = None
+        self.borrowed: Borrowed | None = None
+        self.scopes: list[Scope] = []
+        self.progress: str | None = None  # JSON text that is not stored yet
+        self.child: Child | None = None
+        self.is_delivered = False  # has the event loop passed the cancel on?
+
+
+class Scope:
+    """A child context's own deadline."""
+
+    __slots__ = ("deadline_at", "event", "stop")
+
+    def __init__(self, deadline_at: float) -> None:
+        self.deadline_at = deadline_at
+        self.stop: Stop | None = None
+        self.event = threading.Event()
+
+
+_making = threading.Lock()
+
 
 class Attempt:
-    """An execution of a command by this worker. `renewed_at` (monotonic) is when its lease was last asked for."""
+    """An execution of a command by this worker. `renewed_at` (monotonic) is when its lease was last asked for.
+
+    `started` is the epoch second for the record; `started_at` and `deadline_at` are monotonic, for the ladder.
+    """
 
     __slots__ = (
+        "_extras",
         "charge",
+        "deadline_at",
         "domain",
         "handler",
         "has_committed",
         "has_connection",
         "id",
+        "is_fenced",
         "is_lost",
         "msg_id",
         "number",
@@ -32,6 +110,8 @@ class Attempt:
         "renewed_at",
         "row",
         "started",
+        "started_at",
+        "stop",
     )
 
     def __init__(self, domain: str, row: tuple[Any, ...], handler: Handler | None, renewed_at: float) -> None:
@@ -45,6 +125,11 @@ class Attempt:
         self.handler = handler
         self.renewed_at = renewed_at
         self.started: float | None = None
+        self.started_at = 0.0
+        self.deadline_at = NEVER
+        self.stop: Stop | None = None
+        self._extras: Extras | None = None
+        self.is_fenced = False
         self.is_lost = False
         self.has_committed = False
         self.has_connection = False
@@ -66,6 +151,80 @@ class Attempt:
         """The command's own limit, if its sender gave one."""
         found: int | None = self.row[8]
         return found
+
+    @property
+    def timeout(self) -> float | None:
+        """The command's own deadline in seconds, if its sender gave one; 0 is none."""
+        found: float | None = self.row[18]
+        return found
+
+    @property
+    def is_suspect(self) -> bool:
+        """Was it running when a worker died, and nobody could be named?"""
+        return bool(self.row[19])
+
+    @property
+    def extras(self) -> Extras:
+        """What only some attempts have; made on first use."""
+        if self._extras is None:
+            with _making:  # the handler's thread and the ladder may come at once
+                if self._extras is None:
+                    self._extras = Extras()
+        return self._extras
+
+    @property
+    def borrowed(self) -> Borrowed | None:
+        """The connection that it holds now."""
+        return None if self._extras is None else self._extras.borrowed
+
+    @property
+    def child(self) -> Child | None:
+        """The process that it runs in, if that is one of its own."""
+        return None if self._extras is None else self._extras.child
+
+    @property
+    def scopes(self) -> list[Scope]:
+        """The deadlines of its child contexts."""
+        return [] if self._extras is None else self._extras.scopes
+
+    @property
+    def has_progress(self) -> bool:
+        """Is there progress that is not stored yet?"""
+        return self._extras is not None and self._extras.progress is not None
+
+    def progress(self) -> str | None:
+        """The progress that is not stored yet, as JSON text."""
+        return None if self._extras is None else self._extras.progress
+
+    def note_stored(self, text: str) -> None:
+        """This progress is stored; a later one may have come meanwhile."""
+        if self.extras.progress is text:
+            self.extras.progress = None
+
+    def elapsed_ms(self) -> int:
+        """How long it has been running."""
+        return int((time.monotonic() - self.started_at) * 1000) if self.started_at else 0
+
+    def event(self) -> threading.Event:
+        """Set when it is asked to stop."""
+        extras = self.extras
+        with _making:
+            if extras.event is None:
+                extras.event = threading.Event()
+        if self.stop is not None:  # after the event can be seen: whoever asks sets `stop` first
+            extras.event.set()
+        return extras.event
+
+    def ask_to_stop(self, stop: Stop) -> None:
+        """The first reason counts. Only the ladder's thread calls this."""
+        if self.stop is None:
+            self.stop = stop
+        if self._extras is not None:
+            if self._extras.event is not None:
+                self._extras.event.set()
+            for scope in list(self._extras.scopes):
+                scope.stop = scope.stop or self.stop
+                scope.event.set()
 
     def command(self) -> Command:
         """What the handler is given."""
@@ -109,15 +268,27 @@ class Attempt:
             command_type=self.row[4],
             judgement=judgement,
         )
-        if self.row[10] is not None and judgement.verdict is Verdict.BUSINESS_RULE:
-            settlement.reply = self._reply("FAILED", failure=judgement.failure)
+        if self.row[10] is not None and judgement.verdict in _REPLIES:
+            settlement.reply = self._reply(_REPLIES[judgement.verdict], failure=judgement.failure)
         return settlement
+
+    def waive(self, failure: Failure) -> Settlement:
+        """The settlement of an attempt that was stopped through no fault of its own."""
+        return waived(
+            self.domain,
+            self.msg_id,
+            self.read_ct,
+            self.id,
+            number=self.number,
+            started=self.started,
+            failure=failure,
+        )
 
     def give_back(self) -> Settlement:
         """The settlement of an attempt that never started."""
         return given_back(self.domain, self.msg_id, self.read_ct, self.id, number=self.number)
 
-    def _reply(self, outcome: Any, *, result: str | None = None, failure: Failure | None = None) -> Reply:
+    def _reply(self, outcome: Outcome, *, result: str | None = None, failure: Failure | None = None) -> Reply:
         return compose(
             self.row[10],
             outcome,

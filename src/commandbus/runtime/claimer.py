@@ -42,6 +42,8 @@ SWEEP_SECONDS = 1.0
 LOOKS_SECONDS = (0.0, 0.005, 0.02, 0.1)
 ANNOUNCEMENT_SECONDS = 60.0
 BUSY_SECONDS = 1.0
+HEAR_SECONDS = 0.25
+CANCEL = "cancel "
 MARGIN = timedelta(milliseconds=5)
 
 Deliver = Callable[[str, list[tuple[Any, ...]], float], None]
@@ -59,6 +61,7 @@ class Claimer:
         room: Callable[[int], int],
         finished: Callable[[], int],
         deliver: Deliver,
+        on_cancel: Callable[[str, int], None],
         on_idle: Callable[[], None],
         on_error: Callable[[BaseException], None],
         name: str,
@@ -69,6 +72,7 @@ class Claimer:
         self._room = room
         self._finished = finished
         self._deliver = deliver
+        self._on_cancel = on_cancel
         self._on_idle = on_idle
         self._on_error = on_error
         self._link = Link(settings, name=f"{name} claimer", on_connect=self._listen)
@@ -76,6 +80,9 @@ class Claimer:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake_fd)  # an abandoned slot may wake us long after the stop
         self.is_waiting_for_room = False
+        self.is_ended = False  # claim nothing more: the worker drains
+        self.claimed = 0
+        self._heard_at = 0.0
         self._announced_until = 0.0
         self._busy_since: float | None = None
         self._rate = _Rate()
@@ -88,6 +95,11 @@ class Claimer:
     def wake(self) -> None:
         """There is room, or something to look at. Called by slots; never waits."""
         os.eventfd_write(self._wake_fd, 1)
+
+    def end(self) -> None:
+        """Claim nothing more; the thread goes on listening for cancels."""
+        self.is_ended = True
+        self.wake()
 
     def stop(self, timeout: float) -> None:
         """Claim nothing more. When this returns, nothing will be delivered any more."""
@@ -136,11 +148,11 @@ class Claimer:
         while True:
             self._rate.observe(self._finished())
             self.is_waiting_for_room = True
-            room = self._room(self.prefetch)
+            room = 0 if self.is_ended else self._room(self.prefetch)
             if room > 0 or self._stopping.is_set():
                 self.is_waiting_for_room = False
                 return room
-            self._sleep(0.25, listen=False)
+            self._sleep(0.25)
 
     def _claim_all(self, room: int) -> int:
         """Ask every domain, the one served last at the end; answers how many were claimed."""
@@ -185,11 +197,15 @@ class Claimer:
             if adopted:
                 domain.cursor = None
         if rows:
+            self.claimed += len(rows)
             self._deliver(domain.name, rows, now)
         return len(found.ready) + len(found.odd)
 
     def _note_work(self) -> None:
         now = time.monotonic()
+        if now - self._heard_at > HEAR_SECONDS:
+            self._heard_at = now
+            self._drain_notifications(self._link.conn)  # a cancel is heard under load too
         if self._busy_since is None:
             self._busy_since = now
         elif self._announced_until and now - self._busy_since > BUSY_SECONDS:
@@ -220,15 +236,14 @@ class Claimer:
         for domain in self._domains:
             domain.cursor = None  # a sender that saw no announcement may have committed below it
 
-    def _sleep(self, seconds: float, *, listen: bool = True) -> bool:
+    def _sleep(self, seconds: float) -> bool:
         """Sleep until notified, woken or the time is up; answers whether something happened."""
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         conn = self._link.conn
-        if listen:
-            if self._drain_notifications(conn):
-                return True
-            poll.register(conn.fileno(), select.POLLIN)
+        if self._drain_notifications(conn):
+            return True
+        poll.register(conn.fileno(), select.POLLIN)
         events = poll.poll(seconds * 1000)
         for fd, _ in events:
             if fd == self._wake_fd:
@@ -242,7 +257,12 @@ class Claimer:
         for notification in conn.notifies(timeout=0):
             notified = True
             for domain in self._domains:
-                if notification.channel == f"commandbus_{domain.name}":
+                if notification.channel != f"commandbus_{domain.name}":
+                    continue
+                msg_id = notification.payload.removeprefix(CANCEL)
+                if msg_id != notification.payload and msg_id.isdigit():
+                    self._on_cancel(domain.name, int(msg_id))
+                else:
                     domain.step_back(notification.payload)
         return notified
 

@@ -5,17 +5,25 @@ AsyncConnection around a pooled connection's libpq handle for as long as they ho
 budgets, and idle connections of one kind would be lost to the other. Such a borrowed wrapper prepares no
 statements, because the pooled connection keeps count of those.
 
-Every connection is handed out with the worker's statement_timeout, and lock_timeout at 80% of it, for its session
-(a transaction-local value would be gone after the handler's own commit). When it comes back, the session is as it
-was: of our own pool everything is reset, of a lent one what we set. Behind PgBouncer (no prepared statements) a
+Every connection is handed out with statement_timeout, lock_timeout at 80% of it and
+idle_in_transaction_session_timeout for its session (a transaction-local value would be gone after the handler's
+own commit), none longer than what remains until the attempt counts as stuck. When it comes back, the session is as
+it was: of our own pool everything is reset, of a lent one what we set. Behind PgBouncer (no prepared statements) a
 session belongs to nobody: there the limits are those of the handler's first transaction, and nothing is undone.
+
+While a handler holds a connection the attempt knows it (`Borrowed`), so that its query can be cancelled at the
+deadline and its backend terminated when it is stuck. A cancel that came late would hit the connection's next
+owner: the return to the pool waits for cancels in flight. Behind PgBouncer a remembered pid belongs to somebody
+else by now: there the transaction takes an advisory lock by which its backend is found.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -27,41 +35,72 @@ from psycopg_pool import ConnectionPool, PoolTimeout
 
 from commandbus.db.drive import OwnConnection
 from commandbus.db.pool import open_pool
+from commandbus.errors import AttemptFencedError
+from commandbus.runtime.attempt import NEVER, Attempt
 from commandbus.settings import Settings
+
+
+class Borrowed:
+    """A connection while an attempt holds it. `lock` guards its return against a cancel on its way."""
+
+    __slots__ = ("is_lost", "is_returned", "key", "lock", "pid")
+
+    def __init__(self, pid: int, key: int | None) -> None:
+        self.pid = pid
+        self.key = key  # of the advisory lock by which the backend is found, behind PgBouncer
+        self.lock = threading.Lock()
+        self.is_returned = False
+        self.is_lost = False
 
 
 class HandlerConnections:
     """Hands out connections to handlers; opened on first use."""
 
-    def __init__(self, settings: Settings, *, size: int, lent: ConnectionPool[Any] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        name: str,
+        size: int,
+        lent: ConnectionPool[Any] | None = None,
+        on_exhausted: Callable[[], None] = lambda: None,
+        on_unreachable: Callable[[], None] = lambda: None,
+    ) -> None:
         self._settings = settings
+        self._timeouts = settings.timeouts
+        self._name = name
         self._size = size
         self._lent = lent
+        self._on_exhausted = on_exhausted
+        self._on_unreachable = on_unreachable
         self._own: ConnectionPool[OwnConnection] | None = None
         self._opening = threading.Lock()
-        limits = settings.timeouts.session_limits(None)
+        self._lost = 0
         self._is_pooled_elsewhere = not settings.prepared_statements
-        self._limits: dict[str, Any] = {
-            "statement": str(limits.statement_timeout_ms),
-            "lock": str(limits.lock_timeout_ms),
-            "local": self._is_pooled_elsewhere,
-        }
 
     @contextmanager
-    def sync(self, *, timeout: float) -> Iterator[Connection[Any]]:
+    def sync(self, attempt: Attempt, *, deadline_at: float) -> Iterator[Connection[Any]]:
         """A connection in ordinary psycopg manner: committed at the end of the block, rolled back on an error."""
         pool = self._pool()
-        conn = pool.getconn(timeout)
+        try:
+            conn = pool.getconn(self._wait(attempt, deadline_at))
+        except PoolTimeout:
+            self._on_exhausted()
+            raise
         habits = _habits(conn)
         before: dict[str, Any] = {}
+        borrowed = self._lend(attempt, conn)
         try:
+            _refuse_fenced(attempt)
             conn.autocommit = not self._is_pooled_elsewhere  # a lent pool's may not be
-            before = _named(conn.execute(_LIMIT, self._limits, prepare=False).fetchone())
+            limits = self._limits(attempt, deadline_at, borrowed)
+            before = _named(conn.execute(_LIMIT, limits, prepare=False).fetchone())
             if conn.autocommit:
                 conn.autocommit = False
             with conn_block(conn):
                 yield conn
         finally:
+            self._take_back(attempt, borrowed)
             _restore(conn, habits)
             if not self._is_pooled_elsewhere:
                 with _closing_on_error(conn):
@@ -71,18 +110,25 @@ class HandlerConnections:
             pool.putconn(conn)
 
     @asynccontextmanager
-    async def asynchronous(self, *, timeout: float) -> AsyncIterator[AsyncConnection[Any]]:
+    async def asynchronous(self, attempt: Attempt, *, deadline_at: float) -> AsyncIterator[AsyncConnection[Any]]:
         """The same for an async handler."""
         pool = self._pool()
-        conn = await self._get_without_blocking(pool, timeout)
+        try:
+            conn = await self._get_without_blocking(pool, self._wait(attempt, deadline_at))
+        except PoolTimeout:
+            self._on_exhausted()
+            raise
         habits = _habits(conn)
         before: dict[str, Any] = {}
+        borrowed = self._lend(attempt, conn)
         wrapped: AsyncConnection[Any] = AsyncConnection(conn.pgconn)
         wrapped.prepare_threshold = None
         wrapped._pool = None  # psycopg warns of what is open and in no pool
         try:
+            _refuse_fenced(attempt)
             await wrapped.set_autocommit(not self._is_pooled_elsewhere)
-            before = _named(await (await wrapped.execute(_LIMIT, self._limits)).fetchone())
+            limits = self._limits(attempt, deadline_at, borrowed)
+            before = _named(await (await wrapped.execute(_LIMIT, limits)).fetchone())
             if not self._is_pooled_elsewhere:
                 await wrapped.set_autocommit(False)
             try:
@@ -95,6 +141,7 @@ class HandlerConnections:
                 if not wrapped.closed:
                     await wrapped.commit()
         finally:
+            self._take_back(attempt, borrowed)
             _restore(conn, habits)
             if not self._is_pooled_elsewhere:
                 with _closing_on_error(conn):
@@ -105,6 +152,49 @@ class HandlerConnections:
     def _undo(self, before: dict[str, Any]) -> tuple[bytes, dict[str, Any] | None]:
         """What makes the session as it was: everything anew in our own pool, only our limits in a lent one."""
         return (_RESET, None) if self._lent is None else (_LIMIT, before)
+
+    def write_off(self, borrowed: Borrowed) -> None:
+        """A stuck attempt does not return this connection: its backend was ended, the pool may open another."""
+        with borrowed.lock:
+            if borrowed.is_returned or borrowed.is_lost:
+                return
+            borrowed.is_lost = True
+        self._resize(+1)
+
+    def _resize(self, by: int) -> None:
+        with self._opening:
+            self._lost += by
+            if self._own is not None and not self._own.closed:
+                self._own.resize(self._own.min_size, self._size + self._lost)
+
+    def _wait(self, attempt: Attempt, deadline_at: float) -> float:
+        """How long to wait for a connection: never more than what remains of the attempt, or of its grace."""
+        end = deadline_at if attempt.stop is None else attempt.stop.until
+        return self._timeouts.pool_wait(None if end == NEVER else end - time.monotonic())
+
+    def _limits(self, attempt: Attempt, deadline_at: float, borrowed: Borrowed) -> dict[str, Any]:
+        end = attempt.stop.until if attempt.stop is not None else deadline_at + self._timeouts.cancel_grace
+        limits = self._timeouts.session_limits(None if end == NEVER else end - time.monotonic())
+        return {
+            "statement": str(limits.statement_timeout_ms),
+            "lock": str(limits.lock_timeout_ms),
+            "idle": str(limits.idle_in_transaction_session_timeout_ms),
+            "local": self._is_pooled_elsewhere,
+            "key": borrowed.key,
+        }
+
+    def _lend(self, attempt: Attempt, conn: Connection[Any]) -> Borrowed:
+        key = advisory_key(attempt) if self._is_pooled_elsewhere else None
+        borrowed = Borrowed(conn.pgconn.backend_pid, key)
+        attempt.extras.borrowed = borrowed
+        return borrowed
+
+    def _take_back(self, attempt: Attempt, borrowed: Borrowed) -> None:
+        with borrowed.lock:  # a cancel that is on its way arrives before the next owner
+            borrowed.is_returned = True
+        attempt.extras.borrowed = None
+        if borrowed.is_lost:
+            self._resize(-1)
 
     def close(self) -> None:
         """Close what was opened here."""
@@ -117,7 +207,12 @@ class HandlerConnections:
         if self._own is None:
             with self._opening:
                 if self._own is None:
-                    self._own = open_pool(self._settings, name="handlers", max_size=self._size)
+                    self._own = open_pool(
+                        self._settings,
+                        name=self._name,
+                        max_size=self._size + self._lost,
+                        reconnect_failed=lambda _: self._on_unreachable(),
+                    )
         return self._own
 
     @staticmethod
@@ -138,13 +233,29 @@ class HandlerConnections:
 
 # The values from before come first: a target list is worked off from left to right.
 _LIMIT = b"""SELECT current_setting('statement_timeout'), current_setting('lock_timeout'),
-    set_config('statement_timeout', %(statement)s, %(local)s), set_config('lock_timeout', %(lock)s, %(local)s)"""
+    current_setting('idle_in_transaction_session_timeout'),
+    set_config('statement_timeout', %(statement)s, %(local)s), set_config('lock_timeout', %(lock)s, %(local)s),
+    set_config('idle_in_transaction_session_timeout', %(idle)s, %(local)s),
+    CASE WHEN %(key)s::bigint IS NOT NULL THEN pg_advisory_xact_lock(%(key)s::bigint) END"""
 _RESET = b"RESET ALL; UNLISTEN *; SELECT pg_advisory_unlock_all()"
 
 
 def _named(row: Any) -> dict[str, Any]:
     found = tuple(row.values()) if isinstance(row, dict) else tuple(row)  # a lent pool has its own row factory
-    return {"statement": found[0], "lock": found[1], "local": False}
+    return {"statement": found[0], "lock": found[1], "idle": found[2], "local": False, "key": None}
+
+
+def advisory_key(attempt: Attempt) -> int:
+    """The key of the lock by which this attempt's backend is found behind PgBouncer."""
+    mark = f"commandbus {attempt.domain} {attempt.msg_id} {attempt.read_ct}".encode()
+    return int.from_bytes(hashlib.blake2b(mark, digest_size=8).digest(), "big", signed=True)
+
+
+def _refuse_fenced(attempt: Attempt) -> None:
+    if attempt.is_fenced:
+        raise AttemptFencedError(
+            f"attempt {attempt.number} of command {attempt.command_id!r} was given up: it gets no connection"
+        )
 
 
 @contextmanager

@@ -4,18 +4,24 @@
 repeated. `transaction()` is a connection in whose transaction the command's completion commits too, so its
 writes happen exactly once: the settlement is the last statement before COMMIT, under the attempt's fence. If the
 fence is gone, everything in the block is rolled back.
+
+Time: `deadline`, `remaining()`, `cancelled` and `raise_if_cancelled()` tell; `sleep()` ends early when the attempt
+is asked to stop; `extend()` asks for more. `child(timeout=…)` is a context with a deadline of its own, which can
+only be shorter; it shares everything else with its parent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from datetime import UTC, datetime, timedelta
+from typing import Any, Generic, Self, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection, Connection
@@ -25,6 +31,7 @@ from commandbus.db.drive import run, run_async
 from commandbus.errors import (
     AttemptFencedError,
     ConnectionInUseError,
+    DeadlineExceededError,
     InvalidCommandError,
     PermanentCommandError,
     TransactionUsedError,
@@ -34,11 +41,14 @@ from commandbus.flow.settle import settle
 from commandbus.flow.statement import Operation, Statement, Steps, operation
 from commandbus.model import payload
 from commandbus.model.command import Command
-from commandbus.model.durations import parse_seconds
-from commandbus.runtime.attempt import Attempt
+from commandbus.model.durations import format_seconds, parse_seconds
+from commandbus.model.timeouts import SHORTEST
+from commandbus.runtime.attempt import NEVER, Attempt, Scope, Stop
 from commandbus.runtime.connections import HandlerConnections
 
 C = TypeVar("C")
+MAX_PROGRESS_BYTES = 4096
+_LONGEST_WAIT = 3600.0  # threading cannot wait for years at a time
 logger = logging.getLogger("commandbus.handler")
 
 
@@ -48,11 +58,13 @@ class Services:
 
     worker: str
     connections: HandlerConnections
-    pool_timeout: float
     max_payload_bytes: int
     default_max_attempts: int
     extend: Callable[[Attempt, float], Future[bool]]
     extend_timeout: float
+    max_extension: float
+    progress: Callable[[Attempt, str], None]
+    """Stores what `heartbeat` was told (JSON text), soon."""
 
 
 def dump_result(result: Any, max_bytes: int) -> str:
@@ -92,11 +104,12 @@ class HandlerTransaction(Generic[C]):
 class _Context:
     """What both contexts share."""
 
-    __slots__ = ("_attempt", "_command", "_log", "_services")
+    __slots__ = ("_attempt", "_command", "_log", "_scope", "_services")
 
-    def __init__(self, attempt: Attempt, services: Services) -> None:
+    def __init__(self, attempt: Attempt, services: Services, scope: Scope | None = None) -> None:
         self._attempt = attempt
         self._services = services
+        self._scope = scope
         self._command: Command | None = None
         self._log: logging.LoggerAdapter[logging.Logger] | None = None
 
@@ -141,15 +154,100 @@ class _Context:
             self._log = logging.LoggerAdapter(logger, extra)
         return self._log
 
+    # --- time ------------------------------------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> datetime | None:
+        """The moment at which this is asked to stop, by this machine's clock; None if it never is."""
+        left = self._left()
+        return None if left == NEVER else datetime.now(UTC) + timedelta(seconds=left)
+
+    def remaining(self) -> float | None:
+        """Seconds until the deadline, to hand to sockets and clients as their time-out; None for no deadline.
+
+        Never 0, which would switch a time-out off: at least a millisecond.
+        """
+        left = self._left()
+        return None if left == NEVER else max(SHORTEST, left)
+
+    @property
+    def cancelled(self) -> threading.Event:
+        """Set when the handler is asked to stop: `ctx.cancelled.is_set()`, `ctx.cancelled.wait(…)`."""
+        event = self._attempt.event() if self._scope is None else self._scope.event
+        if not event.is_set() and self._left() <= 0:
+            event.set()  # the ladder looks four times a second; who asks at the right moment is told
+        return event
+
+    def raise_if_cancelled(self) -> None:
+        """Raise AttemptCancelledError (DeadlineExceededError at the deadline) if asked to stop."""
+        if (stop := self._stop()) is not None:
+            raise stop.error()
+        if self._left() <= 0:
+            raise DeadlineExceededError(self._late())
+
+    def heartbeat(self, progress: Any = None) -> None:
+        """Say how far it is (any JSON value), for `commandbus show` while it runs. Raises if asked to stop."""
+        if progress is not None:
+            text = payload.dump(progress, what="progress", max_bytes=MAX_PROGRESS_BYTES)
+            self._services.progress(self._attempt, text)
+        self.raise_if_cancelled()
+
+    def _left(self) -> float:
+        return self._deadline_at() - time.monotonic()
+
+    def _deadline_at(self) -> float:
+        own = self._attempt.deadline_at
+        return own if self._scope is None else min(own, self._scope.deadline_at)
+
+    def _stop(self) -> Stop | None:
+        return self._attempt.stop or (None if self._scope is None else self._scope.stop)
+
+    def _late(self) -> str:
+        attempt = self._attempt
+        if self._scope is not None and self._scope.deadline_at < attempt.deadline_at:
+            return f"the deadline of a child context of command {attempt.command_id!r} has passed"
+        seconds = attempt.deadline_at - attempt.started_at
+        return f"the deadline of {format_seconds(seconds)} has passed (layer 4: task_timeout)"
+
+    def _enter_child(self, timeout: float | str | timedelta) -> Self:
+        seconds = parse_seconds(timeout, name="timeout")
+        scope = Scope(min(self._deadline_at(), time.monotonic() + seconds))
+        self._attempt.extras.scopes.append(scope)
+        if (stop := self._stop()) is not None:
+            scope.stop = stop
+            scope.event.set()
+        return type(self)(self._attempt, self._services, scope)
+
+    def _leave_child(self, child: Self) -> None:
+        if child._scope is not None:
+            self._attempt.extras.scopes.remove(child._scope)
+
+    # --- the database ------------------------------------------------------------------------------------------
+
     def _begin(self) -> None:
         if self._attempt.has_committed:
             raise TransactionUsedError(
                 f"command {self._attempt.command_id!r} was completed by an earlier ctx.transaction()"
             )
 
-    def _ask_to_extend(self, seconds: float | str | timedelta) -> Future[bool]:
-        """The monitor does it, on its own connection: the handler's may be in the middle of a transaction."""
-        return self._services.extend(self._attempt, parse_seconds(seconds, name="seconds"))
+    def _ask_to_extend(self, seconds: float | str | timedelta) -> tuple[float, Future[bool]]:
+        """The keeper does it, on its own connection: the handler's may be in the middle of a transaction."""
+        self.raise_if_cancelled()
+        attempt, most = self._attempt, self._services.max_extension
+        wanted = parse_seconds(seconds, name="seconds")
+        end = time.monotonic() + wanted
+        if end - attempt.started_at > most:
+            raise ValueError(
+                f"extend({format_seconds(wanted)}): this attempt would run for "
+                f"{format_seconds(end - attempt.started_at)}, more than max_extension ({format_seconds(most)})"
+            )
+        return end, self._services.extend(attempt, wanted)
+
+    def _extended(self, is_held: bool, end: float) -> None:  # noqa: FBT001
+        if not is_held:
+            raise self._fenced()
+        self._attempt.deadline_at = max(self._attempt.deadline_at, end)
+        self.raise_if_cancelled()
 
     def _take_connection(self) -> None:
         if self._attempt.has_connection:
@@ -203,7 +301,7 @@ class HandlerContext(_Context):
         """A connection for the handler's own queries, one at a time; committed at the end of the block."""
         self._take_connection()
         try:
-            with self._services.connections.sync(timeout=self._services.pool_timeout) as conn:
+            with self._services.connections.sync(self._attempt, deadline_at=self._deadline_at()) as conn:
                 yield conn
         finally:
             self._attempt.has_connection = False
@@ -227,9 +325,35 @@ class HandlerContext(_Context):
                 self._uncertain(run(other, _has_committed(self._attempt, self._services.worker)), error)
 
     def extend(self, seconds: float | str | timedelta) -> None:
-        """Hold the command for at least this long from now; raises AttemptFencedError if it is lost."""
-        if not self._ask_to_extend(seconds).result(self._services.extend_timeout):
-            raise self._fenced()
+        """Hold the command, and move the deadline, to at least this long from now, up to max_extension in all.
+
+        Raises AttemptFencedError if the command is lost, AttemptCancelledError if it was asked to stop.
+        """
+        end, asked = self._ask_to_extend(seconds)
+        self._extended(asked.result(self._services.extend_timeout), end)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, but raise as soon as the handler is asked to stop."""
+        until = time.monotonic() + seconds
+        while True:
+            self.raise_if_cancelled()
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            self.cancelled.wait(max(0.0, min(left, self._left(), _LONGEST_WAIT)))
+
+    @contextmanager
+    def child(self, *, timeout: float | str | timedelta) -> Iterator[HandlerContext]:
+        """A context with a deadline of its own, never later than this one's: `with ctx.child(timeout=5) as c:`.
+
+        Nothing interrupts Python code at a child's deadline: its `cancelled` is set, its `sleep` and
+        `raise_if_cancelled` raise, and queries on its connections end soon after it.
+        """
+        child = self._enter_child(timeout)
+        try:
+            yield child
+        finally:
+            self._leave_child(child)
 
 
 class AsyncHandlerContext(_Context):
@@ -242,7 +366,8 @@ class AsyncHandlerContext(_Context):
         """A connection for the handler's own queries, one at a time; committed at the end of the block."""
         self._take_connection()
         try:
-            async with self._services.connections.asynchronous(timeout=self._services.pool_timeout) as conn:
+            lend = self._services.connections.asynchronous
+            async with lend(self._attempt, deadline_at=self._deadline_at()) as conn:
                 yield conn
         finally:
             self._attempt.has_connection = False
@@ -267,7 +392,36 @@ class AsyncHandlerContext(_Context):
                 self._uncertain(found, error)
 
     async def extend(self, seconds: float | str | timedelta) -> None:
-        """Hold the command for at least this long from now; raises AttemptFencedError if it is lost."""
-        asked = asyncio.wrap_future(self._ask_to_extend(seconds))
-        if not await asyncio.wait_for(asked, self._services.extend_timeout):
-            raise self._fenced()
+        """Hold the command, and move the deadline, to at least this long from now, up to max_extension in all.
+
+        Raises AttemptFencedError if the command is lost, AttemptCancelledError if it was asked to stop.
+        """
+        end, asked = self._ask_to_extend(seconds)
+        self._extended(await asyncio.wait_for(asyncio.wrap_future(asked), self._services.extend_timeout), end)
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep, but raise as soon as the handler is asked to stop."""
+        self.raise_if_cancelled()
+        left = self._left()
+        await asyncio.sleep(min(seconds, max(left, 0.0)))
+        if seconds > left:
+            raise DeadlineExceededError(self._late())
+        self.raise_if_cancelled()
+
+    @asynccontextmanager
+    async def child(self, *, timeout: float | str | timedelta) -> AsyncIterator[AsyncHandlerContext]:
+        """A context with a deadline of its own, never later than this one's.
+
+        At its deadline what is awaited in the block is cancelled, and the block raises DeadlineExceededError.
+        """
+        child = self._enter_child(timeout)
+        left = child._left()
+        try:
+            async with asyncio.timeout(None if left == NEVER else left) as limit:
+                yield child
+        except TimeoutError as error:
+            if limit.expired() and not isinstance(error, DeadlineExceededError):
+                raise DeadlineExceededError(child._late()) from error
+            raise
+        finally:
+            self._leave_child(child)

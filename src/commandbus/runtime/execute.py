@@ -1,29 +1,43 @@
 """Run one attempt and say how it ended. Whatever a handler raises becomes a settlement; nothing escapes.
 
-The sync and the async way differ in one `await`; what an end means is decided once, in `_completed` and `_failed`.
+The sync and the async way differ in one `await`; what an end means is decided once, in `completed` and `failed`.
+An attempt that was asked to stop may still complete: a result that comes within its grace counts. If it raises
+what a cancelled attempt raises, that is put down to whoever asked: its deadline, a person, the shutdown, or the
+loss of its lease.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import random
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from psycopg import errors as pg
+from psycopg_pool import PoolTimeout
+
 from commandbus.errors import (
+    AttemptCancelledError,
     AttemptFencedError,
+    BusinessRuleException,
+    DeadlineExceededError,
     PermanentCommandError,
     UnknownCommandTypeError,
 )
 from commandbus.flow.settle import Settlement
-from commandbus.model.outcome import Failure, Judgement, Verdict, describe, judge_failure
+from commandbus.model.durations import format_seconds
+from commandbus.model.outcome import Failure, Judgement, Verdict, describe, judge, judge_failure
 from commandbus.model.retry import RetryPolicy
-from commandbus.runtime.attempt import Attempt
+from commandbus.model.timeouts import Timeouts
+from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, Services, dump_result
+from commandbus.runtime.handlers import HandlerRegistry
+from commandbus.runtime.health import HealthStatus
 
 logger = logging.getLogger("commandbus.worker")
 
@@ -34,7 +48,19 @@ _FATES = {
     Verdict.PERMANENT: "to the troubleshooting queue",
     Verdict.UNKNOWN_TYPE: "to the troubleshooting queue",
     Verdict.BUSINESS_RULE: "FAILED for good",
+    Verdict.TIMED_OUT: "FAILED for good (on_timeout)",
+    Verdict.CANCELED: "CANCELED",
 }
+
+_CANCELLATIONS = (
+    asyncio.CancelledError,
+    AttemptCancelledError,
+    TimeoutError,
+    PoolTimeout,
+    pg.QueryCanceled,
+    pg.AdminShutdown,
+)
+"""What a handler raises when it gives in: to us, or because we cancelled its query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +78,28 @@ Ended = Settlement | Note | None
 class Executor:
     """Runs attempts for one worker."""
 
-    def __init__(self, services: Services, policy: RetryPolicy) -> None:
+    def __init__(
+        self,
+        services: Services,
+        policy: RetryPolicy,
+        timeouts: Timeouts,
+        handlers: HandlerRegistry,
+        health: HealthStatus,
+    ) -> None:
         self._services = services
         self._policy = policy
+        self._timeouts = timeouts
+        self._health = health
+        self._usual = timeouts.deadline_seconds() or NEVER
+        self._limits = {id(item): timeouts.deadline_seconds(item.options.timeout) or NEVER for item in handlers}
+
+    def begin(self, attempt: Attempt) -> None:
+        """Stamp the start and the deadline: the command's own, else the handler's or the worker's."""
+        attempt.started = time.time()
+        attempt.started_at = now = time.monotonic()
+        own = attempt.row[18]
+        limit = self._limits.get(id(attempt.handler), self._usual) if own is None else own or NEVER
+        attempt.deadline_at = now + limit
 
     def is_exhausted(self, attempt: Attempt) -> bool:
         """Were all charged attempts used up before this one (by workers that died of it)?"""
@@ -73,35 +118,36 @@ class Executor:
 
     def run(self, attempt: Attempt) -> Ended:
         """Run a sync handler to its end."""
-        attempt.started = time.time()
         handler = attempt.handler
         try:
             if handler is None:
                 raise UnknownCommandTypeError(attempt.domain, attempt.command_type)
             ctx = HandlerContext(attempt, self._services)
             result = handler.function(ctx.command, ctx) if handler.takes_command else handler.function(ctx)
-            if result is None:
-                return None if attempt.has_committed else attempt.complete(None)
-            return self._completed(attempt, result)
+            if result is None and not attempt.has_committed:
+                return attempt.complete(None)
+            return self.completed(attempt, result)
         except BaseException as error:  # noqa: BLE001 - SystemExit and the like end the attempt, not the slot
-            return self._failed(attempt, error)
+            return self.failed(attempt, error)
 
     async def run_async(self, attempt: Attempt) -> Ended:
         """Run an async handler to its end."""
-        attempt.started = time.time()
         handler = attempt.handler
         try:
             if handler is None:
                 raise UnknownCommandTypeError(attempt.domain, attempt.command_type)
             ctx = AsyncHandlerContext(attempt, self._services)
             result = await (handler.function(ctx.command, ctx) if handler.takes_command else handler.function(ctx))
-            if result is None:
-                return None if attempt.has_committed else attempt.complete(None)
-            return self._completed(attempt, result)
+            if result is None and not attempt.has_committed:
+                return attempt.complete(None)
+            return self.completed(attempt, result)
         except BaseException as error:  # noqa: BLE001
-            return self._failed(attempt, error)
+            return self.failed(attempt, error)
 
-    def _completed(self, attempt: Attempt, result: Any) -> Ended:
+    def completed(self, attempt: Attempt, result: Any) -> Ended:
+        """The handler returned."""
+        if result is None:
+            return None if attempt.has_committed else attempt.complete(None)
         if attempt.has_committed:
             text = (
                 "the handler returned a value after its transaction had completed the command: the value was not "
@@ -120,24 +166,97 @@ class Executor:
             )
         return attempt.complete(dump_result(result, self._services.max_payload_bytes))
 
-    def _failed(self, attempt: Attempt, error: BaseException) -> Ended:
-        trace = None if isinstance(error, UnknownCommandTypeError) else _traceback_of(error)
+    def failed(self, attempt: Attempt, error: BaseException, trace: str | None = None) -> Ended:
+        """The handler raised; `trace` is its traceback as text, if it was raised elsewhere."""
+        if trace is None and not isinstance(error, UnknownCommandTypeError):
+            trace = _traceback_of(error)
         if attempt.has_committed:
             text = f"raised {type(error).__name__} after its transaction had completed the command: only noted"
             _log(logging.WARNING, attempt, text)
             return Note(attempt, describe(error, trace))
         if isinstance(error, AttemptFencedError):
             attempt.is_lost = True
-        judgement = judge_failure(
-            error,
+        stop = attempt.stop
+        if stop is not None and (stop.why is Why.CANCEL or isinstance(error, _CANCELLATIONS)):
+            return self._stopped(attempt, stop, trace)
+        if isinstance(error, BusinessRuleException | PermanentCommandError | UnknownCommandTypeError):
+            judgement = judge_failure(
+                error, charge=attempt.charge, policy=self._policy, max_attempts=None, traceback=trace
+            )
+            return self._fail(attempt, judgement)
+        self._health.record_failure(error)
+        failure = self._explain(error, trace)
+        is_timeout = failure.rung is not None
+        return self._fail(attempt, self._judge(attempt, failure, is_timeout=is_timeout))
+
+    def _stopped(self, attempt: Attempt, stop: Stop, trace: str | None) -> Settlement:
+        """It gave in within its grace."""
+        kind = "OperatorCancel" if stop.why is Why.CANCEL else type(stop.error()).__name__
+        code = {Why.DEADLINE: "TIMEOUT", Why.CANCEL: "CANCELED"}.get(stop.why, stop.why.upper())
+        failure = Failure(kind, code, stop.text, trace, rung=stop.why, duration_ms=attempt.elapsed_ms())
+        return self.end_stopped(attempt, stop, failure)
+
+    def give_up(self, attempt: Attempt, stop: Stop, autopsy: str | None) -> Settlement:
+        """It did not give in within its grace: the settlement of a stuck attempt."""
+        grace = f"{max(0.0, stop.until - stop.asked_at):.3g} seconds"
+        elapsed = attempt.elapsed_ms()
+        text = f"did not respond to cancellation within {grace}: {stop.text}; stuck after {elapsed / 1000:.1f} s"
+        failure = Failure("ExecutionStuck", "EXECUTION_STUCK", text, None, None, "stuck", autopsy, elapsed)
+        return self.end_stopped(attempt, stop, failure)
+
+    def end_stopped(self, attempt: Attempt, stop: Stop, failure: Failure) -> Settlement:
+        """What becomes of an attempt that was asked to stop and did not complete."""
+        if stop.why is Why.CANCEL:
+            return self._fail(attempt, Judgement(Verdict.CANCELED, failure))
+        if stop.why is Why.DEADLINE:
+            self._health.record_failure(TimeoutError(failure.error))
+            return self._fail(attempt, self._judge(attempt, failure, is_timeout=True))
+        return self.waive(attempt, failure)
+
+    def lost(self, attempt: Attempt, failure: Failure) -> Settlement:
+        """The process that ran it died of it."""
+        return self._fail(attempt, self._judge(attempt, failure, is_timeout=False))
+
+    def waive(self, attempt: Attempt, failure: Failure) -> Settlement:
+        """Stopped through no fault of its own."""
+        _log(logging.WARNING, attempt, f"was stopped: {failure.error}; tried again, not charged")
+        return attempt.waive(failure)
+
+    def _judge(self, attempt: Attempt, failure: Failure, *, is_timeout: bool) -> Judgement:
+        handler = attempt.handler
+        return judge(
+            failure,
             charge=attempt.charge,
             policy=self._policy_of(attempt),
             max_attempts=attempt.max_attempts,
+            is_final=is_timeout and handler is not None and handler.options.on_timeout == "fail",
             spread=random.random(),  # noqa: S311 - jitter
-            traceback=trace,
         )
+
+    def _fail(self, attempt: Attempt, judgement: Judgement) -> Settlement:
         self._say(attempt, judgement)
         return attempt.fail(judgement)
+
+    def _explain(self, error: BaseException, trace: str | None) -> Failure:
+        """The failure's description; a time limit of ours says which layer it is."""
+        failure, limits = describe(error, trace), self._timeouts
+        for kind, code, rung, layer in (
+            (pg.QueryCanceled, "TIMEOUT", "statement", ("1: statement_timeout", limits.statement_timeout)),
+            (pg.LockNotAvailable, "LOCK_TIMEOUT", None, ("1: lock_timeout", limits.lock_timeout)),
+            (
+                pg.IdleInTransactionSessionTimeout,
+                "IDLE_IN_TRANSACTION",
+                None,
+                ("1: idle_in_transaction_session_timeout", limits.statement_timeout),
+            ),
+            (PoolTimeout, "POOL_TIMEOUT", None, ("2: pool_timeout", limits.pool_timeout)),
+        ):
+            if isinstance(error, kind):
+                text = f"{failure.error} (layer {layer[0]}, {format_seconds(layer[1])} or what remained)"
+                return replace(failure, error_code=code, error=text, rung=rung)
+        if isinstance(error, pg.AdminShutdown):
+            return replace(failure, error_code="ADMIN_SHUTDOWN")
+        return replace(failure, rung="deadline") if isinstance(error, DeadlineExceededError) else failure
 
     def _say(self, attempt: Attempt, judgement: Judgement) -> None:
         """One line a failure, for whoever reads the log; the traceback is in the history, and here at DEBUG."""

@@ -1,13 +1,18 @@
-"""The lane of async handlers: one event loop in a thread of its own, and slot tasks on it.
+"""The lane of async handlers: an event loop in a thread of its own, and slot tasks on it.
 
 Attempts run in slot tasks that live on, not in a task each. A slot that takes an attempt while more wait asks the
 loop to wake the next one: that happens as soon as the handler awaits something, and not at all if it never does.
+
+A slot whose attempt swallows its cancellation gets a new task. A handler that blocks the loop itself is seen by a
+cancel that never arrives: then the whole loop is given up, and a fresh one takes its place.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
@@ -15,35 +20,54 @@ from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.places import Places
 
 BREATH = 64  # attempts that a slot runs before it lets the loop breathe, if its handlers never await
+BEAT_SECONDS = 0.25
+
+
+class AsyncSlot:
+    """Where one async attempt at a time runs: a task, and its number on the board."""
+
+    __slots__ = ("current", "has_place", "index", "loop", "task")
+
+    def __init__(self, index: int, loop: _Loop) -> None:
+        self.index = index
+        self.loop = loop
+        self.current: Attempt | None = None
+        self.has_place = False
+        self.task: asyncio.Task[None] | None = None
 
 
 class AsyncSlots:
-    """N slot tasks and the queue of attempts before them."""
+    """N slot tasks and the queue of attempts before them. `first` is the number of its first slot."""
 
-    def __init__(self, places: Places, run: Callable[[Attempt], Awaitable[None]], *, name: str) -> None:
+    def __init__(
+        self,
+        places: Places,
+        run: Callable[[Attempt, AsyncSlot], Awaitable[bool]],
+        *,
+        name: str,
+        first: int,
+        on_thread: Callable[[int], None],
+    ) -> None:
         self.is_hungry = False
         self.waiting: deque[Attempt] = deque()
         self.finished = 0
-        self._places = places
-        self._run = run
-        self._idle: deque[asyncio.Future[None]] = deque()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name=f"{name}-loop", daemon=True)
-        self._tasks: list[asyncio.Task[None]] = []
-        self._wake_asked = False
+        self.is_alone = True
+        self.first = first
+        self.run = run
+        self.places = places
+        self.on_thread = on_thread
+        self._name = name
         self._stopping = False
-        self._alone = True
-        self._ready = threading.Event()
+        self._loop = _Loop(self, name)
         places.join(self)
 
     def start(self) -> None:
         """Start the loop and its slots."""
-        self._thread.start()
-        self._ready.wait()
+        self._loop.start()
 
     def share_with_others(self) -> None:
         """Another lane runs beside this one: look whether it is hungry."""
-        self._alone = False
+        self.is_alone = False
 
     def push(self, attempts: Iterable[Attempt]) -> None:
         """Queue attempts, from any thread."""
@@ -52,9 +76,29 @@ class AsyncSlots:
 
     def wake_one(self) -> None:
         """Ask the loop to wake a slot, from any thread."""
-        if self.waiting and not self._wake_asked and not self._stopping:
-            self._wake_asked = True
-            self._loop.call_soon_threadsafe(self._wake)
+        if self.waiting and not self._stopping:
+            self._loop.ask_to_wake()
+
+    def cancel(self, attempt: Attempt, slot: AsyncSlot) -> None:
+        """Cancel the task of an attempt, on its loop, if it still runs there."""
+        slot.loop.call(_cancel, attempt, slot)
+
+    def replace(self, stuck: AsyncSlot) -> None:
+        """A new task for the slot of a stuck attempt, with its place."""
+        if stuck.loop is self._loop and not self._stopping:
+            stuck.loop.call(stuck.loop.add_slot, stuck.index, True)
+        else:
+            self._give(stuck)
+
+    def abandon_loop(self, loop: _Loop) -> None:
+        """Give up a blocked loop: its places come back, new attempts get a fresh one."""
+        if loop is self._loop and not self._stopping:
+            self._loop = _Loop(self, self._name)
+            self._loop.start()
+        loop.retire()
+        for slot in loop.slots:
+            self._give(slot)
+        self.wake_one()
 
     def take_back(self) -> list[Attempt]:
         """Everything that has not started."""
@@ -67,57 +111,140 @@ class AsyncSlots:
 
     def stop(self, timeout: float) -> None:
         """End the loop; what still runs on it is cancelled. A handler that blocks it is left behind."""
-        if self._thread.is_alive():
-            self._stopping = True
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout)
+        self._stopping = True
+        self._loop.retire()
+        self._loop.thread.join(timeout)
+
+    def _give(self, slot: AsyncSlot) -> None:
+        if slot.has_place:
+            slot.has_place = False
+            self.places.give(self)
+
+
+class _Loop:
+    """One event loop, its thread and its slots."""
+
+    def __init__(self, lane: AsyncSlots, name: str) -> None:
+        self.lane = lane
+        self.slots: list[AsyncSlot] = []
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._serve, name=f"{name}-loop", daemon=True)
+        self.beat_at = time.monotonic()
+        self.is_retired = False
+        self._idle: deque[tuple[AsyncSlot, asyncio.Future[None]]] = deque()
+        self._wake_asked = False
+        self._ready = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread; its slots are ready when this returns."""
+        self.thread.start()
+        self._ready.wait()
+
+    def call(self, function: Callable[..., None], *args: object) -> None:
+        """Run a function on the loop, if there still is one."""
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self.loop.call_soon_threadsafe(function, *args)
+
+    def ask_to_wake(self) -> None:
+        """Wake a slot soon."""
+        if not self._wake_asked:
+            self._wake_asked = True
+            self.call(self._wake)
+
+    def retire(self) -> None:
+        """End, if the loop ever comes to it."""
+        self.is_retired = True
+        self.call(self.loop.stop)
+
+    def blocker(self) -> Attempt | None:
+        """The attempt whose code the loop is executing at this moment."""
+        task = asyncio.current_task(self.loop)
+        return next((slot.current for slot in self.slots if slot.task is task), None) if task is not None else None
+
+    def add_slot(self, index: int, has_place: bool = False) -> None:  # noqa: FBT001 - called by the loop
+        """A slot more, on the loop's thread."""
+        slot = AsyncSlot(index, self)
+        slot.has_place = has_place
+        self.slots = [other for other in self.slots if other.index != index] + [slot]
+        slot.task = self.loop.create_task(self._work(slot), name=f"slot-{index}")
 
     def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        for index in range(self._places.total):
-            self._tasks.append(self._loop.create_task(self._work(), name=f"slot-{index}"))
-        self._loop.call_soon(self._ready.set)
+        asyncio.set_event_loop(self.loop)
+        lane = self.lane
+        for index in range(lane.first, lane.first + lane.places.total):
+            lane.on_thread(index)
+            self.add_slot(index)
+        self._beat()
+        self.loop.call_soon(self._ready.set)
         try:
-            self._loop.run_forever()
+            self.loop.run_forever()
         finally:
-            for task in asyncio.all_tasks(self._loop):
+            for task in asyncio.all_tasks(self.loop):
                 task.cancel()
-            self._loop.run_until_complete(asyncio.sleep(0))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
+            self.loop.run_until_complete(asyncio.sleep(0))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
+
+    def _beat(self) -> None:
+        self.beat_at = time.monotonic()
+        self.loop.call_later(BEAT_SECONDS, self._beat)
 
     def _wake(self) -> None:
         self._wake_asked = False
-        if self.waiting and self._idle and self._places.take(self):
-            self._idle.popleft().set_result(None)
+        if self.lane.waiting and self._idle and not self.is_retired and self.lane.places.take(self.lane):
+            slot, woken = self._idle.popleft()
+            slot.has_place = True
+            woken.set_result(None)
 
-    async def _work(self) -> None:
-        waiting = self.waiting
+    async def _work(self, slot: AsyncSlot) -> None:
+        lane, waiting = self.lane, self.lane.waiting
         breath = 0
-        await self._sleep()
-        while True:
+        if not slot.has_place:
+            await self._sleep(slot)
+        while not self.is_retired:
             try:
                 attempt = waiting.popleft()
             except IndexError:
-                self._places.give(self)
-                await self._sleep()
+                await self._sleep(slot)
                 continue
             if waiting and self._idle and not self._wake_asked:
                 self._wake_asked = True
-                self._loop.call_soon(self._wake)
-            await self._run(attempt)
-            self.finished += 1
+                self.loop.call_soon(self._wake)
+            slot.current = attempt
+            is_ours = await lane.run(attempt, slot)
+            slot.current = None
+            if attempt.stop is not None:
+                _forget_cancels(slot)
+            if not is_ours:
+                return  # declared stuck: another task has taken over
+            lane.finished += 1
             breath += 1
             if breath >= BREATH:
                 breath = 0
                 await asyncio.sleep(0)
-            if not self._alone and self._places.others_hungry(self):
-                self._places.give(self)
-                await self._sleep()
+            if not lane.is_alone and lane.places.others_hungry(lane):
+                await self._sleep(slot)
 
-    async def _sleep(self) -> None:
-        woken = self._loop.create_future()
-        self._idle.append(woken)
-        if self.waiting:
-            self.wake_one()
+    async def _sleep(self, slot: AsyncSlot) -> None:
+        """Return the place and wait to be woken with one."""
+        woken = self.loop.create_future()
+        self._idle.append((slot, woken))
+        if slot.has_place:
+            slot.has_place = False
+            self.lane.places.give(self.lane)
+        if self.lane.waiting:
+            self.ask_to_wake()
         await woken
+
+
+def _cancel(attempt: Attempt, slot: AsyncSlot) -> None:
+    """On the loop: between two steps of the task, so the attempt is either still in its handler or over."""
+    if slot.current is attempt and slot.task is not None:
+        attempt.extras.is_delivered = True
+        slot.task.cancel()
+
+
+def _forget_cancels(slot: AsyncSlot) -> None:
+    """The cancel was the attempt's, not the slot's: the next handler's time-outs must not see it."""
+    while slot.task is not None and slot.task.cancelling():
+        slot.task.uncancel()

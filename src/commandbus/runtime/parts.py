@@ -1,13 +1,20 @@
 """Parts: a running worker's insides, put together and taken apart. What flows between them goes through here.
 
-The claimer asks for room and delivers rows; lanes run them and hand the outcome to the settler; what is held is
-known in one set, which the monitor reads.
+The claimer asks for room and delivers rows; lanes run them and hand the outcome to the settler. What is held is
+known in one set, which the keeper reads; what runs, and where, in one dictionary, which the ladder reads. Whoever
+takes an attempt out of that dictionary owns its settlement.
+
+A supervised worker shows its slots on a board and drains at the first stuck attempt: it claims nothing more, lets
+what is healthy finish, and ends; its supervisor has a replacement up by then. A worker inside an application never
+drains.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -19,22 +26,46 @@ from psycopg_pool import ConnectionPool
 
 from commandbus.db.link import Link
 from commandbus.flow.register import WorkerIdentity
+from commandbus.flow.renew import PendingCancel
+from commandbus.flow.settle import cancellation
+from commandbus.model.outcome import Failure
 from commandbus.model.retry import RetryPolicy
-from commandbus.runtime.attempt import Attempt
+from commandbus.runtime import autopsy
+from commandbus.runtime.attempt import Attempt, Stop, Why
+from commandbus.runtime.board import Board, State
 from commandbus.runtime.claimer import Claimer
-from commandbus.runtime.connections import HandlerConnections
+from commandbus.runtime.connections import Borrowed, HandlerConnections
 from commandbus.runtime.context import Services
 from commandbus.runtime.execute import Executor
 from commandbus.runtime.handlers import HandlerRegistry
-from commandbus.runtime.loop import AsyncSlots
-from commandbus.runtime.monitor import Figures, Monitor
+from commandbus.runtime.health import HealthState, HealthStatus
+from commandbus.runtime.isolation import Isolation
+from commandbus.runtime.keeper import UNREACHABLE, Figures, Keeper
+from commandbus.runtime.ladder import Document, Ladder, Running
+from commandbus.runtime.loop import AsyncSlot, AsyncSlots
+from commandbus.runtime.memory import resident_megabytes
 from commandbus.runtime.places import Places
 from commandbus.runtime.settler import Settler
-from commandbus.runtime.slots import Slots
+from commandbus.runtime.slots import Slot, Slots
+from commandbus.runtime.tidy import ProcessState
 from commandbus.settings import Settings
+
+logger = logging.getLogger("commandbus.worker")
 
 SETTLE_RESERVE_SECONDS = 2.0
 STALE_SECONDS = 0.5
+FIRST_EXHAUSTED_PAUSE = 0.5
+LONGEST_EXHAUSTED_PAUSE = 8.0
+_HEALTH_NUMBERS = {HealthState.HEALTHY: 0, HealthState.DEGRADED: 1, HealthState.CRITICAL: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """What connects a worker to its supervisor: the board, its id, and whom to tell of a new state and why."""
+
+    board: Board
+    supervisor: str
+    on_state: Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +78,8 @@ class WorkerSpec:
     policy: RetryPolicy
     pool: ConnectionPool[Any] | None
     ends_idle: bool
+    supervision: Supervision | None
+    health: HealthStatus
     fail: Callable[[BaseException], None]
     request_stop: Callable[[str], None]
 
@@ -75,35 +108,78 @@ class Parts:
         self._spec = spec
         self._settings = settings
         self._handlers = spec.handlers
+        self._domain_index = {name: index for index, name in enumerate(spec.domains)}
         self.held: set[Attempt] = set()
+        self.running: Running = {}
+        self.state = State.ACTIVE
+        self.stuck = 0
+        self._given_back = 0
+        self._changing = threading.Lock()
         self._low = 0
+        self._paused_until = 0.0
+        self._exhausted_pause = FIRST_EXHAUSTED_PAUSE
+        self._limit_said = False
+        self._board = spec.supervision.board if spec.supervision is not None else None
+        self._process = ProcessState() if spec.supervision is not None else None
         self._places = Places(settings.concurrency)
-        self._connections = HandlerConnections(settings, size=settings.concurrency, lent=spec.pool)
+        size = min(settings.concurrency, settings.pool_max_size or settings.concurrency)
+        self._connections = HandlerConnections(
+            settings,
+            name=f"{spec.id} handlers",
+            size=size,
+            lent=spec.pool,
+            on_exhausted=self._exhausted,
+            on_unreachable=lambda: spec.health.set_critical(UNREACHABLE),
+        )
         services = Services(
             worker=spec.id,
             connections=self._connections,
-            pool_timeout=settings.pool_timeout,
             max_payload_bytes=settings.max_payload_bytes,
             default_max_attempts=spec.policy.max_attempts,
             extend=self._extend,
             extend_timeout=settings.visibility_timeout,
+            max_extension=settings.max_extension,
+            progress=self._note_progress,
         )
-        self._executor = Executor(services, spec.policy)
+        self._executor = Executor(services, spec.policy, settings.timeouts, spec.handlers, spec.health)
+        self._isolation = Isolation(
+            settings,
+            spec.id,
+            spec.handlers,
+            self._executor,
+            extend=self._extend,
+            progress=self._note_progress,
+            terminate=self._end_sessions,
+            default_max_attempts=spec.policy.max_attempts,
+        )
         link = Link(settings, name=f"{spec.id} settler")
         on_settled = self._settled_towards_idle if spec.ends_idle else self.held.discard
         self.settler = Settler(
             link,
             spec.id,
             on_settled=on_settled,
+            on_written=spec.health.record_success,
             # An idle claimer looked at what is due before this retry was: it must look again.
             on_again=self._look_again,
             on_error=spec.fail,
             name=spec.id,
         )
-        self._slots = Slots(self._places, self._run, name=spec.id)
+        self._slots = Slots(
+            self._places,
+            self._run,
+            name=spec.id,
+            on_thread=self._show_thread,
+            forgets_locals=settings.reset_thread_locals,
+        )
         self._loop: AsyncSlots | None = None
         if any(handler.is_async for handler in spec.handlers):
-            self._loop = AsyncSlots(self._places, self._run_async, name=spec.id)
+            self._loop = AsyncSlots(
+                self._places,
+                self._run_async,
+                name=spec.id,
+                first=settings.concurrency,
+                on_thread=self._show_thread,
+            )
             self._slots.share_with_others()
             self._loop.share_with_others()
         self._claimer = Claimer(
@@ -113,58 +189,248 @@ class Parts:
             room=self._room,
             finished=self._finished,
             deliver=self._deliver,
+            on_cancel=self._look_for_cancel,
             on_idle=self._check_idle,
             on_error=spec.fail,
             name=spec.id,
         )
-        self._monitor = Monitor(
+        self._keeper = Keeper(
             settings,
             _identity(spec, settings),
             held=self.held.copy,
-            figures=Figures(lambda: self._places.taken, lambda: dict(self.settler.settled)),
-            on_limit=spec.request_stop,
+            figures=Figures(lambda: len(self.running), lambda: dict(self.settler.settled)),
+            health=spec.health,
+            on_cancel=self._cancel,
+            name=spec.id,
+        )
+        self.ladder = Ladder(
+            settings.timeouts,
+            self.running,
+            slots=self._slots,
+            loop=self._loop,
+            health=spec.health,
+            cancel_query=self._keeper.cancel_query,
+            fence=self._fence,
+            bystander=self._set_aside,
+            on_stuck=self._note_stuck,
+            on_tick=self._tick,
             name=spec.id,
         )
 
     def start(self) -> None:
         """Start all threads."""
+        if self._process is not None:
+            self._process.watch()
+        self._isolation.start()
         self._slots.start()
         if self._loop is not None:
             self._loop.start()
         self.settler.start()
-        self._monitor.start()
+        self._keeper.start()
+        self.ladder.start()
         self._claimer.start()
 
+    @property
+    def is_database_lost(self) -> bool:
+        """Is the database out of reach at this moment?"""
+        return self._keeper.down_since is not None or self._claimer.is_down
+
+    # --- drain and stop -------------------------------------------------------------------------------------
+
+    def drain(self, reason: str) -> None:
+        """Claim nothing more and give back what has not started; when nothing runs any more, the worker ends."""
+        with self._changing:
+            if self.state is not State.ACTIVE:
+                return
+            self.state = State.DRAINING
+        self._keeper.state = self.state.name
+        logger.warning("worker %s drains: %s", self._spec.id, reason)
+        if self._spec.supervision is not None:
+            self._spec.supervision.on_state(self.state.name, reason)
+        self._claimer.end()
+        self._give_back()
+
+    def hurry(self) -> None:
+        """Cancel what runs, without charging it."""
+        for attempt in list(self.running):
+            self.ladder.ask(attempt, Why.SHUTDOWN, "its worker has to end")
+
     def stop(self, limit: float, reason: str, *, hurry: Callable[[], bool]) -> StopReport:
-        """Take everything apart in order, within the limit; `hurry` says not to wait for what runs."""
-        deadline = time.monotonic() + limit
-        self._monitor.state = "STOPPING"
+        """Take everything apart in order, within the limit; `hurry` says not to wait for what runs.
+
+        Claim nothing more, give back what has not started, let what runs finish, then ask it to stop, and after
+        its grace fence it: it is reported as abandoned, and tried again elsewhere at once.
+        """
+        started = time.monotonic()
+        deadline = started + limit
+        with self._changing:
+            self.state = State.EXITING
+        self._keeper.state = "STOPPING"
         self._claimer.stop(max(0.1, limit - SETTLE_RESERVE_SECONDS))
-        back = self._slots.take_back() + (self._loop.take_back() if self._loop is not None else [])
-        for attempt in back:
-            self.settler.add(attempt, attempt.give_back())
-        self._drain(deadline - min(SETTLE_RESERVE_SECONDS, limit / 2), hurry)
-        abandoned = self._places.taken
+        self._give_back()
+        reserve = min(SETTLE_RESERVE_SECONDS, limit / 2)
+        grace = min(self._settings.cancel_grace, max(0.0, limit - reserve))
+        self._drain(deadline - reserve - grace, hurry)
+        if self.running:
+            self._cancel_all(0.0 if hurry() else max(0.0, min(grace, deadline - reserve - time.monotonic())))
+            self._drain(deadline - reserve + 0.3, hurry)
+        if self.running:
+            self._cancel_all(0.0)
+            self._drain(time.monotonic() + 0.5, lambda: False)
+        abandoned = self.ladder.abandoned + len(self.running)
+        self.ladder.stop()
+        self._keeper.flush(max(0.1, deadline - time.monotonic() - 1.0))
         self.settler.close(max(0.1, deadline - time.monotonic() - 0.5))
-        unwritten = max(0, len(self.held) - abandoned)
+        unwritten = max(0, len(self.held) - len(self.running))
         self._slots.stop()
         if self._loop is not None:
             self._loop.stop(max(0.1, deadline - time.monotonic() - 0.2))
-        self._monitor.stop(max(0.1, deadline - time.monotonic()))
+        self._isolation.close(max(0.1, deadline - time.monotonic()))
+        self._keeper.stop(max(0.1, deadline - time.monotonic()))
         self._connections.close()
-        settled = sum(self.settler.settled.values()) - len(back)
-        return StopReport(reason, settled, len(back), abandoned, unwritten)
+        settled = sum(self.settler.settled.values()) - self._given_back - self.ladder.abandoned
+        return StopReport(reason, settled, self._given_back, abandoned, unwritten)
 
     def _drain(self, until: float, hurry: Callable[[], bool]) -> None:
         """Wait until no attempt runs. The last slot to finish says so; the poll is for a hurried stop."""
-        while self._places.taken and time.monotonic() < until and not hurry():
+        while self.running and time.monotonic() < until and not hurry():
             self._places.wait_until_free(min(0.1, max(0.001, until - time.monotonic())))
+            if self.running and not self._places.taken:
+                time.sleep(0.01)  # the last slots are on their way out
+
+    def _cancel_all(self, grace: float) -> None:
+        for attempt in list(self.running):
+            self.ladder.ask(attempt, Why.SHUTDOWN, "its worker was told to stop", grace=grace)
+
+    def _give_back(self) -> None:
+        for lane in (self._slots, self._loop):
+            if lane is not None:
+                for attempt in lane.take_back():
+                    self._return(attempt)
+
+    def _return(self, attempt: Attempt) -> None:
+        self._given_back += 1
+        self.settler.add(attempt, attempt.give_back())
+
+    # --- called by the ladder -----------------------------------------------------------------------------------
+
+    def _fence(self, attempt: Attempt, stop: Stop, taken: Document) -> None:
+        borrowed = attempt.borrowed
+
+        def settle(document: Document) -> None:
+            if borrowed is not None:
+                self._connections.write_off(borrowed)
+            if attempt.is_lost:
+                self.held.discard(attempt)
+            else:
+                self.settler.add(attempt, self._executor.give_up(attempt, stop, autopsy.to_json(document)))
+
+        self._keeper.fence(attempt, taken, settle)
+
+    def _set_aside(self, attempt: Attempt, failure: Failure) -> None:
+        """A bystander of a blocked loop."""
+        borrowed = attempt.borrowed
+
+        def settle(_: Document) -> None:
+            if borrowed is not None:
+                self._connections.write_off(borrowed)
+            self.settler.add(attempt, self._executor.waive(attempt, failure))
+
+        self._keeper.fence(attempt, {}, settle)
+
+    def _note_stuck(self, attempt: Attempt) -> None:
+        self.stuck += 1
+        if self._spec.supervision is not None and self.state is State.ACTIVE:
+            self.drain(f"command {attempt.command_id} ({attempt.command_type}) is stuck")
+        elif self._claimer.is_waiting_for_room:
+            self._claimer.wake()
+
+    def _tick(self, now: float) -> None:
+        if self._board is not None:
+            self._show(self._board, now)
+        if self.state is State.DRAINING and not self.running and not self._waiting():
+            self._spec.request_stop(f"drained, {self.stuck} stuck attempts remain" if self.stuck else "drained")
+        if self.state is State.ACTIVE:
+            self._check_limits()
+
+    def _show(self, board: Board, now: float) -> None:
+        health = self._spec.health
+        board.beat(
+            now,
+            state=self.state,
+            health=_HEALTH_NUMBERS[health.state],
+            running=len(self.running),
+            settled=sum(self.settler.settled.values()),
+            claimed=self._claimer.claimed,
+            free=max(0, self._places.total - len(self.running)) if self.state is State.ACTIVE else 0,
+            stuck=self.stuck,
+            rss_mb=resident_megabytes(),
+        )
+        board.note("; ".join(health.reasons))
+        for attempt, place in list(self.running.items()):
+            borrowed = attempt.borrowed
+            board.backend(place.index, 0 if borrowed is None else borrowed.pid)
+            board.stuck_at(place.index, self._stuck_at(attempt))
+
+    def _stuck_at(self, attempt: Attempt) -> float:
+        stop = attempt.stop
+        return attempt.deadline_at + self._settings.cancel_grace if stop is None else stop.until
+
+    def _check_limits(self) -> None:
+        """Recycle after so many messages or so much memory: the worker ends cleanly, to be started again."""
+        settings = self._settings
+        settled = sum(self.settler.settled.values())
+        if settings.max_messages is not None and settled >= settings.max_messages:
+            self._say_limit(f"{settled} messages were settled (max_messages {settings.max_messages})")
+        elif settings.max_memory_mb is not None and (used := resident_megabytes()) > settings.max_memory_mb:
+            self._say_limit(f"{used:.0f} MB of memory are in use (max_memory_mb {settings.max_memory_mb})")
+
+    def _say_limit(self, reason: str) -> None:
+        if self._limit_said:
+            return
+        self._limit_said = True
+        logger.info("this worker ends to be started again: %s", reason)
+        if self._spec.supervision is not None:
+            self.drain(reason)
+        else:
+            self._spec.request_stop(reason)
+
+    # --- called by contexts and the keeper ----------------------------------------------------------------------
+
+    def _extend(self, attempt: Attempt, seconds: float) -> Future[bool]:
+        return self._keeper.extend(attempt, seconds)
+
+    def _note_progress(self, attempt: Attempt, text: str) -> None:
+        attempt.extras.progress = text
+
+    def _end_sessions(self, sessions: Sequence[Borrowed]) -> None:
+        if sessions:
+            self._keeper.end_sessions(sessions).result(self._settings.visibility_timeout)
+
+    def _cancel(self, attempt: Attempt, cancel: PendingCancel) -> None:
+        if attempt.stop is None:
+            self.ladder.ask(attempt, Why.CANCEL, cancellation(cancel.by, cancel.reason).error)
+
+    def _exhausted(self) -> None:
+        """No connection came in time: claim nothing for a while, twice as long each time in a row."""
+        self._spec.health.record_pool_exhaustion()
+        now = time.monotonic()
+        if now > self._paused_until:
+            since = now - self._paused_until
+            again = since < self._exhausted_pause * 4
+            self._exhausted_pause = (
+                min(self._exhausted_pause * 2, LONGEST_EXHAUSTED_PAUSE) if again else FIRST_EXHAUSTED_PAUSE
+            )
+            self._paused_until = now + self._exhausted_pause
+            logger.warning("the connection pool is exhausted: nothing is claimed for %g s", self._exhausted_pause)
+
+    # --- called by the claimer ----------------------------------------------------------------------------------
 
     def _look_again(self) -> None:
         self._claimer.wake()
 
-    def _extend(self, attempt: Attempt, seconds: float) -> Future[bool]:
-        return self._monitor.extend(attempt, seconds)
+    def _look_for_cancel(self, domain: str, msg_id: int) -> None:
+        self._keeper.look_for_cancel(domain, msg_id)
 
     def _check_idle(self) -> None:
         if self._spec.ends_idle and not self.held:
@@ -175,14 +441,17 @@ class Parts:
         if not self.held:
             self._claimer.wake()
 
-    # --- called by the claimer ----------------------------------------------------------------------------
+    def _waiting(self) -> int:
+        return len(self._slots.waiting) + (len(self._loop.waiting) if self._loop is not None else 0)
 
     def _room(self, prefetch: int) -> int:
         """How many attempts to claim now; nothing while more than half of what is prefetched still waits."""
-        waiting = len(self._slots.waiting) + (len(self._loop.waiting) if self._loop is not None else 0)
+        waiting = self._waiting()
         self._low = prefetch // 2
         if waiting > self._low:
             self._return_stale()
+            return 0
+        if self.state is not State.ACTIVE or (self._paused_until and time.monotonic() < self._paused_until):
             return 0
         return self._places.total - self._places.taken + prefetch - waiting
 
@@ -193,7 +462,7 @@ class Parts:
         for lane in (self._slots, self._loop):
             if lane is not None and lane.waiting and lane.waiting[0].renewed_at < stale_before:
                 for attempt in lane.take_back():
-                    self.settler.add(attempt, attempt.give_back())
+                    self._return(attempt)
 
     def _finished(self) -> int:
         return self._slots.finished + (self._loop.finished if self._loop is not None else 0)
@@ -208,7 +477,7 @@ class Parts:
             self.held.add(attempt)
             if attempt.charge > 1 and self._executor.is_exhausted(attempt):
                 self.settler.add(attempt, self._executor.exhaust(attempt))
-            elif handler is not None and handler.is_async:
+            elif handler is not None and handler.is_async and not self._isolation.wants(attempt):
                 asynchronous.append(attempt)
             else:
                 sync.append(attempt)
@@ -216,22 +485,68 @@ class Parts:
             self._slots.push(sync)
         if asynchronous and self._loop is not None:
             self._loop.push(asynchronous)
+        if self.state is not State.ACTIVE:
+            self._give_back()
 
-    # --- called by the lanes ------------------------------------------------------------------------------
+    # --- called by the lanes ------------------------------------------------------------------------------------
 
-    def _run(self, attempt: Attempt) -> None:
-        self.settler.add(attempt, self._executor.run(attempt))
+    def _run(self, attempt: Attempt, slot: Slot) -> bool:
+        if attempt.stop is not None:
+            return self._never_start(attempt)
+        executor = self._executor
+        executor.begin(attempt)
+        self.running[attempt] = slot
+        if self._board is not None:
+            self._enter(self._board, attempt, slot.index)
+        ended = self._isolation.run(attempt) if self._isolation.wants(attempt) else executor.run(attempt)
+        if self.running.pop(attempt, None) is None:
+            return False
+        if self._board is not None:
+            self._leave(self._board, slot.index)
+        self.settler.add(attempt, ended)
         if self._claimer.is_waiting_for_room:
             self._offer_room()
+        return True
 
-    async def _run_async(self, attempt: Attempt) -> None:
-        self.settler.add(attempt, await self._executor.run_async(attempt))
+    async def _run_async(self, attempt: Attempt, slot: AsyncSlot) -> bool:
+        if attempt.stop is not None:
+            return self._never_start(attempt)
+        executor = self._executor
+        executor.begin(attempt)
+        self.running[attempt] = slot
+        if self._board is not None:
+            self._enter(self._board, attempt, slot.index)
+        ended = await executor.run_async(attempt)
+        if self.running.pop(attempt, None) is None:
+            return False
+        if self._board is not None:
+            self._leave(self._board, slot.index)
+        self.settler.add(attempt, ended)
         if self._claimer.is_waiting_for_room:
             self._offer_room()
+        return True
+
+    def _never_start(self, attempt: Attempt) -> bool:
+        """It was asked to stop before it had begun. If somebody cancelled it, the settler hears that."""
+        self._return(attempt)
+        return True
+
+    def _enter(self, board: Board, attempt: Attempt, slot: int) -> None:
+        stuck_at = attempt.deadline_at + self._settings.cancel_grace
+        domain = self._domain_index[attempt.domain]
+        board.enter(slot, domain, attempt.msg_id, attempt.read_ct, attempt.started_at, stuck_at)
+
+    def _leave(self, board: Board, slot: int) -> None:
+        board.leave(slot)
+        if self._process is not None and self._process.is_touched:
+            self._process.restore()
+
+    def _show_thread(self, slot: int) -> None:
+        if self._board is not None:
+            self._board.thread(slot, threading.get_ident(), threading.get_native_id())
 
     def _offer_room(self) -> None:
-        waiting = len(self._slots.waiting) + (len(self._loop.waiting) if self._loop is not None else 0)
-        if waiting <= self._low:
+        if self._waiting() <= self._low:
             self._claimer.is_waiting_for_room = False
             self._claimer.wake()
 
@@ -241,4 +556,12 @@ def _identity(spec: WorkerSpec, settings: Settings) -> WorkerIdentity:
         release = version("commandbus")
     except PackageNotFoundError:
         release = "unknown"
-    return WorkerIdentity(spec.id, socket.gethostname(), os.getpid(), spec.domains, settings.concurrency, release)
+    return WorkerIdentity(
+        spec.id,
+        socket.gethostname(),
+        os.getpid(),
+        spec.domains,
+        settings.concurrency,
+        release,
+        None if spec.supervision is None else spec.supervision.supervisor,
+    )

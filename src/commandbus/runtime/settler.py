@@ -4,7 +4,7 @@ Outcomes collect while a statement is under way, so batches grow with the load a
 Nothing is given up: while the database is away outcomes wait; a row that another transaction holds (`busy`) is
 tried again; after an error that is not the connection's, rows are settled one by one, and one that cannot be
 stored is settled as a failure that says so. A refused row was settled or claimed by somebody else: the fence did
-its work, and that is logged.
+its work, and that is logged. One that somebody asked to cancel, and that did not complete, is settled as CANCELED.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import psycopg
 from commandbus import sql
 from commandbus.db.link import Link, is_passing
 from commandbus.errors import PermanentCommandError
-from commandbus.flow.settle import Answer, Settlement, settle
+from commandbus.flow.renew import pending_cancels
+from commandbus.flow.settle import Answer, Settlement, cancellation, settle
 from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model.outcome import Judgement, Verdict, describe
 from commandbus.runtime.attempt import Attempt
@@ -43,6 +44,7 @@ class Settler:
         worker: str,
         *,
         on_settled: Callable[[Attempt], None],
+        on_written: Callable[[int], None],
         on_again: Callable[[], None],
         on_error: Callable[[BaseException], None],
         name: str,
@@ -50,6 +52,7 @@ class Settler:
         self._link = link
         self._worker = worker
         self._on_settled = on_settled
+        self._on_written = on_written
         self._on_again = on_again
         self._on_error = on_error
         self._queue: deque[Item] = deque()
@@ -142,11 +145,17 @@ class Settler:
         for _, ended in items:
             if isinstance(ended, Note):
                 self._link.run(_note(ended, self._worker))
+        completed = sum(settlement.is_completion for settlement in settlements)
+        if completed:
+            self._on_written(completed)
         for item in items:
             attempt = item[0]
             answer = answers.get((attempt.msg_id, attempt.read_ct)) if answers else None
             if answer == "busy":
                 self._busy.append(item)
+                continue
+            if answer == "canceled":
+                self._cancel_instead(attempt)
                 continue
             if answer == "refused":
                 self._note_refusal(attempt, in_doubt=in_doubt)
@@ -154,6 +163,15 @@ class Settler:
             self.settled[domain] += 1
         if any(not settlement.is_final for settlement in settlements):
             self._on_again()
+
+    def _cancel_instead(self, attempt: Attempt) -> None:
+        """Somebody asked to cancel it before this attempt, which did not complete it, was settled."""
+        held = [(attempt.msg_id, attempt.read_ct)]
+        for cancel in self._link.run(pending_cancels(attempt.domain, self._worker, held)):
+            judgement = Judgement(Verdict.CANCELED, cancellation(cancel.by, cancel.reason))
+            self._queue.append((attempt, attempt.fail(judgement)))
+            return
+        self._on_settled(attempt)  # somebody else has settled it since
 
     def _note_refusal(self, attempt: Attempt, *, in_doubt: bool) -> None:
         extra = {"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number}

@@ -4,10 +4,17 @@ Slots are woken lazily. A handler that does nothing takes some 20 µs, and threa
 everything slower (64 eager slots: 0.4 of one), so one awake slot drains the queue, and a ticker wakes more while
 work waits and the awake ones are slow: twice as many every 2 ms, so that handlers that do wait soon have all
 slots.
+
+A slot whose attempt was declared stuck gets a new thread, which takes over its place. The old thread ends as soon
+as its handler lets it: `run` answers False.
+
+Every attempt starts with the context variables that the slot began with, and (unless told otherwise) without what
+earlier handlers left in thread-locals.
 """
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 import time
@@ -16,6 +23,7 @@ from collections.abc import Callable, Iterable
 
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.places import Places
+from commandbus.runtime.tidy import forget_new_locals, thread_locals
 
 logger = logging.getLogger("commandbus.worker")
 
@@ -26,15 +34,24 @@ SLOW_SECONDS = 0.0003
 class Slots:
     """N threads and the queue of attempts before them."""
 
-    def __init__(self, places: Places, run: Callable[[Attempt], None], *, name: str) -> None:
+    def __init__(
+        self,
+        places: Places,
+        run: Callable[[Attempt, Slot], bool],
+        *,
+        name: str,
+        on_thread: Callable[[int], None],
+        forgets_locals: bool,
+    ) -> None:
         self.is_hungry = False
         self.waiting: deque[Attempt] = deque()
         self.finished = 0
         self._places = places
         self._run = run
         self._name = name
-        self._idle: deque[_Slot] = deque()
-        self._threads: list[threading.Thread] = []
+        self._on_thread = on_thread
+        self._forgets_locals = forgets_locals
+        self._idle: deque[Slot] = deque()
         self._tick_wanted = threading.Event()
         self._stopping = False
         self._alone = True
@@ -43,10 +60,19 @@ class Slots:
     def start(self) -> None:
         """Start the threads; they sleep."""
         for index in range(self._places.total):
-            slot = _Slot()
+            slot = Slot(index)
             self._idle.append(slot)
             self._start_thread(self._work, slot, name=f"{self._name}-slot-{index}")
         self._start_thread(self._tick, name=f"{self._name}-ticker")
+
+    def replace(self, stuck: Slot) -> None:
+        """A new thread for the slot of a stuck attempt; it holds the place, and looks for work at once."""
+        if self._stopping:
+            self._places.give(self)
+            return
+        slot = Slot(stuck.index)
+        slot.wake.release()
+        self._start_thread(self._work, slot, name=f"{self._name}-slot-{slot.index}")
 
     def share_with_others(self) -> None:
         """Another lane runs beside this one: look whether it is hungry."""
@@ -90,12 +116,15 @@ class Slots:
             self._idle.popleft().wake.release()
 
     def _start_thread(self, target: Callable[..., None], *args: object, name: str) -> None:
-        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
-        thread.start()
-        self._threads.append(thread)
+        threading.Thread(target=target, args=args, name=name, daemon=True).start()
 
-    def _work(self, slot: _Slot) -> None:
-        waiting = self.waiting
+    def _work(self, slot: Slot) -> None:
+        waiting, run = self.waiting, self._run
+        slot.ident = threading.get_ident()
+        self._on_thread(slot.index)
+        clean = contextvars.copy_context()
+        own = thread_locals() if self._forgets_locals else None
+        kept = set(own) if own is not None else set()
         slot.wake.acquire()
         while not self._stopping:
             try:
@@ -103,12 +132,15 @@ class Slots:
             except IndexError:
                 self._sleep(slot)
                 continue
-            self._run(attempt)
+            if not clean.copy().run(run, attempt, slot):
+                return  # declared stuck: another thread has taken over
             self.finished += 1  # approximate under races; used for rates only
+            if own is not None and len(own) != len(kept):
+                forget_new_locals(own, kept)
             if not self._alone and self._places.others_hungry(self):
                 self._sleep(slot)
 
-    def _sleep(self, slot: _Slot) -> None:
+    def _sleep(self, slot: Slot) -> None:
         """Return the place and wait to be woken, unless work arrived at the last moment."""
         self._idle.append(slot)
         self._places.give(self)
@@ -135,9 +167,13 @@ class Slots:
             finished, at = self.finished, now
 
 
-class _Slot:
-    __slots__ = ("wake",)
+class Slot:
+    """Where one attempt at a time runs: a thread, and its number on the board."""
 
-    def __init__(self) -> None:
+    __slots__ = ("ident", "index", "wake")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.ident = 0
         self.wake = threading.Lock()
         self.wake.acquire()

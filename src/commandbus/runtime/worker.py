@@ -3,9 +3,9 @@
     worker = Worker(handlers, domains=["orders"], concurrency=8)
     worker.run()              # until SIGTERM, SIGINT or stop(); or start() … stop() inside an application
 
-Stopping, in order: claim nothing more → give back what has not started → let what runs finish (until
-`shutdown_timeout`) → write the last outcomes → say good-bye in the registry. What did not finish is reported; its
-lease runs out and another worker takes it.
+Stopping, in order: claim nothing more → give back what has not started → let what runs finish → ask it to stop
+(`shutdown_timeout` less the grace and two seconds) → grace → fence what did not → write the last outcomes → say
+good-bye in the registry. What did not finish is reported, and tried again elsewhere at once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -31,10 +32,13 @@ from commandbus.flow.migrate import look
 from commandbus.model.names import check_domain
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.handlers import HandlerRegistry
-from commandbus.runtime.parts import Parts, StopReport, WorkerSpec
+from commandbus.runtime.health import HealthStatus
+from commandbus.runtime.parts import Parts, StopReport, Supervision, WorkerSpec
 from commandbus.settings import Settings, load_settings
 
 logger = logging.getLogger("commandbus.worker")
+
+LONGEST_NAME = 24  # the id is part of application_name, which has room for 63 characters
 
 
 class Worker:
@@ -51,6 +55,7 @@ class Worker:
         retry_policy: RetryPolicy | None = None,
         pool: ConnectionPool[Any] | None = None,
         name: str | None = None,
+        supervision: Supervision | None = None,
     ) -> None:
         overrides = {"database_url": database_url, "concurrency": concurrency}
         if settings is None:
@@ -59,7 +64,9 @@ class Worker:
             raise TypeError("give settings, or database_url and concurrency, not both")
         self.settings = settings
         self.domains = _check_domains(domains or settings.domains or handlers.domains, handlers)
-        self.id = f"{name or socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.id = f"{(name or socket.gethostname())[:LONGEST_NAME]}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.health_status = HealthStatus()
+        self._supervision = supervision
         self._handlers = handlers
         self._policy = retry_policy or settings.retry_policy
         self._pool = pool
@@ -86,6 +93,17 @@ class Worker:
         return self._parts is not None
 
     @property
+    def beat_age(self) -> float | None:
+        """Seconds since its ladder last looked at what runs; None if it is not running."""
+        parts = self._parts
+        return None if parts is None else time.monotonic() - parts.ladder.beat_at
+
+    @property
+    def state(self) -> str:
+        """ACTIVE, DRAINING, EXITING, or STOPPED."""
+        return "STOPPED" if self._parts is None else self._parts.state.name
+
+    @property
     def settled(self) -> int:
         """How many attempts this worker has settled."""
         return 0 if self._parts is None else sum(self._parts.settler.settled.values())
@@ -102,6 +120,7 @@ class Worker:
             raise
         self._stop_asked.clear()
         self._error = None
+        self.health_status = HealthStatus()  # what was wrong with the last run says nothing of this one
         spec = WorkerSpec(
             id=self.id,
             domains=self.domains,
@@ -109,6 +128,8 @@ class Worker:
             policy=self._policy,
             pool=self._pool,
             ends_idle=self._ends_idle,
+            supervision=self._supervision,
+            health=self.health_status,
             fail=self.fail,
             request_stop=self.request_stop,
         )
@@ -121,6 +142,28 @@ class Worker:
             ", ".join(self.domains),
             settings.concurrency,
         )
+
+    def drain(self, reason: str) -> None:
+        """Claim nothing more; when what runs has finished, `run` ends."""
+        if self._parts is not None:
+            self._parts.drain(reason)
+
+    def hurry(self) -> None:
+        """Cancel what runs, without charging it: for a worker that has been draining for too long."""
+        if self._parts is not None:
+            self._parts.hurry()
+
+    def wait(self) -> None:
+        """Wait until something asks it to stop."""
+        self._stop_asked.wait()
+
+    def policies(self) -> dict[str, Any]:
+        """Retry policies by domain and command type, for a post-mortem by the supervisor; "" is the default's."""
+        found: dict[str, Any] = {"": _policy(self._policy, "retry")}
+        for item in self._handlers:
+            policy = _policy(item.retry_policy or self._policy, item.options.on_timeout)
+            found.setdefault(item.domain, {})[item.command_type] = policy
+        return found
 
     def request_stop(self, reason: str) -> None:
         """Ask `run` to end; safe from any thread and from a signal handler."""
@@ -208,6 +251,15 @@ class Worker:
                         raise UnknownDomainError(domain) from error
         finally:
             link.close()
+
+
+def _policy(policy: RetryPolicy, on_timeout: str) -> dict[str, Any]:
+    return {
+        "max_attempts": policy.max_attempts,
+        "backoff_schedule": list(policy.backoff_schedule),
+        "jitter": policy.jitter,
+        "on_timeout": on_timeout,
+    }
 
 
 def _check_domains(domains: Iterable[str], handlers: HandlerRegistry) -> list[str]:

@@ -108,6 +108,15 @@ class Settings:
         None, "WORKER_MAX_MEMORY_MB", "worker.max_memory_mb", or_word(whole(1), "off", "none"),
         "End a worker for a fresh one when its memory exceeds this many MB",
     )  # fmt: skip
+    health_port: int | None = _setting(
+        None, "WORKER_HEALTH_PORT", "worker.health_port", or_word(whole(0, 65_535), "off", "none"),
+        "Port for /health/live, /health/ready and /metrics; 0 takes any free one",
+    )  # fmt: skip
+    health_host: str = _setting(
+        "127.0.0.1", "WORKER_HEALTH_HOST", "worker.health_host",
+        pattern(r"[0-9A-Za-z_.:%-]{1,255}", "an address or a host name (127.0.0.1, 0.0.0.0, ::)"),
+        "Address that health_port listens on; 0.0.0.0 for probes from other machines",
+    )  # fmt: skip
 
     statement_timeout: float = _setting(
         _LIMITS.statement_timeout, "WORKER_STATEMENT_TIMEOUT", "worker.statement_timeout", duration(),
@@ -123,22 +132,28 @@ class Settings:
     )  # fmt: skip
     task_timeout: float | None = _setting(
         _LIMITS.task_timeout, "WORKER_TASK_TIMEOUT", "worker.task_timeout", or_word(duration(), "default"),
-        "Layer 4: the deadline of an attempt; default is visibility_timeout + 5s - cancel_grace, 0 is none "
-        "(read and checked; not enforced by this release)",
+        "Layer 4: the deadline of an attempt; default is visibility_timeout + 5s - cancel_grace, 0 is none",
     )  # fmt: skip
     cancel_grace: float = _setting(
         _LIMITS.cancel_grace, "CANCEL_GRACE_SECONDS", "worker.cancel_grace", duration(),
-        "Layer 4: how long an attempt may take to stop before it counts as stuck "
-        "(read and checked; not enforced by this release)",
+        "Layer 4: how long an attempt may take to stop before it counts as stuck",
     )  # fmt: skip
     heartbeat_timeout: float = _setting(
         _LIMITS.heartbeat_timeout, "WORKER_HEARTBEAT_TIMEOUT", "worker.heartbeat_timeout", duration(),
-        "Layer 5: a worker silent for this long is killed and replaced "
-        "(read and checked; not enforced by this release)",
+        "Layer 5: a worker silent for this long is killed and replaced",
     )  # fmt: skip
     shutdown_timeout: float = _setting(
         _LIMITS.shutdown_timeout, "WORKER_SHUTDOWN_TIMEOUT", "worker.shutdown_timeout", duration(),
         "Layer 5: longest shutdown in all; less than the service manager's own stop timeout",
+    )  # fmt: skip
+
+    max_extension: float = _setting(
+        3600.0, "WORKER_MAX_EXTENSION", "worker.max_extension", duration(zero=False),
+        "Longest run of one attempt that its handler may ask for with ctx.extend()",
+    )  # fmt: skip
+    reset_thread_locals: bool = _setting(
+        True, "WORKER_RESET_THREAD_LOCALS", "worker.reset_thread_locals", truth(),
+        "Forget what a handler left in thread-locals before its slot runs the next one",
     )  # fmt: skip
 
     pool_min_size: int = _setting(

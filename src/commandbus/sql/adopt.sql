@@ -7,7 +7,7 @@
 -- whose attempts are counted from there.
 WITH input AS MATERIALIZED (
     SELECT * FROM json_to_recordset(%(rows)s::json) AS x(m bigint, k integer, i text, t text, x integer, c text,
-                                                         r text, h json, d json)
+                                                         r text, h json, d json, o float8)
 ), held AS MATERIALIZED (
     SELECT q.msg_id, q.enqueued_at
       FROM pgmq.{queue} q
@@ -17,8 +17,8 @@ WITH input AS MATERIALIZED (
        FOR UPDATE
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, created_at, max_attempts,
-                                    correlation_id, reply_to, headers, data, attempt_base, waived)
-    SELECT %(domain)s, i, t, msg_id, enqueued_at, x, c, r, h, d, -k, k
+                                    correlation_id, reply_to, headers, data, timeout, attempt_base, waived)
+    SELECT %(domain)s, i, t, msg_id, enqueued_at, x, c, r, h, d, o, -k, k
       FROM held JOIN input ON m = msg_id
     ON CONFLICT (domain, command_id) DO NOTHING
     RETURNING id, msg_id

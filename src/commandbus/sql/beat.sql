@@ -1,7 +1,8 @@
 -- A worker says that it lives, and what it does. Locks: its own row.
-INSERT INTO commandbus.worker (id, host, pid, domains, concurrency, version, state, running, settled, rates)
-VALUES (%(id)s, %(host)s, %(pid)s, %(domains)s::text[], %(concurrency)s, %(version)s, %(state)s, %(running)s,
-        %(settled)s, %(rates)s::json)
+INSERT INTO commandbus.worker (id, host, pid, domains, concurrency, version, supervisor, state, running, settled, rates,
+                               health)
+VALUES (%(id)s, %(host)s, %(pid)s, %(domains)s::text[], %(concurrency)s, %(version)s, %(supervisor)s, %(state)s,
+        %(running)s, %(settled)s, %(rates)s::json, %(health)s::json)
 ON CONFLICT (id) DO UPDATE
    SET heartbeat_at = now(), state = excluded.state, running = excluded.running, settled = excluded.settled,
-       rates = excluded.rates
+       rates = excluded.rates, health = excluded.health

@@ -1,26 +1,44 @@
--- Cancels a command that nobody is running: its queue row goes, the command is CANCELED.
+-- Cancels a command. If nobody is running it, its queue row goes and the command is CANCELED. If somebody is, the
+-- request is written into the row's headers and the domain's workers are told; a request that is there already stays.
+-- Returns what a reply needs, and which of the two it was; no row if there is nothing to cancel.
 --
--- Locks: the queue row (waits for a claim in flight, then sees that it is held and does nothing), then the
--- command row. Indexes: command_domain_command_id_key, the queue's key.
+-- Locks: the queue row (waits for a claim or a settlement in flight, then sees what became of it), then the command
+-- row. Both writes go by key: what we waited for has moved the row. Indexes: command_domain_command_id_key, the
+-- queue's key. A parked command's row in `parked` is the caller's next statement: a parking that we waited for is not
+-- in our snapshot.
 WITH target AS MATERIALIZED (
-    SELECT id, msg_id FROM commandbus.command
+    SELECT id, msg_id, attempt_base FROM commandbus.command
      WHERE domain = %(domain)s AND command_id = %(command_id)s AND status = 'PENDING'
-), free AS MATERIALIZED (
-    SELECT q.msg_id
+), found AS MATERIALIZED (
+    SELECT q.msg_id, q.read_ct, COALESCE(q.headers ? 'held_by', false) AS is_held,
+           COALESCE(q.headers ? 'cancel', false) AS is_asked
       FROM pgmq.{queue} q
-     WHERE q.msg_id = (SELECT msg_id FROM target) AND NOT COALESCE(q.headers ? 'held_by', false)
+     WHERE q.msg_id = (SELECT msg_id FROM target)
        FOR UPDATE
 ), gone AS (
-    DELETE FROM pgmq.{queue} WHERE msg_id IN (SELECT msg_id FROM free) RETURNING read_ct
-), unparked AS (
-    DELETE FROM commandbus.parked WHERE domain = %(domain)s AND msg_id IN (SELECT msg_id FROM free)
+    DELETE FROM pgmq.{queue} WHERE msg_id IN (SELECT msg_id FROM found WHERE NOT is_held) RETURNING read_ct
 ), moved AS (
     UPDATE commandbus.command c
        SET status = 'CANCELED', finished_at = now(), attempt_base = c.attempt_base + (SELECT read_ct FROM gone)
      WHERE c.id = (SELECT id FROM target) AND EXISTS (SELECT FROM gone)
     RETURNING c.id, c.command_id, c.command_type, c.correlation_id, c.reply_to, c.attempt_base
+), asked AS (
+    UPDATE pgmq.{queue}
+       SET headers = headers || jsonb_build_object('cancel', jsonb_build_object(
+               'by', %(operator)s::text, 'reason', %(reason)s::text, 'at', now()))
+     WHERE msg_id IN (SELECT msg_id FROM found WHERE is_held AND NOT is_asked)
+    RETURNING read_ct
 ), noted AS (
-    INSERT INTO commandbus.operator_action (command, action, operator, reason, attempt_base)
-    SELECT id, 'CANCEL', %(operator)s, %(reason)s, attempt_base FROM moved
+    INSERT INTO commandbus.operator_action (command, action, operator, reason, attempt_base, attempt)
+    SELECT id, 'CANCEL', %(operator)s, %(reason)s, attempt_base, NULL FROM moved
+    UNION ALL
+    SELECT t.id, 'CANCEL', %(operator)s, %(reason)s, t.attempt_base, t.attempt_base + a.read_ct
+      FROM asked a, target t
+), told AS MATERIALIZED (
+    SELECT pg_notify('commandbus_' || %(domain)s, 'cancel ' || msg_id) FROM found WHERE is_held
 )
-SELECT id, command_id, command_type, correlation_id, reply_to FROM moved
+SELECT id, command_id, command_type, correlation_id, reply_to, 'CANCELED', (SELECT msg_id FROM found)
+  FROM moved
+UNION ALL
+SELECT t.id, %(command_id)s, NULL, NULL, NULL, 'REQUESTED', t.msg_id
+  FROM target t, told

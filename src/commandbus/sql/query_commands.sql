@@ -2,7 +2,7 @@
 -- command_domain_command_id_key where the domain is rare (the planner's choice).
 SELECT c.id, c.domain, c.command_id, c.command_type, c.status::text, c.data::text, c.result::text, c.correlation_id,
        c.reply_to, c.headers::text, c.max_attempts, c.attempt, c.attempt_base, c.created_at, c.started_at,
-       c.finished_at, c.worker, c.msg_id, a.error_type, a.error_code, a.error
+       c.finished_at, c.worker, c.msg_id, a.error_type, a.error_code, a.error, c.timeout
   FROM commandbus.command c
   LEFT JOIN LATERAL (
        SELECT error_type, error_code, error FROM commandbus.attempt

@@ -1,4 +1,5 @@
 -- Writes down the attempts of workers that vanished, found by a claim under "before" in the queue row's headers.
+-- Returns those that somebody asked to cancel since this worker claimed them.
 --
 -- Locks: queue rows that this worker holds (nobody else writes them but a renewal by the same worker), then new
 -- attempt rows. Index: the queue's key. Idempotent: a second run finds no "before".
@@ -11,11 +12,11 @@ WITH input AS MATERIALIZED (
      WHERE msg_id = ANY (ARRAY(SELECT m FROM input))
        AND headers ->> 'held_by' = %(worker)s
        AND headers ? 'before'
-    RETURNING msg_id, read_ct
+    RETURNING msg_id, read_ct, headers -> 'cancel' AS cancel
 ), lost AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, error_type, error_code, error)
     SELECT i.c, i.n, 'LOST', i.w, i.s, 'WorkerLost', 'WORKER_LOST', i.e
       FROM cleared q JOIN input i ON i.m = q.msg_id AND i.r = q.read_ct
     ON CONFLICT DO NOTHING
 )
-SELECT msg_id FROM cleared
+SELECT msg_id, cancel ->> 'by', cancel ->> 'reason' FROM cleared WHERE cancel IS NOT NULL

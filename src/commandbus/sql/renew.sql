@@ -1,4 +1,5 @@
--- Extends the leases that a worker still holds; returns those it has lost.
+-- Extends the leases that a worker still holds, and stores the progress that their handlers told of. Returns those
+-- it has lost (`lost` is true), and those that somebody asked to cancel.
 --
 -- SKIP LOCKED: a row that a completing transaction holds must not starve the others; it is not lost, and is
 -- renewed next time if it is still there. Never shortens a lease. Locks: queue rows. Index: the queue's key.
@@ -11,10 +12,17 @@ WITH input AS MATERIALIZED (
        FOR UPDATE SKIP LOCKED
 ), renewed AS (
     UPDATE pgmq.{queue}
-       SET vt = greatest(vt, now() + make_interval(secs => %(lease)s))
+       SET vt = greatest(vt, now() + make_interval(secs => %(lease)s)),
+           headers = CASE WHEN %(progress)s::jsonb ? msg_id::text
+                          THEN headers || jsonb_build_object('progress', %(progress)s::jsonb -> msg_id::text)
+                          ELSE headers END
      WHERE msg_id = ANY (ARRAY(SELECT h.msg_id FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct))
 )
-SELECT m, r
+SELECT i.m, i.r, q.headers IS NULL, q.headers -> 'cancel' ->> 'by', q.headers -> 'cancel' ->> 'reason'
   FROM input i
- WHERE NOT EXISTS (SELECT FROM pgmq.{queue} q
-                    WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers ->> 'held_by' = %(worker)s)
+  LEFT JOIN LATERAL (
+       SELECT headers
+         FROM pgmq.{queue}
+        WHERE msg_id = i.m AND read_ct = i.r AND headers ->> 'held_by' = %(worker)s
+       OFFSET 0) q ON true
+ WHERE q.headers IS NULL OR q.headers ? 'cancel'

@@ -5,9 +5,9 @@
 -- vt is clock_timestamp(), not now(): a transaction that began long ago must not send into the claimers' past.
 WITH sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
-                                    reply_to, headers, data)
+                                    reply_to, headers, data, timeout)
     VALUES (%(domain)s, %(command_id)s, %(command_type)s, nextval('pgmq.{queue}_msg_id_seq'), %(max_attempts)s,
-            %(correlation_id)s, %(reply_to)s, %(headers)s::json, %(data)s::json)
+            %(correlation_id)s, %(reply_to)s, %(headers)s::json, %(data)s::json, %(timeout)s)
     {conflict}
     RETURNING id, msg_id
 )

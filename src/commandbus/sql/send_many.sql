@@ -9,11 +9,11 @@ WITH ours AS (  -- never run; named first, so that a database without our schema
 ), input AS MATERIALIZED (
     SELECT x.*, nextval('pgmq.{queue}_msg_id_seq') AS msg_id
       FROM json_to_recordset(%(rows)s::json)
-        AS x(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz)
+        AS x(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8)
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
-                                    reply_to, headers, data)
-    SELECT %(domain)s, i, t, msg_id, m, c, r, h, d FROM input {by_id}
+                                    reply_to, headers, data, timeout)
+    SELECT %(domain)s, i, t, msg_id, m, c, r, h, d, o FROM input {by_id}
     {conflict}
     RETURNING id, msg_id, command_id
 ), queued AS (

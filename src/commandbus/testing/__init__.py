@@ -1,1 +1,1 @@
-"""For users' own tests: fixtures, and handlers that hang in every known way."""
+"""For users' own tests: handlers that hang in every known way (`commandbus.testing.hang`)."""

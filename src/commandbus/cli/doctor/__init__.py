@@ -1,17 +1,19 @@
 """`doctor`: is everything in order, and if not, what is to be done? Exit code 1 if something failed.
 
-The checks, in the order in which each needs the one before it: configuration → server → schema → privileges →
-the fleet. A check that cannot be made because an earlier one failed is left out.
+The checks, in the order in which each needs the one before it: configuration → the service manager's unit or
+manifest, where one is given → server → schema → privileges → the fleet. A check that cannot be made because an
+earlier one failed is left out.
 """
 
 from __future__ import annotations
 
 import time
+from typing import TextIO
 
 import click
 import psycopg
 
-from commandbus.cli.doctor import configuration, fleet, privileges, schema, server
+from commandbus.cli.doctor import configuration, fleet, manifest, privileges, schema, server, unit
 from commandbus.cli.doctor.findings import Conn, Finding, Findings, Level, fail, ok, warn
 from commandbus.cli.exits import ExitCode, one_line
 from commandbus.cli.render import counted, print_json, printable
@@ -21,18 +23,33 @@ from commandbus.errors import CommandBusError, ConfigurationError
 from commandbus.settings import Settings, mask_database_url
 
 WIDTH = 5
+FILE = click.File("r", encoding="utf-8", errors="replace")
 
 
 @click.command(cls=Command)
+@click.option(
+    "--unit",
+    "unit_file",
+    type=FILE,
+    metavar="FILE",
+    help="Check a systemd unit's limits against ours; - reads `systemctl cat NAME`.",
+)
+@click.option(
+    "--manifest",
+    "manifest_file",
+    type=FILE,
+    metavar="FILE",
+    help="Check a Kubernetes manifest's limits and probes; - reads `kubectl get … -o json`.",
+)
 @click.pass_context
-def doctor(ctx: click.Context) -> None:
+def doctor(ctx: click.Context, unit_file: TextIO | None, manifest_file: TextIO | None) -> None:
     """Check configuration, server, schema, rights, clock and workers, and say what to do.
 
     OK is fine, WARN is worth a look, FAIL will not work; exit code 1 if anything fails.
     """
     session: Session = ctx.obj
     found = []
-    for finding in examine(session):
+    for finding in examine(session, unit_file, manifest_file):
         found.append(finding)
         if not session.as_json:
             _print(finding)
@@ -48,12 +65,16 @@ def doctor(ctx: click.Context) -> None:
         ctx.exit(ExitCode.NO)
 
 
-def examine(session: Session) -> Findings:
+def examine(session: Session, unit_file: TextIO | None = None, manifest_file: TextIO | None = None) -> Findings:
     """All findings, as they are made."""
     settings, findings = configuration.load(session)
     yield from findings
     if settings is None:
         return
+    if unit_file is not None:
+        yield from unit.examine(unit_file.read(), settings)
+    if manifest_file is not None:
+        yield from manifest.examine(manifest_file.read(), settings)
     database = Database(settings)
     try:
         started = time.monotonic()

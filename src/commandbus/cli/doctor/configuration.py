@@ -29,9 +29,16 @@ def _judge(settings: Settings) -> Findings:
 
 
 def _hierarchy(settings: Settings) -> str:
-    """Those that this release enforces; the others are read and checked only."""
+    """The layers in their order, each with its value."""
     limits = settings.timeouts
-    statement, lease, shutdown = map(
-        format_seconds, (limits.statement_timeout, limits.visibility_timeout, limits.shutdown_timeout)
+    shown = {name: SETTINGS[name].kind.show(getattr(settings, name)) for name in SETTINGS}
+    deadline, stuck = limits.deadline_seconds(), limits.stuck_seconds()
+    if deadline is None or stuck is None:
+        attempt = "no deadline"
+    else:
+        grace = shown["cancel_grace"]
+        attempt = f"deadline {format_seconds(deadline)} + grace {grace} = stuck at {format_seconds(stuck)}"
+    return (
+        f"statement {shown['statement_timeout']} < lease {shown['visibility_timeout']}; {attempt}; "
+        f"heartbeat {shown['heartbeat_timeout']}; shutdown {shown['shutdown_timeout']}"
     )
-    return f"statement {statement} < lease {lease}; shutdown {shutdown}"

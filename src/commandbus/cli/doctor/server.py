@@ -6,18 +6,19 @@ Reads only. What a plain role may not see (others' transactions) is said, not gu
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from commandbus.cli.doctor.findings import Conn, Findings, fail, ok, warn
 from commandbus.cli.render import age, counted
 from commandbus.model.durations import format_seconds
-from commandbus.model.timeouts import to_milliseconds
 from commandbus.settings import Settings
 
 OLDEST, NEWEST = 14, 18
 CLOCK_SECONDS = 2.0
 LONG_TRANSACTION_SECONDS = 300.0
-EXTRA_CONNECTIONS = 3
+WORKER_CONNECTIONS = 3
+SUPERVISOR_CONNECTIONS = 1
 
 
 def examine(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings:
@@ -103,19 +104,54 @@ def _clock(conn: Conn) -> Findings:
 
 
 def _limits(conn: Conn, settings: Settings) -> Findings:
-    ours = to_milliseconds(settings.statement_timeout)
+    """Of the limits that the server sets for this role's sessions, each that would strike before ours."""
     quiet = True
-    for name in ("statement_timeout", "idle_in_transaction_session_timeout", "transaction_timeout"):
-        theirs = int(_setting(conn, name) or 0)
+    for name, what, ours, harm in _ours(settings):
+        theirs = int(_setting(conn, name) or 0) / 1000  # 0, or not there before PostgreSQL 17: none
         if 0 < theirs < ours:
             quiet = False
             yield warn(
                 name,
-                f"this role's sessions have {name} = {theirs} ms, less than our statement_timeout ({ours} ms)",
-                f"ALTER ROLE … SET {name} = 0 (workers set limits of their own), or lower statement_timeout",
+                f"this role's sessions have {name} = {format_seconds(theirs)}, less than our {what} "
+                f"({format_seconds(ours)}): {harm}",
+                f"ALTER ROLE … SET {name} = 0 for the workers' role, or a lower {what.rpartition(' of ')[2]}",
             )
     if quiet:
         yield ok("server limits", "the server's own limits do not cut ours short")
+
+
+def _ours(settings: Settings) -> Iterator[tuple[str, str, float, str]]:
+    """The server's setting, what of ours it must not undercut, our value, and what happens if it does."""
+    limits = settings.timeouts
+    statement = limits.statement_timeout
+    yield (
+        "statement_timeout", "statement_timeout", statement,
+        "claims, settlements and migrations can be cut short",
+    )  # fmt: skip
+    yield (
+        "lock_timeout", "lock_timeout, 80% of statement_timeout", limits.lock_timeout,
+        "settlements and migrations can fail",
+    )  # fmt: skip
+    yield (
+        "idle_in_transaction_session_timeout", "statement_timeout", statement,
+        "a handler's transaction can be ended while it does something else",
+    )  # fmt: skip
+    yield (
+        "transaction_timeout", *_longest_transaction(settings),
+        "a handler's transaction can be ended before its attempt is",
+    )  # fmt: skip
+    yield (
+        "idle_session_timeout", "pool_max_idle", settings.pool_max_idle,
+        "connections that the pool keeps are closed by the server, and made anew again and again",
+    )  # fmt: skip
+
+
+def _longest_transaction(settings: Settings) -> tuple[str, float]:
+    """That of an attempt that counts as stuck the moment it commits; without a deadline that of one statement."""
+    stuck = settings.timeouts.stuck_seconds()
+    if stuck is None:
+        return "statement_timeout", settings.statement_timeout
+    return ("visibility_timeout + 5s" if settings.task_timeout is None else "task_timeout + cancel_grace"), stuck
 
 
 def _dead_clients(conn: Conn) -> Findings:
@@ -147,7 +183,7 @@ def _connections(conn: Conn, settings: Settings) -> Findings:
     )
     most = int(_setting(conn, "max_connections")) - reserved
     used = _one(conn, "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'")
-    needed = settings.processes * (settings.concurrency + EXTRA_CONNECTIONS)
+    needed = settings.processes * (settings.concurrency + WORKER_CONNECTIONS) + SUPERVISOR_CONNECTIONS
     for what, limit in (
         ("database", "SELECT datconnlimit FROM pg_database WHERE datname = current_database()"),
         ("role", "SELECT rolconnlimit FROM pg_roles WHERE rolname = current_user"),
@@ -157,14 +193,15 @@ def _connections(conn: Conn, settings: Settings) -> Findings:
             yield warn(
                 "connections",
                 f"the {what}'s connection limit is {found}, but workers of these settings need up to {needed}",
-                f"ALTER {what.upper()} … CONNECTION LIMIT {needed}",
+                f"ALTER {what.upper()} … CONNECTION LIMIT {2 * needed}, or lower concurrency or processes",
             )
     message = (
         f"{used} of {most} in use; workers of these settings need up to {needed} "
-        f"({settings.processes} × ({settings.concurrency} slots + {EXTRA_CONNECTIONS}))"
+        f"({settings.processes} × ({settings.concurrency} slots + {WORKER_CONNECTIONS}) "
+        f"+ {SUPERVISOR_CONNECTIONS}), and more while some are replaced"
     )
     if most - used < needed:
-        yield warn("connections", message, "raise max_connections, or lower concurrency")
+        yield warn("connections", message, "raise max_connections, or lower concurrency or processes")
     else:
         yield ok("connections", message)
 

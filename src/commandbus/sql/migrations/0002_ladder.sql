@@ -1,7 +1,8 @@
 -- The ladder. Purpose: time limits of single commands, how a hanging attempt was stopped, health of workers.
 --
--- Locks: ACCESS EXCLUSIVE on command, attempt and worker for a moment (new columns without a default rewrite
--- nothing), and one scan of `attempt` to check its constraint anew. Indexes: none on columns that settling changes.
+-- Locks: ACCESS EXCLUSIVE on command, attempt, worker and operator_action for a moment (new columns without a default
+-- rewrite nothing), and one scan of `attempt` to check its constraint anew. Indexes: none on columns that settling
+-- changes.
 
 -- timeout: this command's own deadline in seconds (0: none). suspect: it was running when a worker died and nobody
 -- could be named, so its next attempt runs in a process of its own.
@@ -17,6 +18,9 @@ ALTER TABLE commandbus.attempt ADD CONSTRAINT attempt_verdict_check
 CREATE INDEX attempt_stopped ON commandbus.attempt (finished_at) WHERE rung IS NOT NULL;
 
 ALTER TABLE commandbus.worker ADD COLUMN supervisor text, ADD COLUMN health json;
+
+-- attempt: the attempt that was running when somebody asked to cancel its command.
+ALTER TABLE commandbus.operator_action ADD COLUMN attempt integer;
 
 CREATE OR REPLACE VIEW commandbus.audit AS
     SELECT id AS command, created_at AS at, 10 AS rank, 'SENT'::text AS event, NULL::integer AS attempt,
@@ -65,6 +69,7 @@ CREATE OR REPLACE VIEW commandbus.audit AS
       FROM commandbus.attempt
      WHERE verdict IN ('EXHAUSTED', 'PERMANENT', 'UNKNOWN_TYPE')
     UNION ALL
-    SELECT command, performed_at, attempt_base * 100 + 50, 'OPERATOR_' || action, NULL, NULL,
+    SELECT command, performed_at, COALESCE(attempt * 100 + 25, attempt_base * 100 + 50), 'OPERATOR_' || action,
+           attempt, NULL,
            json_build_object('operator', operator, 'reason', reason)
       FROM commandbus.operator_action;

@@ -1,0 +1,131 @@
+"""An autopsy for people: what was seen of an attempt when a limit stopped it.
+
+It is JSON that a worker or a supervisor wrote: stacks of Python threads, what the attempt's backend did and who
+blocked it, how a process ended. Any of it may be missing, and all of it is somebody else's text: nothing here
+relies on its shape, and every line is made printable.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from commandbus.cli.render import age, moment, printable, printable_lines
+
+# What a person did not write: the interpreter's own library, what was installed, and this package.
+_FOREIGN = re.compile(
+    r"<frozen |/site-packages/|/dist-packages/|/lib/python\d|/commandbus/(runtime|db|flow|supervisor)/"
+)
+_FRAME = re.compile(r'File "(?P<path>[^"]*)", line (?P<line>\d+)(?:, in (?P<name>\S+))?')
+_IDLE = ("Client", "Activity")
+
+
+def headline(autopsy: Any) -> str:
+    """What it hung in, in one line: the handler's own frame, its backend's wait, how its process ended."""
+    found = _object(autopsy)
+    return "; ".join(filter(None, (_place(found), _wait(_object(found.get("backend"))), _end(found))))
+
+
+def lines(autopsy: Any) -> Iterator[str]:
+    """All of it."""
+    found = _object(autopsy)
+    if isinstance(found.get("taken_at"), int | float):
+        yield f"taken at {_instant(found['taken_at'])}"
+    stacks = [_object(stack) for stack in _array(found.get("stacks"))]
+    thread = _object(found.get("thread"))
+    if thread and not stacks:
+        yield f"thread {printable(thread.get('name', '?'))}"
+    for stack in stacks:
+        yield f"stack of {printable(stack.get('title', 'a thread'))}"
+        for frame in _array(stack.get("frames")):
+            yield from (f"  {line}" for line in printable_lines(str(frame)))
+    yield from _backend(_object(found.get("backend")))
+    if end := _end(found):
+        yield f"process: {end}"
+        yield from (f"  {line}" for line in printable_lines(str(_object(found["process"]).get("dump") or "")))
+
+
+def _backend(backend: dict[str, Any]) -> Iterator[str]:
+    if not backend:
+        return
+    parts = [f"backend {printable(backend.get('pid', '?'))}"]
+    if backend.get("state"):
+        parts.append(printable(backend["state"]))
+    if isinstance(backend.get("xact_seconds"), int | float):
+        parts.append(f"in a transaction for {age(backend['xact_seconds'])}")
+    if backend.get("wait_event_type") or backend.get("wait_event"):
+        parts.append(f"waiting for {_event(backend)}")
+    yield ", ".join(parts)
+    if backend.get("query"):
+        yield from _query(backend["query"])
+    for blocker in map(_object, _array(backend.get("blocked_by"))):
+        yield f"  blocked by {_blocker(blocker)}"
+        if blocker.get("query"):
+            yield from (f"  {line}" for line in _query(blocker["query"]))
+
+
+def _query(query: object) -> Iterator[str]:
+    first, *rest = printable_lines(str(query)) or [""]
+    yield f"  query: {first}"
+    yield from (f"         {line}" for line in rest)
+
+
+def _place(found: dict[str, Any]) -> str:
+    """The innermost frame that is the user's own; else the innermost of all."""
+    for stack in map(_object, _array(found.get("stacks"))):
+        frames = [frame for frame in map(str, _array(stack.get("frames"))) if _FRAME.search(frame)]
+        if frames:
+            own = [frame for frame in frames if not _FOREIGN.search(frame)]
+            return _short(_FRAME.search((own or frames)[-1]))
+    return ""
+
+
+def _short(frame: re.Match[str] | None) -> str:
+    if frame is None:
+        return ""
+    where = f"{frame['path'].rpartition('/')[2]}:{frame['line']}"
+    return f"{where} in {frame['name']}" if frame["name"] else where
+
+
+def _wait(backend: dict[str, Any]) -> str:
+    blockers = [_blocker(blocker) for blocker in map(_object, _array(backend.get("blocked_by")))]
+    is_waiting = backend.get("wait_event") and backend.get("wait_event_type") not in _IDLE
+    if not blockers and not is_waiting:
+        return ""
+    text = f"its backend waits for {_event(backend)}" if is_waiting else "its backend waits"
+    return f"{text}, blocked by {', '.join(blockers)}" if blockers else text
+
+
+def _event(backend: dict[str, Any]) -> str:
+    return " ".join(
+        printable(backend[name]) for name in ("wait_event_type", "wait_event") if backend.get(name) is not None
+    )
+
+
+def _blocker(blocker: dict[str, Any]) -> str:
+    name = blocker.get("application_name")
+    return f"pid {printable(blocker.get('pid', '?'))}" + (f" ({printable(name)})" if name else "")
+
+
+def _end(found: dict[str, Any]) -> str:
+    process = _object(found.get("process"))
+    if process.get("signal") is not None:
+        return printable(process["signal"])
+    return f"exit code {printable(process['exit_code'])}" if process.get("exit_code") is not None else ""
+
+
+def _instant(epoch: float) -> str:
+    try:
+        return moment(datetime.fromtimestamp(epoch, UTC))
+    except (OverflowError, OSError, ValueError):
+        return printable(epoch)
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _array(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,227 @@
+"""A Kubernetes manifest: are its limits in order with ours, and do its probes ask where something answers?
+
+It reads a file of one or more documents, or what `kubectl get … -o json` prints. Only containers that run a worker
+are looked at: those whose command, arguments or environment name commandbus or WORKER_ variables. Where a field is
+not set, the default of Kubernetes counts. Values that come from a ConfigMap or a Secret cannot be seen; what
+depends on them is said, and is no failure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from commandbus.cli.doctor.findings import Findings, fail, ok, warn
+from commandbus.cli.doctor.service import MEBIBYTE, as_seen_there, memory_needed, named, with_spare
+from commandbus.cli.doctor.yaml_text import UnreadableError, read_documents
+from commandbus.model.durations import format_seconds
+from commandbus.settings import Settings
+
+CHECK: Final = "kubernetes"
+DEFAULT_GRACE_SECONDS: Final = 30
+PROBES: Final = {"livenessProbe": "/health/live", "readinessProbe": "/health/ready"}
+_LOCAL: Final = ("127.0.0.1", "localhost", "::1")
+_QUANTITIES: Final = {
+    "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A container that runs a worker, and the pod around it."""
+
+    name: str
+    pod: dict[str, Any]
+    container: dict[str, Any]
+
+    @property
+    def words(self) -> list[str]:
+        """What it runs."""
+        return [str(word) for key in ("command", "args") for word in _list(self.container.get(key))]
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The variables whose values stand in the manifest."""
+        variables = [item for item in _list(self.container.get("env")) if isinstance(item, dict)]
+        return {str(item.get("name")): str(item["value"]) for item in variables if item.get("value") is not None}
+
+    def may_set(self, variable: str) -> bool:
+        """Could it come from somewhere that we cannot see?"""
+        named_ones = [item.get("name") for item in _list(self.container.get("env")) if isinstance(item, dict)]
+        return bool(self.container.get("envFrom")) or variable in named_ones
+
+
+def examine(text: str, settings: Settings) -> Findings:
+    """All that is to be said about the workers in a manifest of this text."""
+    try:
+        places = list(_places(read_documents(text)))
+    except (UnreadableError, RecursionError) as error:
+        yield fail(
+            CHECK,
+            str(error),
+            "give it as JSON: `kubectl create -f FILE --dry-run=client -o json | commandbus doctor --manifest -`",
+        )
+        return
+    if not places:
+        yield fail(
+            CHECK,
+            "no container in it runs a worker",
+            "a worker's container has `-m commandbus.worker` or `commandbus worker` as its command, or WORKER_ "
+            "variables in its env",
+        )
+    for place in places:
+        try:
+            seen = as_seen_there(settings, place.environ, place.words, source="its env")
+        except ValueError as error:
+            yield fail(CHECK, f"{place.name}: {error}", "correct it there")
+            continue
+        yield from _stop(place, seen)
+        yield from _probes(place, seen)
+        yield from _memory(place, seen)
+
+
+def _places(documents: list[Any]) -> Iterator[Place]:
+    for document in documents:
+        if not isinstance(document, dict):
+            continue
+        if str(document.get("kind", "")).endswith("List"):
+            yield from _places(_list(document.get("items")))
+            continue
+        name = f"{document.get('kind')} {_at(document, 'metadata', 'name')}"
+        spec = _at(document, "spec")
+        for path in (("jobTemplate", "spec", "template", "spec"), ("template", "spec"), ()):
+            pod = _at(spec, *path)
+            if isinstance(pod, dict) and isinstance(pod.get("containers"), list):
+                for container in pod["containers"]:
+                    place = Place(name, pod, container if isinstance(container, dict) else {})
+                    if _runs_a_worker(place):
+                        yield place
+
+
+def _runs_a_worker(place: Place) -> bool:
+    names = [str(item.get("name")) for item in _list(place.container.get("env")) if isinstance(item, dict)]
+    told = any("commandbus" in word for word in place.words)
+    return told or any(name.startswith("WORKER_") for name in names)
+
+
+# --- the checks --------------------------------------------------------------------------------------------------
+
+
+def _stop(place: Place, settings: Settings) -> Findings:
+    field = place.pod.get("terminationGracePeriodSeconds")
+    limit = _number(field, DEFAULT_GRACE_SECONDS)
+    origin = ", the default of Kubernetes" if field is None else ""
+    shown = f"terminationGracePeriodSeconds ({format_seconds(limit)}{origin})"
+    ours = named(settings, "shutdown_timeout")
+    if limit <= settings.shutdown_timeout:
+        yield fail(
+            CHECK,
+            f"{place.name}: {shown} is not more than {ours}: the kubelet kills a worker that is still finishing "
+            "its work",
+            f"set terminationGracePeriodSeconds: {with_spare(settings.shutdown_timeout)}, or a shorter "
+            "WORKER_SHUTDOWN_TIMEOUT",
+        )
+    else:
+        yield ok(CHECK, f"{place.name}: {ours} < {shown}")
+
+
+def _probes(place: Place, settings: Settings) -> Findings:
+    wanted = [name for name in (*PROBES, "startupProbe") if isinstance(_at(place.container, name), dict)]
+    for name, path in PROBES.items():
+        if name not in wanted:
+            yield warn(
+                CHECK,
+                f"{place.name} has no {name}: Kubernetes does not see when its workers are "
+                f"{'frozen' if name == 'livenessProbe' else 'cut off from the database'}",
+                f"add a {name} with httpGet, path {path}",
+            )
+    asked = {name: get for name in wanted if isinstance(get := _at(place.container, name, "httpGet"), dict)}
+    if asked:
+        yield from _listener(place, settings)
+    for name, get in asked.items():
+        yield from _target(place, settings, name, get)
+    if "livenessProbe" in wanted:
+        yield from _patience(place, settings)
+
+
+def _listener(place: Place, settings: Settings) -> Findings:
+    """Does anything answer, and can the kubelet reach it?"""
+    if settings.health_port is None:
+        finding = warn if place.may_set("WORKER_HEALTH_PORT") else fail
+        yield finding(
+            CHECK,
+            f"{place.name} has probes, but health_port is off: nothing answers them",
+            "set WORKER_HEALTH_PORT in its env",
+        )
+    elif settings.health_host in _LOCAL:
+        finding = warn if place.may_set("WORKER_HEALTH_HOST") else fail
+        yield finding(
+            CHECK,
+            f"{place.name} has probes, but {named(settings, 'health_host')} answers only inside the pod",
+            "set WORKER_HEALTH_HOST to 0.0.0.0 in its env",
+        )
+
+
+def _target(place: Place, settings: Settings, probe: str, get: dict[str, Any]) -> Findings:
+    port, path = get.get("port"), get.get("path")
+    ports = [item for item in _list(place.container.get("ports")) if isinstance(item, dict)]
+    number = next((item.get("containerPort") for item in ports if item.get("name") == port), port)
+    if settings.health_port is not None and str(number) != str(settings.health_port):
+        yield fail(
+            CHECK,
+            f"{place.name}: the {probe} asks port {port}, but {named(settings, 'health_port')} answers",
+            "give both the same port",
+        )
+    right = PROBES.get(probe)
+    if right is not None and path != right:
+        yield warn(CHECK, f"{place.name}: the {probe} asks {path}, not {right}", f"set its path to {right}")
+
+
+def _patience(place: Place, settings: Settings) -> Findings:
+    """The kubelet must not end the pod before the supervisor has replaced the worker that is frozen."""
+    probe = place.container["livenessProbe"]
+    period, threshold = _number(probe.get("periodSeconds"), 10), _number(probe.get("failureThreshold"), 3)
+    ours = named(settings, "heartbeat_timeout")
+    shown = f"periodSeconds ({period:g}) × failureThreshold ({threshold:g}) of the livenessProbe"
+    if period * threshold <= settings.heartbeat_timeout:
+        yield warn(
+            CHECK,
+            f"{place.name}: {shown} is not more than {ours}: the pod may be restarted where the supervisor would "
+            "replace one frozen worker",
+            f"set failureThreshold: {math.floor(with_spare(settings.heartbeat_timeout) / period) + 1}",
+        )
+    else:
+        yield ok(CHECK, f"{place.name}: {ours} < {shown}")
+
+
+def _memory(place: Place, settings: Settings) -> Findings:
+    text, needed = str(_at(place.container, "resources", "limits", "memory") or ""), memory_needed(settings)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMGT]?|[KMGT]i)", text)
+    if match is None or needed is None:
+        return
+    if float(match[1]) * _QUANTITIES[match[2]] <= needed:
+        yield warn(
+            CHECK,
+            f"{place.name}: the memory limit ({text}) is not more than {named(settings, 'processes')} × "
+            f"{named(settings, 'max_memory_mb')} MB: the kernel ends workers before they are replaced in order",
+            f"set a limit of {math.ceil(2 * needed / MEBIBYTE)}Mi (a replacement starts before the old one ends), "
+            "or a lower WORKER_MAX_MEMORY_MB",
+        )
+
+
+def _at(value: Any, *path: str) -> Any:
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _number(value: Any, default: float) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default

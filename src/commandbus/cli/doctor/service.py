@@ -1,0 +1,69 @@
+"""service: the settings as a service would see them, and what is said when its limits are out of order.
+
+A unit or a manifest sets variables and options of its own; they count for the worker that it runs, whatever the
+doctor's own environment says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from commandbus.model.durations import format_seconds
+from commandbus.settings import SETTINGS, Settings
+
+SPARE_SECONDS: Final = 10
+MEBIBYTE: Final = 1024 * 1024
+
+
+def as_seen_there(
+    settings: Settings, environ: Mapping[str, str], words: Sequence[str], *, source: str
+) -> Settings:
+    """The settings with this environment and these arguments of the worker; ValueError if they make no sense."""
+    changes: dict[str, Any] = {}
+    for setting in SETTINGS.values():
+        text = _option(words, f"--{setting.name.replace('_', '-')}") or environ.get(setting.env, "").strip()
+        if text and not setting.secret:
+            try:
+                changes[setting.name] = setting.kind.parse(text, setting.name)
+            except ValueError as error:
+                raise ValueError(f"{source} sets {setting.env}: {error}") from None
+    origins = {**settings.origins, **dict.fromkeys(changes, source)}
+    return replace(settings, **changes, origins=origins)
+
+
+def _option(words: Sequence[str], option: str) -> str | None:
+    """The value of `--option value` or `--option=value`, the last one given."""
+    found = None
+    for at, word in enumerate(words):
+        if word == option and at + 1 < len(words):
+            found = words[at + 1]
+        elif word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def named(settings: Settings, name: str) -> str:
+    """`shutdown_timeout (30s)`, and where that is from unless it is the default."""
+    origin = settings.origins[name]
+    where = "" if origin == "default" else f", from {origin}"
+    return f"{name} ({SETTINGS[name].kind.show(getattr(settings, name))}{where})"
+
+
+def with_spare(seconds: float) -> int:
+    """A limit that is comfortably more than this, in whole seconds."""
+    return math.ceil(seconds) + SPARE_SECONDS
+
+
+def shown_span(seconds: float) -> str:
+    """As systemd and people write it."""
+    return "infinity" if math.isinf(seconds) else format_seconds(seconds)
+
+
+def memory_needed(settings: Settings) -> int | None:
+    """Bytes that workers may use before they are replaced; None where there is no such limit."""
+    if settings.max_memory_mb is None:
+        return None
+    return settings.max_memory_mb * settings.processes * MEBIBYTE

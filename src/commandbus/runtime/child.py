@@ -1,0 +1,324 @@
+"""child: one attempt in a child process, as the slot's thread that waits for it and the ladder see it.
+
+    begin → run is sent → messages (begun, lent, returned, progress, extend, log) → ended
+                        ↘ kill: dump signal, 0.2 s for the stacks, SIGKILL → dead
+                        ↘ it dies by itself → dead
+
+The slot's thread `attend`s: it does what the handler's context asks for, and returns how it ended. The ladder's
+thread calls `cancel`, `kill` and `check_memory`, which never wait. Once `is_over`, they do nothing: the process
+may be running another attempt by then.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any, Final
+
+from commandbus.model import payload
+from commandbus.model.durations import format_seconds
+from commandbus.runtime.attempt import NEVER, Attempt, Stop
+from commandbus.runtime.channel import ChannelError, Message
+from commandbus.runtime.connections import Borrowed
+from commandbus.runtime.context import MAX_PROGRESS_BYTES
+from commandbus.runtime.isolated import DUMP_SIGNAL
+from commandbus.runtime.process import ChildProcess
+
+logger = logging.getLogger("commandbus.worker")
+
+DUMP_SECONDS: Final = 0.2
+DYING_SECONDS: Final = 2.0
+_HANG_UP_SECONDS: Final = 0.5
+_LOOK_SECONDS: Final = 0.005
+_RESERVED: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """What the worker does for a handler's context."""
+
+    extend: Callable[[Attempt, float], Future[bool]]
+    progress: Callable[[Attempt, str], None]
+    max_extension: float
+
+
+class Cause(StrEnum):
+    """Why a child process is dead, or as good as dead."""
+
+    KILLED = "killed"  # by the ladder, or at the worker's end
+    MEMORY = "memory"  # over max_memory_mb
+    CONFUSED = "confused"  # it said something that makes no sense, or hung up
+    DIED = "died"
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """How a child process ended in the middle of its attempt. `exit_code` is None if it does not even die."""
+
+    cause: Cause
+    reason: str
+    exit_code: int | None
+    dump: str
+
+
+class Child:
+    """An attempt's hold on the process that it runs in."""
+
+    def __init__(self, process: ChildProcess, attempt: Attempt, keeper: Keeper, max_memory_mb: int | None) -> None:
+        self.pid = process.pid
+        self.has_begun = False
+        self.was_ready = process.is_ready
+        self.could_not_start: Message | None = None
+        self.is_over = False
+        self._process = process
+        self._attempt = attempt
+        self._keeper = keeper
+        self._max_memory_mb = max_memory_mb
+        process.runs += 1
+        self._number = process.runs
+        self._mark = process.mark() if process.is_ready else 0
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._cause = Cause.DIED
+        self._reason = ""
+        self._killed_at: float | None = None
+        self._shot_at: float | None = None
+        self._dump = ""
+
+    @property
+    def is_doomed(self) -> bool:
+        """Is it being killed? The process runs nothing else then."""
+        return self._killed_at is not None or self._shot_at is not None
+
+    # --- the ladder's thread ----------------------------------------------------------------------------------
+
+    def cancel(self, stop: Stop) -> None:
+        """Ask the handler to stop; once."""
+        with self._lock:
+            if not self.is_over and not self._is_cancelled:
+                self._is_cancelled = True
+                told = {
+                    "why": stop.why,
+                    "text": stop.text,
+                    "asked_at": stop.asked_at,
+                    "until": _finite(stop.until),
+                }
+                self._process.channel.send({"k": "cancel", "n": self._number, **told})
+
+    def kill(self, reason: str = "") -> None:
+        """Take its stacks, then kill it. To be called again until the attempt has ended: from the end of the time
+        for the stacks on this kills at once, should the slot's thread be held up."""
+        self._kill(Cause.KILLED, reason)
+
+    def check_memory(self) -> bool:
+        """Is it over max_memory_mb? Then it is killed."""
+        if self._max_memory_mb is None or self.is_over:
+            return False
+        if self._cause is not Cause.MEMORY:
+            used = self._process.memory_mb()
+            if used <= self._max_memory_mb:
+                return False
+            self._kill(
+                Cause.MEMORY, f"its process used {used:.0f} MB, more than max_memory_mb ({self._max_memory_mb})"
+            )
+        else:
+            self._kill(self._cause, self._reason)
+        return True
+
+    def _kill(self, cause: Cause, reason: str) -> None:
+        with self._lock:
+            if self.is_over:
+                return
+            if self._killed_at is None:
+                self._killed_at = time.monotonic()
+                self._cause, self._reason = cause, reason
+                self._process.signal(DUMP_SIGNAL)
+                self._process.wake()
+            elif time.monotonic() >= self._killed_at + DUMP_SECONDS:
+                self._process.kill()
+
+    # --- the slot's thread ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Send the attempt."""
+        attempt = self._attempt
+        row = list(attempt.row)
+        row[12] = None if row[12] is None else row[12].isoformat()
+        row[16] = row[17] = None
+        function = None if attempt.handler is None else attempt.handler.function
+        self._process.channel.send(
+            {
+                "k": "run",
+                "n": self._number,
+                "domain": attempt.domain,
+                "row": row,
+                "module": getattr(function, "__module__", None),
+                "renewed_at": attempt.renewed_at,
+                "started": attempt.started,
+                "started_at": attempt.started_at,
+                "deadline_at": _finite(attempt.deadline_at),
+            }
+        )
+        attempt.extras.child = self
+        if attempt.stop is not None:  # it was asked before it could be told
+            self.cancel(attempt.stop)
+
+    def attend(self) -> Message | Dead:
+        """Wait for its end: what it told of it, or how it died."""
+        hung_up_at = None
+        while True:
+            is_dead = self._process.wait(self._patience(hung_up_at))
+            if (ended := self._listen(to_the_end=is_dead)) is not None:
+                return ended
+            if is_dead:
+                return self._dead()
+            if self._killed_at is not None and self._shot_at is None:
+                self._wait_for_dump(self._killed_at + DUMP_SECONDS)
+                self._shoot()
+            if self._process.channel.is_at_end:
+                self._process.leave_channel()
+                hung_up_at = hung_up_at or time.monotonic()
+                if self._shot_at is None and time.monotonic() >= hung_up_at + _HANG_UP_SECONDS:
+                    self._give_up_on("it closed its connection to the worker")
+            if self._shot_at is not None and time.monotonic() >= self._shot_at + DYING_SECONDS:
+                return self._dead()
+
+    def finish(self) -> None:
+        """From now on the ladder's calls do nothing."""
+        with self._lock:
+            self.is_over = True
+
+    def _patience(self, hung_up_at: float | None) -> float | None:
+        if self._shot_at is not None:
+            return DYING_SECONDS / 4
+        return None if hung_up_at is None else _HANG_UP_SECONDS / 2
+
+    def _listen(self, *, to_the_end: bool) -> Message | None:
+        """What has arrived; the message that it ended, if that is among it."""
+        while True:
+            try:
+                messages = self._process.channel.receive()
+                for message in messages:
+                    if self._hear(message):
+                        return message
+            except (ChannelError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+                self._give_up_on(f"it said something that makes no sense: {type(error).__name__}: {error}")
+                return None
+            if not to_the_end or self._process.channel.is_at_end or not messages:
+                return None
+
+    def _give_up_on(self, reason: str) -> None:
+        with self._lock:
+            if self._killed_at is None:
+                self._cause, self._reason = Cause.CONFUSED, reason
+        self._shoot()
+
+    def _shoot(self) -> None:
+        self._shot_at = self._shot_at or time.monotonic()
+        self._process.kill()
+
+    def _wait_for_dump(self, until: float) -> None:
+        """Until the stacks are all there: they come within a millisecond, if the machine has time for it."""
+        size = self._mark
+        while time.monotonic() < until and not self._process.is_dead():
+            before, size = size, self._process.mark()
+            if self._mark < before == size:
+                return
+            time.sleep(_LOOK_SECONDS)
+
+    def _dead(self) -> Dead:
+        exit_code = None
+        dump = self._process.dump_since(self._mark)
+        if self._process.is_dead():
+            exit_code = self._process.reap()
+        return Dead(self._cause, self._reason, exit_code, dump)
+
+    # --- what it says -----------------------------------------------------------------------------------------
+
+    def _hear(self, message: Message) -> bool:
+        """Act on a message; True for the one that says that the attempt has ended."""
+        kind = message["k"]
+        if kind == "log":
+            _log(message, self.pid)
+        elif kind == "ready":
+            self._process.is_ready = self.was_ready = True
+            self._mark = self._process.mark()
+        elif kind == "cannot_start":
+            self.could_not_start = message
+        elif kind == "extend":
+            self._extend(message)
+        elif message["n"] == self._number:  # else from a thread that an earlier attempt left behind
+            if kind == "ended":
+                return True
+            self._note(kind, message)
+        return False
+
+    def _note(self, kind: str, message: Message) -> None:
+        extras = self._attempt.extras
+        if kind == "begun":
+            self.has_begun = True
+        elif kind == "lent":
+            key = message["key"]
+            extras.borrowed = Borrowed(int(message["pid"]), None if key is None else int(key))
+        elif kind == "returned":
+            if extras.borrowed is not None:
+                with extras.borrowed.lock:
+                    extras.borrowed.is_returned = True
+                extras.borrowed = None
+        elif kind == "progress":
+            progress = payload.loads(message["text"])
+            self._keeper.progress(
+                self._attempt, payload.dump(progress, what="progress", max_bytes=MAX_PROGRESS_BYTES)
+            )
+        else:
+            raise ChannelError(f"a message of the kind {kind!r}")
+
+    def _extend(self, message: Message) -> None:
+        """The child has checked it, but is not believed."""
+        question, seconds, attempt = int(message["q"]), float(message["seconds"]), self._attempt
+        end = time.monotonic() + seconds
+        most = self._keeper.max_extension
+        if message["n"] != self._number or attempt.stop is not None:
+            self._answer(question, is_held=False)
+        elif not math.isfinite(seconds) or seconds < 0 or end - attempt.started_at > most:
+            self._answer(question, error=f"extend({seconds}) is more than max_extension ({format_seconds(most)})")
+        else:
+            self._keeper.extend(attempt, seconds).add_done_callback(partial(self._extended, question, end))
+
+    def _extended(self, question: int, end: float, asked: Future[bool]) -> None:
+        error = asked.exception() if not asked.cancelled() else TimeoutError("the worker is stopping")
+        if error is not None:
+            self._answer(question, error=f"{type(error).__name__}: {error}")
+            return
+        if asked.result() and not self.is_over:
+            self._attempt.deadline_at = max(self._attempt.deadline_at, end)
+        self._answer(question, is_held=asked.result())
+
+    def _answer(self, question: int, *, is_held: bool = False, error: str | None = None) -> None:
+        self._process.channel.send({"k": "answer", "q": question, "is_held": is_held, "error": error})
+
+
+def _finite(moment: float) -> float | None:
+    return None if moment == NEVER else moment
+
+
+def _log(message: Message, pid: int) -> None:
+    """A record of the child, as one of ours."""
+    name, level, text = str(message["name"])[:200], int(message["level"]), payload.clean_text(str(message["text"]))
+    where: dict[str, Any] = dict(message["where"])
+    extra = {str(key)[:100]: value for key, value in dict(message["extra"]).items() if key not in _RESERVED}
+    log = logging.getLogger(name)
+    if log.isEnabledFor(level):
+        with suppress(Exception):  # a log costs nobody his outcome
+            path, line, function = str(where.get("path")), int(where.get("line") or 0), str(where.get("function"))
+            record = log.makeRecord(name, level, path, line, text, (), None, function, extra)
+            record.process = pid
+            log.handle(record)

@@ -1,0 +1,252 @@
+"""The Ladder: every attempt ends in time, whatever its handler does.
+
+    deadline   the attempt is asked to stop: its cancel event is set, its task cancelled, its query cancelled
+    grace      it may still finish, and a result that comes in time counts
+    stuck      an autopsy is taken, the attempt is fenced and settled, its slot gets a new thread or task
+
+A person's cancel, the shutdown and a lost lease go down the same ladder. It looks four times a second, on a thread
+of its own, in memory only: nothing here touches the database or anything else that can block, so a dead server or
+a silent network cannot stop the clock. What needs the database is handed to the keeper.
+
+Whoever takes an attempt out of `running` owns its settlement: the slot that ran it, or the ladder. Both cannot.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+from commandbus.model.durations import format_seconds
+from commandbus.model.outcome import Failure
+from commandbus.model.timeouts import MONITOR_TICK, Timeouts
+from commandbus.runtime import autopsy
+from commandbus.runtime.attempt import NEVER, Attempt, Scope, Stop, Why
+from commandbus.runtime.health import HealthStatus
+from commandbus.runtime.loop import AsyncSlot, AsyncSlots
+from commandbus.runtime.slots import Slot, Slots
+
+logger = logging.getLogger("commandbus.worker")
+
+Running = dict[Attempt, Slot | AsyncSlot]
+Document = dict[str, Any]
+
+
+class Ladder:
+    """One thread that looks at what runs."""
+
+    def __init__(
+        self,
+        timeouts: Timeouts,
+        running: Running,
+        *,
+        slots: Slots,
+        loop: AsyncSlots | None,
+        health: HealthStatus,
+        cancel_query: Callable[[Attempt], None],
+        fence: Callable[[Attempt, Stop, Document], None],
+        bystander: Callable[[Attempt, Failure], None],
+        on_stuck: Callable[[Attempt], None],
+        on_tick: Callable[[float], None],
+        name: str,
+    ) -> None:
+        self._timeouts = timeouts
+        self._running = running
+        self._slots = slots
+        self._loop = loop
+        self._health = health
+        self._cancel_query = cancel_query
+        self._fence = fence
+        self._bystander = bystander
+        self._on_stuck = on_stuck
+        self._on_tick = on_tick
+        self._asked: SimpleQueue[tuple[Attempt, Stop]] = SimpleQueue()
+        self._wake = threading.Event()
+        self._stopping = False
+        self.beat_at = time.monotonic()
+        self.abandoned = 0
+        self._thread = threading.Thread(target=self._serve, name=f"{name}-ladder", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopping = True
+        self._wake.set()
+
+    def ask(self, attempt: Attempt, why: Why, text: str, *, grace: float | None = None) -> None:
+        """Ask an attempt to stop, from any thread; it has the usual grace unless told otherwise."""
+        now = time.monotonic()
+        until = now + (self._timeouts.cancel_grace if grace is None else grace)
+        self._asked.put((attempt, Stop(why, text, now, until)))
+        self._wake.set()
+
+    def _serve(self) -> None:
+        while not self._stopping:
+            self._wake.wait(self._until_due())
+            self._wake.clear()
+            try:
+                self._tick()
+            except Exception:
+                logger.exception("the ladder's tick failed")  # and the next one tries again
+
+    def _until_due(self) -> float:
+        """Seconds until the next look: a tick, or less if something is due before."""
+        due = [item.deadline_at if item.stop is None else item.stop.until for item in list(self._running)]
+        return max(0.01, min(MONITOR_TICK, min(due, default=NEVER) - time.monotonic()))
+
+    def _tick(self) -> None:
+        self.beat_at = now = time.monotonic()
+        while not self._asked.empty():
+            attempt, stop = self._asked.get()
+            self._ask_to_stop(attempt, self._running.get(attempt), stop)
+        for attempt, place in list(self._running.items()):
+            self._look(attempt, place, now)
+        self._on_tick(now)
+
+    # --- one attempt ---------------------------------------------------------------------------------------
+
+    def _look(self, attempt: Attempt, place: Slot | AsyncSlot, now: float) -> None:
+        if not attempt.started_at:
+            return  # a slot is just about to start it
+        child = attempt.child
+        if child is not None:
+            child.check_memory()
+        stop = attempt.stop
+        if stop is None:
+            stop = self._due(attempt, now)
+            if stop is not None:
+                self._ask_to_stop(attempt, place, stop)
+            else:
+                for scope in attempt.scopes:
+                    _end_scope(scope, attempt, now)
+        if stop is not None and now >= stop.until:
+            self._give_up(attempt, place, stop)
+
+    def _due(self, attempt: Attempt, now: float) -> Stop | None:
+        """Is it time to ask this one to stop?"""
+        limits = self._timeouts
+        if now >= attempt.deadline_at:
+            allowed = format_seconds(round(attempt.deadline_at - attempt.started_at, 3))
+            text = f"the deadline of {allowed} has passed (layer 4: task_timeout)"
+            return Stop(Why.DEADLINE, text, attempt.deadline_at, attempt.deadline_at + limits.cancel_grace)
+        if attempt.is_lost:
+            text = "its lease was lost: somebody else may be running the command (layer 3: visibility_timeout)"
+            return Stop(Why.LEASE, text, now, now + limits.cancel_grace)
+        renewed_at, third = attempt.renewed_at, limits.renewal_interval
+        ends_at = limits.lease_ends_at(renewed_at)
+        late_at = max(limits.cut_off_at(renewed_at), renewed_at + 2 * third, renewed_at + third + 2 * MONITOR_TICK)
+        if now >= min(late_at, ends_at):
+            text = "its lease could not be renewed: the database is out of reach (layer 3: visibility_timeout)"
+            return Stop(Why.LEASE, text, now, max(ends_at, now))
+        return None
+
+    def _ask_to_stop(self, attempt: Attempt, place: Slot | AsyncSlot | None, stop: Stop) -> None:
+        before = attempt.stop
+        if before is not None and stop.until < before.until:
+            attempt.stop = stop  # a hurried shutdown leaves less time
+        attempt.ask_to_stop(stop)
+        if place is None or before is not None:
+            return
+        logger.info(
+            "attempt %d of command %s is asked to stop: %s",
+            attempt.number,
+            attempt.command_id,
+            stop.text,
+            extra={"domain": attempt.domain, "command_id": attempt.command_id},
+        )
+        if attempt.child is not None:
+            attempt.child.cancel(stop)
+        elif isinstance(place, AsyncSlot) and self._loop is not None:
+            self._loop.cancel(attempt, place)
+        if stop.why is Why.LEASE and attempt.is_lost:
+            attempt.is_fenced = True
+        if attempt.borrowed is not None:
+            self._cancel_query(attempt)
+
+    def _give_up(self, attempt: Attempt, place: Slot | AsyncSlot, stop: Stop) -> None:
+        if attempt.child is not None:
+            attempt.child.kill(stop.text)  # its slot's thread is well, and settles it
+            return
+        if isinstance(place, AsyncSlot) and self._loop is not None:
+            blocked = not attempt.extras.is_delivered
+            if blocked and place.loop.blocker() is not attempt:
+                self._give_up_loop(place, stop)
+                return
+            taken = autopsy.of_task(place.task, place.loop.thread.ident, is_blocked=blocked)
+            if not self._take(attempt, stop, taken):
+                return
+            if blocked:
+                self._leave_loop(place, attempt)
+            else:
+                self._loop.replace(place)
+        elif isinstance(place, Slot):
+            taken = autopsy.of_thread(place.ident)
+            if not self._take(attempt, stop, taken):
+                return
+            self._slots.replace(place)
+
+    def _take(self, attempt: Attempt, stop: Stop, taken: Document) -> bool:
+        """Own its settlement, unless it has ended at the last moment."""
+        if self._running.pop(attempt, None) is None:
+            return False
+        attempt.is_fenced = True
+        if stop.why is Why.SHUTDOWN:
+            self.abandoned += 1
+        else:
+            self._health.record_stuck_thread()
+        logger.error(
+            "attempt %d of command %s (%s) is stuck after %.1f s: %s",
+            attempt.number,
+            attempt.command_id,
+            attempt.command_type,
+            attempt.elapsed_ms() / 1000,
+            stop.text,
+            extra={"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number},
+        )
+        self._fence(attempt, stop, taken)
+        self._on_stuck(attempt)
+        return True
+
+    # --- a blocked event loop ----------------------------------------------------------------------------------
+
+    def _give_up_loop(self, place: AsyncSlot, stop: Stop) -> None:
+        """An attempt's cancel never reached it, because another one blocks their loop: that one is to blame."""
+        blocker = place.loop.blocker()
+        culprit = self._running.get(blocker) if blocker is not None else None
+        if blocker is None or not isinstance(culprit, AsyncSlot):
+            return  # it was let go this very moment: the cancel arrives
+        text = f"it blocked the event loop for {time.monotonic() - place.loop.beat_at:.1f} s"
+        blamed = Stop(Why.DEADLINE if stop.why is Why.LEASE else stop.why, text, stop.asked_at, stop.until)
+        blocker.ask_to_stop(blamed)
+        taken = autopsy.of_task(culprit.task, place.loop.thread.ident, is_blocked=True)
+        if self._take(blocker, blamed, taken):
+            self._leave_loop(place, blocker)
+
+    def _leave_loop(self, place: AsyncSlot, culprit: Attempt) -> None:
+        """Everybody else on the loop is fenced and tried again, not charged."""
+        loop = place.loop
+        text = f"its event loop was blocked by command {culprit.command_id!r} ({culprit.command_type})"
+        for attempt, other in list(self._running.items()):
+            is_here = isinstance(other, AsyncSlot) and other.loop is loop
+            if is_here and self._running.pop(attempt, None) is not None:
+                attempt.is_fenced = True
+                failure = Failure("LoopBlocked", "BYSTANDER", text, duration_ms=attempt.elapsed_ms())
+                self._bystander(attempt, failure)
+        if self._loop is not None:
+            self._loop.abandon_loop(loop)
+
+
+def _end_scope(scope: Scope, attempt: Attempt, now: float) -> None:
+    """A child context's deadline: its event is set; the attempt goes on."""
+    if scope.stop is None and now >= scope.deadline_at:
+        text = f"the deadline of a child context of command {attempt.command_id!r} has passed"
+        scope.stop = Stop(Why.DEADLINE, text, now, now)
+        with suppress(RuntimeError):
+            scope.event.set()

@@ -1,0 +1,211 @@
+"""process: one child process as its worker sees it, and the thread that starts them.
+
+A child has its own process group, a socket for messages, and a memory file that is its stderr until it has started
+and then takes the stacks of a crash or of a dump signal. It is asked to die with the thread that started it
+(PDEATHSIG), so all are started by one thread, which lives until the last of them is reaped.
+
+Its end is known by a pidfd: what a handler forks off may hold the socket open for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Final
+
+from commandbus.runtime.channel import Message, WorkerEnd
+from commandbus.runtime.memory import resident_megabytes
+
+logger = logging.getLogger("commandbus.worker")
+
+MAX_DUMP_BYTES: Final = 64 * 1024
+
+
+class ChildProcess:
+    """A running `commandbus.runtime.isolated`. One thread at a time waits for it; any may signal it."""
+
+    def __init__(self, start: Message, *, max_message_bytes: int) -> None:
+        ours, theirs = socket.socketpair()
+        dumps = os.memfd_create("commandbus-dumps")
+        stderr = _own_stderr()
+        try:
+            self._popen = subprocess.Popen(  # noqa: S603 - our own program
+                _command_line(theirs.fileno(), dumps, stderr, start["worker"]),
+                stdin=subprocess.DEVNULL,
+                stderr=dumps,
+                pass_fds=(theirs.fileno(), dumps, stderr),
+                process_group=0,
+            )
+        except BaseException:
+            ours.close()
+            os.close(dumps)
+            raise
+        finally:
+            theirs.close()
+            os.close(stderr)
+        self.pid = self._popen.pid
+        self._dumps = dumps
+        self._pidfd = os.pidfd_open(self.pid)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.channel = WorkerEnd(ours, max_bytes=max_message_bytes, wake=self.wake)
+        self._poll = select.poll()
+        self._lock = threading.Lock()  # signals on one side, reaping on the other: a reaped pid is somebody else's
+        self._is_reaped = False
+        self.is_ready = False
+        self.idle_since = time.monotonic()
+        self.runs = 0
+        for fd in (self._pidfd, self._bell):
+            self._poll.register(fd, select.POLLIN)
+        self.channel.send(start)
+
+    # --- any thread -------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Make `wait` return."""
+        with self._lock:
+            if not self._is_reaped:
+                with suppress(BlockingIOError):
+                    os.eventfd_write(self._bell, 1)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process itself."""
+        with self._lock:
+            if not self._is_reaped:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        """SIGKILL for it and for what it started and left in its process group."""
+        with self._lock:
+            if not self._is_reaped:
+                self._kill_group()
+
+    def _kill_group(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)  # it may have left its group
+
+    def memory_mb(self) -> float:
+        """Its resident memory; 0 if it is gone."""
+        return resident_megabytes(self.pid)
+
+    # --- the thread that waits for it -------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for a message, the bell, or its end; True if it is dead. What had no room is sent meanwhile."""
+        if not self.channel.is_at_end:
+            events = select.POLLIN | (select.POLLOUT if self.channel.has_unsent else 0)
+            self._poll.register(self.channel.fileno(), events)
+        ready = {fd for fd, _ in self._poll.poll(None if timeout is None else max(0, timeout) * 1000)}
+        if self._bell in ready:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+        if self.channel.has_unsent:
+            self.channel.flush()
+        return self._pidfd in ready
+
+    def leave_channel(self) -> None:
+        """It has closed its end: poll would tell that for ever."""
+        with suppress(KeyError):
+            self._poll.unregister(self.channel.fileno())
+
+    def is_dead(self, timeout: float = 0) -> bool:
+        """Is it dead now, or within this time?"""
+        looking = select.poll()
+        looking.register(self._pidfd, select.POLLIN)
+        return bool(looking.poll(timeout * 1000))
+
+    def mark(self) -> int:
+        """How much has been written into the memory file."""
+        return os.fstat(self._dumps).st_size
+
+    def dump_since(self, mark: int) -> str:
+        """What was written into it since."""
+        size = self.mark()
+        text = os.pread(self._dumps, MAX_DUMP_BYTES, max(mark, size - MAX_DUMP_BYTES))
+        return text.decode("utf-8", "backslashreplace")
+
+    def reap(self) -> int:
+        """Kill what is left of its group, and take its exit code (negative: the signal). It must be dead."""
+        with self._lock:
+            if not self._is_reaped:
+                self._kill_group()
+                self._is_reaped = True
+                self._popen.wait()
+                self.channel.close()
+                for fd in (self._pidfd, self._bell, self._dumps):
+                    os.close(fd)
+        return int(self._popen.returncode)
+
+
+def _own_stderr() -> int:
+    try:
+        return os.dup(2)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+def _command_line(channel: int, dumps: int, stderr: int, worker: str) -> list[str]:
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    files = [str(fd) for fd in (channel, dumps, stderr)]
+    return [sys.executable, *flags, "-P", "-m", "commandbus.runtime.isolated", *files, str(os.getpid()), worker]
+
+
+class Spawner:
+    """The thread that starts children: `spawn` from any thread, and `sweep` every second."""
+
+    def __init__(self, make: Callable[[], ChildProcess], sweep: Callable[[], None], *, name: str) -> None:
+        self._make = make
+        self._sweep = sweep
+        self._asked: queue.SimpleQueue[Future[ChildProcess] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=f"{name}-spawner", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def spawn(self) -> Future[ChildProcess]:
+        """A new child, soon."""
+        asked: Future[ChildProcess] = Future()
+        self._asked.put(asked)
+        return asked
+
+    def stop(self) -> None:
+        """End the thread; children that still live die with it."""
+        if self._thread.is_alive():
+            self._asked.put(None)
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                asked = self._asked.get(timeout=1.0)
+            except queue.Empty:
+                self._guarded_sweep()
+                continue
+            if asked is None:
+                return
+            try:
+                made = self._make()
+            except BaseException as error:  # noqa: BLE001 - told to who asked
+                asked.set_exception(error)
+            else:
+                asked.set_result(made)
+
+    def _guarded_sweep(self) -> None:
+        try:
+            self._sweep()
+        except Exception:
+            logger.exception("looking after idle handler processes failed")

@@ -1,0 +1,75 @@
+"""remote: an exception of a child process, described there and made again here.
+
+What crosses over is text. The worker's side makes an exception with the same name, text, code and details, of the
+nearest class that it knows and that says something about a command's fate; it never imports what it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import psycopg
+from psycopg import errors as pg
+from psycopg_pool import PoolTimeout
+
+from commandbus import errors
+from commandbus.model import payload
+from commandbus.model.outcome import describe
+
+_KNOWN: Final[dict[str, type[BaseException]]] = {
+    f"{kind.__module__}.{kind.__qualname__}": kind
+    for kind in (
+        errors.BusinessRuleException,
+        errors.PermanentCommandError,
+        errors.TransientCommandError,
+        errors.CommandFailure,
+        errors.AttemptFencedError,
+        errors.DeadlineExceededError,
+        errors.AttemptCancelledError,
+        errors.CommandBusError,
+        asyncio.CancelledError,
+        PoolTimeout,
+        pg.QueryCanceled,
+        pg.LockNotAvailable,
+        pg.IdleInTransactionSessionTimeout,
+        pg.AdminShutdown,
+        psycopg.OperationalError,
+        psycopg.Error,
+        TimeoutError,
+        ConnectionError,
+        MemoryError,
+        Exception,
+    )
+}
+
+
+def describe_error(error: BaseException, trace: str) -> dict[str, Any]:
+    """What is told of an exception."""
+    failure = describe(error, trace)
+    kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
+    return {
+        "kind": next((kind for kind in kinds if kind in _KNOWN), "builtins.BaseException"),
+        "name": failure.error_type,
+        "code": failure.error_code,
+        "text": failure.error,
+        "details": failure.details,
+        "trace": failure.traceback,
+    }
+
+
+def remake_error(told: dict[str, Any]) -> tuple[BaseException, str | None]:
+    """The exception, and its traceback in text."""
+    base = _KNOWN.get(str(told.get("kind")), BaseException)
+    name, text = (payload.clean_text(str(told.get(key)), longest=8192) for key in ("name", "text"))
+    kind: type[BaseException] = type(
+        name[:200] or "Error", (base,), {"__str__": lambda _: text, "__module__": "remote"}
+    )
+    trace = told.get("trace")
+    if issubclass(kind, errors.CommandFailure):
+        details = told.get("details")
+        code = payload.clean_text(str(told.get("code")), longest=200)
+        error: BaseException = kind(text, code=code, details=payload.loads(details) if details else None)
+    else:
+        error = kind(text)
+    return error, payload.clean_text(trace) if isinstance(trace, str) else None

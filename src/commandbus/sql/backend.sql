@@ -1,0 +1,9 @@
+-- What a backend is doing, and who blocks it. Locks: none. Texts of other roles' backends are hidden by the server.
+SELECT a.pid, a.state, left(a.query, 4000), a.wait_event_type, a.wait_event,
+       extract(epoch FROM now() - a.xact_start)::float8,
+       (SELECT json_agg(json_build_object('pid', b.pid, 'query', left(b.query, 1000), 'state', b.state,
+                                          'application_name', b.application_name))::text
+          FROM pg_stat_activity b
+         WHERE b.pid = ANY (pg_blocking_pids(a.pid)))
+  FROM pg_stat_activity a
+ WHERE a.pid = %(pid)s

@@ -1,0 +1,12 @@
+-- Attempts that a limit had to stop, newest first. Locks: none.
+-- Index: attempt_stopped, backwards from now; then the command's key.
+SELECT a.command, c.domain, c.command_id, c.command_type, a.number, a.verdict, a.rung, a.error_type, a.error_code,
+       a.error, a.worker, a.started_at, a.finished_at, a.duration_ms, a.autopsy::text
+  FROM commandbus.attempt a
+  JOIN commandbus.command c ON c.id = a.command
+ WHERE a.rung IS NOT NULL
+   AND (%(since)s::timestamptz IS NULL OR a.finished_at >= %(since)s)
+   AND (%(domain)s::text IS NULL OR c.domain = %(domain)s)
+   AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s)
+ ORDER BY a.finished_at DESC
+ LIMIT %(limit)s

@@ -1,0 +1,15 @@
+-- How much work of one domain could be claimed now, how long the first of it has been waiting, and how many commands
+-- need a person. A paused domain has nothing to claim. Counts no further than it is told to.
+--
+-- Locks: none. Indexes: q_*_vt_idx up to now, tsq_domain_type.
+WITH claimable AS (
+    SELECT vt
+      FROM pgmq.{queue}
+     WHERE vt <= now()
+       AND NOT EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = '')
+     ORDER BY vt
+     LIMIT %(most)s
+)
+SELECT (SELECT count(*) FROM claimable),
+       (SELECT extract(epoch FROM now() - greatest(min(vt), 'epoch'))::float8 FROM claimable),
+       (SELECT count(*) FROM commandbus.tsq WHERE domain = %(domain)s)

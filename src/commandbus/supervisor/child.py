@@ -1,0 +1,175 @@
+"""child: the worker process under a supervisor. `python -m commandbus.supervisor.child FD` is how it is spawned.
+
+It dies with its supervisor (PDEATHSIG), leaves its stacks in the crash file when it crashes or is asked for them,
+does what the control socket says, and always ends with `os._exit` after flushing: threads of stuck handlers must
+not keep it alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import asdict
+from typing import Any, Final, NoReturn
+
+import psycopg
+
+from commandbus.errors import ConfigurationError, EmbeddedPostgresError, SchemaError
+from commandbus.runtime.board import Board
+from commandbus.runtime.load import load_registry
+from commandbus.runtime.logs import set_up_logging
+from commandbus.runtime.parts import Supervision
+from commandbus.runtime.worker import Worker
+from commandbus.supervisor import letter
+from commandbus.supervisor.letter import DUMP_SIGNAL, Letter
+
+logger = logging.getLogger("commandbus.worker")
+
+PR_SET_PDEATHSIG: Final = 1
+FLUSH_SECONDS: Final = 1.0
+CLEAN, CONFIGURATION, DATABASE, LEFT_BEHIND, BUG = 0, 3, 6, 7, 70
+
+
+class Control:
+    """The worker's end of the control socket. Orders that come before the worker has started wait for that."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._saying = threading.Lock()
+        self._obeying = threading.Lock()
+        self._worker: Worker | None = None
+        self._is_starting = False
+        self._waiting: list[dict[str, Any]] = []
+
+    def start(self) -> None:
+        """Listen, on a thread of its own, from before the user's code is imported."""
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+
+    def say(self, what: str, **more: Any) -> None:
+        """Tell the supervisor; one that is gone need not know."""
+        line = json.dumps({"say": what, **more}, default=str).encode() + b"\n"
+        with self._saying, contextlib.suppress(OSError):
+            self._connection.sendall(line)
+
+    def say_state(self, state: str, reason: str) -> None:
+        """The worker's state has changed."""
+        self.say("state", state=state, reason=reason)
+
+    def starting(self) -> None:
+        """From now on something may have been claimed, and the process must not just leave."""
+        with self._obeying:
+            self._is_starting = True
+
+    def started(self, worker: Worker) -> None:
+        """From now on this worker does what is said."""
+        with self._obeying:
+            self._worker = worker
+            for order in self._waiting:
+                _obey(worker, order)
+
+    def _listen(self) -> None:
+        with self._connection.makefile("r", encoding="utf-8") as lines:
+            for line in lines:
+                try:
+                    self._take(json.loads(line))
+                except Exception:
+                    logger.exception("the supervisor's order %r could not be followed", line.strip())
+
+    def _take(self, order: dict[str, Any]) -> None:
+        with self._obeying:
+            if self._worker is not None:
+                _obey(self._worker, order)
+            elif self._is_starting:
+                self._waiting.append(order)
+            else:
+                leave(CLEAN)  # the import of the user's code may take long, and nothing was claimed yet
+
+
+def _obey(worker: Worker, order: dict[str, Any]) -> None:
+    match order["do"]:
+        case "stop":
+            worker.request_stop(str(order["reason"]))
+        case "drain":
+            worker.drain(str(order["reason"]))
+        case "hurry":
+            worker.hurry()
+
+
+def main() -> NoReturn:
+    """Read the letter, work, and leave."""
+    told = letter.read(int(sys.argv[1]))
+    _die_with(told.parent)
+    faulthandler.enable(told.crash, all_threads=True)
+    faulthandler.register(DUMP_SIGNAL, told.crash, all_threads=True, chain=False)
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # reloading is the supervisor's business
+    set_up_logging(told.settings)
+    control = Control(socket.socket(fileno=told.control))
+    control.start()
+    leave(_work(told, control))
+
+
+def _work(told: Letter, control: Control) -> int:
+    try:
+        registry = load_registry(told.settings.handlers)
+        worker = Worker(
+            registry,
+            settings=told.settings,
+            supervision=Supervision(
+                board=Board.attach(told.board), supervisor=told.supervisor, on_state=control.say_state
+            ),
+        )
+        control.say("hello", id=worker.id, domains=list(worker.domains), policies=worker.policies())
+        control.starting()
+        worker.start()
+        control.started(worker)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: worker.request_stop(signal.Signals(number).name))  # noqa: ARG005
+        worker.wait()
+        report = worker.stop()
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the supervisor says it
+        control.say("failed", module=type(error).__module__, kind=type(error).__name__, message=str(error))
+        return _code(error)
+    control.say("report", is_clean=report.is_clean, **asdict(report))
+    return CLEAN if report.is_clean else LEFT_BEHIND
+
+
+def _code(error: BaseException) -> int:
+    if isinstance(error, ConfigurationError):
+        return CONFIGURATION
+    return DATABASE if isinstance(error, SchemaError | EmbeddedPostgresError | psycopg.Error) else BUG
+
+
+def _die_with(parent: int) -> None:
+    """The kernel kills us when the supervisor ends; if it has ended already, we end here."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(BUG)
+
+
+def leave(code: int) -> NoReturn:
+    """Flush what can be flushed, and end. A stuck thread may hold a stream's lock, so nobody waits for it long."""
+    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing.start()
+    flushing.join(FLUSH_SECONDS)
+    os._exit(code)
+
+
+def _flush() -> None:
+    with contextlib.suppress(Exception):
+        logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+if __name__ == "__main__":
+    main()

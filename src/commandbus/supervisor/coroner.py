@@ -1,0 +1,301 @@
+"""Coroner: settles what dead workers held, and looks for work that nobody takes. One thread, one connection.
+
+A case is done when the queue says that the dead worker holds nothing more. Until then it is tried again: rows that
+another transaction holds come back as busy, and a database that is away comes back some time; what other workers
+have taken meanwhile, because a lease ran out, is theirs. The supervisor's loop only hands over cases and reads
+figures; it never waits for any of this.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import psycopg
+
+from commandbus.db.link import Link, is_passing
+from commandbus.errors import CommandBusError
+from commandbus.flow.claim import put_right
+from commandbus.flow.rescue import Held, Rule, Scouted, bury, held_by, outcome, scout, terminate_backends
+from commandbus.flow.settle import Settlement, settle
+from commandbus.model.postmortem import Death, Finding, Role, Running, examine
+from commandbus.runtime.board import SlotView
+from commandbus.settings import Settings
+from commandbus.supervisor.process import Hello
+
+logger = logging.getLogger("commandbus.supervisor")
+
+Key = tuple[str, int, int]
+
+SCOUT_SECONDS: Final = 3.0
+FIRST_PAUSE_SECONDS: Final = 0.02
+LONGEST_PAUSE_SECONDS: Final = 1.0
+BACKEND_SECONDS: Final = 0.5
+PAST_SECONDS: Final = 10.0
+SPARE_LEASE_SECONDS: Final = 10.0
+
+
+@dataclass(slots=True)
+class Case:
+    """A dead worker: who it was, how it died, and what its board showed."""
+
+    hello: Hello
+    death: Death
+    slots: Sequence[SlotView]
+    died_at: float
+    settings: Settings
+    settled: dict[str, int] = field(default_factory=dict)
+    next_at: float = 0.0
+    tries: int = 0
+    findings: dict[Key, Finding] | None = None
+
+    @property
+    def worker(self) -> str:
+        """The dead worker's id."""
+        return self.hello.id
+
+    def slot_of(self, domain: str, held: Held) -> SlotView | None:
+        """The slot in which a held row ran, if it did."""
+        for slot in self.slots:
+            if (slot.msg_id, slot.read_ct) == held.row[:2] and self._domain(slot) == domain:
+                return slot
+        return None
+
+    def msg_ids(self, domain: str) -> list[int]:
+        """What ran of a domain."""
+        return [slot.msg_id for slot in self.slots if self._domain(slot) == domain]
+
+    def _domain(self, slot: SlotView) -> str | None:
+        domains = self.hello.domains
+        return domains[slot.domain_index] if slot.domain_index < len(domains) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the scout saw, and when; `lost_since` is set while the database does not answer."""
+
+    at: float = 0.0
+    domains: dict[str, Scouted] = field(default_factory=dict)
+    lost_since: float | None = None
+
+
+class Coroner:
+    """One thread. `look` and `done` are read by the supervisor's loop."""
+
+    def __init__(self, settings: Settings, name: str) -> None:
+        self._settings = settings
+        self._link = Link(settings, name=f"{name} coroner")
+        self._cases: list[Case] = []
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._scouted_at = 0.0
+        self.domains: tuple[str, ...] = ()
+        self.look = Look()
+        self.done = 0
+        self._thread = threading.Thread(target=self._serve, name="coroner", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def add(self, case: Case) -> None:
+        """A worker died."""
+        with self._lock:
+            self._cases.append(case)
+        self._wake.set()
+
+    @property
+    def open_cases(self) -> list[Case]:
+        """Those that are not done."""
+        with self._lock:
+            return list(self._cases)
+
+    def close(self, timeout: float) -> None:
+        """End it; what is not done then is left to the leases."""
+        self._stopping.set()
+        self._wake.set()
+        self._thread.join(timeout)
+
+    def _serve(self) -> None:
+        while not self._stopping.is_set():
+            self._wake.wait(self._pause())
+            self._wake.clear()
+            try:
+                self._work()
+            except psycopg.OperationalError as error:
+                self._lost()
+                self._reconnect(error)
+            except (psycopg.Error, CommandBusError):
+                logger.exception("the coroner's round failed")
+                self._stopping.wait(LONGEST_PAUSE_SECONDS)
+        self._link.close()
+
+    def _pause(self) -> float:
+        now = time.monotonic()
+        due = [case.next_at for case in self.open_cases]
+        if self.domains:
+            due.append(self._scouted_at + SCOUT_SECONDS)
+        return max(0.0, min(min(due, default=now + 1.0) - now, 1.0))
+
+    def _work(self) -> None:
+        for case in self.open_cases:
+            if self._stopping.is_set():
+                return
+            if case.next_at <= time.monotonic():
+                self._examine(case)
+        now = time.monotonic()
+        if self.domains and now - self._scouted_at >= SCOUT_SECONDS and not self._stopping.is_set():
+            self._scouted_at = now
+            seen = {domain: self._link.run(scout(domain)) for domain in self.domains}
+            self.look = Look(time.monotonic(), seen)
+
+    def _lost(self) -> None:
+        look = self.look
+        if look.lost_since is None:
+            self.look = Look(look.at, look.domains, time.monotonic())
+
+    def _reconnect(self, error: psycopg.OperationalError) -> None:
+        """Like Link.restore; the scout's word that the database is away stands meanwhile."""
+        if self._link.recover(self._stopping, error):
+            self.look = Look(self.look.at, self.look.domains)
+            self._scouted_at = 0.0
+            self._wake.set()
+
+    # -- one case
+
+    def _examine(self, case: Case) -> None:
+        """One try. What the worker held decides whether another one is needed."""
+        self._end_backends(case)
+        held = {domain: self._held(case, domain) for domain in case.hello.domains}
+        if case.findings is None:
+            case.findings = self._findings(case, held)
+        left = sum(self._settle(case, domain, rows) for domain, rows in held.items() if rows)
+        if left:
+            case.tries += 1
+            pause = min(FIRST_PAUSE_SECONDS * 2 ** min(case.tries, 10), LONGEST_PAUSE_SECONDS)
+            case.next_at = time.monotonic() + pause
+            return
+        self._link.run(bury(case.worker))
+        with self._lock:
+            self._cases.remove(case)
+        self.done += 1
+        self._say(case)
+
+    def _end_backends(self, case: Case) -> None:
+        """End what the server still does for it; wait a moment until that is over."""
+        # Behind a pooler a remembered process id is somebody else's by now.
+        pids = [slot.backend for slot in case.slots if slot.backend] if self._settings.prepared_statements else []
+        until = time.monotonic() + BACKEND_SECONDS
+        while True:
+            ended, refused = self._link.run(terminate_backends(case.worker, pids))
+            if refused and not case.tries:
+                logger.warning("%d connections of worker %s belong to another role", refused, case.worker)
+            if not ended or time.monotonic() > until or self._stopping.wait(FIRST_PAUSE_SECONDS):
+                return
+
+    def _held(self, case: Case, domain: str) -> list[Held]:
+        running = case.msg_ids(domain)
+        past = PAST_SECONDS + time.monotonic() - case.died_at
+        lease = case.settings.visibility_timeout + SPARE_LEASE_SECONDS
+        found = self._link.run(
+            held_by(domain, case.worker, running=running, past_seconds=past, lease_seconds=lease)
+        )
+        if odd := [held.row for held in found if held.row.id is None or held.row.before is not None]:
+            limit = case.settings.max_payload_bytes
+            self._link.run(put_right(domain=domain, worker=case.worker, odd=odd, max_bytes=limit))
+        return [held for held in found if held.row.id is not None]
+
+    def _findings(self, case: Case, held: dict[str, list[Held]]) -> dict[Key, Finding]:
+        running = []
+        for domain, rows in held.items():
+            for item in rows:
+                slot = case.slot_of(domain, item)
+                if slot is not None:
+                    rule = case.hello.rule(domain, item.row.command_type)
+                    running.append(_running(case, domain, item, slot, rule))
+        return examine(case.death, running)
+
+    def _settle(self, case: Case, domain: str, rows: Sequence[Held]) -> int:
+        """Write the outcomes; answers how many are to be tried again."""
+        findings = case.findings or {}
+        by_key = {}
+        for held in rows:
+            slot = case.slot_of(domain, held)
+            finding = findings.get((domain, held.row.msg_id, held.row.read_ct))
+            started = None if slot is None else time.time() - (time.monotonic() - slot.started)
+            by_key[held.row[:2]] = (held, finding, self._outcome(case, domain, held, finding, started))
+        answers = self._write(domain, case.worker, [settlement for _, _, settlement in by_key.values()])
+        for key, (_, finding, settlement) in by_key.items():
+            if key not in answers:
+                what = "given back" if finding is None else str(finding.role)
+                case.settled[what] = case.settled.get(what, 0) + 1
+                self._say_settled(case, domain, by_key[key][0], finding, settlement)
+        return sum(answer in ("busy", "canceled") for answer in answers.values())
+
+    def _outcome(
+        self, case: Case, domain: str, held: Held, finding: Finding | None, started: float | None
+    ) -> Settlement:
+        rule = case.hello.rule(domain, held.row.command_type)
+        spread = random.random()  # noqa: S311 - jitter
+        return outcome(domain, held, finding, rule, started=started, spread=spread)
+
+    def _write(self, domain: str, worker: str, settlements: Sequence[Settlement]) -> dict[tuple[int, int], str]:
+        """All in one, or after an error one by one: a bad row must not fail its neighbours."""
+        try:
+            return dict(self._link.run(settle(domain, worker, settlements)))
+        except psycopg.Error as error:
+            if is_passing(error):
+                raise
+            if len(settlements) == 1:
+                logger.exception("an outcome of dead worker %s cannot be stored", worker)
+                return {(settlements[0].msg_id, settlements[0].read_ct): "refused"}
+        answers: dict[tuple[int, int], str] = {}
+        for settlement in settlements:
+            answers |= self._write(domain, worker, [settlement])
+        return answers
+
+    def _say_settled(
+        self, case: Case, domain: str, held: Held, finding: Finding | None, settlement: Settlement
+    ) -> None:
+        if finding is None or finding.role is not Role.CULPRIT:
+            return
+        logger.warning(
+            "attempt %d of command %s (%s) is held responsible: %s",
+            held.row.attempt_base + held.row.read_ct,
+            held.row.command_id,
+            held.row.command_type,
+            finding.failure.error,
+            extra={"domain": domain, "command_id": held.row.command_id, "worker": case.worker,
+                   "is_final": settlement.is_final},
+        )  # fmt: skip
+
+    def _say(self, case: Case) -> None:
+        counted = (
+            ", ".join(f"{count} {what}" for what, count in sorted(case.settled.items())) or "nothing was left"
+        )
+        logger.info(
+            "post-mortem of worker %s, which %s: %s (%.2f s after its end)",
+            case.worker,
+            case.death.sentence,
+            counted,
+            time.monotonic() - case.died_at,
+            extra={"worker": case.worker},
+        )
+
+
+def _running(case: Case, domain: str, held: Held, slot: SlotView, rule: Rule) -> Running[Key]:
+    row = held.row
+    return Running(
+        (domain, row.msg_id, row.read_ct),
+        slot.ident,
+        slot.native_id,
+        ran_for=case.died_at - slot.started,
+        is_suspect=bool(row.suspect),
+        is_isolated=bool(row.suspect) or rule.isolation == "process",
+    )

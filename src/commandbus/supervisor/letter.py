@@ -1,0 +1,64 @@
+"""letter: what a worker process is told at its birth, as JSON in an inherited memfd.
+
+Not on the command line and not in the environment: both can be read by others, and a database URL has a password.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from commandbus.settings import SETTINGS, Settings
+
+DUMP_SIGNAL: Final = signal.SIGRTMIN + 7
+"""Makes a worker process write the stacks of all its threads into its crash file, also when it is frozen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """The settings, whose child it is, and its file descriptors."""
+
+    settings: Settings
+    supervisor: str
+    parent: int
+    board: int
+    control: int
+    crash: int
+
+
+def write(letter: Letter) -> int:
+    """A descriptor to inherit, from which `read` reads the letter."""
+    settings = letter.settings
+    document = {
+        "settings": {name: getattr(settings, name) for name in SETTINGS},
+        "origins": dict(settings.origins),
+        "config_file": None if settings.config_file is None else str(settings.config_file),
+        "supervisor": letter.supervisor,
+        "parent": letter.parent,
+        "fds": [letter.board, letter.control, letter.crash],
+    }
+    fd = os.memfd_create("commandbus-letter", os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(json.dumps(document).encode())
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def read(fd: int) -> Letter:
+    """The letter behind an inherited descriptor, which is closed."""
+    with os.fdopen(fd, "rb") as file:
+        document: dict[str, Any] = json.load(file)
+    values: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in document["settings"].items()
+    }
+    config_file = document["config_file"]
+    settings = Settings(
+        **values,
+        origins=document["origins"],
+        config_file=None if config_file is None else Path(config_file),
+    )
+    return Letter(settings, document["supervisor"], document["parent"], *document["fds"])

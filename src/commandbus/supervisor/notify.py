@@ -1,0 +1,91 @@
+"""notify: tell systemd how the supervisor is doing (sd_notify), with nothing but a socket.
+
+Without NOTIFY_SOCKET in the environment, every call does nothing. A socket that is gone or does not take a message
+is logged once, and again only after it has worked in between; it never raises into the caller. A worker must not
+speak for its supervisor: `SERVICE_VARIABLES` are what to leave out of its environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Final
+
+logger = logging.getLogger("commandbus.supervisor")
+
+SERVICE_VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+SEND_SECONDS: Final = 1.0
+
+
+class Notifier:
+    """Speaks to the service manager that the environment names, if it names one."""
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        self._environ = dict(os.environ if environ is None else environ)
+        self._address = self._environ.get("NOTIFY_SOCKET", "")
+        self._is_failing = False
+
+    @property
+    def is_on(self) -> bool:
+        """Is there somebody to tell?"""
+        return bool(self._address)
+
+    def ready(self, text: str | None = None) -> bool:
+        """It is up, or the reload is done; `text` is its status."""
+        return self._send("READY=1", text)
+
+    def watchdog(self) -> bool:
+        """It is alive; to be said at least every half of `watchdog_seconds()`."""
+        return self._send("WATCHDOG=1")
+
+    def stopping(self, text: str | None = None) -> bool:
+        """It has begun to stop."""
+        return self._send("STOPPING=1", text)
+
+    def reloading(self, text: str | None = None) -> bool:
+        """It has begun to reload; `ready()` ends that."""
+        return self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}", text)
+
+    def status(self, text: str) -> bool:
+        """One line for `systemctl status`."""
+        return self._send("", text)
+
+    def watchdog_seconds(self) -> float | None:
+        """After how much silence systemd takes this process for dead; None if it does not watch it."""
+        limit, pid = self._environ.get("WATCHDOG_USEC"), self._environ.get("WATCHDOG_PID")
+        if not limit or (pid and pid != str(os.getpid())):
+            return None
+        if not (limit.isascii() and limit.isdigit()):
+            logger.warning("WATCHDOG_USEC is %r, which is no number of microseconds; nobody is told", limit)
+            return None
+        return int(limit) / 1_000_000 or None
+
+    def _send(self, message: str, text: str | None = None) -> bool:
+        """Was it sent? A full queue is waited for no longer than SEND_SECONDS."""
+        if not self._address:
+            return False
+        if text is not None:
+            message = f"{message}\nSTATUS={' '.join(text.split())}".lstrip("\n")
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.settimeout(SEND_SECONDS)
+                sender.sendto(message.encode(errors="backslashreplace"), _path(self._address))
+        except (OSError, ValueError) as error:
+            if not self._is_failing:
+                logger.warning("the service manager cannot be told (NOTIFY_SOCKET %s): %s", self._address, error)
+            self._is_failing = True
+            return False
+        self._is_failing = False
+        return True
+
+
+def _path(address: str) -> str:
+    """`@name` is a name in the abstract namespace, which begins with a NUL; else it is a path."""
+    if address.startswith("@"):
+        return "\0" + address[1:]
+    if not address.startswith("/"):
+        raise ValueError("only paths and abstract names (@…) can be used")
+    return address

@@ -1,0 +1,49 @@
+"""spawn: start a worker process.
+
+To be called on the supervisor's main thread: a worker dies with the *thread* that spawned it (PDEATHSIG). A fresh
+interpreter, not a fork: it has the code that is on disk now, and nothing of ours. It gets a session of its own, so
+that Ctrl-C reaches the supervisor alone and its descendants can be ended with it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+from commandbus.runtime.board import Board
+from commandbus.settings import Settings
+from commandbus.supervisor import letter
+from commandbus.supervisor.notify import SERVICE_VARIABLES
+from commandbus.supervisor.process import WorkerProcess
+
+CHILD = "commandbus.supervisor.child"
+
+
+def spawn(settings: Settings, supervisor: str, *, generation: int = 0) -> WorkerProcess:
+    """Start a worker with these settings."""
+    board = Board.create(2 * settings.concurrency)
+    crash = os.memfd_create("commandbus-crash", os.MFD_CLOEXEC)
+    ours, theirs = socket.socketpair()
+    told = letter.write(letter.Letter(settings, supervisor, os.getpid(), board.fd, theirs.fileno(), crash))
+    environment = {name: value for name, value in os.environ.items() if name not in SERVICE_VARIABLES}
+    try:
+        process = subprocess.Popen(  # noqa: S603 - our own program, no shell
+            [sys.executable, "-m", CHILD, str(told)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(board.fd, theirs.fileno(), crash, told),
+            env=environment,
+            start_new_session=True,
+        )
+    except BaseException:
+        board.close()
+        ours.close()
+        os.close(crash)
+        raise
+    finally:
+        theirs.close()
+        os.close(told)
+    ours.setblocking(False)
+    return WorkerProcess(process, board, ours, crash, generation=generation, now=time.monotonic())

@@ -1,0 +1,285 @@
+"""Supervisor: the parent process. It looks after a crew of workers until a signal says otherwise.
+
+    STARTING → RUNNING ⇄ RELOADING
+        └─────────┴──────────┴────→ STOPPING → ended
+
+One loop on the main thread, woken by pidfds, control sockets and signals, and a few times a second by itself. It
+runs no user code and never talks to the database: that is the coroner's thread.
+
+SIGTERM, SIGINT   stop: everything is over within shutdown_timeout, killed and examined if need be
+a second one      kill now
+SIGHUP            new workers, with the code and settings that are there now, take over; if they cannot start, the
+                  old ones stay
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from commandbus.db.resolve import Database, embedded_folder
+from commandbus.errors import CommandBusError
+from commandbus.model.postmortem import Death
+from commandbus.settings import Settings
+from commandbus.supervisor import view
+from commandbus.supervisor.catch import Signals
+from commandbus.supervisor.coroner import Case, Coroner
+from commandbus.supervisor.crew import Crew
+from commandbus.supervisor.notify import Notifier
+from commandbus.supervisor.probes import Probes
+from commandbus.supervisor.process import WorkerProcess
+from commandbus.supervisor.view import View
+
+logger = logging.getLogger("commandbus.supervisor")
+
+TICK_SECONDS: Final = 0.2
+BLIND_SECONDS: Final = 1.0
+STOP_RESERVE: Final = 2.0
+EMBEDDED_RESERVE: Final = 2.0
+KILL_RESERVE: Final = 1.0
+AT_ONCE_SECONDS: Final = 1.0
+STARTING, RUNNING, RELOADING, STOPPING = "STARTING", "RUNNING", "RELOADING", "STOPPING"
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorReport:
+    """How it ended. `abandoned` attempts were cut off by the end, `unwritten` outcomes were not stored."""
+
+    reason: str
+    settled: int
+    given_back: int
+    abandoned: int
+    unwritten: int
+    restarts: int
+    postmortems: int
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing was left behind."""
+        return self.abandoned == 0 and self.unwritten == 0
+
+
+class Supervisor:
+    """Runs `settings.processes` workers. `reload` reads the settings anew, for SIGHUP."""
+
+    def __init__(self, settings: Settings, *, reload: Callable[[], Settings] | None = None) -> None:
+        self.id = f"{socket.gethostname()[:20]}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._reload = reload or (lambda: settings)
+        self._database = Database(settings)
+        self._settings = self._database.resolve()
+        self._selector = selectors.DefaultSelector()
+        self._signals = Signals()
+        self._notifier = Notifier()
+        self._coroner = Coroner(self._settings, self.id)
+        self._reserve = STOP_RESERVE + (EMBEDDED_RESERVE if embedded_folder(settings) is not None else 0.0)
+        self._crew = Crew(
+            self._settings,
+            self.id,
+            reserve_seconds=self._reserve,
+            selector=self._selector,
+            on_death=self._examine,
+        )
+        self._phase = STARTING
+        self._wants_reload = False
+        self._stop_reason = ""
+        self._stop_by = 0.0
+        self._blind_until = 0.0
+        self._watchdog_at = 0.0
+        self._claimed = 0
+        self._claimed_at = time.monotonic()
+        self._view = View(time.monotonic(), STARTING)
+
+    def run(self) -> SupervisorReport:
+        """Run until a signal says otherwise. Raises what kept the first workers from starting."""
+        probes = self._probes()
+        try:
+            if probes is not None:
+                probes.start()
+            self._selector.register(self._signals.socket, selectors.EVENT_READ)
+            with self._signals.caught():
+                self._coroner.start()
+                while not self._is_over():
+                    self._turn()
+                return self._end()
+        finally:
+            self._leave_nobody()
+            self._coroner.close(0.2)
+            if probes is not None:
+                probes.stop()
+            self._selector.close()
+            self._signals.close()
+            self._database.close()
+
+    # -- one turn of the loop
+
+    def _turn(self) -> None:
+        turned_at = self._view.at
+        self._wait()
+        now = time.monotonic()
+        if now - turned_at > BLIND_SECONDS:
+            self._blind_until = now  # a suspended machine, a SIGSTOP: not the workers' silence
+        for number in self._signals.take():
+            self._obey(number, now)
+        self._crew.look(now, blind_until=self._blind_until)
+        if self._phase == STOPPING:
+            if now >= self._stop_by - min(KILL_RESERVE, self._settings.shutdown_timeout / 4):
+                self._crew.kill_all(f"{self._stop_reason}, and its time was up", now)
+        else:
+            self._move_on(now)
+        self._publish(now)
+        self._pat_watchdog(now)
+
+    def _wait(self) -> None:
+        now = time.monotonic()
+        due = [worker.condemned.kill_at for worker in self._crew.workers if worker.condemned is not None]
+        for key, _ in self._selector.select(max(0.0, min([now + TICK_SECONDS, *due]) - now)):
+            worker = key.data
+            if isinstance(worker, WorkerProcess) and key.fileobj is worker.control and not worker.hear(now):
+                self._selector.unregister(worker.control)  # closed; its pidfd says when it is dead
+
+    def _move_on(self, now: float) -> None:
+        if self._crew.fatal is not None:
+            self._stop(self._crew.fatal.message, now)
+            return
+        if self._phase == STARTING and self._crew.was_ready:
+            self._phase = RUNNING
+            logger.info("supervisor %s runs %d workers", self.id, self._crew.settings.processes)
+            self._notifier.ready(f"{self._crew.settings.processes} workers")
+        if self._phase == RELOADING:
+            is_done = self._crew.advance_reload(now)
+            if is_done or not self._crew.is_reloading:
+                self._phase = RUNNING
+                self._notifier.ready("new workers have taken over" if is_done else "the reload failed")
+        elif self._phase == RUNNING and self._wants_reload:
+            self._begin_reload()
+        self._crew.fill(now)
+        self._coroner.domains = next(
+            (tuple(worker.hello.domains) for worker in reversed(self._crew.workers) if worker.hello is not None),
+            self._coroner.domains,
+        )
+
+    def _examine(self, worker: WorkerProcess, death: Death) -> None:
+        if worker.hello is not None:
+            slots = worker.snapshot.slots
+            self._coroner.add(Case(worker.hello, death, slots, time.monotonic(), self._crew.settings))
+
+    # -- signals
+
+    def _obey(self, number: signal.Signals, now: float) -> None:
+        if self._signals.asks_for_reload(number):
+            self._wants_reload = True
+        elif self._phase != STOPPING:
+            self._stop(number.name, now)
+        else:
+            logger.warning("%s again: the workers are killed", number.name)
+            self._stop_by = min(self._stop_by, now + AT_ONCE_SECONDS)
+            self._crew.kill_all(f"{self._stop_reason}, twice", now, at_once=True)
+
+    def _begin_reload(self) -> None:
+        self._wants_reload = False
+        try:
+            fresh = self._reload()
+        except CommandBusError as error:
+            logger.error("SIGHUP: the settings cannot be read, so everything stays: %s", error)  # noqa: TRY400
+            return
+        logger.info("SIGHUP: new workers are started")
+        self._phase = RELOADING
+        self._notifier.reloading("new workers are started")
+        # The database stays: the coroner, and an embedded server, belong to this supervisor.
+        self._crew.begin_reload(replace(fresh, database_url=self._settings.database_url))
+
+    def _stop(self, reason: str, now: float) -> None:
+        self._phase = STOPPING
+        self._stop_reason = reason
+        self._stop_by = now + self._settings.shutdown_timeout - (self._reserve - STOP_RESERVE)
+        self._notifier.stopping(reason)
+        if self._crew.fatal is None:
+            logger.info("supervisor %s stops (%s): up to %g s", self.id, reason, self._settings.shutdown_timeout)
+        self._crew.stop(reason, now)
+
+    # -- the end
+
+    def _is_over(self) -> bool:
+        if self._phase != STOPPING or self._crew.workers:
+            return False
+        return not self._coroner.open_cases or time.monotonic() >= self._stop_by - 0.1
+
+    def _end(self) -> SupervisorReport:
+        if self._crew.fatal is not None:
+            raise self._crew.fatal.rebuilt()
+        totals = self._crew.totals
+        unwritten = totals["unwritten"] + sum(max(1, len(case.slots)) for case in self._coroner.open_cases)
+        report = SupervisorReport(
+            self._stop_reason,
+            totals["settled"],
+            totals["given_back"],
+            totals["abandoned"],
+            unwritten,
+            totals["restarts"],
+            self._coroner.done,
+        )
+        logger.log(
+            logging.INFO if report.is_clean else logging.WARNING,
+            "supervisor %s stopped (%s): %d settled, %d given back, %d abandoned, %d outcomes unwritten",
+            self.id,
+            report.reason,
+            report.settled,
+            report.given_back,
+            report.abandoned,
+            report.unwritten,
+        )
+        return report
+
+    def _leave_nobody(self) -> None:
+        """Normally nobody is left; after an error of ours nobody may be."""
+        for worker in self._crew.workers:
+            worker.kill()
+            worker.reap(time.monotonic())
+            worker.close()
+
+    # -- what others see
+
+    def _publish(self, now: float) -> None:
+        workers, totals, look = self._crew.workers, self._crew.totals, self._coroner.look
+        claimed = totals["claimed"] + sum(worker.snapshot.claimed for worker in workers)
+        if claimed != self._claimed:
+            self._claimed, self._claimed_at = claimed, now
+        self._view = View(
+            now,
+            self._phase,
+            tuple(view.of_worker(worker, now) for worker in workers),
+            settled=totals["settled"] + sum(worker.snapshot.settled for worker in workers),
+            stuck=totals["stuck"] + sum(worker.snapshot.stuck for worker in workers),
+            restarts=totals["restarts"],
+            deaths=dict(self._crew.deaths),
+            postmortems=self._coroner.done,
+            open_postmortems=len(self._coroner.open_cases),
+            claimed_at=self._claimed_at,
+            look=look,
+        )
+
+    def _pat_watchdog(self, now: float) -> None:
+        limit = self._notifier.watchdog_seconds()
+        if limit is not None and now - self._watchdog_at >= min(limit / 3, 5.0):
+            self._watchdog_at = now
+            if view.live(self._view, now).ok:
+                self._notifier.watchdog()
+
+    def _probes(self) -> Probes | None:
+        if self._settings.health_port is None:
+            return None
+        return Probes(
+            self._settings.health_host,
+            self._settings.health_port,
+            live=lambda: view.live(self._view, time.monotonic()),
+            ready=lambda: view.ready(self._view, time.monotonic()),
+            metrics=lambda: view.metrics(self._view),
+        )

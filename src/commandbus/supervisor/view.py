@@ -1,0 +1,181 @@
+"""view: what the supervisor's loop last saw, and what that means for probes and metrics. Pure.
+
+live    fails when the supervisor's loop does not turn, or all workers are frozen.
+ready   fails when no worker can take work, all are critical, the database is lost, or work waits and nobody takes
+        it. Degraded is 200, and says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from commandbus.runtime.board import State
+from commandbus.supervisor.coroner import Look
+from commandbus.supervisor.metrics import COUNTER, GAUGE, Metric, Sample, render
+from commandbus.supervisor.probes import Verdict
+from commandbus.supervisor.process import WorkerProcess
+
+STALL_SECONDS: Final = 5.0
+FROZEN_SECONDS: Final = 5.0
+LOST_SECONDS: Final = 2.0
+UNCLAIMED_SECONDS: Final = 10.0
+HEALTHY, DEGRADED, CRITICAL = 0, 1, 2
+_WORDS: Final = ("healthy", "degraded", "critical")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker at the last turn."""
+
+    id: str
+    pid: int
+    state: State
+    health: int
+    note: str
+    running: int
+    free: int
+    stuck: int
+    rss_mb: float
+    silent_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything at the last turn of the loop. Counters are since the supervisor's start, the dead included."""
+
+    at: float
+    phase: str
+    workers: tuple[WorkerView, ...] = ()
+    settled: int = 0
+    stuck: int = 0
+    restarts: int = 0
+    deaths: Mapping[str, int] = field(default_factory=dict)
+    postmortems: int = 0
+    open_postmortems: int = 0
+    claimed_at: float = 0.0
+    look: Look = field(default_factory=Look)
+
+
+def of_worker(worker: WorkerProcess, now: float) -> WorkerView:
+    """What is seen of a worker now."""
+    shown = worker.snapshot
+    return WorkerView(
+        worker.name,
+        worker.pid,
+        worker.state,
+        shown.health,
+        shown.note,
+        running=shown.running,
+        free=shown.free,
+        stuck=shown.stuck,
+        rss_mb=shown.rss_mb,
+        silent_seconds=now - shown.beat_at if shown.beat_at else 0.0,
+    )
+
+
+def live(view: View, now: float) -> Verdict:
+    """Is anything here alive?"""
+    reasons = []
+    if now - view.at > STALL_SECONDS:
+        reasons.append(f"the supervisor's loop has not turned for {now - view.at:.1f} s")
+    beating = [worker for worker in view.workers if worker.state is not State.STARTING]
+    if beating and all(worker.silent_seconds > FROZEN_SECONDS for worker in beating):
+        reasons.append("all workers are frozen")
+    return Verdict(not reasons, {"reasons": reasons, "phase": view.phase} if reasons else {"phase": view.phase})
+
+
+def ready(view: View, now: float) -> Verdict:
+    """Can it take work?"""
+    serving = [worker for worker in view.workers if worker.state is State.ACTIVE]
+    reasons = list(_failures(view, serving, now))
+    document: dict[str, Any] = {"phase": view.phase, "workers": [_shown(worker) for worker in view.workers]}
+    if reasons:
+        return Verdict(False, document | {"status": "critical", "reasons": reasons})
+    doubts = [
+        f"worker {worker.id} is {_WORDS[min(worker.health, 2)]}" + (f": {worker.note}" if worker.note else "")
+        for worker in serving
+        if worker.health > HEALTHY
+    ]
+    return Verdict(True, document | {"status": "degraded" if doubts else "healthy", "reasons": doubts})
+
+
+def is_unclaimed(view: View, now: float) -> bool:
+    """Does work wait while slots are free and nobody claims?"""
+    oldest = max((seen.oldest_seconds or 0.0 for seen in view.look.domains.values()), default=0.0)
+    # What was seen may have been taken since: the claim must lie before the look.
+    waits = oldest > UNCLAIMED_SECONDS and view.look.at - view.claimed_at > UNCLAIMED_SECONDS
+    is_free = any(worker.free > 0 for worker in view.workers if worker.state is State.ACTIVE)
+    return waits and is_free and now - view.claimed_at > UNCLAIMED_SECONDS
+
+
+def metrics(view: View) -> str:
+    """The answer to a scrape."""
+    states = Counter(worker.state for worker in view.workers)
+    health = Counter(min(worker.health, 2) for worker in view.workers if worker.state is not State.STARTING)
+    free = sum(worker.free for worker in view.workers if worker.state is State.ACTIVE)
+    domains = view.look.domains
+    oldest = {domain: seen.oldest_seconds or 0.0 for domain, seen in domains.items()}
+    return render([
+        Metric("commandbus_workers", GAUGE, "Worker processes by state.",
+               [Sample(states[state], {"state": state.name.lower()}) for state in State]),
+        Metric("commandbus_workers_health", GAUGE, "Worker processes by health.",
+               [Sample(health[level], {"health": word}) for level, word in enumerate(_WORDS)]),
+        Metric("commandbus_running", GAUGE, "Attempts that run now.",
+               [Sample(sum(worker.running for worker in view.workers))]),
+        Metric("commandbus_slots_free", GAUGE, "Slots of active workers in which nothing runs.", [Sample(free)]),
+        Metric("commandbus_settled_total", COUNTER, "Attempts settled by workers.", [Sample(view.settled)]),
+        Metric("commandbus_stuck_total", COUNTER, "Attempts that did not stop within their grace.",
+               [Sample(view.stuck)]),
+        Metric("commandbus_worker_restarts_total", COUNTER, "Workers started in place of others.",
+               [Sample(view.restarts)]),
+        Metric("commandbus_worker_deaths_total", COUNTER, "Ends of workers by cause.",
+               [Sample(count, {"cause": cause}) for cause, count in sorted(view.deaths.items())]),
+        Metric("commandbus_postmortems_total", COUNTER, "Dead workers whose commands were settled.",
+               [Sample(view.postmortems)]),
+        Metric("commandbus_postmortems_open", GAUGE, "Dead workers whose commands are not settled yet.",
+               [Sample(view.open_postmortems)]),
+        Metric("commandbus_ready", GAUGE, "Commands that could be claimed now, counted up to 10000.",
+               [Sample(seen.ready, {"domain": domain}) for domain, seen in domains.items()]),
+        Metric("commandbus_oldest_ready_seconds", GAUGE, "How long the first of them has been waiting.",
+               [Sample(seconds, {"domain": domain}) for domain, seconds in oldest.items()]),
+        Metric("commandbus_troubleshooting_queue", GAUGE, "Commands that need a person.",
+               [Sample(seen.in_tsq, {"domain": domain}) for domain, seen in domains.items()]),
+        Metric("commandbus_database_up", GAUGE, "1 while the supervisor's connection answers.",
+               [Sample(0 if view.look.lost_since is not None else 1)]),
+        Metric("commandbus_worker_memory_bytes", GAUGE, "Resident memory of worker processes, together.",
+               [Sample(round(sum(worker.rss_mb for worker in view.workers) * 1_048_576))]),
+    ])  # fmt: skip
+
+
+def _failures(view: View, serving: list[WorkerView], now: float) -> list[str]:
+    found = []
+    if view.phase == "STOPPING":
+        found.append("it is stopping")
+    elif not serving:
+        found.append("no worker is ready")
+    elif all(worker.health >= CRITICAL for worker in serving):
+        notes = "; ".join(sorted({worker.note for worker in serving if worker.note}))
+        found.append("all workers are critical" + (f": {notes}" if notes else ""))
+    if now - view.at > STALL_SECONDS:
+        found.append(f"the supervisor's loop has not turned for {now - view.at:.1f} s")
+    lost_since = view.look.lost_since
+    if lost_since is not None and now - lost_since > LOST_SECONDS:
+        found.append(f"the database has not answered for {now - lost_since:.0f} s")
+    if is_unclaimed(view, now):
+        found.append("work waits, slots are free, and nothing is being claimed")
+    return found
+
+
+def _shown(worker: WorkerView) -> dict[str, Any]:
+    return {
+        "id": worker.id,
+        "pid": worker.pid,
+        "state": worker.state.name,
+        "health": _WORDS[min(worker.health, 2)],
+        "note": worker.note,
+        "running": worker.running,
+        "free": worker.free,
+    }

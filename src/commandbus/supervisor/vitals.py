@@ -1,0 +1,50 @@
+"""vitals: what /proc says of a process from outside. A process that is gone has none: empty, zero or None."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+def thread_cpu(pid: int) -> dict[int, float]:
+    """CPU seconds of each thread so far, by native id."""
+    found = {}
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return {}
+    for thread in threads:
+        if (fields := _stat(thread)) is not None:
+            found[int(thread.name)] = (int(fields[11]) + int(fields[12])) / _TICKS
+    return found
+
+
+def cpu_since(before: dict[int, float], now: dict[int, float]) -> dict[int, float]:
+    """What each thread has used since, rounded as the kernel counts."""
+    return {thread: max(0.0, seconds - before.get(thread, 0.0)) for thread, seconds in now.items()}
+
+
+def is_stopped(pid: int) -> bool:
+    """Was it stopped, by SIGSTOP or a debugger?"""
+    fields = _stat(Path(f"/proc/{pid}"))
+    return fields is not None and fields[0] in ("T", "t")
+
+
+def resident_mb(pid: int) -> float:
+    """Its resident memory in MB."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE / 1_048_576
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def _stat(folder: Path) -> list[str] | None:
+    """The fields of `stat` from the state on; a command's name may hold spaces and brackets."""
+    try:
+        return (folder / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None

@@ -1,0 +1,99 @@
+"""Attempts that a limit had to stop: what is kept of them, and how they are found again."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from flow_harness import POLICY, Bus, fail
+
+from commandbus import InvalidCommandError, NewCommand
+from commandbus.flow.settle import Settlement
+from commandbus.model.outcome import Failure, judge
+from commandbus.runtime.attempt import Attempt
+
+AUTOPSY = {"stacks": [{"title": "slot thread", "frames": ["File …"]}], "backend": {"pid": 7}}
+
+
+def _stopped(attempt: Attempt, *, rung: str = "stuck", duration_ms: int | None = 40_000) -> Settlement:
+    failure = Failure(
+        "ExecutionStuck",
+        "EXECUTION_STUCK",
+        "did not respond",
+        rung=rung,
+        autopsy=json.dumps(AUTOPSY),
+        duration_ms=duration_ms,
+    )
+    return attempt.fail(judge(failure, charge=attempt.charge, policy=POLICY, max_attempts=attempt.max_attempts))
+
+
+@pytest.fixture
+def stuck(orders: Bus) -> Bus:
+    """Three that were stopped, of two types and domains, and one that just failed."""
+    orders.create_domain("billing")
+    orders.send_many(
+        "orders",
+        [
+            NewCommand("Ship", command_id="a"),
+            NewCommand("Pack", command_id="b"),
+            NewCommand("Ship", command_id="plain"),
+        ],
+    )
+    first, second, failed = orders.claim()
+    assert orders.settle(_stopped(first)) == {}
+    assert orders.settle(_stopped(second, rung="deadline", duration_ms=None)) == {}
+    assert orders.settle(fail(failed, ValueError())) == {}
+    orders.send("billing", "Ship", command_id="c", max_attempts=1)
+    assert orders.settle(_stopped(orders.claim_one(domain="billing"), rung="crash")) == {}
+    return orders
+
+
+def test_newest_first_and_filtered(stuck: Bus, db: psycopg.Connection[Any]) -> None:
+    def found(*words: Any, **more: Any) -> list[str]:
+        return [item.command_id for item in stuck.list_stuck(*words, **more)]
+
+    assert found() == ["c", "b", "a"]
+    assert found(limit=2) == ["c", "b"]
+    assert found("orders") == ["b", "a"]
+    assert found(command_type="Ship") == ["c", "a"]
+    assert found("orders", "Ship") == ["a"]
+    assert found("unheard_of") == []
+    db.execute("UPDATE commandbus.attempt SET finished_at = finished_at - interval '1 hour' WHERE rung = 'stuck'")
+    assert found(since=datetime.now(UTC) - timedelta(minutes=30)) == ["c", "b"]
+    assert found(since=datetime.now(UTC) + timedelta(minutes=30)) == []
+
+
+def test_what_is_told(stuck: Bus) -> None:
+    item = stuck.list_stuck("orders", "Ship")[0]
+    record = stuck.get_command("orders", "a")
+    assert (item.id, item.domain, item.command_type, item.number) == (record.id, "orders", "Ship", 1)
+    assert (item.verdict, item.rung, item.duration_ms, item.worker) == ("RETRY", "stuck", 40_000, "w1")
+    assert (item.error_type, item.error_code, item.error) == (
+        "ExecutionStuck",
+        "EXECUTION_STUCK",
+        "did not respond",
+    )
+    assert item.autopsy == AUTOPSY
+    assert item.started_at <= item.finished_at
+    (attempt,) = stuck.get_attempts("orders", "a")
+    assert (attempt.rung, attempt.duration_ms, attempt.autopsy) == ("stuck", 40_000, AUTOPSY)
+    (failed,) = [entry for entry in stuck.get_audit_trail("orders", "a") if entry.event.value == "FAILED"]
+    assert (failed.details["rung"], failed.details["duration_ms"]) == ("stuck", 40_000)
+    (plain,) = stuck.get_attempts("orders", "plain")
+    assert (plain.rung, plain.duration_ms, plain.autopsy) == (None, None, None)
+
+
+def test_bad_questions_are_named(orders: Bus) -> None:
+    for words, named in [
+        ({"domain": "Orders"}, "domain"),
+        ({"command_type": "a\x00"}, "command_type"),
+        ({"limit": 0}, "limit"),
+        ({"limit": "5"}, "limit"),
+        ({"since": "1h"}, "since"),
+        ({"since": datetime(2026, 1, 1)}, "since"),  # noqa: DTZ001
+    ]:
+        with pytest.raises(InvalidCommandError, match=named):
+            orders.list_stuck(**words)

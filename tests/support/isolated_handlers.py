@@ -1,0 +1,332 @@
+"""Handlers that run in processes of their own: a child imports this module by its name."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import locale
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from commandbus import BusinessRuleException, HandlerRegistry, PermanentCommandError, TransientCommandError
+
+handlers = HandlerRegistry()
+_kept: dict[str, Any] = {}
+
+
+def process(command_type: str, **options: Any) -> Any:
+    """Register for the domain `orders`, isolated."""
+    return handlers.handler("orders", command_type, isolation="process", **options)
+
+
+@process("echo")
+def echo(command: Any, ctx: Any) -> Any:
+    return {"pid": os.getpid(), "data": command.data, "attempt": ctx.attempt, "worker": ctx.worker}
+
+
+@process("echo_async")
+async def echo_async(command: Any, ctx: Any) -> Any:
+    loop = asyncio.get_running_loop()
+    is_same = _kept.setdefault("loop", loop) is loop
+    await asyncio.sleep(0)
+    return {"pid": os.getpid(), "data": command.data, "same_loop": is_same}
+
+
+@process("nothing")
+def nothing(ctx: Any) -> None:
+    pass
+
+
+@process("created")
+def created(command: Any, ctx: Any) -> str:
+    return str(command.created_at.isoformat())
+
+
+@process("raise")
+def raises(command: Any, ctx: Any) -> None:
+    kind = command.data["kind"]
+    if kind == "business":
+        raise BusinessRuleException("no stock", code="NO_STOCK", details={"sku": 7})
+    if kind == "permanent":
+        raise PermanentCommandError("never", code="NEVER")
+    if kind == "transient":
+        raise TransientCommandError("not now", code="LATER")
+    if kind == "exit":
+        sys.exit(3)
+    if kind == "surrogate":
+        raise ValueError("bad \udc80 text \x00")
+    raise KeyError("gone")
+
+
+@process("not_json")
+def not_json(ctx: Any) -> Any:
+    return object()
+
+
+@process("large")
+def large(command: Any, ctx: Any) -> Any:
+    return command.data["unit"] * command.data["times"]
+
+
+@process("log")
+def log(command: Any, ctx: Any) -> None:
+    ctx.log.info("hello from %s", "there", extra={"step": 3})
+    try:
+        raise OSError("broken")
+    except OSError:
+        ctx.log.exception("it broke")
+
+
+@process("progress")
+def progress(command: Any, ctx: Any) -> None:
+    ctx.heartbeat({"done": 3})
+
+
+@process("extend")
+def extend(command: Any, ctx: Any) -> Any:
+    before = ctx.remaining()
+    ctx.extend(command.data["seconds"])
+    return [before, ctx.remaining()]
+
+
+@process("extend_async")
+async def extend_async(command: Any, ctx: Any) -> Any:
+    before = ctx.remaining()
+    await ctx.extend(command.data["seconds"])
+    return [before, ctx.remaining()]
+
+
+@process("write")
+def write(command: Any, ctx: Any) -> Any:
+    with ctx.connection() as conn:
+        conn.execute("INSERT INTO effects VALUES (%s)", (command.command_id,))
+        row = conn.execute("SELECT pg_backend_pid(), current_setting('application_name')").fetchone()
+    return list(row)
+
+
+@process("transact")
+def transact(command: Any, ctx: Any) -> None:
+    with ctx.transaction() as tx:
+        tx.execute("INSERT INTO effects VALUES (%s)", (command.command_id,))
+        tx.complete({"by": "tx"})
+
+
+@process("transact_async")
+async def transact_async(command: Any, ctx: Any) -> None:
+    async with ctx.transaction() as tx:
+        await tx.execute("INSERT INTO effects VALUES (%s)", (command.command_id,))
+        tx.complete({"by": "tx"})
+
+
+@process("transact_and_raise")
+def transact_and_raise(command: Any, ctx: Any) -> None:
+    transact(command, ctx)
+    raise ValueError("afterwards")
+
+
+@process("sleep_in_sql")
+def sleep_in_sql(command: Any, ctx: Any) -> None:
+    with ctx.transaction() as tx:
+        tx.execute("INSERT INTO effects VALUES (%s)", (command.command_id,))
+        tx.execute("SELECT pg_sleep(1000)")
+
+
+@process("wait")
+def wait(command: Any, ctx: Any) -> str:
+    ctx.cancelled.wait(30)
+    return "cancelled" if ctx.cancelled.is_set() else "not"
+
+
+@process("sleep")
+def sleep(command: Any, ctx: Any) -> None:
+    ctx.sleep(30)
+
+
+@process("scope")
+def scope(command: Any, ctx: Any) -> bool:
+    with ctx.child(timeout=0.1) as child:
+        return bool(child.cancelled.wait(10))
+
+
+@process("sleep_async")
+async def sleep_async(command: Any, ctx: Any) -> None:
+    await asyncio.sleep(30)
+
+
+@process("swallow_async")
+async def swallow_async(command: Any, ctx: Any) -> None:
+    while True:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            pass
+
+
+@process("hang")
+def hang(command: Any, ctx: Any) -> None:
+    how = command.data["how"]
+    if how == "spin":
+        while True:
+            pass
+    if how == "sleep":
+        time.sleep(1000)
+    if how == "swallow":
+        while True:
+            try:
+                time.sleep(1000)
+            except BaseException:
+                pass
+    if how == "regex":
+        re.match(r"(a+)+$", "a" * 40 + "b")
+    if how == "lock":
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+    if how == "recv":
+        ours, _theirs = socket.socketpair()
+        ours.recv(1)
+    if how == "ignore":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        time.sleep(1000)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@process("die")
+def die(command: Any, ctx: Any) -> None:
+    how = command.data["how"]
+    if how == "segv":
+        ctypes.string_at(0)
+    if how == "exit":
+        os._exit(1)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "abort":
+        os.abort()
+    if how == "closed":
+        os.closerange(3, 256)
+        time.sleep(1000)
+    if how == "exec":
+        os.execv("/bin/true", ["true"])
+
+
+@process("die_with_query")
+def die_with_query(command: Any, ctx: Any) -> None:
+    def kill_soon() -> None:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill_soon).start()
+    sleep_in_sql(command, ctx)
+
+
+@process("hog")
+def hog(command: Any, ctx: Any) -> None:
+    held = []
+    while True:
+        held.append(b"x" * (8 << 20))
+        time.sleep(0.02)
+
+
+@process("grow")
+def grow(command: Any, ctx: Any) -> int:
+    _kept["ballast"] = b"x" * (command.data["mb"] << 20)
+    return os.getpid()
+
+
+@process("fork")
+def fork(command: Any, ctx: Any) -> str:
+    child = os.fork()
+    if child == 0:
+        ctx.log.info("from the fork")
+        return "the fork"
+    os.waitpid(child, 0)
+    return "the original"
+
+
+@process("fork_and_stay")
+def fork_and_stay(command: Any, ctx: Any) -> int:
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+    return child
+
+
+@process("change")
+def change(command: Any, ctx: Any) -> None:
+    os.chdir("/")
+    os.umask(0o777)
+    locale.setlocale(locale.LC_ALL, "C")
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(9))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    _kept["locals"] = threading.local()
+    _kept["locals"].seen = True
+
+
+@process("surroundings")
+def surroundings(command: Any, ctx: Any) -> Any:
+    time.sleep(0.3)
+    umask = os.umask(0)
+    os.umask(umask)
+    return [os.getcwd(), umask, signal.getsignal(signal.SIGALRM) == signal.SIG_DFL, hasattr(_kept.get("locals"), "seen")]
+
+
+@process("leave_thread")
+def leave_thread(command: Any, ctx: Any) -> None:
+    def go_on() -> None:
+        while True:
+            try:
+                with ctx.connection() as conn:
+                    conn.execute("INSERT INTO effects VALUES ('late')")
+            except Exception as error:
+                _kept["late"] = type(error).__name__
+            try:
+                ctx.heartbeat({"late": True})
+            except Exception:
+                pass
+            time.sleep(0.01)
+
+    threading.Thread(target=go_on, daemon=True).start()
+
+
+@process("what_was_late")
+def what_was_late(command: Any, ctx: Any) -> Any:
+    time.sleep(0.2)
+    return _kept.get("late")
+
+
+@process("lie")
+def lie(command: Any, ctx: Any) -> None:
+    """As C code might that has overwritten things: speak on the socket by itself."""
+    from commandbus.runtime.channel import frame
+
+    channel = ctx._services.connections._channel
+    what = command.data["what"]
+    if what == "garbage":
+        channel._socket.sendall(b"\x00\x00\x00\x05hello")
+    if what == "huge":
+        channel._socket.sendall(b"\xff\xff\xff\xff")
+    if what == "shape":
+        channel.send({"k": "lent", "n": 1, "pid": "none", "key": None})
+    if what == "unknown":
+        channel.send({"k": "settle", "n": 1})
+    if what == "result":
+        text = '1}, {"m": 1, "r": 1, "c": 1'
+        channel._socket.sendall(frame({"k": "ended", "n": 1, "result": text, "error": None, "committed": False}))
+    if what == "extend":
+        channel.send({"k": "extend", "n": 1, "q": 99, "seconds": 1e9})
+        time.sleep(0.1)
+        return
+    time.sleep(1000)
+
+
+@handlers.handler("orders", "thread")
+def thread(command: Any, ctx: Any) -> int:
+    return os.getpid()

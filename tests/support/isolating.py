@@ -1,0 +1,167 @@
+"""Isolated attempts without the rest of a worker: claimed and settled in a real database, one by one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import closing
+from typing import Any
+
+import psycopg
+
+from commandbus import CommandBus, HandlerRegistry, RetryPolicy
+from commandbus.db.drive import run
+from commandbus.flow.claim import claim
+from commandbus.flow.settle import Settlement, settle
+from commandbus.runtime.attempt import Attempt, Stop, Why
+from commandbus.runtime.connections import Borrowed, HandlerConnections
+from commandbus.runtime.context import Services
+from commandbus.runtime.execute import Ended, Executor, Note
+from commandbus.runtime.health import HealthStatus
+from commandbus.runtime.isolation import Isolation
+from commandbus.settings import Settings
+
+WORKER = "test-worker"
+
+
+class Running:
+    """An attempt on a thread of its own, as on a slot's."""
+
+    def __init__(self, lab: Lab, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self._lab = lab
+        self._ended: Future[Ended] = Future()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._ended.set_result(self._lab.isolation.run(self.attempt))
+        except BaseException as error:
+            self._ended.set_exception(error)
+
+    @property
+    def is_running(self) -> bool:
+        """Has it not ended?"""
+        return not self._ended.done()
+
+    def ended(self, seconds: float = 15.0) -> Ended:
+        """How it ended."""
+        return self._ended.result(seconds)
+
+    def settled(self, seconds: float = 15.0) -> Any:
+        """The answer of the settlement: None for done."""
+        return self._lab.settle(self.attempt, self.ended(seconds))
+
+    def ask_to_stop(self, why: Why = Why.DEADLINE, *, grace: float = 0.2, text: str = "the deadline has passed") -> Stop:
+        """As the ladder does."""
+        now = time.monotonic()
+        stop = Stop(why, text, now, now + grace)
+        self.attempt.ask_to_stop(stop)
+        assert self.attempt.child is not None
+        self.attempt.child.cancel(stop)
+        return stop
+
+    def kill(self, seconds: float = 15.0) -> Ended:
+        """As the ladder does, tick after tick."""
+        deadline = time.monotonic() + seconds
+        while self.is_running and time.monotonic() < deadline:
+            assert self.attempt.child is not None
+            self.attempt.child.kill("the ladder")
+            self._thread.join(0.25)
+        return self.ended(0.1)
+
+
+class Lab:
+    """An Isolation, and what it needs of a worker."""
+
+    def __init__(
+        self, bus: CommandBus, db: psycopg.Connection[Any], settings: Settings, registry: HandlerRegistry
+    ) -> None:
+        self.bus = bus
+        self.db = db
+        self.progress: list[str] = []
+        self.terminated: list[int] = []
+        self.is_held = True
+        policy = RetryPolicy(max_attempts=3, backoff_schedule=[0], jitter=0)
+        self.services = Services(
+            worker=WORKER,
+            connections=HandlerConnections(settings, name=f"{WORKER} handlers", size=1),
+            max_payload_bytes=settings.max_payload_bytes,
+            default_max_attempts=3,
+            extend=self._extend,
+            extend_timeout=5.0,
+            max_extension=settings.max_extension,
+            progress=self._progress,
+        )
+        self.executor = Executor(self.services, policy, settings.timeouts, registry, HealthStatus())
+        self.registry = registry
+        self.isolation = Isolation(
+            settings,
+            WORKER,
+            registry,
+            self.executor,
+            extend=self._extend,
+            progress=self._progress,
+            terminate=self._terminate,
+            default_max_attempts=3,
+        )
+
+    def claim(self, command_type: str, data: Any = None, *, task_timeout: float | None = None) -> Attempt:
+        """Send a command and claim it."""
+        self.bus.send("orders", command_type, data)
+        return self.claim_next(task_timeout=task_timeout)
+
+    def claim_next(self, *, task_timeout: float | None = None) -> Attempt:
+        """Claim what is there."""
+        found = run(self.db, claim(domain="orders", worker=WORKER, n=1, lease_seconds=60, cursor=None))
+        attempt = Attempt("orders", found.ready[0], self.registry.get("orders", found.ready[0][4]), time.monotonic())
+        self.executor.begin(attempt)
+        if task_timeout is not None:
+            attempt.deadline_at = attempt.started_at + task_timeout
+        return attempt
+
+    def start(self, command_type: str, data: Any = None, **changes: Any) -> Running:
+        """Run a new command on a thread."""
+        return Running(self, self.claim(command_type, data, **changes))
+
+    def result(self, command_type: str, data: Any = None, **changes: Any) -> Any:
+        """Run a new command to its end and say what it returned."""
+        attempt = self.claim(command_type, data, **changes)
+        assert self.settle(attempt, self.isolation.run(attempt)) is None
+        command = self.bus.get_command("orders", attempt.command_id)
+        assert command is not None
+        assert command.status == "COMPLETED", self.last(attempt)
+        return command.result
+
+    def settle(self, attempt: Attempt, ended: Ended) -> Any:
+        """Write an end; None for done."""
+        if ended is None or isinstance(ended, Note):
+            return None
+        assert isinstance(ended, Settlement)
+        return run(self.db, settle("orders", WORKER, [ended])).get((attempt.msg_id, attempt.read_ct))
+
+    def last(self, attempt: Attempt) -> Any:
+        """The last record of an attempt."""
+        return self.bus.get_attempts("orders", attempt.command_id)[-1]
+
+    def status(self, attempt: Attempt) -> str:
+        """The command's status."""
+        command = self.bus.get_command("orders", attempt.command_id)
+        assert command is not None
+        return str(command.status)
+
+    def _extend(self, attempt: Attempt, seconds: float) -> Future[bool]:
+        answer: Future[bool] = Future()
+        threading.Thread(target=lambda: answer.set_result(self.is_held)).start()
+        return answer
+
+    def _progress(self, attempt: Attempt, text: str) -> None:
+        self.progress.append(text)
+
+    def _terminate(self, borrowed: list[Borrowed]) -> None:
+        with closing(psycopg.connect(self.db.info.dsn, autocommit=True)) as conn:
+            for one in borrowed:
+                conn.execute("SELECT pg_terminate_backend(%s, 5000)", (one.pid,))
+                self.terminated.append(one.pid)
