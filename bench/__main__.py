@@ -22,6 +22,8 @@ WANTED = [  # figure, floor, least ratio
     ("drain_sync_per_s", "floor_overlapped_per_s", 0.60),
     ("drain_sync_per_s", "floor_serial_per_s", 1.20),
     ("drain_sync_per_s", "drain_async_per_s", 0.75),
+    ("drain_sync_per_s", "drain_no_deadline_per_s", 0.95),
+    ("drain_supervised_per_s", "drain_no_deadline_per_s", 0.95),
     ("drain_sync_1ms_per_s", "drain_async_1ms_per_s", 0.90),
     ("drain_long_transaction_per_s", "drain_sync_per_s", 0.80),
     ("drain_delayed_per_s", "drain_sync_per_s", 0.90),
@@ -68,6 +70,8 @@ class Run:
         few = self.count // 4
         self.floor("floor_serial_per_s", floors.serial)
         self.drain("drain_sync_per_s", "sync", "sync")
+        self.drain("drain_no_deadline_per_s", "no_deadline", "no_deadline")
+        self.drain("drain_supervised_per_s", "supervised", "supervised")
         self.floor("floor_overlapped_per_s", floors.overlapped)
         self.drain("drain_async_per_s", "async", "async")
         self.drain("drain_two_workers_per_s", "two", "sync", size=2)
@@ -122,8 +126,7 @@ class Run:
         most = 0
         while crew[0].read()[0] - before < 2000:
             held = self.base.one(
-                "SELECT count(*) FROM pg_stat_activity "
-                "WHERE application_name LIKE %s OR application_name = 'commandbus handlers'",
+                "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE %s",
                 f"commandbus %-{crew[0].pid}-%",
             )
             most = max(most, held)

@@ -14,7 +14,9 @@ from typing import Any
 
 from bench.ground import Ground
 from commandbus import HandlerRegistry, Worker
+from commandbus.runtime.board import Board
 from commandbus.runtime.memory import resident_megabytes
+from commandbus.runtime.parts import Supervision
 
 _LAYOUT = struct.Struct("qdd")  # settled, when the last handler began, resident megabytes
 
@@ -107,7 +109,10 @@ def handlers_of(kind: str, domain: str, began: Any) -> HandlerRegistry:
 
     functions = {"sync": noop, "async": async_noop, "sync_1ms": wait, "async_1ms": async_wait, "stamp": stamp,
                  "query": query}  # fmt: skip
-    handlers.register(domain, "work", functions[kind])
+    if kind == "no_deadline":
+        handlers.register(domain, "work", noop, timeout=0)
+    else:
+        handlers.register(domain, "work", functions["sync" if kind == "supervised" else kind])
     return handlers
 
 
@@ -120,7 +125,11 @@ def _member(url: str, domain: str, kind: str, concurrency: int, path: str) -> No
         stamped[0] = at
         _LAYOUT.pack_into(board, 0, worker.settled, at, 1.0)
 
-    worker = Worker(handlers_of(kind, domain, began), database_url=url, concurrency=concurrency)
+    supervision = None
+    if kind == "supervised":
+        supervision = Supervision(Board.create(2 * concurrency), "bench", lambda state, reason: None)
+    registry = handlers_of(kind, domain, began)
+    worker = Worker(registry, database_url=url, concurrency=concurrency, supervision=supervision)
     worker.start()
     os.set_blocking(0, False)
     before = -1

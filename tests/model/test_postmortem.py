@@ -181,6 +181,9 @@ Current thread 0x00007f2a40800640 (most recent call first):
   File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at
   File "/app/tasks.py", line 5 in segfault
 
+Thread 0x00007f2a4105b640 (most recent call first):
+  File "/usr/lib/python3.11/selectors.py", line 468 in select
+
 Extension modules: psycopg_binary._psycopg (total: 1)
 """
 

@@ -1,4 +1,4 @@
-"""Seed 001: cancellation flag, grace period, stuck detection, execution history. The worker is inside this process."""
+"""Seed 001: cancellation flag, grace, stuck detection, execution history; the worker is in this process."""
 
 from __future__ import annotations
 

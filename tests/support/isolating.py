@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
 from typing import Any
@@ -23,6 +24,7 @@ from commandbus.runtime.isolation import Isolation
 from commandbus.settings import Settings
 
 WORKER = "test-worker"
+MakeLab = Callable[..., "Lab"]
 
 
 class Running:
@@ -110,13 +112,13 @@ class Lab:
 
     def claim(self, command_type: str, data: Any = None, *, task_timeout: float | None = None) -> Attempt:
         """Send a command and claim it."""
-        self.bus.send("orders", command_type, data)
-        return self.claim_next(task_timeout=task_timeout)
+        return self.claim_again(self.bus.send("orders", command_type, data).command_id, task_timeout=task_timeout)
 
-    def claim_next(self, *, task_timeout: float | None = None) -> Attempt:
-        """Claim what is there."""
-        found = run(self.db, claim(domain="orders", worker=WORKER, n=1, lease_seconds=60, cursor=None))
-        attempt = Attempt("orders", found.ready[0], self.registry.get("orders", found.ready[0][4]), time.monotonic())
+    def claim_again(self, command_id: str, *, task_timeout: float | None = None) -> Attempt:
+        """Claim a command that waits; what else waits is claimed as well, and left alone."""
+        found = run(self.db, claim(domain="orders", worker=WORKER, n=20, lease_seconds=60, cursor=None))
+        (row,) = [row for row in found.ready if row[3] == command_id]
+        attempt = Attempt("orders", row, self.registry.get("orders", row[4]), time.monotonic())
         self.executor.begin(attempt)
         if task_timeout is not None:
             attempt.deadline_at = attempt.started_at + task_timeout

@@ -44,7 +44,7 @@ COMPLETION = "_COMMANDBUS_COMPLETE"
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(release(), "--version", prog_name="commandbus", message="%(prog)s %(version)s")
 def root() -> None:
-    """Commands on PostgreSQL, run by workers that can be trusted.
+    """Commands on PostgreSQL, run by workers that cannot hang.
 
     The options below may also stand after the command. `commandbus doctor` says whether everything is in
     order; `commandbus demo` shows it at work.

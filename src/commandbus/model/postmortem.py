@@ -151,7 +151,7 @@ def parse_dump(text: str) -> Dump:
     return Dump(current, stacks)
 
 
-_THREAD = re.compile(r"(?P<current>Current t|T)hread 0x(?P<ident>[0-9a-fA-F]+)\b")
+_THREAD = re.compile(r"(?:(?P<current>Current thread)|Thread) 0x(?P<ident>[0-9a-fA-F]+)\b")
 _FRAME = re.compile(r"  (?P<frame>File .*)")
 
 

@@ -153,6 +153,7 @@ class Isolated:
             ended = self._end_of(run, handlers)
             self._die_if_forked()
             surroundings.restore()
+            self._current = None
             self._channel.send({"k": "ended", "n": run.number, **ended})
         return 0
 
@@ -275,7 +276,7 @@ class Isolated:
         looking.register(self._channel.fileno(), select.POLLIN)
         while True:
             run = self._current
-            if not looking.poll(TICK_SECONDS * 1000 if run is not None and run.attempt.scopes else None):
+            if not looking.poll(None if run is None else TICK_SECONDS * 1000):
                 if run is not None:
                     run.tick()
                 continue

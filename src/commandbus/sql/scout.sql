@@ -11,5 +11,5 @@ WITH claimable AS (
      LIMIT %(most)s
 )
 SELECT (SELECT count(*) FROM claimable),
-       (SELECT extract(epoch FROM now() - greatest(min(vt), 'epoch'))::float8 FROM claimable),
+       (SELECT extract(epoch FROM now() - min(greatest(vt, 'epoch')))::float8 FROM claimable),
        (SELECT count(*) FROM commandbus.tsq WHERE domain = %(domain)s)

@@ -10,7 +10,7 @@ worker`) brings back what they take along. `ANIMALS` says of each what stops it 
 supervisor.
 
 Limits come from the command's data ({…} in the descriptions); without them an animal hangs for 1000 seconds. A
-forgotten one does no more harm than being stuck: everything it takes (memory, a child process, a thread, a session)
+forgotten one does no more harm than being stuck: all that it takes (memory, a child process, a thread, a session)
 is let go after that time.
 """
 

@@ -1,4 +1,4 @@
-"""The demo's workers: real processes that run `commandbus worker`, each with a log file of its own.
+"""The demo's workers: real processes that run `commandbus worker`, each with a log file of its own (`tether.py`).
 
 Invariant: whoever leaves the `with` block leaves no process behind, unless told to keep them. The workers are in
 sessions of their own, so that Ctrl-C reaches the demo alone, which stops them in order.
@@ -100,14 +100,13 @@ class Fleet:
         reference = f"{handlers.__name__}:registry"
         # The address goes by the environment: a password has no place in the list of processes.
         environment = dict(os.environ, COMMANDBUS_DATABASE_URL=self._database_url)
-        if not self.keep:
-            environment[handlers.PARENT] = str(os.getpid())
+        program = ["commandbus.cli"] if self.keep else [f"{__package__}.tether", str(os.getpid())]
         with self._log_file(number).open("wb") as log:
             return subprocess.Popen(  # noqa: S603 - our own program, no shell
                 [
                     sys.executable,
                     "-m",
-                    "commandbus.cli",
+                    *program,
                     "worker",
                     reference,
                     "--domain",

@@ -1,17 +1,11 @@
 """The demo's handlers: what you would write, with a fate for every kind of error.
 
-    commandbus worker commandbus.cli.demo.handlers:registry
-
-In the demo a worker also ends when the process that started it dies, however it dies.
+commandbus worker commandbus.cli.demo.handlers:registry
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 import random
-import signal
-import sys
 import time
 
 from commandbus import (
@@ -25,8 +19,6 @@ from commandbus import (
 )
 
 DOMAIN = "demo"
-PARENT = "DEMO_PARENT_PID"
-_SET_PARENT_DEATH_SIGNAL = 1
 
 registry = HandlerRegistry()
 soon = RetryPolicy(max_attempts=3, backoff_schedule=[1.0, 2.0], jitter=0.2)
@@ -65,15 +57,3 @@ def withdraw(ctx: HandlerContext) -> None:
 
 def _work() -> None:
     time.sleep(random.uniform(0.01, 0.08))  # noqa: S311 - a pretence of work
-
-
-def _die_with(parent: int) -> None:
-    """The kernel sends us SIGTERM when the demo is gone, even by kill -9."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it was faster
-        sys.exit("the demo is gone")
-
-
-if PARENT in os.environ:
-    _die_with(int(os.environ[PARENT]))

@@ -5,45 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
 import pytest
 
-from commandbus import CommandBus
 from commandbus.runtime.attempt import Why
-from support.isolated_handlers import handlers
-from support.isolating import Lab
+from support.isolating import Lab, MakeLab
 from support.waiting import one, until
-from support.workers import quick_settings
-
-MakeLab = Callable[..., Lab]
-
-
-@pytest.fixture
-def make_lab(database: str, bus: CommandBus, db: psycopg.Connection[Any]) -> Iterator[MakeLab]:
-    """Makes started labs; closed at the end."""
-    made: list[Lab] = []
-
-    def make(**changes: Any) -> Lab:
-        lab = Lab(bus, db, quick_settings(database, **changes), handlers)
-        lab.isolation.start()
-        made.append(lab)
-        return lab
-
-    yield make
-    for lab in made:
-        lab.isolation.close(3)
-        assert lab.isolation.pids() == []
-
-
-@pytest.fixture
-def lab(make_lab: MakeLab, db: psycopg.Connection[Any]) -> Lab:
-    """One of them, with a table `effects`."""
-    db.execute("CREATE TABLE effects (what text)")
-    return make_lab()
-
 
 def effects(db: psycopg.Connection[Any]) -> list[str]:
     return [what for (what,) in db.execute("SELECT what FROM effects ORDER BY what")]
@@ -182,7 +151,7 @@ def test_a_transaction_commits_with_the_completion(
 
 def test_a_transaction_of_a_lost_command_writes_nothing(lab: Lab, db: psycopg.Connection[Any]) -> None:
     attempt = lab.claim("transact")
-    db.execute("UPDATE pgmq.q_orders SET read_ct = read_ct + 1")
+    db.execute("UPDATE pgmq.q_orders__commands SET read_ct = read_ct + 1")
     ended = lab.isolation.run(attempt)
     assert effects(db) == []
     assert attempt.is_lost
@@ -250,8 +219,7 @@ def test_the_deadline_of_a_child_context_wakes_who_waits_for_it(lab: Lab) -> Non
 
 
 def test_suspects_run_isolated_whatever_their_handler_says(lab: Lab, db: psycopg.Connection[Any]) -> None:
-    lab.bus.send("orders", "thread")
-    attempt = lab.claim_next()
+    attempt = lab.claim("thread")
     assert not lab.isolation.wants(attempt)
     attempt.row = (*attempt.row[:19], True)
     assert lab.isolation.wants(attempt)

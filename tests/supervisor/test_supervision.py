@@ -1,0 +1,376 @@
+"""The supervisor as a process: stopping, reloading, restarting, probes; and nobody is left when it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from commandbus import CommandBus, CommandStatus
+from commandbus.cli.exits import ExitCode
+from support.supervised import Supervised
+from support.waiting import one, statuses, until, until_settled
+
+Db = psycopg.Connection[Any]
+Supervise = Callable[..., Supervised]
+
+
+def status_of(bus: CommandBus, command_id: str) -> CommandStatus:
+    record = bus.get_command("orders", command_id)
+    assert record is not None
+    return record.status
+
+
+def is_running(tasks: Path, *names: str) -> None:
+    until(lambda: all((tasks / f"{name}.started").exists() for name in names), what=f"{names} did not start")
+
+
+# --- stopping ----------------------------------------------------------------------------------------------
+
+
+def test_sigterm_with_stuck_work_ends_in_time_and_says_so(
+    supervise: Supervise, tasks: Path, bus: CommandBus, db: Db
+) -> None:
+    supervised = supervise(shutdown_timeout="4s", task_timeout="0", concurrency=1).until_ready()
+    for n in range(3):
+        bus.send("orders", "sleep", command_id=f"c{n}")
+    is_running(tasks, "c0")
+    started = time.monotonic()
+    code, report = supervised.stop()
+    assert time.monotonic() - started < 4.0
+    assert code == ExitCode.LEFT_BEHIND
+    assert (report["abandoned"], report["unwritten"], report["reason"]) == (1, 0, "SIGTERM")
+    assert supervised.processes() == {}
+    # What had not started is back, what ran is waived, and nobody holds anything.
+    assert statuses(db) == {"PENDING": 3}
+    assert one(db, "SELECT count(*) FROM pgmq.q_orders__commands WHERE headers IS NOT NULL OR vt > now()") == 0
+    assert (
+        one(
+            db,
+            "SELECT max(read_ct - waived) FROM pgmq.q_orders__commands q JOIN commandbus.command USING (msg_id)",
+        )
+        == 0
+    )
+
+
+def test_sigterm_ends_a_frozen_worker_too(supervise: Supervise, bus: CommandBus, db: Db) -> None:
+    supervised = supervise(shutdown_timeout="4s", task_timeout="0", heartbeat_timeout="30s").until_ready()
+    bus.send("orders", "regex", command_id="a")
+    until(lambda: status_of(bus, "a") is CommandStatus.IN_PROGRESS)
+    started = time.monotonic()
+    code, report = supervised.stop()
+    assert time.monotonic() - started < 4.5
+    assert (code, report["abandoned"]) == (ExitCode.LEFT_BEHIND, 1)
+    assert supervised.processes() == {}
+    assert one(db, "SELECT verdict FROM commandbus.attempt") == "WAIVED"
+
+
+def test_what_runs_may_finish(supervise: Supervise, tasks: Path, bus: CommandBus, db: Db) -> None:
+    supervised = supervise().until_ready()
+    bus.send("orders", "hold", command_id="a")
+    is_running(tasks, "a")
+    supervised.signal(signal.SIGTERM)
+    supervised.until_said("stops (SIGTERM)")
+    (tasks / "go").touch()
+    code, report = supervised.end()
+    assert (code, report["abandoned"], report["settled"]) == (0, 0, 1)
+    assert statuses(db) == {"COMPLETED": 1}
+
+
+def test_a_second_signal_ends_at_once(supervise: Supervise, tasks: Path, bus: CommandBus, db: Db) -> None:
+    supervised = supervise(shutdown_timeout="30s", task_timeout="0").until_ready()
+    bus.send("orders", "sleep", command_id="a")
+    is_running(tasks, "a")
+    supervised.signal(signal.SIGTERM)
+    supervised.until_said("stops (SIGTERM)")
+    started = time.monotonic()
+    code, _ = supervised.stop()
+    assert time.monotonic() - started < 1.5
+    assert code == ExitCode.LEFT_BEHIND
+    assert supervised.processes() == {}
+    assert one(db, "SELECT verdict FROM commandbus.attempt") == "WAIVED"
+
+
+def test_sigterm_during_the_start_ends_at_once(supervise: Supervise, tasks: Path) -> None:
+    (tasks / "tasks.py").write_text("import time\nopen('importing', 'w').close()\ntime.sleep(600)\n")
+    supervised = supervise()
+    until(lambda: (tasks / "importing").exists())
+    started = time.monotonic()
+    assert supervised.stop()[0] == 0
+    assert time.monotonic() - started < 3
+    assert supervised.processes() == {}
+
+
+def test_sigkill_of_the_supervisor_leaves_no_process(supervise: Supervise, tasks: Path, bus: CommandBus) -> None:
+    supervised = supervise(processes=2, task_timeout="0").until_ready(2)
+    for n in range(8):
+        bus.send("orders", "sleep", command_id=f"c{n}")
+    is_running(tasks, *(f"c{n}" for n in range(8)))
+    assert len(supervised.workers()) == 2
+    supervised.process.kill()
+    until(lambda: not supervised.processes(), 3, what=supervised.processes)
+
+
+# --- replacing ---------------------------------------------------------------------------------------------
+
+
+def test_a_draining_worker_is_replaced_at_once_and_ends_when_its_healthy_work_is_done(
+    supervise: Supervise, tasks: Path, bus: CommandBus, db: Db
+) -> None:
+    supervised = supervise(max_attempts=1).until_ready()
+    bus.send("orders", "hold", command_id="healthy")
+    is_running(tasks, "healthy")
+    (first,) = supervised.workers()
+    bus.send("orders", "sleep", command_id="stuck")
+    until(lambda: status_of(bus, "stuck") is CommandStatus.IN_TROUBLESHOOTING_QUEUE)
+    supervised.until_ready(2)
+    assert first in supervised.workers()
+    assert len(supervised.workers()) == 2
+    for n in range(8):
+        bus.send("orders", "quick", command_id=f"c{n}")
+    until(lambda: statuses(db).get("COMPLETED") == 8)
+    (tasks / "go").touch()
+    until_settled(db)
+    until(lambda: first not in supervised.workers())
+    record = bus.get_command("orders", "healthy")
+    assert record is not None
+    assert (record.status, record.attempts) == (CommandStatus.COMPLETED, 1)
+    assert supervised.stop()[0] == 0
+
+
+def test_no_more_workers_drain_than_there_are_processes(
+    supervise: Supervise, tasks: Path, bus: CommandBus, db: Db
+) -> None:
+    supervised = supervise(max_attempts=1).until_ready()
+    for round_ in range(3):
+        bus.send("orders", "hold", command_id=f"h{round_}")
+        is_running(tasks, f"h{round_}")
+        bus.send("orders", "sleep", command_id=f"s{round_}")
+        until(lambda n=round_: status_of(bus, f"s{n}") is CommandStatus.IN_TROUBLESHOOTING_QUEUE)
+        supervised.until_ready(round_ + 2)
+    supervised.until_said("must end")
+    until(lambda: len(supervised.workers()) <= 2)
+    (tasks / "go").touch()
+    until(lambda: statuses(db).get("COMPLETED") == 3)
+    assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict = 'WAIVED'") >= 1
+
+
+def test_workers_that_die_at_once_are_restarted_ever_more_slowly(supervise: Supervise, tasks: Path) -> None:
+    supervised = supervise().until_ready()
+    (tasks / "tasks.py").write_text("import os\nos._exit(9)\n")
+    (pid,) = supervised.workers()
+    os.kill(pid, signal.SIGKILL)
+    supervised.until_said("ended with exit code 9", times=2)
+    supervised.until_said("the next one starts in 2 s")
+    assert supervised.log.index("starts in 1 s") < supervised.log.index("starts in 2 s")
+    code, document = supervised.ask("/health/ready")
+    assert (code, document["reasons"]) == (503, ["no worker is ready"])
+    assert supervised.ask("/health/live")[0] == 200
+    assert supervised.stop()[0] == 0
+
+
+def test_a_worker_over_twice_its_memory_is_killed_and_its_attempts_are_suspects(
+    supervise: Supervise, tasks: Path, bus: CommandBus, db: Db
+) -> None:
+    source = (tasks / "tasks.py").read_text()
+    (tasks / "tasks.py").write_text(
+        source
+        + """
+@handlers.handler("orders", "hog", timeout=0)
+def hog(command, ctx):
+    if ctx.attempt > 1:
+        return
+    kept = bytearray(400_000_000)
+    while True:
+        time.sleep(0.1)
+"""
+    )
+    supervised = supervise(max_memory_mb=150, max_attempts=3).until_ready()
+    bus.send("orders", "hog", command_id="a")
+    until_settled(db)
+    found = db.execute("SELECT verdict, error, rung FROM commandbus.attempt").fetchall()
+    assert [(verdict, rung) for verdict, _, rung in found] == [("WAIVED", "kill")]
+    assert "max_memory_mb (150)" in found[0][1]
+    assert supervised.stop()[0] == 0
+
+
+# --- reloading ---------------------------------------------------------------------------------------------
+
+
+def test_sighup_brings_new_code_and_the_old_worker_finishes_its_work(
+    supervise: Supervise, tasks: Path, bus: CommandBus, db: Db
+) -> None:
+    supervised = supervise(processes=2).until_ready(2)
+    before = set(supervised.workers())
+    bus.send("orders", "hold", command_id="old")
+    is_running(tasks, "old")
+    (tasks / "tasks.py").write_text((tasks / "tasks.py").read_text().replace("VERSION = 1", "VERSION = 2"))
+    supervised.signal(signal.SIGHUP)
+    supervised.until_said("2 new workers have taken over")
+    bus.send("orders", "quick", command_id="new")
+    until(lambda: status_of(bus, "new") is CommandStatus.COMPLETED)
+    record = bus.get_command("orders", "new")
+    assert record is not None
+    assert record.result == 2
+    until(lambda: len(before & supervised.workers().keys()) == 1)
+    (tasks / "go").touch()
+    until_settled(db)
+    until(lambda: not before & supervised.workers().keys())
+    old = bus.get_command("orders", "old")
+    assert old is not None
+    assert (old.status, old.attempts) == (CommandStatus.COMPLETED, 1)
+    assert supervised.stop()[0] == 0
+
+
+def test_sighup_with_broken_code_changes_nothing(supervise: Supervise, tasks: Path, bus: CommandBus) -> None:
+    supervised = supervise(processes=2).until_ready(2)
+    before = supervised.workers().keys()
+    good = (tasks / "tasks.py").read_text()
+    (tasks / "tasks.py").write_text("raise RuntimeError('broken')\n")
+    supervised.signal(signal.SIGHUP)
+    supervised.until_said("the reload failed, and the old workers stay")
+    assert "RuntimeError: broken" in supervised.log
+    until(lambda: supervised.workers().keys() == before)
+    bus.send("orders", "quick", command_id="a")
+    until(lambda: status_of(bus, "a") is CommandStatus.COMPLETED)
+    (tasks / "tasks.py").write_text(good)
+    supervised.signal(signal.SIGHUP)
+    supervised.until_said("new workers have taken over")
+    until(lambda: not before & supervised.workers().keys())
+    assert supervised.stop()[0] == 0
+
+
+# --- the first start ---------------------------------------------------------------------------------------
+
+
+def test_what_keeps_the_first_worker_from_starting_is_the_supervisors_answer(
+    supervise: Supervise, tasks: Path
+) -> None:
+    (tasks / "tasks.py").write_text("raise RuntimeError('at import')\n")
+    supervised = supervise(processes=2)
+    assert supervised.end()[0] == ExitCode.CONFIGURATION
+    assert "commandbus: error: handlers: importing 'tasks' failed at tasks.py:1: RuntimeError" in supervised.log
+    assert supervised.processes() == {}
+
+
+def test_an_unknown_domain_is_told(supervise: Supervise) -> None:
+    supervised = supervise(domains="elsewhere")
+    assert supervised.end()[0] == ExitCode.NOT_FOUND
+    assert "elsewhere" in supervised.log.splitlines()[-1]
+
+
+# --- probes ------------------------------------------------------------------------------------------------
+
+
+def test_probes_of_a_healthy_and_of_a_stopping_supervisor(
+    supervise: Supervise, tasks: Path, bus: CommandBus
+) -> None:
+    supervised = supervise(processes=2, task_timeout="0").until_ready(2)
+    until(lambda: supervised.ask("/health/ready")[0] == 200)
+    _, document = supervised.ask("/health/ready")
+    assert (document["status"], document["phase"]) == ("healthy", "RUNNING")
+    assert [worker["state"] for worker in document["workers"]] == ["ACTIVE", "ACTIVE"]
+    assert supervised.ask("/health/live")[0] == 200
+    bus.send("orders", "sleep", command_id="a")
+    is_running(tasks, "a")
+    until(lambda: "commandbus_running 1" in supervised.ask("/metrics")[1])
+    until(lambda: 'commandbus_ready{domain="orders"} 0' in supervised.ask("/metrics")[1])
+    supervised.signal(signal.SIGTERM)
+    supervised.until_said("stops (SIGTERM)")
+    until(lambda: supervised.ask("/health/ready")[0] == 503, 3)
+    assert supervised.ask("/health/live")[0] == 200
+
+
+@pytest.mark.slow
+def test_work_that_nobody_claims_makes_it_unready(
+    supervise: Supervise, bus: CommandBus, db: Db, database: str
+) -> None:
+    supervised = supervise().until_ready()
+    until(lambda: supervised.ask("/health/ready")[0] == 200)
+    bus.pause("orders", operator="me")
+    bus.send("orders", "quick", command_id="a")
+    db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 min'")
+    with psycopg.connect(database) as other:  # somebody holds the row, so that every claim passes over it
+        other.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
+        assert supervised.ask("/health/ready")[0] == 200  # a paused domain has no work
+        bus.resume("orders")
+        until(lambda: supervised.ask("/health/ready")[0] == 503, 30)
+        assert "nothing is being claimed" in str(supervised.ask("/health/ready"))
+        assert supervised.ask("/health/live")[0] == 200
+    until(lambda: supervised.ask("/health/ready")[0] == 200)
+    assert status_of(bus, "a") is CommandStatus.COMPLETED
+    assert supervised.stop()[0] == 0
+
+
+def test_a_worker_that_dies_while_the_database_is_away_is_examined_when_it_is_back(
+    supervise: Supervise,
+    tasks: Path,
+    bus: CommandBus,
+    db: Db,
+    database: str,
+    server_admin: Callable[[sql.Composable], None],
+) -> None:
+    supervised = supervise(visibility_timeout="60s").until_ready()
+    bus.send("orders", "hold", command_id="a")
+    is_running(tasks, "a")
+    until(lambda: supervised.ask("/health/ready")[0] == 200)
+    name = sql.Identifier(database.rpartition("/")[2])
+    server_admin(sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(name))
+    db.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    (pid,) = supervised.workers()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: "database has not answered" in str(supervised.ask("/health/ready")))
+    supervised.until_said("could not start")
+    assert one(db, "SELECT count(*) FROM commandbus.attempt") == 0
+    server_admin(sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS true").format(name))
+    until(lambda: one(db, "SELECT count(*) = 1 FROM commandbus.attempt WHERE verdict = 'WAIVED'"))
+    (tasks / "go").touch()
+    until_settled(db, 30)
+    until(lambda: supervised.ask("/health/ready")[0] == 200)
+    assert supervised.stop()[0] == 0
+
+
+def test_a_worker_that_is_told_to_end_by_somebody_ends_in_order_and_is_replaced(
+    supervise: Supervise, tasks: Path, bus: CommandBus, db: Db
+) -> None:
+    supervised = supervise().until_ready()
+    bus.send("orders", "hold", command_id="a")
+    is_running(tasks, "a")
+    (pid,) = supervised.workers()
+    os.kill(pid, signal.SIGTERM)
+    (tasks / "go").touch()
+    supervised.until_ready(2)
+    until(lambda: pid not in supervised.workers())
+    assert statuses(db) == {"COMPLETED": 1}
+    assert one(db, "SELECT count(*) FROM commandbus.attempt") == 0
+    code, report = supervised.stop()
+    assert (code, report["settled"], report["restarts"], report["postmortems"]) == (0, 1, 1, 0)
+
+
+@pytest.mark.slow
+def test_an_embedded_server_is_the_supervisors_and_outlives_its_workers(folder: Path, tasks: Path) -> None:
+    url = f"embedded:{folder / 'data'}"
+    with CommandBus(url) as bus:
+        bus.migrate()
+        bus.create_domain("orders")
+        supervised = Supervised(tasks, url)
+        try:
+            supervised.until_ready()
+            (pid,) = supervised.workers()
+            os.kill(pid, signal.SIGKILL)
+            supervised.until_ready(2)
+            bus.send("orders", "quick", command_id="a")
+            until(lambda: status_of(bus, "a") is CommandStatus.COMPLETED)
+            assert supervised.stop()[0] == 0
+        finally:
+            supervised.clear_away()
