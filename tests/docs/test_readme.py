@@ -23,6 +23,7 @@ from commandbus import (
     AsyncCommandBus,
     BusinessRuleException,
     CommandBus,
+    CommandStatus,
     HandlerRegistry,
     HandlerTransaction,
     PermanentCommandError,
@@ -30,6 +31,7 @@ from commandbus import (
     Worker,
 )
 from commandbus.settings import load_settings
+from support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -55,6 +57,7 @@ def test_every_block_of_the_readme_is_run_by_a_test_here() -> None:
         "Worker(handlers",
         'command_id="ship-18"',
         "conn=session",
+        "def import_file",
         "pgmq.send",
         "commandbus doctor",
         "database_url =",
@@ -129,6 +132,18 @@ def test_the_twenty_lines_run(folder: Path) -> None:
     assert done.stdout == "COMPLETED {'shipped': True}\n", done.stderr
 
 
+def test_the_example_with_time_limits_runs(bus: CommandBus, database: str) -> None:
+    handlers, asked = HandlerRegistry(), []
+    names: dict[str, Any] = {"handlers": handlers, "fetch": lambda page, timeout: asked.append(timeout)}
+    exec(block("python", "def import_file"), names)
+    bus.send("orders", "import", {"pages": 2}, command_id="import-7")
+    Worker(handlers, database_url=database).run(until_idle=True)
+    record = bus.get_command("orders", "import-7")
+    assert record is not None
+    assert record.status is CommandStatus.COMPLETED, record.error
+    assert all(590 < timeout <= 600 for timeout in asked)
+
+
 def test_the_sending_example_runs(bus: CommandBus) -> None:
     bus.create_queue("shop_replies")
     names: dict[str, Any] = {"bus": bus}
@@ -195,14 +210,16 @@ def test_the_commands_for_operators_run(bus: CommandBus, database: str, tmp_path
     for line in block("sh", "commandbus doctor").splitlines():
         words = shlex.split(line, comments=True)
         assert words[0] == "commandbus"
-        if words[1] == "worker":
-            words += ["--max-messages", "1"]
-        done = subprocess.run(
+        with subprocess.Popen(
             [sys.executable, "-m", "commandbus.cli", *words[1:]],
-            cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, (line, done.stdout, done.stderr)
-        assert "Traceback" not in done.stderr
+            cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        ) as process:  # fmt: skip
+            if words[1] == "worker":
+                until(lambda: bus.get_command("orders", "ship-17").status is CommandStatus.COMPLETED)
+                process.terminate()
+            out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, (line, out, err)
+        assert "Traceback" not in err
 
 
 def test_every_file_that_the_docs_name_exists() -> None:

@@ -63,8 +63,10 @@ def test_attempts_come_and_go_in_their_slots(pair) -> None:
 def test_a_replaced_thread_is_remembered(pair) -> None:
     theirs, ours = pair
     theirs.thread(0, 111, 11)
+    theirs.enter(0, 0, 5, 1, 1.0, 2.0)
     assert ours.read().gone == frozenset()
     theirs.thread(0, 222, 22)
+    assert ours.read().slots == []
     theirs.thread(0, 222, 22)
     assert ours.read().gone == {(111, 11)}
     for ident in range(1000, 1200):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
+import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +18,7 @@ from psycopg import sql
 
 from commandbus import CommandBus, CommandStatus
 from commandbus.cli.exits import ExitCode
-from support.supervised import Supervised
+from support.supervised import SOURCES, Supervised
 from support.waiting import one, statuses, until, until_settled
 
 Db = psycopg.Connection[Any]
@@ -374,3 +377,51 @@ def test_an_embedded_server_is_the_supervisors_and_outlives_its_workers(folder: 
             assert supervised.stop()[0] == 0
         finally:
             supervised.clear_away()
+
+
+# --- the service manager -----------------------------------------------------------------------------------
+
+
+def test_systemd_is_told(supervise: Supervise, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = tasks / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(address))
+        manager.settimeout(20)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(address))
+        monkeypatch.setenv("WATCHDOG_USEC", "1500000")
+
+        def told(word: str) -> str:
+            while word not in (message := manager.recv(4096).decode()):
+                assert "READY=1" not in message, f"{message} before {word}"
+            return message
+
+        supervised = supervise()
+        assert "STATUS=1 workers" in told("READY=1")
+        told("WATCHDOG=1")
+        told("WATCHDOG=1")
+        supervised.signal(signal.SIGHUP)
+        assert "MONOTONIC_USEC=" in told("RELOADING=1")
+        assert "taken over" in told("READY=1")
+        supervised.signal(signal.SIGTERM)
+        told("STOPPING=1")
+        assert supervised.end()[0] == 0
+
+
+def test_a_closed_terminal_ends_it_and_does_not_reload_it(tasks: Path, bus: CommandBus, database: str) -> None:
+    log = tasks / "log"
+    log.touch()
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tasks)
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
+        own = {"PYTHONPATH": SOURCES, "COMMANDBUS_DATABASE_URL": database, "WORKER_HANDLERS": "tasks:handlers"}
+        os.execve(sys.executable, [sys.executable, "-m", "commandbus.worker"], os.environ | own)
+    try:
+        until(lambda: "is ready (process" in log.read_text())
+        os.kill(pid, signal.SIGHUP)
+        until(lambda: "have taken over" in log.read_text())
+    finally:
+        os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert "stops (SIGHUP)" in log.read_text()

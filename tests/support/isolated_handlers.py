@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from commandbus import BusinessRuleException, HandlerRegistry, PermanentCommandError, TransientCommandError
@@ -162,10 +163,8 @@ async def sleep_async(command: Any, ctx: Any) -> None:
 @process("swallow_async")
 async def swallow_async(command: Any, ctx: Any) -> None:
     while True:
-        try:
+        with suppress(asyncio.CancelledError):
             await asyncio.sleep(30)
-        except asyncio.CancelledError:
-            pass
 
 
 @process("hang")
@@ -178,10 +177,8 @@ def hang(command: Any, ctx: Any) -> None:
         time.sleep(1000)
     if how == "swallow":
         while True:
-            try:
+            with suppress(BaseException):
                 time.sleep(1000)
-            except BaseException:
-                pass
     if how == "regex":
         re.match(r"(a+)+$", "a" * 40 + "b")
     if how == "lock":
@@ -275,7 +272,12 @@ def surroundings(command: Any, ctx: Any) -> Any:
     time.sleep(0.3)
     umask = os.umask(0)
     os.umask(umask)
-    return [os.getcwd(), umask, signal.getsignal(signal.SIGALRM) == signal.SIG_DFL, hasattr(_kept.get("locals"), "seen")]
+    return [
+        os.getcwd(),
+        umask,
+        signal.getsignal(signal.SIGALRM) == signal.SIG_DFL,
+        hasattr(_kept.get("locals"), "seen"),
+    ]
 
 
 @process("leave_thread")
@@ -287,10 +289,8 @@ def leave_thread(command: Any, ctx: Any) -> None:
                     conn.execute("INSERT INTO effects VALUES ('late')")
             except Exception as error:
                 _kept["late"] = type(error).__name__
-            try:
+            with suppress(Exception):
                 ctx.heartbeat({"late": True})
-            except Exception:
-                pass
             time.sleep(0.01)
 
     threading.Thread(target=go_on, daemon=True).start()

@@ -56,7 +56,9 @@ class Running:
         """The answer of the settlement: None for done."""
         return self._lab.settle(self.attempt, self.ended(seconds))
 
-    def ask_to_stop(self, why: Why = Why.DEADLINE, *, grace: float = 0.2, text: str = "the deadline has passed") -> Stop:
+    def ask_to_stop(
+        self, why: Why = Why.DEADLINE, *, grace: float = 0.2, text: str = "the deadline has passed"
+    ) -> Stop:
         """As the ladder does."""
         now = time.monotonic()
         stop = Stop(why, text, now, now + grace)

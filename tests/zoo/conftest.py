@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import psycopg
 import pytest
-from fleet import DOMAIN, Fleet, running_fleet
 from psycopg import sql
 
 from commandbus import CommandBus
 from commandbus.db.embedded import EmbeddedPostgres
+from fleet import DOMAIN, Fleet, running_fleet
 
 TABLES = """
 CREATE TABLE marker (command_id text, attempt integer, place text, at timestamptz DEFAULT clock_timestamp());

@@ -1,4 +1,4 @@
-"""A supervised fleet for the zoo: `commandbus worker` as a process, what it holds, and a place where commands meet."""
+"""A supervised fleet for the zoo: `commandbus worker` as a process, what it holds, and where commands meet."""
 
 from __future__ import annotations
 
@@ -119,6 +119,28 @@ class Attempt:
     autopsy: Any
 
 
+def attempts_of(db: Db, command_id: str) -> list[Attempt]:
+    """The recorded attempts of a command, in order."""
+    rows = db.execute(
+        "SELECT a.number, a.verdict, a.error_type, a.error_code, a.error, a.rung, "
+        "extract(epoch FROM a.started_at), extract(epoch FROM a.finished_at), a.autopsy FROM commandbus.attempt a "
+        "JOIN commandbus.command c ON c.id = a.command WHERE c.command_id = %s ORDER BY a.number, a.finished_at",
+        (command_id,),
+    ).fetchall()
+    return [Attempt(*row[:6], float(row[6] or 0), float(row[7]), row[8]) for row in rows]
+
+
+def late_marks(db: Db, command_id: str) -> list[Any]:
+    """What an attempt wrote after its end, and what a transaction wrote that completed nothing: must be empty."""
+    return db.execute(
+        "SELECT m.* FROM marker m JOIN commandbus.command c USING (command_id) "
+        "LEFT JOIN commandbus.attempt a ON a.command = c.id AND a.number = m.attempt "
+        "WHERE command_id = %s AND (m.at > a.finished_at OR m.place = 'inside' AND "
+        "(c.status <> 'COMPLETED' OR m.attempt <> c.attempt))",
+        (command_id,),
+    ).fetchall()
+
+
 class Fleet:
     """A running supervisor and its database."""
 
@@ -176,7 +198,9 @@ class Fleet:
 
     def statuses(self, ids: list[str]) -> dict[str, str]:
         """Where commands stand."""
-        rows = self.db.execute("SELECT command_id, status FROM commandbus.command WHERE command_id = ANY(%s)", (ids,))
+        rows = self.db.execute(
+            "SELECT command_id, status FROM commandbus.command WHERE command_id = ANY(%s)", (ids,)
+        )
         return dict(rows.fetchall())
 
     def until_status(self, ids: list[str], wanted: set[str], seconds: float = 20.0) -> None:
@@ -184,18 +208,16 @@ class Fleet:
         until(
             lambda: set(self.statuses(ids).values()) <= wanted,
             seconds,
-            what=lambda: (wanted, {k: v for k, v in self.statuses(ids).items() if v not in wanted}, self.history(ids)),
+            what=lambda: (
+                wanted,
+                {k: v for k, v in self.statuses(ids).items() if v not in wanted},
+                self.history(ids),
+            ),
         )
 
     def attempts(self, command_id: str) -> list[Attempt]:
         """The recorded attempts of a command, in order."""
-        rows = self.db.execute(
-            "SELECT a.number, a.verdict, a.error_type, a.error_code, a.error, a.rung, extract(epoch FROM a.started_at), "
-            "extract(epoch FROM a.finished_at), a.autopsy FROM commandbus.attempt a "
-            "JOIN commandbus.command c ON c.id = a.command WHERE c.command_id = %s ORDER BY a.number, a.finished_at",
-            (command_id,),
-        ).fetchall()
-        return [Attempt(*row[:6], float(row[6] or 0), float(row[7]), row[8]) for row in rows]
+        return attempts_of(self.db, command_id)
 
     def history(self, ids: list[str]) -> list[Any]:
         """What happened to commands, in short."""

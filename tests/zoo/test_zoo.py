@@ -1,8 +1,8 @@
 """The zoo: every way to hang or crash that we know, against a supervised worker of four slots with short limits.
 
-For each animal, as a poison message that does it at every attempt: healthy commands before and after it finish and
-are not charged, full capacity is back in time, the history names the cause, nothing of it lands later, and after its
-last attempt it is in the troubleshooting queue.
+For each animal, as a poison message that does it at every attempt: healthy commands before and after it finish
+and are not charged, full capacity is back in time, the history names the cause, nothing of it lands later, and
+after its last attempt it is in the troubleshooting queue.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 
 import psycopg
 import pytest
-from fleet import GRACE, SLOTS, TASK_TIMEOUT, Fleet
 from zoo_handlers import USES_THE_CONNECTION
 
 from commandbus import TroubleshootingQueue
 from commandbus.testing import hang
+from fleet import GRACE, SLOTS, TASK_TIMEOUT, Fleet, late_marks
+from support.waiting import until
 
 TSQ, COMPLETED = "IN_TROUBLESHOOTING_QUEUE", "COMPLETED"
 MARGIN = 2.0
@@ -28,10 +29,8 @@ NOT_CHARGED = {"WAIVED", "GIVEN_BACK"}
 
 @dataclass(frozen=True)
 class Expected:
-    """The last charged attempt: error_type, error_code, rung, and words of its text; and what becomes of the command.
-
-    `may_be_suspect`: if others ran at that moment nobody can be named, and it is convicted in a process of its own.
-    """
+    """Its charged attempts: error_type, error_code, rung, words of their text, a word of the last autopsy's stack;
+    and what becomes of the command."""
 
     error_type: str = ""
     code: str = ""
@@ -75,13 +74,13 @@ IN_THREADS = {
     "exit": Expected("WorkerLost", "WORKER_LOST", "crash", ("exit code 1",)),
     "kill": Expected("WorkerLost", "WORKER_LOST", "crash", ("SIGKILL",)),
     "stop": killed(),
-    "hog": Expected("MemoryLimitExceeded", "MEMORY_LIMIT", "kill", ("200 MB",), data=HOG),
+    "hog": Expected("MemoryLimitExceeded", "MEMORY_LIMIT", "kill", ("max_memory_mb (200)",), data=HOG),
     "fork": stuck("in fork"),
     "fork_return": DONE,
     "block_loop": stuck("in block_loop"),
     "swallow_cancel": stuck("in swallow_cancel"),
-    "sys_exit": Expected("SystemExit", "SystemExit", None, ("wants to leave",)),
-    "leave_thread": DONE,
+    "sys_exit": Expected("SystemExit", "ERROR", None, ("wants to leave",)),
+    "leave_thread": Expected(status=COMPLETED, data={"connection": True}),
     "pollute": DONE,
 }
 
@@ -107,9 +106,9 @@ IN_PROCESSES = {
     "fork": killed("in fork"),
     "fork_return": DONE,
     "block_loop": killed("in block_loop"),
-    "swallow_cancel": killed("in swallow_cancel"),
+    "swallow_cancel": killed(),
     "sys_exit": IN_THREADS["sys_exit"],
-    "leave_thread": DONE,
+    "leave_thread": Expected(status=COMPLETED, data={"connection": True}),
     "pollute": DONE,
 }
 
@@ -148,18 +147,6 @@ def check_outcome(fleet: Fleet, command_id: str, expected: Expected) -> None:
     assert len(history) - len(charged) <= 3, history
 
 
-def check_marks(fleet: Fleet, command_id: str, expected: Expected) -> None:
-    """Nothing of an attempt is there that was written after its end; of a transaction only what completed."""
-    late = fleet.db.execute(
-        "SELECT m.* FROM marker m JOIN commandbus.command c USING (command_id) "
-        "LEFT JOIN commandbus.attempt a ON a.command = c.id AND a.number = m.attempt "
-        "WHERE command_id = %s AND (m.at > a.finished_at OR m.place = 'inside' AND "
-        "(c.status <> 'COMPLETED' OR m.attempt <> c.attempt) OR m.place = 'after' AND a.rung = 'stuck')",
-        (command_id,),
-    ).fetchall()
-    assert late == []
-
-
 def run_through(fleet: Fleet, kind: str, expected: Expected) -> None:
     """Healthy commands, the animal, healthy commands; then everything that must be true."""
     name = kind.partition(".")[2]
@@ -178,7 +165,7 @@ def run_through(fleet: Fleet, kind: str, expected: Expected) -> None:
     verdicts = {row[2] for row in fleet.history(before + after)}
     assert verdicts <= NOT_CHARGED, fleet.history(before + after)
     check_outcome(fleet, command_id, expected)
-    check_marks(fleet, command_id, expected)
+    assert late_marks(fleet.db, command_id) == []
     assert name in USES_THE_CONNECTION or expected.status != COMPLETED or marks(fleet, command_id) == ["inside"]
 
 
@@ -204,8 +191,91 @@ def test_in_a_process_of_its_own_it_does_not_even_drain_the_worker(fleet: Fleet,
     assert fleet.workers() == workers
 
 
+def test_all_slots_stuck_at_once(fleet: Fleet) -> None:
+    """Every slot hangs, twice over: the fleet comes back, and the healthy commands behind them are done."""
+    ids = [fleet.send("hang.sleep", {"seconds": 60}, max_attempts=2) for _ in range(SLOTS)]
+    for command_id in ids:
+        fleet.meeting.until_seen(command_id)
+    after = fleet.send_healthy()
+    fleet.until_status(ids, {TSQ}, 25)
+    started_at = max(fleet.attempts(command_id)[-1].started_at for command_id in ids)
+    allowed = TASK_TIMEOUT + GRACE + MARGIN + fleet.start_seconds
+    assert fleet.meet_at_once(10) - started_at < allowed
+    fleet.until_status(after, {COMPLETED}, 10)
+    for command_id in ids:
+        check_outcome(fleet, command_id, IN_THREADS["sleep"])
+
+
+def test_all_slots_in_frozen_workers_at_once(fleet: Fleet) -> None:
+    """Handlers that hold the GIL in every slot: it is killed as often as it takes, nobody else is charged."""
+    ids = [fleet.send("hang.regex", max_attempts=1) for _ in range(SLOTS)]
+    after = fleet.send_healthy()
+    fleet.until_status(ids, {TSQ}, 40)
+    fleet.until_status(after, {COMPLETED}, 15)
+    assert {row[2] for row in fleet.history(after)} <= NOT_CHARGED
+    fleet.meet_at_once(10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "expected"),
+    [
+        ("pg_sleep", {}, Expected("QueryCanceled", "TIMEOUT", "statement", ("layer 1: statement_timeout",))),
+        ("row_lock", {}, Expected("LockNotAvailable", "LOCK_TIMEOUT", None, ("layer 1: lock_timeout",))),
+        (
+            "close_connection",
+            {"transaction": True},
+            Expected("TransientCommandError", "COMMIT_LOST", None, ("did not take place",)),
+        ),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["hang.", "isolated."])
+def test_with_a_later_deadline_the_lower_layers_stop_it(
+    fleet: Fleet, prefix: str, kind: str, data: dict[str, Any], expected: Expected
+) -> None:
+    """The command's own deadline is far away: layer 1 ends what is in the database."""
+    with held_row(fleet.url):
+        command_id = fleet.send(prefix + kind, data_for(fleet, expected) | data, max_attempts=2, timeout=30)
+        fleet.until_status([command_id], {TSQ}, 15)
+    check_outcome(fleet, command_id, expected)
+
+
+def test_a_changed_session_is_not_the_next_handlers(fleet: Fleet) -> None:
+    """After handlers that changed everything and took advisory locks, all connections are as new."""
+    ids = [
+        fleet.send("hang.change_session", {"seconds": 60, "lock": lock}, max_attempts=1) for lock in range(SLOTS)
+    ]
+    fleet.until_status(ids, {TSQ}, 15)
+    after = fleet.send_healthy(12, "work_with_connection")
+    fleet.until_status(after, {COMPLETED})
+    rows = fleet.db.execute(
+        "SELECT result FROM commandbus.command WHERE command_id = ANY(%s)", (after,)
+    ).fetchall()
+    for (result,) in rows:
+        assert result["statement_timeout"] in ("1500ms", "1499ms"), result
+        assert (result["search_path"], result["advisory_locks"]) == ('"$user", public', "0")
+        assert result["application_name"].startswith("commandbus ")
+
+
+def test_a_zombie_in_a_draining_worker_lands_nothing(fleet: Fleet) -> None:
+    """A healthy command keeps the old worker alive; what was declared stuck there wakes up, and writes in vain."""
+    settled_workers(fleet)
+    (meet,) = fleet.new_ids("meet", 1)
+    fleet.bus.send("zoo", "meet", {"port": fleet.meeting.port}, command_id=meet, max_attempts=1)
+    fleet.meeting.until_present(1, 10)
+    ids = [
+        fleet.send(f"hang.{kind}", {"seconds": 2.2}, max_attempts=1) for kind in ("sleep", "double_lock", "recv")
+    ]
+    fleet.until_status(ids, {TSQ}, 10)
+    until(lambda: len(fleet.workers()) == 2, 5, what="the replacement runs beside the draining worker")
+    woken_at = max(fleet.attempts(command_id)[-1].started_at for command_id in ids) + 2.5
+    until(lambda: time.time() > woken_at)
+    fleet.meeting.let_go()
+    fleet.until_status([meet], {COMPLETED})
+    settled_workers(fleet)
+    rows = fleet.db.execute("SELECT * FROM marker WHERE command_id = ANY(%s)", (ids,)).fetchall()
+    assert rows == []
+
+
 def settled_workers(fleet: Fleet) -> list[int]:
     """The workers, when no old one drains any more."""
-    from support.waiting import until
-
     return until(lambda: len(found := fleet.workers()) == 1 and found, 10)

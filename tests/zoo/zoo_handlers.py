@@ -12,7 +12,7 @@ import inspect
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -39,7 +39,9 @@ def work_with_connection(ctx: Any) -> dict[str, str]:
     with ctx.connection() as conn:
         names = ("statement_timeout", "search_path", "lock_timeout", "application_name")
         found = {name: conn.execute(f"SHOW {name}").fetchone()[0] for name in names}
-        locks = conn.execute("SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory'")
+        locks = conn.execute(
+            "SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory'"
+        )
         return found | {"advisory_locks": str(locks.fetchone()[0])}
 
 
@@ -100,6 +102,13 @@ def marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return handle
 
 
-for animal in hang.ANIMALS.values():
-    handlers.register(DOMAIN, f"hang.{animal.name}", marked(animal.name, animal.handler))
-    handlers.register(DOMAIN, f"isolated.{animal.name}", marked(animal.name, animal.handler), isolation="process")
+def fill(
+    registry: HandlerRegistry, names: Iterable[str] = hang.ANIMALS, *, prefix: str = "hang.", **options: Any
+) -> None:
+    """Register animals with their marks."""
+    for name in names:
+        registry.register(DOMAIN, prefix + name, marked(name, hang.ANIMALS[name].handler), **options)
+
+
+fill(handlers)
+fill(handlers, prefix="isolated.", isolation="process")

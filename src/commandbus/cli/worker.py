@@ -20,7 +20,7 @@ from commandbus.db.resolve import embedded_folder
 from commandbus.errors import ConfigurationError
 from commandbus.runtime.logs import set_up_logging
 from commandbus.settings import Settings
-from commandbus.supervisor.supervisor import Supervisor
+from commandbus.supervisor.supervisor import supervise
 
 logger = logging.getLogger("commandbus.worker")
 
@@ -60,7 +60,7 @@ def worker(ctx: click.Context, /, handlers: str | None, domains: tuple[str, ...]
         logger.warning("%s", warning)
     _check_reference(settings.handlers)
     _check_reachable(settings)
-    report = Supervisor(settings, reload=load).run()
+    report = supervise(settings, reload=load)
     if session.as_json:
         print_json(report)
     if not report.is_clean:

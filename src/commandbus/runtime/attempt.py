@@ -62,7 +62,7 @@ class Stop:
 class Extras:
     """What only some attempts have."""
 
-    __slots__ = ("borrowed", "child", "event", "is_delivered", "progress", "scopes")
+    __slots__ = ("borrowed", "child", "event", "has_connection", "is_delivered", "is_fenced", "progress", "scopes")
 
     def __init__(self) -> None:
         self.event: threading.Event | None = None
@@ -71,6 +71,8 @@ class Extras:
         self.progress: str | None = None  # JSON text that is not stored yet
         self.child: Child | None = None
         self.is_delivered = False  # has the event loop passed the cancel on?
+        self.is_fenced = False  # given up: it gets no connection any more
+        self.has_connection = False
 
 
 class Scope:
@@ -90,7 +92,8 @@ _making = threading.Lock()
 class Attempt:
     """An execution of a command by this worker. `renewed_at` (monotonic) is when its lease was last asked for.
 
-    `started` is the epoch second for the record; `started_at` and `deadline_at` are monotonic, for the ladder.
+    `started` is the epoch second for the record; `started_at` (0 unless it runs) and `deadline_at` are monotonic,
+    for the ladder.
     """
 
     __slots__ = (
@@ -100,9 +103,7 @@ class Attempt:
         "domain",
         "handler",
         "has_committed",
-        "has_connection",
         "id",
-        "is_fenced",
         "is_lost",
         "msg_id",
         "number",
@@ -129,10 +130,8 @@ class Attempt:
         self.deadline_at = NEVER
         self.stop: Stop | None = None
         self._extras: Extras | None = None
-        self.is_fenced = False
         self.is_lost = False
         self.has_committed = False
-        self.has_connection = False
 
     @property
     def command_id(self) -> str:
@@ -171,6 +170,15 @@ class Attempt:
                 if self._extras is None:
                     self._extras = Extras()
         return self._extras
+
+    @property
+    def is_fenced(self) -> bool:
+        """Was it given up, or is it over? Then it gets no connection."""
+        return not self.started_at or (self._extras is not None and self._extras.is_fenced)
+
+    def bar(self) -> None:
+        """Give it up: it gets no connection any more."""
+        self.extras.is_fenced = True
 
     @property
     def borrowed(self) -> Borrowed | None:

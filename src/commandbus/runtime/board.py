@@ -74,7 +74,7 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the board says now. `beat_at` is 0 until the first beat; `gone`: (ident, native id) of replaced threads."""
+    """What the board says now. `beat_at` is 0 until the first beat; `gone`: replaced threads (ident, native id)."""
 
     beat_at: float
     state: State
@@ -145,11 +145,15 @@ class Board:
         self._memory[_SLOTS_AT + slot * _RECORD + _RUNNING_AT] = 0
 
     def thread(self, slot: int, ident: int, native_id: int) -> None:
-        """The slot is served by this thread from now on; a thread that it replaces is remembered as gone."""
+        """The slot is served by this thread from now on.
+
+        A thread that it replaces is remembered as gone; what it ran there is stuck, and runs no more.
+        """
         at = _SLOTS_AT + slot * _RECORD + _THREAD_AT
         before, before_native, _ = _THREAD.unpack_from(self._memory, at)
         if before and before != ident:
             self._remember_gone(before, before_native)
+            self.leave(slot)
         _THREAD.pack_into(self._memory, at, ident, native_id, 0)
 
     def backend(self, slot: int, pid: int) -> None:

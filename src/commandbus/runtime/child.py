@@ -47,6 +47,7 @@ class Keeper:
 
     extend: Callable[[Attempt, float], Future[bool]]
     progress: Callable[[Attempt, str], None]
+    cancel_query: Callable[[Attempt], None]
     max_extension: float
 
 
@@ -117,6 +118,15 @@ class Child:
         """Take its stacks, then kill it. To be called again until the attempt has ended: from the end of the time
         for the stacks on this kills at once, should the slot's thread be held up."""
         self._kill(Cause.KILLED, reason)
+
+    def end_now(self, reason: str) -> None:
+        """Kill it at once: nobody will look at its stacks."""
+        with self._lock:
+            if not self.is_over:
+                if self._killed_at is None:
+                    self._cause, self._reason = Cause.KILLED, reason
+                self._killed_at = -math.inf
+                self._process.kill()
 
     def check_memory(self) -> bool:
         """Is it over max_memory_mb? Then it is killed."""
@@ -250,7 +260,7 @@ class Child:
             _log(message, self.pid)
         elif kind == "ready":
             self._process.is_ready = self.was_ready = True
-            self._mark = self._process.mark()
+            self._mark = int(message["mark"])  # its word: it may have crashed since
         elif kind == "cannot_start":
             self.could_not_start = message
         elif kind == "extend":
@@ -268,6 +278,8 @@ class Child:
         elif kind == "lent":
             key = message["key"]
             extras.borrowed = Borrowed(int(message["pid"]), None if key is None else int(key))
+            if self._attempt.stop is not None:  # the ladder came before this was known
+                self._keeper.cancel_query(self._attempt)
         elif kind == "returned":
             if extras.borrowed is not None:
                 with extras.borrowed.lock:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -43,14 +44,22 @@ from commandbus.settings import Settings
 class Borrowed:
     """A connection while an attempt holds it. `lock` guards its return against a cancel on its way."""
 
-    __slots__ = ("is_lost", "is_returned", "key", "lock", "pid")
+    __slots__ = ("file", "is_lost", "is_returned", "key", "lock", "pid")
 
-    def __init__(self, pid: int, key: int | None) -> None:
+    def __init__(self, pid: int, key: int | None, file: int = -1) -> None:
         self.pid = pid
+        self.file = file
         self.key = key  # of the advisory lock by which the backend is found, behind PgBouncer
         self.lock = threading.Lock()
         self.is_returned = False
         self.is_lost = False
+
+    def cut(self) -> None:
+        """In a copy of this process: nothing that is sent here may reach the server."""
+        if self.file >= 0:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, self.file)
+            os.close(nothing)
 
 
 class HandlerConnections:
@@ -81,6 +90,7 @@ class HandlerConnections:
     @contextmanager
     def sync(self, attempt: Attempt, *, deadline_at: float) -> Iterator[Connection[Any]]:
         """A connection in ordinary psycopg manner: committed at the end of the block, rolled back on an error."""
+        _refuse_fenced(attempt)
         pool = self._pool()
         try:
             conn = pool.getconn(self._wait(attempt, deadline_at))
@@ -112,6 +122,7 @@ class HandlerConnections:
     @asynccontextmanager
     async def asynchronous(self, attempt: Attempt, *, deadline_at: float) -> AsyncIterator[AsyncConnection[Any]]:
         """The same for an async handler."""
+        _refuse_fenced(attempt)
         pool = self._pool()
         try:
             conn = await self._get_without_blocking(pool, self._wait(attempt, deadline_at))
@@ -185,7 +196,7 @@ class HandlerConnections:
 
     def _lend(self, attempt: Attempt, conn: Connection[Any]) -> Borrowed:
         key = advisory_key(attempt) if self._is_pooled_elsewhere else None
-        borrowed = Borrowed(conn.pgconn.backend_pid, key)
+        borrowed = Borrowed(conn.pgconn.backend_pid, key, conn.pgconn.socket)
         attempt.extras.borrowed = borrowed
         return borrowed
 
@@ -254,7 +265,8 @@ def advisory_key(attempt: Attempt) -> int:
 def _refuse_fenced(attempt: Attempt) -> None:
     if attempt.is_fenced:
         raise AttemptFencedError(
-            f"attempt {attempt.number} of command {attempt.command_id!r} was given up: it gets no connection"
+            f"attempt {attempt.number} of command {attempt.command_id!r} has ended or was given up: it gets no "
+            f"connection"
         )
 
 

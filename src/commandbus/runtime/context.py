@@ -250,12 +250,12 @@ class _Context:
         self.raise_if_cancelled()
 
     def _take_connection(self) -> None:
-        if self._attempt.has_connection:
+        if self._attempt.extras.has_connection:
             raise ConnectionInUseError(
                 f"this attempt of command {self._attempt.command_id!r} already holds a connection: use that one "
                 f"(in ctx.transaction() it is tx.connection), or leave its block first"
             )
-        self._attempt.has_connection = True
+        self._attempt.extras.has_connection = True
 
     def _settlement(self, result: str | None) -> Operation[dict[tuple[int, int], Any]]:
         attempt = self._attempt
@@ -304,7 +304,7 @@ class HandlerContext(_Context):
             with self._services.connections.sync(self._attempt, deadline_at=self._deadline_at()) as conn:
                 yield conn
         finally:
-            self._attempt.has_connection = False
+            self._attempt.extras.has_connection = False
 
     @contextmanager
     def transaction(self) -> Iterator[HandlerTransaction[Connection[Any]]]:
@@ -370,7 +370,7 @@ class AsyncHandlerContext(_Context):
             async with lend(self._attempt, deadline_at=self._deadline_at()) as conn:
                 yield conn
         finally:
-            self._attempt.has_connection = False
+            self._attempt.extras.has_connection = False
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[HandlerTransaction[AsyncConnection[Any]]]:

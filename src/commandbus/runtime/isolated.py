@@ -37,8 +37,9 @@ from datetime import datetime
 from typing import Any, Final
 
 from psycopg import Connection
+from psycopg_pool import ConnectionPool
 
-from commandbus.errors import ConfigurationError, PermanentCommandError, TransientCommandError
+from commandbus.errors import AttemptFencedError, ConfigurationError, PermanentCommandError, TransientCommandError
 from commandbus.runtime.address import Address, Handlers
 from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.channel import ChildEnd, Message
@@ -107,6 +108,11 @@ class Connections(HandlerConnections):
         self._run = run
         self._channel = channel
 
+    def _pool(self) -> ConnectionPool[Any]:
+        if self._run.attempt.is_fenced:
+            raise AttemptFencedError(f"this attempt of command {self._run.attempt.command_id!r} is over")
+        return super()._pool()
+
     def _lend(self, attempt: Attempt, conn: Connection[Any]) -> Borrowed:
         borrowed = super()._lend(attempt, conn)
         self._channel.send({"k": "lent", "n": self._run.number, "pid": borrowed.pid, "key": borrowed.key})
@@ -145,7 +151,7 @@ class Isolated:
             text = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
             self._channel.send({"k": "cannot_start", "text": text, "trace": _format(error)})
             return 1
-        self._channel.send({"k": "ready"})
+        self._channel.send({"k": "ready", "mark": os.fstat(self._crash_fd).st_size})
         surroundings = _Surroundings()
         while isinstance(run := self._todo.get(), Run):
             self._enable_dumps()
@@ -202,7 +208,7 @@ class Isolated:
             told["result"] = self._text_of(attempt, result)
         except BaseException as error:  # noqa: BLE001 - SystemExit and the like end the attempt, not the process
             told["error"] = describe_error(error, _format(error))
-        attempt.is_fenced = True  # a thread that it left behind gets no connection any more
+        attempt.bar()  # a thread that it left behind gets no connection any more
         connections.close()
         return told | {"committed": attempt.has_committed, "lost": attempt.is_lost}
 

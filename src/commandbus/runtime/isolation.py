@@ -83,12 +83,13 @@ class Isolation:
         extend: Callable[[Attempt, float], Future[bool]],
         progress: Callable[[Attempt, str], None],
         terminate: Callable[[list[Borrowed]], None],
+        cancel_query: Callable[[Attempt], None] = lambda _: None,
         default_max_attempts: int,
     ) -> None:
         refuse_in_child()
         self._settings = settings
         self._worker = worker
-        self._keeper = Keeper(extend, progress, settings.max_extension)
+        self._keeper = Keeper(extend, progress, cancel_query, settings.max_extension)
         self._default_max_attempts = default_max_attempts
         self._executor = executor
         self._terminate = terminate
@@ -98,12 +99,12 @@ class Isolation:
         if self._address is None and asking:
             raise ConfigurationError(
                 f'isolation="process" of {", ".join(handler.name for handler in asking)}: a process of its own '
-                f"could not find it, because the registry is not a module-level variable of an importable module or "
-                f"of the script that was started; make it one"
+                f"could not find it, because the registry is not a module-level variable of an importable module "
+                f"or of the script that was started; make it one"
             )
         self._lock = threading.Condition()
         self._idle: list[ChildProcess] = []
-        self._busy: set[ChildProcess] = set()
+        self._busy: dict[ChildProcess, Child | None] = {}
         self._leaving: list[tuple[ChildProcess, float]] = []
         self._ahead: Future[ChildProcess] | None = None
         self._is_closed = False
@@ -145,7 +146,13 @@ class Isolation:
                 return self._executor.end_stopped(attempt, *self._stopping(attempt))
             except Exception as error:  # noqa: BLE001 - no memory, no processes, no files …
                 return self._fail(attempt, f"its process could not be started: {type(error).__name__}: {error}")
-            ended = self._run_in(process, attempt)
+            try:
+                ended = self._run_in(process, attempt)
+            except Exception as error:
+                logger.exception("attending to a handler's process failed")
+                return self._fail(
+                    attempt, f"its process could not be attended to: {type(error).__name__}: {error}"
+                )
             if not isinstance(ended, _NotBegun):
                 return ended
         return self._fail(attempt, f"{_TRIES} processes in a row died before it could begin")
@@ -153,6 +160,7 @@ class Isolation:
     def _run_in(self, process: ChildProcess, attempt: Attempt) -> Ended | _NotBegun:
         child = Child(process, attempt, self._keeper, self._settings.max_memory_mb)
         try:
+            self._know(process, child)
             child.begin()
             end = child.attend()
         except BaseException:
@@ -165,24 +173,24 @@ class Isolation:
             self._forget(process, is_dead=end.exit_code is not None)
             self._end_backends(attempt)
             return self._judge_death(attempt, child, end)
-        self._return(process, is_usable=not child.is_doomed)
-        return self._judge_end(attempt, end)
-
-    def _judge_end(self, attempt: Attempt, end: Message) -> Ended:
-        attempt.extras.borrowed = None
-        if "missing" in end:
-            return self._fail(attempt, str(end["missing"]), end.get("trace"))
-        attempt.has_committed = end.get("committed") is True
-        attempt.is_lost = attempt.is_lost or end.get("lost") is True
+        self._end_backends(attempt)  # a connection that it did not return, in a thread that it left behind
         try:
-            result = None if end.get("result") is None else payload.loads(end["result"])
-            error = None if end.get("error") is None else remake_error(end["error"])
+            told = _Told(end)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as broken:
+            self._return(process, is_usable=False)
             return self._fail(attempt, f"its process told its end in a way that makes no sense: {broken}")
-        if error is not None:
-            return self._executor.failed(attempt, *error)
+        self._return(process, is_usable=not child.is_doomed)
+        return self._judge_end(attempt, told)
+
+    def _judge_end(self, attempt: Attempt, told: _Told) -> Ended:
+        attempt.has_committed = told.has_committed
+        attempt.is_lost = attempt.is_lost or told.is_lost
+        if told.missing is not None:
+            return self._fail(attempt, *told.missing)
+        if told.error is not None:
+            return self._executor.failed(attempt, *told.error)
         try:
-            return self._executor.completed(attempt, result)
+            return self._executor.completed(attempt, told.result)
         except Exception as refused:  # noqa: BLE001 - a result that cannot be stored is an error as any other
             return self._executor.failed(attempt, refused)
 
@@ -233,7 +241,7 @@ class Isolation:
         try:
             self._terminate([borrowed])
         except Exception as error:  # noqa: BLE001 - the server's limits and the fence remain
-            logger.warning("the backend of a dead handler process could not be terminated: %s", error)
+            logger.warning("the backend of a handler's process could not be terminated: %s", error)
         with borrowed.lock:
             borrowed.is_returned = True
         attempt.extras.borrowed = None
@@ -269,14 +277,24 @@ class Isolation:
         if process is None:
             process = self._take_new()
         with self._lock:
-            self._busy.add(process)
+            self._busy[process] = None
             is_closed = self._is_closed
         if is_closed:
             process.kill()
-            self._give_up(process)
+            if process.is_dead(POLITE_SECONDS):
+                process.reap()
+            with self._lock:
+                self._busy.pop(process, None)
+                self._lock.notify_all()
             raise _ClosedError
         self._spawn_ahead()
         return process
+
+    def _know(self, process: ChildProcess, child: Child) -> None:
+        with self._lock:
+            self._busy[process] = child
+            if self._is_closed:
+                child.end_now("the worker stopped")
 
     def _take_idle(self) -> ChildProcess | None:
         with self._lock:
@@ -315,7 +333,7 @@ class Isolation:
             is_usable = False  # the next attempt would be blamed for what this one left
             process.channel.send({"k": "end"})
         with self._lock:
-            self._busy.discard(process)
+            self._busy.pop(process, None)
             if is_usable and not self._is_closed:
                 process.idle_since = time.monotonic()
                 self._idle.append(process)
@@ -327,7 +345,7 @@ class Isolation:
 
     def _forget(self, process: ChildProcess, *, is_dead: bool) -> None:
         with self._lock:
-            self._busy.discard(process)
+            self._busy.pop(process, None)
             if not is_dead:
                 self._leaving.append((process, time.monotonic()))
             self._lock.notify_all()
@@ -335,7 +353,7 @@ class Isolation:
 
     def _give_up(self, process: ChildProcess) -> None:
         with self._lock:
-            self._busy.discard(process)
+            self._busy.pop(process, None)
             self._leaving.append((process, time.monotonic()))
             self._lock.notify_all()
 
@@ -377,12 +395,15 @@ class Isolation:
             self._is_closed = True
             asked, self._ahead = self._ahead, None
             idle, self._idle = self._idle, []
-            busy = list(self._busy)
+            busy = list(self._busy.items())
         if asked is not None:
             with suppress(Exception):
                 idle.append(asked.result(SPAWN_SECONDS))
-        for process in busy:
-            process.kill()
+        for process, child in busy:
+            if child is None:
+                process.kill()
+            else:
+                child.end_now("the worker stopped")
         for process in idle:
             process.channel.send({"k": "end"})
         with self._lock:
@@ -394,17 +415,30 @@ class Isolation:
         self._spawner.stop()
 
 
+class _Told:
+    """What a child said of its attempt's end, looked at."""
+
+    def __init__(self, message: Message) -> None:
+        self.has_committed = message.get("committed") is True
+        self.is_lost = message.get("lost") is True
+        self.missing = (str(message["missing"]), message.get("trace")) if "missing" in message else None
+        self.result = None if message.get("result") is None else payload.loads(message["result"])
+        self.error = None if message.get("error") is None else remake_error(message["error"])
+
+
 class _NotBegun:
     """The process died before it had begun with this attempt."""
 
 
 def _failure_of(attempt: Attempt, dead: Dead) -> Failure:
     stop = attempt.stop
-    if dead.cause is Cause.KILLED:
+    if dead.cause is Cause.KILLED and stop is None:
+        kind, code, rung = "AttemptCancelledError", "SHUTDOWN", "kill"
+        text = f"its process was killed: {dead.reason or 'the worker stopped'}"
+    elif dead.cause is Cause.KILLED and stop is not None:
         kind, code, rung = "ExecutionStuck", "EXECUTION_STUCK", "kill"
-        grace = 0.0 if stop is None else max(0.0, stop.until - stop.asked_at)
-        why = dead.reason or "the worker stopped" if stop is None else stop.text
-        text = f"did not respond to cancellation within {grace:.3g} seconds: {why}; its process was killed"
+        grace = f"{max(0.0, stop.until - stop.asked_at):.3g} seconds"
+        text = f"did not respond to cancellation within {grace}: {stop.text}; its process was killed"
     elif dead.cause is Cause.MEMORY:
         kind, code, rung = "MemoryLimitExceeded", "MEMORY_LIMIT", "kill"
         text = f"{dead.reason}, and was killed"

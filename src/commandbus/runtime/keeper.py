@@ -289,7 +289,7 @@ class Keeper:
         found = self._link.run(look_at_backend(pid))
         if found is not None:
             taken["backend"] = found
-            if not self._link.run(terminate_backend(pid)):
+            if not self._link.run(terminate_backend(pid)) and self._link.run(look_at_backend(pid)) is not None:
                 logger.error(
                     "the database session %d of a stuck attempt could not be ended: the worker and its handlers "
                     "must connect as one role",

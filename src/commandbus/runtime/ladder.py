@@ -166,7 +166,7 @@ class Ladder:
         elif isinstance(place, AsyncSlot) and self._loop is not None:
             self._loop.cancel(attempt, place)
         if stop.why is Why.LEASE and attempt.is_lost:
-            attempt.is_fenced = True
+            attempt.bar()
         if attempt.borrowed is not None:
             self._cancel_query(attempt)
 
@@ -196,7 +196,7 @@ class Ladder:
         """Own its settlement, unless it has ended at the last moment."""
         if self._running.pop(attempt, None) is None:
             return False
-        attempt.is_fenced = True
+        attempt.bar()
         if stop.why is Why.SHUTDOWN:
             self.abandoned += 1
         else:
@@ -236,7 +236,7 @@ class Ladder:
         for attempt, other in list(self._running.items()):
             is_here = isinstance(other, AsyncSlot) and other.loop is loop
             if is_here and self._running.pop(attempt, None) is not None:
-                attempt.is_fenced = True
+                attempt.bar()
                 failure = Failure("LoopBlocked", "BYSTANDER", text, duration_ms=attempt.elapsed_ms())
                 self._bystander(attempt, failure)
         if self._loop is not None:

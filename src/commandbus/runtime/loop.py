@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -109,6 +110,12 @@ class AsyncSlots:
             except IndexError:
                 return back
 
+    def leave_to_parent(self) -> None:
+        """This is the copy of a process that forked: end it as soon as the handler lets go of the loop."""
+        self.waiting.clear()
+        self._loop.is_copy = True
+        self._loop.retire()
+
     def stop(self, timeout: float) -> None:
         """End the loop; what still runs on it is cancelled. A handler that blocks it is left behind."""
         self._stopping = True
@@ -131,6 +138,7 @@ class _Loop:
         self.thread = threading.Thread(target=self._serve, name=f"{name}-loop", daemon=True)
         self.beat_at = time.monotonic()
         self.is_retired = False
+        self.is_copy = False
         self._idle: deque[tuple[AsyncSlot, asyncio.Future[None]]] = deque()
         self._wake_asked = False
         self._ready = threading.Event()
@@ -179,6 +187,8 @@ class _Loop:
         try:
             self.loop.run_forever()
         finally:
+            if self.is_copy:
+                os._exit(0)  # its tasks, and what they would do when cancelled, are its parent's
             for task in asyncio.all_tasks(self.loop):
                 task.cancel()
             self.loop.run_until_complete(asyncio.sleep(0))

@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from weakref import WeakSet
 
 from psycopg_pool import ConnectionPool
 
@@ -152,6 +153,7 @@ class Parts:
             terminate=self._end_sessions,
             default_max_attempts=spec.policy.max_attempts,
         )
+        self._some_isolated = any(item.options.isolation == "process" for item in spec.handlers)
         link = Link(settings, name=f"{spec.id} settler")
         on_settled = self._settled_towards_idle if spec.ends_idle else self.held.discard
         self.settler = Settler(
@@ -219,6 +221,7 @@ class Parts:
 
     def start(self) -> None:
         """Start all threads."""
+        _started.add(self)
         if self._process is not None:
             self._process.watch()
         self._isolation.start()
@@ -227,6 +230,9 @@ class Parts:
             self._loop.start()
         self.settler.start()
         self._keeper.start()
+        if self._board is not None:
+            # A handler may freeze this process before the ladder's first tick: it must be seen to live by then.
+            self._show(self._board, time.monotonic())
         self.ladder.start()
         self._claimer.start()
 
@@ -234,6 +240,18 @@ class Parts:
     def is_database_lost(self) -> bool:
         """Is the database out of reach at this moment?"""
         return self._keeper.down_since is not None or self._claimer.is_down
+
+    def leave_to_parent(self) -> None:
+        """A handler forked without exec, and this is the copy: whatever runs or waits here is its parent's."""
+        for attempt in list(self.running):
+            attempt.bar()
+            if attempt.borrowed is not None:
+                attempt.borrowed.cut()
+        self.running.clear()
+        self.held.clear()
+        self._slots.waiting.clear()
+        if self._loop is not None:
+            self._loop.leave_to_parent()
 
     # --- drain and stop -------------------------------------------------------------------------------------
 
@@ -477,7 +495,7 @@ class Parts:
             self.held.add(attempt)
             if attempt.charge > 1 and self._executor.is_exhausted(attempt):
                 self.settler.add(attempt, self._executor.exhaust(attempt))
-            elif handler is not None and handler.is_async and not self._isolation.wants(attempt):
+            elif handler is not None and handler.is_async and not self._is_isolated(attempt):
                 asynchronous.append(attempt)
             else:
                 sync.append(attempt)
@@ -498,9 +516,12 @@ class Parts:
         self.running[attempt] = slot
         if self._board is not None:
             self._enter(self._board, attempt, slot.index)
-        ended = self._isolation.run(attempt) if self._isolation.wants(attempt) else executor.run(attempt)
+        ended = self._isolation.run(attempt) if self._is_isolated(attempt) else executor.run(attempt)
         if self.running.pop(attempt, None) is None:
             return False
+        attempt.started_at = 0.0  # over: the ladder looks past it, and what it left behind gets no connection
+        if attempt.borrowed is not None:
+            self._take_from_leftover(attempt, attempt.borrowed)
         if self._board is not None:
             self._leave(self._board, slot.index)
         self.settler.add(attempt, ended)
@@ -519,12 +540,28 @@ class Parts:
         ended = await executor.run_async(attempt)
         if self.running.pop(attempt, None) is None:
             return False
+        attempt.started_at = 0.0  # over: the ladder looks past it, and what it left behind gets no connection
+        if attempt.borrowed is not None:
+            self._take_from_leftover(attempt, attempt.borrowed)
         if self._board is not None:
             self._leave(self._board, slot.index)
         self.settler.add(attempt, ended)
         if self._claimer.is_waiting_for_room:
             self._offer_room()
         return True
+
+    def _is_isolated(self, attempt: Attempt) -> bool:
+        return (self._some_isolated or attempt.row[19] is not None) and self._isolation.wants(attempt)
+
+    def _take_from_leftover(self, attempt: Attempt, borrowed: Borrowed) -> None:
+        """Its handler has ended, and a thread or task that it left behind still holds its connection."""
+        logger.warning(
+            "%s %s has ended, but something that it left behind holds its connection: that is ended, too",
+            attempt.command_type,
+            attempt.command_id,
+            extra={"domain": attempt.domain, "command_id": attempt.command_id},
+        )
+        self._keeper.fence(attempt, {}, lambda _: self._connections.write_off(borrowed))
 
     def _never_start(self, attempt: Attempt) -> bool:
         """It was asked to stop before it had begun. If somebody cancelled it, the settler hears that."""
@@ -549,6 +586,17 @@ class Parts:
         if self._waiting() <= self._low:
             self._claimer.is_waiting_for_room = False
             self._claimer.wake()
+
+
+_started: WeakSet[Parts] = WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for parts in list(_started):
+        parts.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _identity(spec: WorkerSpec, settings: Settings) -> WorkerIdentity:

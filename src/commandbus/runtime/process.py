@@ -170,6 +170,8 @@ class Spawner:
         self._make = make
         self._sweep = sweep
         self._asked: queue.SimpleQueue[Future[ChildProcess] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_stopped = False
         self._thread = threading.Thread(target=self._serve, name=f"{name}-spawner", daemon=True)
 
     def start(self) -> None:
@@ -179,13 +181,19 @@ class Spawner:
     def spawn(self) -> Future[ChildProcess]:
         """A new child, soon."""
         asked: Future[ChildProcess] = Future()
-        self._asked.put(asked)
+        with self._lock:
+            if self._is_stopped:
+                asked.set_exception(RuntimeError("the worker has stopped"))
+            else:
+                self._asked.put(asked)
         return asked
 
     def stop(self) -> None:
-        """End the thread; children that still live die with it."""
-        if self._thread.is_alive():
+        """End the thread, after what it was asked for; children that still live die with it."""
+        with self._lock:
+            self._is_stopped = True
             self._asked.put(None)
+        if self._thread.is_alive():
             self._thread.join()
 
     def _serve(self) -> None:

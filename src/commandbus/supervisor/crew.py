@@ -137,7 +137,7 @@ class Crew:
         for _ in range(wanted - serving):
             if self.fatal is not None or not self._budget.may_start(now):
                 break
-            self._spawn(self.settings, self._generation)
+            self._spawn(self.settings, self._generation, now)
         draining = [worker for worker in self.workers if worker.state is State.DRAINING]
         draining.sort(key=lambda worker: worker.drains_since or now)
         for worker in draining[: max(0, len(draining) - wanted)]:
@@ -146,11 +146,16 @@ class Crew:
                 logger.warning("%d workers drain, more than %d: %s must end", len(draining), wanted, worker.name)
                 worker.tell("hurry")
 
-    def _spawn(self, settings: Settings, generation: int) -> None:
+    def _spawn(self, settings: Settings, generation: int, now: float) -> None:
         # A worker must have stopped before its supervisor does, who needs a moment for those that do not.
         spare = (settings.shutdown_timeout - settings.cancel_grace) / 2
         own = replace(settings, shutdown_timeout=settings.shutdown_timeout - min(self._reserve, spare))
-        worker = spawn(own, self._supervisor, generation=generation)
+        try:
+            worker = spawn(own, self._supervisor, generation=generation)
+        except OSError as error:  # no memory, no processes, no descriptors: that may pass
+            pause = self._budget.died(now, lived_seconds=0.0, was_running=False)
+            logger.error("a worker could not be started, tried again in %g s: %s", pause, error)  # noqa: TRY400
+            return
         self.workers.append(worker)
         self._selector.register(worker.control, selectors.EVENT_READ, worker)
         if worker.pidfd is not None:
@@ -213,11 +218,11 @@ class Crew:
 
     # -- a new generation
 
-    def begin_reload(self, settings: Settings) -> None:
+    def begin_reload(self, settings: Settings, now: float) -> None:
         """Start workers with these settings beside the others."""
         self._coming = (self._generation + 1, settings)
         for _ in range(settings.processes):
-            self._spawn(settings, self._generation + 1)
+            self._spawn(settings, self._generation + 1, now)
 
     def advance_reload(self, now: float) -> bool:
         """When the new ones are ready, the old ones drain. Answers whether this is so now."""
@@ -226,6 +231,9 @@ class Crew:
         generation, settings = self._coming
         new = [worker for worker in self.workers if worker.generation == generation]
         if any(worker.ready_at is None for worker in new):
+            return False
+        if len(new) < settings.processes:
+            self._give_up_reload("not all of them are there", now)
             return False
         self._generation, self.settings, self._coming = generation, settings, None
         for worker in self.workers:

@@ -67,19 +67,42 @@ class SupervisorReport:
         return self.abandoned == 0 and self.unwritten == 0
 
 
-class Supervisor:
-    """Runs `settings.processes` workers. `reload` reads the settings anew, for SIGHUP."""
+def supervise(settings: Settings, *, reload: Callable[[], Settings] | None = None) -> SupervisorReport:
+    """Run workers until a signal says otherwise; `reload` reads the settings anew, for SIGHUP.
 
-    def __init__(self, settings: Settings, *, reload: Callable[[], Settings] | None = None) -> None:
+    An embedded server is ours for all that time: its workers come and go. Raises what kept the first worker from
+    starting.
+    """
+    signals, database = Signals(), Database(settings)
+    reserve = STOP_RESERVE + (EMBEDDED_RESERVE if embedded_folder(settings) is not None else 0.0)
+    with signals.caught():
+        try:
+            supervisor = Supervisor(database.resolve(), signals, reload=reload, reserve_seconds=reserve)
+            return supervisor.run()
+        finally:
+            database.close()
+            signals.close()
+
+
+class Supervisor:
+    """The loop. Its settings name a server that can be connected to."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        signals: Signals,
+        *,
+        reload: Callable[[], Settings] | None = None,
+        reserve_seconds: float = STOP_RESERVE,
+    ) -> None:
         self.id = f"{socket.gethostname()[:20]}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._settings = settings
+        self._signals = signals
         self._reload = reload or (lambda: settings)
-        self._database = Database(settings)
-        self._settings = self._database.resolve()
+        self._reserve = reserve_seconds
         self._selector = selectors.DefaultSelector()
-        self._signals = Signals()
         self._notifier = Notifier()
         self._coroner = Coroner(self._settings, self.id)
-        self._reserve = STOP_RESERVE + (EMBEDDED_RESERVE if embedded_folder(settings) is not None else 0.0)
         self._crew = Crew(
             self._settings,
             self.id,
@@ -104,19 +127,16 @@ class Supervisor:
             if probes is not None:
                 probes.start()
             self._selector.register(self._signals.socket, selectors.EVENT_READ)
-            with self._signals.caught():
-                self._coroner.start()
-                while not self._is_over():
-                    self._turn()
-                return self._end()
+            self._coroner.start()
+            while not self._is_over():
+                self._turn()
+            return self._end()
         finally:
             self._leave_nobody()
             self._coroner.close(0.2)
             if probes is not None:
                 probes.stop()
             self._selector.close()
-            self._signals.close()
-            self._database.close()
 
     # -- one turn of the loop
 
@@ -159,7 +179,7 @@ class Supervisor:
                 self._phase = RUNNING
                 self._notifier.ready("new workers have taken over" if is_done else "the reload failed")
         elif self._phase == RUNNING and self._wants_reload:
-            self._begin_reload()
+            self._begin_reload(now)
         self._crew.fill(now)
         self._coroner.domains = next(
             (tuple(worker.hello.domains) for worker in reversed(self._crew.workers) if worker.hello is not None),
@@ -183,7 +203,7 @@ class Supervisor:
             self._stop_by = min(self._stop_by, now + AT_ONCE_SECONDS)
             self._crew.kill_all(f"{self._stop_reason}, twice", now, at_once=True)
 
-    def _begin_reload(self) -> None:
+    def _begin_reload(self, now: float) -> None:
         self._wants_reload = False
         try:
             fresh = self._reload()
@@ -194,7 +214,7 @@ class Supervisor:
         self._phase = RELOADING
         self._notifier.reloading("new workers are started")
         # The database stays: the coroner, and an embedded server, belong to this supervisor.
-        self._crew.begin_reload(replace(fresh, database_url=self._settings.database_url))
+        self._crew.begin_reload(replace(fresh, database_url=self._settings.database_url), now)
 
     def _stop(self, reason: str, now: float) -> None:
         self._phase = STOPPING

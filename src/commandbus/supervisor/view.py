@@ -81,7 +81,7 @@ def live(view: View, now: float) -> Verdict:
     reasons = []
     if now - view.at > STALL_SECONDS:
         reasons.append(f"the supervisor's loop has not turned for {now - view.at:.1f} s")
-    beating = [worker for worker in view.workers if worker.state is not State.STARTING]
+    beating = [worker for worker in view.workers if worker.state in (State.ACTIVE, State.DRAINING)]
     if beating and all(worker.silent_seconds > FROZEN_SECONDS for worker in beating):
         reasons.append("all workers are frozen")
     return Verdict(not reasons, {"reasons": reasons, "phase": view.phase} if reasons else {"phase": view.phase})

@@ -14,6 +14,7 @@ from commandbus.runtime.attempt import Why
 from support.isolating import Lab, MakeLab
 from support.waiting import one, until
 
+
 def effects(db: psycopg.Connection[Any]) -> list[str]:
     return [what for (what,) in db.execute("SELECT what FROM effects ORDER BY what")]
 

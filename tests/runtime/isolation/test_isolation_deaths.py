@@ -1,4 +1,4 @@
-"""isolation="process": a handler that hangs is killed, one that kills its process is named, and neighbours go on."""
+"""isolation="process": a handler that hangs is killed, one that kills its process is named."""
 
 from __future__ import annotations
 

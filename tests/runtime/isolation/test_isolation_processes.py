@@ -97,9 +97,7 @@ def _files_at_rest(lab: Lab) -> int:
     return open_files() - 4 * len(lab.isolation.pids())
 
 
-def test_opening_and_closing_leaves_nothing(
-    bus: CommandBus, db: psycopg.Connection[Any], database: str
-) -> None:
+def test_opening_and_closing_leaves_nothing(bus: CommandBus, db: psycopg.Connection[Any], database: str) -> None:
     before_children, before_files = children(), open_files()
     for _ in range(5):
         lab = Lab(bus, db, quick_settings(database), handlers)
@@ -160,11 +158,10 @@ PROGRAM = """
         url = sys.argv[1]
         with CommandBus(url) as bus, Worker(handlers, database_url=url) as worker:
             sent = bus.send("orders", "pid")
-            while (record := bus.get_command("orders", sent.command_id)).status == "PENDING":
-                if record.last_error:
-                    break
+            attempts = []
+            while (record := bus.get_command("orders", sent.command_id)).status != "COMPLETED" and not attempts:
+                attempts = bus.get_attempts("orders", sent.command_id)
                 time.sleep(0.01)
-            attempts = bus.get_attempts("orders", sent.command_id)
             print(record.status, os.getpid(), record.result, [one.error for one in attempts], flush=True)
             {tail}
     {call}

@@ -1,0 +1,102 @@
+"""isolation="process" in a whole worker: the ladder kills one process, and nobody else notices."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+from commandbus import CommandBus, Worker
+from support.isolated_handlers import handlers
+from support.waiting import one, until, until_settled
+
+StartWorker = Callable[..., Worker]
+QUICK = {"visibility_timeout": 5.0, "statement_timeout": 4.0, "cancel_grace": 0.5, "concurrency": 2}
+
+
+def status(bus: CommandBus, command_id: str) -> str | None:
+    record = bus.get_command("orders", command_id)
+    return None if record is None else str(record.status)
+
+
+def last(bus: CommandBus, command_id: str) -> Any:
+    return bus.get_attempts("orders", command_id)[-1]
+
+
+@pytest.mark.parametrize("how", ["spin", "regex", "swallow"])
+def test_a_hanging_isolated_handler_is_killed_in_time_and_neighbours_go_on(
+    bus: CommandBus, start_worker: StartWorker, how: str
+) -> None:
+    worker = start_worker(handlers, **QUICK)
+    hung = bus.send("orders", "hang", {"how": how}, timeout=1, max_attempts=1).command_id
+    until(lambda: status(bus, hung) == "IN_PROGRESS")
+    started = time.monotonic()
+    others = [bus.send("orders", "thread").command_id for _ in range(20)]
+    until(lambda: all(status(bus, id_) == "COMPLETED" for id_ in others))
+    until(lambda: status(bus, hung) == "IN_TROUBLESHOOTING_QUEUE")
+    assert time.monotonic() - started < 1 + 0.5 + 2
+    said = last(bus, hung)
+    assert (said.verdict, said.error_type, said.rung) == ("EXHAUSTED", "ExecutionStuck", "kill")
+    assert "in hang" in str(said.autopsy)
+    assert worker.is_running
+    after = bus.send("orders", "echo").command_id
+    until(lambda: status(bus, after) == "COMPLETED")
+
+
+def test_a_running_isolated_command_can_be_cancelled(bus: CommandBus, start_worker: StartWorker) -> None:
+    start_worker(handlers, **QUICK)
+    sent = bus.send("orders", "sleep_async", timeout=60).command_id
+    until(lambda: status(bus, sent) == "IN_PROGRESS")
+    bus.cancel("orders", sent, operator="ann", reason="enough")
+    until(lambda: status(bus, sent) == "CANCELED")
+
+
+def test_what_hangs_in_a_query_is_stopped_by_the_cancel_of_its_query(
+    bus: CommandBus, start_worker: StartWorker, db: psycopg.Connection[Any]
+) -> None:
+    db.execute("CREATE TABLE effects (what text)")
+    start_worker(handlers, **QUICK | {"cancel_grace": 4.0, "visibility_timeout": 20.0, "statement_timeout": 19.0})
+    warm = bus.send("orders", "echo").command_id
+    until(lambda: status(bus, warm) == "COMPLETED")
+    sent = bus.send("orders", "sleep_in_sql", timeout=2, max_attempts=1).command_id
+    until(lambda: status(bus, sent) == "IN_TROUBLESHOOTING_QUEUE")
+    assert last(bus, sent).rung == "deadline"
+    assert one(db, "SELECT count(*) FROM effects") == 0
+
+
+def test_a_shutdown_stops_what_is_isolated(bus: CommandBus, start_worker: StartWorker) -> None:
+    worker = start_worker(handlers, **QUICK | {"shutdown_timeout": 4.0})
+    sent = bus.send("orders", "hang", {"how": "spin"}, timeout=0).command_id
+    until(lambda: status(bus, sent) == "IN_PROGRESS")
+    started = time.monotonic()
+    worker.stop(timeout=4)
+    assert time.monotonic() - started < 5
+    assert last(bus, sent).verdict == "WAIVED"
+
+
+def test_extend_and_progress_reach_the_database(
+    bus: CommandBus, start_worker: StartWorker, db: psycopg.Connection[Any]
+) -> None:
+    start_worker(handlers, **QUICK)
+    sent = [bus.send("orders", kind, {"seconds": 60}).command_id for kind in ("extend", "extend_async")]
+    until_settled(db)
+    for command_id in sent:
+        record = bus.get_command("orders", command_id)
+        assert record is not None
+        assert record.result[1] > 55
+
+
+def test_every_slot_may_be_isolated_at_once(
+    bus: CommandBus, start_worker: StartWorker, db: psycopg.Connection[Any]
+) -> None:
+    start_worker(handlers, **QUICK | {"concurrency": 4})
+    for _ in range(40):
+        bus.send("orders", "echo")
+    until_settled(db)
+    pids = {record.result["pid"] for record in bus.query_commands(domain="orders").items}
+    assert os.getpid() not in pids
+    assert len(pids) <= 4
