@@ -256,6 +256,24 @@ def test_a_changed_session_is_not_the_next_handlers(fleet: Fleet) -> None:
         assert result["application_name"].startswith("commandbus ")
 
 
+def test_a_polluted_process_is_put_right(fleet: Fleet) -> None:
+    """Directory, umask and locale are back for the next handler, thread-locals and context variables too."""
+    fleet.meet_at_once(10)
+
+    def looks() -> list[dict[str, str]]:
+        ids = fleet.send_healthy(8, "traces")
+        fleet.until_status(ids, {COMPLETED})
+        query = "SELECT result FROM commandbus.command WHERE command_id = ANY(%s)"
+        return [row[0] for row in fleet.db.execute(query, (ids,))]
+
+    clean = looks()[0]
+    for _ in range(3):
+        ids = [fleet.send("hang.pollute", max_attempts=1) for _ in range(SLOTS)]
+        fleet.until_status(ids, {COMPLETED})
+        assert [found for found in looks() if found != clean] == []
+    assert (clean["thread_local"], clean["context_variable"]) == ("", "")
+
+
 def test_a_zombie_in_a_draining_worker_lands_nothing(fleet: Fleet) -> None:
     """A healthy command keeps the old worker alive; what was declared stuck there wakes up, and writes in vain."""
     settled_workers(fleet)

@@ -16,7 +16,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from zoo_handlers import MARK, fill, meet, work
+from zoo_handlers import MARK, fill, meet, work, work_with_connection
 
 from commandbus import CommandBus, HandlerRegistry, HealthState, NewCommand, Worker
 from commandbus.testing import hang
@@ -72,6 +72,7 @@ def worker(zoo_database: str, db: Db) -> Iterator[Worker]:
     """A worker in this process; when it is gone, so are the threads that were left behind."""
     handlers = HandlerRegistry()
     handlers.register(DOMAIN, "work", work)
+    handlers.register(DOMAIN, "work_with_connection", work_with_connection)
     handlers.register(DOMAIN, "meet", meet, timeout=60)
     fill(handlers, HARMLESS)
     worker = Worker(handlers, settings=quick_settings(zoo_database, **SHORT), name="zoo")
@@ -99,10 +100,6 @@ def meet_at_once(bus: CommandBus, meeting: Meeting, prefix: str) -> None:
     bus.send_many(DOMAIN, [NewCommand("meet", data, command_id=item, max_attempts=1) for item in ids])
     meeting.until_present(SLOTS, 5)
     meeting.let_go()
-
-
-def until_done(bus: CommandBus, ids: list[str], seconds: float = 10.0) -> None:
-    until(lambda: all(bus.get(DOMAIN, item).status.value != "PENDING" for item in ids), seconds)
 
 
 @pytest.mark.parametrize("name", HARMLESS)
@@ -170,6 +167,18 @@ def test_all_slots_of_both_lanes_stuck_at_once(bus: CommandBus, db: Db, worker: 
         assert late_marks(db, item) == []
 
 
+def test_all_connections_in_the_hands_of_stuck_attempts(bus: CommandBus, db: Db, worker: Worker) -> None:
+    """Those that take over their slots ask at once, before the pool has heard that its connections are lost."""
+    ids = [f"hands-{index}" for index in range(SLOTS)]
+    for item in ids:
+        bus.send(DOMAIN, "hang.sleep", {"seconds": HANG_SECONDS}, command_id=item, max_attempts=1)
+    after = [f"hands-after-{index}" for index in range(2 * SLOTS)]
+    kind = "work_with_connection"
+    bus.send_many(DOMAIN, [NewCommand(kind, command_id=item, max_attempts=1) for item in after])
+    until(lambda: all(final_status(db, item) for item in [*ids, *after]), 10)
+    assert {final_status(db, item) for item in after} == {"COMPLETED"}
+
+
 class Left:
     """What a thread that was left behind found out."""
 
@@ -210,7 +219,7 @@ def test_what_is_left_behind_gets_no_connection(zoo_database: str, bus: CommandB
 
 
 def test_a_connection_that_is_left_in_use_is_taken_away(zoo_database: str, bus: CommandBus, db: Db) -> None:
-    """A thread goes on with the context's connection after the handler has returned: the pool loses none by that."""
+    """A thread goes on with the context's connection after the handler has returned: the pool loses none."""
     lefts, handlers = [Left() for _ in range(SLOTS + 1)], HandlerRegistry()
 
     @handlers.handler(DOMAIN, "leave")

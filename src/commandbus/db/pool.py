@@ -75,9 +75,12 @@ def open_pool(
     name: str,
     max_size: int,
     reconnect_failed: Callable[[ConnectionPool[Any]], None] | None = None,
+    max_idle: float | None = None,
 ) -> ConnectionPool[OwnConnection]:
     """A pool of sync connections; connects in the background, on demand."""
     arguments = _pool_arguments(settings, name=name, max_size=max_size)
+    if max_idle is not None:
+        arguments["max_idle"] = min(max_idle, settings.pool_max_idle)
     return ConnectionPool(
         connection_class=OwnConnection,
         check=check_open,

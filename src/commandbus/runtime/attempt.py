@@ -62,7 +62,17 @@ class Stop:
 class Extras:
     """What only some attempts have."""
 
-    __slots__ = ("borrowed", "child", "event", "has_connection", "is_delivered", "is_fenced", "progress", "scopes")
+    __slots__ = (
+        "borrowed",
+        "child",
+        "event",
+        "has_connection",
+        "is_delivered",
+        "is_fenced",
+        "is_reminded",
+        "progress",
+        "scopes",
+    )
 
     def __init__(self) -> None:
         self.event: threading.Event | None = None
@@ -72,6 +82,7 @@ class Extras:
         self.child: Child | None = None
         self.is_delivered = False  # has the event loop passed the cancel on?
         self.is_fenced = False  # given up: it gets no connection any more
+        self.is_reminded = False  # has its query been cancelled for the second time?
         self.has_connection = False
 
 

@@ -74,6 +74,7 @@ class HandlerConnections:
         lent: ConnectionPool[Any] | None = None,
         on_exhausted: Callable[[], None] = lambda: None,
         on_unreachable: Callable[[], None] = lambda: None,
+        max_idle: float | None = None,
     ) -> None:
         self._settings = settings
         self._timeouts = settings.timeouts
@@ -82,6 +83,7 @@ class HandlerConnections:
         self._lent = lent
         self._on_exhausted = on_exhausted
         self._on_unreachable = on_unreachable
+        self._max_idle = max_idle
         self._own: ConnectionPool[OwnConnection] | None = None
         self._opening = threading.Lock()
         self._lost = 0
@@ -175,8 +177,15 @@ class HandlerConnections:
     def _resize(self, by: int) -> None:
         with self._opening:
             self._lost += by
-            if self._own is not None and not self._own.closed:
-                self._own.resize(self._own.min_size, self._size + self._lost)
+            own, size = self._own, self._size + self._lost
+            if own is None or own.closed:
+                return
+            least = own.min_size
+            own.resize(least, size)
+            if by > 0 and own.get_stats().get("requests_waiting"):
+                # A pool grows when it is asked for a connection: who queued before must be given one.
+                own.resize(least + 1, size)
+                own.resize(least, size)
 
     def _wait(self, attempt: Attempt, deadline_at: float) -> float:
         """How long to wait for a connection: never more than what remains of the attempt, or of its grace."""
@@ -223,6 +232,7 @@ class HandlerConnections:
                         name=self._name,
                         max_size=self._size + self._lost,
                         reconnect_failed=lambda _: self._on_unreachable(),
+                        max_idle=self._max_idle,
                     )
         return self._own
 

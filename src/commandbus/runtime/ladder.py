@@ -50,7 +50,7 @@ class Ladder:
         cancel_query: Callable[[Attempt], None],
         fence: Callable[[Attempt, Stop, Document], None],
         bystander: Callable[[Attempt, Failure], None],
-        on_stuck: Callable[[Attempt], None],
+        on_stuck: Callable[[Attempt, Slot | AsyncSlot], None],
         on_tick: Callable[[float], None],
         name: str,
     ) -> None:
@@ -126,8 +126,18 @@ class Ladder:
             else:
                 for scope in attempt.scopes:
                     _end_scope(scope, attempt, now)
-        if stop is not None and now >= stop.until:
+        if stop is None:
+            return
+        if now >= stop.until:
             self._give_up(attempt, place, stop)
+        elif attempt.borrowed is not None and not attempt.extras.is_reminded:
+            self._remind(attempt, stop, now)
+
+    def _remind(self, attempt: Attempt, stop: Stop, now: float) -> None:
+        """A statement that began just after the cancel gets half of the grace, then it is cancelled too."""
+        if now >= (stop.asked_at + stop.until) / 2:
+            attempt.extras.is_reminded = True
+            self._cancel_query(attempt)
 
     def _due(self, attempt: Attempt, now: float) -> Stop | None:
         """Is it time to ask this one to stop?"""
@@ -194,7 +204,8 @@ class Ladder:
 
     def _take(self, attempt: Attempt, stop: Stop, taken: Document) -> bool:
         """Own its settlement, unless it has ended at the last moment."""
-        if self._running.pop(attempt, None) is None:
+        place = self._running.pop(attempt, None)
+        if place is None:
             return False
         attempt.bar()
         if stop.why is Why.SHUTDOWN:
@@ -211,7 +222,7 @@ class Ladder:
             extra={"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number},
         )
         self._fence(attempt, stop, taken)
-        self._on_stuck(attempt)
+        self._on_stuck(attempt, place)
         return True
 
     # --- a blocked event loop ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import threading
 import time
@@ -142,6 +143,7 @@ class _Loop:
         self._idle: deque[tuple[AsyncSlot, asyncio.Future[None]]] = deque()
         self._wake_asked = False
         self._ready = threading.Event()
+        self._clean = contextvars.Context()
 
     def start(self) -> None:
         """Start the thread; its slots are ready when this returns."""
@@ -174,10 +176,12 @@ class _Loop:
         slot = AsyncSlot(index, self)
         slot.has_place = has_place
         self.slots = [other for other in self.slots if other.index != index] + [slot]
-        slot.task = self.loop.create_task(self._work(slot), name=f"slot-{index}")
+        context = self._clean.copy()
+        slot.task = self.loop.create_task(self._work(slot), name=f"slot-{index}", context=context)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self.loop)
+        self._clean = contextvars.copy_context()
         lane = self.lane
         for index in range(lane.first, lane.first + lane.places.total):
             lane.on_thread(index)
@@ -228,6 +232,9 @@ class _Loop:
             if not is_ours:
                 return  # declared stuck: another task has taken over
             lane.finished += 1
+            if contextvars.copy_context() != self._clean:  # the next handler must not see what this one has set
+                self.add_slot(slot.index, slot.has_place)
+                return
             breath += 1
             if breath >= BREATH:
                 breath = 0

@@ -57,6 +57,7 @@ SETTLE_RESERVE_SECONDS = 2.0
 STALE_SECONDS = 0.5
 FIRST_EXHAUSTED_PAUSE = 0.5
 LONGEST_EXHAUSTED_PAUSE = 8.0
+BRIEF_IDLE_SECONDS = 5.0  # isolated attempts open connections of their own: idle ones here must make room
 _HEALTH_NUMBERS = {HealthState.HEALTHY: 0, HealthState.DEGRADED: 1, HealthState.CRITICAL: 2}
 
 
@@ -123,6 +124,7 @@ class Parts:
         self._board = spec.supervision.board if spec.supervision is not None else None
         self._process = ProcessState() if spec.supervision is not None else None
         self._places = Places(settings.concurrency)
+        self._some_isolated = any(item.options.isolation == "process" for item in spec.handlers)
         size = min(settings.concurrency, settings.pool_max_size or settings.concurrency)
         self._connections = HandlerConnections(
             settings,
@@ -131,6 +133,7 @@ class Parts:
             lent=spec.pool,
             on_exhausted=self._exhausted,
             on_unreachable=lambda: spec.health.set_critical(UNREACHABLE),
+            max_idle=BRIEF_IDLE_SECONDS if self._some_isolated else None,
         )
         services = Services(
             worker=spec.id,
@@ -151,9 +154,9 @@ class Parts:
             extend=self._extend,
             progress=self._note_progress,
             terminate=self._end_sessions,
+            cancel_query=self._cancel_query,
             default_max_attempts=spec.policy.max_attempts,
         )
-        self._some_isolated = any(item.options.isolation == "process" for item in spec.handlers)
         link = Link(settings, name=f"{spec.id} settler")
         on_settled = self._settled_towards_idle if spec.ends_idle else self.held.discard
         self.settler = Settler(
@@ -356,8 +359,10 @@ class Parts:
 
         self._keeper.fence(attempt, {}, settle)
 
-    def _note_stuck(self, attempt: Attempt) -> None:
+    def _note_stuck(self, attempt: Attempt, place: Slot | AsyncSlot) -> None:
         self.stuck += 1
+        if self._board is not None:
+            self._board.leave(place.index)  # it is settled: a death of this worker says nothing of it any more
         if self._spec.supervision is not None and self.state is State.ACTIVE:
             self.drain(f"command {attempt.command_id} ({attempt.command_type}) is stuck")
         elif self._claimer.is_waiting_for_room:
@@ -417,6 +422,9 @@ class Parts:
 
     def _extend(self, attempt: Attempt, seconds: float) -> Future[bool]:
         return self._keeper.extend(attempt, seconds)
+
+    def _cancel_query(self, attempt: Attempt) -> None:
+        self._keeper.cancel_query(attempt)
 
     def _note_progress(self, attempt: Attempt, text: str) -> None:
         attempt.extras.progress = text

@@ -162,6 +162,7 @@ class Worker:
         found: dict[str, Any] = {"": _policy(self._policy, "retry")}
         for item in self._handlers:
             policy = _policy(item.retry_policy or self._policy, item.options.on_timeout)
+            policy["isolation"] = item.options.isolation
             found.setdefault(item.domain, {})[item.command_type] = policy
         return found
 

@@ -1,0 +1,99 @@
+"""Round after round of the zoo: processes, threads, files, connections and memory are what they were before."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from commandbus.testing import hang
+from fleet import SLOTS, Fleet, running_fleet
+from support.waiting import until
+
+ENDED = {"IN_TROUBLESHOOTING_QUEUE", "COMPLETED"}
+CHEAP = ("hang.pg_sleep", "hang.double_lock", "isolated.sleep")
+MEMORY_SLACK_MB = 8.0
+
+
+@pytest.fixture
+def fleet(zoo_database: str) -> Any:
+    """A fleet of this test's own, warmed up: every slot and the pool have been used, and one isolated process."""
+    with running_fleet(zoo_database) as fleet:
+        run_rounds(fleet, ["work_with_connection", "isolated.pollute"], 2 * SLOTS)
+        yield fleet
+
+
+def run_rounds(fleet: Fleet, kinds: Iterable[str], times: int) -> None:
+    """So many of each, as many at once as there are slots, one attempt each."""
+    url = f"{fleet.url}?options=-c%20client_connection_check_interval%3D200ms"
+    data = {"seconds": 60, "mb": 600, "database_url": url, "table": "locked", "id": 1}
+    ids = [fleet.send(kind, data, max_attempts=1) for kind in kinds for _ in range(times)]
+    fleet.until_status(ids, ENDED, 40 + 3 * len(ids) / SLOTS)
+
+
+def fresh(fleet: Fleet) -> dict[str, int]:
+    """What the fleet holds with a worker that has just been started, and nothing running."""
+    before = fleet.workers()
+    fleet.process.send_signal(signal.SIGHUP)
+    until(lambda: len(now := fleet.workers()) == 1 and now != before, 15, what=lambda: fleet.workers())
+    fleet.meet_at_once(10)
+    return steady(fleet)
+
+
+def steady(fleet: Fleet) -> dict[str, int]:
+    """What it holds when that does not change any more."""
+    last: list[dict[str, int]] = []
+
+    def is_steady() -> bool:
+        last.append(fleet.holdings())
+        return len(last) > 60 and all(found == last[-1] for found in last[-60:])
+
+    until(is_steady, 20, what=lambda: last[-3:])
+    return last[-1]
+
+
+@pytest.mark.slow
+def test_fifty_rounds_leave_nothing_behind(fleet: Fleet) -> None:
+    """Fifty of three kinds: cancelled in the database, stuck in a thread, killed in a process of its own."""
+    at_first, memory = fresh(fleet), fleet.resident_mb()
+    for kind in CHEAP:
+        run_rounds(fleet, [kind], 50)
+        fleet.meet_at_once(10)
+    assert fresh(fleet) == at_first
+    assert fleet.resident_mb() < memory + MEMORY_SLACK_MB
+
+
+@pytest.mark.slow
+def test_fifty_rounds_in_one_and_the_same_worker_leave_nothing_behind(fleet: Fleet) -> None:
+    """What neither drains nor kills a worker leaves no thread, file or connection in it."""
+    kinds = ["hang.pg_sleep", "hang.close_connection", "hang.leave_thread", "isolated.sleep"]
+    run_rounds(fleet, ["hang.pg_sleep", "isolated.sleep"], SLOTS)
+    fleet.meet_at_once(10)
+    (worker,) = fleet.workers()
+    at_first = own_holdings(worker)
+    for kind in kinds:
+        run_rounds(fleet, [kind], 3 if kind.endswith("thread") else 24)
+    fleet.meet_at_once(10)
+    assert fleet.workers() == [worker]
+    allowed = at_first["threads"] + 3  # the threads that leave_thread has left
+    until(lambda: own_holdings(worker)["threads"] <= allowed, 10, what=lambda: (at_first, own_holdings(worker)))
+    until(lambda: own_holdings(worker)["files"] <= at_first["files"], 10, what=lambda: own_holdings(worker))
+
+
+def own_holdings(pid: int) -> dict[str, int]:
+    return {"threads": len(os.listdir(f"/proc/{pid}/task")), "files": len(os.listdir(f"/proc/{pid}/fd"))}
+
+
+@pytest.mark.slow
+def test_five_rounds_of_all_the_others_leave_nothing_behind(fleet: Fleet) -> None:
+    """All at once, mixed: workers drain, freeze, crash and are killed, and others stand in."""
+    at_first, memory = fresh(fleet), fleet.resident_mb()
+    names = [name for name in hang.ANIMALS if f"hang.{name}" not in CHEAP]
+    for _ in range(5):
+        run_rounds(fleet, [f"hang.{name}" for name in names], 1)
+        fleet.meet_at_once(15)
+    assert fresh(fleet) == at_first
+    assert fleet.resident_mb() < memory + MEMORY_SLACK_MB
