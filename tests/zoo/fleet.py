@@ -30,7 +30,6 @@ SETTINGS = {
     "WORKER_STATEMENT_TIMEOUT": "1.5",
     "WORKER_TASK_TIMEOUT": str(TASK_TIMEOUT),
     "CANCEL_GRACE_SECONDS": str(GRACE),
-    "WORKER_CONCURRENCY": str(SLOTS),
     "WORKER_PROCESSES": "1",
     "WORKER_MAX_ATTEMPTS": "2",
     "WORKER_BACKOFF_SCHEDULE": "0",
@@ -144,14 +143,16 @@ def late_marks(db: Db, command_id: str) -> list[Any]:
 class Fleet:
     """A running supervisor and its database."""
 
-    def __init__(self, database: str, **settings: str) -> None:
+    def __init__(self, database: str, *, slots: int = SLOTS, **settings: str) -> None:
         self.url = database
+        self.slots = slots
         self.bus = CommandBus(database)
         self.db: Db = psycopg.connect(database, autocommit=True)
         self.meeting = Meeting()
         self._count = 0
         here = Path(__file__).parent
         environment = os.environ | SETTINGS | settings | {
+            "WORKER_CONCURRENCY": str(slots),
             "PYTHONPATH": f"{here.parents[1] / 'src'}:{here}",
             "COMMANDBUS_DATABASE_URL": database,
             "WORKER_HANDLERS": "zoo_handlers:handlers",
@@ -162,7 +163,11 @@ class Fleet:
             [sys.executable, "-m", "commandbus", "worker"],
             env=environment, cwd=here, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
         )  # fmt: skip
-        self.meet_at_once(30)
+        try:
+            self.meet_at_once(30)
+        except BaseException:
+            self.close()
+            raise
         self.start_seconds = time.monotonic() - began
 
     # --- commands ----------------------------------------------------------------------------------------------
@@ -170,7 +175,7 @@ class Fleet:
     def new_ids(self, what: str, count: int) -> list[str]:
         """Ids that no other test uses."""
         self._count += 1
-        return [f"{what}-{self._count}-{index}" for index in range(count)]
+        return [f"{what}-{self.process.pid}-{self._count}-{index}" for index in range(count)]
 
     def send_healthy(self, count: int = 20, kind: str = "work") -> list[str]:
         """Healthy commands that have one attempt only: whoever is charged wrongly is found in the TSQ."""
@@ -185,13 +190,13 @@ class Fleet:
         self.bus.send(DOMAIN, kind, told, command_id=command_id, **more)
         return command_id
 
-    def meet_at_once(self, seconds: float, count: int = SLOTS) -> float:
-        """Show that so many healthy commands run at once; answers when (epoch)."""
-        ids = self.new_ids("meet", count)
+    def meet_at_once(self, seconds: float) -> float:
+        """Show that as many healthy commands run at once as there are slots; answers when (epoch)."""
+        ids = self.new_ids("meet", self.slots)
         data = {"port": self.meeting.port}
         self.bus.send_many(DOMAIN, [NewCommand("meet", data, command_id=item, max_attempts=1) for item in ids])
         try:
-            return self.meeting.until_present(count, seconds)
+            return self.meeting.until_present(self.slots, seconds)
         finally:
             self.meeting.let_go()
             self.until_status(ids, {"COMPLETED"}, 15)
@@ -236,19 +241,21 @@ class Fleet:
     def holdings(self) -> dict[str, int]:
         """Processes, threads, files and connections of the supervisor and everything below it."""
         everybody = [self.process.pid, *descendants(self.process.pid)]
-        backends = self.db.execute(
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
-            "AND (application_name LIKE 'commandbus %' AND application_name NOT LIKE 'commandbus bus%' "
-            "OR application_name LIKE 'hang.%')"
-        ).fetchone()
-        assert backends is not None
         return {
             "workers": len(self.workers()),
             "processes": len(everybody),
             "threads": sum(_count(pid, "task") for pid in everybody),
             "files": _count(self.process.pid, "fd"),
-            "connections": backends[0],
+            "connections": len(self.sessions()),
         }
+
+    def sessions(self) -> list[tuple[str, str]]:
+        """(application_name, query) of its sessions, and of those that animals opened."""
+        return self.db.execute(
+            "SELECT application_name, query FROM pg_stat_activity WHERE datname = current_database() "
+            "AND pid <> pg_backend_pid() AND application_name NOT LIKE 'commandbus bus%' "
+            "AND (application_name LIKE 'commandbus %' OR application_name LIKE 'hang.%')"
+        ).fetchall()
 
     def resident_mb(self) -> float:
         """The supervisor's memory."""
@@ -293,9 +300,9 @@ def descendants(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def running_fleet(database: str, **settings: str) -> Iterator[Fleet]:
+def running_fleet(database: str, *, slots: int = SLOTS, **settings: str) -> Iterator[Fleet]:
     """A fleet that does not outlive its block."""
-    fleet = Fleet(database, **settings)
+    fleet = Fleet(database, slots=slots, **settings)
     try:
         yield fleet
     finally:

@@ -17,7 +17,6 @@ import psycopg
 import pytest
 from zoo_handlers import USES_THE_CONNECTION
 
-from commandbus import TroubleshootingQueue
 from commandbus.testing import hang
 from fleet import GRACE, SLOTS, TASK_TIMEOUT, Fleet, late_marks
 from support.waiting import until
@@ -141,8 +140,12 @@ def check_outcome(fleet: Fleet, command_id: str, expected: Expected) -> None:
         assert all(word in attempt.error for word in expected.words), attempt.error
     if expected.stack:
         assert expected.stack in str(charged[-1].autopsy), charged[-1].autopsy
-    (entry,) = [entry for entry in TroubleshootingQueue(fleet.bus).list("zoo") if entry.command_id == command_id]
-    assert entry.error_code == expected.code
+    entry = fleet.db.execute(
+        "SELECT t.error_code FROM commandbus.tsq t JOIN commandbus.command c ON c.id = t.command "
+        "WHERE c.command_id = %s",
+        (command_id,),
+    ).fetchone()
+    assert entry == (expected.code,)
     # A suspect is waived once for every crash that nobody could be named for, and then runs alone.
     assert len(history) - len(charged) <= 3, history
 
@@ -181,14 +184,48 @@ def test_a_poison_message_harms_nobody_else(fleet: Fleet, name: str) -> None:
         run_through(fleet, f"hang.{name}", IN_THREADS[name])
 
 
-@pytest.mark.parametrize("name", hang.ANIMALS)
-def test_in_a_process_of_its_own_it_does_not_even_drain_the_worker(fleet: Fleet, name: str) -> None:
-    """The same with isolation="process": killed at deadline + grace, and the worker goes on."""
+@dataclass(frozen=True)
+class Isolated:
+    """All animals in processes of their own, four at a time, with healthy commands between them."""
+
+    commands: dict[str, str]
+    healthy: list[str]
+    workers_before: list[int]
+    workers_after: list[int]
+
+
+@pytest.fixture(scope="module")
+def isolated(fleet: Fleet) -> Isolated:
+    """They hang together, since none of them disturbs the worker."""
     fleet.meet_at_once(10)
-    workers = settled_workers(fleet)
+    before = settled_workers(fleet)
+    commands, healthy = {}, []
     with held_row(fleet.url):
-        run_through(fleet, f"isolated.{name}", IN_PROCESSES[name])
-    assert fleet.workers() == workers
+        for name in hang.ANIMALS:
+            data = data_for(fleet, IN_PROCESSES[name])
+            commands[name] = fleet.send(f"isolated.{name}", data, max_attempts=2)
+            healthy += fleet.send_healthy(10)
+        fleet.until_status([*commands.values(), *healthy], {TSQ, COMPLETED}, 60)
+    fleet.meet_at_once(MARGIN)
+    return Isolated(commands, healthy, before, fleet.workers())
+
+
+@pytest.mark.parametrize("name", hang.ANIMALS)
+def test_in_a_process_of_its_own(fleet: Fleet, isolated: Isolated, name: str) -> None:
+    """isolation="process": killed at deadline + grace."""
+    command_id, expected = isolated.commands[name], IN_PROCESSES[name]
+    assert fleet.statuses([command_id]) == {command_id: expected.status}
+    check_outcome(fleet, command_id, expected)
+    assert late_marks(fleet.db, command_id) == []
+    for attempt in [attempt for attempt in fleet.attempts(command_id) if attempt.started_at]:
+        assert attempt.finished_at - attempt.started_at < TASK_TIMEOUT + GRACE + MARGIN
+
+
+def test_in_a_process_of_its_own_it_does_not_even_drain_the_worker(fleet: Fleet, isolated: Isolated) -> None:
+    """The worker goes on, and nobody else notices anything."""
+    assert isolated.workers_after == isolated.workers_before
+    assert set(fleet.statuses(isolated.healthy).values()) == {COMPLETED}
+    assert fleet.history(isolated.healthy) == []
 
 
 def test_all_slots_stuck_at_once(fleet: Fleet) -> None:
@@ -254,6 +291,16 @@ def test_a_changed_session_is_not_the_next_handlers(fleet: Fleet) -> None:
         assert result["statement_timeout"] in ("1500ms", "1499ms"), result
         assert (result["search_path"], result["advisory_locks"]) == ('"$user", public', "0")
         assert result["application_name"].startswith("commandbus ")
+
+
+def test_a_session_of_another_name_ends_with_its_worker(fleet: Fleet) -> None:
+    """A handler has renamed its session and switched its limits off when a neighbour takes the worker along."""
+    for _ in range(3):
+        renamed = fleet.send("hang.change_session", {"seconds": 60}, max_attempts=1)
+        fleet.meeting.until_seen(renamed)
+        crash = fleet.send("hang.kill", max_attempts=1)
+        fleet.until_status([renamed, crash], {TSQ}, 15)
+        until(lambda: not [name for name, _ in fleet.sessions() if name.startswith("hang.")], 2)
 
 
 def test_a_polluted_process_is_put_right(fleet: Fleet) -> None:

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from commandbus.testing import hang
-from fleet import SLOTS, Fleet, running_fleet
+from fleet import Fleet, running_fleet
 from support.waiting import until
 
 ENDED = {"IN_TROUBLESHOOTING_QUEUE", "COMPLETED"}
 CHEAP = ("hang.pg_sleep", "hang.double_lock", "isolated.sleep")
 MEMORY_SLACK_MB = 8.0
+SLOTS = 10
+ROUNDS = 5
 
 
-@pytest.fixture
-def fleet(zoo_database: str) -> Any:
-    """A fleet of this test's own, warmed up: every slot and the pool have been used, and one isolated process."""
-    with running_fleet(zoo_database) as fleet:
-        run_rounds(fleet, ["work_with_connection", "isolated.pollute"], 2 * SLOTS)
+@pytest.fixture(scope="module")
+def fleet(zoo_database: str) -> Iterator[Fleet]:
+    """A wider fleet with shorter limits, so that many rounds take little time."""
+    limits = {"WORKER_TASK_TIMEOUT": "0.6", "CANCEL_GRACE_SECONDS": "0.3"}
+    with running_fleet(zoo_database, slots=SLOTS, **limits) as fleet:
         yield fleet
+
+
+@pytest.fixture(autouse=True)
+def warm(fleet: Fleet) -> None:
+    """Every slot and the pool have been used, and processes of their own."""
+    run_rounds(fleet, ["work_with_connection", "isolated.pollute"], 2 * SLOTS)
 
 
 def run_rounds(fleet: Fleet, kinds: Iterable[str], times: int) -> None:
@@ -62,7 +69,7 @@ def test_fifty_rounds_leave_nothing_behind(fleet: Fleet) -> None:
     for kind in CHEAP:
         run_rounds(fleet, [kind], 50)
         fleet.meet_at_once(10)
-    assert fresh(fleet) == at_first
+    assert fresh(fleet) == at_first, [(name, query[:30]) for name, query in fleet.sessions()]
     assert fleet.resident_mb() < memory + MEMORY_SLACK_MB
 
 
@@ -92,8 +99,8 @@ def test_five_rounds_of_all_the_others_leave_nothing_behind(fleet: Fleet) -> Non
     """All at once, mixed: workers drain, freeze, crash and are killed, and others stand in."""
     at_first, memory = fresh(fleet), fleet.resident_mb()
     names = [name for name in hang.ANIMALS if f"hang.{name}" not in CHEAP]
-    for _ in range(5):
+    for _ in range(ROUNDS):
         run_rounds(fleet, [f"hang.{name}" for name in names], 1)
         fleet.meet_at_once(15)
-    assert fresh(fleet) == at_first
+    assert fresh(fleet) == at_first, [(name, query[:30]) for name, query in fleet.sessions()]
     assert fleet.resident_mb() < memory + MEMORY_SLACK_MB

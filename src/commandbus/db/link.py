@@ -6,7 +6,6 @@ back or the owner stops. Nothing is retried here: only the owner knows whether i
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -17,10 +16,11 @@ from psycopg import Connection
 
 from commandbus.db.drive import OwnConnection, Runnable, run
 from commandbus.db.pool import check_conninfo, connection_kwargs
+from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 
 T = TypeVar("T")
-logger = logging.getLogger("commandbus.worker")
+logger = safe_logger("commandbus.worker")
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0

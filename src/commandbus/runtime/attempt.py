@@ -291,7 +291,7 @@ class Attempt:
             settlement.reply = self._reply(_REPLIES[judgement.verdict], failure=judgement.failure)
         return settlement
 
-    def waive(self, failure: Failure) -> Settlement:
+    def waive(self, failure: Failure, *, suspect: bool = False) -> Settlement:
         """The settlement of an attempt that was stopped through no fault of its own."""
         return waived(
             self.domain,
@@ -301,6 +301,7 @@ class Attempt:
             number=self.number,
             started=self.started,
             failure=failure,
+            suspect=suspect,
         )
 
     def give_back(self) -> Settlement:

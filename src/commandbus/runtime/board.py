@@ -74,7 +74,7 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the board says now. `beat_at` is 0 until the first beat; `gone`: replaced threads (ident, native id)."""
+    """What the board says now. `beat_at` is 0 until the first beat; `gone`: idents of replaced threads."""
 
     beat_at: float
     state: State

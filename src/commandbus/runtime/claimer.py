@@ -1,8 +1,9 @@
 """The Claimer: brings work for the slots, on a connection of its own that also LISTENs.
 
 Under load it claims in large bites, so that the slots never run dry: what they will start within the next 20 ms
-is prefetched (leased and renewed like what runs). With slow handlers that is nothing, so no command waits in one
-worker while another is idle.
+is prefetched (leased and renewed like what runs), or within the time of two claims, where the server is slow or
+far away: else the claims would keep the rate down, and the rate the claims. With slow handlers that is nothing,
+so no command waits in one worker while another is idle.
 
 Idle, it announces that it waits (senders notify only then), looks again at once and after 5, 20 and 100 ms (a
 sender may have looked before the announcement and committed after it), and then sleeps until a notification, the
@@ -15,7 +16,6 @@ become visible in the past, it begins at the beginning.
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import threading
@@ -31,13 +31,15 @@ from psycopg import Connection
 from commandbus.db.link import Link
 from commandbus.errors import CommandBusError
 from commandbus.flow.claim import Claim, announce, claim, next_due, put_right, withdraw
+from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 
-logger = logging.getLogger("commandbus.worker")
+logger = safe_logger("commandbus.worker")
 
 LARGEST_CLAIM = 200
 LARGEST_PREFETCH = 400
 PREFETCH_SECONDS = 0.02
+LONGEST_PREFETCH_SECONDS = 0.4
 SWEEP_SECONDS = 1.0
 LOOKS_SECONDS = (0.0, 0.005, 0.02, 0.1)
 ANNOUNCEMENT_SECONDS = 60.0
@@ -86,6 +88,7 @@ class Claimer:
         self._announced_until = 0.0
         self._busy_since: float | None = None
         self._rate = _Rate()
+        self._claim_seconds = 0.0  # what asking all domains takes, of late
         self._thread = threading.Thread(target=self._serve, name=f"{name}-claimer", daemon=True)
 
     def start(self) -> None:
@@ -115,7 +118,8 @@ class Claimer:
     @property
     def prefetch(self) -> int:
         """How many attempts may wait before the slots."""
-        return min(LARGEST_PREFETCH, int(self._rate.per_second * PREFETCH_SECONDS))
+        ahead = max(PREFETCH_SECONDS, min(2 * self._claim_seconds, LONGEST_PREFETCH_SECONDS))
+        return min(LARGEST_PREFETCH, int(self._rate.per_second * ahead))
 
     def _listen(self, conn: Connection[Any]) -> None:
         for domain in self._domains:
@@ -157,6 +161,7 @@ class Claimer:
     def _claim_all(self, room: int) -> int:
         """Ask every domain, the one served last at the end; answers how many were claimed."""
         total = 0
+        began = time.monotonic()
         for domain in list(self._domains):
             if room <= 0:
                 break
@@ -166,6 +171,7 @@ class Claimer:
                 self._domains.append(domain)
             total += got
             room -= got
+        self._claim_seconds += (time.monotonic() - began - self._claim_seconds) * 0.3
         return total
 
     def _claim(self, domain: _Domain, n: int) -> int:

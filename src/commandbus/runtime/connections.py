@@ -22,9 +22,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -32,6 +34,7 @@ from typing import Any
 import psycopg
 from psycopg import AsyncConnection, Connection
 from psycopg.pq import TransactionStatus
+from psycopg.pq.abc import PGconn
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from commandbus.db.drive import OwnConnection
@@ -44,15 +47,24 @@ from commandbus.settings import Settings
 class Borrowed:
     """A connection while an attempt holds it. `lock` guards its return against a cancel on its way."""
 
-    __slots__ = ("file", "is_lost", "is_returned", "key", "lock", "pid")
+    __slots__ = ("file", "is_lost", "is_returned", "key", "lock", "pgconn", "pid")
 
-    def __init__(self, pid: int, key: int | None, file: int = -1) -> None:
+    def __init__(self, pid: int, key: int | None, pgconn: PGconn | None = None) -> None:
         self.pid = pid
-        self.file = file
+        self.pgconn = pgconn
+        self.file = -1 if pgconn is None else pgconn.socket
         self.key = key  # of the advisory lock by which the backend is found, behind PgBouncer
         self.lock = threading.Lock()
         self.is_returned = False
         self.is_lost = False
+
+    def hang_up(self) -> None:
+        """End our side of it: whoever is at the other end rolls back what is open. For a backend that cannot be
+        found, because the handler has ended the transaction by which it is known."""
+        with suppress(OSError, psycopg.Error):
+            if self.pgconn is not None and self.pgconn.socket == self.file:  # else it was closed, and is nobody's
+                with socket.socket(fileno=os.dup(self.file)) as ours:
+                    ours.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
         """In a copy of this process: nothing that is sent here may reach the server."""
@@ -75,6 +87,7 @@ class HandlerConnections:
         on_exhausted: Callable[[], None] = lambda: None,
         on_unreachable: Callable[[], None] = lambda: None,
         max_idle: float | None = None,
+        on_backend: Callable[[Attempt, int], None] | None = None,
     ) -> None:
         self._settings = settings
         self._timeouts = settings.timeouts
@@ -83,10 +96,12 @@ class HandlerConnections:
         self._lent = lent
         self._on_exhausted = on_exhausted
         self._on_unreachable = on_unreachable
+        self._on_backend = on_backend  # told the backend's pid, and 0 when the connection is back
         self._max_idle = max_idle
         self._own: ConnectionPool[OwnConnection] | None = None
         self._opening = threading.Lock()
-        self._lost = 0
+        self._lost = 0  # connections that stuck attempts hold: the pool counts them for ever
+        self._askers: ThreadPoolExecutor | None = None
         self._is_pooled_elsewhere = not settings.prepared_statements
 
     @contextmanager
@@ -113,13 +128,15 @@ class HandlerConnections:
                 yield conn
         finally:
             self._take_back(attempt, borrowed)
-            _restore(conn, habits)
-            if not self._is_pooled_elsewhere:
-                with _closing_on_error(conn):
-                    conn.autocommit = True
-                    conn.execute(*self._undo(before), prepare=False)
-                    conn.autocommit = habits["autocommit"]
-            pool.putconn(conn)
+            try:
+                _restore(conn, habits)
+                if not self._is_pooled_elsewhere:
+                    with _closing_on_error(conn):
+                        conn.autocommit = True
+                        conn.execute(*self._undo(before), prepare=False)
+                        conn.autocommit = habits["autocommit"]
+            finally:
+                self._put(pool, conn, borrowed)
 
     @asynccontextmanager
     async def asynchronous(self, attempt: Attempt, *, deadline_at: float) -> AsyncIterator[AsyncConnection[Any]]:
@@ -155,12 +172,14 @@ class HandlerConnections:
                     await wrapped.commit()
         finally:
             self._take_back(attempt, borrowed)
-            _restore(conn, habits)
-            if not self._is_pooled_elsewhere:
-                with _closing_on_error(conn):
-                    await wrapped.set_autocommit(True)
-                    await wrapped.execute(*self._undo(before))
-            pool.putconn(conn)
+            try:
+                _restore(conn, habits)
+                if not self._is_pooled_elsewhere:
+                    with _closing_on_error(conn):
+                        await wrapped.set_autocommit(True)
+                        await wrapped.execute(*self._undo(before))
+            finally:  # the handler may be cancelled here, too
+                self._put(pool, conn, borrowed)
 
     def _undo(self, before: dict[str, Any]) -> tuple[bytes, dict[str, Any] | None]:
         """What makes the session as it was: everything anew in our own pool, only our limits in a lent one."""
@@ -172,17 +191,23 @@ class HandlerConnections:
             if borrowed.is_returned or borrowed.is_lost:
                 return
             borrowed.is_lost = True
-        self._resize(+1)
+        self._grow()
 
-    def _resize(self, by: int) -> None:
+    def _put(self, pool: ConnectionPool[Any], conn: Connection[Any], borrowed: Borrowed) -> None:
+        if borrowed.is_lost and self._lent is None:
+            conn.close()  # the pool has another one in its place, and would open one more for this
+        else:
+            pool.putconn(conn)
+
+    def _grow(self) -> None:
         with self._opening:
-            self._lost += by
+            self._lost += 1
             own, size = self._own, self._size + self._lost
             if own is None or own.closed:
                 return
             least = own.min_size
             own.resize(least, size)
-            if by > 0 and own.get_stats().get("requests_waiting"):
+            if own.get_stats().get("requests_waiting"):
                 # A pool grows when it is asked for a connection: who queued before must be given one.
                 own.resize(least + 1, size)
                 own.resize(least, size)
@@ -205,21 +230,25 @@ class HandlerConnections:
 
     def _lend(self, attempt: Attempt, conn: Connection[Any]) -> Borrowed:
         key = advisory_key(attempt) if self._is_pooled_elsewhere else None
-        borrowed = Borrowed(conn.pgconn.backend_pid, key, conn.pgconn.socket)
+        borrowed = Borrowed(conn.pgconn.backend_pid, key, conn.pgconn)
         attempt.extras.borrowed = borrowed
+        if self._on_backend is not None:
+            self._on_backend(attempt, borrowed.pid)
         return borrowed
 
     def _take_back(self, attempt: Attempt, borrowed: Borrowed) -> None:
         with borrowed.lock:  # a cancel that is on its way arrives before the next owner
             borrowed.is_returned = True
         attempt.extras.borrowed = None
-        if borrowed.is_lost:
-            self._resize(-1)
+        if self._on_backend is not None:
+            self._on_backend(attempt, 0)
 
     def close(self) -> None:
         """Close what was opened here."""
         if self._own is not None:
             self._own.close(timeout=1)
+        if self._askers is not None:
+            self._askers.shutdown(wait=False, cancel_futures=True)
 
     def _pool(self) -> ConnectionPool[Any]:
         if self._lent is not None:
@@ -236,19 +265,23 @@ class HandlerConnections:
                     )
         return self._own
 
-    @staticmethod
-    async def _get_without_blocking(pool: ConnectionPool[Any], timeout: float) -> Connection[Any]:
+    async def _get_without_blocking(self, pool: ConnectionPool[Any], timeout: float) -> Connection[Any]:
         try:
             idle: Connection[Any] = pool.getconn(timeout=0)  # there is one most of the time
             return idle
         except PoolTimeout:
             pass
-        asking = asyncio.get_running_loop().run_in_executor(None, pool.getconn, timeout)
+        if self._askers is None:
+            # Not the loop's own threads: those are the handlers', who may have left all of them hanging.
+            most = 2 * self._settings.concurrency
+            self._askers = ThreadPoolExecutor(most, thread_name_prefix=f"{self._name}-asker")
+        asked = self._askers.submit(pool.getconn, timeout)
         try:
-            return await asyncio.shield(asking)
+            return await asyncio.shield(asyncio.wrap_future(asked))
         except asyncio.CancelledError:
-            # The thread goes on waiting; whatever it gets must find its way back.
-            asking.add_done_callback(partial(_return_late, pool))
+            if not asked.cancel():
+                # The thread goes on waiting; whatever it gets must find its way back.
+                asked.add_done_callback(partial(_return_late, pool))
             raise
 
 
@@ -291,7 +324,7 @@ def _closing_on_error(conn: Connection[Any]) -> Iterator[None]:
             raise
 
 
-def _return_late(pool: ConnectionPool[Any], asked: asyncio.Future[Connection[Any]]) -> None:
+def _return_late(pool: ConnectionPool[Any], asked: Future[Connection[Any]]) -> None:
     if not asked.cancelled() and asked.exception() is None:
         pool.putconn(asked.result())
 

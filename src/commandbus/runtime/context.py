@@ -48,6 +48,7 @@ from commandbus.runtime.connections import HandlerConnections
 
 C = TypeVar("C")
 MAX_PROGRESS_BYTES = 4096
+_REFUSED = (psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable)  # the server is there, and rolled back
 _LONGEST_WAIT = 3600.0  # threading cannot wait for years at a time
 logger = logging.getLogger("commandbus.handler")
 
@@ -319,7 +320,7 @@ class HandlerContext(_Context):
                 self._check(run(conn, self._settlement(tx._result)))
             self._attempt.has_committed = True
         except psycopg.OperationalError as error:
-            if not finishing:
+            if not finishing or isinstance(error, _REFUSED):
                 raise
             with self.connection() as other:
                 self._uncertain(run(other, _has_committed(self._attempt, self._services.worker)), error)
@@ -385,7 +386,7 @@ class AsyncHandlerContext(_Context):
                 self._check(await run_async(conn, self._settlement(tx._result)))
             self._attempt.has_committed = True
         except psycopg.OperationalError as error:
-            if not finishing:
+            if not finishing or isinstance(error, _REFUSED):
                 raise
             async with self.connection() as other:
                 found = await run_async(other, _has_committed(self._attempt, self._services.worker))

@@ -217,10 +217,10 @@ class Executor:
         """The process that ran it died of it."""
         return self._fail(attempt, self._judge(attempt, failure, is_timeout=False))
 
-    def waive(self, attempt: Attempt, failure: Failure) -> Settlement:
+    def waive(self, attempt: Attempt, failure: Failure, *, suspect: bool = False) -> Settlement:
         """Stopped through no fault of its own."""
         _log(logging.WARNING, attempt, f"was stopped: {failure.error}; tried again, not charged")
-        return attempt.waive(failure)
+        return attempt.waive(failure, suspect=suspect)
 
     def _judge(self, attempt: Attempt, failure: Failure, *, is_timeout: bool) -> Judgement:
         handler = attempt.handler

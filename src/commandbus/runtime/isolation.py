@@ -23,6 +23,7 @@ from typing import Any, Final, Protocol
 
 from commandbus.errors import ConfigurationError, UnknownCommandTypeError
 from commandbus.flow.settle import Settlement
+from commandbus.logger import safe_logger
 from commandbus.model import payload
 from commandbus.model.outcome import Failure
 from commandbus.model.postmortem import parse_dump, signal_name
@@ -40,7 +41,7 @@ from commandbus.settings import SETTINGS, Settings
 
 __all__ = ["Child", "Ends", "Isolation"]
 
-logger = logging.getLogger("commandbus.worker")
+logger = safe_logger("commandbus.worker")
 
 IDLE_SECONDS: Final = 60.0
 POLITE_SECONDS: Final = 2.0
@@ -161,7 +162,13 @@ class Isolation:
         child = Child(process, attempt, self._keeper, self._settings.max_memory_mb)
         try:
             self._know(process, child)
+            if attempt.is_fenced:  # given up while it waited for a process
+                child.finish()
+                self._return(process, is_usable=True)
+                return None
             child.begin()
+            if attempt.is_fenced:
+                child.end_now("it was given up before it could begin")
             end = child.attend()
         except BaseException:
             child.finish()

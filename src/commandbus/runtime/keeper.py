@@ -11,7 +11,6 @@ terminated, so that nothing it does can commit later, and only then is its outco
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 import time
@@ -27,6 +26,7 @@ from commandbus.flow.backend import cancel_backend, find_backend, look_at_backen
 from commandbus.flow.prune import Retention, prune_all
 from commandbus.flow.register import WorkerIdentity, beat
 from commandbus.flow.renew import PendingCancel, pending_cancels, renew
+from commandbus.logger import safe_logger
 from commandbus.model.timeouts import MONITOR_TICK
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.connections import Borrowed
@@ -34,7 +34,7 @@ from commandbus.runtime.health import HealthStatus
 from commandbus.runtime.ladder import Document
 from commandbus.settings import Settings
 
-logger = logging.getLogger("commandbus.worker")
+logger = safe_logger("commandbus.worker")
 
 BEAT_SECONDS = 3.0
 PRUNE_SECONDS = 60.0
@@ -277,14 +277,20 @@ class Keeper:
 
     def _fence(self, borrowed: Borrowed | None, taken: Document, then: Callable[[Document], None]) -> None:
         if borrowed is not None:
-            with borrowed.lock:
-                if not borrowed.is_returned:
-                    self._end_session(borrowed, taken)
+            try:
+                with borrowed.lock:
+                    if not borrowed.is_returned:
+                        self._end_session(borrowed, taken)
+            except psycopg.OperationalError:
+                raise  # the connection is lost: again, later
+            except psycopg.Error:
+                logger.exception("the database session of a stuck attempt could not be ended")
         then(taken)
 
     def _end_session(self, borrowed: Borrowed, taken: Document) -> None:
         pid = self._link.run(find_backend(borrowed.pid, borrowed.key))
         if pid is None:
+            borrowed.hang_up()
             return
         found = self._link.run(look_at_backend(pid))
         if found is not None:

@@ -13,7 +13,6 @@ Whoever takes an attempt out of `running` owns its settlement: the slot that ran
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
+from commandbus.logger import safe_logger
 from commandbus.model.durations import format_seconds
 from commandbus.model.outcome import Failure
 from commandbus.model.timeouts import MONITOR_TICK, Timeouts
@@ -30,7 +30,9 @@ from commandbus.runtime.health import HealthStatus
 from commandbus.runtime.loop import AsyncSlot, AsyncSlots
 from commandbus.runtime.slots import Slot, Slots
 
-logger = logging.getLogger("commandbus.worker")
+logger = safe_logger("commandbus.worker")
+
+BLOCKED_SECONDS = 1.0  # without a beat of an event loop
 
 Running = dict[Attempt, Slot | AsyncSlot]
 Document = dict[str, Any]
@@ -49,9 +51,10 @@ class Ladder:
         health: HealthStatus,
         cancel_query: Callable[[Attempt], None],
         fence: Callable[[Attempt, Stop, Document], None],
-        bystander: Callable[[Attempt, Failure], None],
+        bystander: Callable[[Attempt, Slot | AsyncSlot, Failure, bool], None],
         on_stuck: Callable[[Attempt, Slot | AsyncSlot], None],
         on_tick: Callable[[float], None],
+        can_isolate: bool,
         name: str,
     ) -> None:
         self._timeouts = timeouts
@@ -64,6 +67,7 @@ class Ladder:
         self._bystander = bystander
         self._on_stuck = on_stuck
         self._on_tick = on_tick
+        self._can_isolate = can_isolate
         self._asked: SimpleQueue[tuple[Attempt, Stop]] = SimpleQueue()
         self._wake = threading.Event()
         self._stopping = False
@@ -107,7 +111,10 @@ class Ladder:
             attempt, stop = self._asked.get()
             self._ask_to_stop(attempt, self._running.get(attempt), stop)
         for attempt, place in list(self._running.items()):
-            self._look(attempt, place, now)
+            try:
+                self._look(attempt, place, now)
+            except Exception:
+                logger.exception("looking at command %s failed", attempt.command_id)  # the others are looked at
         self._on_tick(now)
 
     # --- one attempt ---------------------------------------------------------------------------------------
@@ -130,7 +137,10 @@ class Ladder:
             return
         if now >= stop.until:
             self._give_up(attempt, place, stop)
-        elif attempt.borrowed is not None and not attempt.extras.is_reminded:
+            return
+        if isinstance(place, AsyncSlot) and self._loop is not None and not attempt.extras.is_delivered:
+            self._loop.cancel(attempt, place)  # it was just about to start when it was asked, or its loop is busy
+        if attempt.borrowed is not None and not attempt.extras.is_reminded:
             self._remind(attempt, stop, now)
 
     def _remind(self, attempt: Attempt, stop: Stop, now: float) -> None:
@@ -187,17 +197,17 @@ class Ladder:
         if isinstance(place, AsyncSlot) and self._loop is not None:
             blocked = not attempt.extras.is_delivered
             if blocked and place.loop.blocker() is not attempt:
-                self._give_up_loop(place, stop)
+                self._give_up_loop(attempt, place, stop)
                 return
-            taken = autopsy.of_task(place.task, place.loop.thread.ident, is_blocked=blocked)
+            taken = _examine(place, is_blocked=blocked)
             if not self._take(attempt, stop, taken):
                 return
             if blocked:
-                self._leave_loop(place, attempt)
+                self._leave_loop(place, _blocked_by(attempt))
             else:
                 self._loop.replace(place)
         elif isinstance(place, Slot):
-            taken = autopsy.of_thread(place.ident)
+            taken = _examine(place)
             if not self._take(attempt, stop, taken):
                 return
             self._slots.replace(place)
@@ -222,36 +232,75 @@ class Ladder:
             extra={"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number},
         )
         self._fence(attempt, stop, taken)
-        self._on_stuck(attempt, place)
+        if attempt.child is not None:  # a process came for it at the last moment
+            attempt.child.kill(stop.text)
+        self._note_stuck(attempt, place)
         return True
+
+    def _note_stuck(self, attempt: Attempt, place: Slot | AsyncSlot) -> None:
+        try:
+            self._on_stuck(attempt, place)
+        except Exception:
+            logger.exception("the worker could not be told of a stuck attempt")  # its slot must come back
 
     # --- a blocked event loop ----------------------------------------------------------------------------------
 
-    def _give_up_loop(self, place: AsyncSlot, stop: Stop) -> None:
+    def _give_up_loop(self, attempt: Attempt, place: AsyncSlot, stop: Stop) -> None:
         """An attempt's cancel never reached it, because another one blocks their loop: that one is to blame."""
         blocker = place.loop.blocker()
         culprit = self._running.get(blocker) if blocker is not None else None
         if blocker is None or not isinstance(culprit, AsyncSlot):
-            return  # it was let go this very moment: the cancel arrives
+            if time.monotonic() - place.loop.beat_at > BLOCKED_SECONDS:
+                self._give_up_unnamed(attempt, place, stop)
+            elif self._loop is not None:
+                self._loop.cancel(attempt, place)  # the loop was let go this very moment
+            return
         text = f"it blocked the event loop for {time.monotonic() - place.loop.beat_at:.1f} s"
         blamed = Stop(Why.DEADLINE if stop.why is Why.LEASE else stop.why, text, stop.asked_at, stop.until)
         blocker.ask_to_stop(blamed)
-        taken = autopsy.of_task(culprit.task, place.loop.thread.ident, is_blocked=True)
+        taken = _examine(culprit, is_blocked=True)
         if self._take(blocker, blamed, taken):
-            self._leave_loop(place, blocker)
+            self._leave_loop(place, _blocked_by(blocker))
 
-    def _leave_loop(self, place: AsyncSlot, culprit: Attempt) -> None:
+    def _give_up_unnamed(self, attempt: Attempt, place: AsyncSlot, stop: Stop) -> None:
+        """A task or a callback that somebody made blocks the loop, and nothing tells whose it is.
+
+        Whoever is alone there did it; of several, each runs in a process of its own next time.
+        """
+        here = [other for other in list(self._running.values()) if isinstance(other, AsyncSlot)]
+        if sum(other.loop is place.loop for other in here) > 1 and self._can_isolate:
+            self._health.record_stuck_thread()
+            logger.error("the event loop is blocked, by a task or callback of an attempt that cannot be named")
+            self._leave_loop(place, "its event loop was blocked, and nothing tells by whom", suspect=True)
+            self._note_stuck(attempt, place)
+        elif self._take(attempt, stop, _examine(place, is_blocked=True)):
+            self._leave_loop(place, _blocked_by(attempt))
+
+    def _leave_loop(self, place: AsyncSlot, text: str, *, suspect: bool = False) -> None:
         """Everybody else on the loop is fenced and tried again, not charged."""
         loop = place.loop
-        text = f"its event loop was blocked by command {culprit.command_id!r} ({culprit.command_type})"
         for attempt, other in list(self._running.items()):
             is_here = isinstance(other, AsyncSlot) and other.loop is loop
             if is_here and self._running.pop(attempt, None) is not None:
                 attempt.bar()
                 failure = Failure("LoopBlocked", "BYSTANDER", text, duration_ms=attempt.elapsed_ms())
-                self._bystander(attempt, failure)
+                self._bystander(attempt, other, failure, suspect)
         if self._loop is not None:
             self._loop.abandon_loop(loop)
+
+
+def _blocked_by(culprit: Attempt) -> str:
+    return f"its event loop was blocked by command {culprit.command_id!r} ({culprit.command_type})"
+
+
+def _examine(place: Slot | AsyncSlot, *, is_blocked: bool = False) -> Document:
+    """An autopsy; whatever goes wrong with it (a module's loader may raise) must not save a stuck attempt."""
+    try:
+        if isinstance(place, AsyncSlot):
+            return autopsy.of_task(place.task, place.loop.thread.ident, is_blocked=is_blocked)
+        return autopsy.of_thread(place.ident)
+    except Exception as error:  # noqa: BLE001
+        return {"taken_at": round(time.time(), 3), "stacks": [], "left_out": f"{type(error).__name__}: {error}"}
 
 
 def _end_scope(scope: Scope, attempt: Attempt, now: float) -> None:

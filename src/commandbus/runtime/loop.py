@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import os
 import threading
 import time
@@ -28,13 +29,14 @@ BEAT_SECONDS = 0.25
 class AsyncSlot:
     """Where one async attempt at a time runs: a task, and its number on the board."""
 
-    __slots__ = ("current", "has_place", "index", "loop", "task")
+    __slots__ = ("current", "has_place", "index", "is_over", "loop", "task")
 
     def __init__(self, index: int, loop: _Loop) -> None:
         self.index = index
         self.loop = loop
         self.current: Attempt | None = None
         self.has_place = False
+        self.is_over = False  # its task has ended in order
         self.task: asyncio.Task[None] | None = None
 
 
@@ -60,6 +62,7 @@ class AsyncSlots:
         self.on_thread = on_thread
         self._name = name
         self._stopping = False
+        self.moving = threading.Lock()  # guards who has a place: the loop's thread, or the ladder that gives it up
         self._loop = _Loop(self, name)
         places.join(self)
 
@@ -88,18 +91,20 @@ class AsyncSlots:
     def replace(self, stuck: AsyncSlot) -> None:
         """A new task for the slot of a stuck attempt, with its place."""
         if stuck.loop is self._loop and not self._stopping:
-            stuck.loop.call(stuck.loop.add_slot, stuck.index, True)
+            stuck.loop.call(stuck.loop.replace, stuck)
         else:
-            self._give(stuck)
+            self.give_place(stuck)
 
     def abandon_loop(self, loop: _Loop) -> None:
         """Give up a blocked loop: its places come back, new attempts get a fresh one."""
         if loop is self._loop and not self._stopping:
             self._loop = _Loop(self, self._name)
             self._loop.start()
+        with self.moving:
+            loop.is_retired = True  # from now on it takes no place
         loop.retire()
         for slot in loop.slots:
-            self._give(slot)
+            self.give_place(slot)
         self.wake_one()
 
     def take_back(self) -> list[Attempt]:
@@ -123,9 +128,11 @@ class AsyncSlots:
         self._loop.retire()
         self._loop.thread.join(timeout)
 
-    def _give(self, slot: AsyncSlot) -> None:
-        if slot.has_place:
-            slot.has_place = False
+    def give_place(self, slot: AsyncSlot) -> None:
+        """Return a slot's place, if it has one; once, whoever comes first."""
+        with self.moving:
+            had, slot.has_place = slot.has_place, False
+        if had:
             self.places.give(self)
 
 
@@ -178,6 +185,20 @@ class _Loop:
         self.slots = [other for other in self.slots if other.index != index] + [slot]
         context = self._clean.copy()
         slot.task = self.loop.create_task(self._work(slot), name=f"slot-{index}", context=context)
+        slot.task.add_done_callback(functools.partial(self._revive, slot))
+
+    def replace(self, slot: AsyncSlot) -> None:
+        """A new task for a slot, with its place, on the loop's thread."""
+        if slot in self.slots and not self.is_retired:
+            with self.lane.moving:
+                had, slot.has_place = slot.has_place, False
+            slot.is_over = True
+            self.add_slot(slot.index, had)
+
+    def _revive(self, slot: AsyncSlot, _: asyncio.Task[None]) -> None:
+        """A handler may have kept its task, and cancelled it when it was no longer its own."""
+        if not slot.is_over:
+            self.replace(slot)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -189,14 +210,18 @@ class _Loop:
         self._beat()
         self.loop.call_soon(self._ready.set)
         try:
-            self.loop.run_forever()
+            while not self.is_retired:
+                # A handler may stop the loop, or leave a task or a callback that raises SystemExit.
+                with contextlib.suppress(BaseException):
+                    self.loop.run_forever()
         finally:
             if self.is_copy:
                 os._exit(0)  # its tasks, and what they would do when cancelled, are its parent's
             for task in asyncio.all_tasks(self.loop):
                 task.cancel()
             self.loop.run_until_complete(asyncio.sleep(0))
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            if not asyncio.all_tasks(self.loop):  # the generators of a task that swallows its cancel are in use
+                self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
 
     def _beat(self) -> None:
@@ -205,10 +230,18 @@ class _Loop:
 
     def _wake(self) -> None:
         self._wake_asked = False
-        if self.lane.waiting and self._idle and not self.is_retired and self.lane.places.take(self.lane):
-            slot, woken = self._idle.popleft()
-            slot.has_place = True
+        lane = self.lane
+        while self._idle and self._idle[0][1].done():
+            self._idle.popleft()  # its task was cancelled in its sleep
+        if not lane.waiting or not self._idle or self.is_retired or not lane.places.take(lane):
+            return
+        slot, woken = self._idle.popleft()
+        with lane.moving:
+            slot.has_place = not self.is_retired
+        if slot.has_place:
             woken.set_result(None)
+        else:
+            lane.places.give(lane)
 
     async def _work(self, slot: AsyncSlot) -> None:
         lane, waiting = self.lane, self.lane.waiting
@@ -227,13 +260,13 @@ class _Loop:
             slot.current = attempt
             is_ours = await lane.run(attempt, slot)
             slot.current = None
-            if attempt.stop is not None:
-                _forget_cancels(slot)
             if not is_ours:
+                slot.is_over = True
                 return  # declared stuck: another task has taken over
             lane.finished += 1
-            if contextvars.copy_context() != self._clean:  # the next handler must not see what this one has set
-                self.add_slot(slot.index, slot.has_place)
+            # The next handler must see neither what this one has set, nor a cancel that was this one's.
+            if contextvars.copy_context() != self._clean or (slot.task is not None and slot.task.cancelling()):
+                self.replace(slot)
                 return
             breath += 1
             if breath >= BREATH:
@@ -246,9 +279,7 @@ class _Loop:
         """Return the place and wait to be woken with one."""
         woken = self.loop.create_future()
         self._idle.append((slot, woken))
-        if slot.has_place:
-            slot.has_place = False
-            self.lane.places.give(self.lane)
+        self.lane.give_place(slot)
         if self.lane.waiting:
             self.ask_to_wake()
         await woken
@@ -256,12 +287,6 @@ class _Loop:
 
 def _cancel(attempt: Attempt, slot: AsyncSlot) -> None:
     """On the loop: between two steps of the task, so the attempt is either still in its handler or over."""
-    if slot.current is attempt and slot.task is not None:
+    if slot.current is attempt and slot.task is not None and not attempt.extras.is_delivered:
         attempt.extras.is_delivered = True
         slot.task.cancel()
-
-
-def _forget_cancels(slot: AsyncSlot) -> None:
-    """The cancel was the attempt's, not the slot's: the next handler's time-outs must not see it."""
-    while slot.task is not None and slot.task.cancelling():
-        slot.task.uncancel()

@@ -11,7 +11,6 @@ drains.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
@@ -29,6 +28,7 @@ from commandbus.db.link import Link
 from commandbus.flow.register import WorkerIdentity
 from commandbus.flow.renew import PendingCancel
 from commandbus.flow.settle import cancellation
+from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime import autopsy
@@ -51,7 +51,7 @@ from commandbus.runtime.slots import Slot, Slots
 from commandbus.runtime.tidy import ProcessState
 from commandbus.settings import Settings
 
-logger = logging.getLogger("commandbus.worker")
+logger = safe_logger("commandbus.worker")
 
 SETTLE_RESERVE_SECONDS = 2.0
 STALE_SECONDS = 0.5
@@ -133,6 +133,7 @@ class Parts:
             lent=spec.pool,
             on_exhausted=self._exhausted,
             on_unreachable=lambda: spec.health.set_critical(UNREACHABLE),
+            on_backend=None if self._board is None else self._show_backend,
             max_idle=BRIEF_IDLE_SECONDS if self._some_isolated else None,
         )
         services = Services(
@@ -219,6 +220,7 @@ class Parts:
             bystander=self._set_aside,
             on_stuck=self._note_stuck,
             on_tick=self._tick,
+            can_isolate=self._isolation.is_available,
             name=spec.id,
         )
 
@@ -348,14 +350,16 @@ class Parts:
 
         self._keeper.fence(attempt, taken, settle)
 
-    def _set_aside(self, attempt: Attempt, failure: Failure) -> None:
-        """A bystander of a blocked loop."""
+    def _set_aside(self, attempt: Attempt, place: Slot | AsyncSlot, failure: Failure, suspect: bool) -> None:  # noqa: FBT001
+        """A bystander of a blocked loop, or one of several that may have blocked it."""
         borrowed = attempt.borrowed
+        if self._board is not None:
+            self._board.leave(place.index)
 
         def settle(_: Document) -> None:
             if borrowed is not None:
                 self._connections.write_off(borrowed)
-            self.settler.add(attempt, self._executor.waive(attempt, failure))
+            self.settler.add(attempt, self._executor.waive(attempt, failure, suspect=suspect))
 
         self._keeper.fence(attempt, {}, settle)
 
@@ -486,7 +490,8 @@ class Parts:
         be idle."""
         stale_before = time.monotonic() - STALE_SECONDS
         for lane in (self._slots, self._loop):
-            if lane is not None and lane.waiting and lane.waiting[0].renewed_at < stale_before:
+            oldest = next(iter(lane.waiting.copy()), None) if lane is not None else None  # slots take from it, too
+            if lane is not None and oldest is not None and oldest.renewed_at < stale_before:
                 for attempt in lane.take_back():
                     self._return(attempt)
 
@@ -585,6 +590,12 @@ class Parts:
         board.leave(slot)
         if self._process is not None and self._process.is_touched:
             self._process.restore()
+
+    def _show_backend(self, attempt: Attempt, pid: int) -> None:
+        """At once: a handler may change its session's name, and a crash leaves no time to look."""
+        place = self.running.get(attempt)
+        if self._board is not None and place is not None:
+            self._board.backend(place.index, pid)
 
     def _show_thread(self, slot: int) -> None:
         if self._board is not None:

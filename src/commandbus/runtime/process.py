@@ -9,7 +9,6 @@ Its end is known by a pidfd: what a handler forks off may hold the socket open f
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import select
@@ -24,10 +23,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Final
 
+from commandbus.logger import safe_logger
 from commandbus.runtime.channel import Message, WorkerEnd
 from commandbus.runtime.memory import resident_megabytes
 
-logger = logging.getLogger("commandbus.worker")
+logger = safe_logger("commandbus.worker")
 
 MAX_DUMP_BYTES: Final = 64 * 1024
 

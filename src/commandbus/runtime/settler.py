@@ -9,7 +9,6 @@ its work, and that is logged. One that somebody asked to cancel, and that did no
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter, deque
@@ -23,11 +22,12 @@ from commandbus.errors import PermanentCommandError
 from commandbus.flow.renew import pending_cancels
 from commandbus.flow.settle import Answer, Settlement, cancellation, settle
 from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.logger import safe_logger
 from commandbus.model.outcome import Judgement, Verdict, describe
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.execute import Ended, Note
 
-logger = logging.getLogger("commandbus.worker")
+logger = safe_logger("commandbus.worker")
 
 BATCH = 500
 BUSY_PAUSE_SECONDS = 0.05

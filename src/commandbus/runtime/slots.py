@@ -15,17 +15,17 @@ earlier handlers left in thread-locals.
 from __future__ import annotations
 
 import contextvars
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from commandbus.logger import safe_logger
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.places import Places
 from commandbus.runtime.tidy import forget_new_locals, thread_locals
 
-logger = logging.getLogger("commandbus.worker")
+logger = safe_logger("commandbus.worker")
 
 TICK_SECONDS = 0.002
 SLOW_SECONDS = 0.0003

@@ -14,12 +14,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import locale
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
-logger = logging.getLogger("commandbus.worker")
+from commandbus.logger import safe_logger
+
+logger = safe_logger("commandbus.worker")
 
 
 def thread_locals() -> dict[Any, Any] | None:

@@ -29,6 +29,7 @@ from commandbus.db.resolve import Database
 from commandbus.errors import ConfigurationError, SchemaError, UnknownDomainError
 from commandbus.flow.domains import create_domain, list_domains
 from commandbus.flow.migrate import look
+from commandbus.logger import safe_logger
 from commandbus.model.names import check_domain
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.handlers import HandlerRegistry
@@ -36,7 +37,7 @@ from commandbus.runtime.health import HealthStatus
 from commandbus.runtime.parts import Parts, StopReport, Supervision, WorkerSpec
 from commandbus.settings import Settings, load_settings
 
-logger = logging.getLogger("commandbus.worker")
+logger = safe_logger("commandbus.worker")
 
 LONGEST_NAME = 24  # the id is part of application_name, which has room for 63 characters
 

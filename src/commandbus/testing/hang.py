@@ -283,7 +283,7 @@ def stop(command: Command, ctx: HandlerContext) -> None:  # noqa: ARG001
 
 @_animal("kill", needs_supervisor=True)
 def hog(command: Command, ctx: HandlerContext) -> None:  # noqa: ARG001
-    """Takes memory, up to {mb}, and keeps it. Seen beyond twice max_memory_mb: the worker is killed, this
+    """Takes memory, up to {mb}, and keeps it. Seen: beyond twice max_memory_mb the worker is killed and this
     attempt is a suspect; in a process of its own then MemoryLimitExceeded. Below that: ExecutionStuck, rung
     stuck. {mb, seconds}"""
     until = _until(command)
