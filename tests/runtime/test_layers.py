@@ -110,8 +110,8 @@ def test_a_wait_for_a_row_lock_is_told_from_a_slow_query(
         bus.send("orders", "work", command_id="c", max_attempts=1)
         start_worker(handlers, statement_timeout=1.0)
         until_settled(db)
-    kind, code, error, _ = failure_of(db, "c")
-    assert (kind, code) == ("LockNotAvailable", "LOCK_TIMEOUT")
+    kind, code, error, rung = failure_of(db, "c")
+    assert (kind, code, rung) == ("LockNotAvailable", "LOCK_TIMEOUT", "lock")
     assert "layer 1: lock_timeout" in error
 
 

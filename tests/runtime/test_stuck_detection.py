@@ -461,6 +461,39 @@ def test_a_blocked_loop_is_given_up_and_its_bystanders_are_not_charged(
     assert any("gate.wait" in frame for stack in attempt_of(db, "block")[6]["stacks"] for frame in stack["frames"])
 
 
+def test_a_neighbours_cancel_is_not_the_blockers(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+) -> None:
+    """One async command is to be cancelled, another blocks their loop: that one is stuck, not CANCELED."""
+    import asyncio
+
+    blocking = threading.Event()
+
+    @handlers.handler("orders", "block", timeout=600)
+    async def block(ctx: Any) -> str:
+        if ctx.attempt == 1:
+            blocking.set()
+            gate.wait(30)
+        return "second time"
+
+    @handlers.handler("orders", "wait", timeout=600)
+    async def wait(ctx: Any) -> None:
+        bus.send("orders", "block", command_id="block")
+        await asyncio.sleep(60)
+
+    bus.send("orders", "wait", command_id="wait")
+    start_worker(handlers, cancel_grace=0.5, concurrency=2)
+    assert blocking.wait(10)
+    bus.cancel("orders", "wait", operator="ann")
+    until_settled(db)
+    assert bus.get_command("orders", "wait").status is CommandStatus.CANCELED  # type: ignore[union-attr]
+    assert bus.get_command("orders", "block").result == "second time"  # type: ignore[union-attr]
+    verdict, kind, _, error, _, _, _ = attempt_of(db, "block")
+    assert (verdict, kind) == ("RETRY", "ExecutionStuck")
+    assert error.startswith("it blocked the event loop for ")
+    assert "cancellation" not in error
+
+
 def test_a_query_is_cancelled_at_the_deadline(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, lane: str
 ) -> None:

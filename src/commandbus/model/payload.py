@@ -18,7 +18,10 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 loads = json.loads
 
 
-def dump(value: object, *, what: str, max_bytes: int = DEFAULT_MAX_BYTES) -> str:
+_REMEDY = "store it elsewhere and send a reference, or raise COMMANDBUS_MAX_PAYLOAD_BYTES"
+
+
+def dump(value: object, *, what: str, max_bytes: int = DEFAULT_MAX_BYTES, remedy: str = _REMEDY) -> str:
     """The JSON text of a value; `what` names it in the error (`data`, `headers`, `result`)."""
     try:
         text = _encode(value)
@@ -29,8 +32,7 @@ def dump(value: object, *, what: str, max_bytes: int = DEFAULT_MAX_BYTES) -> str
     size = len(text) if text.isascii() else len(text.encode())
     if size > max_bytes:
         raise InvalidCommandError(
-            f"{what} is {size} bytes of JSON, over the limit of {max_bytes}; store it elsewhere and send a "
-            f"reference, or raise COMMANDBUS_MAX_PAYLOAD_BYTES"
+            f"{what} is {size} bytes of JSON, over the limit of {max_bytes}; {remedy}"
         )
     if "\\u0000" in text and (path := _find_nul(value)) is not None:
         raise InvalidCommandError(f"{what} contains a NUL character at {path}, which PostgreSQL cannot store")

@@ -46,12 +46,16 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """An attempt was asked to stop. `until` (monotonic) is the end of its grace."""
+    """An attempt was asked to stop. `until` (monotonic) is the end of its grace.
+
+    `is_told=False`: it could not be asked, because it blocks the event loop for everybody there.
+    """
 
     why: Why
     text: str
     asked_at: float
     until: float
+    is_told: bool = True
 
     def error(self) -> AttemptCancelledError:
         """What a handler that asks is told."""
@@ -167,6 +171,14 @@ class Attempt:
         """The command's own deadline in seconds, if its sender gave one; 0 is none."""
         found: float | None = self.row[18]
         return found
+
+    def whose_deadline(self) -> str:
+        """Who set its deadline, for people."""
+        if self.timeout is not None:
+            return "timeout of the command"
+        if self.handler is not None and self.handler.options.timeout is not None:
+            return f"timeout of handler {self.handler.name}"
+        return "task_timeout"
 
     @property
     def is_suspect(self) -> bool:

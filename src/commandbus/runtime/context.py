@@ -189,7 +189,9 @@ class _Context:
     def heartbeat(self, progress: Any = None) -> None:
         """Say how far it is (any JSON value), for `commandbus show` while it runs. Raises if asked to stop."""
         if progress is not None:
-            text = payload.dump(progress, what="progress", max_bytes=MAX_PROGRESS_BYTES)
+            text = payload.dump(
+                progress, what="progress", max_bytes=MAX_PROGRESS_BYTES, remedy="say it in fewer words"
+            )
             self._services.progress(self._attempt, text)
         self.raise_if_cancelled()
 
@@ -208,10 +210,12 @@ class _Context:
         if self._scope is not None and self._scope.deadline_at < attempt.deadline_at:
             return f"the deadline of a child context of command {attempt.command_id!r} has passed"
         seconds = attempt.deadline_at - attempt.started_at
-        return f"the deadline of {format_seconds(seconds)} has passed (layer 4: task_timeout)"
+        return f"the deadline of {format_seconds(seconds)} has passed (layer 4: {attempt.whose_deadline()})"
 
     def _enter_child(self, timeout: float | str | timedelta) -> Self:
         seconds = parse_seconds(timeout, name="timeout")
+        if seconds == 0:
+            raise ValueError("timeout of a child context must be more than 0: it can only shorten a deadline")
         scope = Scope(min(self._deadline_at(), time.monotonic() + seconds))
         self._attempt.extras.scopes.append(scope)
         if (stop := self._stop()) is not None:
@@ -333,9 +337,9 @@ class HandlerContext(_Context):
         end, asked = self._ask_to_extend(seconds)
         self._extended(asked.result(self._services.extend_timeout), end)
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float | str | timedelta) -> None:
         """Sleep, but raise as soon as the handler is asked to stop."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + parse_seconds(seconds, name="seconds")
         while True:
             self.raise_if_cancelled()
             left = until - time.monotonic()
@@ -400,12 +404,12 @@ class AsyncHandlerContext(_Context):
         end, asked = self._ask_to_extend(seconds)
         self._extended(await asyncio.wait_for(asyncio.wrap_future(asked), self._services.extend_timeout), end)
 
-    async def sleep(self, seconds: float) -> None:
+    async def sleep(self, seconds: float | str | timedelta) -> None:
         """Sleep, but raise as soon as the handler is asked to stop."""
         self.raise_if_cancelled()
-        left = self._left()
-        await asyncio.sleep(min(seconds, max(left, 0.0)))
-        if seconds > left:
+        wanted, left = parse_seconds(seconds, name="seconds"), self._left()
+        await asyncio.sleep(min(wanted, max(left, 0.0)))
+        if wanted > left:
             raise DeadlineExceededError(self._late())
         self.raise_if_cancelled()
 

@@ -187,6 +187,8 @@ class Executor:
         self._health.record_failure(error)
         failure = self._explain(error, trace)
         is_timeout = failure.rung is not None
+        if is_timeout:
+            failure = replace(failure, duration_ms=attempt.elapsed_ms())
         return self._fail(attempt, self._judge(attempt, failure, is_timeout=is_timeout))
 
     def _stopped(self, attempt: Attempt, stop: Stop, trace: str | None) -> Settlement:
@@ -200,7 +202,8 @@ class Executor:
         """It did not give in within its grace: the settlement of a stuck attempt."""
         grace = f"{max(0.0, stop.until - stop.asked_at):.3g} seconds"
         elapsed = attempt.elapsed_ms()
-        text = f"did not respond to cancellation within {grace}: {stop.text}; stuck after {elapsed / 1000:.1f} s"
+        how = f"did not respond to cancellation within {grace}: {stop.text}" if stop.is_told else stop.text
+        text = f"{how}; stuck after {elapsed / 1000:.1f} s"
         failure = Failure("ExecutionStuck", "EXECUTION_STUCK", text, None, None, "stuck", autopsy, elapsed)
         return self.end_stopped(attempt, stop, failure)
 
@@ -242,7 +245,7 @@ class Executor:
         failure, limits = describe(error, trace), self._timeouts
         for kind, code, rung, layer in (
             (pg.QueryCanceled, "TIMEOUT", "statement", ("1: statement_timeout", limits.statement_timeout)),
-            (pg.LockNotAvailable, "LOCK_TIMEOUT", None, ("1: lock_timeout", limits.lock_timeout)),
+            (pg.LockNotAvailable, "LOCK_TIMEOUT", "lock", ("1: lock_timeout", limits.lock_timeout)),
             (
                 pg.IdleInTransactionSessionTimeout,
                 "IDLE_IN_TRANSACTION",
@@ -251,7 +254,7 @@ class Executor:
             ),
             (PoolTimeout, "POOL_TIMEOUT", None, ("2: pool_timeout", limits.pool_timeout)),
         ):
-            if isinstance(error, kind):
+            if isinstance(error, kind) and "could not obtain lock" not in failure.error:  # that is NOWAIT's
                 text = f"{failure.error} (layer {layer[0]}, {format_seconds(layer[1])} or what remained)"
                 return replace(failure, error_code=code, error=text, rung=rung)
         if isinstance(error, pg.AdminShutdown):
@@ -264,7 +267,7 @@ class Executor:
         failure = judgement.failure
         fate = _FATES[judgement.verdict].format(delay=judgement.delay_seconds)
         level = logging.INFO if judgement.verdict is Verdict.BUSINESS_RULE else logging.WARNING
-        tries = f"attempt {attempt.charge} of {most}"
+        tries = f"{attempt.charge} of {most} tries used"
         _log(level, attempt, f"failed ({tries}): {failure.error_type}: {failure.error[:500]}; {fate}")
         if failure.traceback is not None:
             _log(logging.DEBUG, attempt, failure.traceback)

@@ -154,7 +154,7 @@ class Ladder:
         limits = self._timeouts
         if now >= attempt.deadline_at:
             allowed = format_seconds(round(attempt.deadline_at - attempt.started_at, 3))
-            text = f"the deadline of {allowed} has passed (layer 4: task_timeout)"
+            text = f"the deadline of {allowed} has passed (layer 4: {attempt.whose_deadline()})"
             return Stop(Why.DEADLINE, text, attempt.deadline_at, attempt.deadline_at + limits.cancel_grace)
         if attempt.is_lost:
             text = "its lease was lost: somebody else may be running the command (layer 3: visibility_timeout)"
@@ -255,8 +255,10 @@ class Ladder:
             elif self._loop is not None:
                 self._loop.cancel(attempt, place)  # the loop was let go this very moment
             return
-        text = f"it blocked the event loop for {time.monotonic() - place.loop.beat_at:.1f} s"
-        blamed = Stop(Why.DEADLINE if stop.why is Why.LEASE else stop.why, text, stop.asked_at, stop.until)
+        blocked = time.monotonic() - place.loop.beat_at
+        text = f"it blocked the event loop for {blocked:.1f} s; command {attempt.command_id!r} could not stop"
+        why = Why.SHUTDOWN if stop.why is Why.SHUTDOWN else Why.DEADLINE  # a neighbour's cancel is not its own
+        blamed = blocker.stop or Stop(why, text, stop.asked_at, stop.until, is_told=False)
         blocker.ask_to_stop(blamed)
         taken = _examine(culprit, is_blocked=True)
         if self._take(blocker, blamed, taken):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ import psycopg
 import pytest
 
 from commandbus import CommandBus, Worker
+from commandbus.runtime.child import Child
+from commandbus.runtime.isolation import Isolation
 from support.isolated_handlers import handlers
 from support.waiting import one, until, until_settled
 
@@ -100,3 +103,29 @@ def test_every_slot_may_be_isolated_at_once(
     pids = {record.result["pid"] for record in bus.query_commands(domain="orders").items}
     assert os.getpid() not in pids
     assert len(pids) <= 4
+
+
+def test_an_attempt_that_is_given_up_while_it_waits_for_a_process_never_runs(
+    bus: CommandBus, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch, db: psycopg.Connection[Any]
+) -> None:
+    may_start = threading.Event()
+    make = Isolation._make
+
+    def make_late(self: Isolation) -> Any:
+        assert may_start.wait(15)
+        return make(self)
+
+    monkeypatch.setattr(Isolation, "_make", make_late)
+    worker = start_worker(handlers, **QUICK)
+    late = bus.send("orders", "echo", timeout=0.2, max_attempts=1).command_id
+    until(lambda: status(bus, late) == "IN_TROUBLESHOOTING_QUEUE")
+    runs: list[str] = []
+    monkeypatch.setattr(Child, "begin", lambda self: runs.append(self._attempt.command_id))
+    may_start.set()
+    assert worker._parts is not None
+    isolation = worker._parts._isolation
+    until(lambda: isolation._idle and not isolation._busy)
+    assert runs == []
+    monkeypatch.undo()
+    after = bus.send("orders", "echo").command_id
+    until(lambda: status(bus, after) == "COMPLETED")
