@@ -131,6 +131,24 @@ def test_workers_say_how_they_are_and_who_watches_them(orders, bus):
     assert (documents["three"]["supervisor"], documents["one"]["supervisor"]) == ("of-three", None)
 
 
+def test_nobody_knows_how_a_silent_worker_is(orders, bus, database):
+    for name, state in (("killed", "ACTIVE"), ("ended", "STOPPED"), ("alive", "ACTIVE")):
+        identity = WorkerIdentity(name, "host", 1, ["orders"], 4, "0.1.0", supervisor="s")
+        health = {"state": "healthy", "reasons": []}
+        bus.run(beat(identity, state=state, running=0, settled=0, rates={}, health=health))
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute("UPDATE commandbus.worker SET heartbeat_at = now() - interval '1 minute' WHERE id <> 'alive'")
+    lines = {line.split()[0]: line for line in orders("workers", "--all").out.splitlines()}
+    assert re.search(r" ACTIVE, silent +\? +orders ", lines["killed"])
+    assert re.search(r" STOPPED +healthy ", lines["ended"])
+    assert re.search(r" ACTIVE +healthy ", lines["alive"])
+    assert "worker killed on host has been silent for 1m" in orders("doctor").out
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute("DELETE FROM commandbus.worker WHERE id = 'killed'")
+        conn.execute("UPDATE commandbus.worker SET heartbeat_at = now() - interval '9 seconds' WHERE id = 'alive'")
+    assert re.search(r"workers: 1 worker alive, heard from within the last (9|1\d)(\.\ds|s)", orders("doctor").out)
+
+
 def test_rejected_messages(orders, bus, database):
     with psycopg.connect(database, autocommit=True) as conn:
         conn.execute("""SELECT pgmq.send('orders__commands', '{"not": "an envelope"}')""")

@@ -37,7 +37,9 @@ def test_send_and_its_receipt(orders, bus):
     assert record.headers == {"by": "me", "eq": "a=b"}
     assert record.timeout == 120
     assert re.search("^timeout +2m$", orders("show", "a").out, re.MULTILINE)
-    assert orders("send", "orders", "ship", "--timeout", "soon").code == ExitCode.USAGE
+    refused = orders("send", "orders", "ship", "--timeout", "soon")
+    assert refused.code == ExitCode.USAGE
+    assert "Invalid value for '--timeout': 'soon' is not a duration; give seconds" in refused.err
     assert orders("send", "orders", "ship", "--timeout", "0", "--id", "b").code == ExitCode.OK
     assert bus.get_command("orders", "b").timeout == 0
 

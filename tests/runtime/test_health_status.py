@@ -234,3 +234,9 @@ def test_a_storm_of_failures_takes_no_memory(status: HealthStatus, clock: Clock)
         tracemalloc.stop()
     assert kept < 200_000
     assert 29_800 <= status.consecutive_failures <= 30_000  # of 300 s, one each 10 ms
+
+
+def test_its_repr_says_how_it_is_and_why(status: HealthStatus) -> None:
+    assert repr(status) == "<HealthStatus healthy>"
+    status.set_critical("database_unreachable")
+    assert repr(status) == "<HealthStatus critical: database unreachable (for 0s)>"

@@ -14,6 +14,7 @@ import psycopg
 import pytest
 
 from commandbus import CommandBus, HandlerRegistry, NewCommand, Worker
+from commandbus.runtime.attempt import Stop, Why
 from commandbus.runtime.claimer import Claimer
 from support.waiting import one, until, until_settled, verdicts
 
@@ -347,3 +348,29 @@ def test_a_slow_server_slows_by_the_claim_not_by_the_command(
     start_worker(handlers, concurrency=4)
     until_settled(db)
     assert max(sizes) > 60
+
+
+def test_a_cancel_that_came_in_the_moment_of_the_start_arrives_all_the_same(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    """The ladder looked where it runs just before it ran anywhere, so nobody cancelled its task then."""
+    seen: list[str] = []
+
+    @handlers.handler("orders", "harm", timeout=0)
+    async def harm(ctx: Any) -> None:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    bus.send("orders", "harm", command_id="c")
+    worker = start_worker(handlers, max_attempts=1, cancel_grace=5.0)
+    assert worker._parts is not None
+    running = worker._parts.running
+    until(lambda: running)
+    now = time.monotonic()
+    next(iter(running)).ask_to_stop(Stop(Why.CANCEL, "enough", now, now + 5.0))
+    until_settled(db, 4)
+    assert seen == ["cancelled"]
+    assert status(db, "c") == "CANCELED"

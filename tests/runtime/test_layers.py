@@ -338,3 +338,23 @@ def test_extend_moves_the_deadline_up_to_a_maximum(
     until_settled(db)
     assert verdicts(db, "c") == []
     assert 4 < seen[0] <= 5
+
+
+def test_a_killed_processes_statement_ends_soon(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, database: str
+) -> None:
+    """TRAPS 52: the server looks whether the client is still there; a lent pool gets its own setting back."""
+    seen: list[str] = []
+
+    @handlers.handler("orders", "look")
+    def look(ctx: Any) -> None:
+        with ctx.connection() as conn:
+            seen.append(conn.execute("SHOW client_connection_check_interval").fetchone()[0])
+
+    with ConnectionPool(database, min_size=1, max_size=1) as pool:
+        bus.send("orders", "look")
+        start_worker(handlers, pool=pool)
+        until_settled(db)
+        with pool.connection() as conn:
+            seen.append(one(conn, "SHOW client_connection_check_interval"))
+    assert seen == ["2s", "0"]

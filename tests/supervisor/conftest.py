@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from commandbus import CommandBus
-from support.supervised import Supervised
+from support.supervised import SOURCES, Supervised
 
 TASKS = '''
 import asyncio, ctypes, os, re, signal, time
@@ -77,6 +77,23 @@ def tasks(tmp_path: Path) -> Path:
     """A folder with `tasks.py`."""
     (tmp_path / "tasks.py").write_text(TASKS)
     return tmp_path
+
+
+@pytest.fixture
+def impatient(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Shortens limits of the supervisors that are started from now on: `impatient("crew.DRAIN_SECONDS = 1.0")`."""
+
+    def shorten(assignments: str) -> None:
+        (tasks / "early").mkdir()
+        (tasks / "early" / "sitecustomize.py").write_text(
+            "import sys\n"
+            "if 'commandbus.worker' in sys.orig_argv:\n"
+            "    from commandbus.supervisor import budget, crew, start\n"
+            f"    {assignments}\n"
+        )
+        monkeypatch.setattr("support.supervised.SOURCES", f"{tasks / 'early'}:{SOURCES}")
+
+    return shorten
 
 
 @pytest.fixture

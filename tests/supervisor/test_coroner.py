@@ -18,7 +18,7 @@ from commandbus.model.postmortem import Cause, Death
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.board import SlotView
 from commandbus.supervisor.coroner import Case, Coroner
-from commandbus.supervisor.process import Hello
+from commandbus.supervisor.said import Hello
 from support.waiting import one, until, verdicts
 
 Db = psycopg.Connection[Any]

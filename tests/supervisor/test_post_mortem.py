@@ -151,6 +151,9 @@ def test_a_regex_that_holds_the_gil_is_killed_at_its_limit_and_named_by_its_cpu_
     assert 1.9 < found["seconds"] < 3.2
     assert 1900 < found["duration_ms"] < 3000
     assert attempt(db, "a")["verdict"] == "WAIVED"
+    log = supervised.until_said("1 bystander (a), 1 culprit (poison)")
+    assert log.count("no heartbeat") == 1
+    assert "let no other one run; to the troubleshooting queue" in log
     (tasks / "go").touch()
     until(lambda: status_of(bus, "a") is CommandStatus.COMPLETED)
     is_back(bus, "after")
@@ -233,4 +236,4 @@ def test_a_busy_row_is_tried_again(
         supervised.until_ready(workers=2)
         assert one(db, "SELECT count(*) FROM commandbus.attempt") == 0
     until(lambda: one(db, "SELECT count(*) = 1 FROM commandbus.attempt"), 3)
-    supervised.until_said("1 suspect")
+    supervised.until_said("1 suspect (a)")

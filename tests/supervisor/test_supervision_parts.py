@@ -14,6 +14,7 @@ import pytest
 from commandbus.cli.exits import ExitCode, code_for
 from commandbus.errors import ConfigurationError, UnknownDomainError
 from commandbus.flow.rescue import Rule, Scouted
+from commandbus.model.postmortem import Dump
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.board import State
 from commandbus.settings import Settings
@@ -21,7 +22,9 @@ from commandbus.supervisor import letter, vitals
 from commandbus.supervisor.budget import RestartBudget
 from commandbus.supervisor.coroner import Look
 from commandbus.supervisor.letter import Letter
-from commandbus.supervisor.process import Failed
+from commandbus.supervisor.notices import summary
+from commandbus.supervisor.said import Failed
+from commandbus.supervisor.start import place_of
 from commandbus.supervisor.view import View, WorkerView, live, metrics, ready
 
 # --- budget ------------------------------------------------------------------------------------------------
@@ -29,22 +32,42 @@ from commandbus.supervisor.view import View, WorkerView, live, metrics, ready
 
 def test_workers_that_die_at_once_are_replaced_ever_more_slowly() -> None:
     budget = RestartBudget()
-    pauses = [budget.died(100.0, lived_seconds=0.5, was_running=False) for _ in range(8)]
+    pauses = [budget.died(100.0 + n, lived_seconds=0.5, was_running=False) for n in range(0, 400, 50)]
     assert pauses == [0, 1, 2, 4, 8, 16, 30, 30]
-    assert not budget.may_start(129.0)
-    assert budget.may_start(130.0)
+    assert not budget.may_start(479.0)
+    assert budget.may_start(480.0)
+
+
+def test_those_that_were_started_together_count_once() -> None:
+    budget = RestartBudget()
+    pauses = []
+    for n in range(0, 200, 50):
+        pauses.append(budget.died(100.0 + n, lived_seconds=0.5, was_running=False))
+        budget.died(100.1 + n, lived_seconds=0.6, was_running=False)
+    assert pauses == [0, 1, 2, 4]
 
 
 def test_a_long_life_ends_the_row() -> None:
     budget = RestartBudget()
-    for _ in range(5):
-        budget.died(100.0, lived_seconds=0.5, was_running=False)
+    for n in range(5):
+        budget.died(100.0 + n, lived_seconds=0.5, was_running=False)
     assert budget.died(200.0, lived_seconds=11.0, was_running=False) == 0
     assert budget.died(201.0, lived_seconds=0.5, was_running=False) == 0
-    for _ in range(5):
-        budget.died(300.0, lived_seconds=0.5, was_running=False)
-    budget.survived()
+    for n in range(5):
+        budget.died(300.0 + n, lived_seconds=0.5, was_running=False)
+    budget.survived(305.0)
     assert budget.died(400.0, lived_seconds=0.5, was_running=False) == 0
+
+
+def test_the_life_of_one_that_was_there_before_does_not_end_the_row() -> None:
+    budget = RestartBudget()
+    for n in range(5):
+        budget.died(100.0 + n, lived_seconds=0.5, was_running=False)
+        budget.survived(50.0)
+        assert budget.times("no such module") == n + 1
+    assert budget.died(104.5, lived_seconds=54.5, was_running=False) == 7.5  # the pause of the others is its too
+    assert budget.died(200.0, lived_seconds=0.5, was_running=False) == 16
+    assert budget.times("another cause") == 1
 
 
 def test_crashes_of_handlers_cost_at_most_a_second() -> None:
@@ -130,6 +153,30 @@ def test_a_process_that_is_gone_has_no_vitals() -> None:
     assert not vitals.is_stopped(2**22 + 1)
 
 
+# --- words -------------------------------------------------------------------------------------------------
+
+
+def test_where_a_start_is_leaves_libraries_out() -> None:
+    library = f'File "{threading.__file__}", line 5 in wait'
+    stack = [library, 'File "/app/shop.py", line 3 in <module>', 'File "<frozen importlib>", line 9 in _load']
+    assert place_of(Dump(7, {7: stack, 8: [library]})) == "/app/shop.py:3"
+    assert place_of(Dump(None, {7: stack, 8: [library]})) == f"{threading.__file__}:5"
+    assert place_of(Dump(None, {7: stack[2:]})) == "<frozen importlib>:9"
+    assert place_of(Dump()) == ""
+
+
+def test_a_post_mortem_names_the_first_commands() -> None:
+    named = {
+        "suspect": [f"c{n}" for n in range(7)],
+        "bystander": ["a", "b"],
+        "culprit": ["x"],
+        "given back": ["y"],
+    }
+    said = "2 bystanders (a, b), 1 culprit (x), 1 given back, 7 suspects (c0, c1, c2, c3, c4, …)"
+    assert summary(named) == said
+    assert summary({}) == "nothing was left"
+
+
 # --- view --------------------------------------------------------------------------------------------------
 
 WORKER = WorkerView("w1", 7, State.ACTIVE, 0, "", running=1, free=3, stuck=0, rss_mb=50.0, silent_seconds=0.1)
@@ -152,6 +199,12 @@ def waiting(seconds: float, *, claimed_at: float = 80.0) -> View:
         (with_workers(silent_seconds=6.0), False, True, "frozen"),
         (replace(GOOD, workers=(replace(WORKER, silent_seconds=6.0), WORKER)), True, True, ""),
         (with_workers(state=State.STARTING, silent_seconds=0.0), True, False, "no worker is ready"),
+        (
+            with_workers(state=State.STARTING, silent_seconds=0.0, note="has been starting for 12 s"),
+            True,
+            False,
+            "no worker is ready: worker w1 has been starting for 12 s; worker w2 has",
+        ),
         (replace(GOOD, workers=()), True, False, "no worker is ready"),
         (with_workers(state=State.DRAINING), True, False, "no worker is ready"),
         (with_workers(health=2, note="3 stuck"), True, False, "3 stuck"),

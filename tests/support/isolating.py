@@ -21,6 +21,7 @@ from commandbus.runtime.context import Services
 from commandbus.runtime.execute import Ended, Executor, Note
 from commandbus.runtime.health import HealthStatus
 from commandbus.runtime.isolation import Isolation
+from commandbus.runtime.process import ChildProcess
 from commandbus.settings import Settings
 
 WORKER = "test-worker"
@@ -39,7 +40,7 @@ class Running:
 
     def _run(self) -> None:
         try:
-            self._ended.set_result(self._lab.isolation.run(self.attempt))
+            self._ended.set_result(self._lab.run(self.attempt))
         except BaseException as error:
             self._ended.set_exception(error)
 
@@ -126,6 +127,11 @@ class Lab:
             attempt.deadline_at = attempt.started_at + task_timeout
         return attempt
 
+    def run(self, attempt: Attempt) -> Ended:
+        """Run it to its end, as soon as a process is ready."""
+        taken = self.isolation.take(attempt)
+        return self.isolation.run(attempt, taken) if isinstance(taken, ChildProcess) else taken
+
     def start(self, command_type: str, data: Any = None, **changes: Any) -> Running:
         """Run a new command on a thread."""
         return Running(self, self.claim(command_type, data, **changes))
@@ -133,7 +139,7 @@ class Lab:
     def result(self, command_type: str, data: Any = None, **changes: Any) -> Any:
         """Run a new command to its end and say what it returned."""
         attempt = self.claim(command_type, data, **changes)
-        assert self.settle(attempt, self.isolation.run(attempt)) is None
+        assert self.settle(attempt, self.run(attempt)) is None
         command = self.bus.get_command("orders", attempt.command_id)
         assert command is not None
         assert command.status == "COMPLETED", self.last(attempt)

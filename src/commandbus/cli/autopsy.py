@@ -14,11 +14,13 @@ from typing import Any
 
 from commandbus.cli.render import age, moment, printable, printable_lines
 
-# What a person did not write: the interpreter's own library, what was installed, and this package.
-_FOREIGN = re.compile(
-    r"<frozen |/site-packages/|/dist-packages/|/lib/python\d|/commandbus/(runtime|db|flow|supervisor)/"
-)
-_FRAME = re.compile(r'File "(?P<path>[^"]*)", line (?P<line>\d+)(?:, in (?P<name>\S+))?')
+# What a person did not write: this package (but for its demo), the interpreter's own library, what was installed.
+_OURS = re.compile(r"/commandbus/(?:bus|db|embedded|flow|limits|runtime|supervisor|testing|troubleshooting)\b")
+_FOREIGN = re.compile(rf"<frozen |/site-packages/|/dist-packages/|/lib/python\d|{_OURS.pattern}")
+# As a traceback has it (`line 5, in f`), and as faulthandler does (`line 5 in f`).
+_FRAME = re.compile(r'File "(?P<path>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
+_DUMPED_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-fA-F]+\b")
+_CURRENT = "(current)"
 _IDLE = ("Client", "Activity")
 
 
@@ -33,6 +35,10 @@ def lines(autopsy: Any) -> Iterator[str]:
     found = _object(autopsy)
     if isinstance(found.get("taken_at"), int | float):
         yield f"taken at {_instant(found['taken_at'])}"
+    if found.get("worker"):
+        yield from printable_lines(str(found["worker"]))
+    if isinstance(found.get("cpu_seconds"), int | float):
+        yield f"CPU time of its thread meanwhile: {age(found['cpu_seconds'])}"
     stacks = [_object(stack) for stack in _array(found.get("stacks"))]
     thread = _object(found.get("thread"))
     if thread and not stacks:
@@ -44,7 +50,21 @@ def lines(autopsy: Any) -> Iterator[str]:
     yield from _backend(_object(found.get("backend")))
     if end := _end(found):
         yield f"process: {end}"
-        yield from (f"  {line}" for line in printable_lines(str(_object(found["process"]).get("dump") or "")))
+        dump = str(_object(found["process"]).get("dump") or "")
+        yield from (f"  {line}" for line in printable_lines(_without_stacks(dump) if stacks else dump))
+    if found.get("left_out"):
+        yield f"left out: {printable(found['left_out'])}"
+
+
+def _without_stacks(dump: str) -> str:
+    """What a dump says besides the stacks of its threads, which have been told already."""
+    kept = []
+    in_stack = False
+    for line in dump.splitlines():
+        in_stack = bool(_DUMPED_THREAD.match(line)) or (in_stack and line.startswith(" "))
+        if line.strip() and not in_stack:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def _backend(backend: dict[str, Any]) -> Iterator[str]:
@@ -73,11 +93,16 @@ def _query(query: object) -> Iterator[str]:
 
 
 def _place(found: dict[str, Any]) -> str:
-    """The innermost frame that is the user's own; else the innermost of all."""
-    for stack in map(_object, _array(found.get("stacks"))):
+    """The innermost frame that is the user's own; else the innermost of all. A thread in our code is not it.
+
+    A process of its own tells of all its threads; the one that was interrupted comes first: it runs the handler.
+    """
+    stacks = [_object(stack) for stack in _array(found.get("stacks"))]
+    stacks.sort(key=lambda stack: _CURRENT not in str(stack.get("title")))
+    for stack in stacks:
         frames = [frame for frame in map(str, _array(stack.get("frames"))) if _FRAME.search(frame)]
-        if frames:
-            own = [frame for frame in frames if not _FOREIGN.search(frame)]
+        own = [frame for frame in frames if not _FOREIGN.search(frame)]
+        if own or (frames and not _OURS.search(frames[-1])):
             return _short(_FRAME.search((own or frames)[-1]))
     return ""
 

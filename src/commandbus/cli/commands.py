@@ -23,7 +23,7 @@ from commandbus.cli.render import (
     printable,
     printable_lines,
 )
-from commandbus.cli.session import Command, Session
+from commandbus.cli.session import Command, Session, check_known
 from commandbus.errors import CommandNotFoundError, InvalidOperationError
 from commandbus.flow.history import AttemptRecord, list_attempts
 from commandbus.model.command import AuditEntry, CancelRequest, CommandRecord, CommandStatus
@@ -59,6 +59,8 @@ def commands(
             domain=domain, command_type=command_type, status=wanted, correlation_id=correlation_id,
             created_after=since, limit=limit, before_id=before_id,
         )  # fmt: skip
+        if not page.items:
+            check_known(bus, domain)
     if session.as_json:
         print_json(page.items)
         return
@@ -119,6 +121,8 @@ def show(session: Session, words: tuple[str, ...], with_traceback: bool, with_au
     stopped = [attempt for attempt in attempts if attempt.autopsy is not None]
     if stopped and not with_autopsy:
         click.echo("\n--autopsy shows what it hung in")
+    if with_autopsy and not stopped:
+        click.echo("\nno autopsy")
     for attempt in stopped if with_autopsy else []:
         click.echo(f"\nautopsy of attempt {attempt.number}")
         for line in autopsy.lines(attempt.autopsy):

@@ -31,9 +31,9 @@ class DurationType(AnyType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         try:
-            return parse_seconds(value, name=repr(value))
+            return parse_seconds(value, name=self.name)
         except ValueError as error:
-            self.fail(str(error), param, ctx)
+            self.fail(str(error).removeprefix(f"{self.name}: "), param, ctx)  # click names the option
 
 
 class InstantType(AnyType):

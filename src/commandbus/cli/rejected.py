@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from commandbus.cli.render import columns, compact, print_table
-from commandbus.cli.session import Command, Session
+from commandbus.cli.session import Command, Session, check_known
 from commandbus.flow.inspect import list_rejected
 
 
@@ -18,6 +18,8 @@ def rejected(session: Session, domain: str | None, limit: int, before_id: int | 
     """Messages that were moved aside, newest first, with the reason."""
     with session.bus() as bus:
         found = bus.run(list_rejected(domain=domain, limit=limit, before_id=before_id))
+        if not found:
+            check_known(bus, domain)
     session.answer(
         found,
         lambda: print_table(

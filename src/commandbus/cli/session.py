@@ -22,6 +22,7 @@ from commandbus.bus import CommandBus
 from commandbus.cli.render import print_json
 from commandbus.db.pool import check_conninfo, connection_kwargs
 from commandbus.db.resolve import Database
+from commandbus.errors import UnknownDomainError
 from commandbus.settings import Settings, load_settings
 
 CONNECT_SECONDS = 3
@@ -87,6 +88,12 @@ def connect(settings: Settings, *, autocommit: bool = True) -> Connection[Any]:
         kwargs["connect_timeout"] = CONNECT_SECONDS
     conn: Connection[Any] = psycopg.connect(conninfo, **kwargs)
     return conn
+
+
+def check_known(bus: CommandBus, domain: str | None) -> None:
+    """For whoever found nothing in a domain: is there such a domain at all?"""
+    if domain is not None and all(item.name != domain for item in bus.list_domains()):
+        raise UnknownDomainError(domain)
 
 
 # --- the options that stand everywhere -----------------------------------------------------------------------

@@ -68,7 +68,8 @@ def _paused(item: DomainStatus) -> str:
 def workers(session: Session, everyone: bool) -> None:  # noqa: FBT001
     """Who lives, where, since when; how they are; and who has stopped beating.
 
-    STATE is ACTIVE, DRAINING (claims nothing more), EXITING or STOPPED; HEALTH is what the worker says of itself.
+    STATE is ACTIVE, DRAINING (claims nothing more), EXITING or STOPPED; HEALTH is what the worker says of itself;
+    of one that is silent nobody knows.
     """
     with session.bus() as bus:
         found = [worker for worker in bus.workers() if everyone or worker.state != "STOPPED"]
@@ -95,7 +96,9 @@ def _state(item: WorkerInfo) -> str:
 
 
 def _health(item: WorkerInfo) -> str:
-    """Its state and, in parentheses, why it is not better."""
+    """Its state and, in parentheses, why it is not better. What a silent one said last is no longer news."""
+    if not item.is_alive and item.state != "STOPPED":
+        return "?"
     if item.health is None:
         return "-"
     reasons = item.health.get("reasons")

@@ -9,9 +9,10 @@ import click
 
 from commandbus.cli import autopsy
 from commandbus.cli.parameters import SINCE
-from commandbus.cli.render import age, columns, print_table
-from commandbus.cli.session import Command, Session
-from commandbus.flow.history import StuckAttempt
+from commandbus.cli.render import age, columns, print_table, printable
+from commandbus.cli.session import Command, Session, check_known
+from commandbus.flow.history import StuckAttempt, list_stuck
+from commandbus.model.outcome import Verdict
 
 
 @click.command(cls=Command)
@@ -20,6 +21,7 @@ from commandbus.flow.history import StuckAttempt
 @click.option(
     "--since", type=SINCE, metavar="TIME", help="Stopped since: an ISO instant, or a duration such as 2h."
 )
+@click.option("--all", "everything", is_flag=True, help="Those that were stopped through no fault of theirs too.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
 @click.option("--autopsy", "with_autopsy", is_flag=True, help="The stacks and the backend's state of each too.")
 @click.pass_obj
@@ -28,16 +30,24 @@ def stuck(
     domain: str | None,
     command_type: str | None,
     since: datetime | None,
+    everything: bool,  # noqa: FBT001
     limit: int,
     with_autopsy: bool,  # noqa: FBT001
 ) -> None:
     """Attempts that a limit had to stop, newest first.
 
-    RUNG is the limit: statement (a query took too long), deadline (it ended within its grace), stuck (it did not,
-    and was given up), kill (its process was ended), crash (its process died). AFTER is how long it ran.
+    RUNG is the limit: statement (a query took too long), lock (it waited too long for a lock), deadline (it ended
+    within its grace), stuck (it did not, and was given up), kill (its process was ended), crash (its process
+    died). AFTER is how long it ran.
+
+    --all adds those that were not charged: bystanders of a crash or of a blocked loop, and those that stopped when
+    they were asked to: cancel (by an operator), shutdown (of the worker), lease (it was lost, or the database was
+    out of reach).
     """
     with session.bus() as bus:
-        found = bus.list_stuck(domain, command_type, since=since, limit=limit)
+        found = bus.run(list_stuck(domain, command_type, since=since, limit=limit, everything=everything))
+        if not found:
+            check_known(bus, domain)
     session.answer(
         [_document(item, with_autopsy=with_autopsy) for item in found],
         lambda: _print(found, with_autopsy=with_autopsy),
@@ -58,17 +68,29 @@ def _print(found: list[StuckAttempt], *, with_autopsy: bool) -> None:
         [
             (
                 item.finished_at, item.domain, item.command_type, item.command_id, item.number, item.rung,
-                _after(item.duration_ms), item.worker, autopsy.headline(item.autopsy) or item.error,
+                _after(item.duration_ms), item.worker, _what(item),
             )
             for item in found
         ],
         empty="no attempt had to be stopped",
     )  # fmt: skip
     for item in found if with_autopsy else []:
-        if item.autopsy is not None:
-            click.echo(f"\n{item.domain} {item.command_id}, attempt {item.number}")
-            for line in autopsy.lines(item.autopsy):
-                click.echo(f"  {line}")
+        title = f"\n{printable(item.domain)} {printable(item.command_id)}, attempt {item.number}"
+        if item.autopsy is None:
+            click.echo(f"{title}: no autopsy")
+            continue
+        click.echo(title)
+        for line in autopsy.lines(item.autopsy):
+            click.echo(f"  {line}")
+
+
+def _what(item: StuckAttempt) -> str:
+    """What it hung in; of one that is not to blame, why it was stopped."""
+    if item.verdict == Verdict.WAIVED:
+        error = item.error or ""
+        return error if "not charged" in error else f"not charged: {error}"
+    what = autopsy.headline(item.autopsy) or item.error or ""
+    return f"canceled: {what}" if item.verdict == Verdict.CANCELED else what
 
 
 def _after(duration_ms: int | None) -> str:

@@ -15,7 +15,7 @@ import click
 from commandbus.cli.exits import ExitCode
 from commandbus.cli.parameters import JsonType, operator_options
 from commandbus.cli.render import age_of, columns, counted, print_table
-from commandbus.cli.session import Group, Session
+from commandbus.cli.session import Group, Session, check_known
 from commandbus.errors import InvalidOperationError
 from commandbus.troubleshooting import TroubleshootingQueue
 
@@ -72,6 +72,8 @@ def list_entries(
         found = TroubleshootingQueue(bus).list(
             domain_option, command_type, error_code=error_code, limit=limit, after_id=after_id
         )
+        if not found:
+            check_known(bus, domain_option)
     session.answer(
         found,
         lambda: print_table(
@@ -92,6 +94,8 @@ def count(session: Session, domain_option: str | None, command_type: str | None,
     """How many wait, by domain and type."""
     with session.bus() as bus:
         found = TroubleshootingQueue(bus).count_by_type(domain_option, command_type, error_code=error_code)
+        if not found:
+            check_known(bus, domain_option)
     session.answer(
         [{"domain": domain, "command_type": kind, "count": number} for (domain, kind), number in found.items()],
         lambda: print_table(

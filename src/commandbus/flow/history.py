@@ -78,8 +78,13 @@ def list_stuck(
     *,
     since: datetime | None = None,
     limit: int = 50,
+    everything: bool = True,
 ) -> Steps[list[StuckAttempt]]:
-    """Attempts that a limit had to stop, newest first."""
+    """Attempts that a limit had to stop, newest first.
+
+    Without `everything` only those that had it coming: none that was waived (a bystander, a shutdown, a lost
+    lease), and none that stopped within its grace when an operator cancelled it.
+    """
     if since is not None and (not isinstance(since, datetime) or since.tzinfo is None):
         raise InvalidCommandError(f"since must be a datetime with a time zone, not {names.shown(since)}")
     rows = yield Statement(
@@ -88,6 +93,7 @@ def list_stuck(
             "domain": None if domain is None else names.check_domain(domain),
             "command_type": None if command_type is None else names.check_type(command_type),
             "since": since,
+            "everything": everything,
             "limit": names.check_count(limit, "limit"),
         },
     )

@@ -30,6 +30,7 @@ CRASHES: Final = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signa
 DOMINANT_SHARE: Final = 0.7
 LEAST_CPU_SECONDS: Final = 0.05
 _FRAMES_KEPT: Final = 60
+_IN_ITS_THREAD: Final = " in this attempt's thread"
 
 
 class Cause(StrEnum):
@@ -80,7 +81,8 @@ class Death:
                 how = "was stopped from outside" if self.was_stopped else "froze"
                 return f"{how}: no heartbeat for {self.silent_seconds:.1f} s, so it was killed"
             case Cause.SIGNALED:
-                return f"died of {signal_name(self.signal)}"
+                hint = " (sent by somebody, or by the kernel when memory runs out)"
+                return f"died of {signal_name(self.signal)}" + (hint if self.signal == signal.SIGKILL else "")
             case Cause.EXITED:
                 return f"ended with exit code {self.exit_code}"
             case Cause.OVER_MEMORY:
@@ -103,16 +105,17 @@ class Running(Generic[K]):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An attempt's role, and what is written down about it."""
+    """An attempt's role, and what is written down about it. `evidence` is the part that is its own."""
 
     role: Role
     failure: Failure
+    evidence: str = ""
 
 
 def examine(death: Death, running: Sequence[Running[K]]) -> dict[K, Finding]:
     """The finding for every attempt that ran."""
     roles = decide(death, running)
-    return {attempt.key: Finding(roles[attempt.key], _failure(death, attempt, roles)) for attempt in running}
+    return {attempt.key: _finding(death, attempt, roles) for attempt in running}
 
 
 def decide(death: Death, running: Sequence[Running[K]]) -> dict[K, Role]:
@@ -191,14 +194,19 @@ def _roles(running: Sequence[Running[K]], candidates: Sequence[Running[K]]) -> d
     return {attempt.key: role if attempt in candidates else Role.BYSTANDER for attempt in running}
 
 
-def _failure(death: Death, attempt: Running[K], roles: Mapping[K, Role]) -> Failure:
-    role = roles[attempt.key]
+def _finding(death: Death, attempt: Running[K], roles: Mapping[K, Role]) -> Finding:
+    role, part = roles[attempt.key], _part(death, attempt, roles)
+    evidence = "it happened in this attempt's thread" if part == _IN_ITS_THREAD else part.lstrip("; ")
+    return Finding(role, _failure(death, attempt, role, part), evidence)
+
+
+def _failure(death: Death, attempt: Running[K], role: Role, part: str) -> Failure:
     is_stuck = role is Role.CULPRIT and death.cause is Cause.FROZEN
     killed = death.cause in (Cause.FROZEN, Cause.OVER_MEMORY)
     return Failure(
         error_type="ExecutionStuck" if is_stuck else "WorkerLost",
         error_code="EXECUTION_STUCK" if is_stuck else "WORKER_LOST",
-        error=payload.clean_text(f"the worker process {death.sentence}{_part(death, attempt, roles)}"),
+        error=payload.clean_text(f"the worker process {death.sentence}{part}"),
         rung=None if death.cause is Cause.STOPPED else "kill" if killed else "crash",
         autopsy=_autopsy(death, attempt),
         duration_ms=max(0, round(attempt.ran_for * 1000)),
@@ -208,9 +216,10 @@ def _failure(death: Death, attempt: Running[K], roles: Mapping[K, Role]) -> Fail
 def _part(death: Death, attempt: Running[K], roles: Mapping[K, Role]) -> str:
     match roles[attempt.key]:
         case Role.SUSPECT:
+            which = "the only one" if len(roles) == 1 else f"one of {len(roles)}"
             return (
-                f"; this attempt, one of {len(roles)} that ran, may have caused it: not charged, and its next "
-                f"attempt runs in a process of its own"
+                f"; this attempt, {which} that ran, may have caused it: not charged, and its next attempt runs in "
+                f"a process of its own"
             )
         case Role.BYSTANDER if death.cause is Cause.STOPPED:
             return "; this attempt had not finished: not charged"
@@ -220,7 +229,7 @@ def _part(death: Death, attempt: Running[K], roles: Mapping[K, Role]) -> str:
     if death.cause is Cause.FROZEN and cpu >= LEAST_CPU_SECONDS:
         return f"; this attempt's thread used {cpu:.1f} s of CPU time meanwhile and let no other one run"
     if death.cause is Cause.SIGNALED and death.dump.current == attempt.ident:
-        return " in this attempt's thread"
+        return _IN_ITS_THREAD
     return "; this attempt was the only one that ran" if len(roles) == 1 else "; this attempt caused it"
 
 

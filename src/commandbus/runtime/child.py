@@ -76,8 +76,6 @@ class Child:
     def __init__(self, process: ChildProcess, attempt: Attempt, keeper: Keeper, max_memory_mb: int | None) -> None:
         self.pid = process.pid
         self.has_begun = False
-        self.was_ready = process.is_ready
-        self.could_not_start: Message | None = None
         self.is_over = False
         self._process = process
         self._attempt = attempt
@@ -85,7 +83,7 @@ class Child:
         self._max_memory_mb = max_memory_mb
         process.runs += 1
         self._number = process.runs
-        self._mark = process.mark() if process.is_ready else 0
+        self._mark = process.mark()
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._cause = Cause.DIED
@@ -257,12 +255,7 @@ class Child:
         """Act on a message; True for the one that says that the attempt has ended."""
         kind = message["k"]
         if kind == "log":
-            _log(message, self.pid)
-        elif kind == "ready":
-            self._process.is_ready = self.was_ready = True
-            self._mark = int(message["mark"])  # its word: it may have crashed since
-        elif kind == "cannot_start":
-            self.could_not_start = message
+            log_record(message, self.pid)
         elif kind == "extend":
             self._extend(message)
         elif message["n"] == self._number:  # else from a thread that an earlier attempt left behind
@@ -322,7 +315,7 @@ def _finite(moment: float) -> float | None:
     return None if moment == NEVER else moment
 
 
-def _log(message: Message, pid: int) -> None:
+def log_record(message: Message, pid: int) -> None:
     """A record of the child, as one of ours."""
     name, level, text = str(message["name"])[:200], int(message["level"]), payload.clean_text(str(message["text"]))
     where: dict[str, Any] = dict(message["where"])

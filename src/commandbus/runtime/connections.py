@@ -8,7 +8,9 @@ statements, because the pooled connection keeps count of those.
 Every connection is handed out with statement_timeout, lock_timeout at 80% of it and
 idle_in_transaction_session_timeout for its session (a transaction-local value would be gone after the handler's
 own commit), none longer than what remains until the attempt counts as stuck. When it comes back, the session is as
-it was: of our own pool everything is reset, of a lent one what we set. Behind PgBouncer (no prepared statements) a
+it was: of our own pool everything is reset, of a lent one what we set. The server also looks every two seconds
+whether we are still there (client_connection_check_interval), so that a statement of a killed process ends soon,
+whatever its handler did to the other limits. Behind PgBouncer (no prepared statements) a
 session belongs to nobody: there the limits are those of the handler's first transaction, and nothing is undone.
 
 While a handler holds a connection the attempt knows it (`Borrowed`), so that its query can be cancelled at the
@@ -42,6 +44,9 @@ from commandbus.db.pool import open_pool
 from commandbus.errors import AttemptFencedError
 from commandbus.runtime.attempt import NEVER, Attempt
 from commandbus.settings import Settings
+
+
+CHECK_INTERVAL_MS = "2000"
 
 
 class Borrowed:
@@ -224,6 +229,7 @@ class HandlerConnections:
             "statement": str(limits.statement_timeout_ms),
             "lock": str(limits.lock_timeout_ms),
             "idle": str(limits.idle_in_transaction_session_timeout_ms),
+            "check": CHECK_INTERVAL_MS,
             "local": self._is_pooled_elsewhere,
             "key": borrowed.key,
         }
@@ -287,16 +293,19 @@ class HandlerConnections:
 
 # The values from before come first: a target list is worked off from left to right.
 _LIMIT = b"""SELECT current_setting('statement_timeout'), current_setting('lock_timeout'),
-    current_setting('idle_in_transaction_session_timeout'),
+    current_setting('idle_in_transaction_session_timeout'), current_setting('client_connection_check_interval'),
     set_config('statement_timeout', %(statement)s, %(local)s), set_config('lock_timeout', %(lock)s, %(local)s),
     set_config('idle_in_transaction_session_timeout', %(idle)s, %(local)s),
+    CASE WHEN version() LIKE '%%linux%%'
+         THEN set_config('client_connection_check_interval', %(check)s, %(local)s) END,
     CASE WHEN %(key)s::bigint IS NOT NULL THEN pg_advisory_xact_lock(%(key)s::bigint) END"""
 _RESET = b"RESET ALL; UNLISTEN *; SELECT pg_advisory_unlock_all()"
 
 
 def _named(row: Any) -> dict[str, Any]:
     found = tuple(row.values()) if isinstance(row, dict) else tuple(row)  # a lent pool has its own row factory
-    return {"statement": found[0], "lock": found[1], "idle": found[2], "local": False, "key": None}
+    names = ("statement", "lock", "idle", "check")
+    return dict(zip(names, found, strict=False)) | {"local": False, "key": None}
 
 
 def advisory_key(attempt: Attempt) -> int:

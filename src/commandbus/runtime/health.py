@@ -79,6 +79,12 @@ class HealthStatus:
         self._last_error = ""
         self._last_success: datetime | None = None
 
+    def __repr__(self) -> str:
+        with self._lock:
+            state, reasons = self._evaluate(self._clock())
+        why = f": {'; '.join(reasons)}" if reasons else ""
+        return f"<{type(self).__name__} {state.value}{why}>"
+
     # --- what is reported ------------------------------------------------------------------------------------
 
     def record_success(self, n: int = 1) -> None:

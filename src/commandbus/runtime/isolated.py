@@ -144,6 +144,7 @@ class Isolated:
         if not isinstance(start, dict):
             return 0
         self._enable_dumps()
+        self._channel.send({"k": "importing", "thread": threading.get_ident()})
         try:
             self._prepare(start)
             handlers = Handlers(Address(**start["address"]))
@@ -151,7 +152,10 @@ class Isolated:
             text = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
             self._channel.send({"k": "cannot_start", "text": text, "trace": _format(error)})
             return 1
-        self._channel.send({"k": "ready", "mark": os.fstat(self._crash_fd).st_size})
+        for wanted in start["handlers"]:
+            with suppress(BaseException):  # its own attempt will tell
+                handlers.get(*wanted)
+        self._channel.send({"k": "ready"})
         surroundings = _Surroundings()
         while isinstance(run := self._todo.get(), Run):
             self._enable_dumps()

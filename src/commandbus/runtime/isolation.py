@@ -1,9 +1,9 @@
 """isolation: attempts in processes of their own, for handlers with isolation="process" and for suspects.
 
-Child processes are kept warm: one is taken for an attempt and returned after it; at most as many as there are
-slots, one of them ahead if a handler asks for isolation. A slot's thread waits for its attempt's child, does what
-the handler's context asks for, and judges how it ended. The child's word is only about its own attempt: the worker
-writes the outcome, and nothing the child says can name another command.
+A slot's thread takes a process that is ready, and only then its attempt begins: what importing the handlers takes
+is not the attempt's. It waits for the attempt's end, does what the handler's context asks for, and judges how it
+ended. The child's word is only about its own attempt: the worker writes the outcome, and nothing the child says
+can name another command.
 
 If the child dies, its database backend is terminated before the outcome is settled. If it died in the middle of
 the COMMIT of a `ctx.transaction()`, the fence decides: a settlement after it is refused.
@@ -13,46 +13,43 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final, Protocol
 
-from commandbus.errors import ConfigurationError, UnknownCommandTypeError
+from commandbus.errors import ConfigurationError
 from commandbus.flow.settle import Settlement
 from commandbus.logger import safe_logger
 from commandbus.model import payload
 from commandbus.model.outcome import Failure
-from commandbus.model.postmortem import parse_dump, signal_name
-from commandbus.runtime import autopsy
 from commandbus.runtime.address import Address, find_address, refuse_in_child
-from commandbus.runtime.attempt import Attempt, Stop, Why
+from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.channel import Message
 from commandbus.runtime.child import Cause, Child, Dead, Keeper
+from commandbus.runtime.children import Children
 from commandbus.runtime.connections import Borrowed
+from commandbus.runtime.deaths import failure_of, no_process, worker_stopped
 from commandbus.runtime.execute import Ended
 from commandbus.runtime.handlers import HandlerRegistry
-from commandbus.runtime.process import ChildProcess, Spawner
+from commandbus.runtime.process import ChildProcess
 from commandbus.runtime.remote import remake_error
+from commandbus.runtime.warming import StartError
 from commandbus.settings import SETTINGS, Settings
 
 __all__ = ["Child", "Ends", "Isolation"]
 
 logger = safe_logger("commandbus.worker")
 
-IDLE_SECONDS: Final = 60.0
-POLITE_SECONDS: Final = 2.0
-SPAWN_SECONDS: Final = 30.0
-ROOM_SHARE: Final = 0.8
 _TRIES: Final = 3
-_LAST_LINES: Final = 20
 
 
 class Ends(Protocol):
     """Who knows what an attempt's end means: the worker's executor."""
+
+    def begin(self, attempt: Attempt) -> None:
+        """It begins now, once more."""
 
     def completed(self, attempt: Attempt, result: Any) -> Ended:
         """It returned this."""
@@ -63,12 +60,8 @@ class Ends(Protocol):
     def end_stopped(self, attempt: Attempt, stop: Stop, failure: Failure) -> Settlement:
         """It was asked to stop, and did not complete."""
 
-    def lost(self, attempt: Attempt, failure: Failure) -> Ended:
+    def lost(self, attempt: Attempt, failure: Failure) -> Settlement:
         """It failed in a way that may pass."""
-
-
-class _ClosedError(Exception):
-    """The worker is stopping."""
 
 
 class Isolation:
@@ -95,7 +88,6 @@ class Isolation:
         self._executor = executor
         self._terminate = terminate
         asking = [handler for handler in registry if handler.options.isolation == "process"]
-        self._keeps_warm = bool(asking)
         self._address = find_address(registry, settings.handlers)
         if self._address is None and asking:
             raise ConfigurationError(
@@ -103,13 +95,18 @@ class Isolation:
                 f"could not find it, because the registry is not a module-level variable of an importable module "
                 f"or of the script that was started; make it one"
             )
-        self._lock = threading.Condition()
-        self._idle: list[ChildProcess] = []
-        self._busy: dict[ChildProcess, Child | None] = {}
-        self._leaving: list[tuple[ChildProcess, float]] = []
-        self._ahead: Future[ChildProcess] | None = None
-        self._is_closed = False
-        self._spawner = Spawner(self._make, self._sweep, name=worker)
+        self._asking = [
+            (handler.domain, handler.command_type, getattr(handler.function, "__module__", None))
+            for handler in asking
+        ]
+        self._children = Children(
+            self._make,
+            most=settings.concurrency,
+            keeps_warm=bool(asking),
+            max_memory_mb=settings.max_memory_mb,
+            what="" if self._address is None else _name_of(self._address),
+            name=worker,
+        )
 
     @property
     def is_available(self) -> bool:
@@ -125,28 +122,35 @@ class Isolation:
 
     def start(self) -> None:
         """Be ready; a first child is started if a handler asks for isolation."""
-        self._spawner.start()
-        self._spawn_ahead()
+        self._children.start()
+
+    def let_go(self) -> None:
+        """Whoever waits for a process in `take` is to wait no longer, now and from now on. Never blocks."""
+        self._children.let_go()
+
+    def close(self, timeout: float) -> None:
+        """End all children: idle ones politely, those that still run an attempt at once."""
+        self._children.close(timeout)
 
     def pids(self) -> list[int]:
         """The live child processes."""
-        with self._lock:
-            leaving = [process for process, _ in self._leaving]
-            return [process.pid for process in (*self._idle, *self._busy, *leaving)]
+        return self._children.pids()
 
     # --- an attempt -----------------------------------------------------------------------------------------
 
-    def run(self, attempt: Attempt) -> Ended:
-        """Run an attempt in a child, to its end, whatever that is."""
-        if attempt.handler is None:
-            return self._executor.failed(attempt, UnknownCommandTypeError(attempt.domain, attempt.command_type))
+    def take(self, attempt: Attempt) -> ChildProcess | Settlement | None:
+        """Before it begins: a process that is ready for it, as soon as there is one. Its settlement if there will
+        be none; None if it is not to begin: it was asked to stop, lost its lease, or its worker lets go."""
+        try:
+            return self._children.take(lambda: attempt.stop is None and not attempt.is_lost)
+        except StartError as error:
+            return self._fail(attempt, str(error), error.trace)
+        except Exception as error:  # noqa: BLE001 - no memory, no processes, no files …
+            return self._fail(attempt, f"its process could not be started: {type(error).__name__}: {error}")
+
+    def run(self, attempt: Attempt, process: ChildProcess) -> Ended:
+        """Run an attempt that has begun in the process that was taken for it, to its end, whatever that is."""
         for _ in range(_TRIES):
-            try:
-                process = self._take()
-            except _ClosedError:
-                return self._executor.end_stopped(attempt, *self._stopping(attempt))
-            except Exception as error:  # noqa: BLE001 - no memory, no processes, no files …
-                return self._fail(attempt, f"its process could not be started: {type(error).__name__}: {error}")
             try:
                 ended = self._run_in(process, attempt)
             except Exception as error:
@@ -156,15 +160,24 @@ class Isolation:
                 )
             if not isinstance(ended, _NotBegun):
                 return ended
+            attempt.deadline_at = NEVER  # it waits for another, and begins again
+            taken = self.take(attempt)
+            if taken is None:
+                return self._executor.end_stopped(attempt, self._stop_of(attempt), worker_stopped(attempt))
+            if not isinstance(taken, ChildProcess):
+                return taken
+            process = taken
+            self._executor.begin(attempt)
+        self._children.give_back(process, is_usable=True)
         return self._fail(attempt, f"{_TRIES} processes in a row died before it could begin")
 
     def _run_in(self, process: ChildProcess, attempt: Attempt) -> Ended | _NotBegun:
         child = Child(process, attempt, self._keeper, self._settings.max_memory_mb)
         try:
-            self._know(process, child)
+            self._children.know(process, child)
             if attempt.is_fenced:  # given up while it waited for a process
                 child.finish()
-                self._return(process, is_usable=True)
+                self._children.give_back(process, is_usable=True)
                 return None
             child.begin()
             if attempt.is_fenced:
@@ -173,20 +186,20 @@ class Isolation:
         except BaseException:
             child.finish()
             process.kill()
-            self._give_up(process)
+            self._children.forget(process, is_dead=process.is_reaped)
             raise
         child.finish()
         if isinstance(end, Dead):
-            self._forget(process, is_dead=end.exit_code is not None)
+            self._children.forget(process, is_dead=end.exit_code is not None)
             self._end_backends(attempt)
             return self._judge_death(attempt, child, end)
         self._end_backends(attempt)  # a connection that it did not return, in a thread that it left behind
         try:
             told = _Told(end)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as broken:
-            self._return(process, is_usable=False)
+            self._children.give_back(process, is_usable=False)
             return self._fail(attempt, f"its process told its end in a way that makes no sense: {broken}")
-        self._return(process, is_usable=not child.is_doomed)
+        self._children.give_back(process, is_usable=not child.is_doomed)
         return self._judge_end(attempt, told)
 
     def _judge_end(self, attempt: Attempt, told: _Told) -> Ended:
@@ -203,43 +216,24 @@ class Isolation:
 
     def _judge_death(self, attempt: Attempt, child: Child, dead: Dead) -> Ended | _NotBegun:
         if dead.cause is Cause.DIED and not child.has_begun:
-            return self._judge_start(attempt, child, dead)
+            return _NotBegun()
         stop = attempt.stop
-        failure = _failure_of(attempt, dead)
+        failure = failure_of(attempt, dead)
         if dead.cause is Cause.KILLED:
             if stop is None:
-                stop, _ = self._stopping(attempt)
+                stop = self._stop_of(attempt)
             return self._executor.end_stopped(attempt, stop, failure)
         if stop is not None and stop.why is Why.CANCEL:
             return self._executor.end_stopped(attempt, stop, failure)
         return self._executor.lost(attempt, failure)
 
-    def _judge_start(self, attempt: Attempt, child: Child, dead: Dead) -> Ended | _NotBegun:
-        """It died before the handler was called: of the modules that it loads, or of somebody else's doing."""
-        told = child.could_not_start
-        if told is not None:
-            return self._fail(attempt, f"its process could not start: {told.get('text')}", told.get("trace"))
-        if child.was_ready:
-            return _NotBegun()
-        last = "\n".join(dead.dump.strip().splitlines()[-_LAST_LINES:])
-        return self._fail(attempt, f"its process could not start: it {_how(dead)}" + (f": {last}" if last else ""))
+    def _fail(self, attempt: Attempt, text: str, trace: object = None) -> Settlement:
+        return self._executor.lost(attempt, no_process(text, trace))
 
-    def _fail(self, attempt: Attempt, text: str, trace: object = None) -> Ended:
-        failure = Failure(
-            "IsolationFailed",
-            "ISOLATION_FAILED",
-            payload.clean_text(text, longest=8192),
-            payload.clean_text(trace) if isinstance(trace, str) else None,
-        )
-        return self._executor.lost(attempt, failure)
-
-    def _stopping(self, attempt: Attempt) -> tuple[Stop, Failure]:
+    @staticmethod
+    def _stop_of(attempt: Attempt) -> Stop:
         now = time.monotonic()
-        text = "the worker stopped"
-        stop = attempt.stop or Stop(Why.SHUTDOWN, text, now, now)
-        return stop, Failure(
-            "AttemptCancelledError", "SHUTDOWN", text, rung="shutdown", duration_ms=attempt.elapsed_ms()
-        )
+        return attempt.stop or Stop(Why.SHUTDOWN, "the worker stopped", now, now)
 
     def _end_backends(self, attempt: Attempt) -> None:
         borrowed = attempt.borrowed
@@ -274,152 +268,8 @@ class Isolation:
             "argv": list(sys.argv),
             "levels": levels | {"": logging.root.level},
             "default_max_attempts": self._default_max_attempts,
+            "handlers": self._asking,
         }
-
-    def _take(self) -> ChildProcess:
-        process = self._take_idle()
-        while process is not None and process.is_dead():
-            process.reap()
-            process = self._take_idle()
-        if process is None:
-            process = self._take_new()
-        with self._lock:
-            self._busy[process] = None
-            is_closed = self._is_closed
-        if is_closed:
-            process.kill()
-            if process.is_dead(POLITE_SECONDS):
-                process.reap()
-            with self._lock:
-                self._busy.pop(process, None)
-                self._lock.notify_all()
-            raise _ClosedError
-        self._spawn_ahead()
-        return process
-
-    def _know(self, process: ChildProcess, child: Child) -> None:
-        with self._lock:
-            self._busy[process] = child
-            if self._is_closed:
-                child.end_now("the worker stopped")
-
-    def _take_idle(self) -> ChildProcess | None:
-        with self._lock:
-            if self._is_closed:
-                raise _ClosedError
-            return self._idle.pop() if self._idle else None
-
-    def _take_new(self) -> ChildProcess:
-        with self._lock:
-            asked, self._ahead = self._ahead, None
-        return (asked or self._spawner.spawn()).result(SPAWN_SECONDS)
-
-    def _spawn_ahead(self) -> None:
-        with self._lock:
-            count = len(self._idle) + len(self._busy)
-            if self._idle or self._ahead is not None or self._is_closed:
-                return
-            if not self._keeps_warm or count >= self._settings.concurrency:
-                return
-            self._ahead = asked = self._spawner.spawn()
-        asked.add_done_callback(self._keep)
-
-    def _keep(self, asked: Future[ChildProcess]) -> None:
-        with self._lock:
-            if self._ahead is not asked:
-                return  # an attempt waits for it
-            self._ahead = None
-            if asked.exception() is None:
-                self._idle.insert(0, asked.result())
-
-    def _return(self, process: ChildProcess, *, is_usable: bool) -> None:
-        limit = self._settings.max_memory_mb
-        if not is_usable:
-            process.kill()
-        elif limit is not None and process.memory_mb() > ROOM_SHARE * limit:
-            is_usable = False  # the next attempt would be blamed for what this one left
-            process.channel.send({"k": "end"})
-        with self._lock:
-            self._busy.pop(process, None)
-            if is_usable and not self._is_closed:
-                process.idle_since = time.monotonic()
-                self._idle.append(process)
-            else:
-                self._leaving.append((process, time.monotonic() + POLITE_SECONDS))
-            self._lock.notify_all()
-        if not is_usable:
-            self._spawn_ahead()
-
-    def _forget(self, process: ChildProcess, *, is_dead: bool) -> None:
-        with self._lock:
-            self._busy.pop(process, None)
-            if not is_dead:
-                self._leaving.append((process, time.monotonic()))
-            self._lock.notify_all()
-        self._spawn_ahead()
-
-    def _give_up(self, process: ChildProcess) -> None:
-        with self._lock:
-            self._busy.pop(process, None)
-            self._leaving.append((process, time.monotonic()))
-            self._lock.notify_all()
-
-    def _sweep(self) -> None:
-        """Reap what died idle, and send away what has been idle for long; one stays warm."""
-        with self._lock:
-            idle, now = self._idle, time.monotonic()
-            spare = [
-                process
-                for process in idle[: len(idle) - self._keeps_warm]
-                if now - process.idle_since > IDLE_SECONDS
-            ]
-            gone = [process for process in idle if process.is_dead() or process in spare]
-            self._idle = [process for process in idle if process not in gone]
-            self._leaving += [(process, now + POLITE_SECONDS) for process in gone]
-        for process in gone:
-            process.channel.send({"k": "end"})
-        self._see_off()
-
-    def _see_off(self) -> None:
-        """Reap those that leave, and kill those that take their time."""
-        with self._lock:
-            leaving, self._leaving = self._leaving, []
-        left = []
-        for process, until in leaving:
-            if process.is_dead():
-                process.reap()
-                continue
-            if time.monotonic() >= until:
-                process.kill()
-            left.append((process, until))
-        with self._lock:
-            self._leaving += left
-
-    def close(self, timeout: float) -> None:
-        """End all children: idle ones politely, those that still run an attempt at once."""
-        deadline = time.monotonic() + timeout
-        with self._lock:
-            self._is_closed = True
-            asked, self._ahead = self._ahead, None
-            idle, self._idle = self._idle, []
-            busy = list(self._busy.items())
-        if asked is not None:
-            with suppress(Exception):
-                idle.append(asked.result(SPAWN_SECONDS))
-        for process, child in busy:
-            if child is None:
-                process.kill()
-            else:
-                child.end_now("the worker stopped")
-        for process in idle:
-            process.channel.send({"k": "end"})
-        with self._lock:
-            self._leaving += [(process, deadline) for process in idle]
-            self._lock.wait_for(lambda: not self._busy, max(1.0, timeout))  # their slots' threads reap them
-        while self._leaving and time.monotonic() < deadline + POLITE_SECONDS:
-            self._leaving[0][0].is_dead(min(0.1, max(0.01, deadline - time.monotonic())))
-            self._see_off()
-        self._spawner.stop()
 
 
 class _Told:
@@ -437,56 +287,7 @@ class _NotBegun:
     """The process died before it had begun with this attempt."""
 
 
-def _failure_of(attempt: Attempt, dead: Dead) -> Failure:
-    stop = attempt.stop
-    if dead.cause is Cause.KILLED and stop is None:
-        kind, code, rung = "AttemptCancelledError", "SHUTDOWN", "kill"
-        text = f"its process was killed: {dead.reason or 'the worker stopped'}"
-    elif dead.cause is Cause.KILLED and stop is not None:
-        kind, code, rung = "ExecutionStuck", "EXECUTION_STUCK", "kill"
-        grace = f"{max(0.0, stop.until - stop.asked_at):.3g} seconds"
-        text = f"did not respond to cancellation within {grace}: {stop.text}; its process was killed"
-    elif dead.cause is Cause.MEMORY:
-        kind, code, rung = "MemoryLimitExceeded", "MEMORY_LIMIT", "kill"
-        text = f"{dead.reason}, and was killed"
-    elif dead.cause is Cause.CONFUSED:
-        kind, code, rung = "WorkerLost", "WORKER_LOST", "kill"
-        text = f"its process was killed: {dead.reason}"
-    else:
-        kind, code, rung = "WorkerLost", "WORKER_LOST", "crash"
-        text = f"its process {_how(dead)}"
-    return Failure(
-        kind,
-        code,
-        payload.clean_text(text, longest=8192),
-        rung=rung,
-        autopsy=_autopsy(dead),
-        duration_ms=attempt.elapsed_ms(),
-    )
-
-
-def _how(dead: Dead) -> str:
-    code = dead.exit_code
-    if code is None:
-        return "does not die"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"died of {signal_name(-code)}" + (" (out of memory, or somebody killed it)" if code == -9 else "")
-
-
-def _autopsy(dead: Dead) -> str:
-    found = parse_dump(dead.dump)
-    stacks = [
-        {
-            "title": f"thread {ident:#x}" + (" (current)" if ident == found.current else ""),
-            "frames": list(reversed(frames)),  # innermost last, as in a traceback
-        }
-        for ident, frames in found.stacks.items()
-    ]
-    code = dead.exit_code
-    process = {
-        "signal": signal_name(-code) if code is not None and code < 0 else None,
-        "exit_code": code if code is not None and code >= 0 else None,
-        "dump": dead.dump or None,
-    }
-    return autopsy.to_json({"taken_at": round(time.time(), 3), "stacks": stacks, "process": process})
+def _name_of(address: Address) -> str:
+    """What a process of its own imports."""
+    main = address.main_module or address.main_file
+    return address.module if address.module != "__main__" or main is None else main

@@ -46,6 +46,7 @@ from commandbus.runtime.ladder import Document, Ladder, Running
 from commandbus.runtime.loop import AsyncSlot, AsyncSlots
 from commandbus.runtime.memory import resident_megabytes
 from commandbus.runtime.places import Places
+from commandbus.runtime.process import ChildProcess
 from commandbus.runtime.settler import Settler
 from commandbus.runtime.slots import Slot, Slots
 from commandbus.runtime.tidy import ProcessState
@@ -113,6 +114,7 @@ class Parts:
         self._domain_index = {name: index for index, name in enumerate(spec.domains)}
         self.held: set[Attempt] = set()
         self.running: Running = {}
+        self._starting: set[Attempt] = set()  # wait for a process of their own, or are about to run in it
         self.state = State.ACTIVE
         self.stuck = 0
         self._given_back = 0
@@ -291,6 +293,7 @@ class Parts:
         self._keeper.state = "STOPPING"
         self._claimer.stop(max(0.1, limit - SETTLE_RESERVE_SECONDS))
         self._give_back()
+        self._await_starting(started + min(1.0, limit / 4))
         reserve = min(SETTLE_RESERVE_SECONDS, limit / 2)
         grace = min(self._settings.cancel_grace, max(0.0, limit - reserve))
         self._drain(deadline - reserve - grace, hurry)
@@ -321,11 +324,17 @@ class Parts:
             if self.running and not self._places.taken:
                 time.sleep(0.01)  # the last slots are on their way out
 
+    def _await_starting(self, until: float) -> None:
+        """Wait until those that waited for a process of their own are given back, or run."""
+        while self._starting and time.monotonic() < until:
+            time.sleep(0.01)
+
     def _cancel_all(self, grace: float) -> None:
         for attempt in list(self.running):
             self.ladder.ask(attempt, Why.SHUTDOWN, "its worker was told to stop", grace=grace)
 
     def _give_back(self) -> None:
+        self._isolation.let_go()
         for lane in (self._slots, self._loop):
             if lane is not None:
                 for attempt in lane.take_back():
@@ -375,7 +384,7 @@ class Parts:
     def _tick(self, now: float) -> None:
         if self._board is not None:
             self._show(self._board, now)
-        if self.state is State.DRAINING and not self.running and not self._waiting():
+        if self.state is State.DRAINING and not self.running and not self._starting and not self._waiting():
             self._spec.request_stop(f"drained, {self.stuck} stuck attempts remain" if self.stuck else "drained")
         if self.state is State.ACTIVE:
             self._check_limits()
@@ -396,8 +405,9 @@ class Parts:
         board.note("; ".join(health.reasons))
         for attempt, place in list(self.running.items()):
             borrowed = attempt.borrowed
-            board.backend(place.index, 0 if borrowed is None else borrowed.pid)
-            board.stuck_at(place.index, self._stuck_at(attempt))
+            if self.running.get(attempt) is place:  # it may have ended meanwhile, and its slot gone on
+                board.backend(place.index, 0 if borrowed is None else borrowed.pid)
+                board.stuck_at(place.index, self._stuck_at(attempt))
 
     def _stuck_at(self, attempt: Attempt) -> float:
         stop = attempt.stop
@@ -524,12 +534,21 @@ class Parts:
     def _run(self, attempt: Attempt, slot: Slot) -> bool:
         if attempt.stop is not None:
             return self._never_start(attempt)
+        process = None
+        if self._is_isolated(attempt):
+            process = self._take_process(attempt)
+            if process is None:
+                return True
         executor = self._executor
         executor.begin(attempt)
         self.running[attempt] = slot
         if self._board is not None:
             self._enter(self._board, attempt, slot.index)
-        ended = self._isolation.run(attempt) if self._is_isolated(attempt) else executor.run(attempt)
+        if process is None:
+            ended = executor.run(attempt)
+        else:
+            self._starting.discard(attempt)
+            ended = self._isolation.run(attempt, process)
         if self.running.pop(attempt, None) is None:
             return False
         attempt.started_at = 0.0  # over: the ladder looks past it, and what it left behind gets no connection
@@ -565,6 +584,21 @@ class Parts:
 
     def _is_isolated(self, attempt: Attempt) -> bool:
         return (self._some_isolated or attempt.row[19] is not None) and self._isolation.wants(attempt)
+
+    def _take_process(self, attempt: Attempt) -> ChildProcess | None:
+        """Wait for a process that is ready for it: until then it has not begun. None if it will not."""
+        self._starting.add(attempt)
+        taken = self._isolation.take(attempt)
+        if isinstance(taken, ChildProcess):
+            return taken
+        if taken is None:
+            self._never_start(attempt)
+        else:
+            self.settler.add(attempt, taken)
+        self._starting.discard(attempt)
+        if self._claimer.is_waiting_for_room:
+            self._offer_room()
+        return None
 
     def _take_from_leftover(self, attempt: Attempt, borrowed: Borrowed) -> None:
         """Its handler has ended, and a thread or task that it left behind still holds its connection."""

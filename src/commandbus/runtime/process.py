@@ -61,9 +61,13 @@ class ChildProcess:
         self.channel = WorkerEnd(ours, max_bytes=max_message_bytes, wake=self.wake)
         self._poll = select.poll()
         self._lock = threading.Lock()  # signals on one side, reaping on the other: a reaped pid is somebody else's
-        self._is_reaped = False
+        self.is_reaped = False
         self.is_ready = False
-        self.idle_since = time.monotonic()
+        self.importer: int | None = (
+            None  # the thread that imports the handlers, once it can be asked for its stack
+        )
+        self.looked_to = 0  # what was asked for in the memory file ends here
+        self.born_at = self.idle_since = time.monotonic()
         self.runs = 0
         for fd in (self._pidfd, self._bell):
             self._poll.register(fd, select.POLLIN)
@@ -74,21 +78,21 @@ class ChildProcess:
     def wake(self) -> None:
         """Make `wait` return."""
         with self._lock:
-            if not self._is_reaped:
+            if not self.is_reaped:
                 with suppress(BlockingIOError):
                     os.eventfd_write(self._bell, 1)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process itself."""
         with self._lock:
-            if not self._is_reaped:
+            if not self.is_reaped:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
         """SIGKILL for it and for what it started and left in its process group."""
         with self._lock:
-            if not self._is_reaped:
+            if not self.is_reaped:
                 self._kill_group()
 
     def _kill_group(self) -> None:
@@ -123,6 +127,8 @@ class ChildProcess:
 
     def is_dead(self, timeout: float = 0) -> bool:
         """Is it dead now, or within this time?"""
+        if self.is_reaped:
+            return True
         looking = select.poll()
         looking.register(self._pidfd, select.POLLIN)
         return bool(looking.poll(timeout * 1000))
@@ -140,9 +146,9 @@ class ChildProcess:
     def reap(self) -> int:
         """Kill what is left of its group, and take its exit code (negative: the signal). It must be dead."""
         with self._lock:
-            if not self._is_reaped:
+            if not self.is_reaped:
                 self._kill_group()
-                self._is_reaped = True
+                self.is_reaped = True
                 self._popen.wait()
                 self.channel.close()
                 for fd in (self._pidfd, self._bell, self._dumps):

@@ -1,6 +1,7 @@
 """tidy: what a handler leaves behind that the next one must not see, as far as it can be put back.
 
-Thread-locals of a slot's thread: those that appeared during an attempt are forgotten after it.
+Thread-locals of a slot's thread: those that appeared during an attempt are forgotten after it. From Python 3.13 on
+they are kept where nobody can reach them, and stay.
 
 In a worker process of ours (`ProcessState.watch`) also the working directory, the umask and the locale: they
 belong to the whole process, so handlers that run at the same moment do see them, but no later one does. Changes
@@ -15,6 +16,7 @@ import ctypes
 import functools
 import locale
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +26,7 @@ logger = safe_logger("commandbus.worker")
 
 
 def thread_locals() -> dict[Any, Any] | None:
-    """The dictionary in which CPython keeps this thread's locals; None on another Python."""
+    """The dictionary in which CPython up to 3.12 keeps this thread's locals; None on another Python."""
     try:
         get = ctypes.pythonapi.PyThreadState_GetDict
     except AttributeError:
@@ -34,7 +36,11 @@ def thread_locals() -> dict[Any, Any] | None:
     if address is None:
         return None
     found = ctypes.cast(address, ctypes.py_object).value  # a reference of its own
-    return found if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        return None
+    before, probe = len(found), threading.local()
+    probe.is_here = True
+    return found if len(found) > before else None
 
 
 def forget_new_locals(own: dict[Any, Any], kept: set[Any]) -> None:

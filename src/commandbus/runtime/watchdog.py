@@ -66,10 +66,15 @@ class WorkerWatchdog:
         restart_callback: Callable[[], object] | None = None,
         cooldown: float = 60.0,
     ) -> None:
-        if not check_interval > 0:
-            raise ValueError(f"check_interval is {check_interval}: it must be more than 0")
+        for name, value in (("check_interval", check_interval), ("cooldown", cooldown)):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} is {value!r}: it must be a number of seconds")
+        if not 0 < check_interval <= threading.TIMEOUT_MAX:
+            raise ValueError(f"check_interval is {check_interval}: it must be more than 0, and not endless")
         if not cooldown >= 0:
             raise ValueError(f"cooldown is {cooldown}: it must not be negative")
+        if restart_callback is not None and not callable(restart_callback):
+            raise TypeError(f"restart_callback is {restart_callback!r}: it must be callable, or None")
         self._worker = worker
         self._check_interval = check_interval
         self._restart_callback = restart_callback

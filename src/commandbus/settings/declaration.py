@@ -153,7 +153,7 @@ class Settings:
     )  # fmt: skip
     reset_thread_locals: bool = _setting(
         True, "WORKER_RESET_THREAD_LOCALS", "worker.reset_thread_locals", truth(),
-        "Forget what a handler left in thread-locals before its slot runs the next one",
+        "Forget what a handler left in thread-locals before its slot runs the next one (Python 3.11, 3.12)",
     )  # fmt: skip
 
     pool_min_size: int = _setting(

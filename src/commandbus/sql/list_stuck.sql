@@ -8,5 +8,6 @@ SELECT a.command, c.domain, c.command_id, c.command_type, a.number, a.verdict, a
    AND (%(since)s::timestamptz IS NULL OR a.finished_at >= %(since)s)
    AND (%(domain)s::text IS NULL OR c.domain = %(domain)s)
    AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s)
+   AND (%(everything)s::boolean OR a.verdict <> 'WAIVED' AND (a.verdict <> 'CANCELED' OR a.rung <> 'cancel'))
  ORDER BY a.finished_at DESC
  LIMIT %(limit)s

@@ -1,7 +1,8 @@
 """budget: how soon a dead worker is replaced. At once, unless workers die one after the other.
 
-A death within EARLY_SECONDS of its start counts; one that lived longer ends the row. Without a visible cause the
-pauses are 0, 1, 2, 4 … 30 s: something is wrong with the program or the machine. Where attempts were running,
+A death within EARLY_SECONDS of its start counts; the row ends when a worker that was started after the last of
+them has lived longer: those that were there before prove nothing about what is started now. Without a visible
+cause the pauses are 0, 1, 2, 4 … 30 s: something is wrong with the program or the machine. Where attempts ran,
 those caused it, and their number is limited by max_attempts: a few deaths in a row cost no pause and then a second
 each, so that a pile of poisonous commands does not turn into a storm of process starts.
 """
@@ -24,25 +25,41 @@ class RestartBudget:
         self.next_at = -math.inf
         self._unexplained = 0
         self._crashes = 0
+        self._failed_at = -math.inf
+        self._round_at = -math.inf
+        self._cause = ""
+        self._times = 0
 
     def died(self, now: float, *, lived_seconds: float, was_running: bool) -> float:
         """A worker died that was not meant to; answers the pause before its replacement."""
+        born_at = now - lived_seconds
         if lived_seconds >= EARLY_SECONDS:
-            self._unexplained = self._crashes = 0
-            return 0.0
+            self.survived(born_at)
+            return max(0.0, self.next_at - now)
+        pause = 0.0
         if was_running:
             self._crashes += 1
             pause = 0.0 if self._crashes <= FREE_CRASHES else CRASH_SECONDS
-        else:
+        elif born_at >= self._round_at:  # those that were started together fail together, and count once
             self._unexplained += 1
+            self._round_at = now
             doublings = min(self._unexplained - 2, 10)
             pause = 0.0 if self._unexplained == 1 else min(LONGEST_SECONDS, 2.0**doublings)
+        self._failed_at = now
         self.next_at = max(self.next_at, now + pause)
-        return pause
+        return self.next_at - now
 
-    def survived(self) -> None:
-        """A worker has lived longer than EARLY_SECONDS: the row is over."""
-        self._unexplained = self._crashes = 0
+    def times(self, cause: str) -> int:
+        """How often in a row workers have failed for this cause, this time included."""
+        self._times = self._times + 1 if cause == self._cause else 1
+        self._cause = cause
+        return self._times
+
+    def survived(self, born_at: float) -> None:
+        """A worker has lived longer than EARLY_SECONDS: if it was born after the last death, the row is over."""
+        if born_at >= self._failed_at:
+            self._unexplained = self._crashes = self._times = 0
+            self._cause = ""
 
     def may_start(self, now: float) -> bool:
         """Has the pause passed?"""

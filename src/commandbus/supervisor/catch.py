@@ -14,12 +14,13 @@ CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """What has come, in order. `socket` becomes readable when something does."""
+    """What has come, in order. `socket` becomes readable when something does; `ignored` ones never come."""
 
     def __init__(self) -> None:
         self.socket, self._theirs = socket.socketpair()
         self.socket.setblocking(False)
         self._theirs.setblocking(False)
+        self.ignored: set[signal.Signals] = set()
         self._come: list[int] = []
         self._has_terminal = terminal_answers()
 
@@ -34,7 +35,9 @@ class Signals:
         wakeup = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
         try:
             for number in CAUGHT:
-                if signal.getsignal(number) is not signal.SIG_IGN:
+                if signal.getsignal(number) is signal.SIG_IGN:
+                    self.ignored.add(number)
+                else:
                     before[number] = signal.signal(number, note)
             yield
         finally:

@@ -119,7 +119,9 @@ def main() -> NoReturn:
 
 def _work(told: Letter, control: Control) -> int:
     try:
+        control.say("doing", doing=f"importing {told.settings.handlers}")
         registry = load_registry(told.settings.handlers)
+        control.say("doing", doing="connecting to the database")
         worker = Worker(
             registry,
             settings=told.settings,

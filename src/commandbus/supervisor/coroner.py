@@ -23,10 +23,11 @@ from commandbus.errors import CommandBusError
 from commandbus.flow.claim import put_right
 from commandbus.flow.rescue import Held, Rule, Scouted, bury, held_by, outcome, scout, terminate_backends
 from commandbus.flow.settle import Settlement, settle
-from commandbus.model.postmortem import Death, Finding, Role, Running, examine
+from commandbus.model.postmortem import Cause, Death, Finding, Role, Running, examine
 from commandbus.runtime.board import SlotView
 from commandbus.settings import Settings
-from commandbus.supervisor.process import Hello
+from commandbus.supervisor.notices import say_culprit, say_done
+from commandbus.supervisor.said import Hello
 
 logger = logging.getLogger("commandbus.supervisor")
 
@@ -50,6 +51,7 @@ class Case:
     died_at: float
     settings: Settings
     settled: dict[str, int] = field(default_factory=dict)
+    named: dict[str, list[str]] = field(default_factory=dict)
     next_at: float = 0.0
     tries: int = 0
     findings: dict[Key, Finding] | None = None
@@ -120,7 +122,8 @@ class Coroner:
         """End it; what is not done then is left to the leases."""
         self._stopping.set()
         self._wake.set()
-        self._thread.join(timeout)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(timeout)
 
     def _serve(self) -> None:
         while not self._stopping.is_set():
@@ -185,7 +188,10 @@ class Coroner:
         with self._lock:
             self._cases.remove(case)
         self.done += 1
-        self._say(case)
+        say_done(
+            case.worker, case.named, after_seconds=time.monotonic() - case.died_at,
+            was_planned=case.death.cause is Cause.STOPPED,
+        )  # fmt: skip
 
     def _end_backends(self, case: Case) -> None:
         """End what the server still does for it; wait a moment until that is over."""
@@ -231,11 +237,13 @@ class Coroner:
             started = None if slot is None else time.time() - (time.monotonic() - slot.started)
             by_key[held.row[:2]] = (held, finding, self._outcome(case, domain, held, finding, started))
         answers = self._write(domain, case.worker, [settlement for _, _, settlement in by_key.values()])
-        for key, (_, finding, settlement) in by_key.items():
+        for key, (held, finding, settlement) in by_key.items():
             if key not in answers:
                 what = "given back" if finding is None else str(finding.role)
                 case.settled[what] = case.settled.get(what, 0) + 1
-                self._say_settled(case, domain, by_key[key][0], finding, settlement)
+                case.named.setdefault(what, []).append(str(held.row.command_id))
+                if finding is not None and finding.role is Role.CULPRIT:
+                    say_culprit(case.worker, domain, held, finding, settlement)
         return sum(answer in ("busy", "canceled") for answer in answers.values())
 
     def _outcome(
@@ -259,34 +267,6 @@ class Coroner:
         for settlement in settlements:
             answers |= self._write(domain, worker, [settlement])
         return answers
-
-    def _say_settled(
-        self, case: Case, domain: str, held: Held, finding: Finding | None, settlement: Settlement
-    ) -> None:
-        if finding is None or finding.role is not Role.CULPRIT:
-            return
-        logger.warning(
-            "attempt %d of command %s (%s) is held responsible: %s",
-            held.row.attempt_base + held.row.read_ct,
-            held.row.command_id,
-            held.row.command_type,
-            finding.failure.error,
-            extra={"domain": domain, "command_id": held.row.command_id, "worker": case.worker,
-                   "is_final": settlement.is_final},
-        )  # fmt: skip
-
-    def _say(self, case: Case) -> None:
-        counted = (
-            ", ".join(f"{count} {what}" for what, count in sorted(case.settled.items())) or "nothing was left"
-        )
-        logger.info(
-            "post-mortem of worker %s, which %s: %s (%.2f s after its end)",
-            case.worker,
-            case.death.sentence,
-            counted,
-            time.monotonic() - case.died_at,
-            extra={"worker": case.worker},
-        )
 
 
 def _running(case: Case, domain: str, held: Held, slot: SlotView, rule: Rule) -> Running[Key]:

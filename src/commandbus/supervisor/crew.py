@@ -19,9 +19,13 @@ from commandbus.model.postmortem import Cause, Death
 from commandbus.runtime.board import State
 from commandbus.settings import Settings
 from commandbus.supervisor.budget import EARLY_SECONDS, RestartBudget
-from commandbus.supervisor.process import Failed, WorkerProcess
+from commandbus.supervisor.notices import say_death
+from commandbus.supervisor.process import WorkerProcess
+from commandbus.supervisor.said import Failed
 from commandbus.supervisor.spawn import spawn
+from commandbus.supervisor.start import place_of
 from commandbus.supervisor.vitals import resident_mb
+from commandbus.supervisor.words import counted
 
 logger = logging.getLogger("commandbus.supervisor")
 
@@ -30,6 +34,8 @@ MEMORY_SECONDS: Final = 1.0
 MEMORY_FACTOR: Final = 2
 START_SECONDS: Final = 300.0
 EXIT_SECONDS: Final = 3.0
+DRAIN_SECONDS: Final = 60.0
+"""Reloads may follow each other within seconds, and what runs should finish: only who takes longer is hurried."""
 
 
 class Crew:
@@ -58,6 +64,7 @@ class Crew:
         self._was_ready = False
         self._generation = 0
         self._coming: tuple[int, Settings] | None = None
+        self._waits_for_database = False
 
     @property
     def was_ready(self) -> bool:
@@ -78,8 +85,8 @@ class Crew:
                 self._bury(worker, now)
             else:
                 self._look_at(worker, now, blind_until)
-        if any(worker.ready_at is not None and now - worker.spawned_at > EARLY_SECONDS for worker in self.workers):
-            self._budget.survived()
+            if worker.ready_at is not None and now - worker.spawned_at > EARLY_SECONDS:
+                self._budget.survived(worker.spawned_at)
 
     def _look_at(self, worker: WorkerProcess, now: float, blind_until: float) -> None:
         was_ready = worker.ready_at is not None
@@ -89,8 +96,7 @@ class Crew:
                 worker.kill()
             return
         if worker.ready_at is None:
-            if now - worker.spawned_at > START_SECONDS:
-                worker.condemn(Cause.STOPPED, f"it was not ready after {START_SECONDS:g} s", now)
+            self._watch_start(worker, now)
             return
         if not was_ready:
             self._was_ready = True
@@ -110,40 +116,57 @@ class Crew:
                 return
         worker.watch_freeze(now, is_silent=now - seen_at > SILENT_SECONDS)
         if now >= kill_at:
-            silent = now - shown.beat_at
-            logger.error("worker %s has not beaten for %.1f s: it is killed", worker.name, silent)
-            worker.condemn(Cause.FROZEN, "frozen", now, silent_seconds=silent)
+            worker.condemn(Cause.FROZEN, "frozen", now, silent_seconds=now - shown.beat_at)
         elif now >= worker.memory_at:
             worker.memory_at = now + MEMORY_SECONDS
             self._check_memory(worker, now)
+
+    def _watch_start(self, worker: WorkerProcess, now: float) -> None:
+        if now - worker.spawned_at > START_SECONDS:
+            worker.condemn(Cause.STOPPED, f"it was not ready after {START_SECONDS:g} s", now)
+        elif worker.start.wants_stacks(now):
+            worker.ask_for_stacks()
+        elif worker.start.is_due(now):
+            worker.start.place = place_of(worker.stacks())
+            logger.warning("worker %s %s", worker.name, worker.start.note(now, worker.doing))
 
     def _check_memory(self, worker: WorkerProcess, now: float) -> None:
         """A worker ends by itself beyond max_memory_mb; one that cannot is killed at twice that."""
         limit = self.settings.max_memory_mb
         if limit is None or (used := resident_mb(worker.pid)) <= MEMORY_FACTOR * limit:
             return
-        reason = f"{used:.0f} MB of memory, more than {MEMORY_FACTOR} times max_memory_mb ({limit})"
-        logger.error("worker %s uses %s: it is killed", worker.name, reason)
-        worker.condemn(Cause.OVER_MEMORY, f"it used {reason}", now)
+        reason = f"it used {used:.0f} MB of memory, more than {MEMORY_FACTOR} times max_memory_mb ({limit})"
+        worker.condemn(Cause.OVER_MEMORY, reason, now)
 
     # -- births
 
-    def fill(self, now: float) -> None:
-        """Start what is missing, and let no more drain than there are."""
+    def fill(self, now: float, *, is_database_away: bool = False) -> None:
+        """Start what is missing, unless it could not do anything; and let no more drain than there are."""
         wanted = self.settings.processes
         if not self._was_ready and any(worker.failed is not None for worker in self.workers):
             return  # it ends with a message of its own, and so shall we
         serving = sum(worker.is_serving and worker.generation == self._generation for worker in self.workers)
-        for _ in range(wanted - serving):
+        waits = is_database_away and self._was_ready and serving < wanted
+        if waits and not self._waits_for_database:
+            missing = counted(wanted - serving, "worker")
+            logger.warning("the database is away: %s will be started when it is back", missing)
+        self._waits_for_database = waits
+        for _ in range(0 if waits else wanted - serving):
             if self.fatal is not None or not self._budget.may_start(now):
                 break
             self._spawn(self.settings, self._generation, now)
-        draining = [worker for worker in self.workers if worker.state is State.DRAINING]
-        draining.sort(key=lambda worker: worker.drains_since or now)
-        for worker in draining[: max(0, len(draining) - wanted)]:
-            if not worker.is_hurried:
+        self._hurry(wanted, now)
+
+    def _hurry(self, wanted: int, now: float) -> None:
+        """Memory is bounded: no more than `wanted` may drain for longer than DRAIN_SECONDS."""
+        busy = [worker for worker in self.workers if worker.state is State.DRAINING and worker.snapshot.running]
+        busy.sort(key=lambda worker: worker.drains_since or now)
+        for worker in busy[: max(0, len(busy) - wanted)]:
+            drained = now - (worker.drains_since or now)
+            if drained >= DRAIN_SECONDS and not worker.is_hurried:
                 worker.is_hurried = True
-                logger.warning("%d workers drain, more than %d: %s must end", len(draining), wanted, worker.name)
+                text = "%d workers drain, more than %d: %s, which has drained for %.0f s, must end"
+                logger.warning(text, len(busy), wanted, worker.name, drained)
                 worker.tell("hurry")
 
     def _spawn(self, settings: Settings, generation: int, now: float) -> None:
@@ -154,7 +177,7 @@ class Crew:
             worker = spawn(own, self._supervisor, generation=generation)
         except OSError as error:  # no memory, no processes, no descriptors: that may pass
             pause = self._budget.died(now, lived_seconds=0.0, was_running=False)
-            logger.error("a worker could not be started, tried again in %g s: %s", pause, error)  # noqa: TRY400
+            logger.error("a worker could not be started, tried again in %.0f s: %s", pause, error)  # noqa: TRY400
             return
         self.workers.append(worker)
         self._selector.register(worker.control, selectors.EVENT_READ, worker)
@@ -168,12 +191,11 @@ class Crew:
         self.workers.remove(worker)
         self.forget_files(worker)
         is_clean = worker.report is not None and bool(worker.report.get("is_clean"))
-        never_began = worker.ready_at is None and (worker.failed is not None or worker.is_planned)
-        if not is_clean and not never_began:
-            logger.warning("worker %s (process %d) %s", worker.name, worker.pid, death.sentence)
         if not is_clean and not (worker.ready_at is None and worker.failed is not None):
             self._on_death(worker, death)
         self._count(worker, death)
+        if worker.is_planned and not is_clean and worker.ready_at is not None:
+            say_death(worker, death)
         if not self.is_ending:
             self._draw_conclusions(worker, death, now)
         worker.close()
@@ -186,7 +208,9 @@ class Crew:
 
     def _draw_conclusions(self, worker: WorkerProcess, death: Death, now: float) -> None:
         if self._coming is not None and worker.generation == self._coming[0] and worker.ready_at is None:
-            self._give_up_reload(worker.failed.message if worker.failed is not None else death.sentence, now)
+            self._give_up_reload(
+                worker.failed.message if worker.failed is not None else worker.epitaph(death), now
+            )
             return
         if not self._was_ready and worker.failed is not None:
             self.fatal = worker.failed
@@ -194,12 +218,16 @@ class Crew:
         self.totals["restarts"] += 1
         if worker.is_planned:
             return
-        lived = now - worker.spawned_at
-        pause = self._budget.died(now, lived_seconds=lived, was_running=bool(worker.snapshot.slots))
-        if worker.failed is not None and worker.ready_at is None:
-            logger.error("worker %s could not start: %s", worker.name, worker.failed.message)
+        lived, was_running = now - worker.spawned_at, bool(worker.snapshot.slots)
+        pause = self._budget.died(now, lived_seconds=lived, was_running=was_running)
+        cause = worker.epitaph(death)
+        if not was_running and lived < EARLY_SECONDS and (times := self._budget.times(cause)) > 1:
+            text = "workers are still failing (%d times), for the same cause: next in %.0f s"
+            logger.warning(text, times, pause)
+            return
+        say_death(worker, death)
         if pause:
-            logger.warning("worker %s lived for %.1f s: the next one starts in %g s", worker.name, lived, pause)
+            logger.warning("worker %s lived for %.1f s: next in %.0f s", worker.name, lived, pause)
 
     def _count(self, worker: WorkerProcess, death: Death) -> None:
         shown, report = worker.snapshot, worker.report
@@ -240,7 +268,9 @@ class Crew:
             if worker.generation != generation and worker.told_at is None:
                 worker.told_at = now
                 worker.tell("drain", reason="a new worker has taken over")
-        logger.info("reloaded: %d new workers have taken over", len(new))
+        logger.info(
+            "reloaded: %s taken over", "1 new worker has" if len(new) == 1 else f"{len(new)} new workers have"
+        )
         return True
 
     def _give_up_reload(self, reason: str, now: float) -> None:

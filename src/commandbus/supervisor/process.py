@@ -1,71 +1,32 @@
 """WorkerProcess: the supervisor's hold on one worker process: its pidfd, board, control socket and crash file.
 
-The control socket carries JSON lines. The worker says `hello` (who it is), `state`, `report` and `failed`; it is
-told `stop`, `drain` and `hurry`. Nothing here waits. Death is seen by the pidfd (a child that a handler forked may
-keep the socket open for ever), and the process is reaped only after its whole process group was killed: until then
-its number cannot belong to anybody else.
+The control socket carries JSON lines. The worker says `doing` (while it starts), `hello` (who it is), `state`,
+`report` and `failed`; it is told `stop`, `drain` and `hurry`. Nothing here waits. Death is seen by the pidfd (a
+child that a handler forked may keep the socket open for ever), and the process is reaped only after its whole
+process group was killed: until then its number cannot belong to anybody else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import psycopg
-
-from commandbus import errors
-from commandbus.flow.rescue import Rule
 from commandbus.model.postmortem import Cause, Death, Dump, parse_dump
 from commandbus.runtime.board import Board, Snapshot, State
 from commandbus.supervisor.letter import DUMP_SIGNAL
+from commandbus.supervisor.said import Failed, Hello, hello, parsed
+from commandbus.supervisor.start import Start, described, place_of
 from commandbus.supervisor.vitals import cpu_since, is_stopped, thread_cpu
-
-logger = logging.getLogger("commandbus.supervisor")
 
 DUMP_SECONDS: Final = 0.1
 _LONGEST_LINE: Final = 4_194_304
 _LONGEST_DUMP: Final = 4_194_304
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """Who a worker is: its id, its domains in the board's order, and how failures of its handlers are judged."""
-
-    id: str
-    domains: list[str]
-    rules: Mapping[tuple[str, str], Rule]
-    default: Rule
-
-    def rule(self, domain: str, command_type: str) -> Rule:
-        """The rule of a command type."""
-        return self.rules.get((domain, command_type), self.default)
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A worker ended with an error of ours or its user's: its class, and what it says."""
-
-    module: str
-    kind: str
-    message: str
-
-    def rebuilt(self) -> Exception:
-        """The error, as if it had been raised here."""
-        home: Any = errors if self.module == errors.__name__ else psycopg.errors
-        kind = getattr(home, self.kind, None) if self.module.startswith(("commandbus", "psycopg")) else None
-        if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            return RuntimeError(f"{self.kind}: {self.message}")
-        error: Exception = kind.__new__(kind)
-        error.args = (self.message,)
-        return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +74,8 @@ class WorkerProcess:
         self.memory_at = now  # when its memory is looked at next
         self.drains_since: float | None = None
         self.exits_since: float | None = None
+        self.doing: str | None = None  # what its start is at; from then on it listens to the dump signal
+        self.start = Start(now)
         self.hello: Hello | None = None
         self.report: dict[str, Any] | None = None
         self.reported_at: float | None = None
@@ -121,6 +84,7 @@ class WorkerProcess:
         self.condemned: Condemned | None = None
         self.snapshot = board.read()
         self._crash = crash
+        self._dump_read = 0
         self._buffer = b""
         self.pidfd = _pidfd(process.pid)
 
@@ -176,7 +140,7 @@ class WorkerProcess:
         *lines, self._buffer = self._buffer.split(b"\n")
         self._buffer = self._buffer[-_LONGEST_LINE:]
         for line in lines:
-            if (message := _parsed(line)) is not None:
+            if (message := parsed(line)) is not None:
                 self._heard(message, now)
         return is_open
 
@@ -188,11 +152,12 @@ class WorkerProcess:
 
     def _heard(self, message: dict[str, Any], now: float) -> None:
         match message.get("say"):
+            case "doing":
+                self.doing = str(message.get("doing"))
             case "hello":
-                self.hello = _hello(message)
+                self.hello = hello(message)
             case "state" if message.get("state") == State.DRAINING.name:
                 self.drains_since = self.drains_since or now
-                logger.info("worker %s drains: %s", self.name, message.get("reason"))
             case "report":
                 self.report, self.reported_at = message, now
             case "failed":
@@ -215,8 +180,19 @@ class WorkerProcess:
         self.condemned = Condemned(
             cause, reason, silent_seconds, used, is_stopped(self.pid), kill_at=now + DUMP_SECONDS
         )
-        if self.ready_at is not None:  # before that nobody may be listening, and the signal itself would kill it
+        self.ask_for_stacks()
+
+    def ask_for_stacks(self) -> None:
+        """Have it write down its stacks. Before it says what it does the signal itself would kill it."""
+        if self.doing is not None:
             self._signal(DUMP_SIGNAL)
+
+    def stacks(self) -> Dump:
+        """What it has written down since the last time."""
+        size = min(os.fstat(self._crash).st_size - self._dump_read, _LONGEST_DUMP)
+        text = os.pread(self._crash, size, self._dump_read)
+        self._dump_read += len(text)
+        return parse_dump(text.decode("utf-8", "replace"))
 
     def kill(self) -> None:
         """SIGKILL, to it and to what it started."""
@@ -243,6 +219,14 @@ class WorkerProcess:
         self.look(now)
         return self._death(code)
 
+    def epitaph(self, death: Death) -> str:
+        """How it died, and if it had not even started, what it was doing."""
+        if self.ready_at is not None:
+            return death.sentence
+        crash_place = place_of(death.dump) if death.dump.stacks else self.start.place
+        when = "" if self.condemned is not None else " while it was starting"
+        return f"{death.sentence}{when}{described(self.doing, crash_place)}"
+
     def close(self) -> None:
         """Close what was ours of it."""
         self.board.close()
@@ -253,7 +237,7 @@ class WorkerProcess:
             self.pidfd = None
 
     def _death(self, code: int) -> Death:
-        gone, dump = self.snapshot.gone, self._dump()
+        gone, dump = self.snapshot.gone, self.stacks()
         if (end := self.condemned) is not None:
             return Death(
                 end.cause,
@@ -274,10 +258,6 @@ class WorkerProcess:
             return Death(Cause.STOPPED, "it was told to stop before it had started")
         return Death(Cause.EXITED, exit_code=code, gone=gone)
 
-    def _dump(self) -> Dump:
-        size = min(os.fstat(self._crash).st_size, _LONGEST_DUMP)
-        return parse_dump(os.pread(self._crash, size, 0).decode("utf-8", "replace"))
-
     def _signal(self, number: int) -> None:
         if self.process.returncode is None:
             with contextlib.suppress(OSError):
@@ -290,22 +270,3 @@ def _pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except OSError:
         return None
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) else None
-
-
-def _hello(message: Mapping[str, Any]) -> Hello:
-    policies = message["policies"]
-    rules = {
-        (domain, command_type): Rule.read(document)
-        for domain, types in policies.items()
-        if domain
-        for command_type, document in types.items()
-    }
-    return Hello(message["id"], message["domains"], rules, Rule.read(policies[""]))

@@ -22,7 +22,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from commandbus.db.resolve import Database, embedded_folder
@@ -36,7 +36,9 @@ from commandbus.supervisor.crew import Crew
 from commandbus.supervisor.notify import Notifier
 from commandbus.supervisor.probes import Probes
 from commandbus.supervisor.process import WorkerProcess
+from commandbus.supervisor.report import SupervisorReport
 from commandbus.supervisor.view import View
+from commandbus.supervisor.words import counted
 
 logger = logging.getLogger("commandbus.supervisor")
 
@@ -49,24 +51,6 @@ AT_ONCE_SECONDS: Final = 1.0
 STARTING, RUNNING, RELOADING, STOPPING = "STARTING", "RUNNING", "RELOADING", "STOPPING"
 
 
-@dataclass(frozen=True, slots=True)
-class SupervisorReport:
-    """How it ended. `abandoned` attempts were cut off by the end, `unwritten` outcomes were not stored."""
-
-    reason: str
-    settled: int
-    given_back: int
-    abandoned: int
-    unwritten: int
-    restarts: int
-    postmortems: int
-
-    @property
-    def is_clean(self) -> bool:
-        """Nothing was left behind."""
-        return self.abandoned == 0 and self.unwritten == 0
-
-
 def supervise(settings: Settings, *, reload: Callable[[], Settings] | None = None) -> SupervisorReport:
     """Run workers until a signal says otherwise; `reload` reads the settings anew, for SIGHUP.
 
@@ -76,6 +60,8 @@ def supervise(settings: Settings, *, reload: Callable[[], Settings] | None = Non
     signals, database = Signals(), Database(settings)
     reserve = STOP_RESERVE + (EMBEDDED_RESERVE if embedded_folder(settings) is not None else 0.0)
     with signals.caught():
+        if signal.SIGHUP in signals.ignored:
+            logger.info("SIGHUP is ignored (nohup): no reload")
         try:
             supervisor = Supervisor(database.resolve(), signals, reload=reload, reserve_seconds=reserve)
             return supervisor.run()
@@ -171,8 +157,9 @@ class Supervisor:
             return
         if self._phase == STARTING and self._crew.was_ready:
             self._phase = RUNNING
-            logger.info("supervisor %s runs %d workers", self.id, self._crew.settings.processes)
-            self._notifier.ready(f"{self._crew.settings.processes} workers")
+            workers = counted(self._crew.settings.processes, "worker")
+            logger.info("supervisor %s runs %s", self.id, workers)
+            self._notifier.ready(workers)
         if self._phase == RELOADING:
             is_done = self._crew.advance_reload(now)
             if is_done or not self._crew.is_reloading:
@@ -180,7 +167,7 @@ class Supervisor:
                 self._notifier.ready("new workers have taken over" if is_done else "the reload failed")
         elif self._phase == RUNNING and self._wants_reload:
             self._begin_reload(now)
-        self._crew.fill(now)
+        self._crew.fill(now, is_database_away=self._coroner.look.lost_since is not None)
         self._coroner.domains = next(
             (tuple(worker.hello.domains) for worker in reversed(self._crew.workers) if worker.hello is not None),
             self._coroner.domains,
@@ -246,16 +233,7 @@ class Supervisor:
             totals["restarts"],
             self._coroner.done,
         )
-        logger.log(
-            logging.INFO if report.is_clean else logging.WARNING,
-            "supervisor %s stopped (%s): %d settled, %d given back, %d abandoned, %d outcomes unwritten",
-            self.id,
-            report.reason,
-            report.settled,
-            report.given_back,
-            report.abandoned,
-            report.unwritten,
-        )
+        report.say(self.id)
         return report
 
     def _leave_nobody(self) -> None:

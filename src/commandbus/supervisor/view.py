@@ -67,7 +67,7 @@ def of_worker(worker: WorkerProcess, now: float) -> WorkerView:
         worker.pid,
         worker.state,
         shown.health,
-        shown.note,
+        worker.start.note(now, worker.doing) if worker.ready_at is None else shown.note,
         running=shown.running,
         free=shown.free,
         stuck=shown.stuck,
@@ -98,7 +98,7 @@ def ready(view: View, now: float) -> Verdict:
         f"worker {worker.id} is {_WORDS[min(worker.health, 2)]}" + (f": {worker.note}" if worker.note else "")
         for worker in serving
         if worker.health > HEALTHY
-    ]
+    ] + _slow_starts(view)
     return Verdict(True, document | {"status": "degraded" if doubts else "healthy", "reasons": doubts})
 
 
@@ -155,7 +155,8 @@ def _failures(view: View, serving: list[WorkerView], now: float) -> list[str]:
     if view.phase == "STOPPING":
         found.append("it is stopping")
     elif not serving:
-        found.append("no worker is ready")
+        slow = _slow_starts(view)
+        found.append("no worker is ready" + (f": {'; '.join(slow)}" if slow else ""))
     elif all(worker.health >= CRITICAL for worker in serving):
         notes = "; ".join(sorted({worker.note for worker in serving if worker.note}))
         found.append("all workers are critical" + (f": {notes}" if notes else ""))
@@ -167,6 +168,12 @@ def _failures(view: View, serving: list[WorkerView], now: float) -> list[str]:
     if is_unclaimed(view, now):
         found.append("work waits, slots are free, and nothing is being claimed")
     return found
+
+
+def _slow_starts(view: View) -> list[str]:
+    """Those that have been starting for long."""
+    starting = [worker for worker in view.workers if worker.state is State.STARTING and worker.note]
+    return [f"worker {worker.id} {worker.note}" for worker in starting]
 
 
 def _shown(worker: WorkerView) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_its_error_crosses_over(
     lab: Lab, kind: str, status: str, verdict: str, error_type: str, code: str, text: str
 ) -> None:
     attempt = lab.claim("raise", {"kind": kind})
-    assert lab.settle(attempt, lab.isolation.run(attempt)) is None
+    assert lab.settle(attempt, lab.run(attempt)) is None
     said = lab.last(attempt)
     assert (said.verdict, said.error_type, said.error_code, said.error) == (verdict, error_type, code, text)
     assert lab.status(attempt) == status
@@ -69,14 +69,14 @@ def test_its_error_crosses_over(
 
 def test_a_result_that_is_no_json_is_permanent(lab: Lab) -> None:
     attempt = lab.claim("not_json")
-    lab.settle(attempt, lab.isolation.run(attempt))
+    lab.settle(attempt, lab.run(attempt))
     assert lab.last(attempt).error_code == "INVALID_RESULT"
 
 
 def test_results_are_as_large_as_they_may_be(lab: Lab) -> None:
     assert lab.result("large", {"unit": '"\\', "times": 200_000}) == '"\\' * 200_000
     attempt = lab.claim("large", {"unit": "x", "times": 2_000_000})
-    lab.settle(attempt, lab.isolation.run(attempt))
+    lab.settle(attempt, lab.run(attempt))
     assert lab.last(attempt).error_code == "INVALID_RESULT"
 
 
@@ -107,7 +107,7 @@ def test_heartbeat_crosses_over(lab: Lab) -> None:
 def test_extend_moves_the_deadline_on_both_sides(lab: Lab, command_type: str) -> None:
     attempt = lab.claim(command_type, {"seconds": 100}, task_timeout=5)
     before = attempt.deadline_at
-    lab.settle(attempt, lab.isolation.run(attempt))
+    lab.settle(attempt, lab.run(attempt))
     record = lab.bus.get_command("orders", attempt.command_id)
     assert record is not None
     left_before, left_after = record.result
@@ -119,7 +119,7 @@ def test_extend_moves_the_deadline_on_both_sides(lab: Lab, command_type: str) ->
 def test_extend_of_a_lost_command_says_so(lab: Lab) -> None:
     lab.is_held = False
     attempt = lab.claim("extend", {"seconds": 100})
-    lab.settle(attempt, lab.isolation.run(attempt))
+    lab.settle(attempt, lab.run(attempt))
     assert lab.last(attempt).error_type == "AttemptFencedError"
     assert attempt.is_lost
 
@@ -142,7 +142,7 @@ def test_a_transaction_commits_with_the_completion(
     lab: Lab, db: psycopg.Connection[Any], command_type: str
 ) -> None:
     attempt = lab.claim(command_type)
-    assert lab.isolation.run(attempt) is None
+    assert lab.run(attempt) is None
     assert attempt.has_committed
     record = lab.bus.get_command("orders", attempt.command_id)
     assert record is not None
@@ -153,7 +153,7 @@ def test_a_transaction_commits_with_the_completion(
 def test_a_transaction_of_a_lost_command_writes_nothing(lab: Lab, db: psycopg.Connection[Any]) -> None:
     attempt = lab.claim("transact")
     db.execute("UPDATE pgmq.q_orders__commands SET read_ct = read_ct + 1")
-    ended = lab.isolation.run(attempt)
+    ended = lab.run(attempt)
     assert effects(db) == []
     assert attempt.is_lost
     assert lab.settle(attempt, ended) == "refused"
@@ -161,7 +161,7 @@ def test_a_transaction_of_a_lost_command_writes_nothing(lab: Lab, db: psycopg.Co
 
 def test_an_error_after_the_transaction_is_only_noted(lab: Lab) -> None:
     attempt = lab.claim("transact_and_raise")
-    ended = lab.isolation.run(attempt)
+    ended = lab.run(attempt)
     assert type(ended).__name__ == "Note"
     assert lab.status(attempt) == "COMPLETED"
 
@@ -224,7 +224,7 @@ def test_suspects_run_isolated_whatever_their_handler_says(lab: Lab, db: psycopg
     assert not lab.isolation.wants(attempt)
     attempt.row = (*attempt.row[:19], True)
     assert lab.isolation.wants(attempt)
-    lab.settle(attempt, lab.isolation.run(attempt))
+    lab.settle(attempt, lab.run(attempt))
     record = lab.bus.get_command("orders", attempt.command_id)
     assert record is not None
     assert record.result != os.getpid()

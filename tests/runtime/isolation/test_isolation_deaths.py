@@ -77,9 +77,9 @@ def test_who_asked_decides_what_a_kill_means(lab: Lab, why: Why, verdict: str, s
 def test_after_max_attempts_it_is_in_the_troubleshooting_queue(lab: Lab) -> None:
     attempt = lab.claim("die", {"how": "exit"})
     for _ in range(2):
-        lab.settle(attempt, lab.isolation.run(attempt))
+        lab.settle(attempt, lab.run(attempt))
         attempt = lab.claim_again(attempt.command_id)
-    lab.settle(attempt, lab.isolation.run(attempt))
+    lab.settle(attempt, lab.run(attempt))
     assert lab.last(attempt).verdict == "EXHAUSTED"
     assert lab.status(attempt) == "IN_TROUBLESHOOTING_QUEUE"
 
@@ -97,7 +97,7 @@ def test_after_max_attempts_it_is_in_the_troubleshooting_queue(lab: Lab) -> None
 )
 def test_a_handler_that_kills_its_process_is_named(lab: Lab, how: str, text: str) -> None:
     attempt = lab.claim("die", {"how": how})
-    assert lab.settle(attempt, lab.isolation.run(attempt)) is None
+    assert lab.settle(attempt, lab.run(attempt)) is None
     said = lab.last(attempt)
     assert (said.verdict, said.error_type, said.error_code) == ("RETRY", "WorkerLost", "WORKER_LOST")
     assert said.error == text
@@ -171,7 +171,7 @@ def test_what_is_forked_off_does_not_keep_a_dead_child_alive(lab: Lab) -> None:
     forked = lab.result("fork_and_stay")
     assert is_alive(forked)
     attempt = lab.claim("die", {"how": "kill"})
-    lab.isolation.run(attempt)
+    lab.run(attempt)
     until(lambda: not is_alive(forked) or _is_zombie(forked))
 
 
@@ -207,7 +207,7 @@ def test_a_thread_left_behind_gets_no_connection_and_says_nothing(
 def test_a_child_that_talks_nonsense_is_killed(make_lab: MakeLab, what: str) -> None:
     lab = make_lab(concurrency=1)
     attempt = lab.claim("lie", {"what": what})
-    lab.settle(attempt, lab.isolation.run(attempt))
+    lab.settle(attempt, lab.run(attempt))
     said = lab.last(attempt)
     assert said.error_type == "WorkerLost"
     assert "it said something that makes no sense" in said.error
@@ -217,7 +217,7 @@ def test_a_child_that_talks_nonsense_is_killed(make_lab: MakeLab, what: str) -> 
 def test_a_child_cannot_settle_anything_but_its_own_command(make_lab: MakeLab) -> None:
     lab = make_lab(concurrency=1)
     attempt = lab.claim("lie", {"what": "result"})
-    lab.settle(attempt, lab.isolation.run(attempt))
+    lab.settle(attempt, lab.run(attempt))
     said = lab.last(attempt)
     assert said.error_code == "ISOLATION_FAILED"
     assert "makes no sense" in said.error
@@ -227,14 +227,14 @@ def test_a_child_cannot_extend_beyond_the_limit(make_lab: MakeLab) -> None:
     lab = make_lab(concurrency=1)
     attempt = lab.claim("lie", {"what": "extend"}, task_timeout=60)
     deadline = attempt.deadline_at
-    lab.settle(attempt, lab.isolation.run(attempt))
+    lab.settle(attempt, lab.run(attempt))
     assert attempt.deadline_at == deadline
 
 
 def test_ladder_calls_after_the_end_do_nothing(make_lab: MakeLab) -> None:
     lab = make_lab(concurrency=1)
     attempt = lab.claim("echo")
-    lab.settle(attempt, lab.isolation.run(attempt))
+    lab.settle(attempt, lab.run(attempt))
     child = attempt.child
     assert child is not None
     child.kill("late")

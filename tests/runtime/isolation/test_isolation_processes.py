@@ -80,7 +80,7 @@ def test_nothing_is_left_after_twenty_rounds(make_lab: MakeLab) -> None:
     before = None
     for turn in range(20):
         attempt = lab.claim("die", {"how": ("exit", "kill", "segv")[turn % 3]})
-        lab.isolation.run(attempt)
+        lab.run(attempt)
         lab.result("echo")
         if turn == 2:
             before = _files_at_rest(lab)
@@ -93,7 +93,12 @@ def test_nothing_is_left_after_twenty_rounds(make_lab: MakeLab) -> None:
 def _files_at_rest(lab: Lab) -> int:
     """With the spare child in place."""
     lab.result("echo")
-    until(lambda: len(lab.isolation._idle) == len(lab.isolation.pids()) and lab.isolation._ahead is None)
+    until(
+        lambda: (
+            len(lab.isolation._children._idle) == len(lab.isolation.pids())
+            and lab.isolation._children._ahead is None
+        )
+    )
     return open_files() - 4 * len(lab.isolation.pids())
 
 
@@ -118,7 +123,7 @@ def test_close_kills_what_still_runs(make_lab: MakeLab) -> None:
     assert running.settled() is None
     assert lab.last(running.attempt).verdict == "WAIVED"
     attempt = lab.claim("echo")
-    lab.settle(attempt, lab.isolation.run(attempt))
+    lab.settle(attempt, lab.run(attempt))
     assert lab.last(attempt).verdict == "WAIVED"
 
 
@@ -229,7 +234,7 @@ def test_an_interpreter_that_does_not_start_is_told(make_lab: MakeLab, monkeypat
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     lab = make_lab()
     attempt = lab.claim("echo")
-    lab.settle(attempt, lab.isolation.run(attempt))
+    lab.settle(attempt, lab.run(attempt))
     said = lab.last(attempt)
     assert (said.error_type, said.error_code, said.verdict) == ("IsolationFailed", "ISOLATION_FAILED", "RETRY")
     assert "its process could not start: it ended with exit code 1" in said.error
@@ -240,5 +245,5 @@ def test_a_process_that_cannot_be_made_is_told(make_lab: MakeLab, monkeypatch: p
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     lab = make_lab()
     attempt = lab.claim("echo")
-    lab.settle(attempt, lab.isolation.run(attempt))
+    lab.settle(attempt, lab.run(attempt))
     assert "could not be started: FileNotFoundError" in lab.last(attempt).error

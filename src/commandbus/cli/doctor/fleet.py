@@ -29,7 +29,9 @@ def _workers(workers: list[WorkerInfo]) -> Findings:
             "forgotten after a day",
         )
     if not dead:
-        yield ok("workers", f"{counted(len(alive), 'worker')} alive")
+        ages = [worker.heartbeat_age_seconds for worker in alive]
+        heard = f", heard from within the last {age(max(ages))}" if ages else ""
+        yield ok("workers", f"{counted(len(alive), 'worker')} alive{heard}")
 
 
 def _unserved(domains: list[DomainStatus], alive: list[WorkerInfo]) -> Findings:

@@ -149,7 +149,7 @@ def _watchdog(service: Section, settings: Settings) -> Findings:
             "set NotifyAccess=main",
         )
     if not is_watched:
-        yield ok(
+        yield warn(
             CHECK,
             "WatchdogSec is off: nobody notices a supervisor that hangs",
             f"set Type=notify and WatchdogSec={with_spare(settings.heartbeat_timeout)}",

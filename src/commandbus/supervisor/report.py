@@ -1,0 +1,41 @@
+"""report: how a supervisor ended, for its caller and the log."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from commandbus.supervisor.words import counted
+
+logger = logging.getLogger("commandbus.supervisor")
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorReport:
+    """How it ended. `abandoned` attempts were cut off by the end, `unwritten` outcomes were not stored."""
+
+    reason: str
+    settled: int
+    given_back: int
+    abandoned: int
+    unwritten: int
+    restarts: int
+    postmortems: int
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing was left behind."""
+        return self.abandoned == 0 and self.unwritten == 0
+
+    def say(self, supervisor: str) -> None:
+        """Tell the log."""
+        logger.log(
+            logging.INFO if self.is_clean else logging.WARNING,
+            "supervisor %s stopped (%s): %d settled, %d given back, %d abandoned, %s unwritten",
+            supervisor,
+            self.reason,
+            self.settled,
+            self.given_back,
+            self.abandoned,
+            counted(self.unwritten, "outcome"),
+        )

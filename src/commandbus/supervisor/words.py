@@ -1,0 +1,8 @@
+"""words: how the supervisor counts in its log lines."""
+
+from __future__ import annotations
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
