@@ -16,7 +16,7 @@ from bench.ground import Ground
 from commandbus import HandlerRegistry, Worker
 from commandbus.runtime.board import Board
 from commandbus.runtime.memory import resident_megabytes
-from commandbus.runtime.parts import Supervision
+from commandbus.runtime.spec import Supervision
 
 _LAYOUT = struct.Struct("qdd")  # settled, when the last handler began, resident megabytes
 

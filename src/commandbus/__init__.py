@@ -58,7 +58,7 @@ from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, HandlerTransaction
 from commandbus.runtime.handlers import HandlerRegistry, handler
 from commandbus.runtime.health import HealthState, HealthStatus
-from commandbus.runtime.parts import StopReport
+from commandbus.runtime.spec import StopReport
 from commandbus.runtime.watchdog import WorkerWatchdog
 from commandbus.runtime.worker import Worker
 from commandbus.settings import Settings, load_settings

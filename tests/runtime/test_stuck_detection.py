@@ -19,7 +19,7 @@ from commandbus import (
     Worker,
 )
 from commandbus.runtime.board import Board, State
-from commandbus.runtime.parts import Supervision
+from commandbus.runtime.spec import Supervision
 from support.waiting import one, until, until_settled, verdicts
 from support.workers import add, done, quick_settings
 

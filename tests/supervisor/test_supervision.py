@@ -172,7 +172,7 @@ def test_workers_that_die_at_once_are_restarted_ever_more_slowly(supervise: Supe
     (tasks / "tasks.py").write_text("import os\nos._exit(9)\n")
     (pid,) = supervised.workers()
     os.kill(pid, signal.SIGKILL)
-    supervised.until_said("still failing (3 times), for the same cause: next in 2 s")
+    supervised.until_said("still failing (2 times), for the same cause: next in 2 s")
     assert supervised.log.index("next in 1 s") < supervised.log.index("next in 2 s")
     assert supervised.log.count("ended with exit code 9 while it was starting (importing tasks:handlers)") == 1
     code, document = supervised.ask("/health/ready")

@@ -257,7 +257,7 @@ def test_all_slots_in_frozen_workers_at_once(fleet: Fleet) -> None:
     ("kind", "data", "expected"),
     [
         ("pg_sleep", {}, Expected("QueryCanceled", "TIMEOUT", "statement", ("layer 1: statement_timeout",))),
-        ("row_lock", {}, Expected("LockNotAvailable", "LOCK_TIMEOUT", None, ("layer 1: lock_timeout",))),
+        ("row_lock", {}, Expected("LockNotAvailable", "LOCK_TIMEOUT", "lock", ("layer 1: lock_timeout",))),
         (
             "close_connection",
             {"transaction": True},

@@ -14,7 +14,6 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Final
 
-from commandbus.model.durations import format_seconds
 from commandbus.runtime.child import Child
 from commandbus.runtime.process import ChildProcess, Spawner
 from commandbus.runtime.warming import StartError, attend_start, place_of
@@ -160,7 +159,7 @@ class Children:
             if is_late or self._lets_go or not is_wanted():
                 asked.add_done_callback(self._adopt)
                 if is_late:
-                    raise StartError(f"its process was not there after {format_seconds(SPAWN_SECONDS)}")
+                    raise StartError(f"its process was not there after {SPAWN_SECONDS:g} s")
                 return None
         process = asked.result()
         with self._lock:
@@ -182,7 +181,7 @@ class Children:
             raise
 
     def _too_slow(self, process: ChildProcess) -> StartError:
-        text = f"its process was still importing {self._what} after {format_seconds(START_SECONDS)}"
+        text = f"its process was still importing {self._what} after {START_SECONDS:g} s"
         where = place_of(process)
         if time.monotonic() - process.born_at > LONGEST_IMPORT:
             process.kill()

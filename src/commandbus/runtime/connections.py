@@ -45,7 +45,6 @@ from commandbus.errors import AttemptFencedError
 from commandbus.runtime.attempt import NEVER, Attempt
 from commandbus.settings import Settings
 
-
 CHECK_INTERVAL_MS = "2000"
 
 

@@ -12,96 +12,44 @@ drains.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from weakref import WeakSet
 
-from psycopg_pool import ConnectionPool
-
 from commandbus.db.link import Link
-from commandbus.flow.register import WorkerIdentity
 from commandbus.flow.renew import PendingCancel
 from commandbus.flow.settle import cancellation
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
-from commandbus.model.retry import RetryPolicy
 from commandbus.runtime import autopsy
 from commandbus.runtime.attempt import Attempt, Stop, Why
-from commandbus.runtime.board import Board, State
+from commandbus.runtime.board import State
 from commandbus.runtime.claimer import Claimer
 from commandbus.runtime.connections import Borrowed, HandlerConnections
 from commandbus.runtime.context import Services
 from commandbus.runtime.execute import Executor
-from commandbus.runtime.handlers import HandlerRegistry
-from commandbus.runtime.health import HealthState, HealthStatus
 from commandbus.runtime.isolation import Isolation
 from commandbus.runtime.keeper import UNREACHABLE, Figures, Keeper
 from commandbus.runtime.ladder import Document, Ladder, Running
 from commandbus.runtime.loop import AsyncSlot, AsyncSlots
 from commandbus.runtime.memory import resident_megabytes
+from commandbus.runtime.pause import Pause
 from commandbus.runtime.places import Places
 from commandbus.runtime.process import ChildProcess
 from commandbus.runtime.settler import Settler
+from commandbus.runtime.showing import Showing
 from commandbus.runtime.slots import Slot, Slots
-from commandbus.runtime.tidy import ProcessState
+from commandbus.runtime.spec import StopReport, WorkerSpec, identity
 from commandbus.settings import Settings
 
 logger = safe_logger("commandbus.worker")
 
 SETTLE_RESERVE_SECONDS = 2.0
 STALE_SECONDS = 0.5
-FIRST_EXHAUSTED_PAUSE = 0.5
-LONGEST_EXHAUSTED_PAUSE = 8.0
 BRIEF_IDLE_SECONDS = 5.0  # isolated attempts open connections of their own: idle ones here must make room
-_HEALTH_NUMBERS = {HealthState.HEALTHY: 0, HealthState.DEGRADED: 1, HealthState.CRITICAL: 2}
-
-
-@dataclass(frozen=True, slots=True)
-class Supervision:
-    """What connects a worker to its supervisor: the board, its id, and whom to tell of a new state and why."""
-
-    board: Board
-    supervisor: str
-    on_state: Callable[[str, str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """What a worker is to do, and whom to tell when it must end."""
-
-    id: str
-    domains: Sequence[str]
-    handlers: HandlerRegistry
-    policy: RetryPolicy
-    pool: ConnectionPool[Any] | None
-    ends_idle: bool
-    supervision: Supervision | None
-    health: HealthStatus
-    fail: Callable[[BaseException], None]
-    request_stop: Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class StopReport:
-    """How a worker's life ended. `abandoned` attempts were still running, `unwritten` outcomes were lost sight of:
-    their commands are tried again when their leases run out."""
-
-    reason: str
-    settled: int
-    given_back: int
-    abandoned: int
-    unwritten: int
-
-    @property
-    def is_clean(self) -> bool:
-        """Nothing was left behind."""
-        return self.abandoned == 0 and self.unwritten == 0
 
 
 class Parts:
@@ -111,7 +59,6 @@ class Parts:
         self._spec = spec
         self._settings = settings
         self._handlers = spec.handlers
-        self._domain_index = {name: index for index, name in enumerate(spec.domains)}
         self.held: set[Attempt] = set()
         self.running: Running = {}
         self._starting: set[Attempt] = set()  # wait for a process of their own, or are about to run in it
@@ -120,11 +67,12 @@ class Parts:
         self._given_back = 0
         self._changing = threading.Lock()
         self._low = 0
-        self._paused_until = 0.0
-        self._exhausted_pause = FIRST_EXHAUSTED_PAUSE
+        self._pause = Pause()
         self._limit_said = False
-        self._board = spec.supervision.board if spec.supervision is not None else None
-        self._process = ProcessState() if spec.supervision is not None else None
+        self._showing: Showing | None = None
+        if spec.supervision is not None:
+            board, grace = spec.supervision.board, settings.cancel_grace
+            self._showing = Showing(board, spec.domains, self.running, grace=grace)
         self._places = Places(settings.concurrency)
         self._some_isolated = any(item.options.isolation == "process" for item in spec.handlers)
         size = min(settings.concurrency, settings.pool_max_size or settings.concurrency)
@@ -135,7 +83,7 @@ class Parts:
             lent=spec.pool,
             on_exhausted=self._exhausted,
             on_unreachable=lambda: spec.health.set_critical(UNREACHABLE),
-            on_backend=None if self._board is None else self._show_backend,
+            on_backend=None if self._showing is None else self._showing.backend,
             max_idle=BRIEF_IDLE_SECONDS if self._some_isolated else None,
         )
         services = Services(
@@ -204,7 +152,7 @@ class Parts:
         )
         self._keeper = Keeper(
             settings,
-            _identity(spec, settings),
+            identity(spec, settings),
             held=self.held.copy,
             figures=Figures(lambda: len(self.running), lambda: dict(self.settler.settled)),
             health=spec.health,
@@ -229,17 +177,15 @@ class Parts:
     def start(self) -> None:
         """Start all threads."""
         _started.add(self)
-        if self._process is not None:
-            self._process.watch()
+        if self._showing is not None:
+            self._showing.start()
         self._isolation.start()
         self._slots.start()
         if self._loop is not None:
             self._loop.start()
         self.settler.start()
         self._keeper.start()
-        if self._board is not None:
-            # A handler may freeze this process before the ladder's first tick: it must be seen to live by then.
-            self._show(self._board, time.monotonic())
+        self._beat(time.monotonic())  # a handler may freeze this process before the ladder's first tick
         self.ladder.start()
         self._claimer.start()
 
@@ -293,7 +239,7 @@ class Parts:
         self._keeper.state = "STOPPING"
         self._claimer.stop(max(0.1, limit - SETTLE_RESERVE_SECONDS))
         self._give_back()
-        self._await_starting(started + min(1.0, limit / 4))
+        self._await_starting(time.monotonic() + min(1.0, limit / 4))
         reserve = min(SETTLE_RESERVE_SECONDS, limit / 2)
         grace = min(self._settings.cancel_grace, max(0.0, limit - reserve))
         self._drain(deadline - reserve - grace, hurry)
@@ -362,8 +308,8 @@ class Parts:
     def _set_aside(self, attempt: Attempt, place: Slot | AsyncSlot, failure: Failure, suspect: bool) -> None:  # noqa: FBT001
         """A bystander of a blocked loop, or one of several that may have blocked it."""
         borrowed = attempt.borrowed
-        if self._board is not None:
-            self._board.leave(place.index)
+        if self._showing is not None:
+            self._showing.leave(place.index)
 
         def settle(_: Document) -> None:
             if borrowed is not None:
@@ -374,44 +320,31 @@ class Parts:
 
     def _note_stuck(self, attempt: Attempt, place: Slot | AsyncSlot) -> None:
         self.stuck += 1
-        if self._board is not None:
-            self._board.leave(place.index)  # it is settled: a death of this worker says nothing of it any more
+        if self._showing is not None:
+            self._showing.leave(place.index)  # it is settled: a death of this worker says nothing of it any more
         if self._spec.supervision is not None and self.state is State.ACTIVE:
             self.drain(f"command {attempt.command_id} ({attempt.command_type}) is stuck")
         elif self._claimer.is_waiting_for_room:
             self._claimer.wake()
 
     def _tick(self, now: float) -> None:
-        if self._board is not None:
-            self._show(self._board, now)
+        self._beat(now)
         if self.state is State.DRAINING and not self.running and not self._starting and not self._waiting():
             self._spec.request_stop(f"drained, {self.stuck} stuck attempts remain" if self.stuck else "drained")
         if self.state is State.ACTIVE:
             self._check_limits()
 
-    def _show(self, board: Board, now: float) -> None:
-        health = self._spec.health
-        board.beat(
-            now,
-            state=self.state,
-            health=_HEALTH_NUMBERS[health.state],
-            running=len(self.running),
-            settled=sum(self.settler.settled.values()),
-            claimed=self._claimer.claimed,
-            free=max(0, self._places.total - len(self.running)) if self.state is State.ACTIVE else 0,
-            stuck=self.stuck,
-            rss_mb=resident_megabytes(),
-        )
-        board.note("; ".join(health.reasons))
-        for attempt, place in list(self.running.items()):
-            borrowed = attempt.borrowed
-            if self.running.get(attempt) is place:  # it may have ended meanwhile, and its slot gone on
-                board.backend(place.index, 0 if borrowed is None else borrowed.pid)
-                board.stuck_at(place.index, self._stuck_at(attempt))
-
-    def _stuck_at(self, attempt: Attempt) -> float:
-        stop = attempt.stop
-        return attempt.deadline_at + self._settings.cancel_grace if stop is None else stop.until
+    def _beat(self, now: float) -> None:
+        if self._showing is not None:
+            self._showing.beat(
+                now,
+                self._spec.health,
+                state=self.state,
+                settled=sum(self.settler.settled.values()),
+                claimed=self._claimer.claimed,
+                slots=self._places.total,
+                stuck=self.stuck,
+            )
 
     def _check_limits(self) -> None:
         """Recycle after so many messages or so much memory: the worker ends cleanly, to be started again."""
@@ -452,17 +385,8 @@ class Parts:
             self.ladder.ask(attempt, Why.CANCEL, cancellation(cancel.by, cancel.reason).error)
 
     def _exhausted(self) -> None:
-        """No connection came in time: claim nothing for a while, twice as long each time in a row."""
         self._spec.health.record_pool_exhaustion()
-        now = time.monotonic()
-        if now > self._paused_until:
-            since = now - self._paused_until
-            again = since < self._exhausted_pause * 4
-            self._exhausted_pause = (
-                min(self._exhausted_pause * 2, LONGEST_EXHAUSTED_PAUSE) if again else FIRST_EXHAUSTED_PAUSE
-            )
-            self._paused_until = now + self._exhausted_pause
-            logger.warning("the connection pool is exhausted: nothing is claimed for %g s", self._exhausted_pause)
+        self._pause.begin()
 
     # --- called by the claimer ----------------------------------------------------------------------------------
 
@@ -491,7 +415,7 @@ class Parts:
         if waiting > self._low:
             self._return_stale()
             return 0
-        if self.state is not State.ACTIVE or (self._paused_until and time.monotonic() < self._paused_until):
+        if self.state is not State.ACTIVE or self._pause.is_on:
             return 0
         return self._places.total - self._places.taken + prefetch - waiting
 
@@ -542,8 +466,8 @@ class Parts:
         executor = self._executor
         executor.begin(attempt)
         self.running[attempt] = slot
-        if self._board is not None:
-            self._enter(self._board, attempt, slot.index)
+        if self._showing is not None:
+            self._showing.enter(attempt, slot.index)
         if process is None:
             ended = executor.run(attempt)
         else:
@@ -554,8 +478,8 @@ class Parts:
         attempt.started_at = 0.0  # over: the ladder looks past it, and what it left behind gets no connection
         if attempt.borrowed is not None:
             self._take_from_leftover(attempt, attempt.borrowed)
-        if self._board is not None:
-            self._leave(self._board, slot.index)
+        if self._showing is not None:
+            self._showing.end(slot.index)
         self.settler.add(attempt, ended)
         if self._claimer.is_waiting_for_room:
             self._offer_room()
@@ -567,16 +491,16 @@ class Parts:
         executor = self._executor
         executor.begin(attempt)
         self.running[attempt] = slot
-        if self._board is not None:
-            self._enter(self._board, attempt, slot.index)
+        if self._showing is not None:
+            self._showing.enter(attempt, slot.index)
         ended = await executor.run_async(attempt)
         if self.running.pop(attempt, None) is None:
             return False
         attempt.started_at = 0.0  # over: the ladder looks past it, and what it left behind gets no connection
         if attempt.borrowed is not None:
             self._take_from_leftover(attempt, attempt.borrowed)
-        if self._board is not None:
-            self._leave(self._board, slot.index)
+        if self._showing is not None:
+            self._showing.end(slot.index)
         self.settler.add(attempt, ended)
         if self._claimer.is_waiting_for_room:
             self._offer_room()
@@ -615,25 +539,9 @@ class Parts:
         self._return(attempt)
         return True
 
-    def _enter(self, board: Board, attempt: Attempt, slot: int) -> None:
-        stuck_at = attempt.deadline_at + self._settings.cancel_grace
-        domain = self._domain_index[attempt.domain]
-        board.enter(slot, domain, attempt.msg_id, attempt.read_ct, attempt.started_at, stuck_at)
-
-    def _leave(self, board: Board, slot: int) -> None:
-        board.leave(slot)
-        if self._process is not None and self._process.is_touched:
-            self._process.restore()
-
-    def _show_backend(self, attempt: Attempt, pid: int) -> None:
-        """At once: a handler may change its session's name, and a crash leaves no time to look."""
-        place = self.running.get(attempt)
-        if self._board is not None and place is not None:
-            self._board.backend(place.index, pid)
-
     def _show_thread(self, slot: int) -> None:
-        if self._board is not None:
-            self._board.thread(slot, threading.get_ident(), threading.get_native_id())
+        if self._showing is not None:
+            self._showing.thread(slot)
 
     def _offer_room(self) -> None:
         if self._waiting() <= self._low:
@@ -650,19 +558,3 @@ def _leave_all_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)
-
-
-def _identity(spec: WorkerSpec, settings: Settings) -> WorkerIdentity:
-    try:
-        release = version("commandbus")
-    except PackageNotFoundError:
-        release = "unknown"
-    return WorkerIdentity(
-        spec.id,
-        socket.gethostname(),
-        os.getpid(),
-        spec.domains,
-        settings.concurrency,
-        release,
-        None if spec.supervision is None else spec.supervision.supervisor,
-    )

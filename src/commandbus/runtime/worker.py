@@ -34,7 +34,8 @@ from commandbus.model.names import check_domain
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.handlers import HandlerRegistry
 from commandbus.runtime.health import HealthStatus
-from commandbus.runtime.parts import Parts, StopReport, Supervision, WorkerSpec
+from commandbus.runtime.parts import Parts
+from commandbus.runtime.spec import StopReport, Supervision, WorkerSpec
 from commandbus.settings import Settings, load_settings
 
 logger = safe_logger("commandbus.worker")

@@ -39,7 +39,8 @@ def or_word(kind: Kind, *words: str) -> Kind:
         try:
             return kind.parse(value, name)
         except ValueError as error:
-            raise ValueError(f"{error}, or {words[0]!r}") from None
+            also = "" if words[0] == "unset" else f", or {words[0]!r}"
+            raise ValueError(f"{error}{also}") from None
 
     return Kind(parse, lambda value: words[0] if value is None else kind.show(value))
 

@@ -26,7 +26,7 @@ from commandbus.errors import ConfigurationError, EmbeddedPostgresError, SchemaE
 from commandbus.runtime.board import Board
 from commandbus.runtime.load import load_registry
 from commandbus.runtime.logs import set_up_logging
-from commandbus.runtime.parts import Supervision
+from commandbus.runtime.spec import Supervision
 from commandbus.runtime.worker import Worker
 from commandbus.supervisor import letter
 from commandbus.supervisor.letter import DUMP_SIGNAL, Letter

@@ -145,7 +145,10 @@ class Crew:
         wanted = self.settings.processes
         if not self._was_ready and any(worker.failed is not None for worker in self.workers):
             return  # it ends with a message of its own, and so shall we
-        serving = sum(worker.is_serving and worker.generation == self._generation for worker in self.workers)
+        serving = sum(
+            (worker.is_serving or worker.is_failing) and worker.generation == self._generation
+            for worker in self.workers
+        )
         waits = is_database_away and self._was_ready and serving < wanted
         if waits and not self._waits_for_database:
             missing = counted(wanted - serving, "worker")

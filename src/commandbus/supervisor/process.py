@@ -108,6 +108,11 @@ class WorkerProcess:
         return self.state in (State.STARTING, State.ACTIVE) and self.told_at is None
 
     @property
+    def is_failing(self) -> bool:
+        """Has it said that it failed? It ends now; what that means for its replacement is seen when it has."""
+        return self.failed is not None and self.condemned is None and self.told_at is None
+
+    @property
     def is_planned(self) -> bool:
         """Was it meant to end, or did it say so before?"""
         return self.told_at is not None or self.drains_since is not None or self.report is not None

@@ -11,14 +11,13 @@ import sysconfig
 from pathlib import Path
 from typing import Final
 
-import commandbus
 from commandbus.model.postmortem import Dump
 
 SLOW_SECONDS: Final = 10.0
 AGAIN_SECONDS: Final = 60.0
 DUMP_SECONDS: Final = 0.4
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+)')
-_OURS: Final = str(Path(commandbus.__file__).parent)
+_OURS: Final = str(Path(__file__).parents[1])
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

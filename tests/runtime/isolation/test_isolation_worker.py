@@ -36,7 +36,9 @@ def test_a_hanging_isolated_handler_is_killed_in_time_and_neighbours_go_on(
 ) -> None:
     worker = start_worker(handlers, **QUICK)
     hung = bus.send("orders", "hang", {"how": how}, timeout=1, max_attempts=1).command_id
-    until(lambda: status(bus, hung) == "IN_PROGRESS")
+    assert worker._parts is not None
+    running = worker._parts.running
+    until(lambda: [one for one in list(running) if one.command_id == hung])
     started = time.monotonic()
     others = [bus.send("orders", "thread").command_id for _ in range(20)]
     until(lambda: all(status(bus, id_) == "COMPLETED" for id_ in others))
@@ -51,9 +53,11 @@ def test_a_hanging_isolated_handler_is_killed_in_time_and_neighbours_go_on(
 
 
 def test_a_running_isolated_command_can_be_cancelled(bus: CommandBus, start_worker: StartWorker) -> None:
-    start_worker(handlers, **QUICK)
+    worker = start_worker(handlers, **QUICK)
     sent = bus.send("orders", "sleep_async", timeout=60).command_id
-    until(lambda: status(bus, sent) == "IN_PROGRESS")
+    assert worker._parts is not None
+    running = worker._parts.running
+    until(lambda: any(attempt.child is not None and attempt.child.has_begun for attempt in list(running)))
     bus.cancel("orders", sent, operator="ann", reason="enough")
     until(lambda: status(bus, sent) == "CANCELED")
 
@@ -74,7 +78,9 @@ def test_what_hangs_in_a_query_is_stopped_by_the_cancel_of_its_query(
 def test_a_shutdown_stops_what_is_isolated(bus: CommandBus, start_worker: StartWorker) -> None:
     worker = start_worker(handlers, **QUICK | {"shutdown_timeout": 4.0})
     sent = bus.send("orders", "hang", {"how": "spin"}, timeout=0).command_id
-    until(lambda: status(bus, sent) == "IN_PROGRESS")
+    assert worker._parts is not None
+    running = worker._parts.running
+    until(lambda: any(attempt.child is not None and attempt.child.has_begun for attempt in list(running)))
     started = time.monotonic()
     worker.stop(timeout=4)
     assert time.monotonic() - started < 5
@@ -105,7 +111,7 @@ def test_every_slot_may_be_isolated_at_once(
     assert len(pids) <= 4
 
 
-def test_an_attempt_that_is_given_up_while_it_waits_for_a_process_never_runs(
+def test_an_attempt_that_is_cancelled_while_its_process_is_made_never_runs(
     bus: CommandBus, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch, db: psycopg.Connection[Any]
 ) -> None:
     may_start = threading.Event()
@@ -118,13 +124,15 @@ def test_an_attempt_that_is_given_up_while_it_waits_for_a_process_never_runs(
     monkeypatch.setattr(Isolation, "_make", make_late)
     worker = start_worker(handlers, **QUICK)
     late = bus.send("orders", "echo", timeout=0.2, max_attempts=1).command_id
-    until(lambda: status(bus, late) == "IN_TROUBLESHOOTING_QUEUE")
+    until(lambda: status(bus, late) == "IN_PROGRESS")
+    bus.cancel("orders", late, operator="ann", reason="enough")
+    until(lambda: status(bus, late) == "CANCELED")
     runs: list[str] = []
     monkeypatch.setattr(Child, "begin", lambda self: runs.append(self._attempt.command_id))
     may_start.set()
     assert worker._parts is not None
-    isolation = worker._parts._isolation
-    until(lambda: isolation._idle and not isolation._busy)
+    children = worker._parts._isolation._children
+    until(lambda: children._idle and not children._busy)
     assert runs == []
     monkeypatch.undo()
     after = bus.send("orders", "echo").command_id

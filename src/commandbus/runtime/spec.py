@@ -1,0 +1,78 @@
+"""spec: what a worker is told to be, and what it reports at its end."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from psycopg_pool import ConnectionPool
+
+from commandbus.flow.register import WorkerIdentity
+from commandbus.model.retry import RetryPolicy
+from commandbus.runtime.board import Board
+from commandbus.runtime.handlers import HandlerRegistry
+from commandbus.runtime.health import HealthStatus
+from commandbus.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """What connects a worker to its supervisor: the board, its id, and whom to tell of a new state and why."""
+
+    board: Board
+    supervisor: str
+    on_state: Callable[[str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a worker is to do, and whom to tell when it must end."""
+
+    id: str
+    domains: Sequence[str]
+    handlers: HandlerRegistry
+    policy: RetryPolicy
+    pool: ConnectionPool[Any] | None
+    ends_idle: bool
+    supervision: Supervision | None
+    health: HealthStatus
+    fail: Callable[[BaseException], None]
+    request_stop: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StopReport:
+    """How a worker's life ended. `abandoned` attempts were still running, `unwritten` outcomes were lost sight of:
+    their commands are tried again when their leases run out."""
+
+    reason: str
+    settled: int
+    given_back: int
+    abandoned: int
+    unwritten: int
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing was left behind."""
+        return self.abandoned == 0 and self.unwritten == 0
+
+
+def identity(spec: WorkerSpec, settings: Settings) -> WorkerIdentity:
+    """What the registry is told of a worker."""
+    try:
+        release = version("commandbus")
+    except PackageNotFoundError:
+        release = "unknown"
+    return WorkerIdentity(
+        spec.id,
+        socket.gethostname(),
+        os.getpid(),
+        spec.domains,
+        settings.concurrency,
+        release,
+        None if spec.supervision is None else spec.supervision.supervisor,
+    )
