@@ -145,7 +145,11 @@ def test_what_is_written_down_about_a_frozen_worker() -> None:
     [
         (crash(A.ident), "the worker process died of SIGSEGV in this attempt's thread"),
         (exited, "the worker process ended with exit code 1; this attempt was the only one that ran"),
-        (killed, "the worker process died of SIGKILL; this attempt, one of 1 that ran, may have caused it"),
+        (
+            killed,
+            "the worker process died of SIGKILL (sent by somebody, or by the kernel when memory runs out); this "
+            "attempt, the only one that ran, may have caused it",
+        ),
         (memory, "the worker process was killed: it used 900 MB;"),
         (stopped, "the worker process was stopped: SIGTERM; this attempt had not finished: not charged"),
     ],

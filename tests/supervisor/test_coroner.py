@@ -125,7 +125,7 @@ def test_a_locked_row_holds_up_neither_its_neighbours_nor_other_cases(
         coroner.add(case(database, "one"))
         coroner.add(case(database, "two"))
         until(lambda: one(db, "SELECT count(*) = 2 FROM commandbus.attempt"))
-        assert [found.worker for found in coroner.open_cases] == ["one"]
+        until(lambda: [found.worker for found in coroner.open_cases] == ["one"])
     until(lambda: not coroner.open_cases)
     assert verdicts(db, "c0") == [(1, "GIVEN_BACK")]
 

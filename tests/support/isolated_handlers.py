@@ -169,6 +169,7 @@ async def swallow_async(command: Any, ctx: Any) -> None:
 
 @process("hang")
 def hang(command: Any, ctx: Any) -> None:
+    ctx.heartbeat("here")
     how = command.data["how"]
     if how == "spin":
         while True:

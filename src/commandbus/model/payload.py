@@ -31,9 +31,7 @@ def dump(value: object, *, what: str, max_bytes: int = DEFAULT_MAX_BYTES, remedy
         _check_encodable(text, what)
     size = len(text) if text.isascii() else len(text.encode())
     if size > max_bytes:
-        raise InvalidCommandError(
-            f"{what} is {size} bytes of JSON, over the limit of {max_bytes}; {remedy}"
-        )
+        raise InvalidCommandError(f"{what} is {size} bytes of JSON, over the limit of {max_bytes}; {remedy}")
     if "\\u0000" in text and (path := _find_nul(value)) is not None:
         raise InvalidCommandError(f"{what} contains a NUL character at {path}, which PostgreSQL cannot store")
     return text

@@ -11,6 +11,7 @@ drains.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -215,7 +216,8 @@ class Parts:
                 return
             self.state = State.DRAINING
         self._keeper.state = self.state.name
-        logger.warning("worker %s drains: %s", self._spec.id, reason)
+        level = logging.WARNING if self.stuck else logging.INFO
+        logger.log(level, "worker %s drains: %s", self._spec.id, reason)
         if self._spec.supervision is not None:
             self._spec.supervision.on_state(self.state.name, reason)
         self._claimer.end()
@@ -330,7 +332,7 @@ class Parts:
     def _tick(self, now: float) -> None:
         self._beat(now)
         if self.state is State.DRAINING and not self.running and not self._starting and not self._waiting():
-            self._spec.request_stop(f"drained, {self.stuck} stuck attempts remain" if self.stuck else "drained")
+            self._spec.request_stop(f"drained, stuck attempts: {self.stuck}" if self.stuck else "drained")
         if self.state is State.ACTIVE:
             self._check_limits()
 

@@ -31,7 +31,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize("how", ["spin", "sleep", "swallow", "regex", "lock", "recv", "ignore", "stop"])
 def test_a_hanging_handler_is_killed_with_its_stack(lab: Lab, how: str) -> None:
     running = lab.start("hang", {"how": how})
-    begun(running)
+    until(lambda: lab.progress)  # it has begun, and is in the handler
     pid = running.attempt.child.pid if running.attempt.child else 0
     running.ask_to_stop(grace=0.1, text="the deadline of 1s has passed")
     started = time.monotonic()
