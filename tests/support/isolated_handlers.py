@@ -162,6 +162,7 @@ async def sleep_async(command: Any, ctx: Any) -> None:
 
 @process("swallow_async")
 async def swallow_async(command: Any, ctx: Any) -> None:
+    ctx.heartbeat("here")
     while True:
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(30)

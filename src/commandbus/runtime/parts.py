@@ -344,7 +344,7 @@ class Parts:
                 state=self.state,
                 settled=sum(self.settler.settled.values()),
                 claimed=self._claimer.claimed,
-                slots=self._places.total,
+                slots=self._places.total - len(self._starting),
                 stuck=self.stuck,
             )
 

@@ -56,7 +56,7 @@ def test_a_hanging_handler_is_killed_with_its_stack(lab: Lab, how: str) -> None:
 
 def test_an_async_handler_that_swallows_its_cancel_is_killed(lab: Lab) -> None:
     running = lab.start("swallow_async")
-    begun(running)
+    until(lambda: lab.progress)  # it has begun, and is in the handler
     running.ask_to_stop(grace=0.1)
     lab.settle(running.attempt, running.kill())
     assert lab.last(running.attempt).error_type == "ExecutionStuck"
