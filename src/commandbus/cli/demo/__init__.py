@@ -193,8 +193,9 @@ def _point_on(bus: CommandBus, stage: Stage, place: Place, correlation_id: str) 
         )
         for record in page.items:
             has_failed = record.attempts > 1 or group.fate is not CommandStatus.COMPLETED
-            traceback = " --traceback" if has_failed else ""
-            stage.say(f"  {prefix} show {DOMAIN} {record.command_id}{traceback}")
+            more = " --autopsy" if group is GROUPS[-1] else " --traceback" if has_failed else ""
+            stage.say(f"  {prefix} show {DOMAIN} {record.command_id}{more}")
+    stage.say(f"  {prefix} stuck --domain {DOMAIN}")
     stage.say(f"  {prefix} tsq list --domain {DOMAIN}")
     stage.say(f"  {prefix} tsq cancel --all --domain {DOMAIN} --reason 'only a demo' --yes")
     stage.say(f"  {prefix} doctor")

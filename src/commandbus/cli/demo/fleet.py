@@ -99,7 +99,7 @@ class Fleet:
         options = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
         reference = f"{handlers.__name__}:registry"
         # The address goes by the environment: a password has no place in the list of processes.
-        environment = dict(os.environ, COMMANDBUS_DATABASE_URL=self._database_url)
+        environment = dict(os.environ, COMMANDBUS_DATABASE_URL=self._database_url, CANCEL_GRACE_SECONDS="1s")
         program = ["commandbus.cli"] if self.keep else [f"{__package__}.tether", str(os.getpid())]
         with self._log_file(number).open("wb") as log:
             return subprocess.Popen(  # noqa: S603 - our own program, no shell

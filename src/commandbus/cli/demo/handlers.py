@@ -55,5 +55,12 @@ def withdraw(ctx: HandlerContext) -> None:
     raise BusinessRuleException(f"the account lacks {ctx.command.data['amount']} EUR", code="NO_FUNDS")
 
 
+@registry.handler(DOMAIN, "hang", timeout=1, retry_policy=RetryPolicy(max_attempts=1))
+def hang(ctx: HandlerContext) -> None:
+    """Never returns, and hears nothing: it is given up, and its worker is replaced. The others do not notice."""
+    ctx.log.info("hanging for an hour")
+    time.sleep(3600)
+
+
 def _work() -> None:
     time.sleep(random.uniform(0.01, 0.08))  # noqa: S311 - a pretence of work

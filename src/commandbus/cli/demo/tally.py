@@ -34,6 +34,7 @@ class Group:
             "call_flaky_service": {"failures": self.failures, "request": number},
             "import_file": {"file": f"report-{number}.xls"},
             "withdraw": {"amount": 10 * number},
+            "hang": {},
         }
         return everything[self.command_type]
 
@@ -43,14 +44,17 @@ GROUPS = (
     Group("call_flaky_service", "fails twice first", 2, 3, CommandStatus.COMPLETED, failures=2),
     Group("import_file", "never can succeed", 1, 1, CommandStatus.IN_TROUBLESHOOTING_QUEUE),
     Group("withdraw", "a rule says no", 1, 1, CommandStatus.FAILED),
+    Group("hang", "never returns", 0, 1, CommandStatus.IN_TROUBLESHOOTING_QUEUE),
 )
+HANGING = 2  # of all, from ten on: each costs a second of grace and a fresh worker
 _IN_TURN = [group for group in GROUPS for _ in range(group.share)]
 
 
 def make_commands(count: int, correlation_id: str) -> Iterator[NewCommand]:
     """So many commands, their kinds mixed."""
+    hanging = {number * count // HANGING for number in range(HANGING)} if count >= len(_IN_TURN) else set()
     for number in range(count):
-        group = _IN_TURN[number * 7 % len(_IN_TURN)]
+        group = GROUPS[-1] if number in hanging else _IN_TURN[number * 7 % len(_IN_TURN)]
         yield NewCommand(group.command_type, group.data(number), correlation_id=correlation_id)
 
 
