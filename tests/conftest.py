@@ -49,6 +49,7 @@ def _leave_in_order_on_sigterm() -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # a child that a test forked: it ends as any process does
 
     signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would the workers that we start
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,10 @@ def test_an_unreachable_database_is_critical_until_it_is_back(
     def quick(ctx: Any) -> None: ...
 
     worker = start_worker(handlers, through, pool_reconnect_timeout=0.5)
-    until(lambda: worker.beat_age is not None and worker.health_status.state is HealthState.HEALTHY)
+    bus.send("orders", "quick", command_id="before")
+    until_settled(db)  # claimer and settler are connected
+    until(lambda: bus.workers())  # and the keeper
+    assert worker.health_status.state is HealthState.HEALTHY
     proxy.is_refusing = True
     proxy.cut()
     until(lambda: worker.health_status.state is HealthState.CRITICAL)
