@@ -49,7 +49,9 @@ def _leave_in_order_on_sigterm() -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # a child that a test forked: it ends as any process does
 
     signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would the workers that we start
+    # Where these are ignored (nohup, a shell's background), the processes that we start would ignore them too.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
