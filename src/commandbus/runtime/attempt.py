@@ -18,6 +18,7 @@ from commandbus.flow.reply import Outcome, Reply, compose
 from commandbus.flow.settle import Settlement, completed, given_back, judged, waived
 from commandbus.model import payload
 from commandbus.model.command import Command
+from commandbus.model.durations import format_seconds
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.runtime.handlers import Handler
 
@@ -33,6 +34,9 @@ _REPLIES: dict[Verdict, Outcome] = {
     Verdict.TIMED_OUT: "FAILED",
     Verdict.CANCELED: "CANCELED",
 }
+
+
+CHILD_LATE = "the deadline of a child context has passed"
 
 
 class Why(StrEnum):
@@ -99,6 +103,12 @@ class Scope:
         self.deadline_at = deadline_at
         self.stop: Stop | None = None
         self.event = threading.Event()
+
+    def end(self, now: float) -> None:
+        """Set the event when the deadline has passed; the attempt itself goes on."""
+        if self.stop is None and now >= self.deadline_at:
+            self.stop = Stop(Why.DEADLINE, CHILD_LATE, now, now)
+            self.event.set()
 
 
 _making = threading.Lock()
@@ -172,13 +182,15 @@ class Attempt:
         found: float | None = self.row[18]
         return found
 
-    def whose_deadline(self) -> str:
-        """Who set its deadline, for people."""
+    def lateness(self) -> str:
+        """That its deadline has passed, and who had set it, for people."""
+        whose = "task_timeout"
         if self.timeout is not None:
-            return "timeout of the command"
-        if self.handler is not None and self.handler.options.timeout is not None:
-            return f"timeout of handler {self.handler.name}"
-        return "task_timeout"
+            whose = "timeout of the command"
+        elif self.handler is not None and self.handler.options.timeout is not None:
+            whose = f"timeout of handler {self.handler.name}"
+        allowed = format_seconds(round(self.deadline_at - self.started_at, 3))
+        return f"the deadline of {allowed} has passed (layer 4: {whose})"
 
     @property
     def is_suspect(self) -> bool:

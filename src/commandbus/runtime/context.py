@@ -43,7 +43,7 @@ from commandbus.model import payload
 from commandbus.model.command import Command
 from commandbus.model.durations import format_seconds, parse_seconds
 from commandbus.model.timeouts import SHORTEST
-from commandbus.runtime.attempt import NEVER, Attempt, Scope, Stop
+from commandbus.runtime.attempt import CHILD_LATE, NEVER, Attempt, Scope, Stop
 from commandbus.runtime.connections import HandlerConnections
 
 C = TypeVar("C")
@@ -207,10 +207,8 @@ class _Context:
 
     def _late(self) -> str:
         attempt = self._attempt
-        if self._scope is not None and self._scope.deadline_at < attempt.deadline_at:
-            return f"the deadline of a child context of command {attempt.command_id!r} has passed"
-        seconds = attempt.deadline_at - attempt.started_at
-        return f"the deadline of {format_seconds(seconds)} has passed (layer 4: {attempt.whose_deadline()})"
+        is_child = self._scope is not None and self._scope.deadline_at < attempt.deadline_at
+        return CHILD_LATE if is_child else attempt.lateness()
 
     def _enter_child(self, timeout: float | str | timedelta) -> Self:
         seconds = parse_seconds(timeout, name="timeout")

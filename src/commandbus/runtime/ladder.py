@@ -16,16 +16,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
 from commandbus.logger import safe_logger
-from commandbus.model.durations import format_seconds
 from commandbus.model.outcome import Failure
 from commandbus.model.timeouts import MONITOR_TICK, Timeouts
 from commandbus.runtime import autopsy
-from commandbus.runtime.attempt import NEVER, Attempt, Scope, Stop, Why
+from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.health import HealthStatus
 from commandbus.runtime.loop import AsyncSlot, AsyncSlots
 from commandbus.runtime.slots import Slot, Slots
@@ -132,7 +130,7 @@ class Ladder:
                 self._ask_to_stop(attempt, place, stop)
             else:
                 for scope in attempt.scopes:
-                    _end_scope(scope, attempt, now)
+                    scope.end(now)
         if stop is None:
             return
         if now >= stop.until:
@@ -153,9 +151,8 @@ class Ladder:
         """Is it time to ask this one to stop?"""
         limits = self._timeouts
         if now >= attempt.deadline_at:
-            allowed = format_seconds(round(attempt.deadline_at - attempt.started_at, 3))
-            text = f"the deadline of {allowed} has passed (layer 4: {attempt.whose_deadline()})"
-            return Stop(Why.DEADLINE, text, attempt.deadline_at, attempt.deadline_at + limits.cancel_grace)
+            until = attempt.deadline_at + limits.cancel_grace
+            return Stop(Why.DEADLINE, attempt.lateness(), attempt.deadline_at, until)
         if attempt.is_lost:
             text = "its lease was lost: somebody else may be running the command (layer 3: visibility_timeout)"
             return Stop(Why.LEASE, text, now, now + limits.cancel_grace)
@@ -303,12 +300,3 @@ def _examine(place: Slot | AsyncSlot, *, is_blocked: bool = False) -> Document:
         return autopsy.of_thread(place.ident)
     except Exception as error:  # noqa: BLE001
         return {"taken_at": round(time.time(), 3), "stacks": [], "left_out": f"{type(error).__name__}: {error}"}
-
-
-def _end_scope(scope: Scope, attempt: Attempt, now: float) -> None:
-    """A child context's deadline: its event is set; the attempt goes on."""
-    if scope.stop is None and now >= scope.deadline_at:
-        text = f"the deadline of a child context of command {attempt.command_id!r} has passed"
-        scope.stop = Stop(Why.DEADLINE, text, now, now)
-        with suppress(RuntimeError):
-            scope.event.set()

@@ -31,7 +31,7 @@ from commandbus.runtime.board import State
 from commandbus.runtime.claimer import Claimer
 from commandbus.runtime.connections import Borrowed, HandlerConnections
 from commandbus.runtime.context import Services
-from commandbus.runtime.execute import Executor
+from commandbus.runtime.execute import Ended, Executor
 from commandbus.runtime.isolation import Isolation
 from commandbus.runtime.keeper import UNREACHABLE, Figures, Keeper
 from commandbus.runtime.ladder import Document, Ladder, Running
@@ -465,44 +465,33 @@ class Parts:
             process = self._take_process(attempt)
             if process is None:
                 return True
-        executor = self._executor
-        executor.begin(attempt)
-        self.running[attempt] = slot
-        if self._showing is not None:
-            self._showing.enter(attempt, slot.index)
+        self._begin(attempt, slot)
         if process is None:
-            ended = executor.run(attempt)
-        else:
-            self._starting.discard(attempt)
-            ended = self._isolation.run(attempt, process)
-        if self.running.pop(attempt, None) is None:
-            return False
-        attempt.started_at = 0.0  # over: the ladder looks past it, and what it left behind gets no connection
-        if attempt.borrowed is not None:
-            self._take_from_leftover(attempt, attempt.borrowed)
-        if self._showing is not None:
-            self._showing.end(slot.index)
-        self.settler.add(attempt, ended)
-        if self._claimer.is_waiting_for_room:
-            self._offer_room()
-        return True
+            return self._end(attempt, slot, self._executor.run(attempt))
+        self._starting.discard(attempt)
+        return self._end(attempt, slot, self._isolation.run(attempt, process))
 
     async def _run_async(self, attempt: Attempt, slot: AsyncSlot) -> bool:
         if attempt.stop is not None:
             return self._never_start(attempt)
-        executor = self._executor
-        executor.begin(attempt)
-        self.running[attempt] = slot
+        self._begin(attempt, slot)
+        return self._end(attempt, slot, await self._executor.run_async(attempt))
+
+    def _begin(self, attempt: Attempt, place: Slot | AsyncSlot) -> None:
+        self._executor.begin(attempt)
+        self.running[attempt] = place
         if self._showing is not None:
-            self._showing.enter(attempt, slot.index)
-        ended = await executor.run_async(attempt)
+            self._showing.enter(attempt, place.index)
+
+    def _end(self, attempt: Attempt, place: Slot | AsyncSlot, ended: Ended) -> bool:
+        """Hand the outcome to the settler; False if the ladder has given the attempt up, and its place away."""
         if self.running.pop(attempt, None) is None:
             return False
         attempt.started_at = 0.0  # over: the ladder looks past it, and what it left behind gets no connection
         if attempt.borrowed is not None:
             self._take_from_leftover(attempt, attempt.borrowed)
         if self._showing is not None:
-            self._showing.end(slot.index)
+            self._showing.end(place.index)
         self.settler.add(attempt, ended)
         if self._claimer.is_waiting_for_room:
             self._offer_room()
