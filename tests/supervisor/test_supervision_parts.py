@@ -17,6 +17,7 @@ from commandbus.flow.rescue import Rule, Scouted
 from commandbus.model.postmortem import Dump
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.board import State
+from commandbus.runtime.memory import resident_megabytes
 from commandbus.settings import Settings
 from commandbus.supervisor import letter, vitals
 from commandbus.supervisor.budget import RestartBudget
@@ -143,13 +144,13 @@ def test_the_thread_that_works_is_seen() -> None:
     done.set()
     spinning.join()
     assert used[ids[0]] >= 0.1
-    assert vitals.resident_mb(os.getpid()) > 5
+    assert resident_megabytes(os.getpid()) > 5
     assert not vitals.is_stopped(os.getpid())
 
 
 def test_a_process_that_is_gone_has_no_vitals() -> None:
     assert vitals.thread_cpu(2**22 + 1) == {}
-    assert vitals.resident_mb(2**22 + 1) == 0.0
+    assert resident_megabytes(2**22 + 1) == 0.0
     assert not vitals.is_stopped(2**22 + 1)
 
 

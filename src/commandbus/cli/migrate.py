@@ -8,10 +8,11 @@ import click
 
 from commandbus.bus import CommandBus
 from commandbus.cli.exits import ExitCode
-from commandbus.cli.render import counted, print_json
+from commandbus.cli.render import print_json
 from commandbus.cli.session import Command, Session
 from commandbus.flow import migrate as migrate_flow
 from commandbus.flow.migrate import SchemaState
+from commandbus.model.words import counted
 
 
 @click.command(cls=Command)

@@ -9,11 +9,12 @@ import click
 from commandbus.bus import CommandBus
 from commandbus.cli.exits import ExitCode
 from commandbus.cli.parameters import DURATION, operator_options
-from commandbus.cli.render import columns, counted, print_table
+from commandbus.cli.render import columns, print_table
 from commandbus.cli.session import Command, Session
 from commandbus.errors import CommandNotFoundError
 from commandbus.model.command import CancelResult, CommandRecord, CommandStatus
 from commandbus.model.durations import format_seconds
+from commandbus.model.words import counted
 
 WAIT = "60s"
 LOOK_SECONDS = 0.2

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from commandbus.cli.parameters import DURATION
-from commandbus.cli.render import counted
 from commandbus.cli.session import Command, Session
+from commandbus.model.words import counted
 
 
 @click.command(cls=Command)

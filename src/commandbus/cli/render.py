@@ -116,11 +116,6 @@ def age_of(at: datetime | None) -> str:
     return "" if at is None else age((datetime.now(UTC) - at).total_seconds())
 
 
-def counted(count: int, noun: str) -> str:
-    """`1 command`, `2 commands`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def _plain(value: Any) -> Any:
     """What JSON has words for: records become objects, instants ISO 8601, durations seconds."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -12,13 +12,14 @@ import click
 
 from commandbus.bus import CommandBus
 from commandbus.cli.parameters import DURATION, INSTANT, parse_instant, parse_json
-from commandbus.cli.render import counted, print_json
+from commandbus.cli.render import print_json
 from commandbus.cli.session import Command, Session
 from commandbus.errors import CommandBusError, InvalidCommandError
 from commandbus.flow import send as send_flow
 from commandbus.model import names
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import parse_seconds
+from commandbus.model.words import counted
 from commandbus.settings import Settings
 
 STDIN = "-"

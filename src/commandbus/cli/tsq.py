@@ -14,9 +14,10 @@ import click
 
 from commandbus.cli.exits import ExitCode
 from commandbus.cli.parameters import JsonType, operator_options
-from commandbus.cli.render import age_of, columns, counted, print_table
+from commandbus.cli.render import age_of, columns, print_table
 from commandbus.cli.session import Group, Session, check_known
 from commandbus.errors import InvalidOperationError
+from commandbus.model.words import counted
 from commandbus.troubleshooting import TroubleshootingQueue
 
 F = TypeVar("F", bound=Callable[..., Any])

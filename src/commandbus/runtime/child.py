@@ -29,7 +29,7 @@ from commandbus.runtime.attempt import NEVER, Attempt, Stop
 from commandbus.runtime.channel import ChannelError, Message
 from commandbus.runtime.connections import Borrowed
 from commandbus.runtime.context import MAX_PROGRESS_BYTES
-from commandbus.runtime.isolated import DUMP_SIGNAL
+from commandbus.runtime.offspring import DUMP_SIGNAL
 from commandbus.runtime.process import ChildProcess
 
 logger = logging.getLogger("commandbus.worker")

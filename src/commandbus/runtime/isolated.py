@@ -15,8 +15,6 @@ memory file, from which the worker reads them. What is forked off from here has 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import faulthandler
 import importlib
 import inspect
 import itertools
@@ -46,13 +44,12 @@ from commandbus.runtime.channel import ChildEnd, Message
 from commandbus.runtime.connections import Borrowed, HandlerConnections
 from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, Services, dump_result
 from commandbus.runtime.logs import extras
+from commandbus.runtime.offspring import die_with, write_stacks_to
 from commandbus.runtime.remote import describe_error
 from commandbus.runtime.tidy import ProcessState, forget_new_locals, thread_locals
 from commandbus.settings import Settings
 
-DUMP_SIGNAL: Final = signal.SIGRTMIN + 7
 TICK_SECONDS: Final = 0.25
-_PR_SET_PDEATHSIG: Final = 1
 _LONGEST_LOG: Final = 65536
 
 
@@ -184,8 +181,7 @@ class Isolated:
 
     def _enable_dumps(self) -> None:
         """Again before each attempt: a module or a handler may have turned them elsewhere."""
-        faulthandler.enable(self._crash_fd, all_threads=True)
-        faulthandler.register(DUMP_SIGNAL, self._crash_fd, all_threads=True, chain=False)
+        write_stacks_to(self._crash_fd)
 
     # --- the main thread ------------------------------------------------------------------------------------
 
@@ -384,16 +380,10 @@ def _format(error: BaseException) -> str:
         return f"<no traceback: formatting {type(error).__name__} failed>"
 
 
-def _die_with_parent(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it went before we had asked
-        os._exit(1)
-
-
 def main(arguments: list[str]) -> int:
     """Serve on inherited files: the socket, the memory file for dumps (stderr until now), and the real stderr."""
     channel_fd, crash_fd, stderr_fd, parent = map(int, arguments[:4])
-    _die_with_parent(parent)
+    die_with(parent)
     os.dup2(stderr_fd, 2)
     os.close(stderr_fd)
     for fd in (channel_fd, crash_fd):

@@ -18,7 +18,7 @@ from commandbus.model.postmortem import parse_dump
 from commandbus.runtime.channel import ChannelError, Message
 from commandbus.runtime.child import DUMP_SECONDS, log_record
 from commandbus.runtime.deaths import how
-from commandbus.runtime.isolated import DUMP_SIGNAL
+from commandbus.runtime.offspring import DUMP_SIGNAL
 from commandbus.runtime.process import ChildProcess
 
 _HANG_UP_SECONDS: Final = 0.5

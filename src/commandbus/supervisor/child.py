@@ -8,8 +8,6 @@ not keep it alive.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
 import json
 import logging
 import os
@@ -26,14 +24,14 @@ from commandbus.errors import ConfigurationError, EmbeddedPostgresError, SchemaE
 from commandbus.runtime.board import Board
 from commandbus.runtime.load import load_registry
 from commandbus.runtime.logs import set_up_logging
+from commandbus.runtime.offspring import die_with, write_stacks_to
 from commandbus.runtime.spec import Supervision
 from commandbus.runtime.worker import Worker
 from commandbus.supervisor import letter
-from commandbus.supervisor.letter import DUMP_SIGNAL, Letter
+from commandbus.supervisor.letter import Letter
 
 logger = logging.getLogger("commandbus.worker")
 
-PR_SET_PDEATHSIG: Final = 1
 FLUSH_SECONDS: Final = 1.0
 CLEAN, CONFIGURATION, DATABASE, LEFT_BEHIND, BUG = 0, 3, 6, 7, 70
 
@@ -106,9 +104,8 @@ def _obey(worker: Worker, order: dict[str, Any]) -> None:
 def main() -> NoReturn:
     """Read the letter, work, and leave."""
     told = letter.read(int(sys.argv[1]))
-    _die_with(told.parent)
-    faulthandler.enable(told.crash, all_threads=True)
-    faulthandler.register(DUMP_SIGNAL, told.crash, all_threads=True, chain=False)
+    die_with(told.parent)
+    write_stacks_to(told.crash)
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # reloading is the supervisor's business
     set_up_logging(told.settings)
@@ -148,13 +145,6 @@ def _code(error: BaseException) -> int:
     if isinstance(error, ConfigurationError):
         return CONFIGURATION
     return DATABASE if isinstance(error, SchemaError | EmbeddedPostgresError | psycopg.Error) else BUG
-
-
-def _die_with(parent: int) -> None:
-    """The kernel kills us when the supervisor ends; if it has ended already, we end here."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(BUG)
 
 
 def leave(code: int) -> NoReturn:

@@ -16,7 +16,9 @@ from dataclasses import replace
 from typing import Final
 
 from commandbus.model.postmortem import Cause, Death
+from commandbus.model.words import counted
 from commandbus.runtime.board import State
+from commandbus.runtime.memory import resident_megabytes
 from commandbus.settings import Settings
 from commandbus.supervisor.budget import EARLY_SECONDS, RestartBudget
 from commandbus.supervisor.notices import say_death
@@ -24,8 +26,6 @@ from commandbus.supervisor.process import WorkerProcess
 from commandbus.supervisor.said import Failed
 from commandbus.supervisor.spawn import spawn
 from commandbus.supervisor.start import place_of
-from commandbus.supervisor.vitals import resident_mb
-from commandbus.supervisor.words import counted
 
 logger = logging.getLogger("commandbus.supervisor")
 
@@ -133,7 +133,7 @@ class Crew:
     def _check_memory(self, worker: WorkerProcess, now: float) -> None:
         """A worker ends by itself beyond max_memory_mb; one that cannot is killed at twice that."""
         limit = self.settings.max_memory_mb
-        if limit is None or (used := resident_mb(worker.pid)) <= MEMORY_FACTOR * limit:
+        if limit is None or (used := resident_megabytes(worker.pid)) <= MEMORY_FACTOR * limit:
             return
         reason = f"it used {used:.0f} MB of memory, more than {MEMORY_FACTOR} times max_memory_mb ({limit})"
         worker.condemn(Cause.OVER_MEMORY, reason, now)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from commandbus.settings import SETTINGS, Settings
 
-DUMP_SIGNAL: Final = signal.SIGRTMIN + 7
 """Makes a worker process write the stacks of all its threads into its crash file, also when it is frozen."""
 
 

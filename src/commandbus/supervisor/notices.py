@@ -14,8 +14,8 @@ from commandbus.flow.rescue import Held
 from commandbus.flow.settle import Settlement
 from commandbus.model.command import CommandStatus
 from commandbus.model.postmortem import Cause, Death, Finding
+from commandbus.model.words import counted
 from commandbus.supervisor.process import WorkerProcess
-from commandbus.supervisor.words import counted
 
 logger = logging.getLogger("commandbus.supervisor")
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from commandbus.model.postmortem import Cause, Death, Dump, parse_dump
 from commandbus.runtime.board import Board, Snapshot, State
-from commandbus.supervisor.letter import DUMP_SIGNAL
+from commandbus.runtime.offspring import DUMP_SIGNAL
 from commandbus.supervisor.said import Failed, Hello, hello, parsed
 from commandbus.supervisor.start import Start, described, place_of
 from commandbus.supervisor.vitals import cpu_since, is_stopped, thread_cpu

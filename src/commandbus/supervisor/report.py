@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from commandbus.supervisor.words import counted
+from commandbus.model.words import counted
 
 logger = logging.getLogger("commandbus.supervisor")
 

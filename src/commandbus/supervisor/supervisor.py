@@ -28,6 +28,7 @@ from typing import Final
 from commandbus.db.resolve import Database, embedded_folder
 from commandbus.errors import CommandBusError
 from commandbus.model.postmortem import Death
+from commandbus.model.words import counted
 from commandbus.settings import Settings
 from commandbus.supervisor import view
 from commandbus.supervisor.catch import Signals
@@ -38,7 +39,6 @@ from commandbus.supervisor.probes import Probes
 from commandbus.supervisor.process import WorkerProcess
 from commandbus.supervisor.report import SupervisorReport
 from commandbus.supervisor.view import View
-from commandbus.supervisor.words import counted
 
 logger = logging.getLogger("commandbus.supervisor")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
-_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 def thread_cpu(pid: int) -> dict[int, float]:
@@ -32,14 +31,6 @@ def is_stopped(pid: int) -> bool:
     """Was it stopped, by SIGSTOP or a debugger?"""
     fields = _stat(Path(f"/proc/{pid}"))
     return fields is not None and fields[0] in ("T", "t")
-
-
-def resident_mb(pid: int) -> float:
-    """Its resident memory in MB."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE / 1_048_576
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 def _stat(folder: Path) -> list[str] | None:

@@ -22,11 +22,12 @@ from commandbus.cli.demo.handlers import DOMAIN
 from commandbus.cli.demo.stage import Stage, folder_word, program
 from commandbus.cli.demo.tally import GROUPS, Tally
 from commandbus.cli.exits import ExitCode
-from commandbus.cli.render import counted, print_json
+from commandbus.cli.render import print_json
 from commandbus.cli.session import Command, Session
 from commandbus.db.resolve import DEFAULT_FOLDER, embedded_folder
 from commandbus.embedded import EmbeddedPostgres
 from commandbus.model.command import CommandStatus, new_command_id
+from commandbus.model.words import counted
 from commandbus.settings import Settings, mask_database_url
 
 WORKERS = 2

@@ -6,24 +6,12 @@ kill -9, and the supervisor stops its workers in order. Handlers could not do it
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
 import sys
 
 from commandbus.cli.entry import main
-
-_SET_PARENT_DEATH_SIGNAL = 1
-
-
-def tie_to(parent: int) -> None:
-    """Ask the kernel for SIGTERM at the parent's death."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it was faster
-        sys.exit("the demo is gone")
-
+from commandbus.runtime.offspring import die_with
 
 if __name__ == "__main__":
-    tie_to(int(sys.argv[1]))
+    die_with(int(sys.argv[1]), signal.SIGTERM)
     main(sys.argv[2:])

@@ -16,10 +16,11 @@ import psycopg
 from commandbus.cli.doctor import configuration, fleet, manifest, privileges, schema, server, unit
 from commandbus.cli.doctor.findings import Conn, Finding, Findings, Level, fail, ok, warn
 from commandbus.cli.exits import ExitCode, one_line
-from commandbus.cli.render import counted, print_json, printable
+from commandbus.cli.render import print_json, printable
 from commandbus.cli.session import Command, Session, connect
 from commandbus.db.resolve import Database, embedded_folder
 from commandbus.errors import CommandBusError, ConfigurationError
+from commandbus.model.words import counted
 from commandbus.settings import Settings, mask_database_url
 
 WIDTH = 5

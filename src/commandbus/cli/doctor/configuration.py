@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from commandbus.cli.doctor.findings import Findings, fail, ok, warn
-from commandbus.cli.render import counted
 from commandbus.cli.session import Session
 from commandbus.errors import ConfigurationError
 from commandbus.model.durations import format_seconds
+from commandbus.model.words import counted
 from commandbus.settings import SETTINGS, Settings
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from commandbus.cli.doctor.findings import Conn, Findings, ok, warn
-from commandbus.cli.render import age, counted
+from commandbus.cli.render import age
 from commandbus.db.drive import run
 from commandbus.flow.inspect import DomainStatus, WorkerInfo, domain_status, list_workers
+from commandbus.model.words import counted
 
 
 def examine(conn: Conn) -> Findings:

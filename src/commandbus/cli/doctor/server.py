@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from commandbus.cli.doctor.findings import Conn, Findings, fail, ok, warn
-from commandbus.cli.render import age, counted
+from commandbus.cli.render import age
 from commandbus.model.durations import format_seconds
+from commandbus.model.words import counted
 from commandbus.settings import Settings
 
 OLDEST, NEWEST = 14, 18

@@ -1,4 +1,4 @@
-"""words: how the supervisor counts in its log lines."""
+"""words: how things are counted for people."""
 
 from __future__ import annotations
 

@@ -1,0 +1,29 @@
+"""offspring: what a process of ours does first that another one of ours has started.
+
+It dies with its parent, and writes the stacks of all its threads into an inherited file when it crashes or is
+asked for them by DUMP_SIGNAL: that is done in C, so code that holds the GIL cannot prevent it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+from typing import Final
+
+DUMP_SIGNAL: Final = signal.SIGRTMIN + 7
+_SET_PARENT_DEATH_SIGNAL: Final = 1
+
+
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """The kernel sends us this signal when the parent ends; if it has ended already, we end here."""
+    ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def write_stacks_to(file: int) -> None:
+    """Crashes and the dump signal leave the stacks there."""
+    faulthandler.enable(file, all_threads=True)
+    faulthandler.register(DUMP_SIGNAL, file, all_threads=True, chain=False)
