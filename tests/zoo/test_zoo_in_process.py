@@ -167,15 +167,29 @@ def test_all_slots_of_both_lanes_stuck_at_once(bus: CommandBus, db: Db, worker: 
         assert late_marks(db, item) == []
 
 
-def test_all_connections_in_the_hands_of_stuck_attempts(bus: CommandBus, db: Db, worker: Worker) -> None:
-    """Those that take over their slots ask at once, before the pool has heard that its connections are lost."""
-    ids = [f"hands-{index}" for index in range(SLOTS)]
-    for item in ids:
-        bus.send(DOMAIN, "hang.sleep", {"seconds": HANG_SECONDS}, command_id=item, max_attempts=1)
-    after = [f"hands-after-{index}" for index in range(2 * SLOTS)]
-    kind = "work_with_connection"
-    bus.send_many(DOMAIN, [NewCommand(kind, command_id=item, max_attempts=1) for item in after])
-    until(lambda: all(final_status(db, item) for item in [*ids, *after]), 10)
+def test_all_connections_in_the_hands_of_stuck_attempts(zoo_database: str, bus: CommandBus, db: Db) -> None:
+    """TRAPS 9: they are not returned, so the pool is told that they are lost; who comes after gets new ones."""
+    release, handlers = threading.Event(), HandlerRegistry()
+
+    @handlers.handler(DOMAIN, "hold")
+    def hold(command: Any, ctx: Any) -> None:
+        with ctx.connection():
+            release.wait(30)
+
+    @handlers.handler(DOMAIN, "work", timeout=20)
+    def work(command: Any, ctx: Any) -> None:
+        with ctx.connection() as conn:
+            conn.execute("SELECT 1")
+
+    ids, after = ([f"{kind}-{index}" for index in range(SLOTS)] for kind in ("hands", "hands-after"))
+    bus.send_many(DOMAIN, [NewCommand("hold", command_id=item, max_attempts=1) for item in ids])
+    with Worker(handlers, settings=quick_settings(zoo_database, **SHORT | {"pool_timeout": 2.0})):
+        try:
+            until(lambda: all(final_status(db, item) for item in ids), 10)
+            bus.send_many(DOMAIN, [NewCommand("work", command_id=item, max_attempts=1) for item in after])
+            until(lambda: all(final_status(db, item) for item in after), 10)
+        finally:
+            release.set()
     assert {final_status(db, item) for item in after} == {"COMPLETED"}
 
 
