@@ -76,51 +76,11 @@ class Parts:
             self._showing = Showing(board, spec.domains, self.running, grace=grace)
         self._places = Places(settings.concurrency)
         self._some_isolated = any(item.options.isolation == "process" for item in spec.handlers)
-        size = min(settings.concurrency, settings.pool_max_size or settings.concurrency)
-        self._connections = HandlerConnections(
-            settings,
-            name=f"{spec.id} handlers",
-            size=size,
-            lent=spec.pool,
-            on_exhausted=self._exhausted,
-            on_unreachable=lambda: spec.health.set_critical(UNREACHABLE),
-            on_backend=None if self._showing is None else self._showing.backend,
-            max_idle=BRIEF_IDLE_SECONDS if self._some_isolated else None,
-        )
-        services = Services(
-            worker=spec.id,
-            connections=self._connections,
-            max_payload_bytes=settings.max_payload_bytes,
-            default_max_attempts=spec.policy.max_attempts,
-            extend=self._extend,
-            extend_timeout=settings.visibility_timeout,
-            max_extension=settings.max_extension,
-            progress=self._note_progress,
-        )
+        self._connections = self._make_connections()
+        services = self._services()
         self._executor = Executor(services, spec.policy, settings.timeouts, spec.handlers, spec.health)
-        self._isolation = Isolation(
-            settings,
-            spec.id,
-            spec.handlers,
-            self._executor,
-            extend=self._extend,
-            progress=self._note_progress,
-            terminate=self._end_sessions,
-            cancel_query=self._cancel_query,
-            default_max_attempts=spec.policy.max_attempts,
-        )
-        link = Link(settings, name=f"{spec.id} settler")
-        on_settled = self._settled_towards_idle if spec.ends_idle else self.held.discard
-        self.settler = Settler(
-            link,
-            spec.id,
-            on_settled=on_settled,
-            on_written=spec.health.record_success,
-            # An idle claimer looked at what is due before this retry was: it must look again.
-            on_again=self._look_again,
-            on_error=spec.fail,
-            name=spec.id,
-        )
+        self._isolation = self._make_isolation(services)
+        self.settler = self._make_settler()
         self._slots = Slots(
             self._places,
             self._run,
@@ -128,19 +88,86 @@ class Parts:
             on_thread=self._show_thread,
             forgets_locals=settings.reset_thread_locals,
         )
-        self._loop: AsyncSlots | None = None
-        if any(handler.is_async for handler in spec.handlers):
-            self._loop = AsyncSlots(
-                self._places,
-                self._run_async,
-                name=spec.id,
-                first=settings.concurrency,
-                on_thread=self._show_thread,
-            )
-            self._slots.share_with_others()
-            self._loop.share_with_others()
-        self._claimer = Claimer(
+        self._loop = self._make_loop() if any(handler.is_async for handler in spec.handlers) else None
+        self._claimer = self._make_claimer()
+        self._keeper = Keeper(
             settings,
+            identity(spec, settings),
+            held=self.held.copy,
+            figures=Figures(lambda: len(self.running), lambda: dict(self.settler.settled)),
+            health=spec.health,
+            on_cancel=self._cancel,
+            name=spec.id,
+        )
+        self.ladder = self._make_ladder()
+
+    def _make_connections(self) -> HandlerConnections:
+        spec, settings = self._spec, self._settings
+        return HandlerConnections(
+            settings,
+            name=f"{spec.id} handlers",
+            size=min(settings.concurrency, settings.pool_max_size or settings.concurrency),
+            lent=spec.pool,
+            on_exhausted=self._exhausted,
+            on_unreachable=lambda: spec.health.set_critical(UNREACHABLE),
+            on_backend=None if self._showing is None else self._showing.backend,
+            max_idle=BRIEF_IDLE_SECONDS if self._some_isolated else None,
+        )
+
+    def _services(self) -> Services:
+        return Services(
+            worker=self._spec.id,
+            connections=self._connections,
+            max_payload_bytes=self._settings.max_payload_bytes,
+            default_max_attempts=self._spec.policy.max_attempts,
+            extend=self._extend,
+            extend_timeout=self._settings.visibility_timeout,
+            max_extension=self._settings.max_extension,
+            progress=self._note_progress,
+        )
+
+    def _make_isolation(self, services: Services) -> Isolation:
+        return Isolation(
+            self._settings,
+            self._spec.id,
+            self._spec.handlers,
+            self._executor,
+            extend=services.extend,
+            progress=services.progress,
+            terminate=self._end_sessions,
+            cancel_query=self._cancel_query,
+            default_max_attempts=services.default_max_attempts,
+        )
+
+    def _make_settler(self) -> Settler:
+        spec = self._spec
+        return Settler(
+            Link(self._settings, name=f"{spec.id} settler"),
+            spec.id,
+            on_settled=self._settled_towards_idle if spec.ends_idle else self.held.discard,
+            on_written=spec.health.record_success,
+            # An idle claimer looked at what is due before this retry was: it must look again.
+            on_again=self._look_again,
+            on_error=spec.fail,
+            name=spec.id,
+        )
+
+    def _make_loop(self) -> AsyncSlots:
+        loop = AsyncSlots(
+            self._places,
+            self._run_async,
+            name=self._spec.id,
+            first=self._settings.concurrency,
+            on_thread=self._show_thread,
+        )
+        self._slots.share_with_others()
+        loop.share_with_others()
+        return loop
+
+    def _make_claimer(self) -> Claimer:
+        spec = self._spec
+        return Claimer(
+            self._settings,
             spec.id,
             spec.domains,
             room=self._room,
@@ -151,28 +178,21 @@ class Parts:
             on_error=spec.fail,
             name=spec.id,
         )
-        self._keeper = Keeper(
-            settings,
-            identity(spec, settings),
-            held=self.held.copy,
-            figures=Figures(lambda: len(self.running), lambda: dict(self.settler.settled)),
-            health=spec.health,
-            on_cancel=self._cancel,
-            name=spec.id,
-        )
-        self.ladder = Ladder(
-            settings.timeouts,
+
+    def _make_ladder(self) -> Ladder:
+        return Ladder(
+            self._settings.timeouts,
             self.running,
             slots=self._slots,
             loop=self._loop,
-            health=spec.health,
+            health=self._spec.health,
             cancel_query=self._keeper.cancel_query,
             fence=self._fence,
             bystander=self._set_aside,
             on_stuck=self._note_stuck,
             on_tick=self._tick,
             can_isolate=self._isolation.is_available,
-            name=spec.id,
+            name=self._spec.id,
         )
 
     def start(self) -> None:
