@@ -1,4 +1,4 @@
-"""A connection that one thread owns and that comes back by itself: claimer, settler and monitor have one each.
+"""A connection that one thread owns and that comes back by itself: claimer, settler and keeper have one each.
 
 `run` raises psycopg.OperationalError while the server is away; `recover` waits, with growing pauses, until it is
 back or the owner stops. Nothing is retried here: only the owner knows whether its operation may be.

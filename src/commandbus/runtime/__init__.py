@@ -1,8 +1,16 @@
 """Inside one worker process: what happens to a command between its claim and its settlement.
 
-    Claimer ──► Lanes (slots: threads; loop: async tasks) ──► Settler
-                        Monitor: leases, heartbeat, limits of the process
+    claimer ──► lanes (slots: threads; loop: async tasks; isolation: processes) ──► settler
+                  ladder: deadlines, grace, stuck        keeper: leases, cancels, fences
 
-Each has one thread and, where it talks to the database, one connection of its own: claimer, settler and monitor
-make three, and handlers use no more than there are slots.
+Claimer, settler and keeper have a thread and a connection each; the ladder has a thread and touches no database.
+Handlers use no more connections than there are slots. `parts.py` puts it all together.
+
+    attempt, context, execute, handlers      one attempt and what its handler is given
+    slots, loop, places                      where it runs, and how many at once
+    ladder, keeper, autopsy, connections     how it ends in time
+    isolation, children, process, child, warming, deaths, channel, remote, address, isolated
+                                             a process of its own for it (isolated: inside that process)
+    board, showing, offspring                what a supervisor sees of this process
+    health, watchdog, tidy, memory, pause    the state of the process
 """

@@ -47,6 +47,7 @@ class Children:
         self._lock = threading.Condition()
         self._idle: list[ChildProcess] = []  # those that may still be importing come first
         self._busy: dict[ChildProcess, Child | None] = {}
+        self._coming = 0  # asked for by attempts that wait for it
         self._leaving: list[tuple[ChildProcess, float]] = []
         self._ahead: Future[ChildProcess] | None = None
         self._lets_go = False
@@ -74,7 +75,12 @@ class Children:
         until = time.monotonic() + START_SECONDS
         process: ChildProcess | None = None
         while is_wanted() and not self._lets_go:
-            process = self._better_than(process) or self._new(is_wanted)
+            process = self._better_than(process)
+            if process is None:
+                asked = self._ask()
+                if asked is None:
+                    continue
+                process = self._await(asked, is_wanted)
             if process is None:
                 return None
             try:
@@ -149,21 +155,32 @@ class Children:
             best.reap()
             self.forget(best, is_dead=True)
 
-    def _new(self, is_wanted: Callable[[], bool]) -> ChildProcess | None:
+    def _ask(self) -> Future[ChildProcess] | None:
+        """The one that is started ahead, else a new one; None if one is idle after all."""
         with self._lock:
-            ahead, self._ahead = self._ahead, None
-        asked = ahead or self._spawner.spawn()
-        until = time.monotonic() + SPAWN_SECONDS
-        while not wait([asked], LOOK_SECONDS).done:
-            is_late = time.monotonic() >= until
-            if is_late or self._lets_go or not is_wanted():
-                asked.add_done_callback(self._adopt)
-                if is_late:
-                    raise StartError(f"its process was not there after {SPAWN_SECONDS:g} s")
+            asked, self._ahead = self._ahead, None
+            if asked is None and self._idle:
                 return None
-        process = asked.result()
-        with self._lock:
-            self._busy[process] = None
+            self._coming += 1
+        return asked or self._spawner.spawn()
+
+    def _await(self, asked: Future[ChildProcess], is_wanted: Callable[[], bool]) -> ChildProcess | None:
+        process: ChildProcess | None = None
+        until = time.monotonic() + SPAWN_SECONDS
+        try:
+            while not wait([asked], LOOK_SECONDS).done:
+                is_late = time.monotonic() >= until
+                if is_late or self._lets_go or not is_wanted():
+                    asked.add_done_callback(self._adopt)
+                    if is_late:
+                        raise StartError(f"its process was not there after {SPAWN_SECONDS:g} s")
+                    return None
+            process = asked.result()
+        finally:
+            with self._lock:
+                self._coming -= 1
+                if process is not None:
+                    self._busy[process] = None
         self._spawn_ahead()
         return process
 
@@ -210,7 +227,7 @@ class Children:
 
     def _spawn_ahead(self) -> None:
         with self._lock:
-            count = len(self._idle) + len(self._busy)
+            count = len(self._idle) + len(self._busy) + self._coming
             if self._idle or self._ahead is not None or self._is_closed:
                 return
             if not self._keeps_warm or count >= self._most:

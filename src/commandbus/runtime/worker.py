@@ -1,4 +1,4 @@
-"""Worker: one process with slots. It puts claimer, lanes, settler and monitor together, and takes them apart.
+"""Worker: one process with slots. `Parts` puts its insides together and takes them apart.
 
     worker = Worker(handlers, domains=["orders"], concurrency=8)
     worker.run()              # until SIGTERM, SIGINT or stop(); or start() … stop() inside an application
