@@ -48,6 +48,67 @@ class DuplicateCommandError(CommandBusError):
         self.difference = difference
 
 
+class DuplicateProcessError(CommandBusError):
+    """The process_id is taken by a process with other content."""
+
+    def __init__(self, domain: str, process_id: str, difference: str) -> None:
+        super().__init__(
+            f"process_id {process_id!r} already exists in domain {domain!r} with other content ({difference}); "
+            f"use a new process_id, or start it with the same content to get the existing process"
+        )
+        self.domain = domain
+        self.process_id = process_id
+        self.difference = difference
+
+
+class ProcessNotFoundError(CommandBusError, LookupError):
+    """No such process."""
+
+
+class ProcessMovedError(CommandBusError):
+    """Somebody else moved the process meanwhile; whoever handles its message does it again."""
+
+
+class DuplicateMemberError(DuplicateCommandError):
+    """A command of a new batch exists already, in the batch or outside: each is counted once."""
+
+    def __init__(self, domain: str, command_id: str) -> None:
+        self.domain = domain
+        self.command_id = command_id
+        self.difference = "a batch has only new commands"
+        Exception.__init__(
+            self,
+            f"command_id {command_id!r} already exists in domain {domain!r}, and a batch has only new commands, "
+            f"each once; nothing was sent: use a new command_id, or leave that command out",
+        )
+
+
+class DuplicateBatchError(CommandBusError):
+    """The batch_id is taken by a batch with other content."""
+
+    def __init__(self, domain: str, batch_id: str) -> None:
+        super().__init__(
+            f"batch_id {batch_id!r} already exists in domain {domain!r} with other content (definition or "
+            f"commands); use a new batch_id, or create the same again to get the existing batch"
+        )
+        self.domain = domain
+        self.batch_id = batch_id
+
+
+class BatchNotFoundError(CommandBusError, LookupError):
+    """No such batch: in this domain, or in any (None)."""
+
+    def __init__(self, domain: str | None, batch_id: str) -> None:
+        where = "any domain" if domain is None else f"domain {domain!r}"
+        super().__init__(f"no batch {batch_id!r} in {where}")
+        self.domain = domain
+        self.batch_id = batch_id
+
+
+class BatchTimeoutError(CommandBusError, TimeoutError):
+    """`wait_for_batch` has waited long enough; the batch goes on."""
+
+
 class CommandNotFoundError(CommandBusError, LookupError):
     """No such command."""
 
@@ -62,6 +123,81 @@ class SchemaError(CommandBusError):
 
 class MissingPrivilegeError(SchemaError):
     """The role may not do this; the message says which right is missing and who has it."""
+
+
+class CallError(CommandBusError):
+    """What `bus.call` raises instead of answering a result; the command was sent, and `command_id` names it."""
+
+    def __init__(self, message: str, domain: str, command_id: str) -> None:
+        super().__init__(message)
+        self.domain = domain
+        self.command_id = command_id
+
+
+class CommandFailedError(CallError):
+    """The command that was called is FAILED, for good: the business said no, or its time was up for good."""
+
+    def __init__(
+        self, domain: str, command_id: str, *, error_type: str | None, error_code: str | None, error: str | None
+    ) -> None:
+        why = _why(error_type, error_code, error)
+        super().__init__(f"command {command_id!r} of domain {domain!r} failed{why}", domain, command_id)
+        self.error_type = error_type
+        self.error_code = error_code
+        self.error = error
+
+
+class CommandCanceledError(CallError):
+    """The command that was called was canceled; `reason` says by whom and why, if that is known."""
+
+    def __init__(self, domain: str, command_id: str, reason: str | None) -> None:
+        why = "" if reason is None else f": {reason}"
+        super().__init__(f"command {command_id!r} of domain {domain!r} was canceled{why}", domain, command_id)
+        self.reason = reason
+
+
+class CommandInTroubleshootingError(CallError):
+    """The command that was called needs a person; nobody knows how long that takes, so the call does not wait."""
+
+    def __init__(
+        self, domain: str, command_id: str, *, error_type: str | None, error_code: str | None, error: str | None
+    ) -> None:
+        super().__init__(
+            f"command {command_id!r} of domain {domain!r} is in the troubleshooting queue"
+            f"{_why(error_type, error_code, error)}; an operator will retry, cancel or complete it "
+            f"(`commandbus tsq`), and a call with the same command_id then waits for the outcome",
+            domain,
+            command_id,
+        )
+        self.error_type = error_type
+        self.error_code = error_code
+        self.error = error
+
+
+class CallTimeoutError(CallError, TimeoutError):
+    """The outcome did not come in time. The command is still there and goes on."""
+
+    def __init__(self, domain: str, command_id: str, seconds: float) -> None:
+        super().__init__(
+            f"command {command_id!r} of domain {domain!r} had no outcome after {seconds:g} s; it is still there "
+            f"and goes on: look with bus.get_command({domain!r}, {command_id!r}), wait on with the same call and "
+            f"this command_id, or stop it with bus.cancel",
+            domain,
+            command_id,
+        )
+        self.seconds = seconds
+
+
+class BusClosedError(CallError):
+    """The bus was closed while the call waited. The command is still there and goes on."""
+
+    def __init__(self, domain: str, command_id: str) -> None:
+        super().__init__(
+            f"the bus was closed before command {command_id!r} of domain {domain!r} had an outcome; it is still "
+            f"there and goes on",
+            domain,
+            command_id,
+        )
 
 
 class AttemptFencedError(CommandBusError):
@@ -136,3 +272,9 @@ class BusinessRuleException(CommandFailure):
     """The business said no: the command is FAILED, final, and nobody needs to look."""
 
     default_code = "BUSINESS_RULE"
+
+
+def _why(error_type: str | None, error_code: str | None, error: str | None) -> str:
+    said = ": ".join(part for part in (error_type, error) if part)
+    code = f" [{error_code}]" if error_code else ""
+    return f"{code}: {said}" if said else code

@@ -11,15 +11,20 @@ from flow_harness import Bus, expire_leases, fail, one, send_raw, sync_only
 from psycopg import sql as pgsql
 
 from commandbus import (
+    BatchStatus,
+    BusinessRuleException,
     CommandBus,
     CommandStatus,
     InvalidCommandError,
     NewCommand,
+    OnComplete,
     PermanentCommandError,
     SchemaError,
 )
 from commandbus.db.embedded import EmbeddedPostgres
+from commandbus.flow.batch_operate import leftovers
 from commandbus.flow.claim import announce, withdraw
+from commandbus.flow.fold import fold
 from commandbus.flow.register import WorkerIdentity, beat
 from commandbus.flow.renew import pending_cancels
 from commandbus.flow.roles import print_roles
@@ -102,6 +107,12 @@ def _operating(bus: Bus) -> list[Callable[[], Any]]:
         lambda: bus.tsq.operator_cancel("orders", "t2"),
         lambda: bus.tsq.operator_complete("orders", "t3"),
         lambda: bus.tsq.retry_all("orders"),
+        *_pausing(bus),
+    ]
+
+
+def _pausing(bus: Bus) -> list[Callable[[], Any]]:
+    return [
         lambda: bus.pause("orders", "Ship"),
         lambda: bus.resume("orders", "Ship"),
         lambda: bus.pause("orders"),
@@ -189,7 +200,7 @@ def test_a_worker_works(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -
     assert worker.settle(fail(found["two"], PermanentCommandError())) == {}
     db.execute("SELECT pgmq.archive('orders__commands', %s)", (send_raw(db, "[]"),))
     assert worker.prune(age=0).archived == 1
-    for act in [*_operating(worker), *_setting_up(worker)]:
+    for act in [*_pausing(worker), *_setting_up(worker)]:
         _refused(act)
 
 
@@ -204,7 +215,9 @@ def test_an_operator_operates(work: Bus, acting: Roles, db: psycopg.Connection[A
     report = operator.prune(age=0)
     assert report.commands == 3
     assert report.archived > 0
-    for act in [*_sending(operator), *_setting_up(operator)]:
+    for act in _sending(operator):
+        act()  # to send again what failed is to send
+    for act in _setting_up(operator):
         _refused(act)
     identity = WorkerIdentity("w1", "host", 123, ["orders"], 4, "0.1.0")
     _refused(lambda: operator.run(beat(identity, state="ACTIVE", running=2, settled=10, rates={})))
@@ -285,3 +298,41 @@ def test_a_worker_process_for_an_unknown_domain_is_told(orders: Bus, acting: Rol
         Worker(handlers, database_url=acting("worker").url).start()
     with CommandBus(orders.url) as bus:
         assert [domain.name for domain in bus.list_domains()] == ["orders"]
+
+
+def test_batches(acting: Roles, orders: Bus, db: psycopg.Connection[Any]) -> None:
+    """A producer creates, adds and closes; a worker settles, folds and sweeps; an operator cancels and retries."""
+    producer, worker, operator, reader = (acting(kind) for kind in ("producer", "worker", "operator", "reader"))
+    done = OnComplete("orders", "Done")
+    producer.create_batch("orders", [NewCommand("Ship")] * 4, batch_id="b", is_open=True, on_complete=done)
+    assert not producer.create_batch(
+        "orders", [NewCommand("Ship")] * 4, batch_id="b", is_open=True, on_complete=done
+    ).created
+    producer.add_to_batch("orders", "b", [NewCommand("Ship")])
+    producer.close_batch("orders", "b")
+    producer.create_batch("orders", [], batch_id="empty", on_complete=done)
+    for bus in (producer, worker, operator, reader):
+        assert bus.get_batch("orders", "b").total == 5
+        assert len(bus.query_batches().items) == 2
+    made = [item for item in worker.claim() if item.command_type == "Ship"]
+    worker.settle([fail(made[0], PermanentCommandError("no")), fail(made[1], BusinessRuleException("no"))])
+    worker.settle(made[2].complete(None))
+    worker.run(fold(worker.run(leftovers()).to_fold))
+    for bus in (producer, reader):
+        _refused(lambda bus=bus: bus.retry_failed("orders", "b"))
+        _refused(lambda bus=bus: bus.run(_raw("DELETE FROM commandbus.batch")))
+    for act in (
+        lambda: reader.create_batch("orders", [], batch_id="mine"),
+        lambda: reader.close_batch("orders", "b"),
+        lambda: reader.cancel_batch("orders", "b"),
+    ):
+        _refused(act)
+    report = operator.retry_failed("orders", "b")
+    assert (report.retried, report.sent_again) == (1, 1)
+    report = operator.cancel_batch("orders", "b")
+    assert (report.canceled, report.requested) == (1, 2)
+    worker.settle([item.complete(None) for item in made[3:]])
+    worker.run(fold(worker.run(leftovers()).to_fold))
+    assert reader.get_batch("orders", "b").status == BatchStatus.CANCELED
+    db.execute("UPDATE commandbus.batch SET finished_at = finished_at - interval '9 days'")
+    assert worker.prune(age="1d").batches == 1, "the empty one"

@@ -174,6 +174,7 @@ def _all_outcomes(attempt: Attempt) -> list[Any]:
 
 def _wrong_read_ct(orders: Bus, db: psycopg.Connection[Any], attempt: Attempt) -> None:
     attempt.read_ct += 1
+    attempt.row = (attempt.row[0], attempt.read_ct, *attempt.row[2:])
 
 
 def _other_worker(orders: Bus, db: psycopg.Connection[Any], attempt: Attempt) -> None:

@@ -127,6 +127,30 @@ def test_any_depth_is_dumped_or_refused_and_nothing_else(leaf: Any) -> None:
             assert leaf == 1
 
 
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict", "mixed", "behind a wide one"])
+def test_nesting_has_a_limit_that_no_stack_decides(kind: str) -> None:
+    def nested(depth: int) -> object:
+        value: Any = []
+        for n in range(depth - 1):
+            pair: dict[str, Any] = {"list": [value], "tuple": (value,), "dict": {"a]": value}}
+            wide = [[]] * 3 + [value] + [{}] * 3
+            value = pair.get(kind, wide if kind != "mixed" else [value] if n % 2 else {"[[": value})
+        return value
+
+    deepest = payload.MAX_NESTING
+    text = payload.dump(nested(deepest), what="data")
+    assert payload.dump(payload.loads(text), what="data") == text
+    with pytest.raises(InvalidCommandError, match="data is nested more than 200 levels deep"):
+        payload.dump(nested(deepest + 1), what="data")
+    composed = {"event": "x", "result": nested(deepest)}
+    assert payload.loads(payload.dump(composed, what="reply", max_bytes=payload.COMPOSED))
+
+
+def test_what_only_looks_nested_passes() -> None:
+    for value in ("[" * 1000, ["{" * 500] * 3, [[]] * 1000, [{"a": [1]}] * 1000, {"[" * 300: 1}):
+        assert payload.loads(payload.dump(value, what="data")) == value
+
+
 @given(st.text(st.characters(exclude_categories=())), st.integers(1, 50))
 def test_cleaned_text_can_be_stored_and_is_bounded(text: str, longest: int) -> None:
     cleaned = payload.clean_text(text, longest=longest)

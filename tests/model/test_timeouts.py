@@ -308,4 +308,4 @@ def test_a_frozen_worker_that_outlives_its_leases_is_doubted() -> None:
 
 def test_a_shutdown_without_time_to_drain_is_doubted() -> None:
     (doubt,) = Timeouts(shutdown_timeout=12).doubts()
-    assert "running attempts are cancelled at once" in doubt
+    assert "running attempts are canceled at once" in doubt

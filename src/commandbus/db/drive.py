@@ -12,9 +12,11 @@ from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import psycopg
 from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
+from psycopg.pq import TransactionStatus
 from psycopg.pq.abc import PGresult
 from psycopg.rows import tuple_row
 
+IDLE = TransactionStatus.IDLE
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 AnyConnection: TypeAlias = "Connection[Any]"
@@ -29,6 +31,9 @@ class Runnable(Protocol[T_co]):
 
     @property
     def atomic(self) -> bool: ...
+
+    @property
+    def whole(self) -> bool: ...
 
 
 class OwnConnection(Connection[tuple[Any, ...]]):
@@ -47,7 +52,9 @@ class OwnAsyncConnection(AsyncConnection[tuple[Any, ...]]):
 
 def run(conn: AnyConnection, operation: Runnable[T]) -> T:
     """Run an operation on a sync connection."""
-    if operation.atomic and conn.autocommit:
+    if operation.whole and not conn.autocommit and conn.info.transaction_status == IDLE:
+        conn.execute(b"SELECT")  # the caller's transaction begins here, so that ours is a savepoint in it
+    if operation.atomic and (conn.autocommit or operation.whole):
         with conn.transaction():
             return _run(conn, operation.steps)
     return _run(conn, operation.steps)
@@ -78,7 +85,9 @@ def _run(conn: AnyConnection, steps: Generator[Any, list[tuple[Any, ...]], T]) -
 
 async def run_async(conn: AnyAsyncConnection, operation: Runnable[T]) -> T:
     """Run an operation on an async connection."""
-    if operation.atomic and conn.autocommit:
+    if operation.whole and not conn.autocommit and conn.info.transaction_status == IDLE:
+        await conn.execute(b"SELECT")
+    if operation.atomic and (conn.autocommit or operation.whole):
         async with conn.transaction():
             return await _run_async(conn, operation.steps)
     return await _run_async(conn, operation.steps)

@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from psycopg import errors as pg
 
 from commandbus import sql
-from commandbus.flow.reply import compose
 from commandbus.flow.send import explain_missing
-from commandbus.flow.settle import cancellation, judged, settle
+from commandbus.flow.settle import cancellation, of_row, settle
 from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model import envelope, names, payload
 from commandbus.model.command import NewCommand
@@ -54,6 +53,8 @@ class ClaimedRow(NamedTuple):
     claimed_at: datetime
     timeout: float | None = None
     suspect: bool | None = None
+    step: int | None = None
+    batch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,30 +210,7 @@ def _canceled_before(lost: Sequence[ClaimedRow]) -> dict[int, Failure]:
 
 def _cancel(domain: str, worker: str, rows: Sequence[ClaimedRow], why: Mapping[int, Failure]) -> Steps[None]:
     """Settle rows of ours as CANCELED, without having run them."""
-    settlements = []
-    for row in rows:
-        failure = why[row.msg_id]
-        settlement = judged(
-            domain,
-            row.msg_id,
-            row.read_ct,
-            cast(int, row.id),
-            number=row.attempt_base + row.read_ct,
-            started=None,
-            command_type=row.command_type,
-            judgement=Judgement(Verdict.CANCELED, failure),
-        )
-        if row.reply_to is not None:
-            settlement.reply = compose(
-                row.reply_to,
-                "CANCELED",
-                domain=domain,
-                command_id=row.command_id,
-                command_type=row.command_type,
-                correlation_id=row.correlation_id,
-                failure=failure,
-            )
-        settlements.append(settlement)
+    settlements = [of_row(domain, row, Judgement(Verdict.CANCELED, why[row.msg_id]), started=None) for row in rows]
     if settlements:
         yield from settle(domain, worker, settlements, waiting=True).steps
 

@@ -15,6 +15,7 @@ from psycopg import errors as pg
 
 from commandbus import sql
 from commandbus.errors import CommandNotFoundError, InvalidCommandError, InvalidOperationError
+from commandbus.flow import groups
 from commandbus.flow.reply import Outcome, compose, deliver
 from commandbus.flow.send import explain_missing
 from commandbus.flow.settle import cancellation
@@ -116,7 +117,7 @@ def cancel(domain: str, command_id: str, what: Deed) -> Steps[CancelResult]:
             b"DELETE FROM commandbus.parked WHERE domain = %(domain)s AND msg_id = %(msg_id)s",
             {"domain": domain, "msg_id": msg_id},
         )
-        yield from _reply(domain, [tuple(told)], "CANCELED", what)
+        yield from tell(domain, [tuple(told)], what, was_in_tsq=False)
     return CancelResult(result)
 
 
@@ -133,23 +134,35 @@ def _apply(selection: Selection, what: Deed, limit: int) -> Steps[list[Row]]:
     }
     try:
         if what.action == "RETRY":
-            return (yield Statement(sql.text("tsq_retry", domain=selection.domain), params))
+            rows = yield Statement(sql.text("tsq_retry", domain=selection.domain), params)
+            yield from groups.retried([groups.Member(row[0], row[2], row[3], None) for row in rows])
+            return rows
         status = "CANCELED" if what.action == "CANCEL" else "COMPLETED"
         rows = yield Statement(
             sql.text("tsq_end"), params | {"action": what.action, "status": status, "result": what.result}
         )
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
         raise explain_missing(selection.domain, error) from None
-    yield from _reply(selection.domain, rows, "CANCELED" if what.action == "CANCEL" else "SUCCESS", what)
+    yield from tell(selection.domain, rows, what, was_in_tsq=True)
     return rows
 
 
-def _reply(domain: str, rows: Sequence[Row], outcome: Outcome, what: Deed) -> Steps[None]:
+def tell(domain: str, rows: Sequence[Row], what: Deed, *, was_in_tsq: bool) -> Steps[None]:
+    """The replies, batches and processes of commands that a person has ended."""
+    outcome: Outcome = "SUCCESS" if what.action == "COMPLETE" else "CANCELED"
     failure = cancellation(what.operator, what.reason) if outcome == "CANCELED" else None
+    yield from groups.ended(
+        [groups.Member(row[0], *row[5:]) for row in rows],
+        "CANCELED" if failure is not None else "COMPLETED",
+        was_in_tsq=was_in_tsq,
+        why=f"{what.operator} ended a message that this process had not handled"
+        + (f": {what.reason}" if what.reason else ""),
+    )
     replies = [
         compose(
             reply_to,
             outcome,
+            id_=id_,
             domain=domain,
             command_id=command_id,
             command_type=command_type,
@@ -157,7 +170,7 @@ def _reply(domain: str, rows: Sequence[Row], outcome: Outcome, what: Deed) -> St
             result=what.result,
             failure=failure,
         )
-        for _, command_id, command_type, correlation_id, reply_to in rows
+        for id_, command_id, command_type, correlation_id, reply_to, *_ in rows
         if reply_to is not None
     ]
     if replies:

@@ -17,8 +17,7 @@ from psycopg import errors as pg
 
 from commandbus import sql
 from commandbus.flow.claim import ClaimedRow
-from commandbus.flow.reply import Outcome, compose
-from commandbus.flow.settle import Settlement, cancellation, given_back, judged, waived
+from commandbus.flow.settle import Settlement, cancellation, given_back, of_row, waived
 from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model.outcome import Failure, Judgement, Verdict, judge
 from commandbus.model.postmortem import Finding, Role
@@ -26,7 +25,6 @@ from commandbus.model.retry import RetryPolicy
 
 MOST_COUNTED = 10_000
 _CLAIMED = len(ClaimedRow._fields)
-_REPLIES: dict[Verdict, Outcome] = {Verdict.TIMED_OUT: "FAILED", Verdict.CANCELED: "CANCELED"}
 
 
 class Held(NamedTuple):
@@ -118,7 +116,7 @@ def outcome(
     assert row.id is not None  # noqa: S101 - raw messages were put right before
     number = row.attempt_base + row.read_ct
     if cancel is not None:
-        return _ended(domain, row, Judgement(Verdict.CANCELED, cancel), started)
+        return of_row(domain, row, Judgement(Verdict.CANCELED, cancel), started=started)
     if finding is None:
         return given_back(domain, row.msg_id, row.read_ct, row.id, number=number)
     if finding.role is not Role.CULPRIT:
@@ -140,28 +138,4 @@ def outcome(
         is_final=rule.on_timeout == "fail" and finding.failure.error_type == "ExecutionStuck",
         spread=spread,
     )
-    return _ended(domain, row, judgement, started)
-
-
-def _ended(domain: str, row: ClaimedRow, judgement: Judgement, started: float | None) -> Settlement:
-    settlement = judged(
-        domain,
-        row.msg_id,
-        row.read_ct,
-        row.id or 0,
-        number=row.attempt_base + row.read_ct,
-        started=started,
-        command_type=row.command_type,
-        judgement=judgement,
-    )
-    if row.reply_to is not None and judgement.verdict in _REPLIES:
-        settlement.reply = compose(
-            row.reply_to,
-            _REPLIES[judgement.verdict],
-            domain=domain,
-            command_id=row.command_id,
-            command_type=row.command_type,
-            correlation_id=row.correlation_id,
-            failure=judgement.failure,
-        )
-    return settlement
+    return of_row(domain, row, judgement, started=started)

@@ -43,19 +43,23 @@ class Operation(Generic[T]):
 
     steps: Steps[T]
     atomic: bool
+    whole: bool = False  # all or nothing in a lent transaction, too: there it gets a savepoint
 
 
 Plan: TypeAlias = Generator[Operation[Any], Any, T]
-"""Several operations, each a transaction of its own: long work in small bites."""
+"""Several operations, each a transaction of its own: long work in small bites. An error of commandbus arrives at
+the `yield`, where the plan may go on without that operation."""
 
 
-def operation(*, atomic: bool) -> Callable[[Callable[P, Steps[T]]], Callable[P, Operation[T]]]:
+def operation(
+    *, atomic: bool, whole: bool = False
+) -> Callable[[Callable[P, Steps[T]]], Callable[P, Operation[T]]]:
     """Make a generator function an operation."""
 
     def decorate(function: Callable[P, Steps[T]]) -> Callable[P, Operation[T]]:
         @functools.wraps(function)
         def start(*args: P.args, **kwargs: P.kwargs) -> Operation[T]:
-            return Operation(function(*args, **kwargs), atomic)
+            return Operation(function(*args, **kwargs), atomic, whole)
 
         return start
 

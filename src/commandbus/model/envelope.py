@@ -19,7 +19,7 @@ from commandbus.model import names, payload
 from commandbus.model.command import NewCommand
 from commandbus.model.durations import ACCEPTED, parse_seconds
 
-MAX_NESTING = 500  # what every supported Python can load and dump again
+MAX_NESTING = payload.MAX_NESTING + 1  # the message itself is a level
 FIELDS = frozenset(
     {"command_type", "data", "command_id", "correlation_id", "reply_to", "max_attempts", "timeout", "headers"}
 )
@@ -37,7 +37,7 @@ def read(message: Any, *, queue: str, msg_id: int, max_bytes: int = payload.DEFA
         raise InvalidCommandError(
             f"unknown field {names.shown(unknown[0])}; an envelope has the fields {', '.join(sorted(FIELDS))}"
         )
-    if _is_nested_beyond(MAX_NESTING, message):
+    if payload.is_nested_beyond(MAX_NESTING, message):
         raise InvalidCommandError(f"the message is nested more than {MAX_NESTING} levels deep")
     given = message.get("command_id")
     new = NewCommand(
@@ -54,21 +54,6 @@ def read(message: Any, *, queue: str, msg_id: int, max_bytes: int = payload.DEFA
     payload.dump(new.data, what="data", max_bytes=max_bytes)
     payload.dump(new.headers, what="headers", max_bytes=max_bytes)
     return new
-
-
-def _is_nested_beyond(most: int, message: object) -> bool:
-    """Level by level, not by recursion: how deep that goes depends on the Python that runs it."""
-    level = [message]
-    for _ in range(most):
-        level = [
-            child
-            for item in level
-            if isinstance(item, dict | list)
-            for child in (item.values() if isinstance(item, dict) else item)
-        ]
-        if not level:
-            return False
-    return True
 
 
 def check(new: NewCommand) -> None:

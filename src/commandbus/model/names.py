@@ -37,6 +37,11 @@ def queue_of(domain: object) -> str:
     return f"{check_domain(domain)}__commands"
 
 
+def is_domain_queue(queue: str) -> bool:
+    """Is this the queue of a domain's commands?"""
+    return queue.endswith("__commands")
+
+
 def check_queue(queue: object, *, what: str = "reply_to") -> str:
     """Return the name of a PGMQ queue, such as a reply queue."""
     if isinstance(queue, str) and _QUEUE.match(queue):

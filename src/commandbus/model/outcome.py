@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from commandbus.errors import (
@@ -127,6 +127,14 @@ def judge(
     if policy.may_retry(charge, max_attempts=max_attempts):
         return Judgement(Verdict.RETRY, failure, policy.delay_seconds(charge, spread=spread))
     return Judgement(Verdict.EXHAUSTED, failure)
+
+
+def insist(judgement: Judgement, step: int | None) -> Judgement:
+    """A process cannot go on without its messages (step 0) and compensations (below 0): where another command
+    would be FAILED for good, these need a person."""
+    if step is not None and step <= 0 and judgement.verdict in (Verdict.BUSINESS_RULE, Verdict.TIMED_OUT):
+        return replace(judgement, verdict=Verdict.PERMANENT)
+    return judgement
 
 
 def _text_of(value: object) -> str:

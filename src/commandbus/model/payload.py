@@ -1,7 +1,8 @@
 """JSON in and out, once, with errors that name the place.
 
 What is stored is the exact text that was dumped; what a handler gets is that text parsed. A size limit protects
-the queue, NUL and lone surrogates are refused because PostgreSQL cannot hold them as text.
+the queue, NUL and lone surrogates are refused because PostgreSQL cannot hold them as text. Nesting has a limit far
+from that of any Python's or server's stack: whatever is composed of such values (a reply, a summary) is readable.
 """
 
 from __future__ import annotations
@@ -13,15 +14,25 @@ from typing import Any
 from commandbus.errors import InvalidCommandError
 
 DEFAULT_MAX_BYTES = 1024 * 1024
+MAX_NESTING = 200
+COMPOSED = 1 << 30  # `max_bytes` of what is made of values that were checked when they came in: no limits again
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 loads = json.loads
-
+_CONTAINERS = (dict, list, tuple)
+_LEAVES = frozenset({str, int, float, bool, type(None)})
 
 _REMEDY = "store it elsewhere and send a reference, or raise COMMANDBUS_MAX_PAYLOAD_BYTES"
 
 
-def dump(value: object, *, what: str, max_bytes: int = DEFAULT_MAX_BYTES, remedy: str = _REMEDY) -> str:
+def dump(
+    value: object,
+    *,
+    what: str,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    remedy: str = _REMEDY,
+    max_nesting: int = MAX_NESTING,
+) -> str:
     """The JSON text of a value; `what` names it in the error (`data`, `headers`, `result`)."""
     try:
         text = _encode(value)
@@ -32,9 +43,34 @@ def dump(value: object, *, what: str, max_bytes: int = DEFAULT_MAX_BYTES, remedy
     size = len(text) if text.isascii() else len(text.encode())
     if size > max_bytes:
         raise InvalidCommandError(f"{what} is {size} bytes of JSON, over the limit of {max_bytes}; {remedy}")
+    # Few texts have brackets enough to be looked at: what is usually sent pays for one comparison.
+    if (
+        size > 2 * max_nesting
+        and text.count("[") + text.count("{") > max_nesting
+        and max_bytes < COMPOSED
+        and is_nested_beyond(max_nesting, value)
+    ):
+        raise InvalidCommandError(
+            f"{what} is nested more than {max_nesting} levels deep; make it flatter, or send it as text"
+        )
     if "\\u0000" in text and (path := _find_nul(value)) is not None:
         raise InvalidCommandError(f"{what} contains a NUL character at {path}, which PostgreSQL cannot store")
     return text
+
+
+def is_nested_beyond(most: int, value: object) -> bool:
+    """Has a value more levels of lists and dicts? Level by level: recursion ends where the stack does."""
+    level: list[Any] = [value] if isinstance(value, _CONTAINERS) else []
+    for _ in range(most):
+        if not level:
+            return False
+        level = [
+            child
+            for item in level
+            for child in (item.values() if isinstance(item, dict) else item)
+            if type(child) not in _LEAVES and isinstance(child, _CONTAINERS)
+        ]
+    return bool(level)
 
 
 def clean_text(text: str, *, longest: int = 65536) -> str:

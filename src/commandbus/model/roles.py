@@ -1,7 +1,8 @@
 """The four least-privilege roles, as SQL.
 
 reader: looks. producer: sends, and reads what became of it. worker: claims, settles, and all that a producer
-may, because handlers send. operator: the troubleshooting queue, cancel, pause, prune. None of them owns anything
+may, because handlers send. operator: the troubleshooting queue, cancel, pause, prune, batches and processes (to
+send again what failed is to send). None of them owns anything
 or is a superuser; queues are created by the role that migrated.
 """
 
@@ -17,7 +18,17 @@ _TABLES: dict[str, list[tuple[str, str]]] = {
     "reader": [("SELECT", "ALL TABLES IN SCHEMA commandbus")],
     "producer": [
         ("SELECT", "ALL TABLES IN SCHEMA commandbus"),
-        ("INSERT", "commandbus.command"),
+        (
+            "INSERT",
+            "commandbus.command, commandbus.batch, commandbus.batch_delta, commandbus.process, "
+            "commandbus.undelivered_reply",
+        ),
+        (  # it closes what it has opened, and folds; it cancels nothing
+            "UPDATE (is_open, total, completed, failed, canceled, in_tsq, status, rate, rate_at, rate_count, "
+            "started_at, finished_at, completion_sent_at, fingerprint)",
+            "commandbus.batch",
+        ),
+        ("DELETE", "commandbus.batch_delta"),
         ("USAGE", "ALL SEQUENCES IN SCHEMA commandbus"),
     ],
     "worker": [
@@ -25,17 +36,28 @@ _TABLES: dict[str, list[tuple[str, str]]] = {
         (
             "INSERT, UPDATE, DELETE",
             "commandbus.command, commandbus.attempt, commandbus.tsq, commandbus.parked, "
-            "commandbus.rejected_message, commandbus.undelivered_reply, commandbus.worker, commandbus.waiting",
+            "commandbus.rejected_message, commandbus.undelivered_reply, commandbus.worker, commandbus.waiting, "
+            "commandbus.batch, commandbus.batch_delta, commandbus.process, commandbus.process_step, "
+            "commandbus.stray_reply",
         ),
-        ("DELETE", "commandbus.operator_action"),
+        ("INSERT, DELETE", "commandbus.operator_action"),  # a process cancels its steps
         ("UPDATE", "commandbus.pause"),  # FOR KEY SHARE needs it
         ("USAGE", "ALL SEQUENCES IN SCHEMA commandbus"),
     ],
     "operator": [
         ("SELECT", "ALL TABLES IN SCHEMA commandbus"),
-        ("UPDATE, DELETE", "commandbus.command, commandbus.tsq"),
+        (
+            "INSERT, UPDATE, DELETE",
+            "commandbus.command, commandbus.batch, commandbus.batch_delta, commandbus.process, "
+            "commandbus.process_step",
+        ),
+        ("UPDATE, DELETE", "commandbus.tsq"),
         ("INSERT, DELETE", "commandbus.pause, commandbus.operator_action, commandbus.undelivered_reply"),
-        ("DELETE", "commandbus.attempt, commandbus.parked, commandbus.rejected_message, commandbus.worker"),
+        (
+            "DELETE",
+            "commandbus.attempt, commandbus.parked, commandbus.rejected_message, commandbus.worker, "
+            "commandbus.stray_reply",
+        ),
         ("USAGE", "ALL SEQUENCES IN SCHEMA commandbus"),
     ],
 }

@@ -6,7 +6,7 @@ so they need no quoting; everything else travels as a parameter.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.resources import files
 
 from commandbus.model.names import check_queue, queue_of
@@ -27,6 +27,12 @@ def text(name: str, *, domain: str | None = None, queue: str | None = None, **pa
     for place, part in parts.items():
         statement = statement.replace("{" + place + "}", part)
     return statement.encode()
+
+
+@cache
+def part(name: str) -> str:
+    """A part that some statements have in the middle, from `<name>.sql` without its comments."""
+    return "".join(line for line in _read(f"{name}.sql").splitlines(keepends=True) if not line.startswith("--"))
 
 
 def migrations() -> dict[int, tuple[str, str]]:

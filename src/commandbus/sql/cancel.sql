@@ -21,7 +21,8 @@ WITH target AS MATERIALIZED (
     UPDATE commandbus.command c
        SET status = 'CANCELED', finished_at = now(), attempt_base = c.attempt_base + (SELECT read_ct FROM gone)
      WHERE c.id = (SELECT id FROM target) AND EXISTS (SELECT FROM gone)
-    RETURNING c.id, c.command_id, c.command_type, c.correlation_id, c.reply_to, c.attempt_base
+    RETURNING c.id, c.command_id, c.command_type, c.correlation_id, c.reply_to, c.attempt_base,
+              c.batch, c.process, c.step
 ), asked AS (
     UPDATE pgmq.{queue}
        SET headers = headers || jsonb_build_object('cancel', jsonb_build_object(
@@ -37,8 +38,8 @@ WITH target AS MATERIALIZED (
 ), told AS MATERIALIZED (
     SELECT pg_notify('commandbus_' || %(domain)s, 'cancel ' || msg_id) FROM found WHERE is_held
 )
-SELECT id, command_id, command_type, correlation_id, reply_to, 'CANCELED', (SELECT msg_id FROM found)
+SELECT id, command_id, command_type, correlation_id, reply_to, batch, process, step, 'CANCELED', (SELECT msg_id FROM found)
   FROM moved
 UNION ALL
-SELECT t.id, %(command_id)s, NULL, NULL, NULL, 'REQUESTED', t.msg_id
+SELECT t.id, %(command_id)s, NULL, NULL, NULL, NULL, NULL, NULL, 'REQUESTED', t.msg_id
   FROM target t, told

@@ -35,7 +35,7 @@ SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, c.
        c.max_attempts, c.correlation_id, c.reply_to, c.headers::text, c.created_at,
        c.command_type = ANY (ARRAY(SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s)),
        l.before::text, CASE WHEN c.id IS NULL THEN l.message::text END, greatest((SELECT max(vt) FROM picked), 'epoch'), now(),
-       c.timeout, c.suspect
+       c.timeout, c.suspect, c.step, c.batch
   FROM leased l
   LEFT JOIN LATERAL (
        SELECT *

@@ -2,8 +2,10 @@
 -- Returns the rows that were NOT settled: `refused` (the fence is gone: somebody else settled or claimed it) or
 -- `busy` (another transaction holds the queue row: ask again).
 --
+-- Where members of batches or processes are among them, settle_groups.sql is put into the middle.
+--
 -- Fence: queue row (msg_id) with this read_ct and still held by this worker. Locks: queue rows in key order,
--- then command rows. Indexes: the queue's key, the command's key. Two row writes for a completion: the queue row
+-- then command rows, then process rows. Indexes: the queue's key, the command's key. Two row writes for a completion: the queue row
 -- goes, the command row is updated in place (HOT: no index names what changes here). The queue row goes by its key,
 -- not by its ctid: a renewal that commits between our snapshot and our lock has moved it, and a scan by the new ctid
 -- would not see it.
@@ -26,7 +28,7 @@ WITH input AS MATERIALIZED (
            finished_at = CASE WHEN f.s <> 'IN_TROUBLESHOOTING_QUEUE' THEN now() END
       FROM fenced f
      WHERE c.id = f.c
-), failed AS (
+{groups}), failed AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, error_type, error_code, error,
                                     details, traceback, rung, autopsy, duration_ms)
     SELECT c, n, e ->> 'verdict', %(worker)s, to_timestamp(t), e ->> 'error_type', e ->> 'error_code',

@@ -1,5 +1,5 @@
 -- An operator ends commands in the troubleshooting queue: CANCELED, or COMPLETED with a result given by hand.
--- Returns what a reply needs.
+-- Returns what a reply, a batch and a process need.
 --
 -- Locks: tsq rows in key order, then command rows. Index: tsq's key or tsq_domain_type.
 WITH picked AS MATERIALIZED (
@@ -20,9 +20,10 @@ WITH picked AS MATERIALIZED (
        SET status = %(status)s::commandbus.command_status, result = %(result)s::json, attempt_base = c.attempt, attempt = NULL,
            finished_at = now(), worker = NULL
      WHERE c.id IN (SELECT command FROM picked)
-    RETURNING c.id, c.command_id, c.command_type, c.correlation_id, c.reply_to, c.attempt_base
+    RETURNING c.id, c.command_id, c.command_type, c.correlation_id, c.reply_to, c.attempt_base,
+              c.batch, c.process, c.step
 ), noted AS (
     INSERT INTO commandbus.operator_action (command, action, operator, reason, attempt_base)
     SELECT id, %(action)s, %(operator)s, %(reason)s, attempt_base FROM moved
 )
-SELECT id, command_id, command_type, correlation_id, reply_to FROM moved ORDER BY id
+SELECT id, command_id, command_type, correlation_id, reply_to, batch, process, step FROM moved ORDER BY id

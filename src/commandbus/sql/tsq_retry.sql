@@ -26,11 +26,11 @@ WITH picked AS MATERIALIZED (
            worker = NULL, started_at = NULL, result = NULL
       FROM queued q
      WHERE c.id = q.command
-    RETURNING c.id, c.command_id, c.attempt_base
+    RETURNING c.id, c.command_id, c.attempt_base, c.batch, c.process
 ), noted AS (
     INSERT INTO commandbus.operator_action (command, action, operator, reason, attempt_base)
     SELECT id, 'RETRY', %(operator)s, %(reason)s, attempt_base FROM moved
 ), woken AS MATERIALIZED (
     SELECT pg_notify('commandbus_' || %(domain)s, '0') FROM moved HAVING count(*) > 0
 )
-SELECT id, command_id, (SELECT count(*) FROM woken) FROM moved ORDER BY id
+SELECT id, command_id, batch, process, (SELECT count(*) FROM woken) FROM moved ORDER BY id

@@ -1,0 +1,24 @@
+-- Replies to the steps of processes: each becomes a command of the process's type in the process's domain. A reply to a
+-- command of no process, whose sender named this queue, goes there as it is.
+--
+-- Locks: new rows only. Indexes: the keys of command and process.
+WITH input AS MATERIALIZED (
+    SELECT m.value AS message, c.process, c.step, nextval('pgmq.{queue}_msg_id_seq') AS msg_id
+      FROM json_array_elements(%(messages)s::json) WITH ORDINALITY AS m(value, i)
+      JOIN unnest(%(commands)s::bigint[]) WITH ORDINALITY AS k(id, i) USING (i)
+      LEFT JOIN commandbus.command c ON c.id = k.id
+), sent AS (
+    INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, correlation_id, data, process, step)
+    SELECT p.domain, gen_random_uuid()::text, p.process_type, i.msg_id, p.process_id,
+           json_build_object('event', 'reply', 'process', p.process_id, 'step', abs(i.step), 'reply', i.message), p.id, 0
+      FROM input i JOIN commandbus.process p ON p.id = i.process
+    RETURNING id, msg_id
+), queued AS (
+    INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
+    SELECT i.msg_id, clock_timestamp(),
+           CASE WHEN s.id IS NULL THEN i.message::jsonb ELSE jsonb_build_object('command', s.id) END
+      FROM input i LEFT JOIN sent s USING (msg_id)
+     ORDER BY i.msg_id
+    RETURNING vt
+)
+SELECT pg_notify('commandbus_' || left(%(queue)s, -10), extract(epoch FROM min(vt))::text) FROM queued
