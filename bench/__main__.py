@@ -25,6 +25,7 @@ WANTED = [  # figure, floor, least ratio
     ("drain_sync_per_s", "drain_no_deadline_per_s", 0.95),
     ("drain_supervised_per_s", "drain_no_deadline_per_s", 0.95),
     ("drain_sync_1ms_per_s", "drain_async_1ms_per_s", 0.90),
+    ("drain_batch_per_s", "drain_no_batch_per_s", 0.90),
     ("drain_long_transaction_per_s", "drain_sync_per_s", 0.80),
     ("drain_delayed_per_s", "drain_sync_per_s", 0.90),
     ("drain_history_per_s", "drain_sync_per_s", 0.90),
@@ -54,10 +55,19 @@ class Run:
             self.members[domain] = [Member(self.base, self.base.domain(domain), kind) for _ in range(size)]
         return self.members[domain]
 
-    def drain(self, figure: str, domain: str, kind: str, *, size: int = 1, count: int | None = None) -> None:
+    def drain(
+        self,
+        figure: str,
+        domain: str,
+        kind: str,
+        *,
+        size: int = 1,
+        count: int | None = None,
+        in_batch: bool = False,
+    ) -> None:
         count = count or self.count
         crew = self.crew(domain, kind, size)
-        self.base.fill(domain, count)
+        self.base.fill(domain, count, in_batch=in_batch)
         self.note(figure, drain(self.base, domain, crew, count))
 
     def floor(self, figure: str, measure: Callable[[Ground, str, int], float]) -> None:
@@ -74,6 +84,8 @@ class Run:
         self.drain("drain_supervised_per_s", "supervised", "supervised")
         self.floor("floor_overlapped_per_s", floors.overlapped)
         self.drain("drain_async_per_s", "async", "async")
+        self.drain("drain_no_batch_per_s", "one_batch", "sync")
+        self.drain("drain_batch_per_s", "one_batch", "sync", in_batch=True)
         self.drain("drain_two_workers_per_s", "two", "sync", size=2)
         with psycopg.connect(self.base.url) as holder:
             holder.execute("SELECT txid_current()")  # an open transaction with a snapshot that keeps the dead

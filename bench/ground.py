@@ -38,14 +38,20 @@ class Ground:
         self.bus.pause(name, operator="bench")
         return name
 
-    def fill(self, domain: str, count: int, *, delay_seconds: float = 0.0) -> None:
+    def fill(self, domain: str, count: int, *, delay_seconds: float = 0.0, in_batch: bool = False) -> None:
         """Queue commands by one statement, and leave the tables as a settled server would have them."""
+        batch = None
+        if in_batch:
+            batch = self.one(
+                "INSERT INTO commandbus.batch (domain, batch_id, total) VALUES (%s, gen_random_uuid()::text, %s) "
+                "RETURNING id", domain, count,
+            )  # fmt: skip
         self.admin.execute(
             f"""
             WITH sent AS (
-                INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, data)
+                INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, data, batch)
                 SELECT %(domain)s, gen_random_uuid()::text, 'work',
-                       nextval('pgmq.q_{domain}__commands_msg_id_seq'), %(data)s
+                       nextval('pgmq.q_{domain}__commands_msg_id_seq'), %(data)s, %(batch)s
                   FROM generate_series(1, %(count)s)
                 RETURNING id, msg_id
             )
@@ -53,7 +59,13 @@ class Ground:
             SELECT msg_id, clock_timestamp() + make_interval(secs => %(delay)s), jsonb_build_object('command', id)
               FROM sent
             """,
-            {"domain": domain, "count": count, "data": json.dumps(DATA), "delay": delay_seconds},
+            {
+                "domain": domain,
+                "count": count,
+                "data": json.dumps(DATA),
+                "delay": delay_seconds,
+                "batch": batch,
+            },
         )
         self.sent[domain] = self.sent.get(domain, 0) + (0 if delay_seconds else count)
         self.settle_down(domain)

@@ -98,8 +98,10 @@ def test_a_worker_makes_no_other_writes_for_a_command(database: str, bus: Comman
     assert written(db) - before - 5000 < 30
 
 
-def test_settling_updates_command_rows_in_place(database: str, bus: CommandBus, db: Db) -> None:
-    bus.send_many("orders", [NewCommand("work", {"n": n, "text": "x" * 60}) for n in range(5000)])
+@pytest.mark.parametrize("in_batch", [False, True], ids=["alone", "in a batch"])
+def test_settling_updates_command_rows_in_place(database: str, bus: CommandBus, db: Db, in_batch: bool) -> None:
+    commands = [NewCommand("work", {"n": n, "text": "x" * 60}) for n in range(5000)]
+    bus.create_batch("orders", commands) if in_batch else bus.send_many("orders", commands)
     settle_all(database, 200)
 
     def updates() -> tuple[int, int]:

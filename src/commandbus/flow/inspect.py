@@ -18,14 +18,21 @@ from commandbus.errors import CommandBusError, InvalidCommandError, UnknownDomai
 from commandbus.flow.statement import Row, Statement, Steps, no_schema, operation
 from commandbus.model import names, payload
 from commandbus.model.command import AuditEntry, AuditEvent, CancelRequest, CommandRecord, CommandStatus, TsqEntry
+from commandbus.model.page import Page
 
 WORKER_ALIVE_SECONDS = 15.0
 MAX_ID = 2**63 - 1
+_ALL = {"of_batch": "", "order": "c.id DESC"}
+# In the order of command_batch: by the id alone the planner would look for them along the key, over all commands.
+_MEMBERS = {
+    "of_batch": "AND c.batch >= %(batch)s AND (c.batch, c.id) < (%(batch)s, COALESCE(%(before_id)s, %(last)s))",
+    "order": "c.batch DESC, c.id DESC",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class CommandQuery:
-    """Filters of query_commands; those that are given must all hold."""
+    """Filters of query_commands; those that are given must all hold. A `batch_id` needs its domain."""
 
     domain: str | None = None
     command_type: str | None = None
@@ -34,14 +41,7 @@ class CommandQuery:
     correlation_id: str | None = None
     created_after: datetime | None = None
     created_before: datetime | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Commands, newest first, and where the next page begins (None: there is none)."""
-
-    items: list[CommandRecord]
-    next_before_id: int | None
+    batch_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,19 @@ class RejectedMessage:
     rejected_at: datetime
 
 
+@dataclass(frozen=True, slots=True)
+class UndeliveredReply:
+    """A reply, or the command of a batch's end, that could not be put into its queue, and why."""
+
+    id: int
+    queue: str
+    message: Any
+    reason: str
+    created_at: datetime
+
+
 @operation(atomic=False)
-def query_commands(query: CommandQuery, *, limit: int, before_id: int | None) -> Steps[Page]:
+def query_commands(query: CommandQuery, *, limit: int, before_id: int | None) -> Steps[Page[CommandRecord]]:
     """A page of commands that match."""
     names.check_count(limit, "limit")
     status = _status(query.status)
@@ -112,16 +123,23 @@ def query_commands(query: CommandQuery, *, limit: int, before_id: int | None) ->
         "status": status,
         "created_after": _instant(query.created_after, "created_after"),
         "created_before": _instant(query.created_before, "created_before"),
+        "batch": None,
+        "last": MAX_ID,
         "ids": None,
         "not_ids": None,
         "before_id": None if before_id is None else names.check_count(before_id, "before_id", most=MAX_ID),
         "limit": limit + 1,
     }
+    if query.batch_id is not None:
+        params["batch"] = yield from _batch(query.domain, query.batch_id)
+        if params["batch"] is None:
+            return Page([], None)
     if status in (CommandStatus.PENDING, CommandStatus.IN_PROGRESS):
         held = yield from _held(query.domain)
         running = status is CommandStatus.IN_PROGRESS
         params |= {"status": "PENDING", "ids" if running else "not_ids": held}
-    rows = yield Statement(sql.text("query_commands"), params)
+    parts = _ALL if params["batch"] is None else _MEMBERS
+    rows = yield Statement(sql.text("query_commands", **parts), params)
     items = yield from _complete(rows[:limit])
     return Page(items, items[-1].id if len(rows) > limit else None)
 
@@ -158,7 +176,7 @@ def domain_status(domains: Sequence[str] | None = None) -> Steps[list[DomainStat
                 sql.text("domain_status", domain=domain), {"domain": domain, "alive": WORKER_ALIVE_SECONDS}
             )
         except pg.UndefinedTable:
-            raise (yield from _no_queue(domain)) from None
+            raise (yield from no_queue(domain)) from None
         found.append(DomainStatus(domain, *rows[0]))
     return found
 
@@ -217,6 +235,30 @@ def list_rejected(*, domain: str | None, limit: int, before_id: int | None) -> S
     ]
 
 
+@operation(atomic=False)
+def list_undelivered(*, limit: int, before_id: int | None) -> Steps[list[UndeliveredReply]]:
+    """Replies that could not be delivered, newest first."""
+    params = {
+        "limit": names.check_count(limit, "limit"),
+        "before_id": None if before_id is None else names.check_count(before_id, "before_id", most=MAX_ID),
+    }
+    rows = yield Statement(sql.text("list_undelivered"), params)
+    return [
+        UndeliveredReply(id_, queue, _foreign(message), reason, created_at)
+        for id_, queue, message, reason, created_at in rows
+    ]
+
+
+def _batch(domain: str | None, batch_id: object) -> Steps[int | None]:
+    if domain is None:
+        raise InvalidCommandError(f"batch_id {names.shown(batch_id)} needs its domain: it is unique within one")
+    rows = yield Statement(
+        b"SELECT id FROM commandbus.batch WHERE domain = %(domain)s AND batch_id = %(batch_id)s",
+        {"domain": domain, "batch_id": names.to_id(batch_id, "batch_id")},
+    )
+    return rows[0][0] if rows else None
+
+
 def _held(domain: str | None) -> Steps[list[int]]:
     domains = [domain] if domain is not None else (yield from _all_domains())
     held: list[int] = []
@@ -224,7 +266,7 @@ def _held(domain: str | None) -> Steps[list[int]]:
         try:
             rows = yield Statement(sql.text("held_commands", domain=name), {"domain": name})
         except pg.UndefinedTable:
-            raise (yield from _no_queue(name)) from None
+            raise (yield from no_queue(name)) from None
         held += [row[0] for row in rows]
     return held
 
@@ -249,7 +291,7 @@ def _record(row: Row, queue_row: Row | None) -> CommandRecord:
         data=_loads(row[5]), result=_loads(row[6]), correlation_id=row[7], reply_to=row[8], headers=_loads(row[9]),
         max_attempts=row[10], attempts=attempt_base if attempt is None else attempt, created_at=row[13],
         started_at=row[14], finished_at=row[15], worker=row[16], error_type=row[18], error_code=row[19],
-        error=row[20], timeout=row[21],
+        error=row[20], timeout=row[21], batch_id=row[22],
     )  # fmt: skip
     if queue_row is None:
         return record
@@ -304,7 +346,7 @@ def _all_domains() -> Steps[list[str]]:
     return [row[0] for row in rows]
 
 
-def _no_queue(domain: str) -> Steps[CommandBusError]:
+def no_queue(domain: str) -> Steps[CommandBusError]:
     """A queue is missing: is it the domain, or all of commandbus?"""
     try:
         rows = yield Statement(b"SELECT to_regclass('commandbus.domain') IS NULL")

@@ -1,7 +1,8 @@
 """prune: forget finished commands by age or by count, and old archives, in small bites.
 
 One bite is one short transaction; the caller goes on until `is_done`, or stops between bites. Commands that are
-not finished are never touched, however old.
+not finished are never touched, however old, and neither is what belongs to a batch or a process that is not;
+batches and processes themselves go when nothing of them is left.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ class Bite:
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """How much was forgotten: commands, archived messages, and things put aside (rejected messages …)."""
+    """How much was forgotten: commands, archived messages, things put aside (rejected messages …), and batches and
+    processes of which nothing was left."""
 
     commands: int = 0
     archived: int = 0
     asides: int = 0
+    batches: int = 0
+    processes: int = 0
 
 
 def prune_all(retention: Retention) -> Plan[PruneReport]:
@@ -57,13 +61,24 @@ def prune_all(retention: Retention) -> Plan[PruneReport]:
     while not bite.is_done:
         bite = yield prune(retention, through=through, after_id=bite.after_id)
         commands += bite.removed
+    processes = yield from _prune_walk("prune_processes", retention)
+    batches = yield from _prune_walk("prune_batches", retention)
     if retention.age_seconds is not None:
         for domain in (yield list_domains()):
             while gone := (yield prune_archive(domain.name, retention.age_seconds)):
                 archived += gone
         while gone := (yield prune_asides(retention.age_seconds)):
             asides += gone
-    return PruneReport(commands, archived, asides)
+    return PruneReport(commands, archived, asides, batches, processes)
+
+
+def _prune_walk(name: str, retention: Retention) -> Plan[int]:
+    """Over all batches, or all processes; how many went."""
+    removed, bite = 0, Bite(0, 0, False)
+    while not bite.is_done:
+        bite = yield prune_groups(name, retention, after_id=bite.after_id)
+        removed += bite.removed
+    return removed
 
 
 @operation(atomic=False)
@@ -88,6 +103,14 @@ def prune(retention: Retention, *, through: int, after_id: int = 0, bite: int = 
     )
     removed, last_id, seen, all_young = rows[0]
     return Bite(removed, last_id or after_id, seen < bite or all_young)
+
+
+@operation(atomic=False)
+def prune_groups(name: str, retention: Retention, *, after_id: int = 0, bite: int = BITE) -> Steps[Bite]:
+    """One bite of batches (`prune_batches`) or processes (`prune_processes`)."""
+    rows = yield Statement(sql.text(name), {"after_id": after_id, "bite": bite, "age": retention.age_seconds})
+    removed, seen, last_id = rows[0]
+    return Bite(removed, last_id or after_id, seen < bite)
 
 
 @operation(atomic=False)

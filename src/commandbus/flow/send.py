@@ -33,8 +33,8 @@ MAX_DELAY_SECONDS = 10 * 366 * 86400.0
 
 # Left out where the ids are ours: a speculative insertion costs a third of a bulk send.
 ON_CONFLICT = "ON CONFLICT (domain, command_id) DO NOTHING"
-_CALLERS_IDS = {"conflict": ON_CONFLICT, "by_id": "ORDER BY i", "by_turn": "ORDER BY msg_id"}
-_OUR_IDS = {"conflict": "", "by_id": "", "by_turn": ""}
+CALLERS_IDS = {"conflict": ON_CONFLICT, "by_id": "ORDER BY i", "by_turn": "ORDER BY msg_id"}
+OUR_IDS = {"conflict": "", "by_id": "", "by_turn": ""}
 
 
 class Outgoing(NamedTuple):
@@ -93,11 +93,11 @@ def send(domain: str, outgoing: Outgoing) -> Steps[SentCommand]:
 @operation(atomic=True)
 def send_chunk(domain: str, outgoing: Sequence[Outgoing]) -> Steps[list[SentCommand]]:
     """Send many commands, all or none."""
-    parts = _CALLERS_IDS if any(item.has_own_id for item in outgoing) else _OUR_IDS
+    parts = CALLERS_IDS if any(item.has_own_id for item in outgoing) else OUR_IDS
     statement = sql.text("send_many", domain=domain, **parts)
     unique = _unique(domain, outgoing)
     try:
-        rows = yield Statement(statement, {"domain": domain, "rows": _json_rows(unique.values())})
+        rows = yield Statement(statement, {"domain": domain, "rows": json_rows(unique.values())})
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
         raise explain_missing(domain, error) from None
     except pg.StatementTooComplex:
@@ -185,17 +185,17 @@ def _difference(item: Outgoing, row: tuple[Any, ...]) -> str | None:
     _, _, command_type, data, correlation_id, reply_to, max_attempts, headers, timeout = row
     pairs = {
         "command_type": (item.command_type, command_type),
-        "data": (_canonical(item.data), _canonical(data)),
+        "data": (canonical(item.data), canonical(data)),
         "correlation_id": (item.correlation_id, correlation_id),
         "reply_to": (item.reply_to, reply_to),
         "max_attempts": (item.max_attempts, max_attempts),
         "timeout": (item.timeout_seconds, timeout),
-        "headers": (_canonical(item.headers), _canonical(headers)),
+        "headers": (canonical(item.headers), canonical(headers)),
     }
     return next((name for name, (ours, theirs) in pairs.items() if ours != theirs), None)
 
 
-def _canonical(text: str | None) -> str:
+def canonical(text: str | None) -> str:
     """JSON to compare: the order of keys is no difference, but 1, 1.0 and true are (Python would say equal)."""
     return "null" if text is None else json.dumps(payload.loads(text), sort_keys=True)
 
@@ -214,7 +214,7 @@ def _as_row(item: Outgoing) -> tuple[Any, ...]:
             item.max_attempts, item.headers, item.timeout_seconds)  # fmt: skip
 
 
-def _json_rows(outgoing: Iterable[Outgoing]) -> str:
+def json_rows(outgoing: Iterable[Outgoing]) -> str:
     """One JSON array with the payloads as they were dumped: parsing and dumping them again would cost as much
     as the rest of the send."""
     quote = payload.quote

@@ -180,6 +180,7 @@ class CommandRecord:
     timeout: float | None = None
     progress: Any = None
     cancel_requested: CancelRequest | None = None
+    batch_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

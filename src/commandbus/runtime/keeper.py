@@ -1,4 +1,4 @@
-"""The Keeper: what the ladder needs from the database. Leases, cancels, fences, the registry, and retention.
+"""The Keeper: what the ladder needs from the database. Leases, cancels, fences, the registry, sweeping, retention.
 
 It works on a thread and a connection of its own, and never runs user code. A lease is renewed when a third of it
 has passed, counted from when it was last *asked for*, while its attempt is within its limits; a lost one is
@@ -17,30 +17,61 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from typing import Any, Generic, TypeVar, cast
 
 import psycopg
 
 from commandbus.db.link import Link
 from commandbus.errors import CommandBusError
+from commandbus.flow import batch_operate
 from commandbus.flow.backend import cancel_backend, find_backend, look_at_backend, terminate_backend
+from commandbus.flow.fold import fold
 from commandbus.flow.prune import Retention, prune_all
 from commandbus.flow.register import WorkerIdentity, beat
 from commandbus.flow.renew import PendingCancel, pending_cancels, renew
+from commandbus.flow.statement import Operation, Plan
 from commandbus.logger import safe_logger
 from commandbus.model.timeouts import MONITOR_TICK
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.connections import Borrowed
+from commandbus.runtime.folder import Refused
 from commandbus.runtime.health import HealthStatus
 from commandbus.runtime.ladder import Document
 from commandbus.settings import Settings
 
 logger = safe_logger("commandbus.worker")
+T = TypeVar("T")
 
 BEAT_SECONDS = 3.0
+SWEEP_SECONDS = 2.0
 PRUNE_SECONDS = 60.0
-PRUNE_PAUSE_SECONDS = 0.02
+BITE_PAUSE_SECONDS = 0.02
 PROGRESS_SECONDS = 1.0
+SLICE_SECONDS = 0.5
 UNREACHABLE = "database_unreachable"
+
+
+class Work(Generic[T]):
+    """A plan that is followed in slices."""
+
+    def __init__(self, plan: Plan[T]) -> None:
+        self._plan = plan
+        self._operation: Operation[Any] | None = next(plan, None)
+
+    def step(self, link: Link) -> bool:
+        """Run one operation; False if that was the last one."""
+        if self._operation is None:
+            return False
+        try:
+            try:
+                answer = link.run(self._operation)
+            except CommandBusError as error:
+                self._operation = self._plan.throw(error)
+            else:
+                self._operation = self._plan.send(answer)
+        except StopIteration:
+            return False
+        return True
 
 
 class Figures:
@@ -76,6 +107,9 @@ class Keeper:
         self.state = "ACTIVE"
         self._beat_at = 0.0
         self._pruned_at = time.monotonic() - random.random() * PRUNE_SECONDS  # noqa: S311 - workers spread out
+        self._sweep_at = time.monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311
+        self._refused = Refused(PRUNE_SECONDS, PRUNE_SECONDS)
+        self._resumed: dict[int, Work[batch_operate.Canceled]] = {}
         self._last: dict[str, int] = {}
         self._last_at = time.monotonic()
         self.first_beat = threading.Event()
@@ -144,7 +178,7 @@ class Keeper:
 
     def _serve(self) -> None:
         while not self._stopping.is_set():
-            if self.first_beat.is_set() and not self._orders:
+            if self.first_beat.is_set() and not self._orders and not self._resumed:
                 self._wake.wait(MONITOR_TICK)
             self._wake.clear()
             try:
@@ -153,12 +187,23 @@ class Keeper:
             except psycopg.OperationalError as error:
                 self._note_down()
                 self._link.recover(self._stopping, error, on_wait=self._note_down)
-            except (psycopg.Error, CommandBusError):
+            except Exception:
                 logger.exception("the keeper's tick failed")
                 self._stopping.wait(BEAT_SECONDS)
         self._leave()
 
     def _tick(self) -> None:
+        self._look_after()
+        now = time.monotonic()
+        if now >= self._sweep_at:
+            self._sweep_at = now + SWEEP_SECONDS + self._sweep() * 20
+        self._go_on()
+        if now - self._pruned_at >= PRUNE_SECONDS:
+            self._pruned_at = now
+            self._prune()
+
+    def _look_after(self) -> None:
+        """What cannot wait: orders, leases, the heartbeat."""
         self._carry_out()
         self._renew()
         now = time.monotonic()
@@ -166,9 +211,6 @@ class Keeper:
             self._beat_at = now
             self._beat(self.state)
             self.first_beat.set()
-        if now - self._pruned_at >= PRUNE_SECONDS:
-            self._pruned_at = now
-            self._prune()
 
     def _carry_out(self) -> None:
         """Work off the orders; one that met a lost connection is tried again."""
@@ -321,17 +363,79 @@ class Keeper:
             )
         )
 
+    def _sweep(self) -> float:
+        """Fold what nobody has folded, take up cancellations that nobody carries out: a crash left them.
+
+        Answers how long it took, without what was refused: each batch that was is left alone for a minute.
+        """
+        began = time.monotonic()
+        try:
+            found = self._link.run(batch_operate.leftovers(but=self._refused.resting()))
+        except Exception as error:
+            if self._link.conn_is_lost():
+                raise
+            logger.warning("batches cannot be looked after now, trying again in a minute: %s", error)
+            return PRUNE_SECONDS / 20
+        seconds = time.monotonic() - began
+        for batch in found.to_fold:
+            began = time.monotonic()
+            try:
+                self._link.run(fold([batch]))
+            except Exception as error:  # noqa: BLE001 - raised again if the connection is lost
+                self._refuse(batch, error)
+            else:
+                seconds += time.monotonic() - began
+            self._look_after()
+            if self._stopping.is_set():
+                return seconds
+        for canceling in found.to_cancel:
+            if canceling.id not in self._resumed:
+                self._resumed[canceling.id] = Work(batch_operate.resume(canceling))
+        self._refused.forget_old()
+        return seconds
+
+    def _go_on(self) -> None:
+        """Go on with the cancellations, for a moment: everything else must have its turn."""
+        until = time.monotonic() + SLICE_SECONDS
+        while self._resumed and time.monotonic() < until and not self._stopping.is_set():
+            batch, work = self._resumed.popitem()  # taken up again by the next sweep if this fails
+            try:
+                goes_on = work.step(self._link)
+            except Exception as error:  # noqa: BLE001 - raised again if the connection is lost
+                self._refuse(batch, error)
+                goes_on = False
+            if goes_on:
+                self._resumed[batch] = work
+            self._look_after()
+
+    def _refuse(self, batch: int, error: Exception) -> None:
+        """In the handling of an error."""
+        if self._link.conn_is_lost():
+            raise error
+        pause = self._refused.add(batch)
+        logger.warning("batch %d cannot be looked after now, trying again in %.0f s: %s", batch, pause, error)
+
     def _prune(self) -> None:
         plan = prune_all(Retention(self._settings.retention_age, self._settings.retention_count))
+        report = self._follow(plan)
+        if report is not None and report.commands:
+            logger.info("retention: %d finished commands were forgotten", report.commands)
+
+    def _follow(self, plan: Plan[T]) -> T | None:
+        """Long work in small bites, and the leases in between; None if the worker stops on the way."""
         try:
             operation = next(plan)
-            while not self._stopping.wait(PRUNE_PAUSE_SECONDS):
-                operation = plan.send(self._link.run(operation))
-                self._carry_out()
-                self._renew()
+            while not self._stopping.wait(BITE_PAUSE_SECONDS):
+                try:
+                    answer = self._link.run(operation)
+                except CommandBusError as error:
+                    operation = plan.throw(error)
+                else:
+                    operation = plan.send(answer)
+                self._look_after()
         except StopIteration as stop:
-            if stop.value.commands:
-                logger.info("retention: %d finished commands were forgotten", stop.value.commands)
+            return cast(T, stop.value)
+        return None
 
     def _leave(self) -> None:
         try:

@@ -5,6 +5,8 @@ Nothing is given up: while the database is away outcomes wait; a row that anothe
 tried again; after an error that is not the connection's, rows are settled one by one, and one that cannot be
 stored is settled as a failure that says so. A refused row was settled or claimed by somebody else: the fence did
 its work, and that is logged. One that somebody asked to cancel, and that did not complete, is settled as CANCELED.
+
+In between it folds the batches of what was settled (`runtime/folder.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from commandbus.logger import safe_logger
 from commandbus.model.outcome import Judgement, Verdict, describe
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.execute import Ended, Note
+from commandbus.runtime.folder import Folder
 
 logger = safe_logger("commandbus.worker")
 
@@ -57,6 +60,7 @@ class Settler:
         self._on_error = on_error
         self._queue: deque[Item] = deque()
         self._busy: list[Item] = []
+        self._folder = Folder(link)
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._abandoning = threading.Event()
@@ -68,11 +72,19 @@ class Settler:
         """Start the thread."""
         self._thread.start()
 
+    @property
+    def is_folding(self) -> bool:
+        """Is there a batch that may be complete, and nobody has noticed yet?"""
+        return self._folder.pause() is not None
+
     def add(self, attempt: Attempt, ended: Ended) -> None:
         """An attempt has ended. Called by slots; never waits."""
         if ended is None:
             self.settled[attempt.domain] += 1
             self._on_settled(attempt)
+            if attempt.batch is not None:
+                self._folder.touch(attempt.batch)
+                self._wake.set()
             return
         self._queue.append((attempt, ended))
         if not self._wake.is_set():
@@ -99,11 +111,14 @@ class Settler:
                 if self._closing.is_set():
                     break
                 self._wake.clear()
-                if not self._queue:
-                    self._wake.wait()
+                if not self._queue and not self._wake.wait(self._folder.pause()):
+                    self._folder.fold()  # it is quiet
                 continue
             if not self._settle_some():
-                break
+                return
+            self._folder.fold_if_due()
+        if not self._abandoning.is_set():
+            self._folder.fold()
 
     def _settle_some(self) -> bool:
         """One round; False if the worker gave up waiting for the database."""
@@ -161,6 +176,8 @@ class Settler:
                 self._note_refusal(attempt, in_doubt=in_doubt)
             self._on_settled(attempt)
             self.settled[domain] += 1
+            if attempt.batch is not None:
+                self._folder.touch(attempt.batch)
         if any(not settlement.is_final for settlement in settlements):
             self._on_again()
 
@@ -202,9 +219,7 @@ class Settler:
 def _unstorable(attempt: Attempt, error: psycopg.Error) -> Settlement:
     reason = f"its outcome could not be stored: {error.diag.message_primary or error}"
     failure = describe(PermanentCommandError(reason, code="UNSTORABLE"))
-    instead = attempt.fail(Judgement(Verdict.PERMANENT, failure))
-    instead.reply = None
-    return instead
+    return attempt.fail(Judgement(Verdict.PERMANENT, failure))
 
 
 @operation(atomic=False)

@@ -1,8 +1,9 @@
 -- A page of commands, newest first, before a given id. Locks: none. Index: the key, backwards, filtering; or
--- command_domain_command_id_key where the domain is rare (the planner's choice).
+-- command_domain_command_id_key where the domain is rare (the planner's choice); command_batch for a batch's members.
 SELECT c.id, c.domain, c.command_id, c.command_type, c.status::text, c.data::text, c.result::text, c.correlation_id,
        c.reply_to, c.headers::text, c.max_attempts, c.attempt, c.attempt_base, c.created_at, c.started_at,
-       c.finished_at, c.worker, c.msg_id, a.error_type, a.error_code, a.error, c.timeout
+       c.finished_at, c.worker, c.msg_id, a.error_type, a.error_code, a.error, c.timeout,
+       (SELECT b.batch_id FROM commandbus.batch b WHERE b.id = c.batch)
   FROM commandbus.command c
   LEFT JOIN LATERAL (
        SELECT error_type, error_code, error FROM commandbus.attempt
@@ -18,5 +19,6 @@ SELECT c.id, c.domain, c.command_id, c.command_type, c.status::text, c.data::tex
    AND (%(ids)s::bigint[] IS NULL OR c.id = ANY (%(ids)s::bigint[]))
    AND (%(not_ids)s::bigint[] IS NULL OR c.id <> ALL (%(not_ids)s::bigint[]))
    AND (%(before_id)s::bigint IS NULL OR c.id < %(before_id)s)
- ORDER BY c.id DESC
+   {of_batch}
+ ORDER BY {order}
  LIMIT %(limit)s

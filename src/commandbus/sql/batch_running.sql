@@ -1,0 +1,20 @@
+-- How many members of each batch of a domain somebody is running: holds under a lease that has not run out; of
+-- processes, how many have begun and not ended.
+--
+-- Locks: none. Index: q_*_vt_idx: what is held becomes visible within a day, what is parked in years; then the
+-- command's key. process_unfinished.
+SELECT c.batch, count(*)
+  FROM (SELECT msg_id, message ->> 'command' AS command
+          FROM pgmq.{queue}
+         WHERE vt > now() AND vt < now() + interval '1 day' AND headers ? 'held_by'
+        OFFSET 0) q
+  JOIN commandbus.command c
+    ON c.id = CASE WHEN q.command ~ '^[0-9]{1,18}$' THEN q.command::bigint END
+   AND c.msg_id = q.msg_id AND c.domain = %(domain)s
+ WHERE c.batch IS NOT NULL
+ GROUP BY c.batch
+UNION ALL
+SELECT batch, count(*)
+  FROM commandbus.process
+ WHERE domain = %(domain)s AND batch IS NOT NULL AND finished_at IS NULL AND started_at IS NOT NULL
+ GROUP BY batch

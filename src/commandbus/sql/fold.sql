@@ -1,0 +1,57 @@
+-- Adds what happened to batches to their rows, and finishes those that are complete: closed, and nothing left that is
+-- not final. Returns those that it could lock: the others are somebody else's just now, and are to be folded again.
+-- A batch of which nothing was noted is left as it is (whoever closes one notes that with a row of zeros).
+--
+-- Locks: batch rows in key order, SKIP LOCKED, then their deltas. A delta that was committed after our snapshot stays for
+-- the next fold; members are added only before the close, whose own fold sees them all, so none is missing in a row that
+-- says it is closed. Indexes: batch's key, batch_delta_batch. The rate is a moving average over some ten seconds; it
+-- begins with the first member that is final.
+WITH locked AS MATERIALIZED (
+    SELECT id FROM commandbus.batch
+     WHERE id = ANY (%(batches)s::bigint[])
+     ORDER BY id
+       FOR NO KEY UPDATE SKIP LOCKED
+), moment AS MATERIALIZED (
+    SELECT clock_timestamp() AS at
+), gone AS (
+    DELETE FROM commandbus.batch_delta WHERE batch = ANY (ARRAY(SELECT id FROM locked))
+    RETURNING batch, total, completed, failed, canceled, in_tsq
+), sums AS (
+    SELECT batch AS id, sum(total) AS total, sum(completed) AS completed, sum(failed) AS failed,
+           sum(canceled) AS canceled, sum(in_tsq) AS in_tsq, sum(completed + failed + canceled) AS finished,
+           bool_or(completed <> 0 OR failed <> 0 OR canceled <> 0 OR in_tsq <> 0) AS has_moved
+      FROM gone
+     GROUP BY batch
+), folded AS (
+    UPDATE commandbus.batch b
+       SET total = b.total + s.total, completed = b.completed + s.completed, failed = b.failed + s.failed,
+           canceled = b.canceled + s.canceled, in_tsq = b.in_tsq + s.in_tsq,
+           started_at = CASE WHEN s.has_moved THEN COALESCE(b.started_at, (SELECT at FROM moment)) ELSE b.started_at END,
+           status = CASE
+               WHEN b.is_open OR b.completed + b.failed + b.canceled + s.finished < b.total + s.total
+                   THEN CASE WHEN b.started_at IS NOT NULL OR s.has_moved THEN 'IN_PROGRESS' ELSE 'PENDING' END
+               WHEN b.cancel IS NOT NULL THEN 'CANCELED'
+               WHEN b.failed + b.canceled + s.failed + s.canceled > 0 THEN 'COMPLETED_WITH_FAILURES'
+               ELSE 'COMPLETED' END,
+           finished_at = CASE
+               WHEN b.is_open OR b.completed + b.failed + b.canceled + s.finished < b.total + s.total
+                   THEN NULL ELSE COALESCE(b.finished_at, (SELECT at FROM moment)) END,
+           rate = CASE WHEN b.rate_at IS NULL OR b.rate_at > (SELECT at FROM moment) - interval '1 second' THEN b.rate
+                       ELSE commandbus.moving_rate(b.rate, b.rate_at, b.rate_count,
+                                                   b.completed + b.failed + b.canceled + s.finished) END,
+           rate_count = CASE WHEN b.rate_at IS NULL THEN 0
+                             WHEN b.rate_at > (SELECT at FROM moment) - interval '1 second' THEN b.rate_count
+                             ELSE b.completed + b.failed + b.canceled + s.finished END,
+           rate_at = CASE WHEN b.rate_at IS NULL AND b.completed + b.failed + b.canceled + s.finished = 0 THEN NULL
+                          WHEN b.rate_at > (SELECT at FROM moment) - interval '1 second' THEN b.rate_at
+                          ELSE (SELECT at FROM moment) END
+      FROM sums s
+     WHERE b.id = s.id AND b.id = ANY (ARRAY(SELECT id FROM locked))
+    RETURNING b.id, b.domain, b.batch_id, b.name, b.status, b.total, b.completed, b.failed, b.canceled, b.custom_data,
+              b.on_complete, b.finished_at IS NOT NULL AND b.on_complete IS NOT NULL
+                                                       AND b.completion_sent_at IS NULL AS is_due
+)
+SELECT id, COALESCE(is_due, false), domain, batch_id, name, status, total, completed, failed, canceled, custom_data::text,
+       on_complete::text
+  FROM locked LEFT JOIN folded USING (id)
+ ORDER BY id

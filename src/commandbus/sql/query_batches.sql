@@ -1,0 +1,26 @@
+-- A page of batches, newest first, before a given id; or one by its name. Counts are the row's and what was not folded
+-- yet. A PENDING one is IN_PROGRESS as soon as something was settled or is in `running`.
+--
+-- Locks: none. Indexes: batch's key backwards, or batch_domain_batch_id_key; batch_delta_batch.
+SELECT b.id, b.domain, b.batch_id, b.name, b.holds, shown.status, b.is_open, b.total + d.total, b.completed + d.completed,
+       b.failed + d.failed, b.canceled + d.canceled, greatest(b.in_tsq + d.in_tsq, 0), b.rate,
+       extract(epoch FROM clock_timestamp() - b.rate_at)::float8, b.rate_count, b.created_at, b.started_at, b.finished_at,
+       b.custom_data::text, b.on_complete::text, b.cancel::text,
+       (SELECT o.batch_id FROM commandbus.batch o WHERE o.id = b.retry_of)
+  FROM commandbus.batch b
+ CROSS JOIN LATERAL (
+       SELECT COALESCE(sum(total), 0)::bigint AS total, COALESCE(sum(completed), 0)::bigint AS completed,
+              COALESCE(sum(failed), 0)::bigint AS failed, COALESCE(sum(canceled), 0)::bigint AS canceled,
+              COALESCE(sum(in_tsq), 0)::bigint AS in_tsq,
+              COALESCE(bool_or(completed <> 0 OR failed <> 0 OR canceled <> 0 OR in_tsq <> 0), false) AS has_moved
+         FROM commandbus.batch_delta
+        WHERE batch = b.id) d
+ CROSS JOIN LATERAL (
+       SELECT CASE WHEN b.status = 'PENDING' AND (d.has_moved OR b.id = ANY (%(running)s::bigint[])) THEN 'IN_PROGRESS'
+                   ELSE b.status END AS status) shown
+ WHERE (%(domain)s::text IS NULL OR b.domain = %(domain)s)
+   AND (%(batch_id)s::text IS NULL OR b.batch_id = %(batch_id)s)
+   AND (%(before_id)s::bigint IS NULL OR b.id < %(before_id)s)
+   AND (%(status)s::text IS NULL OR shown.status = %(status)s)
+ ORDER BY b.id DESC
+ LIMIT %(limit)s
