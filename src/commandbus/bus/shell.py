@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import getpass
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from itertools import islice
 from typing import Any, TypeVar
 
-from commandbus.flow import send
+from commandbus.bus.listening import Call, Listening
+from commandbus.errors import InvalidOperationError
+from commandbus.flow import call, send
 from commandbus.flow.inspect import CommandQuery
 from commandbus.flow.prune import Retention
 from commandbus.flow.statement import Operation
 from commandbus.model import names
 from commandbus.model.command import NewCommand, SentCommand
-from commandbus.model.durations import parse_seconds
+from commandbus.model.durations import Duration, parse_seconds
 from commandbus.settings import Settings, load_settings
 
 T = TypeVar("T")
@@ -33,9 +35,30 @@ class Shell:
         elif database_url is not None:
             raise TypeError("give database_url or settings, not both")
         self.settings = settings
+        self._listening = Listening()
 
     def _send(self, domain: str, new: NewCommand) -> Operation[SentCommand]:
         return send.send(names.check_domain(domain), send.prepare(new, max_bytes=self.settings.max_payload_bytes))
+
+    def _call(
+        self,
+        domain: str,
+        new: NewCommand,
+        *,
+        deadline: Duration | None,
+        timeout: Duration,
+        conn: object,
+        listen_at: Callable[[], Settings],
+    ) -> Call:
+        if conn is not None:
+            raise InvalidOperationError(
+                "call takes no conn: what is not committed does not run, so its outcome cannot be waited for; "
+                "use send(..., conn=conn), or call outside the transaction"
+            )
+        seconds = call.seconds_of(timeout, "timeout")
+        new.timeout = None if deadline is None else call.seconds_of(deadline, "deadline")
+        sending = call.send_call(domain, new, max_bytes=self.settings.max_payload_bytes)
+        return Call(sending, self._listening.get(listen_at), seconds=seconds)
 
     def _chunks(
         self, domain: str, commands: Iterable[NewCommand | Mapping[str, Any]], size: int

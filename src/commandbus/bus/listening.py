@@ -1,0 +1,310 @@
+"""The listener of a bus: one thread that hears which called commands have an outcome, and tells those who wait.
+
+    call ──register──► waiting ──► looked at ──► PENDING: stays      (a notification: looked at again)
+                                            └──► any other: its future is resolved, and it is forgotten
+
+It LISTENs on a connection of its own that comes back by itself, and looks at rows on the same one: a look that
+finds nothing yet was made under a LISTEN, so what is settled later is heard. Everything is looked at that was
+registered, was notified, or waited when the connection was made (anything may have been missed before), all of it
+in one statement. Between notifications it sleeps; nothing is polled.
+
+It knows nothing of timeouts: a waiter goes when its time is up, whether or not the database is there. Both buses
+use it, the async one through `asyncio.wrap_future`, which resolves by `call_soon_threadsafe`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import psycopg
+from psycopg import Connection
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from commandbus.db.link import Link
+from commandbus.db.pool import check_conninfo
+from commandbus.db.resolve import Database
+from commandbus.errors import (
+    BusClosedError,
+    CallTimeoutError,
+    CommandNotFoundError,
+    ConfigurationError,
+)
+from commandbus.flow.call import CommandOutcome, conclude, outcomes
+from commandbus.flow.statement import Operation
+from commandbus.model.command import CommandStatus, SentCommand
+from commandbus.settings import Settings
+
+Heard: TypeAlias = "Future[CommandOutcome | None]"
+"""The outcome of a command; None if the listener's database has no such command."""
+
+LOOKED_AT_ONCE = 200
+CLOSE_SECONDS = 5.0
+LAST_LOOK_SECONDS = 2.0  # how long a caller whose time is up waits for a connection to look once more
+# A connection that only listens would not notice for hours that the network has fallen silent.
+ALIVE = {"keepalives_idle": "15", "keepalives_interval": "5", "keepalives_count": "3", "tcp_user_timeout": "15000"}
+NOT_LIBPQ = frozenset({"autocommit", "prepare_threshold", "context", "row_factory", "cursor_factory"})
+
+
+class Listener:
+    """One thread, one connection, any number of waiters."""
+
+    def __init__(self, settings: Settings) -> None:
+        url = _kept_alive(check_conninfo(settings.database_url))
+        self._link = Link(replace(settings, database_url=url), name="bus listener", on_connect=self._listen)
+        self._lock = threading.Lock()
+        self._waiting: dict[int, dict[Heard, SentCommand]] = {}
+        self._to_look_at: set[int] = set()
+        self._over: BaseException | None = None  # why nobody can wait any more
+        self._stopping = threading.Event()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._wake_fd)  # a caller may wake us after the end
+        self._thread = threading.Thread(target=self._serve, name="commandbus-listener", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; it connects in the background."""
+        self._thread.start()
+
+    @property
+    def is_serving(self) -> bool:
+        """Can one wait here? Not after the end, and not in a forked process, which has no such thread."""
+        return self._over is None and self._thread.is_alive()
+
+    @contextmanager
+    def awaiting(self, sent: SentCommand) -> Iterator[Heard]:
+        """Wait for the outcome of a command that has been sent."""
+        heard: Heard = Future()
+        with self._lock:
+            if self._over is not None:
+                raise self._reason(sent)
+            self._waiting.setdefault(sent.id, {})[heard] = sent
+            self._to_look_at.add(sent.id)
+        self._wake()
+        try:
+            yield heard
+        finally:
+            self._forget(sent.id, heard)
+
+    def stop(self) -> None:
+        """End soon: everybody who waits is told. Never waits."""
+        self._stopping.set()
+        self._wake()
+
+    def close(self) -> None:
+        """End: everybody who waits is told, and the connection is closed when this returns."""
+        self.stop()
+        self._end(None)  # at once: the thread may be busy with a server that does not answer
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+
+    def _serve(self) -> None:
+        failure: BaseException | None = None
+        try:
+            while not self._stopping.is_set():
+                try:
+                    self._round()
+                except psycopg.OperationalError as error:
+                    self._look_at_all()
+                    self._link.recover(self._stopping, error)
+        except BaseException as error:  # noqa: BLE001 - handed to those who wait
+            failure = error
+        finally:
+            self._link.close()
+            self._end(failure)
+
+    def _round(self) -> None:
+        conn = self._link.conn
+        self._hear(conn)
+        if ids := self._take():
+            self._look(ids)
+        else:
+            self._sleep(conn)
+
+    def _listen(self, conn: Connection[Any]) -> None:
+        conn.execute("LISTEN commandbus_call")
+        self._look_at_all()
+
+    def _hear(self, conn: Connection[Any]) -> None:
+        for notification in conn.notifies(timeout=0):
+            ids = set(_ids_in(notification.payload))
+            with self._lock:
+                self._to_look_at |= ids & self._waiting.keys()
+
+    def _take(self) -> list[int]:
+        with self._lock:
+            ids = sorted(self._to_look_at & self._waiting.keys())[:LOOKED_AT_ONCE]
+            self._to_look_at.difference_update(ids)
+            return ids
+
+    def _look(self, ids: list[int]) -> None:
+        seen = self._link.run(outcomes(ids))
+        told: list[tuple[Heard, CommandOutcome | None]] = []
+        with self._lock:
+            for id_ in ids:
+                for heard, sent in list(self._waiting.get(id_, {}).items()):
+                    outcome = _only_of(sent, seen.get(id_))
+                    if outcome is None or outcome.status is not CommandStatus.PENDING:
+                        del self._waiting[id_][heard]
+                        told.append((heard, outcome))
+        for heard, outcome in told:
+            _resolve(heard, outcome)
+
+    def _sleep(self, conn: Connection[Any]) -> None:
+        """Until something is notified, registered or stopped; the connection's end wakes, too."""
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        poll.register(conn.fileno(), select.POLLIN)
+        for fd, _ in poll.poll():
+            if fd == self._wake_fd:
+                os.eventfd_read(self._wake_fd)
+
+    def _look_at_all(self) -> None:
+        with self._lock:
+            self._to_look_at.update(self._waiting)
+
+    def _forget(self, id_: int, heard: Heard) -> None:
+        with self._lock:
+            waiters = self._waiting.get(id_, {})
+            waiters.pop(heard, None)
+            if not waiters:
+                self._waiting.pop(id_, None)
+                self._to_look_at.discard(id_)
+
+    def _end(self, failure: BaseException | None) -> None:
+        with self._lock:
+            self._over = self._over or failure or _Closed()
+            waiters = [waiter for waiters in self._waiting.values() for waiter in waiters.items()]
+            self._waiting.clear()
+        for heard, sent in waiters:
+            _resolve(heard, self._reason(sent))
+
+    def _reason(self, sent: SentCommand) -> BaseException:
+        assert self._over is not None  # noqa: S101 - asked for only after the end
+        return BusClosedError(*sent[:2]) if isinstance(self._over, _Closed) else self._over
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+
+class Listening:
+    """The listener that a bus has: none before the first call, and a new one if that has ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listener: Listener | None = None
+        self._finalizer: weakref.finalize[..., Listening] | None = None
+
+    def get(self, settings: Callable[[], Settings]) -> Listener:
+        """The listener, started if need be."""
+        with self._lock:
+            if self._listener is None or not self._listener.is_serving:
+                self._listener = Listener(settings())
+                self._listener.start()
+                if self._finalizer is not None:
+                    self._finalizer.detach()
+                self._finalizer = weakref.finalize(self, self._listener.stop)  # of a bus that nobody closes
+            return self._listener
+
+    def close(self) -> None:
+        """End the listener, if there is one."""
+        with self._lock:
+            listener, self._listener = self._listener, None
+            finalizer, self._finalizer = self._finalizer, None
+        if finalizer is not None:
+            finalizer.detach()
+        if listener is not None:
+            listener.close()
+
+
+class Call:
+    """One call: what is to be sent, and until when its outcome is waited for."""
+
+    def __init__(self, send: Operation[SentCommand], listener: Listener, *, seconds: float) -> None:
+        self.send = send
+        self.awaiting = listener.awaiting
+        self._seconds = seconds
+        self._until = time.monotonic() + seconds
+
+    def remaining(self) -> float:
+        """Seconds that are left."""
+        return max(0.0, self._until - time.monotonic())
+
+    def conclude(self, sent: SentCommand, outcome: CommandOutcome | None) -> Any:
+        """The result, or the error that says what is the matter; `outcome` is what was seen last, if anything."""
+        if outcome is None:
+            raise CommandNotFoundError(
+                f"command {sent.command_id!r} of domain {sent.domain!r} is gone: it was sent, and removed (by the "
+                f"retention, perhaps) before its outcome could be read"
+            )
+        if outcome.status is not CommandStatus.PENDING:
+            return conclude(outcome)
+        if self.remaining():
+            raise ConfigurationError(
+                f"command {sent.command_id!r} was sent to the database of the pool that was lent to this bus, but "
+                f"database_url, where the bus listens for outcomes, names another one; it must be the same"
+            )
+        raise self.timed_out(sent)
+
+    def timed_out(self, sent: SentCommand) -> CallTimeoutError:
+        """What to say when the time is up."""
+        return CallTimeoutError(sent.domain, sent.command_id, self._seconds)
+
+
+def address_of(database: Database, settings: Settings, pool: object) -> Settings:
+    """Settings to listen with: their own database, or where the pool that was lent connects to."""
+    if pool is None or settings.database_url is not None:
+        return database.resolve()
+    conninfo, kwargs = getattr(pool, "conninfo", None), getattr(pool, "kwargs", None) or {}
+    if not isinstance(conninfo, str) or not isinstance(kwargs, dict):
+        raise ConfigurationError(
+            "bus.call listens for outcomes on a connection of its own, and the pool that was lent does not say "
+            "where to connect to (its conninfo or kwargs are computed); pass database_url as well"
+        )
+    given = {name: value for name, value in kwargs.items() if name not in NOT_LIBPQ}
+    try:
+        url = _kept_alive(conninfo, **given)  # never empty, even where libpq's own variables say the rest
+    except psycopg.ProgrammingError:
+        raise ConfigurationError(
+            "bus.call listens for outcomes on a connection of its own, and cannot make one with the conninfo and "
+            "kwargs of the pool that was lent; pass database_url as well"
+        ) from None
+    return replace(settings, database_url=url)
+
+
+def _kept_alive(conninfo: str, **more: Any) -> str:
+    given: dict[str, Any] = conninfo_to_dict(conninfo, **more)
+    return make_conninfo(**(ALIVE | given))
+
+
+class _Closed(Exception):  # noqa: N818 - never raised: it marks the ordinary end
+    """The bus was closed."""
+
+
+def _only_of(sent: SentCommand, outcome: CommandOutcome | None) -> CommandOutcome | None:
+    """The outcome, if it is of this command, and not of one with the same number in another database."""
+    is_same = outcome is not None and (outcome.domain, outcome.command_id) == (sent.domain, sent.command_id)
+    return outcome if is_same else None
+
+
+def _ids_in(text: str) -> Iterable[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:  # not ours: anybody may notify
+        return ()
+
+
+def _resolve(heard: Heard, told: CommandOutcome | BaseException | None) -> None:
+    if not heard.set_running_or_notify_cancel():
+        return  # its caller has been cancelled
+    if isinstance(told, BaseException):
+        heard.set_exception(told)
+    else:
+        heard.set_result(told)
