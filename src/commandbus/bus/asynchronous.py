@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
+import psycopg
 from psycopg import AsyncConnection
 from psycopg import errors as pg
 from psycopg_pool import AsyncConnectionPool
 
-from commandbus.bus.shell import CHUNK, POOL_SIZE, Shell, command_query, whoami
+from commandbus.bus.batches import AsyncBatches
+from commandbus.bus.listening import LAST_LOOK_SECONDS, address_of
+from commandbus.bus.processes import AsyncProcesses
+from commandbus.bus.shell import CHUNK, POOL_SIZE, command_query, whoami
 from commandbus.db.borrow import borrow_async
 from commandbus.db.drive import OwnAsyncConnection, run_async
 from commandbus.db.pool import check_conninfo, make_async_pool
 from commandbus.db.resolve import Database
+from commandbus.errors import CommandBusError
 from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune, roles
+from commandbus.flow.call import outcomes
 from commandbus.flow.domains import DomainInfo
 from commandbus.flow.history import AttemptRecord, StuckAttempt
-from commandbus.flow.inspect import CommandQuery, DomainStatus, Page, RejectedMessage, WorkerInfo
+from commandbus.flow.inspect import CommandQuery, DomainStatus, RejectedMessage, UndeliveredReply, WorkerInfo
 from commandbus.flow.migrate import SchemaState
 from commandbus.flow.pause import PauseInfo
 from commandbus.flow.prune import PruneReport
@@ -27,12 +35,13 @@ from commandbus.flow.statement import Operation, Plan, explain_absence
 from commandbus.model import names
 from commandbus.model.command import AuditEntry, CancelResult, CommandRecord, NewCommand, SentCommand
 from commandbus.model.durations import Duration
+from commandbus.model.page import Page
 from commandbus.settings import Settings
 
 T = TypeVar("T")
 
 
-class AsyncCommandBus(Shell):
+class AsyncCommandBus(AsyncBatches, AsyncProcesses):
     """The bus for async code: the same methods, awaited. One bus belongs to one event loop."""
 
     def __init__(
@@ -56,7 +65,8 @@ class AsyncCommandBus(Shell):
         await self.close()
 
     async def close(self) -> None:
-        """Close what this bus opened."""
+        """Close what this bus opened; who waits in `call` hears BusClosedError."""
+        await asyncio.to_thread(self._listening.close)
         if self._own_pool is not None:
             await self._own_pool.close()
             self._own_pool = None
@@ -78,7 +88,12 @@ class AsyncCommandBus(Shell):
         try:
             operation = next(plan)
             while True:
-                operation = plan.send(await self.run(operation, conn))
+                try:
+                    answer = await self.run(operation, conn)
+                except CommandBusError as error:
+                    operation = plan.throw(error)
+                else:
+                    operation = plan.send(answer)
         except StopIteration as stop:
             return cast(T, stop.value)
 
@@ -163,6 +178,41 @@ class AsyncCommandBus(Shell):
             sent += receipts
         return sent
 
+    async def call(
+        self,
+        domain: str,
+        command_type: str,
+        data: Any = None,
+        *,
+        command_id: str | None = None,
+        correlation_id: str | None = None,
+        max_attempts: int | None = None,
+        headers: Mapping[str, Any] | None = None,
+        timeout: Duration = 30.0,
+        deadline: Duration | None = None,
+        conn: object = None,
+    ) -> Any:
+        """Send a command, wait for its outcome, and answer its result; see CommandBus.call."""
+        new = NewCommand(
+            command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers
+        )
+        listen_at = partial(address_of, self._database, self.settings, self._lent_pool)
+        call = self._call(domain, new, deadline=deadline, timeout=timeout, conn=conn, listen_at=listen_at)
+        sent = await self.run(call.send)
+        with call.awaiting(sent) as heard:
+            try:
+                async with asyncio.timeout(call.remaining()):
+                    outcome = await asyncio.wrap_future(heard)
+            except TimeoutError:
+                outcome = None
+        if outcome is None:  # not heard of in time, or not to be heard of
+            try:
+                async with (await self._pool()).connection(timeout=LAST_LOOK_SECONDS) as own:
+                    outcome = (await run_async(own, outcomes([sent.id]))).get(sent.id)
+            except psycopg.OperationalError as error:
+                raise call.timed_out(sent) from error
+        return call.conclude(sent, outcome)
+
     async def cancel(
         self,
         domain: str,
@@ -191,7 +241,7 @@ class AsyncCommandBus(Shell):
         limit: int = 50,
         before_id: int | None = None,
         **filters: Any,
-    ) -> Page:
+    ) -> Page[CommandRecord]:
         """A page of commands, newest first; the next begins at `before_id=page.next_before_id`."""
         return await self.run(
             inspect.query_commands(command_query(query, filters), limit=limit, before_id=before_id)
@@ -221,6 +271,12 @@ class AsyncCommandBus(Shell):
     ) -> list[RejectedMessage]:
         """Raw messages that were no commands and were moved aside, newest first."""
         return await self.run(inspect.list_rejected(domain=domain, limit=limit, before_id=before_id))
+
+    async def undelivered_replies(
+        self, *, limit: int = 50, before_id: int | None = None
+    ) -> list[UndeliveredReply]:
+        """Replies whose queue was gone when they were to be sent, newest first, with the reason."""
+        return await self.run(inspect.list_undelivered(limit=limit, before_id=before_id))
 
     async def status(self, *domains: str) -> list[DomainStatus]:
         """Figures of these domains, or of all."""

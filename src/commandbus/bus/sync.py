@@ -5,22 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
+import psycopg
 from psycopg import Connection
 from psycopg import errors as pg
 from psycopg_pool import ConnectionPool
 
-from commandbus.bus.shell import CHUNK, POOL_SIZE, Shell, command_query, whoami
+from commandbus.bus.batches import Batches
+from commandbus.bus.listening import LAST_LOOK_SECONDS, address_of
+from commandbus.bus.processes import Processes
+from commandbus.bus.shell import CHUNK, POOL_SIZE, command_query, whoami
 from commandbus.db.borrow import borrow
 from commandbus.db.drive import OwnConnection, run
 from commandbus.db.pool import check_conninfo, open_pool
 from commandbus.db.resolve import Database
+from commandbus.errors import CommandBusError
 from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune, roles
+from commandbus.flow.call import outcomes
 from commandbus.flow.domains import DomainInfo
 from commandbus.flow.history import AttemptRecord, StuckAttempt
-from commandbus.flow.inspect import CommandQuery, DomainStatus, Page, RejectedMessage, WorkerInfo
+from commandbus.flow.inspect import CommandQuery, DomainStatus, RejectedMessage, UndeliveredReply, WorkerInfo
 from commandbus.flow.migrate import SchemaState
 from commandbus.flow.pause import PauseInfo
 from commandbus.flow.prune import PruneReport
@@ -28,12 +35,13 @@ from commandbus.flow.statement import Operation, Plan, explain_absence
 from commandbus.model import names
 from commandbus.model.command import AuditEntry, CancelResult, CommandRecord, NewCommand, SentCommand
 from commandbus.model.durations import Duration
+from commandbus.model.page import Page
 from commandbus.settings import Settings
 
 T = TypeVar("T")
 
 
-class CommandBus(Shell):
+class CommandBus(Batches, Processes):
     """The bus for sync code. Safe to share between threads; close it, or use it as a context manager.
 
     `CommandBus()` takes its database from the settings (environment, commandbus.toml); `pool=` uses a psycopg
@@ -61,7 +69,8 @@ class CommandBus(Shell):
         self.close()
 
     def close(self) -> None:
-        """Close what this bus opened."""
+        """Close what this bus opened; who waits in `call` hears BusClosedError."""
+        self._listening.close()
         if self._own_pool is not None:
             self._own_pool.close()
             self._own_pool = None
@@ -89,7 +98,12 @@ class CommandBus(Shell):
         try:
             operation = next(plan)
             while True:
-                operation = plan.send(self.run(operation, conn))
+                try:
+                    answer = self.run(operation, conn)
+                except CommandBusError as error:
+                    operation = plan.throw(error)
+                else:
+                    operation = plan.send(answer)
         except StopIteration as stop:
             return cast(T, stop.value)
 
@@ -189,6 +203,45 @@ class CommandBus(Shell):
             sent += under_way.result() if under_way is not None else []
         return sent
 
+    def call(
+        self,
+        domain: str,
+        command_type: str,
+        data: Any = None,
+        *,
+        command_id: str | None = None,
+        correlation_id: str | None = None,
+        max_attempts: int | None = None,
+        headers: Mapping[str, Any] | None = None,
+        timeout: Duration = 30.0,
+        deadline: Duration | None = None,
+        conn: object = None,
+    ) -> Any:
+        """Send a command, wait for its outcome, and answer its result; CallError tells any other outcome.
+
+        `timeout` is how long to wait (CallTimeoutError: the command goes on), `deadline` the command's own time
+        limit, which `send` calls `timeout`. A second call with the same `command_id` and content waits for the
+        same outcome. A command that enters the troubleshooting queue is CommandInTroubleshootingError at once.
+        """
+        new = NewCommand(
+            command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers
+        )
+        listen_at = partial(address_of, self._database, self.settings, self._lent_pool)
+        call = self._call(domain, new, deadline=deadline, timeout=timeout, conn=conn, listen_at=listen_at)
+        sent = self.run(call.send)
+        with call.awaiting(sent) as heard:
+            try:
+                outcome = heard.result(call.remaining())
+            except TimeoutError:
+                outcome = None
+        if outcome is None:  # not heard of in time, or not to be heard of
+            try:
+                with self._pool.connection(timeout=LAST_LOOK_SECONDS) as own:
+                    outcome = run(own, outcomes([sent.id])).get(sent.id)
+            except psycopg.OperationalError as error:
+                raise call.timed_out(sent) from error
+        return call.conclude(sent, outcome)
+
     def cancel(
         self,
         domain: str,
@@ -221,7 +274,7 @@ class CommandBus(Shell):
         limit: int = 50,
         before_id: int | None = None,
         **filters: Any,
-    ) -> Page:
+    ) -> Page[CommandRecord]:
         """A page of commands, newest first; the next begins at `before_id=page.next_before_id`."""
         return self.run(inspect.query_commands(command_query(query, filters), limit=limit, before_id=before_id))
 
@@ -249,6 +302,10 @@ class CommandBus(Shell):
     ) -> list[RejectedMessage]:
         """Raw messages that were no commands and were moved aside, newest first."""
         return self.run(inspect.list_rejected(domain=domain, limit=limit, before_id=before_id))
+
+    def undelivered_replies(self, *, limit: int = 50, before_id: int | None = None) -> list[UndeliveredReply]:
+        """Replies whose queue was gone when they were to be sent, newest first, with the reason."""
+        return self.run(inspect.list_undelivered(limit=limit, before_id=before_id))
 
     def status(self, *domains: str) -> list[DomainStatus]:
         """Figures of these domains, or of all."""

@@ -14,12 +14,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from commandbus.errors import AttemptCancelledError, DeadlineExceededError
-from commandbus.flow.reply import Outcome, Reply, compose
-from commandbus.flow.settle import Settlement, completed, given_back, judged, waived
+from commandbus.flow.reply import compose
+from commandbus.flow.settle import BATCH, STEP, Settlement, completed, given_back, of_row, waived
 from commandbus.model import payload
 from commandbus.model.command import Command
 from commandbus.model.durations import format_seconds
-from commandbus.model.outcome import Failure, Judgement, Verdict
+from commandbus.model.outcome import Failure, Judgement
 from commandbus.runtime.handlers import Handler
 
 if TYPE_CHECKING:
@@ -27,13 +27,6 @@ if TYPE_CHECKING:
     from commandbus.runtime.isolation import Child
 
 NEVER = math.inf
-
-
-_REPLIES: dict[Verdict, Outcome] = {
-    Verdict.BUSINESS_RULE: "FAILED",
-    Verdict.TIMED_OUT: "FAILED",
-    Verdict.CANCELED: "CANCELED",
-}
 
 
 CHILD_LATE = "the deadline of a child context has passed"
@@ -193,6 +186,18 @@ class Attempt:
         return f"the deadline of {allowed} has passed (layer 4: {whose})"
 
     @property
+    def step(self) -> int | None:
+        """Which step of a process it is: 0 a message to the process, below 0 a compensation; None: none."""
+        found: int | None = self.row[STEP]
+        return found
+
+    @property
+    def batch(self) -> int | None:
+        """The batch that it is counted in."""
+        found: int | None = self.row[BATCH]
+        return found
+
+    @property
     def is_suspect(self) -> bool:
         """Was it running when a worker died, and nobody could be named?"""
         return bool(self.row[19])
@@ -295,25 +300,23 @@ class Attempt:
             started=self.started or 0.0,
             result=result,
         )
+        settlement.is_grouped = self.row[STEP] is not None or self.row[BATCH] is not None
         if self.row[10] is not None:
-            settlement.reply = self._reply("SUCCESS", result=result)
+            settlement.reply = compose(
+                self.row[10],
+                "SUCCESS",
+                id_=self.id,
+                domain=self.domain,
+                command_id=self.row[3],
+                command_type=self.row[4],
+                correlation_id=self.row[9],
+                result=result,
+            )
         return settlement
 
     def fail(self, judgement: Judgement) -> Settlement:
         """The settlement of a failure."""
-        settlement = judged(
-            self.domain,
-            self.msg_id,
-            self.read_ct,
-            self.id,
-            number=self.number,
-            started=self.started,
-            command_type=self.row[4],
-            judgement=judgement,
-        )
-        if self.row[10] is not None and judgement.verdict in _REPLIES:
-            settlement.reply = self._reply(_REPLIES[judgement.verdict], failure=judgement.failure)
-        return settlement
+        return of_row(self.domain, self.row, judgement, started=self.started)
 
     def waive(self, failure: Failure, *, suspect: bool = False) -> Settlement:
         """The settlement of an attempt that was stopped through no fault of its own."""
@@ -331,15 +334,3 @@ class Attempt:
     def give_back(self) -> Settlement:
         """The settlement of an attempt that never started."""
         return given_back(self.domain, self.msg_id, self.read_ct, self.id, number=self.number)
-
-    def _reply(self, outcome: Outcome, *, result: str | None = None, failure: Failure | None = None) -> Reply:
-        return compose(
-            self.row[10],
-            outcome,
-            domain=self.domain,
-            command_id=self.row[3],
-            command_type=self.row[4],
-            correlation_id=self.row[9],
-            result=result,
-            failure=failure,
-        )

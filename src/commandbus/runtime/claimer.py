@@ -9,6 +9,9 @@ Idle, it announces that it waits (senders notify only then), looks again at once
 sender may have looked before the announcement and committed after it), and then sleeps until a notification, the
 next delayed message, or the poll interval. It takes the announcement back after a second of work.
 
+Messages of processes have slots of their own beside the others (`spare`), so that a worker whose handlers are
+all busy still moves processes; domains that hold nothing else are asked while only those are free.
+
 The cursor: a long-open transaction elsewhere keeps dead index entries, and every claim would walk over all that
 were settled since. So a claim begins where the last one ended; once a second, and after anything that may have
 become visible in the past, it begins at the beginning.
@@ -60,18 +63,21 @@ class Claimer:
         worker: str,
         domains: Sequence[str],
         *,
+        routed: Sequence[str],
         room: Callable[[int], int],
+        spare: Callable[[], int],
         finished: Callable[[], int],
         deliver: Deliver,
         on_cancel: Callable[[str, int], None],
-        on_idle: Callable[[], None],
+        on_idle: Callable[[], bool],
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
         self._settings = settings
         self._worker = worker
-        self._domains = [_Domain(name_) for name_ in domains]
+        self._domains = [_Domain(name_, is_routed=name_ in routed) for name_ in domains]
         self._room = room
+        self._spare = spare
         self._finished = finished
         self._deliver = deliver
         self._on_cancel = on_cancel
@@ -143,7 +149,7 @@ class Claimer:
         room = self._wait_for_room()
         if self._stopping.is_set():
             return
-        if self._claim_all(room):
+        if self._claim_all(room, self._spare()):
             self._note_work()
         else:
             self._idle()
@@ -156,21 +162,25 @@ class Claimer:
             if room > 0 or self._stopping.is_set():
                 self.is_waiting_for_room = False
                 return room
+            if not self.is_ended and self._spare() > 0:
+                return 0  # and still waiting for room: a slot that becomes free wakes us
             self._sleep(0.25)
 
-    def _claim_all(self, room: int) -> int:
+    def _claim_all(self, room: int, spare: int) -> int:
         """Ask every domain, the one served last at the end; answers how many were claimed."""
         total = 0
         began = time.monotonic()
         for domain in list(self._domains):
-            if room <= 0:
-                break
-            got = self._claim(domain, min(room, LARGEST_CLAIM))
+            own = spare if domain.is_routed else 0
+            if room + own <= 0:
+                continue
+            got = self._claim(domain, min(room + own, LARGEST_CLAIM))
             if got:
                 self._domains.remove(domain)
                 self._domains.append(domain)
             total += got
-            room -= got
+            spare -= min(got, own)
+            room -= got - min(got, own)
         self._claim_seconds += (time.monotonic() - began - self._claim_seconds) * 0.3
         return total
 
@@ -226,9 +236,12 @@ class Claimer:
             for pause in LOOKS_SECONDS:
                 if pause and self._sleep(pause):
                     return
-                if self._claim_all(self._room(0)):
+                if self._claim_all(self._room(0), self._spare()):
                     return
-        self._on_idle()
+        if self._on_idle():
+            for domain in self._domains:
+                domain.cursor = None
+            return
         # Not beyond half the announcement: it is renewed before it expires.
         longest = min(self._settings.poll_interval, ANNOUNCEMENT_SECONDS / 2)
         due = [self._link.run(next_due(domain.name, within_seconds=longest)) for domain in self._domains]
@@ -283,8 +296,9 @@ class Claimer:
 class _Domain:
     """A domain's cursor."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_routed: bool) -> None:
         self.name = name
+        self.is_routed = is_routed
         self.cursor: datetime | None = None
         self.swept_at = 0.0
 

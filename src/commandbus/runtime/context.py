@@ -84,12 +84,12 @@ class HandlerTransaction(Generic[C]):
 
     def __init__(self, connection: C, max_bytes: int) -> None:
         self.connection = connection
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._result: str | None = None
 
     def complete(self, result: Any = None) -> None:
         """Say what the command's result is (JSON); without this it is null."""
-        self._result = dump_result(result, self._max_bytes)
+        self._result = dump_result(result, self.max_bytes)
 
     @property
     def execute(self) -> Any:

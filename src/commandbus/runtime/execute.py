@@ -31,7 +31,7 @@ from commandbus.errors import (
 )
 from commandbus.flow.settle import Settlement
 from commandbus.model.durations import format_seconds
-from commandbus.model.outcome import Failure, Judgement, Verdict, describe, judge, judge_failure
+from commandbus.model.outcome import Failure, Judgement, Verdict, describe, insist, judge, judge_failure
 from commandbus.model.retry import RetryPolicy
 from commandbus.model.timeouts import Timeouts
 from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
@@ -237,6 +237,7 @@ class Executor:
         )
 
     def _fail(self, attempt: Attempt, judgement: Judgement) -> Settlement:
+        judgement = insist(judgement, attempt.step)
         self._say(attempt, judgement)
         return attempt.fail(judgement)
 
@@ -259,7 +260,9 @@ class Executor:
                 return replace(failure, error_code=code, error=text, rung=rung)
         if isinstance(error, pg.AdminShutdown):
             return replace(failure, error_code="ADMIN_SHUTDOWN")
-        return replace(failure, rung="deadline") if isinstance(error, DeadlineExceededError) else failure
+        if isinstance(error, DeadlineExceededError):
+            return replace(failure, error_code="TIMEOUT", rung="deadline")
+        return failure
 
     def _say(self, attempt: Attempt, judgement: Judgement) -> None:
         """One line a failure, for whoever reads the log; the traceback is in the history, and here at DEBUG."""

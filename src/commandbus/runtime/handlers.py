@@ -11,17 +11,20 @@ A handler is `def` or `async def`, with `(command, ctx)` or `(ctx)`. Methods of 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 from commandbus.errors import DuplicateHandlerError
+from commandbus.model.batch import ADDRESSES
 from commandbus.model.durations import parse_seconds
 from commandbus.model.names import check_domain, check_type
 from commandbus.model.retry import RetryPolicy
+from commandbus.process.manager import BaseProcessManager, check_manager
 
 F = TypeVar("F", bound=Callable[..., Any])
 OnTimeout = Literal["retry", "fail"]
@@ -67,6 +70,7 @@ class Handler:
     is_async: bool
     takes_command: bool
     options: Options = Options()
+    is_router: bool = False  # it moves processes
 
     @property
     def retry_policy(self) -> RetryPolicy | None:
@@ -142,6 +146,16 @@ class HandlerRegistry:
         options = _check_options(retry_policy, timeout, on_timeout, isolation)
         return self._add(domain, command_type, function, options)
 
+    def register_process(self, manager: BaseProcessManager[Any]) -> Handler:
+        """Let this registry's workers move the processes of a manager: its messages are commands of its type."""
+        from commandbus.runtime.router import handler_of  # it needs contexts, and they need us
+
+        check_manager(manager)
+        options = _check_options(manager.retry_policy, manager.timeout, "retry", manager.isolation)
+        handler = self._add(manager.domain, manager.process_type, handler_of(manager), options)
+        self._handlers[manager.domain, manager.process_type] = made = replace(handler, is_router=True)
+        return made
+
     def _add(self, domain: str, command_type: str, function: Callable[..., Any], options: Options) -> Handler:
         key = (check_domain(domain), check_type(command_type))
         if (existing := self._handlers.get(key)) is not None:
@@ -150,6 +164,7 @@ class HandlerRegistry:
             )
         made = Handler(domain, command_type, function, _is_async(function), _takes_command(function), options)
         self._handlers[key] = made
+        _remember(function, key)
         return made
 
     def register_instance(self, instance: object) -> list[Handler]:
@@ -185,6 +200,13 @@ class HandlerRegistry:
 
     def __len__(self) -> int:
         return len(self._handlers)
+
+
+def _remember(function: Callable[..., Any], address: tuple[str, str]) -> None:
+    """Note on a function which command it handles, for `on_complete=function` (if it can have attributes)."""
+    target = getattr(function, "__func__", function)  # a method has no attributes of its own
+    with contextlib.suppress(AttributeError, TypeError):
+        setattr(target, ADDRESSES, [*getattr(target, ADDRESSES, ()), address])
 
 
 def _marks_of(member: object) -> Sequence[tuple[str, str, Options]]:

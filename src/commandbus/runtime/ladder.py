@@ -26,7 +26,7 @@ from commandbus.runtime import autopsy
 from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.health import HealthStatus
 from commandbus.runtime.loop import AsyncSlot, AsyncSlots
-from commandbus.runtime.slots import Slot, Slots
+from commandbus.runtime.slots import Slot
 
 logger = safe_logger("commandbus.worker")
 
@@ -44,7 +44,6 @@ class Ladder:
         timeouts: Timeouts,
         running: Running,
         *,
-        slots: Slots,
         loop: AsyncSlots | None,
         health: HealthStatus,
         cancel_query: Callable[[Attempt], None],
@@ -57,7 +56,6 @@ class Ladder:
     ) -> None:
         self._timeouts = timeouts
         self._running = running
-        self._slots = slots
         self._loop = loop
         self._health = health
         self._cancel_query = cancel_query
@@ -207,7 +205,7 @@ class Ladder:
             taken = _examine(place)
             if not self._take(attempt, stop, taken):
                 return
-            self._slots.replace(place)
+            place.lane.replace(place)
 
     def _take(self, attempt: Attempt, stop: Stop, taken: Document) -> bool:
         """Own its settlement, unless it has ended at the last moment."""

@@ -43,13 +43,14 @@ from commandbus.runtime.process import ChildProcess
 from commandbus.runtime.settler import Settler
 from commandbus.runtime.showing import Showing
 from commandbus.runtime.slots import Slot, Slots
-from commandbus.runtime.spec import StopReport, WorkerSpec, identity
+from commandbus.runtime.spec import ROUTER_SLOTS, StopReport, WorkerSpec, identity
 from commandbus.settings import Settings
 
 logger = safe_logger("commandbus.worker")
 
 SETTLE_RESERVE_SECONDS = 2.0
 STALE_SECONDS = 0.5
+CAUTIOUS_SECONDS = 2.0
 BRIEF_IDLE_SECONDS = 5.0  # isolated attempts open connections of their own: idle ones here must make room
 
 
@@ -68,14 +69,18 @@ class Parts:
         self._given_back = 0
         self._changing = threading.Lock()
         self._low = 0
+        self._cautious_until = 0.0  # until then nothing is prefetched
         self._pause = Pause()
         self._limit_said = False
+        self._was_idle = False  # at the last look nothing was held, and nothing there
         self._showing: Showing | None = None
         if spec.supervision is not None:
             board, grace = spec.supervision.board, settings.cancel_grace
             self._showing = Showing(board, spec.domains, self.running, grace=grace)
         self._places = Places(settings.concurrency)
         self._some_isolated = any(item.options.isolation == "process" for item in spec.handlers)
+        self._routed = _routed_domains(spec)
+        self._router_places = Places(ROUTER_SLOTS if self._routed else 0)
         self._connections = self._make_connections()
         services = self._services()
         self._executor = Executor(services, spec.policy, settings.timeouts, spec.handlers, spec.health)
@@ -87,6 +92,14 @@ class Parts:
             name=spec.id,
             on_thread=self._show_thread,
             forgets_locals=settings.reset_thread_locals,
+        )
+        self._router = Slots(
+            self._router_places,
+            self._run,
+            name=f"{spec.id}-router",
+            on_thread=self._show_thread,
+            forgets_locals=settings.reset_thread_locals,
+            first=2 * settings.concurrency,
         )
         self._loop = self._make_loop() if any(handler.is_async for handler in spec.handlers) else None
         self._claimer = self._make_claimer()
@@ -103,10 +116,11 @@ class Parts:
 
     def _make_connections(self) -> HandlerConnections:
         spec, settings = self._spec, self._settings
+        most = settings.concurrency + self._router_places.total
         return HandlerConnections(
             settings,
             name=f"{spec.id} handlers",
-            size=min(settings.concurrency, settings.pool_max_size or settings.concurrency),
+            size=min(most, settings.pool_max_size or most),
             lent=spec.pool,
             on_exhausted=self._exhausted,
             on_unreachable=lambda: spec.health.set_critical(UNREACHABLE),
@@ -170,7 +184,9 @@ class Parts:
             self._settings,
             spec.id,
             spec.domains,
+            routed=self._routed,
             room=self._room,
+            spare=self._spare,
             finished=self._finished,
             deliver=self._deliver,
             on_cancel=self._look_for_cancel,
@@ -183,7 +199,6 @@ class Parts:
         return Ladder(
             self._settings.timeouts,
             self.running,
-            slots=self._slots,
             loop=self._loop,
             health=self._spec.health,
             cancel_query=self._keeper.cancel_query,
@@ -202,6 +217,8 @@ class Parts:
             self._showing.start()
         self._isolation.start()
         self._slots.start()
+        if self._routed:
+            self._router.start()
         if self._loop is not None:
             self._loop.start()
         self.settler.start()
@@ -224,6 +241,7 @@ class Parts:
         self.running.clear()
         self.held.clear()
         self._slots.waiting.clear()
+        self._router.waiting.clear()
         if self._loop is not None:
             self._loop.leave_to_parent()
 
@@ -277,6 +295,7 @@ class Parts:
         self.settler.close(max(0.1, deadline - time.monotonic() - 0.5))
         unwritten = max(0, len(self.held) - len(self.running))
         self._slots.stop()
+        self._router.stop()
         if self._loop is not None:
             self._loop.stop(max(0.1, deadline - time.monotonic() - 0.2))
         self._isolation.close(max(0.1, deadline - time.monotonic()))
@@ -303,7 +322,7 @@ class Parts:
 
     def _give_back(self) -> None:
         self._isolation.let_go()
-        for lane in (self._slots, self._loop):
+        for lane in (self._slots, self._router, self._loop):
             if lane is not None:
                 for attempt in lane.take_back():
                     self._return(attempt)
@@ -364,7 +383,7 @@ class Parts:
                 state=self.state,
                 settled=sum(self.settler.settled.values()),
                 claimed=self._claimer.claimed,
-                slots=self._places.total - len(self._starting),
+                slots=self._places.total + self._router_places.total - len(self._starting),
                 stuck=self.stuck,
             )
 
@@ -418,9 +437,17 @@ class Parts:
     def _look_for_cancel(self, domain: str, msg_id: int) -> None:
         self._keeper.look_for_cancel(domain, msg_id)
 
-    def _check_idle(self) -> None:
-        if self._spec.ends_idle and not self.held:
+    def _check_idle(self) -> bool:
+        """Nothing was there to claim; answers whether to look once more. What ran during that look may have sent
+        something: only a look that finds nothing while nothing is held is the last."""
+        if not self._spec.ends_idle or self.held or self.settler.is_folding:
+            self._was_idle = False
+            return False
+        if self._was_idle:
             self._spec.request_stop("nothing is left that could run now")
+            return False
+        self._was_idle = True
+        return True
 
     def _settled_towards_idle(self, attempt: Attempt) -> None:
         self.held.discard(attempt)
@@ -433,6 +460,8 @@ class Parts:
     def _room(self, prefetch: int) -> int:
         """How many attempts to claim now; nothing while more than half of what is prefetched still waits."""
         waiting = self._waiting()
+        if time.monotonic() < self._cautious_until:
+            prefetch = 0
         self._low = prefetch // 2
         if waiting > self._low:
             self._return_stale()
@@ -441,23 +470,35 @@ class Parts:
             return 0
         return self._places.total - self._places.taken + prefetch - waiting
 
+    def _spare(self) -> int:
+        """How many messages of processes to claim beside that."""
+        if self.state is not State.ACTIVE or self._pause.is_on:
+            return 0
+        return self._router_places.total - self._router_places.taken - len(self._router.waiting)
+
     def _return_stale(self) -> None:
         """What was prefetched should have started long ago: handlers have become slow, and another worker may
         be idle."""
         stale_before = time.monotonic() - STALE_SECONDS
-        for lane in (self._slots, self._loop):
+        for lane in (self._slots, self._router, self._loop):
             oldest = next(iter(lane.waiting.copy()), None) if lane is not None else None  # slots take from it, too
             if lane is not None and oldest is not None and oldest.renewed_at < stale_before:
+                self._cautious_until = time.monotonic() + CAUTIOUS_SECONDS
                 for attempt in lane.take_back():
                     self._return(attempt)
 
     def _finished(self) -> int:
-        return self._slots.finished + (self._loop.finished if self._loop is not None else 0)
+        return (
+            self._slots.finished + self._router.finished + (self._loop.finished if self._loop is not None else 0)
+        )
 
     def _deliver(self, domain: str, rows: Iterable[tuple[Any, ...]], claimed_at: float) -> None:
+        self._was_idle = False
         sync: list[Attempt] = []
         asynchronous: list[Attempt] = []
         get = self._handlers.get
+        spare = self._spare() if domain in self._routed else 0
+        routed: list[Attempt] = []
         for row in rows:
             handler = get(domain, row[4])
             attempt = Attempt(domain, row, handler, claimed_at)
@@ -466,8 +507,12 @@ class Parts:
                 self.settler.add(attempt, self._executor.exhaust(attempt))
             elif handler is not None and handler.is_async and not self._is_isolated(attempt):
                 asynchronous.append(attempt)
+            elif len(routed) < spare:
+                routed.append(attempt)
             else:
                 sync.append(attempt)
+        if routed:
+            self._router.push(routed)
         if sync:
             self._slots.push(sync)
         if asynchronous and self._loop is not None:
@@ -558,6 +603,15 @@ class Parts:
         if self._waiting() <= self._low:
             self._claimer.is_waiting_for_room = False
             self._claimer.wake()
+
+
+def _routed_domains(spec: WorkerSpec) -> list[str]:
+    """Domains with slots of their own: those in which processes are moved and nothing else happens, in a worker
+    that has other work, too."""
+    others = {item.domain for item in spec.handlers if not item.is_router or item.is_async}
+    routed = {item.domain for item in spec.handlers if item.is_router}
+    found = [domain for domain in spec.domains if domain in routed - others]
+    return found if len(found) < len(spec.domains) else []
 
 
 _started: WeakSet[Parts] = WeakSet()

@@ -42,6 +42,7 @@ class Slots:
         name: str,
         on_thread: Callable[[int], None],
         forgets_locals: bool,
+        first: int = 0,
     ) -> None:
         self.is_hungry = False
         self.waiting: deque[Attempt] = deque()
@@ -49,6 +50,7 @@ class Slots:
         self._places = places
         self._run = run
         self._name = name
+        self._first = first
         self._on_thread = on_thread
         self._forgets_locals = forgets_locals
         self._idle: deque[Slot] = deque()
@@ -59,8 +61,8 @@ class Slots:
 
     def start(self) -> None:
         """Start the threads; they sleep."""
-        for index in range(self._places.total):
-            slot = Slot(index)
+        for index in range(self._first, self._first + self._places.total):
+            slot = Slot(index, self)
             self._idle.append(slot)
             self._start_thread(self._work, slot, name=f"{self._name}-slot-{index}")
         self._start_thread(self._tick, name=f"{self._name}-ticker")
@@ -70,7 +72,7 @@ class Slots:
         if self._stopping:
             self._places.give(self)
             return
-        slot = Slot(stuck.index)
+        slot = Slot(stuck.index, self)
         slot.wake.release()
         self._start_thread(self._work, slot, name=f"{self._name}-slot-{slot.index}")
 
@@ -170,10 +172,11 @@ class Slots:
 class Slot:
     """Where one attempt at a time runs: a thread, and its number on the board."""
 
-    __slots__ = ("ident", "index", "wake")
+    __slots__ = ("ident", "index", "lane", "wake")
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, lane: Slots) -> None:
         self.index = index
+        self.lane = lane
         self.ident = 0
         self.wake = threading.Lock()
         self.wake.acquire()

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Final
 
 from psycopg_pool import ConnectionPool
 
@@ -17,6 +17,9 @@ from commandbus.runtime.board import Board
 from commandbus.runtime.handlers import HandlerRegistry
 from commandbus.runtime.health import HealthStatus
 from commandbus.settings import Settings
+
+ROUTER_SLOTS: Final = 2
+"""Slots for messages of processes, beside the worker's others."""
 
 
 @dataclass(frozen=True, slots=True)

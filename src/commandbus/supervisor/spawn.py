@@ -14,6 +14,7 @@ import sys
 import time
 
 from commandbus.runtime.board import Board
+from commandbus.runtime.spec import ROUTER_SLOTS
 from commandbus.settings import Settings
 from commandbus.supervisor import letter
 from commandbus.supervisor.notify import SERVICE_VARIABLES
@@ -24,7 +25,7 @@ CHILD = "commandbus.supervisor.child"
 
 def spawn(settings: Settings, supervisor: str, *, generation: int = 0) -> WorkerProcess:
     """Start a worker with these settings."""
-    board = Board.create(2 * settings.concurrency)
+    board = Board.create(2 * settings.concurrency + ROUTER_SLOTS)
     crash = os.memfd_create("commandbus-crash", os.MFD_CLOEXEC)
     ours, theirs = socket.socketpair()
     told = letter.write(letter.Letter(settings, supervisor, os.getpid(), board.fd, theirs.fileno(), crash))

@@ -222,7 +222,7 @@ def test_the_deadline_of_a_child_context_wakes_who_waits_for_it(lab: Lab) -> Non
 def test_suspects_run_isolated_whatever_their_handler_says(lab: Lab, db: psycopg.Connection[Any]) -> None:
     attempt = lab.claim("thread")
     assert not lab.isolation.wants(attempt)
-    attempt.row = (*attempt.row[:19], True)
+    attempt.row = (*attempt.row[:19], True, *attempt.row[20:])
     assert lab.isolation.wants(attempt)
     lab.settle(attempt, lab.run(attempt))
     record = lab.bus.get_command("orders", attempt.command_id)

@@ -1,0 +1,272 @@
+"""What both buses can do with processes. The operations are made once, in `ProcessShell`; the rest is running
+them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from commandbus.bus.shell import Shell, whoami
+from commandbus.flow import batch, operate, process_batch, process_inspect, process_operate, process_start
+from commandbus.flow.process_start import Starting
+from commandbus.flow.statement import Operation, Plan
+from commandbus.model import names
+from commandbus.model.batch import CreatedBatch, WhenComplete
+from commandbus.model.durations import Duration
+from commandbus.model.page import Page
+from commandbus.model.process import DEFAULT_DOMAIN, NewProcess, ProcessRecord, ProcessStatus, StartedProcess
+from commandbus.process.manager import BaseProcessManager, check_manager, check_new
+
+T = TypeVar("T")
+Manager = BaseProcessManager[Any] | str
+"""A process manager, or just the name of its process_type."""
+
+
+Items = Iterable[NewProcess | Mapping[str, Any]]
+
+
+def start(max_bytes: int, manager: Manager, items: Items, domain: str | None) -> Operation[list[StartedProcess]]:
+    """Start processes: checked one by one, as they are sent."""
+    of_domain, process_type, starting = _prepare(max_bytes, manager, items, domain)
+    return process_start.start(of_domain, process_type, starting)
+
+
+def create_batch(
+    max_bytes: int, manager: Manager, items: Items, domain: str | None, **definition: Any
+) -> Operation[CreatedBatch]:
+    """Create a batch of processes."""
+    of_domain, process_type, starting = _prepare(max_bytes, manager, items, domain)
+    made = batch.define(of_domain, holds="processes", max_bytes=max_bytes, **definition)
+    return process_batch.create(made, process_type, starting)
+
+
+def add_to_batch(
+    max_bytes: int, manager: Manager, batch_id: str, items: Items, domain: str | None
+) -> Operation[int]:
+    """Start processes in an open batch."""
+    of_domain, process_type, starting = _prepare(max_bytes, manager, items, domain)
+    return process_batch.add(of_domain, batch_id, process_type, starting)
+
+
+def _prepare(
+    max_bytes: int, manager: Manager, items: Items, domain: str | None
+) -> tuple[str, str, Iterator[Starting]]:
+    of_domain, process_type, deadline = _address(manager, domain)
+    news = (process_start.to_new_process(item) for item in items)
+    if isinstance(manager, BaseProcessManager):
+        news = (check_new(manager, new) for new in news)
+    starting = (process_start.prepare_start(new, deadline=deadline, max_bytes=max_bytes) for new in news)
+    return of_domain, process_type, starting
+
+
+def _address(manager: Manager, domain: str | None) -> tuple[str, str, Duration | None]:
+    if isinstance(manager, str):
+        return names.check_domain(domain or DEFAULT_DOMAIN), names.check_type(manager), None
+    check_manager(manager)
+    return names.check_domain(domain or manager.domain), manager.process_type, manager.deadline
+
+
+def cancel(domain: str, process_id: str, operator: str | None, reason: str | None) -> Plan[ProcessStatus]:
+    return process_operate.cancel_process(domain, process_id, operate.deed("CANCEL", operator or whoami(), reason))
+
+
+def retry(domain: str, process_id: str, operator: str | None, reason: str | None) -> Operation[None]:
+    return process_operate.retry_process(domain, process_id, operate.deed("RETRY", operator or whoami(), reason))
+
+
+class Processes(Shell):
+    """The part of CommandBus that is about processes."""
+
+    @abstractmethod
+    def run(self, operation: Operation[T], conn: object = None) -> T: ...
+
+    @abstractmethod
+    def follow(self, plan: Plan[T], conn: object = None) -> T: ...
+
+    def start_process(
+        self,
+        manager: Manager,
+        data: Any = None,
+        *,
+        process_id: str | None = None,
+        deadline: Duration | None = None,
+        reply_to: str | None = None,
+        correlation_id: str | None = None,
+        domain: str | None = None,
+        conn: object = None,
+    ) -> StartedProcess:
+        """Start a process, with `conn` in the caller's transaction; `manager` is its manager, or its process_type.
+
+        `process_id` is an idempotency key, as command_id is. `deadline` is how long it may take in all; then it is
+        undone. `reply_to` is a queue that is told how it ended.
+        """
+        new = NewProcess(data, process_id, deadline, reply_to, correlation_id)
+        return self.run(start(self.settings.max_payload_bytes, manager, [new], domain), conn)[0]
+
+    def start_processes(
+        self,
+        manager: Manager,
+        processes: Items,
+        *,
+        domain: str | None = None,
+        conn: object = None,
+    ) -> list[StartedProcess]:
+        """Start many processes of one type, all or none."""
+        return self.run(start(self.settings.max_payload_bytes, manager, processes, domain), conn)
+
+    def create_process_batch(
+        self,
+        manager: Manager,
+        processes: Items,
+        *,
+        batch_id: str | None = None,
+        name: str | None = None,
+        custom_data: Any = None,
+        on_complete: WhenComplete | None = None,
+        is_open: bool = False,
+        domain: str | None = None,
+        conn: object = None,
+    ) -> CreatedBatch:
+        """Start processes that are counted together, all or nothing; the rest is as in create_batch."""
+        operation = create_batch(
+            self.settings.max_payload_bytes, manager, processes, domain, batch_id=batch_id, name=name,
+            custom_data=custom_data, on_complete=on_complete, is_open=is_open,
+        )  # fmt: skip
+        return self.run(operation, conn)
+
+    def add_processes_to_batch(
+        self, manager: Manager, batch_id: str, processes: Items, *, domain: str | None = None, conn: object = None
+    ) -> int:
+        """Start processes as members of an open batch, all or nothing; answers how many."""
+        operation = add_to_batch(self.settings.max_payload_bytes, manager, batch_id, processes, domain)
+        return self.run(operation, conn)
+
+    def get_process(self, domain: str, process_id: str, *, conn: object = None) -> ProcessRecord | None:
+        """What is known of a process, its trail included; None if there is none."""
+        return self.run(process_inspect.get_process(domain, process_id), conn)
+
+    def query_processes(self, **filters: Any) -> Page[ProcessRecord]:
+        """Processes, newest first: by domain, process_type, status, batch_id, process_id; limit and before_id."""
+        return self.run(process_inspect.query_processes(**filters))
+
+    def cancel_process(
+        self, domain: str, process_id: str, *, operator: str | None = None, reason: str | None = None
+    ) -> ProcessStatus:
+        """Ask a process to stop: what is outstanding is cancelled, what was done is undone, it ends CANCELED.
+
+        Answers the status that it had. One that is final, or being undone already, is InvalidOperationError.
+        """
+        return self.follow(cancel(domain, process_id, operator, reason))
+
+    def retry_process(
+        self, domain: str, process_id: str, *, operator: str | None = None, reason: str | None = None
+    ) -> None:
+        """Let a FAILED process go on from the step, or the compensation, that failed."""
+        self.run(retry(domain, process_id, operator, reason))
+
+    def stray_replies(
+        self, domain: str | None = None, *, process_id: str | None = None, limit: int = 50
+    ) -> list[dict[str, Any]]:
+        """Messages to processes that moved nothing, and why, newest first."""
+        return self.run(process_inspect.list_strays(domain, process_id=process_id, limit=limit))
+
+
+class AsyncProcesses(Shell):
+    """The part of AsyncCommandBus that is about processes; see `Processes`."""
+
+    @abstractmethod
+    async def run(self, operation: Operation[T], conn: object = None) -> T: ...
+
+    @abstractmethod
+    async def follow(self, plan: Plan[T], conn: object = None) -> T: ...
+
+    async def start_process(
+        self,
+        manager: Manager,
+        data: Any = None,
+        *,
+        process_id: str | None = None,
+        deadline: Duration | None = None,
+        reply_to: str | None = None,
+        correlation_id: str | None = None,
+        domain: str | None = None,
+        conn: object = None,
+    ) -> StartedProcess:
+        """Start a process, with `conn` in the caller's transaction."""
+        new = NewProcess(data, process_id, deadline, reply_to, correlation_id)
+        return (await self.run(start(self.settings.max_payload_bytes, manager, [new], domain), conn))[0]
+
+    async def start_processes(
+        self,
+        manager: Manager,
+        processes: Items,
+        *,
+        domain: str | None = None,
+        conn: object = None,
+    ) -> list[StartedProcess]:
+        """Start many processes of one type, all or none."""
+        return await self.run(start(self.settings.max_payload_bytes, manager, processes, domain), conn)
+
+    async def create_process_batch(
+        self,
+        manager: Manager,
+        processes: Items,
+        *,
+        batch_id: str | None = None,
+        name: str | None = None,
+        custom_data: Any = None,
+        on_complete: WhenComplete | None = None,
+        is_open: bool = False,
+        domain: str | None = None,
+        conn: object = None,
+    ) -> CreatedBatch:
+        """Start processes that are counted together, all or nothing; the rest is as in create_batch."""
+        operation = create_batch(
+            self.settings.max_payload_bytes, manager, processes, domain, batch_id=batch_id, name=name,
+            custom_data=custom_data, on_complete=on_complete, is_open=is_open,
+        )  # fmt: skip
+        return await self.run(operation, conn)
+
+    async def add_processes_to_batch(
+        self, manager: Manager, batch_id: str, processes: Items, *, domain: str | None = None, conn: object = None
+    ) -> int:
+        """Start processes as members of an open batch, all or nothing; answers how many."""
+        operation = add_to_batch(self.settings.max_payload_bytes, manager, batch_id, processes, domain)
+        return await self.run(operation, conn)
+
+    async def get_process(self, domain: str, process_id: str, *, conn: object = None) -> ProcessRecord | None:
+        """What is known of a process, its trail included; None if there is none."""
+        return await self.run(process_inspect.get_process(domain, process_id), conn)
+
+    async def query_processes(self, **filters: Any) -> Page[ProcessRecord]:
+        """Processes, newest first."""
+        return await self.run(process_inspect.query_processes(**filters))
+
+    async def cancel_process(
+        self,
+        domain: str,
+        process_id: str,
+        *,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> ProcessStatus:
+        """Ask a process to stop; it ends CANCELED."""
+        return await self.follow(cancel(domain, process_id, operator, reason))
+
+    async def retry_process(
+        self,
+        domain: str,
+        process_id: str,
+        *,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> None:
+        """Let a FAILED process go on from the step, or the compensation, that failed."""
+        await self.run(retry(domain, process_id, operator, reason))
+
+    async def stray_replies(
+        self, domain: str | None = None, *, process_id: str | None = None, limit: int = 50
+    ) -> list[dict[str, Any]]:
+        """Messages to processes that moved nothing, and why, newest first."""
+        return await self.run(process_inspect.list_strays(domain, process_id=process_id, limit=limit))

@@ -1,0 +1,165 @@
+"""What a process (a saga) is, its states, and the moves between them.
+
+    start ──► PENDING ──► WAITING_FOR_REPLY ◄──► WAITING_FOR_TSQ ◄──► COMPENSATING
+                               │     ▲  │                                │
+                               │     │  └── a step failed ──────────────►│
+                               ▼     │                                   ▼
+                           COMPLETED │            COMPENSATED | CANCELED | FAILED
+                                     └── IN_PROGRESS ◄── an operator's retry ──┘
+
+A process moves only by messages, one transaction each: its start, a reply, a deadline, an operator's retry.
+IN_PROGRESS is a process whose next message is on its way while none of its commands is. WAITING_FOR_TSQ: one of
+its commands, or a message that its own code could not handle, is in the troubleshooting queue; it goes back to
+where it was when that has left it. A failed step compensates; if there was nothing to undo, the process is
+FAILED and can be retried from that step. COMPLETED, COMPENSATED and CANCELED are final; FAILED is, unless
+somebody retries it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from commandbus.model.durations import Duration
+
+DEFAULT_DOMAIN = "processes"
+
+
+class ProcessStatus(StrEnum):
+    """Where a process stands."""
+
+    PENDING = "PENDING"
+    IN_PROGRESS = "IN_PROGRESS"
+    WAITING_FOR_REPLY = "WAITING_FOR_REPLY"
+    WAITING_FOR_TSQ = "WAITING_FOR_TSQ"
+    COMPENSATING = "COMPENSATING"
+    COMPLETED = "COMPLETED"
+    COMPENSATED = "COMPENSATED"
+    FAILED = "FAILED"
+    CANCELED = "CANCELED"
+
+    @property
+    def is_final(self) -> bool:
+        """Nothing moves a process out of this state by itself."""
+        return self in FINAL
+
+
+FINAL = frozenset(
+    {ProcessStatus.COMPLETED, ProcessStatus.COMPENSATED, ProcessStatus.FAILED, ProcessStatus.CANCELED}
+)
+
+_RUNNING = {
+    ProcessStatus.WAITING_FOR_REPLY,
+    ProcessStatus.WAITING_FOR_TSQ,
+    ProcessStatus.COMPENSATING,
+    *FINAL,
+}
+MOVES: Mapping[ProcessStatus, frozenset[ProcessStatus]] = {
+    ProcessStatus.PENDING: frozenset(_RUNNING - {ProcessStatus.COMPENSATING, ProcessStatus.COMPENSATED}),
+    ProcessStatus.IN_PROGRESS: frozenset(_RUNNING),
+    ProcessStatus.WAITING_FOR_REPLY: frozenset(_RUNNING - {ProcessStatus.COMPENSATED}),
+    ProcessStatus.WAITING_FOR_TSQ: frozenset(_RUNNING | {ProcessStatus.PENDING, ProcessStatus.IN_PROGRESS}),
+    ProcessStatus.COMPENSATING: frozenset(
+        {
+            ProcessStatus.COMPENSATING,
+            ProcessStatus.WAITING_FOR_TSQ,
+            ProcessStatus.COMPENSATED,
+            ProcessStatus.FAILED,
+            ProcessStatus.CANCELED,
+        }
+    ),
+    ProcessStatus.FAILED: frozenset({ProcessStatus.IN_PROGRESS, ProcessStatus.WAITING_FOR_TSQ}),
+    ProcessStatus.COMPLETED: frozenset(),
+    ProcessStatus.COMPENSATED: frozenset(),
+    ProcessStatus.CANCELED: frozenset(),
+}
+
+
+class StepStatus(StrEnum):
+    """What became of a command that a process sent."""
+
+    SENT = "SENT"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELED = "CANCELED"
+
+
+@dataclass(slots=True)
+class NewProcess:
+    """One process for `start_processes`; the fields mean what they mean in `start_process`."""
+
+    data: Any = None
+    process_id: str | None = None
+    deadline: Duration | None = None
+    reply_to: str | None = None
+    correlation_id: str | None = None
+
+
+class StartedProcess(NamedTuple):
+    """The receipt of a start. `created` is False if the same process had been started before."""
+
+    domain: str
+    process_id: str
+    id: int
+    created: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One line of a process's trail: a command that it sent, and what became of it.
+
+    `undoes` is the number of the step that this one compensates. `command_status` is the command's own, while it
+    is kept; `data` is what it was sent with.
+    """
+
+    number: int
+    name: str
+    undoes: int | None
+    status: StepStatus
+    domain: str
+    command_id: str
+    command_type: str
+    sent_at: datetime
+    finished_at: datetime | None
+    deadline_at: datetime | None
+    result: Any
+    error: Mapping[str, Any] | None
+    command_status: str | None = None
+    data: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRecord:
+    """Everything that is known of a process at the moment of asking.
+
+    `waits_for` says in words what it is waiting for; `failure` why it compensates or ended (`type`, `code`,
+    `message`, `step`); `troubles` what is in the troubleshooting queue. `steps` and `strays` (replies that moved
+    nothing, with the reason) are filled by `get_process` only.
+    """
+
+    id: int
+    domain: str
+    process_id: str
+    process_type: str
+    status: ProcessStatus
+    is_compensating: bool
+    data: Any
+    state: Any
+    created_at: datetime
+    started_at: datetime | None
+    updated_at: datetime
+    finished_at: datetime | None
+    deadline_at: datetime | None
+    batch_id: str | None
+    reply_to: str | None
+    correlation_id: str | None
+    failure: Mapping[str, Any] | None
+    cancel: Mapping[str, Any] | None
+    in_tsq: int = 0
+    waits_for: str | None = None
+    steps: list[StepRecord] = field(default_factory=list)
+    troubles: list[Mapping[str, Any]] = field(default_factory=list)
+    strays: list[Mapping[str, Any]] = field(default_factory=list)

@@ -1,0 +1,256 @@
+"""BaseProcessManager: what people write to say how a process goes.
+
+    class OrderProcess(BaseProcessManager[OrderState]):
+        process_type = "order"
+        state_class = OrderState
+
+        def first_step(self, state): return "reserve"
+        def build_command(self, step, state): return StepCommand("stock", step, {"order": state.order_id})
+        def update_state(self, step, reply, state): state.done.append(step)
+        def next_step(self, step, reply, state): return {"reserve": "charge", "charge": "ship"}.get(step)
+        def compensation(self, step, state): ...
+
+Its methods are called by a worker, inside the transaction that moves the process, so they decide and build, and
+do nothing slow; they may be `def` or `async def`. They may run again, if somebody else moved the process
+meanwhile: what they do outside that transaction must bear that. `saga.py` is the short form for the common case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, ClassVar, Generic, TypeVar
+
+from commandbus.errors import ConfigurationError, InvalidCommandError, PermanentCommandError
+from commandbus.model import names, payload
+from commandbus.model.durations import Duration, parse_seconds
+from commandbus.model.process import DEFAULT_DOMAIN, NewProcess, ProcessStatus, StepStatus
+from commandbus.model.retry import RetryPolicy
+
+S = TypeVar("S")
+
+
+@dataclass(slots=True)
+class StepCommand:
+    """The command of a step. `deadline`: how long the step may take in all, from now on, its retries and its
+    time in the troubleshooting queue included; then it is cancelled and the process compensates."""
+
+    domain: str
+    command_type: str
+    data: Any = None
+    command_id: str | None = None
+    max_attempts: int | None = None
+    delay: float | None = None
+    headers: Mapping[str, Any] | None = None
+    timeout: Duration | None = None
+    deadline: Duration | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepReply:
+    """How a step ended: SUCCESS with a result; FAILED or CANCELED with an error (`type`, `code`, `message`)."""
+
+    outcome: str
+    result: Any = None
+    error: Mapping[str, Any] | None = None
+
+    @property
+    def is_success(self) -> bool:
+        """Did its command complete?"""
+        return self.outcome == "SUCCESS"
+
+
+@dataclass(slots=True)
+class StepView:
+    """A step that was sent, as the process's code sees it. `closed` counts the replies in the order in which they
+    were handled; `undoes` is the number of the step that it compensates."""
+
+    number: int
+    name: str
+    undoes: int | None = None
+    status: StepStatus = StepStatus.SENT
+    closed: int | None = None
+    result: Any = None
+    error: Mapping[str, Any] | None = None
+    domain: str = ""
+    command_id: str = ""
+    timer: int | None = None
+
+
+@dataclass(slots=True)
+class ProcessView(Generic[S]):
+    """A process, as its code sees it."""
+
+    process_id: str
+    process_type: str
+    status: ProcessStatus
+    data: Any
+    state: S
+    is_compensating: bool = False
+    cancel: Mapping[str, Any] | None = None
+    failure: Mapping[str, Any] | None = None
+    created_at: datetime | None = None
+    deadline_at: datetime | None = None
+    steps: list[StepView] = field(default_factory=list)
+
+    @property
+    def outstanding(self) -> list[StepView]:
+        """Steps whose reply is not there yet."""
+        return [step for step in self.steps if step.status is StepStatus.SENT]
+
+    def done(self) -> list[StepView]:
+        """Steps that completed, in the order of their replies; compensations are none."""
+        found = [step for step in self.steps if step.undoes is None and step.status is StepStatus.COMPLETED]
+        return sorted(found, key=lambda step: step.closed or 0)
+
+    def result_of(self, name: str) -> Any:
+        """The result of the last completed step of this name; None if there is none."""
+        return next((step.result for step in reversed(self.done()) if step.name == name), None)
+
+
+class BaseProcessManager(Generic[S]):
+    """How the processes of one type go. See the module for the methods; all have a default but three.
+
+    `domain` is the domain in whose queue the messages to its processes wait: whoever runs a worker for it runs
+    this code. `deadline` is how long a process may take in all, if its starter says nothing else. `timeout`,
+    `retry_policy` and `isolation` hold for the handling of one message, as for any handler.
+    """
+
+    process_type: ClassVar[str] = ""
+    domain: ClassVar[str] = DEFAULT_DOMAIN
+    state_class: ClassVar[Any] = dict
+    deadline: ClassVar[Duration | None] = None
+    timeout: ClassVar[Duration | None] = None
+    retry_policy: ClassVar[RetryPolicy | None] = None
+    isolation: ClassVar[Any] = "thread"
+
+    # --- what a process does ------------------------------------------------------------------------------------
+
+    def first_step(self, state: S) -> str | Sequence[str] | None:
+        """The step to begin with; several are sent at once; None completes the process."""
+        raise NotImplementedError(f"{type(self).__name__}.first_step")
+
+    def build_command(self, step: str, state: S) -> StepCommand:
+        """The command of a step."""
+        raise NotImplementedError(f"{type(self).__name__}.build_command")
+
+    def update_state(self, step: str, reply: StepReply, state: S) -> S | None:
+        """Put what a step's reply says into the state: change it, or return another. Called for every reply."""
+        return None
+
+    def next_step(self, step: str, reply: StepReply, state: S) -> str | Sequence[str] | None:
+        """What follows a step that completed; None: nothing. Of steps that were sent together the last one
+        asks."""
+        raise NotImplementedError(f"{type(self).__name__}.next_step")
+
+    def next_steps(self, process: ProcessView[S], step: str, reply: StepReply) -> str | Sequence[str] | None:
+        """What to send now that a step has completed; asked after each. By default steps that were sent together
+        are joined: nothing, until the last one is there, and then `next_step`. The process is complete when
+        nothing is outstanding and this says None."""
+        return None if process.outstanding else self.next_step(step, reply, process.state)
+
+    def compensation(self, step: str, state: S) -> StepCommand | None:
+        """The command that undoes a step; None if there is nothing to undo."""
+        return None
+
+    # --- hooks: in the transaction that moves the process (`tx.connection`) ----------------------------
+
+    def on_started(self, process: ProcessView[S], tx: Any) -> None:
+        """Its first step is about to be sent."""
+
+    def on_completed(self, process: ProcessView[S], tx: Any) -> None:
+        """All its steps have completed."""
+
+    def on_compensating(self, process: ProcessView[S], tx: Any) -> None:
+        """A step failed, a deadline passed, or somebody cancelled it: from now on it is undone."""
+
+    def on_compensated(self, process: ProcessView[S], tx: Any) -> None:
+        """All that was done is undone."""
+
+    def on_failed(self, process: ProcessView[S], tx: Any) -> None:
+        """It cannot go on by itself: see `process.failure`."""
+
+    def on_canceled(self, process: ProcessView[S], tx: Any) -> None:
+        """It was cancelled, and what was done is undone."""
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def create_state(self, data: Any) -> S:
+        """The state of a new process, from what it was started with."""
+        return self.load_state({} if data is None else data)
+
+    def load_state(self, data: Any) -> S:
+        """A state from its JSON: a dict, a dataclass, or a class with `model_validate` or `from_dict`."""
+        kind: Any = self.state_class
+        for maker in ("model_validate", "from_dict"):
+            if hasattr(kind, maker):
+                found: S = getattr(kind, maker)(data)
+                return found
+        if not isinstance(data, Mapping):
+            raise PermanentCommandError(
+                f"the state of process type {self.process_type!r} must be an object, not {names.shown(data)}"
+            )
+        if dataclasses.is_dataclass(self.state_class):
+            known = {item.name for item in dataclasses.fields(kind) if item.init}
+            if unknown := sorted(str(key) for key in data if key not in known):
+                raise PermanentCommandError(
+                    f"{unknown[0]!r} is no field of {kind.__name__}, the state of process type "
+                    f"{self.process_type!r}; known are {', '.join(sorted(known))}"
+                )
+        try:
+            made: S = kind(**data)
+        except TypeError as error:
+            raise PermanentCommandError(f"no {kind.__name__} can be made of this: {error}") from error
+        return made
+
+    def dump_state(self, state: S) -> Any:
+        """The JSON of a state."""
+        for dumper in ("model_dump", "to_dict"):
+            if hasattr(state, dumper):
+                return getattr(state, dumper)(**({"mode": "json"} if dumper == "model_dump" else {}))
+        if dataclasses.is_dataclass(state) and not isinstance(state, type):
+            return dataclasses.asdict(state)
+        return state
+
+    # --- starting -----------------------------------------------------------------------------------------------
+
+    def start(self, bus: Any, data: Any = None, **options: Any) -> Any:
+        """Start a process; `await` it with an AsyncCommandBus. Options: see `bus.start_process`."""
+        return bus.start_process(self, data, **options)
+
+
+def check_manager(manager: object) -> BaseProcessManager[Any]:
+    """A manager that can be registered or started; ConfigurationError says what is wrong with it."""
+    if isinstance(manager, type) and issubclass(manager, BaseProcessManager):
+        raise ConfigurationError(f"give an instance: {manager.__name__}() instead of {manager.__name__}")
+    if not isinstance(manager, BaseProcessManager):
+        raise ConfigurationError(f"a process manager is needed, not {names.shown(manager)}")
+    kind = type(manager).__name__
+    if not manager.process_type:
+        raise ConfigurationError(f"{kind} has no process_type: name it in the class")
+    names.check_type(manager.process_type)
+    names.check_domain(manager.domain)
+    if manager.deadline is not None:
+        parse_seconds(manager.deadline, name=f"deadline of {kind}")
+    return manager
+
+
+def is_async(manager: BaseProcessManager[Any]) -> bool:
+    """Is any of its methods `async def`? Then all of it runs on the event loop."""
+    return any(inspect.iscoroutinefunction(getattr(type(manager), name, None)) for name in dir(BaseProcessManager))
+
+
+def check_new(manager: BaseProcessManager[Any], new: NewProcess) -> NewProcess:
+    """Refuse what its process could not begin with, before anything is stored. A state is as good as its JSON."""
+    if isinstance(manager.state_class, type) and isinstance(new.data, manager.state_class):
+        new = dataclasses.replace(new, data=manager.dump_state(new.data))
+    if inspect.iscoroutinefunction(manager.create_state):
+        return new
+    try:
+        manager.create_state(payload.loads(payload.dump(new.data, what="data")))
+    except PermanentCommandError as error:
+        raise InvalidCommandError(str(error)) from None
+    return new

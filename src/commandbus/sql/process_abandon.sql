@@ -1,0 +1,24 @@
+-- Somebody cancelled, or completed by hand, messages to processes that they had not handled: they cannot go on by
+-- themselves. (Without a timer they can: they have no deadline then.) Returns those that failed by this, whom to tell, and
+-- whether another of their commands is in the troubleshooting queue: they are not counted there any more.
+--
+-- Locks: process rows in key order. Index: the key.
+WITH locked AS MATERIALIZED (
+    SELECT id FROM commandbus.process
+     WHERE id IN (SELECT process FROM commandbus.command
+                   WHERE id = ANY (%(messages)s::bigint[]) AND data ->> 'event' IS DISTINCT FROM 'deadline')
+       AND finished_at IS NULL
+     ORDER BY id
+       FOR NO KEY UPDATE
+), failed AS (
+    UPDATE commandbus.process p
+       SET status = 'FAILED', finished_at = now(), updated_at = now(), version = version + 1,
+           failure = json_build_object('type', 'MessageEnded', 'code', 'MESSAGE_ENDED', 'message', %(why)s::text)
+     WHERE p.id IN (SELECT id FROM locked)
+    RETURNING p.id, p.batch, p.in_tsq, p.reply_to, p.domain, p.process_id, p.process_type, p.correlation_id, p.failure,
+              p.state
+)
+SELECT batch, in_tsq > 0, reply_to,
+       json_build_object('outcome', 'FAILED', 'domain', domain, 'process_id', process_id, 'process_type', process_type,
+                         'status', 'FAILED', 'correlation_id', correlation_id, 'error', failure, 'result', state)::text
+  FROM failed ORDER BY id

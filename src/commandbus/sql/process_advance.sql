@@ -1,0 +1,27 @@
+-- Moves a process, if nobody has moved it since it was read; closes steps, and counts it in its batch when it ends.
+-- No row comes back if somebody has.
+--
+-- Locks: the process row; it is the last thing that its transaction does but for settling the message. Indexes: the keys.
+-- One of its commands may have gone to the troubleshooting queue meanwhile: then it waits for that.
+WITH moved AS (
+    UPDATE commandbus.process
+       SET status = CASE WHEN in_tsq > 0 AND NOT %(is_final)s::boolean THEN 'WAITING_FOR_TSQ' ELSE %(status)s::text END,
+           is_compensating = %(is_compensating)s, state = %(state)s::json, failure = %(failure)s::json,
+           timer = %(timer)s, version = version + 1, updated_at = now(),
+           started_at = COALESCE(started_at, now()), finished_at = CASE WHEN %(is_final)s::boolean THEN now() END
+     WHERE id = %(id)s AND version = %(version)s
+    RETURNING id, batch, in_tsq
+), closed AS (
+    UPDATE commandbus.process_step s
+       SET status = c.s, closed = c.k, result = c.v, error = c.e,
+           finished_at = COALESCE((SELECT finished_at FROM commandbus.command WHERE id = s.command), now())
+      FROM json_to_recordset(%(closed)s::json) AS c(n integer, s text, k integer, v json, e json)
+     WHERE s.process = %(id)s AND s.number = c.n AND EXISTS (SELECT FROM moved)
+), counted AS (
+    INSERT INTO commandbus.batch_delta (batch, completed, failed, canceled, in_tsq)
+    SELECT batch, (%(status)s::text = 'COMPLETED')::integer, (%(status)s::text IN ('FAILED', 'COMPENSATED'))::integer,
+           (%(status)s::text = 'CANCELED')::integer, -(in_tsq > 0)::integer
+      FROM moved
+     WHERE batch IS NOT NULL AND %(is_final)s::boolean
+)
+SELECT id FROM moved

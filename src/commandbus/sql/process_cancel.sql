@@ -1,0 +1,25 @@
+-- Notes that somebody asked to cancel a process that is neither final nor being undone; asking again changes nothing. One
+-- that has sent nothing yet is CANCELED at once: there is nothing to undo, and its code may not even be able to begin.
+-- Returns the status that it had, whether it ended by this, and whom to tell; no row if it cannot be cancelled.
+--
+-- Locks: the process row; new rows of batch_delta. Index: process_domain_process_id_key. Its version is counted up: a message that is being handled at this moment is handled again, and sees the request.
+WITH target AS MATERIALIZED (
+    SELECT id, status, in_tsq FROM commandbus.process
+     WHERE domain = %(domain)s AND process_id = %(process_id)s AND finished_at IS NULL AND NOT is_compensating
+       FOR NO KEY UPDATE
+), asked AS (
+    UPDATE commandbus.process p
+       SET cancel = COALESCE(cancel, json_build_object('by', %(operator)s::text, 'reason', %(reason)s::text, 'at', now())),
+           status = CASE WHEN p.started_at IS NULL THEN 'CANCELED' ELSE p.status END,
+           finished_at = CASE WHEN p.started_at IS NULL THEN now() END,
+           version = p.version + 1, updated_at = now()
+     WHERE p.id IN (SELECT id FROM target)
+    RETURNING p.id, p.batch, p.finished_at, p.reply_to, p.correlation_id, p.process_type
+), counted AS (
+    INSERT INTO commandbus.batch_delta (batch, canceled, in_tsq)
+    SELECT a.batch, 1, -(t.in_tsq > 0)::integer
+      FROM asked a JOIN target t USING (id)
+     WHERE a.batch IS NOT NULL AND a.finished_at IS NOT NULL
+)
+SELECT t.status, a.finished_at IS NOT NULL, a.batch, a.reply_to, a.correlation_id, a.process_type
+  FROM asked a JOIN target t USING (id)

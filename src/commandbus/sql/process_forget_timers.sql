@@ -1,0 +1,21 @@
+-- Takes back timers that are not needed any more. One that a worker has just claimed is left: it will find that its step
+-- has ended.
+--
+-- Locks: queue rows that nobody else holds, then command rows. Indexes: the keys.
+WITH held AS MATERIALIZED (
+    SELECT q.msg_id
+      FROM pgmq.{queue} q
+     WHERE q.msg_id IN (SELECT msg_id FROM commandbus.command WHERE id = ANY (%(timers)s::bigint[]) AND status = 'PENDING')
+       AND NOT COALESCE(q.headers ? 'held_by', false)
+     ORDER BY q.msg_id
+       FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM pgmq.{queue} WHERE msg_id IN (SELECT msg_id FROM held) RETURNING (message ->> 'command')::bigint AS command
+), parked AS (
+    DELETE FROM commandbus.parked WHERE command IN (SELECT command FROM gone)
+), attempts AS (
+    DELETE FROM commandbus.attempt WHERE command IN (SELECT command FROM gone)
+), actions AS (
+    DELETE FROM commandbus.operator_action WHERE command IN (SELECT command FROM gone)
+)
+DELETE FROM commandbus.command WHERE id IN (SELECT command FROM gone)

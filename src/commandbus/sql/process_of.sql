@@ -1,0 +1,6 @@
+-- The process that a command belongs to, and as what. Locks: none. Indexes: the keys.
+SELECT p.domain, p.process_id, c.step, s.name
+  FROM commandbus.command c
+  JOIN commandbus.process p ON p.id = c.process
+  LEFT JOIN commandbus.process_step s ON s.process = c.process AND s.number = abs(c.step)
+ WHERE c.id = %(id)s

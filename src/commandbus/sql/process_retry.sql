@@ -1,0 +1,29 @@
+-- A FAILED process is to go on. Returns what a message to it needs, and as JSON the messages that it has missed: those
+-- that somebody ended before it handled them, and replies that came while it was FAILED. They are sent again.
+--
+-- Locks: the process row. Indexes: process_domain_process_id_key, command_process, stray_reply_process.
+WITH moved AS (
+    UPDATE commandbus.process
+       SET status = CASE WHEN in_tsq > 0 THEN 'WAITING_FOR_TSQ' ELSE 'IN_PROGRESS' END, finished_at = NULL,
+           failure = CASE WHEN is_compensating THEN failure END, updated_at = now(), version = version + 1
+     WHERE domain = %(domain)s AND process_id = %(process_id)s AND status = 'FAILED'
+    RETURNING id, process_type, batch, in_tsq
+), counted AS (
+    INSERT INTO commandbus.batch_delta (batch, failed, in_tsq)
+    SELECT batch, -1, (in_tsq > 0)::integer FROM moved WHERE batch IS NOT NULL
+), missed AS (
+    SELECT 1 AS rank, c.id, c.data AS message
+      FROM moved m JOIN commandbus.command c ON c.process = m.id AND c.step = 0
+     WHERE c.status = 'CANCELED'
+        OR EXISTS (SELECT FROM commandbus.operator_action a WHERE a.command = c.id AND a.action = 'COMPLETE')
+    UNION ALL
+    SELECT 2, s.id, s.message FROM moved m JOIN commandbus.stray_reply s ON s.process = m.id
+), wanted AS (
+    SELECT DISTINCT ON (s.number) s.number, message
+      FROM moved m
+      JOIN commandbus.process_step s ON s.process = m.id AND s.status = 'SENT'
+      JOIN missed ON message ->> 'event' = 'reply' AND message ->> 'step' = s.number::text
+                 AND message #>> '{reply,outcome}' IN ('SUCCESS', 'FAILED', 'CANCELED')
+     ORDER BY s.number, missed.rank, missed.id
+)
+SELECT id, process_type, batch, (SELECT json_agg(message ORDER BY number)::text FROM wanted) FROM moved
