@@ -16,12 +16,12 @@ from commandbus.cli.exits import ExitCode
 def test_migrate_says_what_it_applied_and_how_pgmq_came(bare_cli, empty_database):
     first = bare_cli("migrate", "--domain", "orders", "--database", empty_database)
     assert first.code == 0
-    assert "applied 2 migrations: 0001, 0002" in first.out
+    assert "applied 3 migrations: 0001, 0002, 0003" in first.out
     assert "PGMQ 1." in first.out
     assert "domain orders is there" in first.out
     again = bare_cli("migrate", "--database", empty_database, "--json")
     assert again.document["newly_applied"] == []
-    assert again.document["applied"] == [1, 2]
+    assert again.document["applied"] == [1, 2, 3]
     assert again.document["pgmq_way"] in ("sql", "extension")
 
 

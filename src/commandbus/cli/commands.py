@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from commandbus.bus import CommandBus
-from commandbus.cli import autopsy
+from commandbus.cli import autopsy, where
 from commandbus.cli.parameters import SINCE
 from commandbus.cli.render import (
     age,
@@ -25,6 +25,7 @@ from commandbus.cli.render import (
 )
 from commandbus.cli.session import Command, Session, check_known
 from commandbus.errors import CommandNotFoundError, InvalidOperationError
+from commandbus.flow.belonging import PartOfProcess, process_of
 from commandbus.flow.history import AttemptRecord, list_attempts
 from commandbus.model.command import AuditEntry, CancelRequest, CommandRecord, CommandStatus
 from commandbus.model.durations import format_seconds
@@ -38,6 +39,7 @@ STATUSES = [*(status.value for status in CommandStatus), *SHORT]
 @click.option("--type", "command_type", metavar="TYPE", help="Only of this command type.")
 @click.option("--status", type=click.Choice(STATUSES, case_sensitive=False), help="Only in this status.")
 @click.option("--correlation-id", metavar="ID", help="Only with this correlation id.")
+@click.option("--batch", "batch_id", metavar="ID", help="Only members of this batch.")
 @click.option("--since", type=SINCE, metavar="TIME", help="Sent since: an ISO instant, or a duration such as 2h.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
 @click.option("--before-id", type=int, metavar="ID", help="The next page: before this internal id.")
@@ -48,6 +50,7 @@ def commands(
     command_type: str | None,
     status: str | None,
     correlation_id: str | None,
+    batch_id: str | None,
     since: datetime | None,
     limit: int,
     before_id: int | None,
@@ -55,9 +58,11 @@ def commands(
     """Commands, newest first."""
     wanted = None if status is None else CommandStatus(SHORT.get(status, status))
     with session.bus() as bus:
+        if batch_id is not None:
+            domain = where.of_batch(bus, batch_id, domain)
         page = bus.query_commands(
             domain=domain, command_type=command_type, status=wanted, correlation_id=correlation_id,
-            created_after=since, limit=limit, before_id=before_id,
+            batch_id=batch_id, created_after=since, limit=limit, before_id=before_id,
         )  # fmt: skip
         if not page.items:
             check_known(bus, domain)
@@ -104,11 +109,12 @@ def show(session: Session, words: tuple[str, ...], with_traceback: bool, with_au
         record = _find(bus, words)
         trail = bus.get_audit_trail(record.domain, record.command_id)
         attempts = bus.run(list_attempts(record.domain, record.command_id))
+        part = bus.run(process_of(record.id))
     if session.as_json:
         without = {"traceback": not with_traceback, "autopsy": not with_autopsy}
-        print_json(_document(record, trail, attempts, without={name for name in without if without[name]}))
+        print_json(_document(record, part, trail, attempts, without={name for name in without if without[name]}))
         return
-    _print_record(record)
+    _print_record(record, part)
     click.echo("\ntimeline")
     print_table(columns("at :after event attempt worker details"), _timeline(trail))
     failed = [attempt for attempt in attempts if attempt.traceback]
@@ -150,9 +156,15 @@ def _find(bus: CommandBus, words: tuple[str, ...]) -> CommandRecord:
 
 
 def _document(
-    record: CommandRecord, trail: list[AuditEntry], attempts: list[AttemptRecord], *, without: set[str]
+    record: CommandRecord,
+    part: PartOfProcess | None,
+    trail: list[AuditEntry],
+    attempts: list[AttemptRecord],
+    *,
+    without: set[str],
 ) -> dict[str, Any]:
     document = {name: getattr(record, name) for name in CommandRecord.__dataclass_fields__}
+    document["process"] = part
     document["audit"] = trail
     document["failed_attempts"] = [
         {name: getattr(attempt, name) for name in AttemptRecord.__dataclass_fields__ if name not in without}
@@ -161,7 +173,7 @@ def _document(
     return document
 
 
-def _print_record(record: CommandRecord) -> None:
+def _print_record(record: CommandRecord, part: PartOfProcess | None) -> None:
     most = f" of {record.max_attempts}" if record.max_attempts is not None else ""
     print_fields(
         {
@@ -183,6 +195,8 @@ def _print_record(record: CommandRecord) -> None:
             "ready from": record.visible_at,
             "waits for": record.waiting_for,
             "worker": record.worker,
+            "batch": record.batch_id,
+            "process": None if part is None else _part(part),
             "correlation id": record.correlation_id,
             "reply to": record.reply_to,
             "headers": None if record.headers is None else compact(record.headers),
@@ -191,6 +205,14 @@ def _print_record(record: CommandRecord) -> None:
             "last error": _error(record),
         }
     )
+
+
+def _part(part: PartOfProcess) -> str:
+    if part.step == 0:
+        role = "a message to it"
+    else:
+        role = f"{'compensation' if part.is_compensation else 'step'} {part.step}, {part.name}"
+    return f"{part.domain} {part.process_id} ({role})"
 
 
 def _request(request: CancelRequest) -> str:

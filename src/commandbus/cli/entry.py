@@ -16,6 +16,7 @@ import click
 from click.shell_completion import shell_complete
 
 from commandbus.cli import (
+    batch,
     commands,
     config,
     demo,
@@ -24,6 +25,7 @@ from commandbus.cli import (
     embedded,
     migrate,
     operate,
+    process,
     prune,
     rejected,
     roles,
@@ -31,10 +33,12 @@ from commandbus.cli import (
     status,
     stuck,
     tsq,
+    undelivered,
     worker,
 )
 from commandbus.cli.exits import ExitCode, code_for, one_line, sentence_for
 from commandbus.cli.release import release
+from commandbus.cli.render import printable
 from commandbus.cli.session import Group, Session
 from commandbus.cli.signals import TerminatedError, as_exceptions
 
@@ -53,7 +57,7 @@ def root() -> None:
 
 for module in (
     demo, migrate, domain, roles, config, doctor, embedded, worker, send, status, commands, stuck, operate,
-    tsq, rejected, prune,
+    tsq, batch, process, rejected, undelivered, prune,
 ):  # fmt: skip
     for command in module.COMMANDS:
         root.add_command(command)
@@ -120,7 +124,7 @@ def _usage(error: click.UsageError) -> int:
 
 def _complain(sentence: str, code: ExitCode) -> int:
     with contextlib.suppress(BrokenPipeError):
-        click.echo(f"commandbus: error: {sentence}", err=True)
+        click.echo(f"commandbus: error: {printable(one_line(sentence))}", err=True)
     return code
 
 

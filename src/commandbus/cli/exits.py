@@ -3,12 +3,13 @@
 | code | name         | meaning                                                                              |
 |------|--------------|--------------------------------------------------------------------------------------|
 | 0    | OK           | it was done                                                                          |
-| 1    | NO           | an expected "no": `migrate --check` misses something, `doctor` found a failure, ...  |
+| 1    | NO           | an expected "no": `migrate --check` misses something, `doctor` found a failure,      |
+|      |              | the batch that `batch watch` saw did not complete in full, or not in time, ...       |
 | 2    | USAGE        | the command line, or a value on it, makes no sense; nothing was done                 |
 | 3    | CONFIGURATION| a setting (also one given as an option of `worker`, or `--database`) is missing,     |
 |      |              | malformed or contradicts another; a registry cannot be loaded                        |
-| 4    | NOT_FOUND    | no such command or domain                                                            |
-| 5    | REFUSED      | the command's state, another command with this id, or the role's rights forbid it    |
+| 4    | NOT_FOUND    | no such command, batch, process or domain                                            |
+| 5    | REFUSED      | the state of what is meant, another one with this id, or the role's rights forbid it |
 | 6    | DATABASE     | the database cannot be reached, or its schema is missing or newer than this release  |
 | 7    | LEFT_BEHIND  | a worker stopped with attempts still running or outcomes not written                 |
 | 70   | BUG          | an error that nobody foresaw; `--debug` shows where                                  |
@@ -29,6 +30,8 @@ import psycopg
 from psycopg import errors as pg
 
 from commandbus.errors import (
+    BatchNotFoundError,
+    BatchTimeoutError,
     CommandBusError,
     CommandNotFoundError,
     ConfigurationError,
@@ -37,6 +40,7 @@ from commandbus.errors import (
     InvalidCommandError,
     InvalidOperationError,
     MissingPrivilegeError,
+    ProcessNotFoundError,
     SchemaError,
     UnknownDomainError,
 )
@@ -67,6 +71,9 @@ EXPLAINED: tuple[tuple[type[Exception], ExitCode], ...] = (
     (InvalidCommandError, ExitCode.USAGE),
     (UnknownDomainError, ExitCode.NOT_FOUND),
     (CommandNotFoundError, ExitCode.NOT_FOUND),
+    (BatchNotFoundError, ExitCode.NOT_FOUND),
+    (ProcessNotFoundError, ExitCode.NOT_FOUND),
+    (BatchTimeoutError, ExitCode.NO),
     (InvalidOperationError, ExitCode.REFUSED),
     (DuplicateCommandError, ExitCode.REFUSED),
     (MissingPrivilegeError, ExitCode.REFUSED),

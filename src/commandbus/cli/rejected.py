@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from commandbus.cli.render import columns, compact, print_table
+from commandbus.cli.render import columns, print_table, shortened
 from commandbus.cli.session import Command, Session, check_known
 from commandbus.flow.inspect import list_rejected
 
@@ -24,15 +24,10 @@ def rejected(session: Session, domain: str | None, limit: int, before_id: int | 
         found,
         lambda: print_table(
             columns(":id domain rejected reason message"),
-            [(item.id, item.domain, item.rejected_at, item.reason, _short(item.message)) for item in found],
+            [(item.id, item.domain, item.rejected_at, item.reason, shortened(item.message)) for item in found],
             empty="no rejected messages",
         ),
     )
-
-
-def _short(message: object, longest: int = 100) -> str:
-    text = compact(message)
-    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 COMMANDS = [rejected]

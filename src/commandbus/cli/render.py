@@ -92,6 +92,12 @@ def compact(value: Any) -> str:
     return json.dumps(_plain(value), ensure_ascii=False)
 
 
+def shortened(value: Any, longest: int = 100) -> str:
+    """JSON on one line, for a table."""
+    text = compact(value)
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
 def moment(at: datetime) -> str:
     """An instant in the reader's own time zone, to the second."""
     return at.astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import click
 
 from commandbus.bus import CommandBus
+from commandbus.cli.lines import STDIN, read_items, read_text
 from commandbus.cli.parameters import DURATION, INSTANT, parse_instant, parse_json
 from commandbus.cli.render import print_json
 from commandbus.cli.session import Command, Session
-from commandbus.errors import CommandBusError, InvalidCommandError
+from commandbus.errors import InvalidCommandError
 from commandbus.flow import send as send_flow
 from commandbus.model import names
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import parse_seconds
 from commandbus.model.words import counted
 from commandbus.settings import Settings
-
-STDIN = "-"
 
 
 @click.command(cls=Command)
@@ -61,7 +58,7 @@ def send(
     if source is not None:
         if command_type or data or data_file or headers or any(value is not None for value in fields.values()):
             raise click.UsageError("--from takes everything from its file: leave out TYPE, DATA and the rest")
-        _send_file(session, domain, _read_commands(source, settings))
+        _send_file(session, domain, list(read_commands(source, settings).values()))
         return
     if command_type is None:
         raise click.UsageError("Missing argument 'TYPE', or --from FILE for many.")
@@ -102,7 +99,7 @@ def _send_file(session: Session, domain: str, commands: list[NewCommand]) -> Non
 
 def _data(text: str | None, file: str | None) -> Any:
     if file is not None or text == STDIN:
-        text = _read(file or STDIN)
+        text = read_text(file or STDIN)
     if text is None:
         return None
     try:
@@ -121,29 +118,15 @@ def _headers(pairs: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _read(name: str) -> str:
-    try:
-        content = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
-        return content.decode()
-    except OSError as error:
-        raise click.UsageError(f"{name}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"{name}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
+def read_commands(name: str, settings: Settings) -> dict[int, NewCommand]:
+    """The commands of a file by the number of their line. The first bad line is named, and nothing is sent."""
 
+    def command_of(line: Any) -> NewCommand:
+        new = _to_command(line)
+        send_flow.prepare(new, max_bytes=settings.max_payload_bytes)
+        return new
 
-def _read_commands(name: str, settings: Settings) -> list[NewCommand]:
-    """Every line checked; the first bad one is named, and nothing is sent."""
-    found = []
-    for number, line in enumerate(_read(name).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            new = _to_command(parse_json(line))
-            send_flow.prepare(new, max_bytes=settings.max_payload_bytes)
-        except (ValueError, CommandBusError) as error:
-            raise InvalidCommandError(f"{name}, line {number}: {error}; nothing was sent") from None
-        found.append(new)
-    return found
+    return read_items(name, command_of, undone="nothing was sent")
 
 
 def _to_command(line: Any) -> NewCommand:

@@ -85,5 +85,5 @@ def _undelivered(conn: Conn) -> Findings:
         yield warn(
             "replies",
             f"not delivered: {row[0]}, the first to queue {row[1]}",
-            "`commandbus queue create NAME` makes the queue; the replies are in commandbus.undelivered_reply",
+            "`commandbus queue create NAME` makes the queue; `commandbus undelivered` shows the replies",
         )  # fmt: skip

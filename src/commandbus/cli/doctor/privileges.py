@@ -14,8 +14,11 @@ from commandbus.model.roles import KINDS, grant_statements, queue_grants, role_n
 
 PREFIX = "commandbus"
 ABILITIES = {"reader": "look", "producer": "send", "worker": "run handlers", "operator": "operate"}
-_GRANT = re.compile(r"GRANT (?P<what>[A-Z, ]+) ON (?:(?P<sort>SCHEMA|SEQUENCE|ALL TABLES IN SCHEMA|"
-                    r"ALL SEQUENCES IN SCHEMA) )?(?P<where>[a-z0-9_., ]+) TO (?P<role>\w+)")  # fmt: skip
+_GRANT = re.compile(
+    r"GRANT (?P<what>[A-Z, ]+?)(?: \((?P<columns>[a-z_, ]+)\))? ON "
+    r"(?:(?P<sort>SCHEMA|SEQUENCE|ALL TABLES IN SCHEMA|ALL SEQUENCES IN SCHEMA) )?"
+    r"(?P<where>[a-z0-9_., ]+) TO (?P<role>\w+)"
+)
 _ALL_OF = {"ALL TABLES IN SCHEMA": ("TABLE", ["r", "v", "p"]), "ALL SEQUENCES IN SCHEMA": ("SEQUENCE", ["S"])}
 
 
@@ -76,6 +79,8 @@ def _privileges(conn: Conn, grant: str) -> Iterator[tuple[str, str, str]]:
     if sort in _ALL_OF:
         sort, kinds = _ALL_OF[sort]
         names = [name for schema in names for name in _members(conn, schema, kinds)]
+    if found["columns"] is not None:
+        sort, names = "COLUMN", [f"{name}.{column}" for name in names for column in found["columns"].split(", ")]
     for privilege in found["what"].split(", "):
         for name in names:
             yield privilege, sort, name
@@ -101,6 +106,10 @@ def _members(conn: Conn, schema: str, kinds: list[str]) -> list[str]:
 
 
 def _has(conn: Conn, privilege: str, sort: str, name: str) -> bool:
+    if sort == "COLUMN":
+        table, _, column = name.rpartition(".")
+        row = conn.execute(b"SELECT has_column_privilege(%s, %s, %s)", (table, column, privilege)).fetchone()
+        return row is not None and bool(row[0])
     statement = f"SELECT has_{sort.lower()}_privilege(%(name)s, %(privilege)s)"
     row = conn.execute(statement.encode(), {"name": name, "privilege": privilege}).fetchone()
     return row is not None and bool(row[0])

@@ -1,0 +1,54 @@
+"""lines: what a file of JSON lines, or the standard input, holds: one item a line. The first bad line is named by
+its number, and then nothing is done with any of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from commandbus.cli.parameters import parse_json
+from commandbus.errors import CommandBusError, InvalidCommandError
+
+T = TypeVar("T")
+STDIN = "-"
+
+
+def read_text(name: str) -> str:
+    """A text file; `-` is the standard input."""
+    if name == STDIN and sys.stdin is None:  # as Python has it after `<&-`
+        raise click.UsageError("the standard input is closed")
+    try:
+        content = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+        return content.decode()
+    except OSError as error:
+        raise click.UsageError(f"{name}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{name}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def read_items(name: str, make: Callable[[Any], T], *, undone: str) -> dict[int, T]:
+    """What `make` makes of each line, by the line's number; `undone` says what a bad one has prevented."""
+    found = {}
+    for number, line in enumerate(read_text(name).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            found[number] = make(parse_json(line))
+        except (ValueError, CommandBusError) as error:
+            raise InvalidCommandError(f"{name}, line {number}: {error}; {undone}") from None
+    return found
+
+
+def check_unique(name: str, items: dict[int, T], field: str, *, undone: str) -> None:
+    """The second item with an id of the caller's is a bad line."""
+    seen: dict[str, int] = {}
+    for number, item in items.items():
+        own = getattr(item, field)
+        if own is not None and seen.setdefault(own, number) != number:
+            raise InvalidCommandError(
+                f"{name}, line {number}: {field} {own!r} is that of line {seen[own]} too; {undone}"
+            )

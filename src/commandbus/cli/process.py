@@ -1,0 +1,279 @@
+"""`process start|list|show|cancel|retry|strays`: sagas, with their whole trail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from commandbus.bus import CommandBus
+from commandbus.cli import process_text, where
+from commandbus.cli.batch import completion
+from commandbus.cli.lines import check_unique, read_items
+from commandbus.cli.parameters import DURATION, JsonType, operator_options
+from commandbus.cli.render import age_of, columns, print_json, print_table, printable, shortened
+from commandbus.cli.session import Group, Session, check_known
+from commandbus.errors import (
+    DuplicateProcessError,
+    InvalidCommandError,
+    InvalidOperationError,
+    ProcessNotFoundError,
+)
+from commandbus.flow import process_start
+from commandbus.model import names
+from commandbus.model.process import DEFAULT_DOMAIN, NewProcess, ProcessRecord, ProcessStatus
+
+DOMAIN = click.option("--domain", metavar="NAME", help="Its domain, if several have a process of this id.")
+UNDONE = "nothing was started"
+
+
+@click.group(cls=Group)
+def process() -> None:
+    """Processes (sagas): commands that follow each other, and are undone if one fails."""
+
+
+@process.command()
+@click.argument("process_type", metavar="TYPE")
+@click.option("--data", type=JsonType(), metavar="JSON", help="What it starts with.")
+@click.option("--process-id", metavar="ID", help="The same one again starts nothing twice.")
+@click.option("--domain", metavar="NAME", default=DEFAULT_DOMAIN, show_default=True)
+@click.option(
+    "--deadline", type=DURATION, metavar="TIME", help="How long it may take in all; then it is undone. 0: none."
+)
+@click.option(
+    "--correlation-id",
+    metavar="ID",
+    help="Stands in the process, its reply and its commands. [default, of the commands: the process's id]",
+)
+@click.option("--reply-to", metavar="QUEUE", help="The queue that is told how it, or the batch, ended.")
+@click.option("--from", "source", metavar="FILE", help="Many, as one batch: a file of JSON lines; - is stdin.")
+@click.option("--batch-id", metavar="ID", help="With --from: the same one again creates nothing twice.")
+@click.option("--name", metavar="TEXT", help="With --from: of the batch, for people.")
+@click.option("--batch-data", type=JsonType(), metavar="JSON", help="With --from: what is kept with the batch.")
+@click.option("--on-complete", metavar="DOMAIN/TYPE", help="With --from: when all have ended, send this command.")
+@click.pass_obj
+def start(
+    session: Session, /, process_type: str, domain: str, source: str | None, reply_to: str | None, **fields: Any
+) -> None:
+    """Start a process. A worker that has TYPE's manager takes it from there.
+
+    With --from, one process per line, all of them or none, counted together as a batch. Each line is an object
+    {"data": …, "process_id": …, "deadline": "1h", "reply_to": …, "correlation_id": …}; all of it may be left out.
+
+    What the manager itself says about deadlines is not known here: without --deadline it has none.
+    """
+    of_one = {name: fields[name] for name in ("data", "process_id", "deadline", "correlation_id")}
+    of_batch = {name: fields[name] for name in ("batch_id", "name", "batch_data", "on_complete")}
+    if source is None:
+        _refuse(of_batch, "goes only with --from")
+        _start_one(session, process_type, domain, reply_to=reply_to, **of_one)
+    else:
+        _refuse(of_one, "does not go with --from: it stands in the lines")
+        _start_batch(session, process_type, domain, source, reply_to=reply_to, **of_batch)
+
+
+def _refuse(options: Mapping[str, Any], why: str) -> None:
+    if given := [name for name, value in options.items() if value is not None]:
+        raise click.UsageError(f"--{given[0].replace('_', '-')} {why}")
+
+
+def _start_one(session: Session, process_type: str, domain: str, *, data: Any, **fields: Any) -> None:
+    with session.bus() as bus:
+        receipt = bus.start_process(process_type, data, domain=domain, **fields)
+    done = "started" if receipt.created else "was there already"
+    session.answer(receipt, lambda: click.echo(printable(f"{done}: {receipt.domain} {receipt.process_id}")))
+
+
+def _start_batch(
+    session: Session,
+    process_type: str,
+    domain: str,
+    source: str,
+    *,
+    batch_id: str | None,
+    name: str | None,
+    batch_data: Any,
+    on_complete: str | None,
+    reply_to: str | None,
+) -> None:
+    names.check_domain(domain)
+    names.check_type(process_type)
+    then = completion(on_complete, reply_to)
+    processes = _read(session, source)
+    with session.bus() as bus, _told_by_line(source, processes):
+        receipt = bus.create_process_batch(
+            process_type, list(processes.values()), batch_id=batch_id, name=name, custom_data=batch_data,
+            on_complete=then, domain=domain,
+        )  # fmt: skip
+    done = "started" if receipt.created else "was there already"
+    many = "1 process" if receipt.total == 1 else f"{receipt.total} processes"
+    session.answer(receipt, lambda: click.echo(printable(f"{done}: batch {domain} {receipt.batch_id} ({many})")))
+
+
+def _read(session: Session, source: str) -> dict[int, NewProcess]:
+    """The processes by line. A batch has each of its processes once, so the second of an id is a bad line."""
+    most = session.settings().max_payload_bytes
+
+    def process_of(line: Any) -> NewProcess:
+        if not isinstance(line, dict):
+            raise InvalidCommandError('it is not an object such as {"data": {}, "process_id": "order-17"}')
+        new = process_start.to_new_process(line)
+        process_start.prepare_start(new, deadline=None, max_bytes=most)
+        return new
+
+    found = read_items(source, process_of, undone=UNDONE)
+    check_unique(source, found, "process_id", undone=UNDONE)
+    return found
+
+
+@contextmanager
+def _told_by_line(source: str, processes: Mapping[int, NewProcess]) -> Iterator[None]:
+    """A process that exists already is named by its line too."""
+    try:
+        yield
+    except DuplicateProcessError as error:
+        for number, new in processes.items():
+            if new.process_id == error.process_id:
+                raise InvalidOperationError(
+                    f"{source}, line {number}: process_id {error.process_id!r} already exists in domain "
+                    f"{error.domain!r}, and a batch has only new processes; {UNDONE}"
+                ) from None
+        raise
+
+
+@process.command("list")
+@click.option("--domain", metavar="NAME", help="Only of this domain.")
+@click.option("--type", "process_type", metavar="TYPE", help="Only of this process type.")
+@click.option(
+    "--status", type=click.Choice(list(map(str, ProcessStatus)), case_sensitive=False), help="Only in this status."
+)
+@click.option("--batch", "batch_id", metavar="ID", help="Only members of this batch.")
+@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
+@click.option("--before-id", type=int, metavar="ID", help="The next page: before this internal id.")
+@click.pass_obj
+def list_processes(
+    session: Session,
+    domain: str | None,
+    process_type: str | None,
+    status: str | None,
+    batch_id: str | None,
+    limit: int,
+    before_id: int | None,
+) -> None:
+    """Processes, newest first, and what they wait for.
+
+    # is the internal id, for --before-id; PROCESS ID is what `process show` and the others take.
+    """
+    with session.bus() as bus:
+        page = bus.query_processes(
+            domain=domain, process_type=process_type, status=status, batch_id=batch_id, limit=limit,
+            before_id=before_id,
+        )  # fmt: skip
+        if not page.items:
+            check_known(bus, domain)
+            if batch_id is not None:
+                where.of_batch(bus, batch_id, None)
+    session.answer(
+        page.items,
+        lambda: print_table(
+            columns(":# domain type process_id status started note"),
+            [(item.id, item.domain, item.process_type, item.process_id, item.status,
+              f"{age_of(item.created_at)} ago", process_text.note(item)) for item in page.items],
+            empty="no processes",
+        ),
+    )  # fmt: skip
+    if page.next_before_id is not None and not session.as_json:
+        click.echo(f"more: add --before-id {page.next_before_id}")
+
+
+@process.command()
+@click.argument("process_id", metavar="ID")
+@DOMAIN
+@click.pass_obj
+def show(session: Session, process_id: str, domain: str | None) -> None:
+    """One process: its fields, its state, what it waits for, and its trail.
+
+    The trail has every command that it sent. UNDOES is the number of the step that a compensation undoes; TOOK is
+    the time from sending it to its end.
+    """
+    with session.bus() as bus:
+        record = _find(bus, process_id, domain)
+    if session.as_json:
+        print_json(record)
+        return
+    process_text.print_record(record)
+    process_text.print_trail(record)
+
+
+@process.command()
+@click.argument("process_id", metavar="ID")
+@DOMAIN
+@operator_options
+@click.pass_obj
+def cancel(
+    session: Session, process_id: str, domain: str | None, operator: str | None, reason: str | None
+) -> None:
+    """Stop a process: what is outstanding is canceled, what was done is undone, and it ends CANCELED."""
+    with session.bus() as bus:
+        of_domain = where.of_process(bus, process_id, domain)
+        status = bus.cancel_process(of_domain, process_id, operator=operator, reason=reason)
+    session.answer(
+        {"domain": of_domain, "process_id": process_id, "was": status},
+        lambda: click.echo(
+            printable(f"asked process {process_id} of domain {of_domain} to stop; it was {status}")
+        ),
+    )
+
+
+@process.command()
+@click.argument("process_id", metavar="ID")
+@DOMAIN
+@operator_options
+@click.pass_obj
+def retry(session: Session, process_id: str, domain: str | None, operator: str | None, reason: str | None) -> None:
+    """Let a FAILED process go on from the step, or the compensation, that failed."""
+    with session.bus() as bus:
+        of_domain = where.of_process(bus, process_id, domain)
+        bus.retry_process(of_domain, process_id, operator=operator, reason=reason)
+    session.answer(
+        {"domain": of_domain, "process_id": process_id, "action": "retried"},
+        lambda: click.echo(printable(f"process {process_id} of domain {of_domain} goes on")),
+    )
+
+
+@process.command()
+@click.option("--domain", metavar="NAME", help="Only of this domain.")
+@click.option("--process", "process_id", metavar="ID", help="Only for this process.")
+@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
+@click.pass_obj
+def strays(session: Session, domain: str | None, process_id: str | None, limit: int) -> None:
+    """Replies that moved nothing, newest first, with the reason: late, duplicated, malformed, for nobody."""
+    with session.bus() as bus:
+        found = bus.stray_replies(domain, process_id=process_id, limit=limit)
+        if not found:
+            check_known(bus, domain)
+            if process_id is not None:
+                _find(bus, process_id, domain)
+    session.answer(
+        found,
+        lambda: print_table(
+            columns(":id domain process at reason message"),
+            [(item["id"], item["domain"], item["process_id"] or "-", item["at"], item["reason"],
+              shortened(item["message"])) for item in found],
+            empty="every reply was of use",
+        ),
+    )  # fmt: skip
+
+
+def _find(bus: CommandBus, process_id: str, domain: str | None) -> ProcessRecord:
+    of_domain = where.of_process(bus, process_id, domain)
+    record = bus.get_process(of_domain, process_id)
+    if record is None:
+        check_known(bus, domain)
+        raise ProcessNotFoundError(f"no process {process_id!r} in domain {of_domain!r}")
+    return record
+
+
+COMMANDS = [process]

@@ -1,0 +1,118 @@
+"""process_text: what is said of a process and its steps, for people."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from commandbus.cli.render import (
+    age,
+    age_of,
+    columns,
+    compact,
+    moment,
+    print_fields,
+    print_table,
+    printable,
+    shortened,
+)
+from commandbus.model.process import ProcessRecord, ProcessStatus, StepRecord, StepStatus
+
+
+def note(item: ProcessRecord) -> str | None:
+    """What it waits for, or why it ended as it did."""
+    if not item.status.is_final:
+        return item.waits_for
+    return None if item.status is ProcessStatus.COMPLETED else _why(item)
+
+
+def _why(item: ProcessRecord) -> str | None:
+    return _error(item.failure) or (None if item.cancel is None else _request(item.cancel))
+
+
+def print_record(record: ProcessRecord) -> None:
+    """A process for people."""
+    undone = " (it is being undone)" if record.is_compensating and not record.status.is_final else ""
+    print_fields(
+        {
+            "process": f"{record.domain} {record.process_id}",
+            "internal id": f"#{record.id}",
+            "type": record.process_type,
+            "status": f"{record.status}{undone}",
+            "waits for": record.waits_for,
+            "failure": _error(record.failure),
+            "cancel": None if record.cancel is None else _request(record.cancel),
+            "batch": record.batch_id,
+            "started": f"{moment(record.created_at)} ({age_of(record.created_at)} ago)",
+            "last moved": record.updated_at if record.started_at is not None else None,
+            "finished": record.finished_at,
+            "deadline": record.deadline_at,
+            "correlation id": record.correlation_id,
+            "reply to": record.reply_to,
+            "data": compact(record.data),
+            "state": None if record.started_at is None else compact(record.state),
+        }
+    )
+
+
+def print_trail(record: ProcessRecord) -> None:
+    """What it has sent, what of it needs a person, and what moved nothing."""
+    click.echo("\ntrail")
+    print_table(
+        columns(":no step :undoes domain command_id type sent :took outcome error"),
+        [(step.number, step.name, step.undoes, step.domain, step.command_id, step.command_type, step.sent_at,
+          _took(step), _outcome(step), _error(step.error)) for step in record.steps],
+        empty="nothing was sent yet",
+    )  # fmt: skip
+    if record.troubles:
+        click.echo("\nin the troubleshooting queue")
+        print_table(
+            columns("domain command_id type step code error"),
+            [(item["domain"], item["command_id"], item["command_type"], _step_name(record, item["step"]),
+              item["error_code"], item["error"]) for item in record.troubles],
+        )  # fmt: skip
+        first = record.troubles[0]
+        name = f"{first['domain']} {shlex.quote(first['command_id'])}"
+        click.echo(printable(f"`commandbus tsq retry|cancel|complete {name}` decides"))
+    if record.strays:
+        click.echo("\nreplies that moved nothing")
+        print_table(
+            columns("at reason message"),
+            [(stray["at"], stray["reason"], shortened(stray["message"])) for stray in record.strays],
+        )
+
+
+def _request(cancel: Mapping[str, Any]) -> str:
+    reason = f": {cancel['reason']}" if cancel.get("reason") else ""
+    return f"asked for by {cancel.get('by')}{reason}"
+
+
+def _error(error: Mapping[str, Any] | None) -> str | None:
+    if error is None:
+        return None
+    return f"{error.get('type')} [{error.get('code')}]: {error.get('message')}"
+
+
+def _took(step: StepRecord) -> str:
+    """From sending it to its end."""
+    if step.finished_at is None:
+        return f"{age_of(step.sent_at)} so far"
+    return age((step.finished_at - step.sent_at).total_seconds())
+
+
+def _outcome(step: StepRecord) -> str:
+    """What became of it; of one whose reply has not come, what its command is."""
+    if step.status is not StepStatus.SENT or step.command_status is None:
+        return step.status
+    return f"{step.status} ({step.command_status})"
+
+
+def _step_name(record: ProcessRecord, number: int) -> str:
+    """Which step a command is of; 0 is a message that the process's own code could not handle."""
+    if number == 0:
+        return "its own message"
+    name = next((step.name for step in record.steps if step.number == abs(number)), str(abs(number)))
+    return name if number > 0 else f"undo {name}"

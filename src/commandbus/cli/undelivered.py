@@ -1,0 +1,32 @@
+"""`undelivered`: replies that found no queue, kept with the reason."""
+
+from __future__ import annotations
+
+import click
+
+from commandbus.cli.render import columns, print_table, shortened
+from commandbus.cli.session import Command, Session
+
+
+@click.command(cls=Command)
+@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
+@click.option("--before-id", type=int, metavar="ID", help="The next page: before this id.")
+@click.pass_obj
+def undelivered(session: Session, limit: int, before_id: int | None) -> None:
+    """Replies that could not be delivered, newest first, with the reason.
+
+    A reply whose queue is gone, and what a batch was to send when it ended, is kept here: nothing waits for it.
+    """
+    with session.bus() as bus:
+        found = bus.undelivered_replies(limit=limit, before_id=before_id)
+    session.answer(
+        found,
+        lambda: print_table(
+            columns(":id queue at reason message"),
+            [(item.id, item.queue, item.created_at, item.reason, shortened(item.message)) for item in found],
+            empty="every reply was delivered",
+        ),
+    )
+
+
+COMMANDS = [undelivered]

@@ -1,0 +1,103 @@
+"""watching: a batch's progress: on a terminal a bar that is redrawn in place, elsewhere a line per change.
+
+The bar needs nothing of a terminal but the carriage return: an old line is overwritten with spaces.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from commandbus.cli.render import age
+from commandbus.model.batch import BatchRecord
+
+Show = Callable[[BatchRecord], None]
+GAP = "  "
+LONGEST_BAR = 40
+SHORTEST_BAR = 5
+
+
+@contextmanager
+def bar() -> Iterator[Show]:
+    """Draw the bar again and again; however that ends, what comes next begins on a line of its own."""
+    drawn = 0
+
+    def draw(record: BatchRecord) -> None:
+        nonlocal drawn
+        room = shutil.get_terminal_size().columns - 1  # the last column would make some terminals wrap
+        line = bar_line(record, room)
+        text = "\r" + line.ljust(min(drawn, room))
+        drawn = len(line)  # known before it is seen: a signal may come in between
+        click.echo(text, nl=False)
+        sys.stdout.flush()
+
+    try:
+        yield draw
+    finally:
+        if drawn:
+            click.echo()
+
+
+@contextmanager
+def changes(say: Callable[[BatchRecord], object]) -> Iterator[Show]:
+    """Say something whenever a count or the status has changed; whoever reads a pipe gets it at once."""
+    last: tuple[Any, ...] | None = None
+
+    def look(record: BatchRecord) -> None:
+        nonlocal last
+        seen = (
+            record.status, record.is_open, record.total, record.completed, record.failed, record.canceled,
+            record.in_tsq, record.cancel is not None,
+        )  # fmt: skip
+        if seen != last:
+            say(record)
+            sys.stdout.flush()
+            last = seen
+
+    yield look
+
+
+def bar_line(record: BatchRecord, room: int) -> str:
+    """`[#######-----]  58%  5800/10000  312.5/s  ETA 13s  3 failed`, in so many columns at most."""
+    text = f"{percent(record):>4}{GAP}" + figures(record)
+    width = min(LONGEST_BAR, room - len(text) - len(GAP) - 2)
+    if width >= SHORTEST_BAR:
+        done = int(record.progress * width)
+        text = f"[{'#' * done}{'-' * (width - done)}]{GAP}{text}"
+    return text[: max(room, 1)]
+
+
+def change_line(record: BatchRecord) -> str:
+    """The same without a bar."""
+    return f"{record.status}{GAP}{percent(record)}{GAP}{figures(record)}"
+
+
+def percent(record: BatchRecord) -> str:
+    """How much is final; 100% only if everything is."""
+    return f"{int(record.progress * 100)}%"
+
+
+def figures(record: BatchRecord) -> str:
+    """Counts, rate and ETA: what is nought is left out."""
+    parts = [f"{record.finished}/{record.total}"]
+    if not record.is_finished:
+        parts.append(f"{record.rate_per_second:.1f}/s")
+        parts.append(f"ETA {eta(record)}")
+    troubles = {"failed": record.failed, "canceled": record.canceled, "in the TSQ": record.in_tsq}
+    parts += [f"{count} {what}" for what, count in troubles.items() if count]
+    if record.is_open:
+        parts.append("open")
+    elif record.cancel is not None and not record.is_finished:
+        parts.append("being canceled")
+    return GAP.join(parts)
+
+
+def eta(record: BatchRecord) -> str:
+    """How long the rest takes; `?` if nobody can say."""
+    seconds = record.eta_seconds
+    return "?" if seconds is None else age(max(1.0, round(seconds)))
