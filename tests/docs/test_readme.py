@@ -26,6 +26,7 @@ from commandbus import (
     CommandStatus,
     HandlerRegistry,
     HandlerTransaction,
+    OnComplete,
     PermanentCommandError,
     TroubleshootingQueue,
     Worker,
@@ -56,6 +57,9 @@ def test_every_block_of_the_readme_is_run_by_a_test_here() -> None:
         "./dev demo",
         "Worker(handlers",
         'command_id="ship-18"',
+        "bus.call(",
+        "bus.create_batch(",
+        "bus.start_process(",
         "conn=session",
         "def import_file",
         "pgmq.send",
@@ -144,6 +148,67 @@ def test_the_example_with_time_limits_runs(bus: CommandBus, database: str) -> No
     assert all(590 < timeout <= 600 for timeout in asked)
 
 
+def test_the_batch_example_runs(bus: CommandBus, database: str, capsys: pytest.CaptureFixture[str]) -> None:
+    handlers = HandlerRegistry()
+    handlers.register("orders", "ship", lambda command, ctx: None)
+
+    def work() -> None:
+        Worker(handlers, database_url=database).run(until_idle=True)
+
+    class Waits(CommandBus):
+        """The worker is started when the example waits: by then its handlers are registered."""
+
+        def wait_for_batch(self, *args: Any, **options: Any) -> Any:
+            work()
+            return super().wait_for_batch(*args, **options)
+
+    with Waits(database) as waiting:
+        exec(block("python", "bus.create_batch("), {"bus": waiting, "handlers": handlers})
+    work()
+    said = capsys.readouterr().out.splitlines()
+    assert "COMPLETED 2000 0 0" in said
+    assert "COMPLETED 2000" in said, "what the handler of the completion printed"
+
+
+def test_what_the_end_of_a_batch_sends_has_the_fields_that_are_named(bus: CommandBus, database: str) -> None:
+    bus.create_queue("shop_replies")
+    handlers, sent = HandlerRegistry(), []
+    handlers.register("orders", "done", lambda command, ctx: sent.append((command.data, command.headers["batch"])))
+    promises: tuple[Any, ...] = (
+        {"domain": "orders", "command_type": "done"},
+        OnComplete("orders", "done", data=[1]),
+        {"reply_to": "shop_replies"},
+    )
+    for promise in promises:
+        bus.create_batch("orders", [], on_complete=promise)
+    Worker(handlers, database_url=database).run(until_idle=True)
+    with psycopg.connect(database) as conn:
+        ((told,),) = conn.execute("SELECT message FROM pgmq.q_shop_replies").fetchall()
+    (described,) = re.findall(r"`on_complete` has as its data `(\{.*?\})`", README, re.DOTALL)
+    fields = set(re.findall(r'"([a-z_]+)"', described))
+    assert '`"event": "batch_completed"`' in README
+    assert told.pop("event") == "batch_completed"
+    assert told.keys() == fields
+    assert sorted(sent, key=lambda item: isinstance(item[0], list))[1][0] == [1]
+    assert all(summary.keys() == fields for _, summary in sent)
+    assert any(data == summary for data, summary in sent)
+
+
+def test_the_process_example_runs(bus: CommandBus, database: str) -> None:
+    handlers, did = HandlerRegistry(), []
+    for domain, command_type in (("stock", "reserve"), ("billing", "charge"), ("shipping", "ship")):
+        handlers.register(domain, command_type, lambda command, ctx: did.append(command.command_type))
+    for domain in ("processes", "stock", "billing", "shipping"):
+        bus.create_domain(domain)
+    code = block("python", "bus.start_process(")
+    assert len(code.strip().splitlines()) <= 15
+    exec(code, {"bus": bus, "handlers": handlers})
+    Worker(handlers, database_url=database).run(until_idle=True)
+    record = bus.get_process("processes", "order-17")
+    assert record is not None
+    assert (record.status, did) == ("COMPLETED", ["reserve", "charge", "ship"])
+
+
 def test_the_sending_example_runs(bus: CommandBus) -> None:
     bus.create_queue("shop_replies")
     names: dict[str, Any] = {"bus": bus}
@@ -152,6 +217,19 @@ def test_the_sending_example_runs(bus: CommandBus) -> None:
     record = bus.get_command("orders", "ship-18")
     assert record is not None
     assert (record.correlation_id, record.max_attempts) == ("cart-4711", 5)
+
+
+def test_the_calling_example_runs(bus: CommandBus, database: str) -> None:
+    handlers = HandlerRegistry()
+    handlers.register("orders", "ship", lambda command, ctx: {"shipped": command.data["order_no"]})
+    worker = Worker(handlers, database_url=database)
+    worker.start()
+    names: dict[str, Any] = {"bus": bus}
+    try:
+        exec(block("python", "bus.call("), names)
+    finally:
+        worker.stop(timeout=4)
+    assert names["shipped"] == {"shipped": 20}
 
 
 def test_the_example_with_other_peoples_connections_runs(bus: CommandBus, database: str) -> None:
