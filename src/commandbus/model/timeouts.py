@@ -233,7 +233,7 @@ class Timeouts:
         if self.drain_seconds == 0:
             yield (
                 f"{self._named('shutdown_timeout')} leaves no time beside {self._named('cancel_grace')} and "
-                f"{format_seconds(SHUTDOWN_MARGIN)} to finish: running attempts are cancelled at once"
+                f"{format_seconds(SHUTDOWN_MARGIN)} to finish: running attempts are canceled at once"
             )
 
     def _named(self, name: str) -> str:
