@@ -26,7 +26,7 @@ from support.workers import quick_settings
 
 SLOTS = 3
 SHORT = {
-    "task_timeout": 0.4,
+    "task_timeout": 0.8,  # a pool whose connections were all taken away needs a moment on a busy machine
     "cancel_grace": 0.3,
     "visibility_timeout": 2.0,
     "statement_timeout": 1.5,

@@ -1,7 +1,7 @@
 """child: one attempt in a child process, as the slot's thread that waits for it and the ladder see it.
 
     begin → run is sent → messages (begun, lent, returned, progress, extend, log) → ended
-                        ↘ kill: dump signal, 0.2 s for the stacks, SIGKILL → dead
+                        ↘ kill: dump signal, 0.5 s for the stacks, SIGKILL → dead
                         ↘ it dies by itself → dead
 
 The slot's thread `attend`s: it does what the handler's context asks for, and returns how it ended. The ladder's
@@ -34,7 +34,7 @@ from commandbus.runtime.process import ChildProcess
 
 logger = logging.getLogger("commandbus.worker")
 
-DUMP_SECONDS: Final = 0.2
+DUMP_SECONDS: Final = 0.5
 DYING_SECONDS: Final = 2.0
 _HANG_UP_SECONDS: Final = 0.5
 _LOOK_SECONDS: Final = 0.005
