@@ -100,6 +100,8 @@ def test_a_worker_that_has_done_its_share_is_replaced_by_a_fresh_one(orders, bus
             bus.send("orders", "ship", n, command_id=f"c{n}")
             eventually(lambda n=n: bus.get_command("orders", f"c{n}").status is CommandStatus.COMPLETED)
             eventually(lambda n=n: len([worker for worker in bus.workers() if worker.state == "STOPPED"]) == n + 1)
+        # A worker says STOPPED a moment before it exits: the replacement is counted once its successor is there.
+        eventually(lambda: len([worker for worker in bus.workers() if worker.state != "STOPPED"]) == 1)
         program.signal(signal.SIGTERM)
         answer = program.end()
     assert answer.code == 0
