@@ -184,6 +184,54 @@ def test_a_manager_that_cannot_be_one_is_refused(lab: Lab) -> None:
         lab.handlers.register_process(7)  # type: ignore[arg-type]
 
 
+class Silent(BaseProcessManager[dict[str, Any]]):
+    """Says nothing of what it does."""
+
+    process_type = "silent"
+
+
+class Beginning(Silent):
+    """Says what it begins with, and no more."""
+
+    def first_step(self, state: Any) -> str:
+        return "reserve"
+
+
+class Endless(Beginning):
+    """Says what a step is, and not what follows."""
+
+    def build_command(self, step: str, state: Any) -> StepCommand:
+        return StepCommand("orders", step)
+
+
+class Seeing(Endless):
+    """Says what follows in `next_steps`."""
+
+    def next_steps(self, process: ProcessView[Any], step: str, reply: StepReply) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("manager", "missing"), [(Silent(), "first_step"), (Beginning(), "build_command"), (Endless(), "next_step")]
+)
+def test_a_manager_that_lacks_a_method_is_refused(lab: Lab, manager: Any, missing: str) -> None:
+    said = rf"^{type(manager).__name__} has no {missing}: "
+    with pytest.raises(ConfigurationError, match=said):
+        lab.handlers.register_process(manager)
+    with pytest.raises(ConfigurationError, match=said):
+        lab.bus.start_process(manager, {})
+    assert len(lab.bus.query_processes()) == 0
+
+
+def test_next_steps_is_enough_without_next_step(bus: CommandBus, database: str) -> None:
+    lab, manager = Lab(bus), Seeing()
+    lab.handlers.register_process(manager)
+    with Worker(lab.handlers, settings=quick_settings(database)):
+        bus.start_process(manager, {}, process_id="p1")
+        lab.until("p1", "COMPLETED")
+    assert lab.world.did == ["reserve"]
+
+
 class Hanging(BaseProcessManager[dict[str, Any]]):
     """Its code hangs once, then not."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -26,6 +27,8 @@ from commandbus.flow.batch_operate import Canceling, leftovers, mark, resume
 from commandbus.flow.claim import claim, put_right
 from commandbus.flow.fold import fold
 from commandbus.flow.settle import settle
+from commandbus.model.outcome import judge_failure
+from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.router import handler_of
 from support.by_hand import Desk
@@ -184,3 +187,72 @@ def test_a_process_of_a_cancelled_batch_that_is_retried_is_not_cancelled_again(
     bus.retry_process("processes", "bad", operator="ann")
     assert one(db, "SELECT finished_at IS NULL FROM commandbus.batch"), "it is open to be swept again"
     assert bus.run(leftovers()).to_cancel == []
+
+
+def handle_all(bus: CommandBus, desk: Desk) -> None:
+    """All messages that wait now, of processes of both types."""
+    handlers = {manager.process_type: handler_of(manager) for manager in (ONE, LATER)}
+    for message in take(bus, "processes"):
+        desk.handle(handlers[message.command().command_type], "w", message)
+
+
+def one_has_failed_and_one_waits(bus: CommandBus, desk: Desk) -> None:
+    """A closed batch of two processes; no worker runs, so nobody sweeps."""
+    bus.create_process_batch(ONE, [{"data": {}, "process_id": "bad"}], batch_id="b", is_open=True)
+    bus.add_processes_to_batch(LATER, "b", [{"data": {}, "process_id": "good"}])
+    bus.close_batch("processes", "b")
+    handle_all(bus, desk)
+    (attempt,) = take(bus, "orders")
+    judgement = judge_failure(BusinessRuleException("no"), charge=1, policy=RetryPolicy(), max_attempts=1)
+    bus.run(settle("orders", "w", [attempt.fail(judgement)]))
+    handle_all(bus, desk)
+    statuses = {record.process_id: record.status.value for record in bus.query_processes(batch_id="b")}
+    assert statuses == {"bad": "FAILED", "good": "WAITING_FOR_REPLY"}
+
+
+def canceled_by_who_died(bus: CommandBus, db: Db, desk: Desk) -> Canceling:
+    """The batch has ended CANCELED, and nobody has noted that its cancellation is done."""
+    one_has_failed_and_one_waits(bus, desk)
+    canceling: Canceling = bus.run(mark("processes", "b", CANCEL))
+    bus.follow(process_batch.cancel_members(canceling.id, "processes", CANCEL))
+    handle_all(bus, desk)
+    assert one(db, "SELECT status FROM commandbus.batch WHERE cancel ->> 'done' IS NULL") == "CANCELED"
+    return canceling
+
+
+def test_a_retried_member_is_swept_only_if_somebody_cancels_again(bus: CommandBus, db: Db, desk: Desk) -> None:
+    canceling = canceled_by_who_died(bus, db, desk)
+    bus.retry_process("processes", "bad", operator="bob")
+    assert one(db, "SELECT finished_at IS NULL FROM commandbus.batch"), "it can be swept again"
+    assert bus.run(leftovers()).to_cancel == []
+    assert bus.run(mark("processes", "b", operate.deed("CANCEL", "eve"))) == canceling, "and dies, too"
+    assert bus.run(leftovers()).to_cancel == [canceling]
+    assert bus.follow(resume(canceling)) == (0, 1)
+    assert one(db, "SELECT cancel ->> 'by' FROM commandbus.process WHERE process_id = 'bad'") == "ann"
+    assert bus.run(leftovers()).to_cancel == []
+
+
+def test_members_that_nobody_has_cancelled_yet_are_swept_though_one_is_retried(
+    bus: CommandBus, db: Db, desk: Desk
+) -> None:
+    one_has_failed_and_one_waits(bus, desk)
+    canceling = bus.run(mark("processes", "b", CANCEL))
+    bus.retry_process("processes", "bad", operator="bob")
+    assert bus.run(leftovers()).to_cancel == [canceling]
+    bus.follow(resume(canceling))
+    handle_all(bus, desk)
+    assert one(db, "SELECT status FROM commandbus.process WHERE process_id = 'good'") == "CANCELED"
+
+
+def test_a_member_is_retried_while_somebody_changes_its_batch(bus: CommandBus, db: Db, desk: Desk) -> None:
+    """It waits for the batch's row, and then finds another version of it."""
+    canceled_by_who_died(bus, db, desk)
+    blocked = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid))"
+    with psycopg.connect(db.info.dsn) as conn, ThreadPoolExecutor(1) as pool:
+        conn.execute("UPDATE commandbus.batch SET name = 'another'")
+        retry = pool.submit(bus.retry_process, "processes", "bad", operator="bob")
+        until(lambda: one(db, blocked, conn.info.backend_pid) == 1)
+        conn.commit()
+        retry.result(20)
+    assert bus.run(leftovers()).to_cancel == []
+    assert one(db, "SELECT name FROM commandbus.batch") == "another"

@@ -68,7 +68,8 @@ def cancel(domain: str, batch_id: str, what: Deed) -> Plan[BatchCancelReport]:
 
 @operation(atomic=True)
 def mark(domain: str, batch_id: str, what: Deed) -> Steps[Canceling]:
-    """Note that a batch is to be cancelled, and close it; who asked first is kept."""
+    """Note that a batch is to be cancelled, and close it; who asked first is kept. Asked again, it is to be done
+    again: one of its processes may have been retried meanwhile."""
     found = yield from lock(domain, batch_id, "UPDATE")
     if not found.is_finished:
         yield from fold_now([found.id])  # it may be complete, and nobody has noticed yet
@@ -78,6 +79,10 @@ def mark(domain: str, batch_id: str, what: Deed) -> Steps[Canceling]:
     if found.is_open:
         found.check_isolation("cancel_batch")
     if found.cancel is not None:
+        yield Statement(
+            b"UPDATE commandbus.batch SET cancel = (cancel::jsonb - 'done')::json WHERE id = %(id)s",
+            {"id": found.id},
+        )
         return Canceling(found.id, domain, found.holds, _deed_of(found.cancel))
     yield Statement(
         b"UPDATE commandbus.batch SET is_open = false, cancel = json_build_object('by', %(by)s::text, "

@@ -20,7 +20,7 @@ from commandbus.errors import InvalidOperationError, PermanentCommandError, Proc
 from commandbus.flow import operate
 from commandbus.flow.fold import fold_now
 from commandbus.flow.reply import Reply, deliver
-from commandbus.flow.send import explain_missing, prepare
+from commandbus.flow.send import Outgoing, explain_missing, prepare
 from commandbus.flow.statement import Row, Statement, Steps, operation
 from commandbus.model import names, payload
 from commandbus.model.command import NewCommand, new_command_id
@@ -141,23 +141,40 @@ def set_aside(domain: str, process: int | None, message: Any, reason: str) -> St
 
 
 def _cancel_steps(loaded: Loaded, cancels: list[tuple[StepView, str]]) -> Steps[None]:
-    """First what waits or runs (queue rows), then what is in the troubleshooting queue: that locks the process,
-    and a worker that settles one of the others would wait for it while we wait for the worker."""
     operator = f"process {loaded.view.process_id}"[:255]
-    deeds = [(step, operate.deed("CANCEL", operator, why[:8192])) for step, why in cancels]
+    wanted = [
+        (step.domain, step.command_id, operate.deed("CANCEL", operator, why[:8192])) for step, why in cancels
+    ]
+    yield from cancel_commands(loaded.id, wanted)
+
+
+def cancel_commands(process: int, wanted: list[tuple[str, str, operate.Deed]]) -> Steps[None]:
+    """Cancel commands of a process, whatever state each is in; the reply to one that has just ended is on its way.
+
+    First what waits or runs (queue rows), then what is in the troubleshooting queue: that locks the process, and a
+    worker that settles one of the others would wait for it while we wait for the worker. In between, once none can
+    leave that queue any more, those that an operator has just retried.
+    """
+    left = yield from _cancel_waiting(wanted)
+    if not left:
+        return
+    yield from lock_troubled(process)
+    for domain, command_id, deed in (yield from _cancel_waiting(left)):
+        try:
+            yield from operate.act_on(domain, command_id, deed).steps
+        except InvalidOperationError:
+            continue
+
+
+def _cancel_waiting(wanted: list[tuple[str, str, operate.Deed]]) -> Steps[list[tuple[str, str, operate.Deed]]]:
+    """Cancel those that wait or run; answers the others."""
     left = []
-    for step, deed in deeds:
+    for domain, command_id, deed in wanted:
         try:
-            yield from operate.cancel(step.domain, step.command_id, deed).steps
+            yield from operate.cancel(domain, command_id, deed).steps
         except InvalidOperationError:
-            left.append((step, deed))
-    if left:
-        yield from lock_troubled(loaded.id)
-    for step, deed in left:
-        try:
-            yield from operate.act_on(step.domain, step.command_id, deed).steps
-        except InvalidOperationError:
-            continue  # it has just ended: its reply is on its way
+            left.append((domain, command_id, deed))
+    return left
 
 
 def lock_troubled(process: int) -> Steps[list[Row]]:
@@ -174,42 +191,31 @@ def lock_troubled(process: int) -> Steps[list[Row]]:
     )
 
 
-def cancel_command(domain: str, command_id: str, deed: operate.Deed) -> Steps[None]:
-    """Whatever state it is in: waiting, running, or in the troubleshooting queue. If it has just ended, its
-    reply is on its way."""
+def _prepare(loaded: Loaded, sending: Sending, max_bytes: int) -> tuple[str, Outgoing, float | None]:
+    """A step's domain, its checked command, and how long the step may take."""
+    step, command = sending.step, sending.command
     try:
-        yield from operate.cancel(domain, command_id, deed).steps
-    except InvalidOperationError:
-        try:
-            yield from operate.act_on(domain, command_id, deed).steps
-        except InvalidOperationError:
-            return
-
-
-def _send_step(loaded: Loaded, sending: Sending, max_bytes: int) -> Steps[None]:
-    step, command, view = sending.step, sending.command, loaded.view
-    try:
-        domain = names.check_domain(command.domain)
-        outgoing = prepare(
-            NewCommand(
-                command.command_type,
-                command.data,
-                _own_id(view, sending),
-                loaded.correlation_id or view.process_id,
-                None,
-                command.max_attempts,
-                command.delay,
-                None,
-                command.headers,
-                command.timeout,
-            ),
-            max_bytes=max_bytes,
+        new = NewCommand(
+            command.command_type,
+            command.data,
+            _own_id(loaded.view, sending),
+            loaded.correlation_id or loaded.view.process_id,
+            max_attempts=command.max_attempts,
+            delay=command.delay,
+            headers=command.headers,
+            timeout=command.timeout,
         )
-        deadline = None if command.deadline is None else parse_seconds(command.deadline, name="deadline")
+        seconds = None if command.deadline is None else parse_seconds(command.deadline, name="deadline")
+        return names.check_domain(command.domain), prepare(new, max_bytes=max_bytes), seconds or None
     except ValueError as error:
         raise PermanentCommandError(
             f"the command of step {step.name!r} cannot be sent: {error}", code="INVALID_STEP"
         ) from None
+
+
+def _send_step(loaded: Loaded, sending: Sending, max_bytes: int) -> Steps[None]:
+    step = sending.step
+    domain, outgoing, deadline = _prepare(loaded, sending, max_bytes)
     timer = None
     if deadline:
         timer = yield from _set_timer(loaded, {"event": "deadline", "step": step.number}, deadline)
@@ -232,7 +238,7 @@ def _send_step(loaded: Loaded, sending: Sending, max_bytes: int) -> Steps[None]:
                 "name": step.name,
                 "undoes": step.undoes,
                 "timer": timer,
-                "deadline": deadline or None,
+                "deadline": deadline,
             },
         )
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:

@@ -11,7 +11,7 @@ from commandbus import sql
 from commandbus.errors import CommandBusError, InvalidOperationError, ProcessNotFoundError
 from commandbus.flow import operate
 from commandbus.flow.fold import fold_now
-from commandbus.flow.process import cancel_command, loads, send_message, tell_the_end
+from commandbus.flow.process import cancel_commands, loads, send_message, tell_the_end
 from commandbus.flow.send import explain_missing
 from commandbus.flow.statement import Plan, Row, Statement, Steps, operation
 from commandbus.model import names
@@ -28,8 +28,8 @@ def cancel_process(domain: str, process_id: str, what: operate.Deed) -> Plan[Pro
     """
     process_id = names.to_id(process_id, "process_id")
     status = yield _request_cancel(names.check_domain(domain), process_id, what)
-    for of_domain, command_id, is_to_retry in (yield _unfinished(domain, process_id)):
-        yield _end_unfinished(of_domain, command_id, what, is_to_retry=is_to_retry)
+    for id_, of_domain, command_id, is_to_retry in (yield _unfinished(domain, process_id)):
+        yield _end_unfinished(id_, of_domain, command_id, what, is_to_retry=is_to_retry)
     return cast(ProcessStatus, status)
 
 
@@ -58,14 +58,16 @@ def _unfinished(domain: str, process_id: str) -> Steps[list[Row]]:
 
 
 @operation(atomic=True)
-def _end_unfinished(domain: str, command_id: str, what: operate.Deed, *, is_to_retry: bool) -> Steps[None]:
+def _end_unfinished(
+    process: int, domain: str, command_id: str, what: operate.Deed, *, is_to_retry: bool
+) -> Steps[None]:
     if is_to_retry:
         try:
             yield from operate.act_on(domain, command_id, replace(what, action="RETRY")).steps
         except InvalidOperationError:
             return
     else:
-        yield from cancel_command(domain, command_id, what)
+        yield from cancel_commands(process, [(domain, command_id, what)])
 
 
 @operation(atomic=True)

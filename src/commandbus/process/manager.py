@@ -233,9 +233,20 @@ def check_manager(manager: object) -> BaseProcessManager[Any]:
         raise ConfigurationError(f"{kind} has no process_type: name it in the class")
     names.check_type(manager.process_type)
     names.check_domain(manager.domain)
+    if missing := [name for name in _needed(manager) if _is_ours(manager, name)]:
+        raise ConfigurationError(f"{kind} has no {missing[0]}: a process manager must say what it does")
     if manager.deadline is not None:
         parse_seconds(manager.deadline, name=f"deadline of {kind}")
     return manager
+
+
+def _needed(manager: BaseProcessManager[Any]) -> list[str]:
+    """The methods that have no default; who says what follows in `next_steps` needs no `next_step`."""
+    return ["first_step", "build_command", *(["next_step"] if _is_ours(manager, "next_steps") else [])]
+
+
+def _is_ours(manager: BaseProcessManager[Any], name: str) -> bool:
+    return getattr(type(manager), name) is getattr(BaseProcessManager, name)
 
 
 def is_async(manager: BaseProcessManager[Any]) -> bool:

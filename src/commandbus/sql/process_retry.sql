@@ -1,7 +1,13 @@
--- A FAILED process is to go on. Returns what a message to it needs, and as JSON the messages that it has missed: those
--- that somebody ended before it handled them, and replies that came while it was FAILED. They are sent again.
+-- A FAILED process is to go on. Returns what a message to it needs, and as JSON the messages that it has missed:
+-- those that somebody ended before it handled them, and replies that came while it was FAILED. They are sent
+-- again.
 --
--- Locks: the process row. Indexes: process_domain_process_id_key, command_process, stray_reply_process.
+-- If all other members of its cancelled batch are final, that cancellation is done, whether or not somebody lived
+-- to note it: no sweep cancels this process again; whoever wants that asks once more. Otherwise the sweep must
+-- go on, for the others.
+--
+-- Locks: the process row, then its batch's (nobody who holds a batch's row waits for a process).
+-- Indexes: process_domain_process_id_key, process_unfinished, command_process, stray_reply_process.
 WITH moved AS (
     UPDATE commandbus.process
        SET status = CASE WHEN in_tsq > 0 THEN 'WAITING_FOR_TSQ' ELSE 'IN_PROGRESS' END, finished_at = NULL,
@@ -11,6 +17,13 @@ WITH moved AS (
 ), counted AS (
     INSERT INTO commandbus.batch_delta (batch, failed, in_tsq)
     SELECT batch, -1, (in_tsq > 0)::integer FROM moved WHERE batch IS NOT NULL
+), spared AS (
+    UPDATE commandbus.batch SET cancel = (cancel::jsonb || '{"done": true}')::json
+     WHERE cancel IS NOT NULL AND cancel ->> 'done' IS NULL
+       AND id = ANY (ARRAY(
+           SELECT m.batch FROM moved m
+            WHERE NOT EXISTS (SELECT FROM commandbus.process p
+                               WHERE p.batch = m.batch AND p.finished_at IS NULL AND p.id <> m.id)))
 ), missed AS (
     SELECT 1 AS rank, c.id, c.data AS message
       FROM moved m JOIN commandbus.command c ON c.process = m.id AND c.step = 0

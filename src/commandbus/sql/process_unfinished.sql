@@ -1,11 +1,11 @@
 -- The commands of a process's outstanding steps, and its own messages (step 0): those in the troubleshooting queue, which
 -- are to be retried, or if it has ended, all that are left, to be ended.
 -- Locks: none. Indexes: the keys, command_process.
-SELECT s.domain, s.command_id, false
+SELECT p.id, s.domain, s.command_id, false
   FROM commandbus.process p JOIN commandbus.process_step s ON s.process = p.id
  WHERE p.domain = %(domain)s AND p.process_id = %(process_id)s AND s.status = 'SENT'
 UNION ALL
-SELECT c.domain, c.command_id, p.finished_at IS NULL
+SELECT p.id, c.domain, c.command_id, p.finished_at IS NULL
   FROM commandbus.process p JOIN commandbus.command c ON c.process = p.id
  WHERE p.domain = %(domain)s AND p.process_id = %(process_id)s AND c.step = 0
    AND (c.status = 'IN_TROUBLESHOOTING_QUEUE' OR (p.finished_at IS NOT NULL AND c.status = 'PENDING'))
