@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psycopg
 
-from bench import fleet, floors
+from bench import fleet, floors, limits
 from bench.fleet import Member, drain
 from bench.ground import DATA, Ground, ground
 from commandbus import CommandBus, Worker
@@ -26,6 +26,9 @@ WANTED = [  # figure, floor, least ratio
     ("drain_supervised_per_s", "drain_no_deadline_per_s", 0.95),
     ("drain_sync_1ms_per_s", "drain_async_1ms_per_s", 0.90),
     ("drain_batch_per_s", "drain_no_batch_per_s", 0.90),
+    ("drain_beside_parked_per_s", "drain_sync_per_s", 0.95),
+    ("limit_postgres_pairs_per_s", "floor_postgres_pairs_per_s", 0.70),
+    ("limit_redis_pairs_per_s", "floor_redis_pairs_per_s", 0.70),
     ("drain_long_transaction_per_s", "drain_sync_per_s", 0.80),
     ("drain_delayed_per_s", "drain_sync_per_s", 0.90),
     ("drain_history_per_s", "drain_sync_per_s", 0.90),
@@ -87,12 +90,22 @@ class Run:
         self.drain("drain_no_batch_per_s", "one_batch", "sync")
         self.drain("drain_batch_per_s", "one_batch", "sync", in_batch=True)
         self.drain("drain_two_workers_per_s", "two", "sync", size=2)
+        self.beside_parked()
         with psycopg.connect(self.base.url) as holder:
             holder.execute("SELECT txid_current()")  # an open transaction with a snapshot that keeps the dead
             self.drain("drain_long_transaction_per_s", "long", "sync")
         self.drain("drain_sync_1ms_per_s", "sync_1ms", "sync_1ms", count=few)
         self.drain("drain_async_1ms_per_s", "async_1ms", "async_1ms", count=few)
         self.sends()
+
+    def beside_parked(self) -> None:
+        """Work of a domain in which 10,000 commands wait for a limit."""
+        if "parked" not in self.members:
+            self.crew("parked", "parked")
+            limits.park(self.base, "parked")
+        self.drain("drain_beside_parked_per_s", "parked", "parked")
+        for name, value in limits.measure(self.base, 500 if self.quick else 2000).items():
+            self.note(name, value)
 
     def sends(self) -> None:
         """The bulk first: after the checkpoint of the last fill it takes the full-page images of the pages that

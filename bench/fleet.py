@@ -109,7 +109,10 @@ def handlers_of(kind: str, domain: str, began: Any) -> HandlerRegistry:
 
     functions = {"sync": noop, "async": async_noop, "sync_1ms": wait, "async_1ms": async_wait, "stamp": stamp,
                  "query": query}  # fmt: skip
-    if kind == "no_deadline":
+    if kind == "parked":
+        handlers.register(domain, "work", noop)
+        handlers.register(domain, "limited", noop, limits=["bench_full"])
+    elif kind == "no_deadline":
         handlers.register(domain, "work", noop, timeout=0)
     else:
         handlers.register(domain, "work", functions["sync" if kind == "supervised" else kind])

@@ -1,4 +1,4 @@
-"""Real servers for the tests: one PostgreSQL per session, one database per test.
+"""Real servers for the tests: one PostgreSQL per session, one database per test; one Redis, if a test asks for it.
 
 `server` is started once, in a temporary folder outside the repository and without fsync. `empty_database` is
 a fresh database; `database` is a copy of one that was migrated once per session, which costs some 30 ms.
@@ -16,12 +16,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
 from psycopg import sql
 
 from commandbus.db.embedded import EmbeddedPostgres
+
+if TYPE_CHECKING:
+    from support.redis_server import RedisServer
 
 BINARIES_VARIABLE = "COMMANDBUS_TEST_POSTGRES_BIN"
 _TEMPLATE = "commandbus_template"
@@ -156,3 +160,23 @@ def database(
     """The address of a fresh database with the schema of commandbus in it."""
     with _fresh_database(server, server_admin, template=migrated_template) as address:
         yield address
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    """The session's Redis. A test that kills or stops one makes its own: `support.redis_server.RedisServer`."""
+    from support.redis_server import RedisServer
+
+    server = RedisServer()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    """The address of the session's Redis, emptied."""
+    redis_server.flush()
+    return redis_server.url

@@ -42,6 +42,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "poll_interval": ("500ms", 0.5),
     "max_extension": ("2h", 7200.0),
     "reset_thread_locals": ("false", False),
+    "breakers_enabled": ("false", False),
     "max_messages": ("10000", 10_000),
     "max_memory_mb": ("512", 512),
     "health_port": ("8080", 8080),
@@ -334,7 +335,6 @@ def test_an_unknown_key_is_refused_with_a_guess(content: str, message: str, proj
     ("content", "message"),
     [
         ("[workers]\nconcurrency = 4\n", "there is no section [workers]; did you mean [worker]?"),
-        ("[limits.docai]\nconcurrency = 4\n", "there is no section [limits]"),
         ("[web]\nport = 1\n", "there is no section [web]"),
         ("worker = 4\n", "worker must be a section, [worker], not int"),
     ],

@@ -18,10 +18,12 @@ The way of one command through this package:
 
 from commandbus.bus import AsyncCommandBus, CommandBus
 from commandbus.errors import (
+    ApiTimeoutError,
     AttemptCancelledError,
     AttemptFencedError,
     BatchNotFoundError,
     BatchTimeoutError,
+    BreakerOpenError,
     BusClosedError,
     BusinessRuleException,
     CallError,
@@ -43,14 +45,17 @@ from commandbus.errors import (
     EmbeddedPostgresError,
     InvalidCommandError,
     InvalidOperationError,
+    LimitTimeoutError,
     MissingPrivilegeError,
     PermanentCommandError,
     ProcessNotFoundError,
+    RateLimitError,
     SchemaError,
     TransactionUsedError,
     TransientCommandError,
     UnknownCommandTypeError,
     UnknownDomainError,
+    UnknownLimitError,
 )
 from commandbus.flow.history import AttemptRecord, StuckAttempt
 from commandbus.flow.inspect import CommandQuery, DomainStatus, RejectedMessage, UndeliveredReply, WorkerInfo
@@ -62,6 +67,7 @@ from commandbus.model.batch import (
     CreatedBatch,
     OnComplete,
 )
+from commandbus.model.breaker import Breaker
 from commandbus.model.command import (
     AuditEntry,
     AuditEvent,
@@ -74,6 +80,8 @@ from commandbus.model.command import (
     SentCommand,
     TsqEntry,
 )
+from commandbus.model.http import parse_retry_after, raise_for_rate_limit
+from commandbus.model.limit import Limit, Rate
 from commandbus.model.page import Page
 from commandbus.model.process import (
     NewProcess,
@@ -97,6 +105,7 @@ from commandbus.settings import Settings, load_settings
 from commandbus.troubleshooting import AsyncTroubleshootingQueue, TroubleshootingQueue
 
 __all__ = [
+    "ApiTimeoutError",
     "AsyncCommandBus",
     "AsyncHandlerContext",
     "AsyncTroubleshootingQueue",
@@ -112,6 +121,8 @@ __all__ = [
     "BatchRetryReport",
     "BatchStatus",
     "BatchTimeoutError",
+    "Breaker",
+    "BreakerOpenError",
     "BusClosedError",
     "BusinessRuleException",
     "CallError",
@@ -147,6 +158,8 @@ __all__ = [
     "HealthStatus",
     "InvalidCommandError",
     "InvalidOperationError",
+    "Limit",
+    "LimitTimeoutError",
     "MissingPrivilegeError",
     "NewCommand",
     "NewProcess",
@@ -158,6 +171,8 @@ __all__ = [
     "ProcessReplyRouter",
     "ProcessStatus",
     "ProcessView",
+    "Rate",
+    "RateLimitError",
     "RejectedMessage",
     "RetryPolicy",
     "Saga",
@@ -178,6 +193,7 @@ __all__ = [
     "UndeliveredReply",
     "UnknownCommandTypeError",
     "UnknownDomainError",
+    "UnknownLimitError",
     "Worker",
     "WorkerInfo",
     "WorkerWatchdog",
@@ -185,6 +201,8 @@ __all__ = [
     "handler",
     "load_settings",
     "parallel",
+    "parse_retry_after",
+    "raise_for_rate_limit",
     "sequence",
     "step",
 ]

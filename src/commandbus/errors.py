@@ -219,6 +219,38 @@ class DeadlineExceededError(AttemptCancelledError, TimeoutError):
     """The attempt's deadline, or that of a child context, has passed."""
 
 
+class ApiTimeoutError(DeadlineExceededError):
+    """The one call in a `ctx.limit(..., timeout=...)` block took too long."""
+
+    def __init__(self, message: str = "timeout") -> None:
+        super().__init__(message)
+
+
+class UnknownLimitError(CommandBusError, LookupError):
+    """Nobody has declared a limit of this name."""
+
+    def __init__(self, name: str, known: object = ()) -> None:
+        names = ", ".join(sorted(known)) if isinstance(known, list | tuple | set | frozenset) and known else "none"
+        super().__init__(
+            f"unknown limit {name!r} (known: {names}); declare it with [limits.{name}] in commandbus.toml, with "
+            f"Limit({name!r}, concurrency=…) in code, or with `commandbus limits set {name} --concurrency N`"
+        )
+        self.name = name
+
+
+class BreakerOpenError(CommandBusError):
+    """The breaker of a command type is open, and it was configured to refuse what is sent. Nothing was sent."""
+
+    def __init__(self, domain: str, command_type: str, reason: str) -> None:
+        super().__init__(
+            f"the breaker of command_type {command_type!r} of domain {domain!r} is open: {reason}; nothing was "
+            f"sent. See `commandbus breakers`"
+        )
+        self.domain = domain
+        self.command_type = command_type
+        self.reason = reason
+
+
 class TransactionUsedError(CommandBusError):
     """`ctx.transaction()` completes the command, so an attempt has only one."""
 
@@ -260,6 +292,36 @@ class TransientCommandError(CommandFailure):
     """Try again by the retry policy; the troubleshooting queue when attempts are used up."""
 
     default_code = "TRANSIENT"
+
+
+class RateLimitError(TransientCommandError):
+    """An external API said "not now" (HTTP 429). The command waits, spends no attempt, and everybody else who uses
+    the limit waits too.
+
+    `retry_after`: seconds, if the API said how long. `limit`: which limit it concerns; without it, the one whose
+    `ctx.limit` block it leaves, or the handler's own.
+    """
+
+    def __init__(
+        self,
+        message: str = "rate limited",
+        *,
+        retry_after: float | None = None,
+        limit: str | None = None,
+        code: str = "RATE_LIMITED",
+        details: object = None,
+    ) -> None:
+        super().__init__(message, code=code, details=details)
+        self.retry_after = retry_after
+        self.limit = limit
+
+
+class LimitTimeoutError(TransientCommandError, TimeoutError):
+    """No place of a limit became free in time. That is not a 429: nobody was called."""
+
+    def __init__(self, message: str, *, limit: str | None = None) -> None:
+        super().__init__(message, code="LIMIT_TIMEOUT")
+        self.limit = limit
 
 
 class PermanentCommandError(CommandFailure):

@@ -16,12 +16,12 @@ from commandbus.cli.exits import ExitCode
 def test_migrate_says_what_it_applied_and_how_pgmq_came(bare_cli, empty_database):
     first = bare_cli("migrate", "--domain", "orders", "--database", empty_database)
     assert first.code == 0
-    assert "applied 3 migrations: 0001, 0002, 0003" in first.out
+    assert "applied 4 migrations: 0001, 0002, 0003, 0004" in first.out
     assert "PGMQ 1." in first.out
     assert "domain orders is there" in first.out
     again = bare_cli("migrate", "--database", empty_database, "--json")
     assert again.document["newly_applied"] == []
-    assert again.document["applied"] == [1, 2, 3]
+    assert again.document["applied"] == [1, 2, 3, 4]
     assert again.document["pgmq_way"] in ("sql", "extension")
 
 
@@ -131,6 +131,19 @@ def test_config_names_values_and_origins(bare_cli, tmp_path, monkeypatch):
     assert "WORKER_MAX_MESSAGES" in table.out
     changed = bare_cli("config", "--changed", "--json").document
     assert {item["name"] for item in changed} == {"database_url", "concurrency", "poll_interval"}
+
+
+def test_config_shows_limits_and_breakers(bare_cli, tmp_path, monkeypatch):
+    (tmp_path / "commandbus.toml").write_text(
+        '[limits.docai]\nconcurrency = 5\nrate = "120/m"\n[breakers."orders/ship"]\nstuck = 3\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    table = bare_cli("config", "--changed").out
+    assert "concurrency=5, rate=120/m" in table
+    found = {item["name"]: item for item in bare_cli("config", "--changed", "--json").document}
+    assert found["limits.docai"]["value"] == {"concurrency": 5, "rate": "120/m"}
+    assert found["breakers.orders/ship"]["value"] == {"stuck": 3}
+    assert found["breakers.orders/ship"]["from"].endswith('[breakers."orders/ship"]')
 
 
 def test_the_deadline_that_follows_from_other_settings_is_shown(bare_cli, monkeypatch):

@@ -14,10 +14,10 @@ from typing import Any
 
 import psycopg
 import pytest
-from network import Proxy
 
 from commandbus import CommandBus, HandlerRegistry, Worker
 from commandbus.db.embedded import EmbeddedPostgres
+from support.network import Proxy
 from support.workers import quick_settings
 
 LEDGER = "CREATE TABLE ledger (kind text, command_id text, attempt integer)"

@@ -10,7 +10,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from network import Proxy
 
 from commandbus import (
     CommandBus,
@@ -20,6 +19,7 @@ from commandbus import (
     RetryPolicy,
     Worker,
 )
+from support.network import Proxy
 from support.waiting import one, statuses, until, until_settled, verdicts
 from support.workers import add, done, either, opened, quick_settings, short_lease
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import psycopg
-from network import Proxy
 
 from commandbus import CommandBus, HandlerRegistry, HealthState, Worker
+from support.network import Proxy
 from support.waiting import until, until_settled
 
 

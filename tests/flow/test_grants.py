@@ -23,11 +23,13 @@ from commandbus import (
 )
 from commandbus.db.embedded import EmbeddedPostgres
 from commandbus.flow.batch_operate import leftovers
+from commandbus.flow.breaker import Bad, advance, due, report
 from commandbus.flow.claim import announce, withdraw
 from commandbus.flow.fold import fold
 from commandbus.flow.register import WorkerIdentity, beat
 from commandbus.flow.renew import pending_cancels
 from commandbus.flow.roles import print_roles
+from commandbus.model.breaker import Breaker
 from commandbus.model.roles import KINDS
 
 Roles = Callable[[str], Bus]
@@ -336,3 +338,31 @@ def test_batches(acting: Roles, orders: Bus, db: psycopg.Connection[Any]) -> Non
     assert reader.get_batch("orders", "b").status == BatchStatus.CANCELED
     db.execute("UPDATE commandbus.batch SET finished_at = finished_at - interval '9 days'")
     assert worker.prune(age="1d").batches == 1, "the empty one"
+
+
+def test_breakers(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None:
+    """Workers move them and park, operators open and close them, producers and readers only look."""
+    db.execute(
+        "INSERT INTO commandbus.limits (name, environment, backend, concurrency, lease, tries, backoff, "
+        "breaker_failures, breaker_reset) VALUES ('docai', 'test', 'postgres', 5, 120, 4, '{2,4}', 3, 60)"
+    )
+    worker, operator = acting("worker"), acting("operator")
+    work.send("orders", "Break", command_id="b")
+    bad = [Bad(1, is_stuck=True, text="it hangs")]
+    assert worker.run(report("orders", "Break", Breaker(stuck=1, reset=0.1), bad=bad)).state == "OPEN"
+    worker.claim()
+    assert worker.get_command("orders", "b").waiting_for == "breaker"
+    db.execute("UPDATE commandbus.breaker SET until = now()")
+    assert [item.command_type for item in worker.run(due(["orders"]))] == ["Break"]
+    assert worker.run(advance("orders", "Break")).state == "HALF_OPEN"
+    probe = worker.claim_one().id
+    assert worker.run(report("orders", "Break", Breaker(), good=[probe])).state == "CLOSED"
+    for of in ({"domain": "orders", "command_type": "Break"}, {"limit": "docai"}):
+        assert operator.open_breaker(**of)
+        assert operator.close_breaker(**of) == 0
+        assert operator.reset_breaker(**of) == 0
+    for kind in ("reader", "producer"):
+        only_looks = acting(kind)
+        assert len(only_looks.breakers()) == 2
+        _refused(lambda bus=only_looks: bus.open_breaker("orders", "Break"))
+        _refused(lambda bus=only_looks: bus.open_breaker(limit="docai"))

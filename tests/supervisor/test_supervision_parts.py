@@ -14,6 +14,8 @@ import pytest
 from commandbus.cli.exits import ExitCode, code_for
 from commandbus.errors import ConfigurationError, UnknownDomainError
 from commandbus.flow.rescue import Rule, Scouted
+from commandbus.model.breaker import Breaker
+from commandbus.model.limit import Limit
 from commandbus.model.postmortem import Dump
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.board import State
@@ -87,6 +89,8 @@ def test_settings_cross_over_unchanged() -> None:
         backoff_schedule=(1.0, 2.0),
         task_timeout=0.0,
         max_memory_mb=512,
+        limits=(Limit("docai", concurrency=5, rate="120/m"),),
+        breakers={"orders/ship": Breaker(stuck=3)},
         config_file=Path("/etc/commandbus.toml"),
     )
     fd = letter.write(Letter(settings, "s-1", 42, 5, 6, 7))

@@ -21,6 +21,7 @@ from commandbus.runtime.context import Services
 from commandbus.runtime.execute import Ended, Executor, Note
 from commandbus.runtime.health import HealthStatus
 from commandbus.runtime.isolation import Isolation
+from commandbus.runtime.limited import LimitedWork
 from commandbus.runtime.process import ChildProcess
 from commandbus.settings import Settings
 
@@ -89,6 +90,16 @@ class Lab:
         self.progress: list[str] = []
         self.terminated: list[int] = []
         self.is_held = True
+        self.lost: list[str] = []
+        self.errors: list[BaseException] = []
+        self.limited = LimitedWork(
+            settings,
+            WORKER,
+            push=self._never,
+            settle=self._never,
+            on_lost=self._lose,
+            on_error=self.errors.append,
+        )
         policy = RetryPolicy(max_attempts=3, backoff_schedule=[0], jitter=0)
         self.services = Services(
             worker=WORKER,
@@ -99,6 +110,7 @@ class Lab:
             extend_timeout=5.0,
             max_extension=settings.max_extension,
             progress=self._progress,
+            limits=self.limited,
         )
         self.executor = Executor(self.services, policy, settings.timeouts, registry, HealthStatus())
         self.registry = registry
@@ -110,6 +122,7 @@ class Lab:
             extend=self._extend,
             progress=self._progress,
             terminate=self._terminate,
+            limits=self.limited,
             default_max_attempts=3,
         )
 
@@ -161,6 +174,18 @@ class Lab:
         command = self.bus.get_command("orders", attempt.command_id)
         assert command is not None
         return str(command.status)
+
+    def close(self) -> None:
+        """End its processes, and then its gate, which hears what they leave."""
+        self.isolation.close(3)
+        self.limited.stop(3)
+        assert self.errors == []
+
+    def _lose(self, attempt: Attempt, text: str) -> None:
+        self.lost.append(text)
+
+    def _never(self, *_: Any) -> None:
+        raise AssertionError("nothing visits the gate of a lab")
 
     def _extend(self, attempt: Attempt, seconds: float) -> Future[bool]:
         answer: Future[bool] = Future()

@@ -28,6 +28,7 @@ QUICK = {
     "poll_interval": "0.1s",
     "backoff_schedule": "0",
     "backoff_jitter": "0",
+    "breakers_enabled": "false",
     "health_port": "0",
 }
 

@@ -21,7 +21,10 @@ AT_ONCE = RetryPolicy(max_attempts=3, backoff_schedule=[0], jitter=0)
 
 
 def quick_settings(database_url: str, **changes: Any) -> Settings:
-    """Settings of a worker that looks often, so that no test depends on a notification it does not test."""
+    """Settings of a worker that looks often, so that no test depends on a notification it does not test.
+
+    Breakers are off: what hangs in a test would make later commands of its type wait.
+    """
     chosen: dict[str, Any] = {
         "database_url": database_url,
         "concurrency": 4,
@@ -30,6 +33,7 @@ def quick_settings(database_url: str, **changes: Any) -> Settings:
         "backoff_jitter": 0.0,
         "shutdown_timeout": 10.0,
         "cancel_grace": 1.0,
+        "breakers_enabled": False,
     }
     return Settings(**chosen | changes)
 

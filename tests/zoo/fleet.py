@@ -37,6 +37,7 @@ SETTINGS = {
     "WORKER_POLL_INTERVAL": "0.1",
     "WORKER_SHUTDOWN_TIMEOUT": "6",
     "WORKER_MAX_MEMORY_MB": "200",
+    "WORKER_BREAKERS": "false",
 }
 
 

@@ -15,6 +15,8 @@ from psycopg import errors as pg
 from psycopg_pool import AsyncConnectionPool
 
 from commandbus.bus.batches import AsyncBatches
+from commandbus.bus.breakers import AsyncBreakers
+from commandbus.bus.limiting import AsyncLimiting, GateHolder
 from commandbus.bus.listening import LAST_LOOK_SECONDS, address_of
 from commandbus.bus.processes import AsyncProcesses
 from commandbus.bus.shell import CHUNK, POOL_SIZE, command_query, whoami
@@ -41,7 +43,7 @@ from commandbus.settings import Settings
 T = TypeVar("T")
 
 
-class AsyncCommandBus(AsyncBatches, AsyncProcesses):
+class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting):
     """The bus for async code: the same methods, awaited. One bus belongs to one event loop."""
 
     def __init__(
@@ -53,6 +55,7 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses):
     ) -> None:
         super().__init__(database_url, settings)
         self._database = Database(self.settings)
+        self._gates = GateHolder()
         self._lent_pool = pool
         self._own_pool: AsyncConnectionPool[OwnAsyncConnection] | None = None
 
@@ -67,6 +70,7 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses):
     async def close(self) -> None:
         """Close what this bus opened; who waits in `call` hears BusClosedError."""
         await asyncio.to_thread(self._listening.close)
+        await asyncio.to_thread(self._gates.close)
         if self._own_pool is not None:
             await self._own_pool.close()
             self._own_pool = None
@@ -107,6 +111,9 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses):
             )  # assigned before the await: a second task must not make another
             await self._own_pool.open()
         return self._own_pool
+
+    def _resolved(self) -> Settings:
+        return self._database.resolve()
 
     async def connect(self) -> AsyncConnection[tuple[Any, ...]]:
         """A new psycopg connection to the bus's database, for the application's own use; close it."""

@@ -37,13 +37,18 @@ class _BatchShell(Shell):
 
     def _create_batch(self, domain: str, commands: Commands, **definition: Any) -> Operation[CreatedBatch]:
         limit = self.settings.max_payload_bytes
-        return batch.create(
-            batch.define(domain, max_bytes=limit, **definition), batch.prepare_all(commands, max_bytes=limit)
-        )
+        made = batch.define(domain, max_bytes=limit, **definition)
+        outgoing, guard = batch.prepare_all(commands, max_bytes=limit), self._guard(domain)
+        if guard is None:
+            return batch.create(made, outgoing)
+        return guard.before(batch.create(made, guard.watch(outgoing)))
 
     def _add_to_batch(self, domain: str, batch_id: str, commands: Commands) -> Operation[int]:
         outgoing = batch.prepare_all(commands, max_bytes=self.settings.max_payload_bytes)
-        return batch.add(names.check_domain(domain), batch_id, outgoing)
+        guard = self._guard(names.check_domain(domain))
+        if guard is None:
+            return batch.add(domain, batch_id, outgoing)
+        return guard.before(batch.add(domain, batch_id, guard.watch(outgoing)))
 
 
 class Batches(_BatchShell):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from commandbus.bus.listening import Call, Listening
 from commandbus.errors import InvalidOperationError
 from commandbus.flow import call, send
+from commandbus.flow.breaker_operate import Guard
 from commandbus.flow.inspect import CommandQuery
 from commandbus.flow.prune import Retention
 from commandbus.flow.statement import Operation
@@ -38,7 +39,8 @@ class Shell:
         self._listening = Listening()
 
     def _send(self, domain: str, new: NewCommand) -> Operation[SentCommand]:
-        return send.send(names.check_domain(domain), send.prepare(new, max_bytes=self.settings.max_payload_bytes))
+        outgoing = send.prepare(new, max_bytes=self.settings.max_payload_bytes)
+        return self._unless_refused(domain, send.send(names.check_domain(domain), outgoing), [new.command_type])
 
     def _call(
         self,
@@ -58,6 +60,7 @@ class Shell:
         seconds = call.seconds_of(timeout, "timeout")
         new.timeout = None if deadline is None else call.seconds_of(deadline, "deadline")
         sending = call.send_call(domain, new, max_bytes=self.settings.max_payload_bytes)
+        sending = self._unless_refused(domain, sending, [new.command_type])
         return Call(sending, self._listening.get(listen_at), seconds=seconds)
 
     def _chunks(
@@ -69,7 +72,22 @@ class Shell:
         limit = self.settings.max_payload_bytes
         outgoing = (send.prepare(send.to_new_command(item), max_bytes=limit) for item in commands)
         while chunk := list(islice(outgoing, size)):
-            yield send.send_chunk(domain, chunk)
+            yield self._unless_refused(
+                domain, send.send_chunk(domain, chunk), (item.command_type for item in chunk)
+            )
+
+    def _guard(self, domain: str) -> Guard | None:
+        """Who refuses commands whose breaker is open; None if these settings want that of no command type."""
+        settings = self.settings
+        if not any(rule.refuses for rule in settings.breakers.values()):
+            return None
+        return Guard(domain, lambda command_type: settings.breaker_of(domain, command_type).refuses)
+
+    def _unless_refused(self, domain: str, sending: Operation[T], types: Iterable[str]) -> Operation[T]:
+        guard = self._guard(domain)
+        if guard is None or not (refusable := {each for each in types if guard.may_refuse(each)}):
+            return sending
+        return guard.before(sending, sorted(refusable))
 
     def _retention(self, age: float | str | timedelta | None, count: int | None) -> Retention:
         if age is None and count is None:

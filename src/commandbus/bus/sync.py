@@ -15,6 +15,8 @@ from psycopg import errors as pg
 from psycopg_pool import ConnectionPool
 
 from commandbus.bus.batches import Batches
+from commandbus.bus.breakers import Breakers
+from commandbus.bus.limiting import GateHolder, Limiting
 from commandbus.bus.listening import LAST_LOOK_SECONDS, address_of
 from commandbus.bus.processes import Processes
 from commandbus.bus.shell import CHUNK, POOL_SIZE, command_query, whoami
@@ -41,7 +43,7 @@ from commandbus.settings import Settings
 T = TypeVar("T")
 
 
-class CommandBus(Batches, Processes):
+class CommandBus(Batches, Processes, Breakers, Limiting):
     """The bus for sync code. Safe to share between threads; close it, or use it as a context manager.
 
     `CommandBus()` takes its database from the settings (environment, commandbus.toml); `pool=` uses a psycopg
@@ -57,6 +59,7 @@ class CommandBus(Batches, Processes):
     ) -> None:
         super().__init__(database_url, settings)
         self._database = Database(self.settings)
+        self._gates = GateHolder()
         self._lent_pool = pool
         self._own_pool: ConnectionPool[OwnConnection] | None = None
 
@@ -71,6 +74,7 @@ class CommandBus(Batches, Processes):
     def close(self) -> None:
         """Close what this bus opened; who waits in `call` hears BusClosedError."""
         self._listening.close()
+        self._gates.close()
         if self._own_pool is not None:
             self._own_pool.close()
             self._own_pool = None
@@ -118,6 +122,9 @@ class CommandBus(Batches, Processes):
                     size = settings.pool_max_size or POOL_SIZE
                     self._own_pool = open_pool(settings, name="bus", max_size=size)
         return self._own_pool
+
+    def _resolved(self) -> Settings:
+        return self._database.resolve()
 
     def connect(self) -> Connection[tuple[Any, ...]]:
         """A new psycopg connection to the bus's database, for the application's own use; close it."""

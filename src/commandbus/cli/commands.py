@@ -85,9 +85,10 @@ def commands(
 
 
 def _note(item: CommandRecord) -> str | None:
-    """What runs tells how far it is and whether it is asked to stop; everything else its last error."""
+    """What runs tells how far it is and whether it is asked to stop, what is parked why; everything else its last
+    error."""
     if item.status is not CommandStatus.IN_PROGRESS:
-        return item.error
+        return item.waiting_text or item.error
     asked = None if item.cancel_requested is None else f"asked to stop by {item.cancel_requested.by}"
     progress = None if item.progress is None else f"progress {compact(item.progress)}"
     return "; ".join(filter(None, (asked, progress, item.error)))
@@ -193,7 +194,7 @@ def _print_record(record: CommandRecord, part: PartOfProcess | None) -> None:
             "started": record.started_at,
             "finished": record.finished_at,
             "ready from": record.visible_at,
-            "waits for": record.waiting_for,
+            "waits for": record.waiting_text,
             "worker": record.worker,
             "batch": record.batch_id,
             "process": None if part is None else _part(part),

@@ -24,9 +24,11 @@ def config(session: Session, changed: bool) -> None:  # noqa: FBT001
         print_json(_document(settings, names))
         return
     shown = settings.displayed() | {name: format_seconds(value) for name, value in _effective(settings).items()}
+    rows = [(name, shown[name], settings.origins[name], SETTINGS[name].toml, SETTINGS[name].env) for name in names]
+    rows += [(key, _options(given), settings.origins[key], key, "") for key, given in settings.tables().items()]
     print_table(
         columns("setting value from toml environment"),
-        [(name, shown[name], settings.origins[name], SETTINGS[name].toml, SETTINGS[name].env) for name in names],
+        rows,
         empty="every setting has its default",
     )
     for warning in settings.warnings:
@@ -47,7 +49,14 @@ def _document(settings: Settings, names: list[str]) -> list[dict[str, object]]:
             "help": SETTINGS[name].help,
         }
         for name in names
+    ] + [
+        {"name": key, "value": given, "from": settings.origins[key], "toml": key}
+        for key, given in settings.tables().items()
     ]
+
+
+def _options(given: dict[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in given.items()) or "defaults"
 
 
 def _effective(settings: Settings) -> dict[str, float]:

@@ -17,12 +17,14 @@ from click.shell_completion import shell_complete
 
 from commandbus.cli import (
     batch,
+    breakers,
     commands,
     config,
     demo,
     doctor,
     domain,
     embedded,
+    limits,
     migrate,
     operate,
     process,
@@ -57,7 +59,7 @@ def root() -> None:
 
 for module in (
     demo, migrate, domain, roles, config, doctor, embedded, worker, send, status, commands, stuck, operate,
-    tsq, batch, process, rejected, undelivered, prune,
+    limits, breakers, tsq, batch, process, rejected, undelivered, prune,
 ):  # fmt: skip
     for command in module.COMMANDS:
         root.add_command(command)

@@ -8,7 +8,7 @@
 | 2    | USAGE        | the command line, or a value on it, makes no sense; nothing was done                 |
 | 3    | CONFIGURATION| a setting (also one given as an option of `worker`, or `--database`) is missing,     |
 |      |              | malformed or contradicts another; a registry cannot be loaded                        |
-| 4    | NOT_FOUND    | no such command, batch, process or domain                                            |
+| 4    | NOT_FOUND    | no such command, batch, process, domain or limit                                     |
 | 5    | REFUSED      | the state of what is meant, another one with this id, or the role's rights forbid it |
 | 6    | DATABASE     | the database cannot be reached, or its schema is missing or newer than this release  |
 | 7    | LEFT_BEHIND  | a worker stopped with attempts still running or outcomes not written                 |
@@ -43,6 +43,7 @@ from commandbus.errors import (
     ProcessNotFoundError,
     SchemaError,
     UnknownDomainError,
+    UnknownLimitError,
 )
 
 NO_SCHEMA = "this database has no commandbus schema; run `commandbus migrate`"
@@ -70,6 +71,7 @@ EXPLAINED: tuple[tuple[type[Exception], ExitCode], ...] = (
     (ConfigurationError, ExitCode.CONFIGURATION),
     (InvalidCommandError, ExitCode.USAGE),
     (UnknownDomainError, ExitCode.NOT_FOUND),
+    (UnknownLimitError, ExitCode.NOT_FOUND),
     (CommandNotFoundError, ExitCode.NOT_FOUND),
     (BatchNotFoundError, ExitCode.NOT_FOUND),
     (ProcessNotFoundError, ExitCode.NOT_FOUND),

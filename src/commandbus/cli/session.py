@@ -143,4 +143,12 @@ class Group(click.Group):
         return list(self.commands)
 
 
+class ListingGroup(Group):
+    """A group that alone on the line lists, instead of showing its help."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs | {"invoke_without_command": True})
+        self.no_args_is_help = False
+
+
 Group.group_class = Group

@@ -24,8 +24,8 @@ def status(session: Session, domains: tuple[str, ...], watch: bool, interval: fl
     """Figures of these domains, or of all.
 
     READY could run now, OLDEST is how long the first of them has waited, DELAYED will be ready later, RUNNING
-    is claimed by workers, prefetched ones included, PARKED waits for a pause to end, TSQ needs a person; RATE is
-    what the living workers settle per second.
+    is claimed by workers, prefetched ones included, PARKED waits for a pause to end, a breaker to close or a place
+    of a limit, TSQ needs a person; RATE is what the living workers settle per second.
     """
     with session.bus() as bus:
         while True:

@@ -5,7 +5,7 @@ The claim itself is one statement and one row write a message. Odd rows are rare
 - still held by somebody when its lease ran out: that worker vanished; its attempt is recorded as LOST. If somebody
   had asked to cancel it, it does not run again: it is CANCELED
 - no command belongs to it: a raw message of another client is adopted, or rejected with a reason
-- its command type is paused: parked
+- its command type is paused, or the type's breaker is not closed: parked. The breaker's probe is let through
 
 Until such an operation has run, the row is simply leased to this worker: a crash in between changes nothing.
 """
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from psycopg import errors as pg
 
 from commandbus import sql
+from commandbus.flow.breaker import OpenBreaker, hold
 from commandbus.flow.send import explain_missing
 from commandbus.flow.settle import cancellation, of_row, settle
 from commandbus.flow.statement import Statement, Steps, operation
@@ -31,7 +32,7 @@ FAR_SECONDS = 1e9
 
 
 class ClaimedRow(NamedTuple):
-    """A row of claim.sql, in its order."""
+    """A row of claim.sql, in its order. `is_paused` also says that the breaker of its type is not closed."""
 
     msg_id: int
     read_ct: int
@@ -55,6 +56,7 @@ class ClaimedRow(NamedTuple):
     suspect: bool | None = None
     step: int | None = None
     batch: int | None = None
+    is_probe: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def claim(*, domain: str, worker: str, n: int, lease_seconds: float, cursor: dat
 def put_right(
     *, domain: str, worker: str, odd: Sequence[ClaimedRow], max_bytes: int
 ) -> Steps[tuple[list[ClaimedRow], int]]:
-    """Record lost attempts, adopt or reject raw messages, park paused ones, end those that were to be cancelled.
+    """Record lost attempts, adopt or reject raw messages, park what must wait, end what was to be cancelled.
 
     Answers what is to be run now, and how many messages were adopted: those are back in the queue as ordinary
     commands, for the next claim.
@@ -112,18 +114,10 @@ def put_right(
         )
         canceled |= {msg_id: cancellation(by, reason) for msg_id, by, reason in asked}
     if paused := [row for row in ours if row.is_paused and row.msg_id not in canceled]:
-        rows = [
-            {
-                "m": row.msg_id,
-                "r": row.read_ct,
-                "c": row.id,
-                "n": row.attempt_base + row.read_ct,
-                "t": row.command_type,
-            }
-            for row in paused
-        ]
+        broken = yield from hold(domain, [row.command_type for row in paused])
         asked = yield Statement(
-            sql.text("park", domain=domain), {"domain": domain, "worker": worker, "rows": _dump(rows)}
+            sql.text("park", domain=domain),
+            {"domain": domain, "worker": worker, "rows": _dump([_parking(row, broken) for row in paused])},
         )
         canceled |= {msg_id: cancellation(by, reason) for msg_id, by, reason in asked}
     yield from _cancel(domain, worker, [row for row in ours if row.msg_id in canceled], canceled)
@@ -241,6 +235,21 @@ def _lost_rows(lost: Sequence[ClaimedRow]) -> str:
                 }
             )
     return _dump(rows)
+
+
+def _parking(row: ClaimedRow, broken: Mapping[str, OpenBreaker]) -> dict[str, Any]:
+    parking = {
+        "m": row.msg_id,
+        "r": row.read_ct,
+        "c": row.id,
+        "n": row.attempt_base + row.read_ct,
+        "t": row.command_type,
+    }
+    breaker = broken.get(row.command_type)
+    if breaker is None or breaker.probe == row.id:
+        return parking
+    until = None if breaker.until is None else breaker.until.isoformat()
+    return parking | {"b": breaker.sentence, "u": until}
 
 
 def _dump(rows: list[dict[str, Any]] | dict[str, Any]) -> str:

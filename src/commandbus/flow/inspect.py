@@ -15,6 +15,8 @@ from psycopg import errors as pg
 
 from commandbus import sql
 from commandbus.errors import CommandBusError, InvalidCommandError, UnknownDomainError
+from commandbus.flow.breaker import explain
+from commandbus.flow.limit_look import Line, lines_of
 from commandbus.flow.statement import Row, Statement, Steps, no_schema, operation
 from commandbus.model import names, payload
 from commandbus.model.command import AuditEntry, AuditEvent, CancelRequest, CommandRecord, CommandStatus, TsqEntry
@@ -22,6 +24,7 @@ from commandbus.model.page import Page
 
 WORKER_ALIVE_SECONDS = 15.0
 MAX_ID = 2**63 - 1
+_LIMIT = 10  # of queue_rows.sql
 _ALL = {"of_batch": "", "order": "c.id DESC"}
 # In the order of command_batch: by the id alone the planner would look for them along the key, over all commands.
 _MEMBERS = {
@@ -278,13 +281,18 @@ def _complete(rows: Sequence[Row]) -> Steps[list[CommandRecord]]:
         if row[4] == "PENDING":
             waiting.setdefault(row[1], []).append(row[17])
     queued: dict[tuple[str, int], Row] = {}
+    lines: dict[tuple[str, int], Line] = {}
     for domain, msg_ids in waiting.items():
         found = yield Statement(sql.text("queue_rows", domain=domain), {"domain": domain, "msg_ids": msg_ids})
         queued |= {(domain, row[0]): row for row in found}
-    return [_record(row, queued.get((row[1], row[17]))) for row in rows]
+        if limited := {row[0]: row[_LIMIT] for row in found if row[_LIMIT] is not None}:
+            standing = yield from lines_of(domain, limited)
+            lines |= {(domain, msg_id): line for msg_id, line in standing.items()}
+    keys = [(row[1], row[17]) for row in rows]
+    return [_record(row, queued.get(key), lines.get(key)) for row, key in zip(rows, keys, strict=True)]
 
 
-def _record(row: Row, queue_row: Row | None) -> CommandRecord:
+def _record(row: Row, queue_row: Row | None, line: Line | None) -> CommandRecord:
     attempt, attempt_base = row[11], row[12]
     record = CommandRecord(
         id=row[0], domain=row[1], command_id=row[2], command_type=row[3], status=CommandStatus(row[4]),
@@ -295,7 +303,10 @@ def _record(row: Row, queue_row: Row | None) -> CommandRecord:
     )  # fmt: skip
     if queue_row is None:
         return record
-    _, vt, read_ct, held_by, since, reason, cancel, progress = queue_row
+    _, vt, read_ct, held_by, since, reason, cancel, progress, until, note, limit, *breaker = queue_row
+    note = _explain(note, *breaker)
+    if line is not None:
+        until, note = line.until, line.note  # of now: it may have been parked for another reason
     return replace(
         record,
         status=CommandStatus.IN_PROGRESS if held_by else record.status,
@@ -304,9 +315,19 @@ def _record(row: Row, queue_row: Row | None) -> CommandRecord:
         started_at=datetime.fromisoformat(since) if held_by and since else record.started_at,
         visible_at=None if held_by or reason else vt,
         waiting_for=reason,
+        waiting_until=until,
+        waiting_note=note,
+        waiting_limit=limit,
+        waiting_ahead=None if line is None else line.ahead,
+        waiting_estimated_seconds=None if line is None else line.seconds,
         progress=_loads(progress) if held_by else None,
         cancel_requested=_cancel_request(cancel) if held_by else None,
     )
+
+
+def _explain(note: str | None, state: str | None, is_forced: bool | None, reason: str | None) -> str | None:  # noqa: FBT001
+    """Why it is parked: in its breaker's words of now, or those that were written down."""
+    return note if state is None else explain(state, is_forced=bool(is_forced), reason=reason)
 
 
 def _cancel_request(text: str | None) -> CancelRequest | None:

@@ -57,7 +57,7 @@ def resume(domain: str, command_type: str | None) -> Steps[int]:
         raise InvalidOperationError(f"{what} is not paused")
     # A statement of its own: its snapshot sees what was parked by those that the DELETE waited for.
     try:
-        rows = yield Statement(sql.text("unpark", domain=domain), params)
+        rows = yield Statement(sql.text("unpark", domain=domain), params | {"reason": "pause"})
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
         raise explain_missing(domain, error) from None
     count: int = rows[0][0]

@@ -8,7 +8,7 @@ transaction. One bad row must not fail its neighbours: the caller settles one by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -22,6 +22,7 @@ from commandbus.model.outcome import STATUS_AFTER, Failure, Judgement, Verdict, 
 Answer = Literal["done", "refused", "busy", "canceled"]
 STEP: Final = 20  # where a claimed row tells which step of a process it is, and its batch
 BATCH: Final = 21
+PROBE: Final = 22  # and whether it is the probe of its type's breaker
 _REPLIES: Final[dict[Verdict, Outcome]] = {
     Verdict.BUSINESS_RULE: "FAILED",
     Verdict.TIMED_OUT: "FAILED",
@@ -38,6 +39,7 @@ class Settlement:
     read_ct: int
     row: str
     is_final: bool = True
+    is_parked: bool = False
     reply: Reply | None = None
     is_completion: bool = False
     is_grouped: bool = True  # its command may belong to a batch or a process
@@ -127,6 +129,30 @@ def waived(
     return Settlement(domain, msg_id, read_ct, f'{head},"e":{error}}}', is_final=False)
 
 
+def parked(
+    domain: str,
+    row: Sequence[Any],
+    *,
+    started: float | None,
+    limit: str,
+    failure: Failure,
+    note: str,
+    until: float | None,
+    max_wait: float | None,
+) -> Settlement:
+    """It waits for a limit, outside the queue's sight, and is not charged; `row` is as the claim returned it.
+
+    `until` is the epoch second at which it was told to expect its turn; `max_wait` how long it may wait in all.
+    """
+    quote = payload.quote
+    parts = [
+        f'{{"m":{row[0]},"r":{row[1]},"c":{row[2]},"n":{row[6] + row[1]},"t":{_epoch(started)}',
+        f'"y":{quote(row[4])},"l":{quote(limit)},"u":{_epoch(until)},"g":{_epoch(max_wait)}',
+        f'"o":{quote(note)},"e":{_error(Verdict.PARKED, failure, row[4])}}}',
+    ]
+    return Settlement(domain, row[0], row[1], ",".join(parts), is_final=False, is_parked=True)
+
+
 def cancellation(by: str, reason: str | None) -> Failure:
     """Why an attempt that somebody asked to cancel ended."""
     return Failure("OperatorCancel", "CANCELED", f"canceled by {by}" + (f": {reason}" if reason else ""))
@@ -155,17 +181,20 @@ def settle(
     if len(first) < len(ordered):  # an attempt has one outcome: its first
         ordered = sorted(first.values(), key=lambda item: item.msg_id)
     final = [item for item in ordered if item.is_final]
-    again = [item for item in ordered if not item.is_final]
+    again = [item for item in ordered if not item.is_final and not item.is_parked]
+    waiting_ = [item for item in ordered if item.is_parked]
     more = [item for item in final if item.reply is not None or item.unhandled is not None]
-    steps = _settle(domain, worker, final, again, locking="" if waiting else "SKIP LOCKED")
-    return Operation(steps, atomic=bool(more) or bool(final and again))
+    kinds = {"settle_final": final, "settle_again": again, "settle_park": waiting_}
+    steps = _settle(domain, worker, kinds, locking="" if waiting else "SKIP LOCKED")
+    return Operation(steps, atomic=bool(more) or sum(map(bool, kinds.values())) > 1)
 
 
 def _settle(
-    domain: str, worker: str, final: list[Settlement], again: list[Settlement], *, locking: str
+    domain: str, worker: str, kinds: Mapping[str, list[Settlement]], *, locking: str
 ) -> Steps[dict[tuple[int, int], Answer]]:
     unsettled: dict[tuple[int, int], Answer] = {}
-    for name, items in (("settle_final", final), ("settle_again", again)):
+    final = kinds["settle_final"]
+    for name, items in kinds.items():
         if items:
             # 6% of a settle's time, so only where somebody is in a batch or a process.
             groups = sql.part("settle_groups") if any(item.is_grouped for item in items) else ""

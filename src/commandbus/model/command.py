@@ -19,11 +19,11 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from commandbus.model.durations import Duration
+from commandbus.model.durations import Duration, roughly
 
 
 class CommandStatus(StrEnum):
@@ -153,7 +153,10 @@ class CommandRecord:
     """Everything that is known of a command at the moment of asking.
 
     `timeout` is its own deadline in seconds (0: none; None: its handler's or its worker's). While it runs,
-    `progress` is what its handler told last, and `cancel_requested` says who asked to stop it.
+    `progress` is what its handler told last, and `cancel_requested` says who asked to stop it. While it is parked,
+    `waiting_for` is "pause", "breaker" or "limit", `waiting_note` says why, and `waiting_until` until when, if
+    that is known. Of one that waits for a limit: which (`waiting_limit`), how many are before it
+    (`waiting_ahead`), and how long that will take (`waiting_estimated_seconds`; None: nobody can say).
     """
 
     id: int
@@ -181,6 +184,27 @@ class CommandRecord:
     progress: Any = None
     cancel_requested: CancelRequest | None = None
     batch_id: str | None = None
+    waiting_until: datetime | None = None
+    waiting_note: str | None = None
+    waiting_limit: str | None = None
+    waiting_ahead: int | None = None
+    waiting_estimated_seconds: float | None = None
+
+    @property
+    def waiting_text(self) -> str | None:
+        """Why it is parked, and for how long, as a sentence; None if it is not. Times are in the local zone."""
+        if self.waiting_note is None:
+            return self.waiting_for
+        left = 0.0 if self.waiting_until is None else (self.waiting_until - datetime.now(UTC)).total_seconds()
+        if self.waiting_until is not None and left > 0:
+            when = f"{self.waiting_until.astimezone():%H:%M:%S} (in about {roughly(left)})"
+            return f"parked until {when}: {self.waiting_note}"
+        if self.waiting_ahead is None:
+            return self.waiting_note
+        line = f"{self.waiting_ahead} ahead" if self.waiting_ahead else "next in line"
+        if self.waiting_estimated_seconds is not None:
+            line += f", about {roughly(self.waiting_estimated_seconds)}"
+        return f"parked ({line}): {self.waiting_note}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,15 @@ def format_seconds(seconds: float) -> str:
     return text + f"{_plain(rest_ms / 1000)}s" if rest_ms else text
 
 
+def roughly(seconds: float) -> str:
+    """A time that nobody knows exactly, in a sentence: `14 s`, `2m10s`, `3h5m`; a second at least."""
+    whole = max(1, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    unit = 1 if whole < 3600 else 60 if whole < 86_400 else 3600
+    return format_seconds(round(whole / unit) * unit)
+
+
 def _to_seconds(value: object) -> float | None:
     match value:
         case bool():

@@ -42,6 +42,8 @@ _TABLES: dict[str, list[tuple[str, str]]] = {
         ),
         ("INSERT, DELETE", "commandbus.operator_action"),  # a process cancels its steps
         ("UPDATE", "commandbus.pause"),  # FOR KEY SHARE needs it
+        ("INSERT, UPDATE", "commandbus.breaker"),
+        ("INSERT", "commandbus.control_action"),
         ("USAGE", "ALL SEQUENCES IN SCHEMA commandbus"),
     ],
     "operator": [
@@ -52,6 +54,9 @@ _TABLES: dict[str, list[tuple[str, str]]] = {
             "commandbus.process_step",
         ),
         ("UPDATE, DELETE", "commandbus.tsq"),
+        ("INSERT, UPDATE", "commandbus.breaker"),
+        ("UPDATE", "commandbus.limits"),
+        ("INSERT", "commandbus.control_action"),
         ("INSERT, DELETE", "commandbus.pause, commandbus.operator_action, commandbus.undelivered_reply"),
         (
             "DELETE",

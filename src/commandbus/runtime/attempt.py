@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from commandbus.errors import AttemptCancelledError, DeadlineExceededError
 from commandbus.flow.reply import compose
-from commandbus.flow.settle import BATCH, STEP, Settlement, completed, given_back, of_row, waived
+from commandbus.flow.settle import BATCH, STEP, Settlement, completed, given_back, of_row, parked, waived
 from commandbus.model import payload
 from commandbus.model.command import Command
 from commandbus.model.durations import format_seconds
+from commandbus.model.http import ApiFailure
 from commandbus.model.outcome import Failure, Judgement
+from commandbus.model.standing import Answer
 from commandbus.runtime.handlers import Handler
 
 if TYPE_CHECKING:
+    from commandbus.gate.requests import Place
     from commandbus.runtime.connections import Borrowed
     from commandbus.runtime.isolation import Child
 
@@ -64,15 +67,26 @@ class Extras:
     """What only some attempts have."""
 
     __slots__ = (
+        "answer",
+        "api",
+        "blamed",
         "borrowed",
         "child",
         "event",
+        "has_asked",
         "has_connection",
+        "has_told",
         "is_delivered",
         "is_fenced",
         "is_reminded",
+        "keeps",
+        "late_text",
+        "lent",
+        "parks_at",
+        "places",
         "progress",
         "scopes",
+        "was_probe",
     )
 
     def __init__(self) -> None:
@@ -85,6 +99,17 @@ class Extras:
         self.is_fenced = False  # given up: it gets no connection any more
         self.is_reminded = False  # has its query been cancelled for the second time?
         self.has_connection = False
+        self.places: list[Place] = []  # of limits, which it holds
+        self.answer = Answer.GOOD  # what its end says of the API that they protect
+        self.api: ApiFailure | None = None
+        self.blamed: str | None = None  # the limit whose API has refused it
+        self.keeps = False  # may its call still be under way, on the other side?
+        self.has_told = False  # was the answer told already, by a block?
+        self.has_asked = False  # for the place that was kept for it
+        self.lent: set[str] = set()  # tokens of its places that blocks use now
+        self.was_probe = False
+        self.parks_at: str | None = None
+        self.late_text: str | None = None  # what its deadline is called, while that of one call is nearer
 
 
 class Scope:
@@ -177,6 +202,8 @@ class Attempt:
 
     def lateness(self) -> str:
         """That its deadline has passed, and who had set it, for people."""
+        if self._extras is not None and self._extras.late_text is not None:
+            return self._extras.late_text
         whose = "task_timeout"
         if self.timeout is not None:
             whose = "timeout of the command"
@@ -210,6 +237,21 @@ class Attempt:
                 if self._extras is None:
                     self._extras = Extras()
         return self._extras
+
+    @property
+    def places(self) -> list[Place]:
+        """The places of limits that it holds."""
+        return [] if self._extras is None else self._extras.places
+
+    @property
+    def blamed(self) -> str | None:
+        """The limit whose API has refused it, in a block of its handler."""
+        return None if self._extras is None else self._extras.blamed
+
+    @property
+    def parks_at(self) -> str | None:
+        """The limit that it is about to be parked for."""
+        return None if self._extras is None else self._extras.parks_at
 
     @property
     def is_fenced(self) -> bool:
@@ -329,6 +371,21 @@ class Attempt:
             started=self.started,
             failure=failure,
             suspect=suspect,
+        )
+
+    def park(
+        self, limit: str, failure: Failure, note: str, *, until: float | None, max_wait: float | None
+    ) -> Settlement:
+        """The settlement of an attempt that waits for a limit."""
+        return parked(
+            self.domain,
+            self.row,
+            started=self.started,
+            limit=limit,
+            failure=failure,
+            note=note,
+            until=until,
+            max_wait=max_wait,
         )
 
     def give_back(self) -> Settlement:

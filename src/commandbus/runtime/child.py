@@ -1,6 +1,6 @@
 """child: one attempt in a child process, as the slot's thread that waits for it and the ladder see it.
 
-    begin → run is sent → messages (begun, lent, returned, progress, extend, log) → ended
+    begin → run is sent → messages (begun, lent, returned, progress, extend, limits, log) → ended
                         ↘ kill: dump signal, 0.5 s for the stacks, SIGKILL → dead
                         ↘ it dies by itself → dead
 
@@ -26,9 +26,11 @@ from typing import Any, Final
 from commandbus.model import payload
 from commandbus.model.durations import format_seconds
 from commandbus.runtime.attempt import NEVER, Attempt, Stop
+from commandbus.runtime.blocks import Door
 from commandbus.runtime.channel import ChannelError, Message
 from commandbus.runtime.connections import Borrowed
 from commandbus.runtime.context import MAX_PROGRESS_BYTES
+from commandbus.runtime.far_door import ASKED, Doorman
 from commandbus.runtime.offspring import DUMP_SIGNAL
 from commandbus.runtime.process import ChildProcess
 
@@ -49,6 +51,7 @@ class Keeper:
     progress: Callable[[Attempt, str], None]
     cancel_query: Callable[[Attempt], None]
     max_extension: float
+    limits: Door
 
 
 class Cause(StrEnum):
@@ -84,6 +87,7 @@ class Child:
         process.runs += 1
         self._number = process.runs
         self._mark = process.mark()
+        self._doorman = Doorman(keeper.limits, attempt, run=self._number, send=process.channel.send)
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._cause = Cause.DIED
@@ -200,9 +204,10 @@ class Child:
                 return self._dead()
 
     def finish(self) -> None:
-        """From now on the ladder's calls do nothing."""
+        """From now on the ladder's calls do nothing, and what it held of limits is left."""
         with self._lock:
             self.is_over = True
+        self._doorman.close()
 
     def _patience(self, hung_up_at: float | None) -> float | None:
         if self._shot_at is not None:
@@ -258,6 +263,8 @@ class Child:
             log_record(message, self.pid)
         elif kind == "extend":
             self._extend(message)
+        elif kind in ASKED:
+            self._doorman.hear(message)
         elif message["n"] == self._number:  # else from a thread that an earlier attempt left behind
             if kind == "ended":
                 return True
@@ -304,7 +311,7 @@ class Child:
             self._answer(question, error=f"{type(error).__name__}: {error}")
             return
         if asked.result() and not self.is_over:
-            self._attempt.deadline_at = max(self._attempt.deadline_at, end)
+            self._doorman.extend(end)
         self._answer(question, is_held=asked.result())
 
     def _answer(self, question: int, *, is_held: bool = False, error: str | None = None) -> None:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Generic, Self, TypeVar
@@ -39,11 +39,14 @@ from commandbus.errors import (
 )
 from commandbus.flow.settle import settle
 from commandbus.flow.statement import Operation, Statement, Steps, operation
+from commandbus.gate.holding import Hold
 from commandbus.model import payload
 from commandbus.model.command import Command
 from commandbus.model.durations import format_seconds, parse_seconds
+from commandbus.model.limit import WAIT_SECONDS
 from commandbus.model.timeouts import SHORTEST
 from commandbus.runtime.attempt import CHILD_LATE, NEVER, Attempt, Scope, Stop
+from commandbus.runtime.blocks import Door, async_block, sync_block
 from commandbus.runtime.connections import HandlerConnections
 
 C = TypeVar("C")
@@ -66,6 +69,8 @@ class Services:
     max_extension: float
     progress: Callable[[Attempt, str], None]
     """Stores what `heartbeat` was told (JSON text), soon."""
+    limits: Door
+    """Places of limits, for blocks of handlers' code."""
 
 
 def dump_result(result: Any, max_bytes: int) -> str:
@@ -345,6 +350,29 @@ class HandlerContext(_Context):
                 return
             self.cancelled.wait(max(0.0, min(left, self._left(), _LONGEST_WAIT)))
 
+    def limit(
+        self,
+        name: str,
+        *,
+        wait: float | str | timedelta = WAIT_SECONDS,
+        timeout: float | str | timedelta | None = None,
+    ) -> AbstractContextManager[Hold]:
+        """A place of a limit for the block: `with ctx.limit("docai", timeout=60) as call: …`.
+
+        Waits up to `wait` for it, then raises LimitTimeoutError. `timeout` is for the call in the block: the
+        attempt is asked to stop then, and a handler that ignores that goes down the ladder. `call.remaining()`
+        tells what is left.
+        """
+        return sync_block(
+            self._services.limits,
+            self._attempt,
+            name,
+            wait,
+            timeout,
+            deadline_at=self._deadline_at(),
+            check=self.raise_if_cancelled,
+        )
+
     @contextmanager
     def child(self, *, timeout: float | str | timedelta) -> Iterator[HandlerContext]:
         """A context with a deadline of its own, never later than this one's: `with ctx.child(timeout=5) as c:`.
@@ -410,6 +438,28 @@ class AsyncHandlerContext(_Context):
         if wanted > left:
             raise DeadlineExceededError(self._late())
         self.raise_if_cancelled()
+
+    def limit(
+        self,
+        name: str,
+        *,
+        wait: float | str | timedelta = WAIT_SECONDS,
+        timeout: float | str | timedelta | None = None,
+    ) -> AbstractAsyncContextManager[Hold]:
+        """A place of a limit for the block: `async with ctx.limit("docai", timeout=60): …`.
+
+        Waits up to `wait` for it, then raises LimitTimeoutError. After `timeout` what is awaited in the block is
+        cancelled, and the block raises ApiTimeoutError: the handler may go on with its other calls.
+        """
+        return async_block(
+            self._services.limits,
+            self._attempt,
+            name,
+            wait,
+            timeout,
+            deadline_at=self._deadline_at(),
+            check=self.raise_if_cancelled,
+        )
 
     @asynccontextmanager
     async def child(self, *, timeout: float | str | timedelta) -> AsyncIterator[AsyncHandlerContext]:

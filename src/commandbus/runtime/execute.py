@@ -14,6 +14,7 @@ import logging
 import random
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,13 +32,17 @@ from commandbus.errors import (
 )
 from commandbus.flow.settle import Settlement
 from commandbus.model.durations import format_seconds
+from commandbus.model.http import ApiFailure, api_failure
 from commandbus.model.outcome import Failure, Judgement, Verdict, describe, insist, judge, judge_failure
 from commandbus.model.retry import RetryPolicy
+from commandbus.model.standing import Answer
 from commandbus.model.timeouts import Timeouts
 from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, Services, dump_result
 from commandbus.runtime.handlers import HandlerRegistry
 from commandbus.runtime.health import HealthStatus
+from commandbus.runtime.limited import RateLimited
+from commandbus.runtime.remote import API
 
 logger = logging.getLogger("commandbus.worker")
 
@@ -71,8 +76,11 @@ class Note:
     failure: Failure
 
 
-Ended = Settlement | Note | None
+Written = Settlement | Note | None
 """What is left to write about an attempt; None if its own transaction wrote everything."""
+
+Ended = Written | RateLimited
+"""How an attempt ended: what becomes of one that an API has refused is decided by its limit."""
 
 
 class Executor:
@@ -85,7 +93,9 @@ class Executor:
         timeouts: Timeouts,
         handlers: HandlerRegistry,
         health: HealthStatus,
+        on_failed: Callable[[Attempt, Judgement], None] = lambda *_: None,
     ) -> None:
+        self._on_failed = on_failed
         self._services = services
         self._policy = policy
         self._timeouts = timeouts
@@ -178,7 +188,14 @@ class Executor:
             attempt.is_lost = True
         stop = attempt.stop
         if stop is not None and (stop.why is Why.CANCEL or isinstance(error, _CANCELLATIONS)):
+            if attempt.places:
+                late = stop.why is Why.DEADLINE
+                attempt.extras.answer = Answer.TIMEOUT if late and not attempt.extras.has_told else Answer.UNKNOWN
+                attempt.extras.keeps = True
+                attempt.extras.api = ApiFailure("timeout", None, None, "timeout") if late else None
             return self._stopped(attempt, stop, trace)
+        if (limited := self._ask_api(attempt, error, trace)) is not None:
+            return limited
         if isinstance(error, BusinessRuleException | PermanentCommandError | UnknownCommandTypeError):
             judgement = judge_failure(
                 error, charge=attempt.charge, policy=self._policy, max_attempts=None, traceback=trace
@@ -190,6 +207,27 @@ class Executor:
         if is_timeout:
             failure = replace(failure, duration_ms=attempt.elapsed_ms())
         return self._fail(attempt, self._judge(attempt, failure, is_timeout=is_timeout))
+
+    def _ask_api(self, attempt: Attempt, error: BaseException, trace: str | None) -> RateLimited | None:
+        """What the error says of the API that a limit protects; the answer, if it was a 429."""
+        limits = attempt.handler.options.limits if attempt.handler is not None else ()
+        api = getattr(error, API, None)
+        if not isinstance(api, ApiFailure):
+            api = api_failure(error)
+        if api is None:
+            return None
+        name = api.limit or attempt.blamed or (limits[0] if limits else None)
+        if attempt.places:
+            attempt.extras.api = api
+            attempt.extras.answer = Answer.UNKNOWN if attempt.extras.has_told else Answer(api.kind)
+            attempt.extras.keeps = api.kind == "timeout"
+            attempt.extras.blamed = name
+        if api.kind != "rate_limited" or name is None:
+            return None
+        text = f"{api.text}: waits for limit {name}"
+        _log(logging.INFO, attempt, text)
+        failure = replace(describe(error, trace), duration_ms=attempt.elapsed_ms())
+        return RateLimited(attempt, name, failure, api)
 
     def _stopped(self, attempt: Attempt, stop: Stop, trace: str | None) -> Settlement:
         """It gave in within its grace."""
@@ -237,6 +275,7 @@ class Executor:
         )
 
     def _fail(self, attempt: Attempt, judgement: Judgement) -> Settlement:
+        self._on_failed(attempt, judgement)
         judgement = insist(judgement, attempt.step)
         self._say(attempt, judgement)
         return attempt.fail(judgement)

@@ -19,9 +19,10 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
-from commandbus.errors import DuplicateHandlerError
+from commandbus.errors import ConfigurationError, DuplicateHandlerError
 from commandbus.model.batch import ADDRESSES
 from commandbus.model.durations import parse_seconds
+from commandbus.model.limit import Limit, check_limit_name
 from commandbus.model.names import check_domain, check_type
 from commandbus.model.retry import RetryPolicy
 from commandbus.process.manager import BaseProcessManager, check_manager
@@ -38,17 +39,23 @@ class Options:
 
     `timeout`: its deadline in seconds; 0 is none, None the worker's task_timeout. `on_timeout`: is a time-out
     tried again, or is the command then FAILED for good? `isolation`: "process" runs it in a process of its own,
-    which can be killed without harm to its neighbours.
+    which can be killed without harm to its neighbours. `limits`: the limits of which it needs a place each; until
+    it has them, its commands are parked.
     """
 
     retry_policy: RetryPolicy | None = None
     timeout: float | None = None
     on_timeout: OnTimeout = "retry"
     isolation: Isolation = "thread"
+    limits: tuple[str, ...] = ()
 
 
 def _check_options(
-    retry_policy: object, timeout: float | str | timedelta | None, on_timeout: object, isolation: object
+    retry_policy: object,
+    timeout: float | str | timedelta | None,
+    on_timeout: object,
+    isolation: object,
+    limits: object = (),
 ) -> Options:
     if retry_policy is not None and not isinstance(retry_policy, RetryPolicy):
         raise TypeError(f"retry_policy must be a RetryPolicy, not {type(retry_policy).__name__}")
@@ -57,7 +64,14 @@ def _check_options(
     if isolation not in ("thread", "process"):
         raise ValueError(f'isolation must be "thread" or "process", not {isolation!r}')
     seconds = None if timeout is None else parse_seconds(timeout, name="timeout")
-    return Options(retry_policy, seconds, on_timeout, isolation)
+    return Options(retry_policy, seconds, on_timeout, isolation, _limit_names(limits))
+
+
+def _limit_names(limits: object) -> tuple[str, ...]:
+    if isinstance(limits, str | Limit) or not isinstance(limits, Sequence):
+        raise TypeError(f'limits must be a list of names or Limits, such as ["docai"], not {limits!r:.80}')
+    # In one order everywhere, so that two handlers never wait for each other's.
+    return tuple(sorted({item.name if isinstance(item, Limit) else check_limit_name(item) for item in limits}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +106,16 @@ def handler(
     timeout: float | str | timedelta | None = None,
     on_timeout: OnTimeout = "retry",
     isolation: Isolation = "thread",
+    limits: Sequence[str | Limit] = (),
 ) -> Callable[[F], F]:
     """Mark a method as a handler, for `HandlerRegistry.register_instance`."""
     check_domain(domain)
     check_type(command_type)
-    options = _check_options(retry_policy, timeout, on_timeout, isolation)
+    options = _check_options(retry_policy, timeout, on_timeout, isolation, limits)
+    declared = _declared(limits)
 
     def mark(function: F) -> F:
-        marks = [*getattr(function, _MARK, ()), (domain, command_type, options)]
+        marks = [*getattr(function, _MARK, ()), (domain, command_type, options, declared)]
         setattr(function, _MARK, marks)
         return function
 
@@ -111,6 +127,22 @@ class HandlerRegistry:
 
     def __init__(self) -> None:
         self._handlers: dict[tuple[str, str], Handler] = {}
+        self._limits: dict[str, Limit] = {}
+
+    @property
+    def limits(self) -> list[Limit]:
+        """The limits that were declared here."""
+        return list(self._limits.values())
+
+    def declare_limit(self, limit: Limit) -> Limit:
+        """Declare a limit that handlers name; workers make it known to all when they start."""
+        if not isinstance(limit, Limit):
+            raise TypeError(f"a limit is declared as Limit(name, concurrency=…), not {limit!r:.80}")
+        if self._limits.setdefault(limit.name, limit) != limit:
+            raise ConfigurationError(
+                f"limit {limit.name!r} is declared twice, differently: {self._limits[limit.name]} and {limit}"
+            )
+        return limit
 
     def handler(
         self,
@@ -121,9 +153,12 @@ class HandlerRegistry:
         timeout: float | str | timedelta | None = None,
         on_timeout: OnTimeout = "retry",
         isolation: Isolation = "thread",
+        limits: Sequence[str | Limit] = (),
     ) -> Callable[[F], F]:
         """Register the decorated function; see `Options` for what it may ask for."""
-        options = _check_options(retry_policy, timeout, on_timeout, isolation)
+        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits)
+        for limit in _declared(limits):
+            self.declare_limit(limit)
 
         def register(function: F) -> F:
             self._add(domain, command_type, function, options)
@@ -141,9 +176,12 @@ class HandlerRegistry:
         timeout: float | str | timedelta | None = None,
         on_timeout: OnTimeout = "retry",
         isolation: Isolation = "thread",
+        limits: Sequence[str | Limit] = (),
     ) -> Handler:
         """Register a function; a second one for the same command is refused."""
-        options = _check_options(retry_policy, timeout, on_timeout, isolation)
+        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits)
+        for limit in _declared(limits):
+            self.declare_limit(limit)
         return self._add(domain, command_type, function, options)
 
     def register_process(self, manager: BaseProcessManager[Any]) -> Handler:
@@ -179,11 +217,13 @@ class HandlerRegistry:
                 f"{type(instance).__name__} has no method marked with @commandbus.handler(domain, command_type)"
             )
         trial = HandlerRegistry()
-        trial._handlers = dict(self._handlers)
-        made = [
-            trial._add(domain, command_type, method, options) for (domain, command_type, options), method in found
-        ]
-        self._handlers = trial._handlers
+        trial._handlers, trial._limits = dict(self._handlers), dict(self._limits)
+        made = []
+        for (domain, command_type, options, declared), method in found:
+            made.append(trial._add(domain, command_type, method, options))
+            for limit in declared:
+                trial.declare_limit(limit)
+        self._handlers, self._limits = trial._handlers, trial._limits
         return made
 
     def get(self, domain: str, command_type: str) -> Handler | None:
@@ -209,9 +249,15 @@ def _remember(function: Callable[..., Any], address: tuple[str, str]) -> None:
         setattr(target, ADDRESSES, [*getattr(target, ADDRESSES, ()), address])
 
 
-def _marks_of(member: object) -> Sequence[tuple[str, str, Options]]:
+def _declared(limits: Sequence[str | Limit]) -> list[Limit]:
+    return [item for item in limits if isinstance(item, Limit)]
+
+
+def _marks_of(member: object) -> Sequence[tuple[str, str, Options, list[Limit]]]:
     """The marks of a method; a staticmethod or classmethod keeps them on the function inside."""
-    found: Sequence[tuple[str, str, Options]] = getattr(getattr(member, "__func__", member), _MARK, ())
+    found: Sequence[tuple[str, str, Options, list[Limit]]] = getattr(
+        getattr(member, "__func__", member), _MARK, ()
+    )
     return found
 
 

@@ -1,11 +1,11 @@
 """health: how well a worker is doing, from what its parts report.
 
     HEALTHY    nothing to say
-    DEGRADED   it works, but attempt after attempt fails
+    DEGRADED   it works, but attempt after attempt fails, or something that was named is not as it should be
     CRITICAL   slots get stuck, connections run out, or something that was named is wrong
 
 Failures, stuck threads and exhaustions count for five minutes, so that every state ends by itself. A named reason
-(`set_critical("database_unreachable")`) has no such end: whoever set it clears it. What a handler says about its
+(`set_critical("database_unreachable")`, `set_degraded("limits_degraded")`) has no such end: whoever set it clears it. What a handler says about its
 command (`BusinessRuleException`, `PermanentCommandError`) says nothing about the worker, and is not counted.
 
 Invariant: memory is bounded and `record_success` costs about a microsecond, whatever happens. Nothing here acts;
@@ -76,6 +76,7 @@ class HealthStatus:
         self._stuck = _Window(window_seconds)
         self._exhaustions = _Window(window_seconds)
         self._critical: dict[str, tuple[str, float]] = {}
+        self._degraded: dict[str, tuple[str, float]] = {}
         self._last_error = ""
         self._last_success: datetime | None = None
 
@@ -119,14 +120,22 @@ class HealthStatus:
 
     def set_critical(self, reason: str, sentence: str | None = None) -> None:
         """Critical until `clear(reason)`. `sentence` is for operators; without one it is the name in words."""
-        with self._lock:
-            since = self._critical[reason][1] if reason in self._critical else self._clock()
-            self._critical[reason] = (sentence or reason.replace("_", " "), since)
+        self._name(self._critical, reason, sentence)
+
+    def set_degraded(self, reason: str, sentence: str | None = None) -> None:
+        """Degraded until `clear(reason)`, likewise."""
+        self._name(self._degraded, reason, sentence)
 
     def clear(self, reason: str) -> None:
         """What was set under this name is over; nothing happens if it was not set."""
         with self._lock:
             self._critical.pop(reason, None)
+            self._degraded.pop(reason, None)
+
+    def _name(self, named: dict[str, tuple[str, float]], reason: str, sentence: str | None) -> None:
+        with self._lock:
+            since = named[reason][1] if reason in named else self._clock()
+            named[reason] = (sentence or reason.replace("_", " "), since)
 
     # --- what it means ---------------------------------------------------------------------------------------
 
@@ -147,6 +156,12 @@ class HealthStatus:
         """The names that `set_critical` set and nobody has cleared."""
         with self._lock:
             return list(self._critical)
+
+    @property
+    def degraded_reasons(self) -> list[str]:
+        """The names that `set_degraded` set and nobody has cleared."""
+        with self._lock:
+            return list(self._degraded)
 
     @property
     def last_success(self) -> datetime | None:
@@ -187,10 +202,10 @@ class HealthStatus:
             }
 
     def _evaluate(self, now: float) -> tuple[HealthState, list[str]]:
-        critical = [
-            f"{sentence} (for {format_seconds(round(now - since))})" for sentence, since in self._critical.values()
-        ]
-        degraded = []
+        critical, degraded = (
+            [f"{sentence} (for {format_seconds(round(now - since))})" for sentence, since in named.values()]
+            for named in (self._critical, self._degraded)
+        )
         window = format_seconds(self.window_seconds)
         if (stuck := self._stuck.count(now)) >= self.stuck_threshold:
             critical.append(f"{stuck} attempts got stuck within {window} (limit {self.stuck_threshold})")

@@ -1,12 +1,12 @@
 """isolated: the main program of a process that runs handlers with isolation="process", one attempt at a time.
 
-    reader thread    messages of the worker: run, cancel, answer, end; sets the events of child contexts in time
+    reader thread    messages of the worker: run, cancel, answers, end; sets the events of child contexts in time
     main thread      loads the handlers, then runs attempts: sync ones as they are, async ones on a loop of its own
 
-The handler gets the ordinary context; what only the worker can do (extend, store progress, log) is asked for by
-message. The settlement of `ctx.transaction()` is written here, in that transaction, under the attempt's fence;
-every other outcome is told to the worker, which writes it. A connection is closed at the end of the attempt that
-used it.
+The handler gets the ordinary context; what only the worker can do (extend, store progress, places of limits, log)
+is asked for by message. The settlement of `ctx.transaction()` is written here, in that transaction, under the
+attempt's fence; every other outcome is told to the worker, which writes it. A connection is closed at the end of
+the attempt that used it.
 
 The process dies with the worker (PDEATHSIG). A crash, or the dump signal, writes all stacks into an inherited
 memory file, from which the worker reads them. What is forked off from here has no part in the conversation.
@@ -43,6 +43,7 @@ from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.channel import ChildEnd, Message
 from commandbus.runtime.connections import Borrowed, HandlerConnections
 from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, Services, dump_result
+from commandbus.runtime.far_door import FarDoor
 from commandbus.runtime.logs import extras
 from commandbus.runtime.offspring import die_with, write_stacks_to
 from commandbus.runtime.remote import describe_error
@@ -131,6 +132,7 @@ class Isolated:
         self._current: Run | None = None
         self._asked: dict[int, Future[bool]] = {}
         self._questions = itertools.count(1)
+        self._door = FarDoor(channel.send, self._number_of)
         self._loop: asyncio.AbstractEventLoop | None = None
         os.register_at_fork(after_in_child=self._leave_conversation)
 
@@ -197,6 +199,7 @@ class Isolated:
             extend_timeout=self._settings.visibility_timeout,
             max_extension=self._settings.max_extension,
             progress=self._progress,
+            limits=self._door,
         )
         try:
             attempt.handler = handlers.get(attempt.domain, attempt.command_type, run.module)
@@ -308,6 +311,8 @@ class Isolated:
                         asked.set_result(message["is_held"])
                     else:
                         asked.set_exception(TransientCommandError(message["error"], code="EXTEND_FAILED"))
+            case "place" | "lost":
+                self._door.hear(message)
             case "end":
                 self._todo.put(None)
 

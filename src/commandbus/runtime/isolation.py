@@ -24,19 +24,22 @@ from commandbus.flow.settle import Settlement
 from commandbus.logger import safe_logger
 from commandbus.model import payload
 from commandbus.model.outcome import Failure
+from commandbus.model.standing import Answer
 from commandbus.runtime.address import Address, find_address, refuse_in_child
 from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
+from commandbus.runtime.blocks import Door
 from commandbus.runtime.channel import Message
 from commandbus.runtime.child import Cause, Child, Dead, Keeper
 from commandbus.runtime.children import Children
 from commandbus.runtime.connections import Borrowed
 from commandbus.runtime.deaths import failure_of, no_process, worker_stopped
 from commandbus.runtime.execute import Ended
+from commandbus.runtime.far_door import verdict_of_stop
 from commandbus.runtime.handlers import HandlerRegistry
 from commandbus.runtime.process import ChildProcess
 from commandbus.runtime.remote import remake_error
 from commandbus.runtime.warming import StartError
-from commandbus.settings import SETTINGS, Settings
+from commandbus.settings import Settings
 
 __all__ = ["Child", "Ends", "Isolation"]
 
@@ -77,16 +80,18 @@ class Isolation:
         extend: Callable[[Attempt, float], Future[bool]],
         progress: Callable[[Attempt, str], None],
         terminate: Callable[[list[Borrowed]], None],
+        limits: Door,
         cancel_query: Callable[[Attempt], None] = lambda _: None,
         default_max_attempts: int,
     ) -> None:
         refuse_in_child()
         self._settings = settings
         self._worker = worker
-        self._keeper = Keeper(extend, progress, cancel_query, settings.max_extension)
+        self._keeper = Keeper(extend, progress, cancel_query, settings.max_extension, limits)
         self._default_max_attempts = default_max_attempts
         self._executor = executor
         self._terminate = terminate
+        self._limits = limits
         asking = [handler for handler in registry if handler.options.isolation == "process"]
         self._address = find_address(registry, settings.handlers)
         if self._address is None and asking:
@@ -155,14 +160,14 @@ class Isolation:
                 ended = self._run_in(process, attempt)
             except Exception as error:
                 logger.exception("attending to a handler's process failed")
-                return self._fail(
-                    attempt, f"its process could not be attended to: {type(error).__name__}: {error}"
-                )
+                text = f"its process could not be attended to: {type(error).__name__}: {error}"
+                return self._fail(attempt, text, has_begun=True)
             if not isinstance(ended, _NotBegun):
                 return ended
             attempt.deadline_at = NEVER  # it waits for another, and begins again
             taken = self.take(attempt)
             if taken is None:
+                self._give_places_back(attempt)
                 return self._executor.end_stopped(attempt, self._stop_of(attempt), worker_stopped(attempt))
             if not isinstance(taken, ChildProcess):
                 return taken
@@ -198,7 +203,8 @@ class Isolation:
             told = _Told(end)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as broken:
             self._children.give_back(process, is_usable=False)
-            return self._fail(attempt, f"its process told its end in a way that makes no sense: {broken}")
+            text = f"its process told its end in a way that makes no sense: {broken}"
+            return self._fail(attempt, text, has_begun=True)
         self._children.give_back(process, is_usable=not child.is_doomed)
         return self._judge_end(attempt, told)
 
@@ -217,6 +223,7 @@ class Isolation:
     def _judge_death(self, attempt: Attempt, child: Child, dead: Dead) -> Ended | _NotBegun:
         if dead.cause is Cause.DIED and not child.has_begun:
             return _NotBegun()
+        self._doubt(attempt)
         stop = attempt.stop
         failure = failure_of(attempt, dead)
         if dead.cause is Cause.KILLED:
@@ -227,8 +234,26 @@ class Isolation:
             return self._executor.end_stopped(attempt, stop, failure)
         return self._executor.lost(attempt, failure)
 
-    def _fail(self, attempt: Attempt, text: str, trace: object = None) -> Settlement:
+    def _fail(self, attempt: Attempt, text: str, trace: object = None, *, has_begun: bool = False) -> Settlement:
+        if has_begun:
+            self._doubt(attempt)
+        else:
+            self._give_places_back(attempt)
         return self._executor.lost(attempt, no_process(text, trace))
+
+    @staticmethod
+    def _doubt(attempt: Attempt) -> None:
+        """Nobody knows what became of its calls: they may go on, so the handler's own places stay taken."""
+        if attempt.places:
+            attempt.extras.answer, attempt.extras.api = verdict_of_stop(attempt)
+            attempt.extras.keeps = True
+
+    def _give_places_back(self, attempt: Attempt) -> None:
+        """It never began, so it called nobody."""
+        if attempt.places:
+            places, attempt.extras.places = attempt.extras.places, []
+            for place in places:
+                self._limits.leave(attempt, place, Answer.UNKNOWN, None)
 
     @staticmethod
     def _stop_of(attempt: Attempt) -> Stop:
@@ -262,7 +287,7 @@ class Isolation:
         return {
             "k": "start",
             "worker": self._worker,
-            "settings": {name: getattr(settings, name) for name in SETTINGS},
+            "settings": settings.plain(),
             "address": asdict(address),
             "sys_path": [path for path in sys.path if isinstance(path, str)],
             "argv": list(sys.argv),

@@ -1,4 +1,5 @@
-"""The Keeper: what the ladder needs from the database. Leases, cancels, fences, the registry, sweeping, retention.
+"""The Keeper: what the ladder needs from the database. Leases, cancels, fences, breakers, the registry, sweeping,
+retention.
 
 It works on a thread and a connection of its own, and never runs user code. A lease is renewed when a third of it
 has passed, counted from when it was last *asked for*, while its attempt is within its limits; a lost one is
@@ -33,6 +34,7 @@ from commandbus.flow.statement import Operation, Plan
 from commandbus.logger import safe_logger
 from commandbus.model.timeouts import MONITOR_TICK
 from commandbus.runtime.attempt import Attempt
+from commandbus.runtime.breakers import Breakers
 from commandbus.runtime.connections import Borrowed
 from commandbus.runtime.folder import Refused
 from commandbus.runtime.health import HealthStatus
@@ -94,6 +96,7 @@ class Keeper:
         figures: Figures,
         health: HealthStatus,
         on_cancel: Callable[[Attempt, PendingCancel], None],
+        breakers: Breakers,
         name: str,
     ) -> None:
         self._settings = settings
@@ -102,6 +105,8 @@ class Keeper:
         self._figures = figures
         self._health = health
         self._on_cancel = on_cancel
+        self._breakers = breakers
+        breakers.on_word = lambda: self._order(lambda: breakers.write(self._link))
         self._link = Link(settings, name=f"{name} keeper")
         self._stopping = threading.Event()
         self.state = "ACTIVE"
@@ -197,6 +202,7 @@ class Keeper:
         now = time.monotonic()
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_SECONDS + self._sweep() * 20
+        self._breakers.sweep(self._link)
         self._go_on()
         if now - self._pruned_at >= PRUNE_SECONDS:
             self._pruned_at = now

@@ -22,12 +22,14 @@ from weakref import WeakSet
 
 from commandbus.db.link import Link
 from commandbus.flow.renew import PendingCancel
-from commandbus.flow.settle import cancellation
+from commandbus.flow.settle import PROBE, Settlement, cancellation
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
+from commandbus.model.standing import Answer
 from commandbus.runtime import autopsy
 from commandbus.runtime.attempt import Attempt, Stop, Why
 from commandbus.runtime.board import State
+from commandbus.runtime.breakers import Breakers
 from commandbus.runtime.claimer import Claimer
 from commandbus.runtime.connections import Borrowed, HandlerConnections
 from commandbus.runtime.context import Services
@@ -35,6 +37,7 @@ from commandbus.runtime.execute import Ended, Executor
 from commandbus.runtime.isolation import Isolation
 from commandbus.runtime.keeper import UNREACHABLE, Figures, Keeper
 from commandbus.runtime.ladder import Document, Ladder, Running
+from commandbus.runtime.limited import LIMITS_DEGRADED, LimitedWork, RateLimited
 from commandbus.runtime.loop import AsyncSlot, AsyncSlots
 from commandbus.runtime.memory import resident_megabytes
 from commandbus.runtime.pause import Pause
@@ -72,6 +75,7 @@ class Parts:
         self._cautious_until = 0.0  # until then nothing is prefetched
         self._pause = Pause()
         self._limit_said = False
+        self._was_degraded = False
         self._was_idle = False  # at the last look nothing was held, and nothing there
         self._showing: Showing | None = None
         if spec.supervision is not None:
@@ -82,8 +86,12 @@ class Parts:
         self._routed = _routed_domains(spec)
         self._router_places = Places(ROUTER_SLOTS if self._routed else 0)
         self._connections = self._make_connections()
+        self._limited = self._make_limited()
         services = self._services()
-        self._executor = Executor(services, spec.policy, settings.timeouts, spec.handlers, spec.health)
+        self._breakers = Breakers(settings, spec.domains)
+        self._executor = Executor(
+            services, spec.policy, settings.timeouts, spec.handlers, spec.health, self._breakers.failed
+        )
         self._isolation = self._make_isolation(services)
         self.settler = self._make_settler()
         self._slots = Slots(
@@ -110,6 +118,7 @@ class Parts:
             figures=Figures(lambda: len(self.running), lambda: dict(self.settler.settled)),
             health=spec.health,
             on_cancel=self._cancel,
+            breakers=self._breakers,
             name=spec.id,
         )
         self.ladder = self._make_ladder()
@@ -138,6 +147,17 @@ class Parts:
             extend_timeout=self._settings.visibility_timeout,
             max_extension=self._settings.max_extension,
             progress=self._note_progress,
+            limits=self._limited,
+        )
+
+    def _make_limited(self) -> LimitedWork:
+        return LimitedWork(
+            self._settings,
+            self._spec.id,
+            push=self._push_one,
+            settle=self._settle,
+            on_lost=lambda attempt, text: self.ladder.ask(attempt, Why.LEASE, text),
+            on_error=self._spec.fail,
         )
 
     def _make_isolation(self, services: Services) -> Isolation:
@@ -150,6 +170,7 @@ class Parts:
             progress=services.progress,
             terminate=self._end_sessions,
             cancel_query=self._cancel_query,
+            limits=self._limited,
             default_max_attempts=services.default_max_attempts,
         )
 
@@ -158,7 +179,7 @@ class Parts:
         return Settler(
             Link(self._settings, name=f"{spec.id} settler"),
             spec.id,
-            on_settled=self._settled_towards_idle if spec.ends_idle else self.held.discard,
+            on_settled=self._settled_towards_idle if spec.ends_idle else self._settled,
             on_written=spec.health.record_success,
             # An idle claimer looked at what is due before this retry was: it must look again.
             on_again=self._look_again,
@@ -299,6 +320,7 @@ class Parts:
         if self._loop is not None:
             self._loop.stop(max(0.1, deadline - time.monotonic() - 0.2))
         self._isolation.close(max(0.1, deadline - time.monotonic()))
+        self._limited.stop(max(0.1, deadline - time.monotonic()))
         self._keeper.stop(max(0.1, deadline - time.monotonic()))
         self._connections.close()
         settled = sum(self.settler.settled.values()) - self._given_back - self.ladder.abandoned
@@ -322,19 +344,26 @@ class Parts:
 
     def _give_back(self) -> None:
         self._isolation.let_go()
-        for lane in (self._slots, self._router, self._loop):
+        for lane in (self._slots, self._router, self._loop, self._limited):
             if lane is not None:
                 for attempt in lane.take_back():
                     self._return(attempt)
 
     def _return(self, attempt: Attempt) -> None:
         self._given_back += 1
+        if attempt.places:
+            self._limited.never_began(attempt)
         self.settler.add(attempt, attempt.give_back())
 
     # --- called by the ladder -----------------------------------------------------------------------------------
 
     def _fence(self, attempt: Attempt, stop: Stop, taken: Document) -> None:
         borrowed = attempt.borrowed
+
+        if attempt.places:
+            late = stop.why is Why.DEADLINE
+            answer = Answer.TIMEOUT if late else Answer.UNKNOWN
+            self._limited.abandoned(attempt, answer, "timeout: the attempt is stuck")
 
         def settle(document: Document) -> None:
             if borrowed is not None:
@@ -351,6 +380,8 @@ class Parts:
         borrowed = attempt.borrowed
         if self._showing is not None:
             self._showing.leave(place.index)
+        if attempt.places:
+            self._limited.abandoned(attempt, Answer.UNKNOWN, "a neighbour blocked the event loop")
 
         def settle(_: Document) -> None:
             if borrowed is not None:
@@ -369,11 +400,21 @@ class Parts:
             self._claimer.wake()
 
     def _tick(self, now: float) -> None:
+        self._say_degraded()
         self._beat(now)
         if self.state is State.DRAINING and not self.running and not self._starting and not self._waiting():
             self._spec.request_stop(f"drained, stuck attempts: {self.stuck}" if self.stuck else "drained")
         if self.state is State.ACTIVE:
             self._check_limits()
+
+    def _say_degraded(self) -> None:
+        is_degraded = self._limited.is_degraded
+        if is_degraded != self._was_degraded:
+            self._was_degraded = is_degraded
+            if is_degraded:
+                self._spec.health.set_degraded(LIMITS_DEGRADED, self._limited.trouble)
+            else:
+                self._spec.health.clear(LIMITS_DEGRADED)
 
     def _beat(self, now: float) -> None:
         if self._showing is not None:
@@ -440,7 +481,7 @@ class Parts:
     def _check_idle(self) -> bool:
         """Nothing was there to claim; answers whether to look once more. What ran during that look may have sent
         something: only a look that finds nothing while nothing is held is the last."""
-        if not self._spec.ends_idle or self.held or self.settler.is_folding:
+        if not self._spec.ends_idle or self.held or self.settler.is_folding or self._limited.is_busy:
             self._was_idle = False
             return False
         if self._was_idle:
@@ -449,13 +490,22 @@ class Parts:
         self._was_idle = True
         return True
 
-    def _settled_towards_idle(self, attempt: Attempt) -> None:
+    def _settle(self, attempt: Attempt, settlement: Settlement) -> None:
+        self.settler.add(attempt, settlement)
+
+    def _settled(self, attempt: Attempt) -> None:
         self.held.discard(attempt)
+        if attempt.parks_at is not None:
+            self._limited.settled(attempt)
+
+    def _settled_towards_idle(self, attempt: Attempt) -> None:
+        self._settled(attempt)
         if not self.held:
             self._claimer.wake()
 
     def _waiting(self) -> int:
-        return len(self._slots.waiting) + (len(self._loop.waiting) if self._loop is not None else 0)
+        waiting = len(self._slots.waiting) + (len(self._loop.waiting) if self._loop is not None else 0)
+        return waiting + self._limited.waiting
 
     def _room(self, prefetch: int) -> int:
         """How many attempts to claim now; nothing while more than half of what is prefetched still waits."""
@@ -499,12 +549,15 @@ class Parts:
         get = self._handlers.get
         spare = self._spare() if domain in self._routed else 0
         routed: list[Attempt] = []
+        limited: list[Attempt] = []
         for row in rows:
             handler = get(domain, row[4])
             attempt = Attempt(domain, row, handler, claimed_at)
             self.held.add(attempt)
             if attempt.charge > 1 and self._executor.is_exhausted(attempt):
                 self.settler.add(attempt, self._executor.exhaust(attempt))
+            elif handler is not None and handler.options.limits:
+                limited.append(attempt)
             elif handler is not None and handler.is_async and not self._is_isolated(attempt):
                 asynchronous.append(attempt)
             elif len(routed) < spare:
@@ -517,6 +570,18 @@ class Parts:
             self._slots.push(sync)
         if asynchronous and self._loop is not None:
             self._loop.push(asynchronous)
+        if limited:
+            self._limited.visit(limited)
+        if self.state is not State.ACTIVE:
+            self._give_back()
+
+    def _push_one(self, attempt: Attempt) -> None:
+        """It has its places of all limits. Called by the gate."""
+        handler = attempt.handler
+        if handler is not None and handler.is_async and not self._is_isolated(attempt) and self._loop is not None:
+            self._loop.push([attempt])
+        else:
+            self._slots.push([attempt])
         if self.state is not State.ACTIVE:
             self._give_back()
 
@@ -557,7 +622,14 @@ class Parts:
             self._take_from_leftover(attempt, attempt.borrowed)
         if self._showing is not None:
             self._showing.end(place.index)
-        self.settler.add(attempt, ended)
+        if attempt.row[PROBE] and (not isinstance(ended, Settlement) or ended.is_completion):
+            self._breakers.completed(attempt)
+        if attempt.places:
+            self._limited.ended(attempt)
+        if isinstance(ended, RateLimited):
+            self._limited.park(ended)
+        else:
+            self.settler.add(attempt, ended)
         if self._claimer.is_waiting_for_room:
             self._offer_room()
         return True

@@ -7,6 +7,8 @@ nearest class that it knows and that says something about a command's fate; it n
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import asdict
 from typing import Any, Final
 
 import psycopg
@@ -15,7 +17,11 @@ from psycopg_pool import PoolTimeout
 
 from commandbus import errors
 from commandbus.model import payload
+from commandbus.model.http import ApiFailure, api_failure, parse_retry_after
 from commandbus.model.outcome import describe
+
+API: Final = "commandbus_api"
+"""The attribute of a remade exception that says what the original one said of an API."""
 
 _KNOWN: Final[dict[str, type[BaseException]]] = {
     f"{kind.__module__}.{kind.__qualname__}": kind
@@ -55,7 +61,22 @@ def describe_error(error: BaseException, trace: str) -> dict[str, Any]:
         "text": failure.error,
         "details": failure.details,
         "trace": failure.traceback,
+        "api": None if (api := api_failure(error)) is None else asdict(api),
     }
+
+
+def remake_api(told: dict[str, Any]) -> ApiFailure | None:
+    """What was told of an API, looked at."""
+    kind, status, limit = (told.get(key) for key in ("kind", "status", "limit"))
+    if kind not in ("rate_limited", "broken", "timeout"):
+        return None
+    return ApiFailure(
+        kind,
+        status if isinstance(status, int) else None,
+        parse_retry_after(told.get("retry_after"), now=time.time()),
+        payload.clean_text(str(told.get("text")), longest=200),
+        limit if isinstance(limit, str) else None,
+    )
 
 
 def remake_error(told: dict[str, Any]) -> tuple[BaseException, str | None]:
@@ -72,4 +93,6 @@ def remake_error(told: dict[str, Any]) -> tuple[BaseException, str | None]:
         error: BaseException = kind(text, code=code, details=payload.loads(details) if details else None)
     else:
         error = kind(text)
+    if isinstance(api := told.get("api"), dict):
+        setattr(error, API, remake_api(api))
     return error, payload.clean_text(trace) if isinstance(trace, str) else None

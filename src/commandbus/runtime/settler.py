@@ -27,7 +27,7 @@ from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Judgement, Verdict, describe
 from commandbus.runtime.attempt import Attempt
-from commandbus.runtime.execute import Ended, Note
+from commandbus.runtime.execute import Note, Written
 from commandbus.runtime.folder import Folder
 
 logger = safe_logger("commandbus.worker")
@@ -77,7 +77,7 @@ class Settler:
         """Is there a batch that may be complete, and nobody has noticed yet?"""
         return self._folder.pause() is not None
 
-    def add(self, attempt: Attempt, ended: Ended) -> None:
+    def add(self, attempt: Attempt, ended: Written) -> None:
         """An attempt has ended. Called by slots; never waits."""
         if ended is None:
             self.settled[attempt.domain] += 1

@@ -34,6 +34,7 @@ from commandbus.model.names import check_domain
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.handlers import HandlerRegistry
 from commandbus.runtime.health import HealthStatus
+from commandbus.runtime.limited import check_limits
 from commandbus.runtime.parts import Parts
 from commandbus.runtime.spec import StopReport, Supervision, WorkerSpec
 from commandbus.settings import Settings, load_settings
@@ -252,6 +253,7 @@ class Worker:
                         run(link.conn, create_domain(domain))
                     except SchemaError as error:
                         raise UnknownDomainError(domain) from error
+            check_limits(link, settings, self._handlers)
         finally:
             link.close()
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from commandbus.errors import ConfigurationError
+from commandbus.model.breaker import Breaker
+from commandbus.model.limit import BackendName, Limit
 from commandbus.model.payload import DEFAULT_MAX_BYTES
 from commandbus.model.retry import DEFAULT_SCHEDULE, RetryPolicy
 from commandbus.model.timeouts import TimeoutOrderError, Timeouts
@@ -31,6 +33,7 @@ from commandbus.settings.kinds import (
     truth,
     whole,
 )
+from commandbus.settings.tables import declared_breakers, declared_limits
 
 T = TypeVar("T")
 
@@ -59,7 +62,11 @@ _RETRY: Final = RetryPolicy()
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Settings:
-    """The effective settings; make one with `load_settings`. All durations are seconds."""
+    """The effective settings; make one with `load_settings`. All durations are seconds.
+
+    Two are tables of their own and not in `SETTINGS`: `limits`, and `breakers` by "DOMAIN/COMMAND_TYPE",
+    "DOMAIN/*" or "*". Both may be given as they are in TOML, options by name.
+    """
 
     database_url: str | None = _setting(
         None, "COMMANDBUS_DATABASE_URL", "database_url", or_word(database_url(), "unset"),
@@ -67,12 +74,12 @@ class Settings:
     )  # fmt: skip
     redis_url: str | None = _setting(
         None, "COMMANDBUS_REDIS_URL", "redis_url", or_word(redis_url(), "unset"),
-        "Redis for limits shared by all workers (not used by this release)", secret=True,
+        "Redis that keeps the places of shared limits; without it PostgreSQL does", secret=True,
     )  # fmt: skip
     environment: str = _setting(
         "development", "COMMANDBUS_ENVIRONMENT", "environment",
         pattern(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", "a name of up to 63 letters, digits and any of _ . -"),
-        "Name of this deployment; part of the names of shared limits (not used by this release)",
+        "Name of this deployment; part of the names of shared limits",
     )  # fmt: skip
     prepared_statements: bool = _setting(
         True, "COMMANDBUS_PREPARED_STATEMENTS", "prepared_statements", truth(),
@@ -155,6 +162,10 @@ class Settings:
         True, "WORKER_RESET_THREAD_LOCALS", "worker.reset_thread_locals", truth(),
         "Forget what a handler left in thread-locals before its slot runs the next one (Python 3.11, 3.12)",
     )  # fmt: skip
+    breakers_enabled: bool = _setting(
+        True, "WORKER_BREAKERS", "worker.breakers", truth(),
+        "Leave command types and APIs alone for a while after trouble; false switches all breakers off",
+    )  # fmt: skip
 
     pool_min_size: int = _setting(
         0, "COMMANDBUS_POOL_MIN_SIZE", "pool.min_size", whole(0, 10_000), "Connections kept open when idle"
@@ -208,6 +219,9 @@ class Settings:
         "Log lines for people or for machines",
     )  # fmt: skip
 
+    limits: tuple[Limit, ...] = ()
+    breakers: Mapping[str, Breaker] = field(default_factory=dict, hash=False)
+
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     warnings: tuple[str, ...] = field(default=(), compare=False)
     config_file: Path | None = field(default=None, compare=False)
@@ -217,9 +231,14 @@ class Settings:
             name: "default" if getattr(self, name) == setting.default else "argument"
             for name, setting in SETTINGS.items()
         }
+        object.__setattr__(self, "limits", declared_limits(self.limits))
+        object.__setattr__(self, "breakers", declared_breakers(self.breakers))
+        origins |= dict.fromkeys(self.tables(), "argument")
         object.__setattr__(self, "origins", origins | dict(self.origins))
         _check_hierarchy(self)
         _check_pool(self)
+        for limit in self.limits:
+            self.backend_of(limit)
 
     @cached_property
     def timeouts(self) -> Timeouts:
@@ -228,6 +247,44 @@ class Settings:
     @cached_property
     def retry_policy(self) -> RetryPolicy:
         return RetryPolicy(self.max_attempts, self.backoff_schedule, self.backoff_jitter)
+
+    def breaker_of(self, domain: str, command_type: str) -> Breaker:
+        """The breaker of a command type: its own, else its domain's, else the one for all."""
+        if not self.breakers_enabled:
+            return Breaker.off()
+        keys = (f"{domain}/{command_type}", f"{domain}/*", "*")
+        return next((self.breakers[key] for key in keys if key in self.breakers), Breaker())
+
+    def backend_of(self, limit: Limit) -> BackendName:
+        """Where the places of a limit are kept."""
+        if limit.backend == "redis" and not self.redis_url:
+            origin = self.origins.get(f"limits.{limit.name}", "argument")
+            raise ConfigurationError(
+                f'limit {limit.name!r} has backend "redis" (from {origin}), but redis_url is not set; set '
+                f'redis_url ({SETTINGS["redis_url"].env}), or give the limit backend "postgres"'
+            )
+        return limit.backend or ("redis" if self.redis_url else "postgres")
+
+    def environment_of(self, limit: Limit) -> str:
+        """The deployment that a limit is shared within."""
+        return limit.environment or self.environment
+
+    def resolved(self, limit: Limit) -> Limit:
+        """The limit with all that it leaves to the settings: where, for whom, and whether breakers are on."""
+        changes: dict[str, Any] = {} if self.breakers_enabled else {"breaker_failures": 0}
+        return limit.changed(backend=self.backend_of(limit), environment=self.environment_of(limit), **changes)
+
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """What limits and breakers were given: `limits.docai` to its options, ready for JSON."""
+        limits = {f"limits.{limit.name}": limit.to_json() for limit in self.limits}
+        return limits | {f"breakers.{key}": breaker.to_json() for key, breaker in self.breakers.items()}
+
+    def plain(self) -> dict[str, Any]:
+        """Everything that `Settings(**values)` needs to be this again, ready for JSON. It holds secrets."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
+        values["limits"] = {limit.name: limit.to_json() for limit in self.limits}
+        values["breakers"] = {key: breaker.to_json() for key, breaker in self.breakers.items()}
+        return values
 
     def masked(self) -> dict[str, object]:
         """Name to value, ready for JSON, secrets masked."""
@@ -246,6 +303,7 @@ class Settings:
     def __repr__(self) -> str:
         shown = self.displayed().items()
         given = [f"{name}={text!r}" for name, text in shown if self.origins[name] != "default"]
+        given += [f"{key}={options}" for key, options in self.tables().items()]
         return f"Settings({', '.join(given)})"
 
 

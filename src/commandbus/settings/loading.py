@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from commandbus.errors import ConfigurationError
 from commandbus.settings.declaration import BY_ENV, BY_TOML, SECTIONS, SETTINGS, Setting, Settings
+from commandbus.settings.tables import TABLES, check_key, check_options, declared_breakers, declared_limits
 
 CONFIG_NAME: Final = "commandbus.toml"
 PYPROJECT_NAME: Final = "pyproject.toml"
@@ -38,14 +42,18 @@ def load_settings(
 
     `overrides` are the explicit arguments, where None means "not given". `directory` is where the search for
     configuration files begins (the working directory); a `config_file` is read instead of searching.
+
+    Limits and breakers add up: each is taken whole from the first source that has one of its name.
     """
     tables = _search(directory or Path.cwd()) if config_file is None else _named_file(config_file)
     sources = [_from_arguments(overrides or {}), _from_environment(environ)]
     sources += [_from_table(path, table) for path, table in tables.items()]
     given = {name: source[name] for source in reversed(sources) for name in source}
     settings = Settings(
-        **{name: _parsed(SETTINGS[name], item) for name, item in given.items()},
-        origins={name: given[name].origin if name in given else "default" for name in SETTINGS},
+        **{name: _parsed(SETTINGS[name], item) for name, item in given.items() if name in SETTINGS},
+        limits=tuple(_entries("limits", given).values()),
+        breakers=_entries("breakers", given),
+        origins=dict.fromkeys(SETTINGS, "default") | {name: item.origin for name, item in given.items()},
         config_file=next(iter(tables), None),
     )
     return replace(settings, warnings=(*_unknown_variables(environ), *settings.timeouts.doubts()))
@@ -58,12 +66,46 @@ def _parsed(setting: Setting, given: _Given) -> Any:
         raise ConfigurationError(f"{given.origin}: {error}") from None
 
 
+def _entries(table: str, given: _Source) -> dict[str, Any]:
+    """The limits, or the breakers, of all sources."""
+    found: dict[str, Any] = {}
+    for name, item in given.items():
+        section, _, key = name.partition(".")
+        if section == table:
+            with _blaming(item.origin):
+                found |= _declared(table, {key: item.value})
+    return found
+
+
+def _declared(table: str, value: object) -> dict[str, Any]:
+    return (
+        {limit.name: limit for limit in declared_limits(value)} if table == "limits" else declared_breakers(value)
+    )
+
+
+@contextmanager
+def _blaming(origin: str) -> Iterator[None]:
+    """Put where it came from before what is wrong with it."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{origin}: {error}") from None
+
+
 def _from_arguments(overrides: Mapping[str, object]) -> _Source:
-    for name in overrides:
-        if name not in SETTINGS:
-            hint = _did_you_mean(name, SETTINGS)
+    source: _Source = {}
+    known = dict.fromkeys((*SETTINGS, *TABLES))
+    for name, value in overrides.items():
+        if name not in known:
+            hint = _did_you_mean(name, known)
             raise ConfigurationError(f"argument {name!r}: there is no such setting{hint}")
-    return {name: _Given(value, "argument") for name, value in overrides.items() if value is not None}
+        if name in TABLES and value is not None:
+            with _blaming("argument"):
+                entries = _declared(name, value)
+            source |= {f"{name}.{key}": _Given(entry, "argument") for key, entry in entries.items()}
+        elif value is not None:
+            source[name] = _Given(value, "argument")
+    return source
 
 
 def _from_environment(environ: Mapping[str, str]) -> _Source:
@@ -83,6 +125,8 @@ def _unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
 
 def _from_table(path: Path, table: Mapping[str, object]) -> _Source:
     source: _Source = {}
+    for section in TABLES:
+        source |= _from_entries(path, section, table.get(section, {}))
     for key, value in _flattened(path, table):
         if key not in BY_TOML:
             hint = _did_you_mean(key, {key: _place(key) for key in BY_TOML})
@@ -91,13 +135,37 @@ def _from_table(path: Path, table: Mapping[str, object]) -> _Source:
     return source
 
 
+def _from_entries(path: Path, section: str, entries: object) -> _Source:
+    """The sections below [limits] or [breakers]."""
+    names = "NAME" if section == "limits" else '"DOMAIN/COMMAND_TYPE"'
+    if not isinstance(entries, dict):
+        raise ConfigurationError(f"{path}: {section} must be sections, [{section}.{names}]")
+    source: _Source = {}
+    for key, options in entries.items():
+        shown = key if re.fullmatch(r"[\w-]{1,64}", key, re.ASCII) else f"{json.dumps(key):.80}"
+        if not isinstance(options, dict):
+            kind = type(options).__name__
+            raise ConfigurationError(
+                f"{_origin(path, f'{section}.{shown}')}: must be a section, [{section}.{shown}], not {kind}"
+            )
+        root = "tool.commandbus." if path.name == PYPROJECT_NAME else ""
+        origin = f"{path} [{root}{section}.{shown}]"
+        with _blaming(origin):
+            check_key(section, key)
+        check_options(section, options, origin)
+        source[f"{section}.{key}"] = _Given(options, origin)
+    return source
+
+
 def _flattened(path: Path, table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for key, value in table.items():
         if key in SECTIONS and not isinstance(value, dict):
             raise ConfigurationError(f"{path}: {key} must be a section, [{key}], not {type(value).__name__}")
+        if key in TABLES:
+            continue
         if isinstance(value, dict) and key not in BY_TOML:
             if key not in SECTIONS:
-                hint = _did_you_mean(key, {section: f"[{section}]" for section in SECTIONS})
+                hint = _did_you_mean(key, {section: f"[{section}]" for section in (*SECTIONS, *TABLES)})
                 raise ConfigurationError(f"{path}: there is no section [{key}]{hint}")
             yield from ((f"{key}.{inner}", item) for inner, item in value.items())
         else:

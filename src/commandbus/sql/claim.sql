@@ -9,6 +9,9 @@
 -- One row write each: read_ct, vt and the holder. A row that somebody still held (its worker vanished) keeps
 -- the previous holder under "before" until flow/claim.py has written the lost attempt down.
 --
+-- A command of a paused type, or of one whose breaker is not closed and whose probe it is not, is marked and gets parked
+-- by flow/claim.py. What is paused or broken is looked up once, and not at all where nothing was claimed.
+--
 -- A message is a command's if the command says so too (msg_id and domain): any client can write {"command": 7}.
 -- The last vt is clamped to what psycopg can load: a foreign client may send with any, -infinity too.
 WITH picked AS MATERIALIZED (
@@ -22,6 +25,8 @@ WITH picked AS MATERIALIZED (
        FOR UPDATE SKIP LOCKED
 ), holder AS MATERIALIZED (
     SELECT jsonb_build_object('held_by', %(worker)s::text, 'since', now()) AS holder
+), broken AS MATERIALIZED (
+    SELECT command_type, probe FROM commandbus.breaker WHERE domain = %(domain)s AND state <> 'CLOSED'
 ), leased AS (
     UPDATE pgmq.{queue}
        SET read_ct = read_ct + 1,
@@ -33,9 +38,11 @@ WITH picked AS MATERIALIZED (
 )
 SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, c.attempt_base, c.waived,
        c.max_attempts, c.correlation_id, c.reply_to, c.headers::text, c.created_at,
-       c.command_type = ANY (ARRAY(SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s)),
+       c.command_type = ANY (ARRAY(SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s))
+           OR (c.command_type = ANY (ARRAY(SELECT command_type FROM broken))
+               AND c.id <> ALL (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL))),
        l.before::text, CASE WHEN c.id IS NULL THEN l.message::text END, greatest((SELECT max(vt) FROM picked), 'epoch'), now(),
-       c.timeout, c.suspect, c.step, c.batch
+       c.timeout, c.suspect, c.step, c.batch, c.id = ANY (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL))
   FROM leased l
   LEFT JOIN LATERAL (
        SELECT *

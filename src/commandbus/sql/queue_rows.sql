@@ -1,7 +1,13 @@
 -- The queue's side of some commands: when visible, how often read, by whom held, what it is parked for, who asked to
--- cancel it, and how far its handler says to be. Locks: none. Index: the queue's key.
+-- cancel it, how far its handler says to be, and until when and why it is parked. A breaker may have been opened again
+-- since it parked a command: what it says now counts. Of a command that a limit has parked, which limit: how that stands
+-- now is asked for by the caller. One whose turn has come (woken_at) is parked no more.
+-- Locks: none. Indexes: the queue's key, parked_domain_msg_id_key, breaker_pkey.
 SELECT q.msg_id, q.vt, q.read_ct, q.headers ->> 'held_by', q.headers ->> 'since', p.reason,
-       (q.headers -> 'cancel')::text, (q.headers -> 'progress')::text
+       (q.headers -> 'cancel')::text, (q.headers -> 'progress')::text,
+       COALESCE(b.until, p.until), p.note, p.limit_name, b.state, b.is_forced, b.reason
   FROM pgmq.{queue} q
-  LEFT JOIN commandbus.parked p ON p.domain = %(domain)s AND p.msg_id = q.msg_id
+  LEFT JOIN commandbus.parked p ON p.domain = %(domain)s AND p.msg_id = q.msg_id AND p.woken_at IS NULL
+  LEFT JOIN commandbus.breaker b ON p.reason = 'breaker' AND b.domain = p.domain AND b.command_type = p.command_type
+                                AND b.state <> 'CLOSED'
  WHERE q.msg_id = ANY (%(msg_ids)s::bigint[])

@@ -23,8 +23,10 @@ from commandbus.errors import CommandBusError
 from commandbus.flow.claim import put_right
 from commandbus.flow.rescue import Held, Rule, Scouted, bury, held_by, outcome, scout, terminate_backends
 from commandbus.flow.settle import Settlement, settle
+from commandbus.model.outcome import Judgement, Verdict
 from commandbus.model.postmortem import Cause, Death, Finding, Role, Running, examine
 from commandbus.runtime.board import SlotView
+from commandbus.runtime.breakers import Words, word_of
 from commandbus.settings import Settings
 from commandbus.supervisor.notices import say_culprit, say_done
 from commandbus.supervisor.said import Hello
@@ -97,6 +99,7 @@ class Coroner:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._scouted_at = 0.0
+        self._words = Words(settings)
         self.domains: tuple[str, ...] = ()
         self.look = Look()
         self.done = 0
@@ -147,6 +150,7 @@ class Coroner:
         return max(0.0, min(min(due, default=now + 1.0) - now, 1.0))
 
     def _work(self) -> None:
+        self._words.write(self._link)  # what a lost connection kept us from telling
         for case in self.open_cases:
             if self._stopping.is_set():
                 return
@@ -244,7 +248,18 @@ class Coroner:
                 case.named.setdefault(what, []).append(str(held.row.command_id))
                 if finding is not None and finding.role is Role.CULPRIT:
                     say_culprit(case.worker, domain, held, finding, settlement)
+                    self._count(case, domain, held, finding)
+        self._words.write(self._link)
         return sum(answer in ("busy", "canceled") for answer in answers.values())
+
+    def _count(self, case: Case, domain: str, held: Held, finding: Finding) -> None:
+        """Leave word for the breaker of a culprit's type. One that was to be canceled says nothing."""
+        row = held.row
+        if held.cancel is None and row.id is not None:
+            judgement = Judgement(Verdict.RETRY, finding.failure)
+            word = word_of(case.settings, domain, row.command_type, row.id, judgement, is_probe=False)
+            if word is not None:
+                self._words.add(word)
 
     def _outcome(
         self, case: Case, domain: str, held: Held, finding: Finding | None, started: float | None

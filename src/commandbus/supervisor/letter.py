@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commandbus.settings import SETTINGS, Settings
+from commandbus.settings import Settings
 
 """Makes a worker process write the stacks of all its threads into its crash file, also when it is frozen."""
 
@@ -32,7 +32,7 @@ def write(letter: Letter) -> int:
     """A descriptor to inherit, from which `read` reads the letter."""
     settings = letter.settings
     document = {
-        "settings": {name: getattr(settings, name) for name in SETTINGS},
+        "settings": settings.plain(),
         "origins": dict(settings.origins),
         "config_file": None if settings.config_file is None else str(settings.config_file),
         "supervisor": letter.supervisor,

@@ -28,7 +28,7 @@ def make_lab(database: str, bus: CommandBus, db: psycopg.Connection[Any]) -> Ite
 
     yield make
     for lab in made:
-        lab.isolation.close(3)
+        lab.close()
         assert lab.isolation.pids() == []
 
 

@@ -1,4 +1,4 @@
-"""A TCP proxy between a worker and PostgreSQL: it can be cut, refuse, go deaf, or swallow one answer."""
+"""A TCP proxy before a server (PostgreSQL, Redis): it can be cut, refuse, go deaf, or swallow one answer."""
 
 from __future__ import annotations
 

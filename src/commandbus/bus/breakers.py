@@ -1,0 +1,159 @@
+"""Breakers on the bus: the methods of both shells."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TypeVar
+
+from commandbus.bus.shell import Shell, whoami
+from commandbus.errors import InvalidOperationError
+from commandbus.flow import breaker_operate, operate
+from commandbus.flow.breaker_operate import BreakerInfo
+from commandbus.flow.operate import Deed
+from commandbus.flow.statement import Operation
+from commandbus.model import names
+from commandbus.model.limit import check_limit_name
+
+T = TypeVar("T")
+
+
+class _BreakerShell(Shell):
+    """Operations made of arguments. A command type's breaker is named by domain and type, a limit's by `limit`."""
+
+    def _opening(
+        self, domain: str | None, command_type: str | None, limit: str | None, who: str | None, why: str | None
+    ) -> Operation[bool]:
+        what = _deed(who, why)
+        if limit is not None:
+            return breaker_operate.open_limit(_limit(domain, command_type, limit), what)
+        name, kind = _type(domain, command_type)
+        return breaker_operate.open_type(name, kind, self.settings.breaker_of(name, kind), what)
+
+    def _closing(
+        self, domain: str | None, command_type: str | None, limit: str | None, who: str | None, why: str | None
+    ) -> Operation[int]:
+        what = _deed(who, why)
+        if limit is not None:
+            return breaker_operate.close_limit(_limit(domain, command_type, limit), what)
+        return breaker_operate.close_type(*_type(domain, command_type), what)
+
+    def _resetting(
+        self, domain: str | None, command_type: str | None, limit: str | None, who: str | None, why: str | None
+    ) -> Operation[int]:
+        what = _deed(who, why)
+        if limit is not None:
+            return breaker_operate.reset_limit(_limit(domain, command_type, limit), what)
+        return breaker_operate.reset_type(*_type(domain, command_type), what)
+
+
+class Breakers(_BreakerShell):
+    """What CommandBus can do with breakers."""
+
+    @abstractmethod
+    def run(self, operation: Operation[T], conn: object = None) -> T: ...
+
+    def breakers(self) -> list[BreakerInfo]:
+        """The breakers of command types that have counted something, and those of all limits."""
+        return self.run(breaker_operate.list_breakers())
+
+    def open_breaker(
+        self,
+        domain: str | None = None,
+        command_type: str | None = None,
+        *,
+        limit: str | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> bool:
+        """Open the breaker of a command type, or of a limit, until a person closes it; False if a person had.
+
+        What runs goes on; what waits is parked when its turn comes.
+        """
+        return self.run(self._opening(domain, command_type, limit, operator, reason))
+
+    def close_breaker(
+        self,
+        domain: str | None = None,
+        command_type: str | None = None,
+        *,
+        limit: str | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Close a breaker that is open; answers how many parked commands go on (for a limit: as there is place)."""
+        return self.run(self._closing(domain, command_type, limit, operator, reason))
+
+    def reset_breaker(
+        self,
+        domain: str | None = None,
+        command_type: str | None = None,
+        *,
+        limit: str | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Forget what a breaker has counted, and close it if it is open; answers as `close_breaker` does."""
+        return self.run(self._resetting(domain, command_type, limit, operator, reason))
+
+
+class AsyncBreakers(_BreakerShell):
+    """What AsyncCommandBus can do with breakers: the same, awaited."""
+
+    @abstractmethod
+    async def run(self, operation: Operation[T], conn: object = None) -> T: ...
+
+    async def breakers(self) -> list[BreakerInfo]:
+        """The breakers of command types that have counted something, and those of all limits."""
+        return await self.run(breaker_operate.list_breakers())
+
+    async def open_breaker(
+        self,
+        domain: str | None = None,
+        command_type: str | None = None,
+        *,
+        limit: str | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> bool:
+        """Open a breaker until a person closes it; see CommandBus.open_breaker."""
+        return await self.run(self._opening(domain, command_type, limit, operator, reason))
+
+    async def close_breaker(
+        self,
+        domain: str | None = None,
+        command_type: str | None = None,
+        *,
+        limit: str | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Close a breaker; see CommandBus.close_breaker."""
+        return await self.run(self._closing(domain, command_type, limit, operator, reason))
+
+    async def reset_breaker(
+        self,
+        domain: str | None = None,
+        command_type: str | None = None,
+        *,
+        limit: str | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Forget what a breaker has counted; see CommandBus.reset_breaker."""
+        return await self.run(self._resetting(domain, command_type, limit, operator, reason))
+
+
+def _deed(operator: str | None, reason: str | None) -> Deed:
+    return operate.deed("CANCEL", operator or whoami(), reason)
+
+
+def _type(domain: str | None, command_type: str | None) -> tuple[str, str]:
+    if domain is None or command_type is None:
+        raise InvalidOperationError("which breaker? give a domain and a command_type, or limit=NAME")
+    return names.check_domain(domain), names.check_type(command_type)
+
+
+def _limit(domain: str | None, command_type: str | None, limit: str) -> str:
+    if domain is not None or command_type is not None:
+        raise InvalidOperationError("give a domain and a command_type, or limit=NAME, not both")
+    return check_limit_name(limit)

@@ -1,0 +1,304 @@
+"""Limits on the bus: a place for a block of plain application code, and how limits stand."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import secrets
+import socket
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from commandbus.bus.shell import Shell, whoami
+from commandbus.errors import ApiTimeoutError, DeadlineExceededError
+from commandbus.flow import limit_look, limits, operate
+from commandbus.flow.limit_figures import look_at_fleet
+from commandbus.flow.limit_look import Estimate, LimitInfo
+from commandbus.flow.limits import Home, LimitRow
+from commandbus.flow.statement import Operation
+from commandbus.gate.build import make_gate, settle_limits
+from commandbus.gate.gate import Gate
+from commandbus.gate.holding import (
+    CLOSE_SECONDS,
+    LATE,
+    LEAST_SECONDS,
+    TIMED_OUT,
+    Hold,
+    check_terms,
+    verdict,
+    waited_in_vain,
+)
+from commandbus.gate.looking import look_at
+from commandbus.gate.requests import Leave, Place
+from commandbus.model.http import ApiFailure
+from commandbus.model.limit import WAIT_SECONDS, Limit, Look
+from commandbus.model.standing import Answer
+from commandbus.settings import Settings
+
+T = TypeVar("T")
+CLOSE_GATE_SECONDS = 5.0
+
+
+class GateHolder:
+    """The gate of a bus: made on first use, made anew in a process that was forked."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._gate: Gate | None = None
+        self.has_declared = False  # what the settings declare
+
+    def get(self, settings: Callable[[], Settings]) -> Gate:
+        """The gate."""
+        with self._lock:
+            if self._gate is None or not self._gate.is_serving:
+                owner = f"{socket.gethostname()[:40]}-{os.getpid()}-bus-{secrets.token_hex(3)}"
+                self._gate = make_gate(settings(), owner)
+                self._gate.start()
+            return self._gate
+
+    def close(self) -> None:
+        """End it, if there is one."""
+        with self._lock:
+            if self._gate is not None and self._gate.is_serving:
+                self._gate.stop(CLOSE_GATE_SECONDS)
+            self._gate = None
+
+
+class _LimitShell(Shell):
+    """Operations made of arguments."""
+
+    def _home(self) -> Home:
+        settings = self.settings
+        return Home(settings.environment, "redis" if settings.redis_url else "postgres")
+
+    def _declaration(self, *declared: Limit) -> Operation[list[str]]:
+        return limits.declare(settle_limits(declared, self.settings), self._home())
+
+    def _setting(
+        self, name: str, options: dict[str, Any], who: str | None, why: str | None
+    ) -> Operation[LimitRow]:
+        return limits.set_limit(name, options, self._home(), operate.deed("CANCEL", who or whoami(), why))
+
+    def _unsetting(
+        self, name: str, options: tuple[str, ...], who: str | None, why: str | None
+    ) -> Operation[LimitRow | None]:
+        return limits.unset_limit(name, options, self._home(), operate.deed("CANCEL", who or whoami(), why))
+
+
+def _leave(gate: Gate, place: Place, answer: Answer, api: ApiFailure | None, *, keeps: bool) -> None:
+    gate.leave([Leave(place, answer, api.text if api else str(answer), api.retry_after if api else None, keeps)])
+
+
+class Limiting(_LimitShell):
+    """What CommandBus can do with limits."""
+
+    _gates: GateHolder
+
+    @abstractmethod
+    def run(self, operation: Operation[T], conn: object = None) -> T: ...
+
+    @abstractmethod
+    def _resolved(self) -> Settings: ...
+
+    @contextmanager
+    def limit(
+        self,
+        name: str,
+        *,
+        wait: float | str | timedelta = WAIT_SECONDS,
+        timeout: float | str | timedelta | None = None,
+    ) -> Iterator[Hold]:
+        """A place of a limit for the block: `with bus.limit("docai", timeout=60) as call: …`.
+
+        Waits up to `wait`, then raises LimitTimeoutError. Nothing interrupts the call after `timeout`:
+        `call.remaining()` is for the client that makes it.
+        """
+        most, seconds = check_terms(name, wait, timeout)
+        gate = self._ready_gate()
+        asked = gate.acquire(name, wait=most, holder=f"pid-{os.getpid()}")
+        try:
+            place = asked.answer.result(max(most, LEAST_SECONDS))
+        except TimeoutError as error:
+            gate.forget(asked)
+            if asked.answer.done() and isinstance(asked.answer.exception(), type(error)):
+                raise
+            raise waited_in_vain(name, most) from None
+        except BaseException:
+            gate.forget(asked)
+            raise
+        until = time.monotonic() + seconds
+        try:
+            yield Hold(place, until)
+        except BaseException as error:
+            answer, api, keeps = verdict(error)
+            is_late = time.monotonic() >= until - CLOSE_SECONDS
+            if is_late and (answer is Answer.TIMEOUT or isinstance(error, DeadlineExceededError)):
+                _leave(gate, place, Answer.TIMEOUT, TIMED_OUT, keeps=True)
+                raise ApiTimeoutError(LATE) from error
+            _leave(gate, place, answer, api, keeps=keeps)
+            raise
+        else:
+            _leave(gate, place, Answer.GOOD, None, keeps=False)
+
+    def declare_limit(self, limit: Limit) -> None:
+        """Make a limit known to all; what a person has set at run time stays above it."""
+        self.run(self._declaration(limit))
+
+    def limits(self) -> list[LimitInfo]:
+        """All limits, and how they stand."""
+        found = self.run(limit_look.list_waiting())
+        looks = self._look(*(row for row, _ in found))
+        return [limit_look.describe(row, looks[row.name], waiting) for row, waiting in found]
+
+    def get_limit(self, name: str) -> LimitInfo:
+        """One limit; UnknownLimitError names those that there are."""
+        row, waiting = self.run(limit_look.get_waiting(name))
+        return limit_look.describe(row, self._look(row)[name], waiting)
+
+    def set_limit(
+        self, name: str, *, operator: str | None = None, reason: str | None = None, **options: Any
+    ) -> LimitInfo:
+        """Change a limit at run time: `bus.set_limit("docai", concurrency=5, rate="120/m")`. All workers follow
+        at once, and it stays so over deployments, until it is unset."""
+        self.run(self._setting(name, options, operator, reason))
+        return self.get_limit(name)
+
+    def unset_limit(
+        self, name: str, *options: str, operator: str | None = None, reason: str | None = None
+    ) -> LimitInfo | None:
+        """Go back to what is declared, for these options or all; None if nobody declares it: it is gone."""
+        row = self.run(self._unsetting(name, options, operator, reason))
+        return None if row is None else self.get_limit(name)
+
+    def estimate(self, name: str, *, domain: str | None = None, command_id: str | None = None) -> Estimate:
+        """How long a command that is sent now would wait for a limit, or one that waits already (by its id)."""
+        row, ahead = self.run(limit_look.estimate_terms(name, domain, command_id))
+        look = self._look(row)[name]
+        return limit_look.estimate(row, look, ahead, is_waiting=command_id is not None)
+
+    def _ready_gate(self) -> Gate:
+        if self.settings.limits and not self._gates.has_declared:
+            self.run(self._declaration(*self.settings.limits))
+            self._gates.has_declared = True
+        return self._gates.get(self._resolved)
+
+    def _look(self, *rows: LimitRow) -> dict[str, Look]:
+        kept, elsewhere = _by_backend(rows)
+        return kept if not elsewhere else kept | look_at(self.settings, elsewhere, self.run(look_at_fleet()))
+
+
+class AsyncLimiting(_LimitShell):
+    """What AsyncCommandBus can do with limits."""
+
+    _gates: GateHolder
+
+    @abstractmethod
+    async def run(self, operation: Operation[T], conn: object = None) -> T: ...
+
+    @abstractmethod
+    def _resolved(self) -> Settings: ...
+
+    @asynccontextmanager
+    async def limit(
+        self,
+        name: str,
+        *,
+        wait: float | str | timedelta = WAIT_SECONDS,
+        timeout: float | str | timedelta | None = None,
+    ) -> AsyncIterator[Hold]:
+        """A place of a limit for the block: `async with bus.limit("docai", timeout=60): …`.
+
+        Waits up to `wait`, then raises LimitTimeoutError. After `timeout` what is awaited in the block is
+        cancelled, and the block raises ApiTimeoutError.
+        """
+        most, seconds = check_terms(name, wait, timeout)
+        gate = await self._ready_gate()
+        asked = gate.acquire(name, wait=most, holder=f"pid-{os.getpid()}")
+        waiting = asyncio.wrap_future(asked.answer)
+        try:
+            place = await asyncio.wait_for(asyncio.shield(waiting), max(most, LEAST_SECONDS))
+        except TimeoutError:
+            gate.forget(asked)
+            if waiting.done():
+                raise
+            raise waited_in_vain(name, most) from None
+        except BaseException:
+            gate.forget(asked)
+            raise
+        try:
+            try:
+                async with asyncio.timeout(None if seconds == math.inf else seconds) as timer:
+                    yield Hold(place, time.monotonic() + seconds)
+            except TimeoutError as error:
+                if timer.expired():
+                    raise ApiTimeoutError(LATE) from error
+                raise
+        except BaseException as error:
+            answer, api, keeps = verdict(error)
+            _leave(gate, place, answer, api, keeps=keeps)
+            raise
+        else:
+            _leave(gate, place, Answer.GOOD, None, keeps=False)
+
+    async def declare_limit(self, limit: Limit) -> None:
+        """Make a limit known to all; what a person has set at run time stays above it."""
+        await self.run(self._declaration(limit))
+
+    async def limits(self) -> list[LimitInfo]:
+        """All limits, and how they stand."""
+        found = await self.run(limit_look.list_waiting())
+        looks = await self._look(*(row for row, _ in found))
+        return [limit_look.describe(row, looks[row.name], waiting) for row, waiting in found]
+
+    async def get_limit(self, name: str) -> LimitInfo:
+        """One limit; UnknownLimitError names those that there are."""
+        row, waiting = await self.run(limit_look.get_waiting(name))
+        return limit_look.describe(row, (await self._look(row))[name], waiting)
+
+    async def set_limit(
+        self, name: str, *, operator: str | None = None, reason: str | None = None, **options: Any
+    ) -> LimitInfo:
+        """Change a limit at run time: `await bus.set_limit("docai", concurrency=5, rate="120/m")`. All workers
+        follow at once, and it stays so over deployments, until it is unset."""
+        await self.run(self._setting(name, options, operator, reason))
+        return await self.get_limit(name)
+
+    async def unset_limit(
+        self, name: str, *options: str, operator: str | None = None, reason: str | None = None
+    ) -> LimitInfo | None:
+        """Go back to what is declared, for these options or all; None if nobody declares it: it is gone."""
+        row = await self.run(self._unsetting(name, options, operator, reason))
+        return None if row is None else await self.get_limit(name)
+
+    async def estimate(self, name: str, *, domain: str | None = None, command_id: str | None = None) -> Estimate:
+        """How long a command that is sent now would wait for a limit, or one that waits already (by its id)."""
+        row, ahead = await self.run(limit_look.estimate_terms(name, domain, command_id))
+        look = (await self._look(row))[name]
+        return limit_look.estimate(row, look, ahead, is_waiting=command_id is not None)
+
+    async def _ready_gate(self) -> Gate:
+        if self.settings.limits and not self._gates.has_declared:
+            await self.run(self._declaration(*self.settings.limits))
+            self._gates.has_declared = True
+        return await asyncio.to_thread(self._gates.get, self._resolved)
+
+    async def _look(self, *rows: LimitRow) -> dict[str, Look]:
+        kept, elsewhere = _by_backend(rows)
+        if not elsewhere:
+            return kept
+        fleet = await self.run(look_at_fleet())
+        return kept | await asyncio.to_thread(look_at, self.settings, elsewhere, fleet)
+
+
+def _by_backend(rows: Sequence[LimitRow]) -> tuple[dict[str, Look], list[LimitRow]]:
+    """How those look whose places are in PostgreSQL, and the others."""
+    return (
+        {row.name: row.look for row in rows if row.backend == "postgres"},
+        [row for row in rows if row.backend != "postgres"],
+    )

@@ -1,0 +1,146 @@
+"""`breakers`, `breakers open|close|reset`: what is left alone for a while, why, and until when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from commandbus.cli.parameters import operator_options
+from commandbus.cli.render import columns, print_table, printable
+from commandbus.cli.session import ListingGroup, Session
+from commandbus.flow.breaker_operate import BreakerInfo
+from commandbus.model.words import counted
+
+F = TypeVar("F", bound=Callable[..., Any])
+_STATES = {"CLOSED": "closed", "OPEN": "open", "HALF_OPEN": "half open"}
+
+
+def _which(function: F) -> F:
+    """DOMAIN TYPE, or --limit NAME."""
+    for parameter in (
+        click.option("--limit", metavar="NAME", help="The breaker of this limit, instead of a command type's."),
+        click.argument("command_type", metavar="[TYPE]", required=False),
+        click.argument("domain", metavar="[DOMAIN]", required=False),
+    ):
+        function = parameter(function)
+    return operator_options(function)
+
+
+@click.group(cls=ListingGroup)
+@click.pass_context
+def breakers(ctx: click.Context) -> None:
+    """The breakers of command types and limits: their state, why they are open, and until when.
+
+    One that opens leaves a command type, or an API, alone for a while; then a single command is tried, and if that
+    goes well, it is closed again. A command type is listed once it has counted something.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    session: Session = ctx.obj
+    with session.bus() as bus:
+        found = bus.breakers()
+    session.answer(
+        found,
+        lambda: print_table(
+            columns("of name state until :stuck :failures :parked reason"),
+            [(item.kind, item.name, _state(item), _until(item), item.stuck, item.failures, item.parked,
+              item.reason) for item in found],
+            empty="no breaker has counted anything, and there are no limits",
+        ),
+    )  # fmt: skip
+
+
+@breakers.command("open")
+@_which
+@click.pass_obj
+def open_breaker(
+    session: Session,
+    domain: str | None,
+    command_type: str | None,
+    limit: str | None,
+    operator: str | None,
+    reason: str | None,
+) -> None:
+    """Open one, until somebody closes it. What runs goes on; what waits is parked."""
+    name = _name(domain, command_type, limit)
+    with session.bus() as bus:
+        changed = bus.open_breaker(domain, command_type, limit=limit, operator=operator, reason=reason)
+    session.answer(
+        {"breaker": name, "state": "OPEN", "changed": changed},
+        lambda: click.echo(
+            printable(f"the breaker of {name} {'is' if changed else 'was already'} open, until somebody closes it")
+        ),
+    )
+
+
+@breakers.command("close")
+@_which
+@click.pass_obj
+def close_breaker(
+    session: Session,
+    domain: str | None,
+    command_type: str | None,
+    limit: str | None,
+    operator: str | None,
+    reason: str | None,
+) -> None:
+    """Close one that is open, whoever has opened it. What it had parked goes on."""
+    name = _name(domain, command_type, limit)
+    with session.bus() as bus:
+        released = bus.close_breaker(domain, command_type, limit=limit, operator=operator, reason=reason)
+    session.answer(
+        {"breaker": name, "state": "CLOSED", "released": released},
+        lambda: click.echo(printable(f"the breaker of {name} is closed; {_released(released, limit)}")),
+    )
+
+
+@breakers.command("reset")
+@_which
+@click.pass_obj
+def reset_breaker(
+    session: Session,
+    domain: str | None,
+    command_type: str | None,
+    limit: str | None,
+    operator: str | None,
+    reason: str | None,
+) -> None:
+    """Forget what one has counted, and close it. A limit's back-off ends too."""
+    name = _name(domain, command_type, limit)
+    with session.bus() as bus:
+        released = bus.reset_breaker(domain, command_type, limit=limit, operator=operator, reason=reason)
+    session.answer(
+        {"breaker": name, "state": "CLOSED", "released": released},
+        lambda: click.echo(
+            printable(f"the breaker of {name} is closed and has counted nothing; {_released(released, limit)}")
+        ),
+    )
+
+
+def _name(domain: str | None, command_type: str | None, limit: str | None) -> str:
+    if limit is not None:
+        if domain is not None:
+            raise click.UsageError("give DOMAIN TYPE or --limit NAME, not both")
+        return f"limit {limit}"
+    if domain is None or command_type is None:
+        raise click.UsageError("which one? give DOMAIN TYPE, or --limit NAME")
+    return f"{domain}/{command_type}"
+
+
+def _released(count: int, limit: str | None) -> str:
+    if limit is not None:
+        return f"{counted(count, 'command')} waited for the limit"
+    return f"{counted(count, 'parked command')} went back to the queue"
+
+
+def _state(item: BreakerInfo) -> str:
+    return _STATES[item.state] + (f", {item.probe} is tried" if item.kind == "type" and item.probe else "")
+
+
+def _until(item: BreakerInfo) -> object:
+    return "somebody closes it" if item.is_forced else item.until if item.state == "OPEN" else None
+
+
+COMMANDS = [breakers]

@@ -1,0 +1,249 @@
+"""`limits`, `limits show|set|unset|estimate`: what may be used at once and how fast, by whom, and who waits."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import click
+
+from commandbus.cli.parameters import DURATION, AnyType, operator_options
+from commandbus.cli.render import age, columns, moment, print_fields, print_table, printable
+from commandbus.cli.session import ListingGroup, Session
+from commandbus.errors import ConfigurationError
+from commandbus.flow.limit_look import ControlAction, Estimate, LimitInfo, list_actions
+from commandbus.model.durations import format_seconds, roughly
+from commandbus.model.limit import OPTIONS
+from commandbus.model.words import counted
+
+ACTIONS = 10
+HOW_TO = (
+    "there are no limits. Declare one in commandbus.toml ([limits.docai] concurrency = 5), at a handler "
+    '(limits=[Limit("docai", concurrency=5)]), or here: `commandbus limits set docai --concurrency 5 --rate 120/m`'
+)
+
+
+class _DurationsType(AnyType):
+    """`2,4,8,16,30s`: durations with commas between them."""
+
+    name = "durations"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[float]:
+        if isinstance(value, list):
+            return value
+        return [DURATION.convert(part.strip(), param, ctx) for part in str(value).split(",")]
+
+
+class _DurationOrNoneType(AnyType):
+    """A duration, or `none`."""
+
+    name = "duration or none"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
+        return "none" if value == "none" else DURATION.convert(value, param, ctx)
+
+
+@click.group(cls=ListingGroup)
+@click.pass_context
+def limits(ctx: click.Context) -> None:
+    """What may be used at once and how fast; who uses it, who waits, and how it stands.
+
+    MODE is where the places are kept: postgres, redis, degraded (Redis is away, every program keeps to its share),
+    joining (it is back, and holders register), unknown (Redis is out of reach from here). PARKED are commands that
+    wait, CALLERS wait inside programs, STARTS/S is what was measured of late.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    session: Session = ctx.obj
+    with session.bus() as bus:
+        found = bus.limits()
+        undeclared = sorted({limit.name for limit in bus.settings.limits} - {item.name for item in found})
+    session.answer(found, lambda: _print(found, undeclared))
+
+
+@limits.command()
+@click.argument("name")
+@click.option("--actions", type=click.IntRange(0, 1000), default=ACTIONS, show_default=True,
+              help="How many of the last changes.")  # fmt: skip
+@click.pass_obj
+def show(session: Session, name: str, actions: int) -> None:
+    """Everything about one: what it allows and who said so, who holds its places, and what was done to it."""
+    with session.bus() as bus:
+        info, estimate = bus.get_limit(name), bus.estimate(name)
+        done = bus.run(list_actions(name, limit=actions))
+    document = _document(info) | {"estimate": estimate, "actions": done}
+    session.answer(document, lambda: _print_one(info, estimate, done))
+
+
+@limits.command("set")
+@click.argument("name")
+@click.option("--concurrency", type=int, metavar="N", help="How many at once.")
+@click.option("--rate", metavar="RATE", help="How many may begin in which time: 2/s, 120/m, 1000/h.")
+@click.option("--burst", type=int, metavar="N", help="How many of them at one moment.")
+@click.option("--lease", type=DURATION, metavar="120s", help="How long a place is kept for one that is silent.")
+@click.option("--max-wait", type=_DurationOrNoneType(), metavar="1h|none",
+              help="How long a command waits before it needs a person.")  # fmt: skip
+@click.option("--tries", type=int, metavar="N", help="How often the API may refuse a command (429).")
+@click.option("--backoff", type=_DurationsType(), metavar="2,4,8", help="How long nobody calls after a 429.")
+@click.option("--breaker-failures", type=int, metavar="N", help="Bad answers in a row that open it; 0: never.")
+@click.option("--breaker-reset", type=DURATION, metavar="60s", help="How long it then stays open.")
+@click.option("--backend", type=click.Choice(["postgres", "redis"]), help="Where its places are kept.")
+@operator_options
+@click.pass_obj
+def set_limit(session: Session, /, name: str, operator: str | None, reason: str | None, **options: Any) -> None:
+    """Change a limit, or make one. All workers follow at once; it stays so over deployments, until it is unset."""
+    given = {key: value for key, value in options.items() if value is not None}
+    if not given:
+        raise click.UsageError("what is to change? give --concurrency 5, --rate 120/m, …")
+    if given.get("max_wait") == "none":
+        given["max_wait"] = None
+    with session.bus() as bus:
+        try:
+            info = bus.set_limit(name, operator=operator, reason=reason, **given)
+        except ConfigurationError as error:
+            raise click.UsageError(str(error)) from None
+    session.answer(_document(info), lambda: click.echo(printable(f"limit {name}: {_allows(info)}")))
+
+
+@limits.command()
+@click.argument("name")
+@click.argument("options", nargs=-1, metavar="[OPTION]...")
+@operator_options
+@click.pass_obj
+def unset(session: Session, name: str, options: tuple[str, ...], operator: str | None, reason: str | None) -> None:
+    """Go back to what is declared, for these options (concurrency, rate, …) or all.
+
+    A limit that is declared nowhere is gone then.
+    """
+    chosen = [option.removeprefix("--").replace("-", "_") for option in options]
+    for option, key in zip(options, chosen, strict=True):
+        if key not in OPTIONS:
+            raise click.UsageError(f"there is no option {option!r} of a limit; there are {', '.join(OPTIONS)}")
+    with session.bus() as bus:
+        try:
+            info = bus.unset_limit(name, *chosen, operator=operator, reason=reason)
+        except ConfigurationError as error:
+            raise click.UsageError(str(error)) from None
+    gone = f"limit {name} is gone: nobody declares it"
+    session.answer(
+        {"name": name, "removed": info is None, "limit": None if info is None else _document(info)},
+        lambda: click.echo(printable(gone if info is None else f"limit {name}: {_allows(info)}")),
+    )
+
+
+@limits.command()
+@click.argument("name")
+@click.option("--domain", metavar="NAME", help="The domain of the command.")
+@click.option("--command-id", metavar="ID", help="A command that waits; without it, one that is sent now.")
+@click.pass_obj
+def estimate(session: Session, name: str, domain: str | None, command_id: str | None) -> None:
+    """How long one waits: what is left of the back-off, and those ahead at the rate that was measured."""
+    if (domain is None) != (command_id is None):
+        raise click.UsageError("a command is named by both: --domain D --command-id ID")
+    with session.bus() as bus:
+        found = bus.estimate(name, domain=domain, command_id=command_id)
+    session.answer(found, lambda: click.echo(printable(f"limit {name}: {_estimated(found)}")))
+
+
+def _print(found: list[LimitInfo], undeclared: list[str]) -> None:
+    print_table(
+        columns("name mode :in_use rate :parked :callers :starts/s state"),
+        [
+            (
+                item.name, item.mode, _used(item), item.rate or "-", item.parked, item.callers, _pace(item),
+                item.text if item.state == "OPEN" else f"{_state(item)} {item.text}",
+            )
+            for item in found
+        ],
+        empty=HOW_TO,
+    )  # fmt: skip
+    if undeclared:
+        click.echo(f"in the settings, and not known yet (a worker makes it known): {', '.join(undeclared)}")
+
+
+def _print_one(info: LimitInfo, estimate: Estimate, done: list[ControlAction]) -> None:
+    print_fields(
+        {
+            "limit": info.name,
+            "environment": info.environment,
+            "state": f"{_state(info)}: {info.text}",
+            "kept in": info.backend if info.mode == info.backend else f"{info.backend} ({info.mode})",
+            "at once": "any number" if info.concurrency is None else info.concurrency,
+            "rate": "any" if info.rate is None else f"{info.rate}, burst {info.burst}",
+            "lease": format_seconds(info.lease_seconds),
+            "longest wait": "none" if info.max_wait_seconds is None else format_seconds(info.max_wait_seconds),
+            "tries": f"{info.tries} refusals, then a person",
+            "back-off": ", ".join(map(format_seconds, info.backoff)),
+            "breaker": _breaker(info),
+            "declared": "nowhere" if info.declared is None else info.declared or "with defaults",
+            "set here": info.override,
+            "changed": info.changed_at,
+            "in use": _used(info),
+            "waiting": _waiting(info),
+            "starts": f"{_pace(info)}/s of late, {info.granted} so far",
+            "refused by the API": info.rate_limited,
+            "waited": f"{counted(info.waits, 'time')}, {age(info.waited_seconds)} together",
+            "estimate": _estimated(estimate),
+        }
+    )
+    if info.holders:
+        click.echo("\nplaces")
+        print_table(columns(":left holder"), [(f"{left:.0f}s", token) for token, left in _sorted(info)])
+    if done:
+        click.echo("\nchanges")
+        print_table(
+            columns("at what action by reason details"),
+            [
+                (moment(item.performed_at), item.subject, item.action, item.operator, item.reason, item.details)
+                for item in done
+            ],
+        )
+
+
+def _document(info: LimitInfo) -> dict[str, Any]:
+    return {field.name: getattr(info, field.name) for field in fields(info)}
+
+
+def _sorted(info: LimitInfo) -> list[tuple[str, float]]:
+    return sorted(info.holders.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _state(info: LimitInfo) -> str:
+    return info.state.lower().replace("_", " ")
+
+
+def _used(info: LimitInfo) -> str:
+    used = "?" if info.mode == "unknown" else str(info.in_use)
+    return used if info.concurrency is None else f"{used}/{info.concurrency}"
+
+
+def _pace(info: LimitInfo) -> str:
+    return "-" if info.starts_per_second is None else f"{info.starts_per_second:.3g}"
+
+
+def _breaker(info: LimitInfo) -> str:
+    if not info.breaker_failures:
+        return "never opens by itself"
+    reset = format_seconds(info.breaker_reset_seconds)
+    return f"opens after {info.breaker_failures} bad answers in a row (now {info.failures}), for {reset}"
+
+
+def _waiting(info: LimitInfo) -> str:
+    text = f"{counted(info.parked, 'command')}, {counted(info.callers, 'caller')}"
+    return text if info.oldest_seconds is None else f"{text}, the first for {age(info.oldest_seconds)}"
+
+
+def _allows(info: LimitInfo) -> str:
+    cap = None if info.concurrency is None else f"{info.concurrency} at once"
+    rate = None if info.rate is None else f"{info.rate} (burst {info.burst})"
+    return ", ".join(part for part in (cap, rate, f"kept in {info.backend}") if part)
+
+
+def _estimated(found: Estimate) -> str:
+    if found.seconds is None:
+        return f"nobody can say how long: {found.text}"
+    when = "at once" if found.seconds < 0.05 else f"in about {roughly(found.seconds)}"
+    return f"{when}: {found.text}"
+
+
+COMMANDS = [limits]

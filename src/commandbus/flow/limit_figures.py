@@ -1,0 +1,82 @@
+"""limit_figures: limits and breakers in figures, for metrics and for who looks from outside. Reads only, but for
+`count_granted`: what was given in Redis is told to PostgreSQL now and then, where everybody can see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from commandbus import sql
+from commandbus.flow.limit_mode import Pace, Program
+from commandbus.flow.statement import Statement, Steps, operation
+
+MOST_COUNTED = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class LimitFigures:
+    """One limit. `places` is None if any number may be in use at once; the counters are since it was declared."""
+
+    name: str
+    places: int | None
+    in_use: int
+    parked: int
+    callers: int
+    backoff_seconds: float
+    is_open: bool
+    is_degraded: bool
+    granted: int
+    rate_limited: int
+    waits: int
+    waited_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """All limits, and the breakers of command types: (domain, command_type) → is it open?"""
+
+    limits: tuple[LimitFigures, ...] = ()
+    breakers: Mapping[tuple[str, str], bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RedisFleet:
+    """Where the places of Redis limits are kept now, and those that PostgreSQL counts: limit → token → seconds."""
+
+    mode: str
+    epoch: str | None
+    tokens: Mapping[str, Mapping[str, float]]
+
+
+@operation(atomic=False)
+def figures(domains: Sequence[str]) -> Steps[Figures]:
+    """All limits, and the breakers of these domains."""
+    rows = yield Statement(sql.text("limit_figures"), {"most": MOST_COUNTED, "alive": Pace().live})
+    found = yield Statement(
+        b"SELECT domain, command_type, state <> 'CLOSED' FROM commandbus.breaker "
+        b"WHERE domain = ANY (%(domains)s::text[]) ORDER BY 1, 2",
+        {"domains": list(domains)},
+    )
+    return Figures(tuple(LimitFigures(*row) for row in rows), {(row[0], row[1]): row[2] for row in found})
+
+
+@operation(atomic=False)
+def look_at_fleet() -> Steps[RedisFleet]:
+    """What PostgreSQL knows of places in Redis."""
+    mode = yield Statement(sql.text("limit_mode_read"))
+    rows = yield Statement(sql.text("limit_client_list", locking=""))
+    tokens: dict[str, dict[str, float]] = {}
+    for row in rows:
+        program, now = Program(*row[:5]), row[6]
+        for name in program.held:
+            left = {token: ends - now for token, ends in program.tokens(name, now).items()}
+            tokens.setdefault(name, {}).update(left)
+    return RedisFleet(mode[0][0] if mode else "redis", mode[0][1] if mode else None, tokens)
+
+
+@operation(atomic=False)
+def count_granted(granted: Mapping[str, int], seconds: float) -> Steps[None]:
+    """Tell how many places of Redis limits were given here within so many seconds."""
+    for name, count in sorted(granted.items()):
+        yield Statement(sql.text("limit_count"), {"name": name, "count": count, "seconds": seconds})

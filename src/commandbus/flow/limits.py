@@ -1,0 +1,255 @@
+"""limits: what is declared, what people have changed, and how each stands now.
+
+A limit's row is made by whoever declares it (a worker at its start, a bus on first use) and kept for all. What a
+person sets at run time lies above what is declared, over deployments too, until it is unset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from commandbus import sql
+from commandbus.errors import InvalidOperationError, UnknownLimitError
+from commandbus.flow.operate import Deed
+from commandbus.flow.statement import Row, Statement, Steps, operation
+from commandbus.model import payload
+from commandbus.model.limit import Limit, Look, check_limit_name
+from commandbus.model.standing import Standing
+
+CHANNEL = "commandbus_limits"
+CHANGED = "limit "
+TOKEN = "token "  # noqa: S105 - the token of a place, not a secret
+
+
+@dataclass(frozen=True, slots=True)
+class LimitRow:
+    """A limit, and how it stands at `now` (the database's clock, in epoch seconds)."""
+
+    limit: Limit
+    environment: str
+    backend: str
+    standing: Standing
+    now: float
+    tat: float
+    look: Look
+    granted: int
+    rate_limited: int
+    waits: int
+    waited_seconds: float
+    declared: Mapping[str, Any] | None
+    override: Mapping[str, Any] | None
+    changed_at: datetime
+    is_awaited: bool
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.limit.name
+
+    @property
+    def concurrency(self) -> int | None:
+        """How many at once; None: any number."""
+        return self.limit.concurrency
+
+    @property
+    def per_second(self) -> float | None:
+        """Its rate; None: any."""
+        return self.limit.per_second
+
+    @property
+    def burst(self) -> int:
+        """How many at one moment, as far as the rate goes."""
+        return self.limit.burst
+
+    @property
+    def lease(self) -> float:
+        """How long a place is kept for a holder of whom nothing is heard."""
+        return self.limit.lease_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where limits live unless they say otherwise: this deployment's name, and the usual back end."""
+
+    environment: str
+    backend: str
+
+
+def read_rows(rows: Sequence[Row]) -> list[LimitRow]:
+    """The rows of limit_rows.sql."""
+    return [_read(row) for row in rows]
+
+
+def select_limits(name: str | None, *, locking: bool = False) -> Statement:
+    """The statement for `read_rows`; `locking` locks the row, for who is about to change it."""
+    text = sql.text(
+        "limit_rows", claimable=sql.part("limit_claimable"), locking="FOR UPDATE OF l" if locking else ""
+    )
+    return Statement(text, {"name": name})
+
+
+@operation(atomic=False)
+def list_limits(name: str | None = None) -> Steps[list[LimitRow]]:
+    """All limits, or one."""
+    return read_rows((yield select_limits(name)))
+
+
+@operation(atomic=False)
+def get_limit(name: str) -> Steps[LimitRow]:
+    """One limit; UnknownLimitError names those that there are."""
+    found = read_rows((yield select_limits(name)))
+    if not found:
+        known = yield Statement(b"SELECT name FROM commandbus.limits ORDER BY name")
+        raise UnknownLimitError(name, [row[0] for row in known])
+    return found[0]
+
+
+@operation(atomic=True)
+def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
+    """Make known what code and configuration declare; answers what has changed. What a person has set stays."""
+    changed = []
+    for limit in sorted(limits, key=lambda item: item.name):
+        rows = yield Statement(
+            b"SELECT declared, override, environment, backend FROM commandbus.limits WHERE name = %(name)s",
+            {"name": limit.name},
+        )
+        declared, override, environment, backend = rows[0] if rows else (None, None, None, None)
+        effective = Limit.from_json(limit.name, limit.to_json(), override)
+        where = (effective.environment or home.environment, effective.backend or home.backend)
+        if rows and declared == limit.to_json() and where == (environment, backend):
+            continue
+        yield _store(effective, where, declared=limit.to_json(), override=override)
+        changed.append(limit.name)
+    return changed
+
+
+@operation(atomic=True)
+def set_limit(name: str, options: Mapping[str, Any], home: Home, what: Deed) -> Steps[LimitRow]:
+    """Change a limit for all workers at once, or make one that nobody has declared."""
+    check_limit_name(name)
+    rows = yield Statement(
+        b"SELECT declared, override FROM commandbus.limits WHERE name = %(name)s FOR UPDATE", {"name": name}
+    )
+    declared, override = rows[0] if rows else (None, None)
+    wanted = {**(override or {}), **options}
+    effective = Limit.from_json(name, declared, wanted)
+    yield _store(
+        effective,
+        (effective.environment or home.environment, effective.backend or home.backend),
+        declared=declared,
+        override=_plain(wanted),
+    )
+    yield note_action(f"limit {name}", "SET", what, details=_plain(options))
+    yield tell(CHANGED + name)
+    return read_rows((yield select_limits(name)))[0]
+
+
+@operation(atomic=True)
+def unset_limit(name: str, options: Sequence[str], home: Home, what: Deed) -> Steps[LimitRow | None]:
+    """Go back to what is declared, for some options or all (none named); None: nobody declares it, it is gone."""
+    check_limit_name(name)
+    rows = yield Statement(
+        b"SELECT declared, override FROM commandbus.limits WHERE name = %(name)s FOR UPDATE", {"name": name}
+    )
+    if not rows:
+        known = yield Statement(b"SELECT name FROM commandbus.limits ORDER BY name")
+        raise UnknownLimitError(name, [row[0] for row in known])
+    declared, override = rows[0]
+    rest = {key: value for key, value in (override or {}).items() if options and key not in options}
+    yield note_action(f"limit {name}", "UNSET", what, details=list(options) or None)
+    if declared is None and not rest:
+        used = yield Statement(
+            b"SELECT 1 FROM commandbus.parked WHERE limit_name = %(name)s AND woken_at IS NULL LIMIT 1",
+            {"name": name},
+        )
+        if used:
+            raise InvalidOperationError(
+                f"limit {name!r} is declared nowhere else, and commands wait for it: declare it, or cancel them"
+            )
+        yield Statement(b"DELETE FROM commandbus.limits WHERE name = %(name)s", {"name": name})
+        yield tell(CHANGED + name)
+        return None
+    effective = Limit.from_json(name, declared, rest)
+    where = (effective.environment or home.environment, effective.backend or home.backend)
+    yield _store(effective, where, declared=declared, override=rest or None)
+    yield tell(CHANGED + name)
+    return read_rows((yield select_limits(name)))[0]
+
+
+def note_action(subject: str, action: str, what: Deed, *, details: object = None) -> Statement:
+    """Write down what was done to a limit or a breaker."""
+    return Statement(
+        b"INSERT INTO commandbus.control_action (subject, action, operator, reason, details) "
+        b"VALUES (%(subject)s, %(action)s, %(operator)s, %(reason)s, %(details)s::json)",
+        {
+            "subject": subject,
+            "action": action,
+            "operator": what.operator,
+            "reason": what.reason,
+            "details": None if details is None else payload.dump(details, what="details"),
+        },
+    )
+
+
+def tell(text: str) -> Statement:
+    """Tell all gates, when this transaction commits."""
+    return Statement(b"SELECT pg_notify(%(channel)s, %(text)s)", {"channel": CHANNEL, "text": text})
+
+
+def _store(
+    limit: Limit, where: tuple[str, str], *, declared: Mapping[str, Any] | None, override: Mapping[str, Any] | None
+) -> Statement:
+    return Statement(
+        sql.text("limit_store"),
+        {
+            "name": limit.name,
+            "environment": where[0],
+            "backend": where[1],
+            "concurrency": limit.concurrency,
+            "per_second": limit.per_second,
+            "burst": limit.burst,
+            "lease": limit.lease,
+            "max_wait": limit.max_wait,
+            "tries": limit.tries,
+            "backoff": list(limit.backoff),
+            "breaker_failures": limit.breaker_failures,
+            "breaker_reset": limit.breaker_reset,
+            "declared": None if declared is None else payload.dump(dict(declared), what="declared"),
+            "override": None if not override else payload.dump(dict(override), what="override"),
+        },
+    )
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value if isinstance(value, int | float | str | list | None) else str(value)
+        for key, value in options.items()
+    }
+
+
+def _read(row: Row) -> LimitRow:
+    (name, environment, backend, *_, declared, override, changed_at, is_awaited) = row
+    limit = Limit.from_json(name, declared, override)
+    standing = Standing(*row[12:23])
+    look = Look(row[26], row[25], "postgres")
+    granted, rate_limited, waits, waited_seconds = row[27:31]
+    return LimitRow(
+        limit=limit,
+        environment=environment,
+        backend=backend,
+        standing=standing,
+        now=row[23],
+        tat=row[24],
+        look=look,
+        granted=granted,
+        rate_limited=rate_limited,
+        waits=waits,
+        waited_seconds=waited_seconds,
+        declared=declared,
+        override=override,
+        changed_at=changed_at,
+        is_awaited=is_awaited,
+    )

@@ -1,0 +1,287 @@
+"""places: take, renew and give back places of a limit; tell it how a call went; wake who is next.
+
+The limit's row is the only thing that is locked, for one statement on the usual way. `wake` is a transaction under
+that lock: it keeps a place for the first in line, then makes its queue row visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from commandbus import sql
+from commandbus.errors import UnknownLimitError
+from commandbus.flow.limits import LimitRow, note_action, read_rows, select_limits
+from commandbus.flow.operate import Deed
+from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.model import payload
+from commandbus.model.limit import until_next
+from commandbus.model.standing import Answer, Standing, after_bad, after_good, after_unknown
+
+ITSELF = "commandbus"
+"""Who did what no person did."""
+
+Grant = Callable[[LimitRow, list[str]], list[str]]
+"""Takes places from a back end other than the row: which of the tokens have one now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Which tokens have a place; the probe is always alone."""
+
+    tokens: list[str]
+    is_probe: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is known of a command that was claimed before."""
+
+    limit: str | None
+    token: str | None
+    waited_seconds: float | None
+    tries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """Whose turn has come, and in how many seconds to look again (None: when somebody gives a place back)."""
+
+    count: int
+    again_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """The limits that somebody waits for, and the domains with commands that have waited too long."""
+
+    limits: list[str]
+    domains: list[str]
+
+
+@operation(atomic=False)
+def take(
+    name: str, tokens: Sequence[str], *, seconds: float | None = None, newcomers: bool = True
+) -> Steps[Taken]:
+    """Take places for a lease (or for so many seconds), as far as there are any."""
+    if len(tokens) == 1 and newcomers and seconds is None:
+        rows = yield Statement(sql.text("limit_take_one"), {"name": name, "token": tokens[0]})
+        if rows:
+            return Taken(list(tokens))
+    return (yield from _take(name, tokens, seconds=seconds, newcomers=newcomers))
+
+
+@operation(atomic=False)
+def take_probe(name: str, token: str, *, seconds: float | None = None) -> Steps[bool]:
+    """Find out whether a back-off is over, where places are kept elsewhere; False: somebody else does."""
+    rows = yield Statement(
+        b"UPDATE commandbus.limits SET probe = %(token)s, "
+        b"probe_until = clock_timestamp() + make_interval(secs => COALESCE(%(seconds)s, lease)) "
+        b"WHERE name = %(name)s AND (probe IS NULL OR probe_until <= clock_timestamp()) RETURNING name",
+        {"name": name, "token": token, "seconds": seconds},
+    )
+    return bool(rows)
+
+
+@operation(atomic=False)
+def renew(name: str, tokens: Sequence[str], *, seconds: float | None = None) -> Steps[list[str]]:
+    """Renew leases; answers the tokens that hold no place any more."""
+    rows = yield Statement(sql.text("limit_renew"), {"name": name, "tokens": list(tokens), "seconds": seconds})
+    return [row[0] for row in rows]
+
+
+@operation(atomic=False)
+def give(name: str, tokens: Sequence[str], *, good: bool = False) -> Steps[tuple[bool, str | None]]:
+    """Give places back (`good`: and the calls went well); answers whether somebody waits, and who the probe is."""
+    rows = yield Statement(
+        sql.text("limit_give", claimable=sql.part("limit_claimable")),
+        {"name": name, "tokens": list(tokens), "good": good},
+    )
+    is_awaited, probe = rows[0]
+    return is_awaited, probe
+
+
+@operation(atomic=True)
+def answer(
+    name: str,
+    token: str | None,
+    how: Answer,
+    *,
+    gives: bool,
+    reason: str = "",
+    retry_after: float | None = None,
+    spread: float = 0.5,
+) -> Steps[tuple[LimitRow, Standing, bool]]:
+    """Tell a limit how a call went; `gives`: its place is free too. Answers the row as it was, how it stands now,
+    and whether that call was the probe."""
+    rows = read_rows((yield select_limits(name, locking=True)))
+    if not rows:
+        raise UnknownLimitError(name)
+    (row,) = rows
+    before = row.standing
+    if how.is_bad:
+        after = after_bad(
+            before,
+            row.limit,
+            how,
+            token=token,
+            reason=reason,
+            retry_after=retry_after,
+            now=row.now,
+            spread=spread,
+        )
+    else:
+        after = (after_good if how is Answer.GOOD else after_unknown)(before, token=token)
+    yield _move(
+        name, after, gone=[token] if gives and token is not None else [], counts=how is Answer.RATE_LIMITED
+    )
+    if after.is_open != before.is_open or (after.is_open and after.open_until != before.open_until):
+        action = "OPEN" if after.is_open else "CLOSE"
+        why = after.open_reason if after.is_open else "its probe went well"
+        yield note_action(f"breaker {name}", action, Deed("CANCEL", ITSELF, why))
+    return row, after, token is not None and before.probe == token
+
+
+@operation(atomic=True)
+def wake(name: str, *, most: int, seconds: float, grant: Grant | None, mark: str) -> Steps[Woken]:
+    """Keep places for those who are first in line, for so many seconds, and wake them."""
+    rows = read_rows((yield select_limits(name, locking=True)))
+    if not rows:
+        return Woken(0)
+    (row,) = rows
+    standing = row.standing
+    if (closed := standing.closed_until(row.now)) is not None:
+        return Woken(0, None if standing.is_forced else closed - row.now)
+    if standing.is_probing:
+        if standing.is_probed(row.now):
+            return Woken(0, (standing.probe_until or row.now) - row.now)
+        most = 1
+    order = "p.probes, p.since, p.seq" if standing.is_probing else "p.since, p.seq"
+    parts = {"claimable": sql.part("limit_claimable"), "order": order}
+    waiting = yield Statement(sql.text("limit_next", **parts), {"name": name, "most": most})
+    if not waiting:
+        return Woken(0)
+    free: set[tuple[str, int]] = set()
+    for domain in sorted({item[1] for item in waiting} - {""}):
+        msg_ids = [item[2] for item in waiting if item[1] == domain]
+        locked = yield Statement(sql.text("limit_lock_waiting", domain=domain), {"msg_ids": msg_ids})
+        free |= {(domain, msg_id) for (msg_id,) in locked}
+    ready = [item for item in waiting if item[1] == "" or (item[1], item[2]) in free]
+    tokens = [item[3] or f"{mark}{item[0]}" for item in ready]
+    if grant is None:
+        granted = (yield from _take(name, tokens, seconds=seconds, newcomers=False)).tokens if tokens else []
+    else:
+        granted = grant(row, tokens) if tokens else []
+        if granted and standing.is_probing:
+            yield from take_probe(name, granted[0], seconds=seconds).steps
+    chosen = [(item, token) for item, token in zip(ready, tokens, strict=True) if token in set(granted)]
+    if chosen:
+        yield from _let_go(name, chosen)
+    is_more = len(chosen) < len(ready) or len(waiting) == most
+    return Woken(len(chosen), _next_look(row, len(chosen)) if is_more else None)
+
+
+def _let_go(name: str, chosen: Sequence[tuple[tuple[Any, ...], str]]) -> Steps[None]:
+    yield Statement(
+        sql.text("limit_woken"),
+        {"name": name, "seqs": [item[0] for item, _ in chosen], "tokens": [token for _, token in chosen]},
+    )
+    for domain in sorted({item[1] for item, _ in chosen} - {""}):
+        own = [item for item, _ in chosen if item[1] == domain]
+        since: list[datetime] = [item[4] for item in own]
+        yield Statement(
+            sql.text("limit_wake", domain=domain),
+            {"domain": domain, "msg_ids": [item[2] for item in own], "since": since},
+        )
+
+
+def _next_look(row: LimitRow, granted: int) -> float | None:
+    """When the rate lets the next one begin; None if only places are missing: who gives one back looks."""
+    if row.per_second is None:
+        return None
+    tat = max(row.tat, row.now) + granted / row.per_second if row.backend == "postgres" else row.now
+    return max(until_next(row.now, tat, row.per_second, row.burst), min(1 / row.per_second, 1.0) / 2, 0.002)
+
+
+@operation(atomic=False)
+def turns(domain: str, visitors: Sequence[tuple[int, int, int]]) -> Steps[dict[int, Turn]]:
+    """What is known of commands (msg_id, id, attempt_base) that were claimed before; they are waiting no more."""
+    rows = [{"m": msg_id, "c": id_, "b": base} for msg_id, id_, base in visitors]
+    found = yield Statement(
+        sql.text("limit_turns"), {"domain": domain, "rows": payload.dump(rows, what="rows", max_bytes=1 << 30)}
+    )
+    return {row[0]: Turn(*row[1:]) for row in found}
+
+
+@operation(atomic=False)
+def line_up(name: str, token: str, *, number: int, seconds: float, who: str) -> Steps[None]:
+    """Wait in line inside a program: `token` is told on the channel when the turn comes."""
+    yield Statement(
+        b"INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since, "
+        b"give_up_at, token, note) VALUES ('', %(who)s, %(number)s, 0, 'call', %(name)s, clock_timestamp(), "
+        b"clock_timestamp() + make_interval(secs => %(seconds)s), %(token)s, 'waits inside a program')",
+        {"name": name, "token": token, "number": -number, "seconds": seconds, "who": who[:200]},
+    )
+
+
+@operation(atomic=False)
+def step_out(number: int) -> Steps[bool]:
+    """Wait no more; answers whether the turn had come meanwhile."""
+    rows = yield Statement(
+        b"DELETE FROM commandbus.parked WHERE domain = '' AND msg_id = %(number)s RETURNING woken_at IS NOT NULL",
+        {"number": -number},
+    )
+    return bool(rows and rows[0][0])
+
+
+@operation(atomic=False)
+def sweep() -> Steps[Swept]:
+    """Find what is due, and forget what is of no use."""
+    rows = yield Statement(sql.text("limit_sweep"))
+    return Swept([row[0] for row in rows if row[0]], [row[1] for row in rows if row[1]])
+
+
+@operation(atomic=False)
+def wake_overdue(domain: str) -> Steps[int]:
+    """Wake commands that have waited as long as they may."""
+    rows = yield Statement(sql.text("limit_overdue", domain=domain), {"domain": domain})
+    count: int = rows[0][0]
+    return count
+
+
+def _take(name: str, tokens: Sequence[str], *, seconds: float | None, newcomers: bool) -> Steps[Taken]:
+    rows = yield Statement(
+        sql.text("limit_take", claimable=sql.part("limit_claimable")),
+        {"name": name, "tokens": list(tokens), "seconds": seconds, "newcomers": newcomers},
+    )
+    if not rows:
+        return Taken([])
+    granted, is_probe = rows[0]
+    return Taken(granted, is_probe=bool(granted) and is_probe)
+
+
+def _move(name: str, after: Standing, *, gone: Sequence[str], counts: bool) -> Statement:
+    times: Mapping[str, float | None] = {
+        "until": after.until,
+        "opened_at": after.opened_at,
+        "open_until": after.open_until,
+        "probe_until": after.probe_until,
+    }
+    return Statement(
+        sql.text("limit_move"),
+        {
+            "name": name,
+            "gone": list(gone),
+            "counts": int(counts),
+            "step": after.step,
+            "reason": after.reason,
+            "failures": after.failures,
+            "is_open": after.is_open,
+            "is_forced": after.is_forced,
+            "open_reason": after.open_reason,
+            "probe": after.probe,
+            **times,
+        },
+    )

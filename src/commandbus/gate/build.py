@@ -1,0 +1,34 @@
+"""How a gate is made from settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from commandbus.errors import ConfigurationError
+from commandbus.gate.gate import Elsewhere, Gate
+from commandbus.model.limit import Limit
+from commandbus.settings import Settings
+
+
+def make_gate(settings: Settings, owner: str, *, on_error: Callable[[BaseException], None] | None = None) -> Gate:
+    """A gate that keeps the places of some limits in Redis, if there is one."""
+    elsewhere = None
+    if settings.redis_url is not None:
+
+        def elsewhere() -> Elsewhere:
+            from commandbus.gate.redis_backend import RedisBackend  # only who uses Redis needs its library
+
+            return RedisBackend(settings, owner)
+
+    return Gate(settings, owner, elsewhere=elsewhere, on_error=on_error)
+
+
+def settle_limits(declared: Iterable[Limit], settings: Settings) -> list[Limit]:
+    """Each limit once, with all that it leaves to the settings; two that differ under one name are a mistake."""
+    found: dict[str, Limit] = {}
+    for limit in declared:
+        if found.setdefault(limit.name, limit) != limit:
+            raise ConfigurationError(
+                f"limit {limit.name!r} is declared twice, differently: {found[limit.name]} and {limit}"
+            )
+    return [settings.resolved(limit) for limit in found.values()]

@@ -1,0 +1,80 @@
+"""What a block of code that holds a place of a limit has in common, in handlers and in plain programs."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from datetime import timedelta
+
+from commandbus.errors import ApiTimeoutError, AttemptCancelledError, LimitTimeoutError
+from commandbus.gate.requests import Place
+from commandbus.model.durations import format_seconds, parse_seconds
+from commandbus.model.http import ApiFailure, api_failure
+from commandbus.model.limit import check_limit_name
+from commandbus.model.standing import Answer
+
+LATE = "timeout"
+TIMED_OUT = ApiFailure("timeout", None, None, LATE)
+CLOSE_SECONDS = 0.05
+"""A client that was given the rest of the time may end a moment before it is over."""
+LEAST_SECONDS = 1.0
+"""Who does not want to wait still wants to know whether there is a place."""
+
+
+class Hold:
+    """What a block has: the limit's name, whether its place is still held, and how much time is left for the
+    call."""
+
+    __slots__ = ("_place", "_until")
+
+    def __init__(self, place: Place, until: float) -> None:
+        self._place = place
+        self._until = until
+
+    @property
+    def limit(self) -> str:
+        """The name of the limit."""
+        return self._place.limit
+
+    @property
+    def is_lost(self) -> bool:
+        """Was the place lost? Its lease could not be renewed in time, and somebody else may have it."""
+        return self._place.is_lost
+
+    def remaining(self) -> float | None:
+        """Seconds left for the call, at least a millisecond, to hand to clients as their time-out; None: no
+        limit."""
+        left = self._until - time.monotonic()
+        return None if left == math.inf else max(0.001, left)
+
+
+def check_terms(
+    name: str, wait: float | str | timedelta, timeout: float | str | timedelta | None
+) -> tuple[float, float]:
+    """Seconds to wait for a place, and for the call; both checked."""
+    check_limit_name(name)
+    seconds = math.inf if timeout is None else parse_seconds(timeout, name="timeout")
+    if seconds == 0:
+        raise ValueError("timeout of a limit's block must be more than 0; leave it out for none")
+    return parse_seconds(wait, name="wait"), seconds
+
+
+def waited_in_vain(name: str, wait: float) -> LimitTimeoutError:
+    """The error of who has waited too long for a place."""
+    text = (
+        f"no place of limit {name!r} became free within {format_seconds(round(wait, 3))}; see `commandbus limits`"
+    )
+    return LimitTimeoutError(text, limit=name)
+
+
+def verdict(error: BaseException) -> tuple[Answer, ApiFailure | None, bool]:
+    """What an exception that leaves a block says of the API, and whether the call may still be under way."""
+    if isinstance(error, ApiTimeoutError):
+        return Answer.TIMEOUT, TIMED_OUT, True
+    if isinstance(error, AttemptCancelledError | asyncio.CancelledError | GeneratorExit | KeyboardInterrupt):
+        return Answer.UNKNOWN, None, True
+    api = api_failure(error)
+    if api is None:
+        return Answer.GOOD, None, False
+    return Answer(api.kind), api, api.kind == "timeout"

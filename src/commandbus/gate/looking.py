@@ -1,0 +1,36 @@
+"""Looking at places in Redis without taking part: who only looks is no program of the fleet, holds nothing, and
+needs no right to write. A look from a machine that does not reach Redis says so ("unknown") instead of guessing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from commandbus.flow.limit_figures import RedisFleet
+from commandbus.flow.limits import LimitRow
+from commandbus.limits.redis_places import EpochError, RedisLostError, RedisPlaces, StaleError
+from commandbus.model.limit import Look
+from commandbus.settings import Settings
+
+UNKNOWN = "unknown"
+
+
+def look_at(settings: Settings, rows: Sequence[LimitRow], fleet: RedisFleet) -> dict[str, Look]:
+    """How the places of these limits are used, all of them kept in Redis. Waits for it a second at most."""
+    if fleet.mode == "degraded":
+        return {row.name: Look(fleet.tokens.get(row.name, {}), row.look.flow, fleet.mode) for row in rows}
+    found = {row.name: Look({}, row.look.flow, UNKNOWN) for row in rows}
+    if settings.redis_url is None:
+        return found
+    if fleet.epoch is None:  # nobody has used it yet
+        return {row.name: Look({}, row.look.flow, fleet.mode) for row in rows}
+    places = RedisPlaces(settings.redis_url, settings.environment)
+    try:
+        for row in rows:
+            seen = places.look(row, epoch=fleet.epoch)
+            found[row.name] = Look(seen.holders, seen.flow or row.look.flow, fleet.mode)
+    except (RedisLostError, EpochError, StaleError):
+        pass  # what was not seen stays unknown
+    finally:
+        places.close()
+    return found

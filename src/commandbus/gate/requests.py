@@ -1,0 +1,137 @@
+"""What is asked of a gate, and what it answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from commandbus.errors import CommandBusError, UnknownLimitError
+from commandbus.flow.limit_look import full, why_none
+from commandbus.flow.limits import LimitRow
+from commandbus.flow.places import Turn
+from commandbus.model.durations import format_seconds
+from commandbus.model.standing import Answer
+
+
+class Place:
+    """A place of a limit that somebody holds here. `renewed_at` (monotonic): when its lease was last asked for."""
+
+    __slots__ = ("holder", "is_lost", "lease", "limit", "on_lost", "renewed_at", "token")
+
+    def __init__(
+        self, limit: str, token: str, lease: float, *, holder: str, on_lost: Callable[[Place], None] | None = None
+    ) -> None:
+        self.limit = limit
+        self.token = token
+        self.lease = lease
+        self.holder = holder
+        self.on_lost = on_lost
+        self.is_lost = False
+        self.renewed_at = time.monotonic()
+
+    def __repr__(self) -> str:
+        return f"Place({self.limit!r}, {self.token!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a command does not begin now. `until`: epoch second by the database's clock, if that is known."""
+
+    limit: str
+    code: str
+    note: str
+    until: float | None
+    max_wait: float | None
+    gives_up: bool = False
+
+
+def refuse(row: LimitRow, *, waited_seconds: float | None) -> Refusal:
+    """Put into words why a limit has no place for a command now."""
+    standing, now, name = row.standing, row.now, row.name
+    max_wait = row.limit.max_wait_seconds
+    until = standing.closed_until(now)
+    if until is not None or standing.is_probing:
+        code = "LIMIT_BREAKER" if standing.is_open or standing.is_forced else "LIMIT_BACKOFF"
+        note = why_none(row)
+        if standing.is_forced:
+            until = None
+    else:
+        code, note = "LIMIT_FULL", full(row)
+    gives_up = max_wait is not None and waited_seconds is not None and waited_seconds >= max_wait
+    if gives_up:
+        code = "LIMIT_WAIT" if code == "LIMIT_FULL" else "RATE_LIMITED"
+        note = f"has waited {format_seconds(round(waited_seconds or 0.0))} for limit {name}, and max_wait is "
+        note += (
+            f"{format_seconds(max_wait or 0.0)}: {standing.explain(name) if code == 'RATE_LIMITED' else full(row)}"
+        )
+    return Refusal(name, code, note, until, max_wait, gives_up=gives_up)
+
+
+def no_such(name: str, error: CommandBusError) -> Refusal:
+    """A limit that is declared no more, or cannot be used from here (then another worker may)."""
+    is_gone = isinstance(error, UnknownLimitError)
+    return Refusal(name, "LIMIT_UNKNOWN" if is_gone else "LIMIT_BACKEND", str(error), None, None, gives_up=is_gone)
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """A claimed command whose handler needs places of some limits; exactly one of the two answers follows."""
+
+    domain: str
+    msg_id: int
+    id: int
+    attempt_base: int
+    is_known: bool  # it was claimed before: a place may be kept for it
+    names: Sequence[str]
+    holder: str
+    on_granted: Callable[[list[Place]], None]
+    on_refused: Callable[[Refusal], None]
+    on_lost: Callable[[Place], None]
+    payload: object = None  # whatever who asks wants to find again
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """Somebody inside a program who waits for a place."""
+
+    name: str
+    token: str
+    number: int
+    until: float  # monotonic
+    holder: str
+    answer: Future[Place]
+    on_lost: Callable[[Place], None] | None
+    command: tuple[str, int, int, int] | None = None
+    is_in_line: bool = False
+    on_forgotten: Callable[[], None] | None = None  # instead of giving the place back
+
+
+@dataclass(slots=True, eq=False)
+class Leave:
+    """A place is needed no more, and how the call went. `keeps`: the call may still be under way on the other
+    side, so the place stays taken until its lease ends. `stays`: the place is used further, only the answer is told."""
+
+    place: Place
+    answer: Answer
+    reason: str = ""
+    retry_after: float | None = None
+    keeps: bool = False
+    stays: bool = False
+    then: Callable[[], None] | None = None
+    was_probe: bool = False  # said by the gate
+
+
+@dataclass(slots=True, eq=False)
+class Limited:
+    """A command whose call was refused by the API (a 429). `then` is told how the limit stands (None: it is gone)
+    and what is known of the command, and answers whether it will be parked."""
+
+    limit: str
+    domain: str
+    msg_id: int
+    id: int
+    attempt_base: int
+    is_known: bool
+    then: Callable[[LimitRow | None, Turn | None], bool]

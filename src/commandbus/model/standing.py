@@ -1,0 +1,125 @@
+"""How a limit stands with its API: what a bad answer does to it, and a good one.
+
+    open ──429──► back-off (step 1, 2, …: until) ──► one probe ──good──► open
+      └──3 bad answers in a row──► breaker (open_until) ──► one probe ──bad──► breaker
+
+Bad answers are 429s, 5xx and time-outs. Calls that were under way when a back-off began say nothing new: they
+neither lengthen it nor count twice. Everything here is pure; all times are seconds of one clock, the database's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from commandbus.model.limit import Limit, backoff
+
+
+class Answer(StrEnum):
+    """What a call to a limited API came to."""
+
+    GOOD = "good"
+    RATE_LIMITED = "rate_limited"
+    BROKEN = "broken"
+    TIMEOUT = "timeout"
+    UNKNOWN = "unknown"  # nobody knows: it was stopped, or its worker ended
+
+    @property
+    def is_bad(self) -> bool:
+        """Does it speak against the API?"""
+        return self in (Answer.RATE_LIMITED, Answer.BROKEN, Answer.TIMEOUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The part of a limit's row that answers move."""
+
+    step: int = 0
+    until: float | None = None
+    reason: str | None = None
+    failures: int = 0
+    is_open: bool = False
+    is_forced: bool = False
+    opened_at: float | None = None
+    open_until: float | None = None
+    open_reason: str | None = None
+    probe: str | None = None
+    probe_until: float | None = None
+
+    def closed_until(self, now: float) -> float | None:
+        """Until when nobody begins; None if somebody may now. A person's breaker is closed without end."""
+        if self.is_forced:
+            return float("inf")
+        latest = max(self.until or 0.0, self.open_until or 0.0 if self.is_open else 0.0)
+        return latest if latest > now else None
+
+    @property
+    def is_probing(self) -> bool:
+        """Does only one at a time begin, to find out whether it is over?"""
+        return self.step > 0 or self.is_open
+
+    def is_probed(self, now: float) -> bool:
+        """Is the probe under way?"""
+        return self.probe is not None and (self.probe_until or 0.0) > now
+
+    def explain(self, name: str) -> str:
+        """Why nobody begins, for people."""
+        if self.is_open:
+            return f"the breaker of {name} is open: {self.open_reason}"
+        return f"{self.reason or f'429 from {name}'}, attempt {self.step} of the back-off"
+
+
+def after_bad(
+    standing: Standing,
+    limit: Limit,
+    answer: Answer,
+    *,
+    token: str | None,
+    reason: str,
+    retry_after: float | None,
+    now: float,
+    spread: float,
+) -> Standing:
+    """After a bad answer to the call that held `token`."""
+    is_probe = token is not None and standing.probe == token
+    if standing.closed_until(now) is not None and not is_probe:
+        # It was under way when this began. The API may still ask for more patience than we had planned.
+        if answer is Answer.RATE_LIMITED and retry_after is not None:
+            return replace(standing, until=max(standing.until or 0.0, now + retry_after))
+        return standing
+    after = replace(standing, failures=standing.failures + 1)
+    if is_probe:
+        after = replace(after, probe=None, probe_until=None)
+    if answer is Answer.RATE_LIMITED or (is_probe and standing.step > 0):
+        step = standing.step + 1
+        wait = backoff(limit.backoff_seconds, step, spread=spread)
+        until = now + (wait if retry_after is None else retry_after)
+        after = replace(after, step=step, until=until, reason=reason)
+    if limit.breaker_failures and (after.failures >= limit.breaker_failures or standing.is_open):
+        count = f"{after.failures} bad answers in a row" if after.failures > 1 else "a bad answer"
+        after = replace(
+            after,
+            is_open=True,
+            opened_at=standing.opened_at if standing.is_open else now,
+            open_until=now + limit.breaker_reset_seconds,
+            open_reason=f"{count}, the last: {reason}",
+        )
+    return after
+
+
+def after_good(standing: Standing, *, token: str | None) -> Standing:
+    """After a good answer: the probe's ends back-off and breaker; anybody else's breaks the row of bad ones."""
+    if token is not None and standing.probe == token:
+        if standing.is_forced:
+            return replace(standing, probe=None, probe_until=None)
+        return Standing()
+    if standing.is_probing or not standing.failures:
+        return standing
+    return replace(standing, failures=0)
+
+
+def after_unknown(standing: Standing, *, token: str | None) -> Standing:
+    """After a call of which nobody knows how it ended: if it was the probe, another one may follow."""
+    if token is not None and standing.probe == token:
+        return replace(standing, probe=None, probe_until=None)
+    return standing

@@ -1,0 +1,154 @@
+"""Blocks: `with ctx.limit("docai"): …`, a place of a limit for a part of a handler's code.
+
+Waiting for the place keeps the slot and counts against the deadline. `timeout` is for the one call in the block.
+In an `async with` it cancels what is awaited there, and that raises ApiTimeoutError; the handler may go on. In a
+`with` it is the attempt's own deadline as long as the block lasts: the ladder asks, waits for the grace, and
+gives it up.
+
+What leaves the block says how the API did (model/http.py). After a time-out, or when somebody stopped the
+attempt, the call may still be under way on the other side: the place stays taken until its lease ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from datetime import timedelta
+from typing import Protocol
+
+from commandbus.errors import ApiTimeoutError, DeadlineExceededError
+from commandbus.gate.holding import (
+    CLOSE_SECONDS,
+    LATE,
+    LEAST_SECONDS,
+    TIMED_OUT,
+    Hold,
+    check_terms,
+    verdict,
+    waited_in_vain,
+)
+from commandbus.gate.requests import Call, Place
+from commandbus.model.http import ApiFailure
+from commandbus.model.standing import Answer
+from commandbus.runtime.attempt import Attempt, Scope
+
+
+class Door(Protocol):
+    """Places of limits, for one worker."""
+
+    def acquire(self, attempt: Attempt, name: str, wait: float) -> Call:
+        """Ask for a place."""
+
+    def forget(self, call: Call) -> None:
+        """Who asked waits no more."""
+
+    def leave(
+        self, attempt: Attempt, place: Place, answer: Answer, api: ApiFailure | None, *, keeps: bool = False
+    ) -> None:
+        """The block is over."""
+
+    def note_deadline(self, attempt: Attempt) -> None:
+        """The attempt's deadline was changed here: whoever looks after it elsewhere is told."""
+
+
+@contextmanager
+def sync_block(
+    door: Door,
+    attempt: Attempt,
+    name: str,
+    wait: float | str | timedelta,
+    timeout: float | str | timedelta | None,
+    *,
+    deadline_at: float,
+    check: Callable[[], None],
+) -> Iterator[Hold]:
+    """The block of a `def` handler."""
+    most, limit = check_terms(name, wait, timeout)
+    place = _wait(door, attempt, name, most, deadline_at=deadline_at, check=check)
+    before = attempt.deadline_at
+    until = time.monotonic() + limit
+    is_nearer = until < before
+    if is_nearer:
+        attempt.extras.late_text, attempt.deadline_at = LATE, until
+        door.note_deadline(attempt)
+    try:
+        yield Hold(place, min(until, before))
+    except BaseException as error:
+        is_late = is_nearer and time.monotonic() >= until - CLOSE_SECONDS
+        answer, api, keeps = verdict(error)
+        if is_late and (answer is Answer.TIMEOUT or isinstance(error, DeadlineExceededError)):
+            door.leave(attempt, place, Answer.TIMEOUT, TIMED_OUT, keeps=True)
+            raise ApiTimeoutError(LATE) from error
+        door.leave(attempt, place, answer, api, keeps=keeps)
+        raise
+    else:
+        door.leave(attempt, place, Answer.GOOD, None)
+    finally:
+        if is_nearer and attempt.stop is None:
+            attempt.extras.late_text = None
+            attempt.deadline_at = max(before, attempt.deadline_at)  # it may have been extended meanwhile
+            door.note_deadline(attempt)
+
+
+def _wait(
+    door: Door, attempt: Attempt, name: str, most: float, *, deadline_at: float, check: Callable[[], None]
+) -> Place:
+    check()
+    scope = Scope(min(deadline_at, time.monotonic() + most))
+    attempt.extras.scopes.append(scope)
+    try:
+        call = door.acquire(attempt, name, max(0.0, scope.deadline_at - time.monotonic()))
+        call.answer.add_done_callback(lambda _: scope.event.set())
+        scope.event.wait(max(scope.deadline_at - time.monotonic(), LEAST_SECONDS))
+        if call.answer.done():
+            return call.answer.result()
+        door.forget(call)
+        check()
+        raise waited_in_vain(name, most)
+    finally:
+        attempt.extras.scopes.remove(scope)
+
+
+@asynccontextmanager
+async def async_block(
+    door: Door,
+    attempt: Attempt,
+    name: str,
+    wait: float | str | timedelta,
+    timeout: float | str | timedelta | None,
+    *,
+    deadline_at: float,
+    check: Callable[[], None],
+) -> AsyncIterator[Hold]:
+    """The block of an `async def` handler."""
+    most, limit = check_terms(name, wait, timeout)
+    check()
+    left = max(0.0, min(deadline_at - time.monotonic(), most))
+    call = door.acquire(attempt, name, left)
+    try:
+        place = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(call.answer)), max(left, LEAST_SECONDS))
+    except TimeoutError:
+        door.forget(call)
+        check()
+        raise waited_in_vain(name, most) from None
+    except BaseException:
+        door.forget(call)
+        raise
+    until = time.monotonic() + limit
+    try:
+        try:
+            async with asyncio.timeout(None if limit == math.inf else limit) as timer:
+                yield Hold(place, min(until, deadline_at))
+        except TimeoutError as error:
+            if timer.expired():
+                raise ApiTimeoutError(LATE) from error
+            raise
+    except BaseException as error:
+        answer, api, keeps = verdict(error)
+        door.leave(attempt, place, answer, api, keeps=keeps)
+        raise
+    else:
+        door.leave(attempt, place, Answer.GOOD, None)

@@ -1,0 +1,311 @@
+"""Limited work: what a worker does with limits.
+
+Claimed commands whose handler names limits pass the gate before they reach a slot. When an attempt ends, its
+places are given back with what its end says of the API. One that the API has refused (a 429) is parked until the
+back-off of the limit is over; at its cap it goes to the troubleshooting queue. An attempt that does not stop, or
+was stopped from outside, keeps its place until the lease ends: its call may still be under way on the other side.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from commandbus.db.drive import run
+from commandbus.db.link import Link
+from commandbus.errors import ConfigurationError, UnknownLimitError
+from commandbus.flow.limits import Home, LimitRow, declare, list_limits
+from commandbus.flow.places import Turn
+from commandbus.flow.settle import Settlement
+from commandbus.gate.build import make_gate, settle_limits
+from commandbus.gate.gate import Gate
+from commandbus.gate.requests import Call, Leave, Limited, Place, Refusal, Visit
+from commandbus.logger import safe_logger
+from commandbus.model.durations import format_seconds
+from commandbus.model.http import ApiFailure
+from commandbus.model.limit import Limit
+from commandbus.model.outcome import Failure, Judgement, Verdict
+from commandbus.model.standing import Answer
+from commandbus.runtime.attempt import Attempt
+from commandbus.runtime.handlers import HandlerRegistry
+from commandbus.settings import Settings
+
+logger = safe_logger("commandbus.limits")
+
+LIMITS_DEGRADED = "limits_degraded"
+"""The reason under which a worker's health says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimited:
+    """How an attempt ended whose API has refused it."""
+
+    attempt: Attempt
+    limit: str
+    failure: Failure
+    api: ApiFailure
+
+
+def check_limits(link: Link, settings: Settings, handlers: HandlerRegistry) -> None:
+    """Declare the limits of settings and handlers, and see that every limit that a handler names is known."""
+    declared = settle_limits([*settings.limits, *handlers.limits], settings)
+    run(link.conn, declare(declared, Home(settings.environment, "redis" if settings.redis_url else "postgres")))
+    rows: dict[str, LimitRow] = {row.name: row for row in run(link.conn, list_limits())}
+    for handler in handlers:
+        for name in handler.options.limits:
+            if name not in rows:
+                raise ConfigurationError(f"handler {handler.name}: {UnknownLimitError(name, list(rows))}")
+            if rows[name].backend == "redis" and settings.redis_url is None:
+                raise ConfigurationError(
+                    f"handler {handler.name}: limit {name!r} is kept in Redis, and redis_url is not set; set "
+                    f'COMMANDBUS_REDIS_URL, or give the limit backend = "postgres"'
+                )
+
+
+class LimitedWork:
+    """The worker's side of its gate. The gate is made on first use: who uses no limit has no thread for it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        worker: str,
+        *,
+        push: Callable[[Attempt], None],
+        settle: Callable[[Attempt, Settlement], None],
+        on_lost: Callable[[Attempt, str], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self._settings = settings
+        self._worker = worker
+        self._push = push
+        self._settle = settle
+        self._on_lost = on_lost
+        self._on_error = on_error
+        self._making = threading.Lock()
+        self._lending = threading.Lock()
+        self._gate: Gate | None = None
+
+    @property
+    def gate(self) -> Gate:
+        """The gate, made on first use."""
+        with self._making:
+            if self._gate is None:
+                self._gate = make_gate(self._settings, self._worker, on_error=self._on_error)
+                self._gate.start()
+            return self._gate
+
+    @property
+    def waiting(self) -> int:
+        """How many commands are at the gate."""
+        return 0 if self._gate is None else self._gate.waiting
+
+    @property
+    def is_busy(self) -> bool:
+        """May a command begin soon that is parked now?"""
+        return self._gate is not None and self._gate.is_busy
+
+    @property
+    def is_degraded(self) -> bool:
+        """Does somebody have to make do without Redis?"""
+        return self._gate is not None and any(mode in ("degraded", "lost") for mode in self._gate.modes.values())
+
+    @property
+    def trouble(self) -> str:
+        """What that means, for people."""
+        modes = {} if self._gate is None else self._gate.modes
+        lost = sorted(name for name, mode in modes.items() if mode in ("degraded", "lost"))
+        return f"{LIMITS_DEGRADED.replace('_', ' ')}: {', '.join(lost)}: Redis is out of reach"
+
+    def visit(self, attempts: Iterable[Attempt]) -> None:
+        """Ask for the places of attempts before they may begin."""
+        self.gate.visit([self._visit(attempt) for attempt in attempts])
+
+    def take_back(self) -> list[Attempt]:
+        """Everything at the gate."""
+        if self._gate is None:
+            return []
+        return [visit.payload for visit in self._gate.take_back() if isinstance(visit.payload, Attempt)]
+
+    def stop(self, timeout: float) -> None:
+        """Give back what is left, and end."""
+        if self._gate is not None:
+            self._gate.stop(timeout)
+
+    # --- the end of attempts -----------------------------------------------------------------------------------
+
+    def ended(self, attempt: Attempt) -> None:
+        """It has ended by itself: what it said of its API is told, and its places are free."""
+        places, attempt.extras.places = attempt.extras.places, []
+        answer, api = attempt.extras.answer, attempt.extras.api
+        keeps = attempt.extras.keeps
+        leaves = []
+        for place in places:
+            own = answer
+            if answer is Answer.RATE_LIMITED and place.limit != attempt.extras.blamed:
+                own = Answer.UNKNOWN
+            leave = Leave(place, own, api.text if api else str(own), api.retry_after if api else None, keeps)
+            if own is Answer.RATE_LIMITED:
+                leave.then = _remember_probe(attempt, leave)
+            leaves.append(leave)
+        self.gate.leave(leaves)
+
+    def never_began(self, attempt: Attempt) -> None:
+        """It had its places, and was given back before it began."""
+        places, attempt.extras.places = attempt.extras.places, []
+        if places:
+            self.gate.leave([Leave(place, Answer.UNKNOWN) for place in places])
+
+    def abandoned(self, attempt: Attempt, answer: Answer, reason: str) -> None:
+        """It was given up: its calls may go on, so its places are taken until their leases end."""
+        places, attempt.extras.places = attempt.extras.places, []
+        if places:
+            self.gate.leave([Leave(place, answer, reason, keeps=True) for place in places])
+
+    def park(self, limited: RateLimited) -> None:
+        """Its API has refused it: park it until the back-off is over, or hand it to a person at its cap."""
+        attempt = limited.attempt
+
+        def decide(row: LimitRow | None, turn: Turn | None) -> bool:
+            settlement = self._fate(limited, row, turn)
+            self._settle(attempt, settlement)
+            return settlement.is_parked
+
+        row = attempt.row
+        self.gate.judge(
+            Limited(limited.limit, attempt.domain, row[0], row[2], row[6], row[1] > 1, decide),
+        )
+
+    def settled(self, attempt: Attempt) -> None:
+        """Its outcome is written; if it was parked, it is in line now."""
+        name = attempt.parks_at
+        if name is not None:
+            self.gate.note_parked(name)
+
+    # --- inside handlers ---------------------------------------------------------------------------------------
+
+    def acquire(self, attempt: Attempt, name: str, wait: float) -> Call:
+        """Ask for a place, for a block of a handler's code. One that the attempt has anyway, by its handler's
+        `limits`, is used first."""
+        extras = attempt.extras
+        with self._lending:
+            for place in extras.places:
+                if place.limit == name and place.token not in extras.lent:
+                    extras.lent.add(place.token)
+                    lent = Call(name, place.token, 0, 0.0, place.holder, Future(), None)
+                    lent.on_forgotten = lambda: extras.lent.discard(place.token)
+                    lent.answer.set_result(place)
+                    return lent
+        command = None
+        if attempt.row[1] > 1 and not extras.has_asked:
+            extras.has_asked = True
+            command = (attempt.domain, attempt.msg_id, attempt.id, attempt.row[6])
+        return self.gate.acquire(
+            name, wait=wait, holder=_holder(attempt), on_lost=self._losing(attempt), command=command
+        )
+
+    def forget(self, call: Call) -> None:
+        """Who asked waits no more."""
+        if call.on_forgotten is not None:
+            call.on_forgotten()
+        else:
+            self.gate.forget(call)
+
+    def note_deadline(self, attempt: Attempt) -> None:
+        """The ladder reads it where it was changed."""
+
+    def leave(
+        self, attempt: Attempt, place: Place, answer: Answer, api: ApiFailure | None, *, keeps: bool = False
+    ) -> None:
+        """The block is over."""
+        text = api.text if api else str(answer)
+        leave = Leave(place, answer, text, api.retry_after if api else None, keeps)
+        if place.token in attempt.extras.lent:
+            attempt.extras.lent.discard(place.token)
+            if not answer.is_bad:
+                return
+            leave.keeps = leave.stays = True
+            attempt.extras.has_told = True
+        if answer is Answer.RATE_LIMITED:
+            attempt.extras.blamed = place.limit
+            leave.then = _remember_probe(attempt, leave)
+        self.gate.leave([leave])
+
+    # --- the gate's answers ------------------------------------------------------------------------------------
+
+    def _visit(self, attempt: Attempt) -> Visit:
+        row = attempt.row
+        handler = attempt.handler
+        return Visit(
+            attempt.domain,
+            row[0],
+            row[2],
+            row[6],
+            row[1] > 1,
+            handler.options.limits if handler is not None else (),
+            _holder(attempt),
+            lambda places: self._granted(attempt, places),
+            lambda refusal: self._refused(attempt, refusal),
+            self._losing(attempt),
+            attempt,
+        )
+
+    def _granted(self, attempt: Attempt, places: Sequence[Place]) -> None:
+        attempt.extras.places = list(places)
+        self._push(attempt)
+
+    def _refused(self, attempt: Attempt, refusal: Refusal) -> None:
+        failure = Failure("LimitTimeoutError" if refusal.gives_up else "Limit", refusal.code, refusal.note)
+        if refusal.gives_up:
+            self._settle(attempt, attempt.fail(Judgement(Verdict.EXHAUSTED, failure)))
+            return
+        attempt.extras.parks_at = refusal.limit
+        self._settle(
+            attempt,
+            attempt.park(refusal.limit, failure, refusal.note, until=refusal.until, max_wait=refusal.max_wait),
+        )
+
+    def _losing(self, attempt: Attempt) -> Callable[[Place], None]:
+        def lose(place: Place) -> None:
+            self._on_lost(attempt, f"it has lost its place of limit {place.limit}")
+
+        return lose
+
+    def _fate(self, limited: RateLimited, row: LimitRow | None, turn: Turn | None) -> Settlement:
+        attempt, failure = limited.attempt, limited.failure
+        if row is None:
+            note = f"its API has refused it, and limit {limited.limit} is declared no more"
+            return attempt.fail(Judgement(Verdict.EXHAUSTED, replace(failure, error=f"{failure.error}; {note}")))
+        is_probe = attempt.extras.was_probe
+        tries = (turn.tries if turn is not None else 0) + (0 if is_probe else 1)
+        waited = (turn.waited_seconds if turn is not None else None) or 0.0
+        limit: Limit = row.limit
+        cap = None
+        if tries >= limit.tries and not is_probe:
+            cap = f"refused {tries} times, and tries of limit {limit.name} is {limit.tries}"
+        elif limit.max_wait_seconds is not None and waited >= limit.max_wait_seconds:
+            cap = f"has waited {format_seconds(round(waited))} for limit {limit.name}, and that is its max_wait"
+        if cap is not None:
+            logger.warning(
+                "%s %s: %s; to the troubleshooting queue", attempt.command_type, attempt.command_id, cap
+            )
+            told = replace(failure, error_code="RATE_LIMITED", error=f"{failure.error} ({cap})")
+            return attempt.fail(Judgement(Verdict.EXHAUSTED, told))
+        attempt.extras.parks_at = limited.limit
+        standing = row.standing
+        until = None if standing.is_forced else standing.closed_until(row.now)
+        note = standing.explain(limit.name) if standing.is_probing else limited.api.text
+        failure = replace(failure, error_code="RATE_LIMITED_PROBE" if is_probe else "RATE_LIMITED")
+        return attempt.park(limited.limit, failure, note, until=until, max_wait=limit.max_wait_seconds)
+
+
+def _remember_probe(attempt: Attempt, leave: Leave) -> Callable[[], None]:
+    def note() -> None:
+        attempt.extras.was_probe = leave.was_probe
+
+    return note
+
+
+def _holder(attempt: Attempt) -> str:
+    return f"{attempt.domain}/{attempt.command_id}"[:120]

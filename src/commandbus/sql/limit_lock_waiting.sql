@@ -1,0 +1,6 @@
+-- Locks the queue rows of parked commands, but for those that somebody is cancelling at this moment.
+-- Locks: queue rows in key order. Index: the queue's key.
+SELECT msg_id FROM pgmq.{queue}
+ WHERE msg_id = ANY (%(msg_ids)s) AND headers IS NULL
+ ORDER BY msg_id
+   FOR UPDATE SKIP LOCKED

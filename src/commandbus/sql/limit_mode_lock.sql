@@ -1,0 +1,6 @@
+-- Locks the row that says where the places of Redis limits are kept: whoever decides about that, or about places that
+-- PostgreSQL keeps meanwhile, does so alone. Locks: that row. Index: limit_mode_pkey.
+SELECT mode, epoch, extract(epoch FROM since)::float8, extract(epoch FROM until)::float8
+  FROM commandbus.limit_mode
+ WHERE id = 1
+   FOR UPDATE

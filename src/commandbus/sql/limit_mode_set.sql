@@ -1,0 +1,9 @@
+-- Changes where the places of Redis limits are kept, and tells the gates. Only for who has locked the row.
+-- Locks: that row. Index: limit_mode_pkey.
+WITH changed AS (
+    UPDATE commandbus.limit_mode
+       SET mode = %(mode)s, epoch = %(epoch)s, since = clock_timestamp(),
+           until = clock_timestamp() + make_interval(secs => %(seconds)s::float8)
+     WHERE id = 1
+)
+SELECT pg_notify(%(channel)s, %(text)s)

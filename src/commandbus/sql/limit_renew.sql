@@ -1,0 +1,15 @@
+-- Renews the leases of places that are held, and says which of the tokens hold none any more. One that ran out but was
+-- not given away yet is renewed: nobody has taken its place.
+-- Locks: the limit's row. Index: limits_pkey.
+WITH renewed AS (
+    UPDATE commandbus.limits l
+       SET holders = l.holders || COALESCE(
+               (SELECT jsonb_object_agg(token, date_part('epoch', clock_timestamp()) + COALESCE(%(seconds)s, l.lease))
+                  FROM unnest(%(tokens)s::text[]) AS token WHERE l.holders ? token), '{}'),
+           probe_until = CASE WHEN l.probe = ANY (%(tokens)s) THEN clock_timestamp() + make_interval(secs => l.lease)
+                              ELSE l.probe_until END
+     WHERE l.name = %(name)s AND (l.holders ?| %(tokens)s::text[] OR l.probe = ANY (%(tokens)s))
+    RETURNING l.holders
+)
+SELECT token FROM unnest(%(tokens)s::text[]) AS token
+ WHERE NOT EXISTS (SELECT FROM renewed WHERE holders ? token)

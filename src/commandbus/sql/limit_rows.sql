@@ -1,0 +1,19 @@
+-- The rows of limits, with what follows from them at this moment: who holds a place and for how long, how many places
+-- were given a second of late, whether anybody waits. name NULL: all of them.
+-- Locks: none, or (where `locking` is put in) the row, by who is about to change it. Indexes: limits_pkey, parked_limit.
+SELECT l.name, l.environment, l.backend, l.concurrency, l.per_second, l.burst, l.lease, l.max_wait, l.tries, l.backoff,
+       l.breaker_failures, l.breaker_reset, l.step, date_part('epoch', l.until), l.reason, l.failures, l.is_open,
+       l.is_forced, date_part('epoch', l.opened_at), date_part('epoch', l.open_until), l.open_reason,
+       l.probe, date_part('epoch', l.probe_until), date_part('epoch', clock_timestamp()), l.tat,
+       CASE WHEN l.flow_at > 0
+            THEN l.flow * exp(greatest((l.flow_at - date_part('epoch', clock_timestamp())) / 60, -50)) / 60
+                 / (1 - exp(-least(greatest(date_part('epoch', clock_timestamp()) - l.flow_since, 1), 600) / 60)) END,
+       COALESCE((SELECT jsonb_object_agg(key, value::float8 - date_part('epoch', clock_timestamp()))
+                        FILTER (WHERE value::float8 > date_part('epoch', clock_timestamp()))
+                   FROM jsonb_each(l.holders)), '{}'),
+       l.granted, l.rate_limited, l.waits, l.waited_seconds, l.declared, l.override, l.changed_at,
+       EXISTS (SELECT FROM commandbus.parked p WHERE p.limit_name = l.name AND p.woken_at IS NULL AND {claimable})
+  FROM commandbus.limits l
+ WHERE %(name)s::text IS NULL OR l.name = %(name)s
+ ORDER BY l.name
+{locking}

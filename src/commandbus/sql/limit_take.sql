@@ -1,0 +1,48 @@
+-- Takes places of a limit for as many of the tokens as there are places, as its rate allows, and as its standing does:
+-- none during a back-off or while its breaker is open, one (the probe) after it. Newcomers take none while somebody
+-- waits. Returns which tokens have one now, and whether that is the probe; no row if somebody waits, or there is no
+-- such limit.
+--
+-- Everything is decided in the one row: an UPDATE that waited for another computes all of this anew from what that one
+-- left (a sub-select over other tables would not). The clock is read at that moment, and is the server's.
+-- Locks: the limit's row. Indexes: limits_pkey, parked_limit.
+UPDATE commandbus.limits l
+   SET (holders, tat, flow, flow_at, flow_since, granted, probe, probe_until) = (
+       SELECT live.holders || COALESCE(
+                  (SELECT jsonb_object_agg(token, t.at + COALESCE(%(seconds)s, l.lease))
+                     FROM unnest((%(tokens)s::text[])[:k.k]) AS token), '{}'),
+              CASE WHEN l.per_second > 0 THEN CASE WHEN k.k > 0 THEN greatest(r.tat, t.at) + k.k / l.per_second ELSE r.tat END
+                   ELSE l.tat END,
+              CASE WHEN k.k > 0 THEN l.flow * exp(greatest((l.flow_at - t.at) / 60, -50)) + k.k ELSE l.flow END,
+              CASE WHEN k.k > 0 THEN t.at ELSE l.flow_at END,
+              CASE WHEN k.k > 0 AND l.flow_at < t.at - 300 THEN t.at ELSE l.flow_since END,
+              l.granted + k.k,
+              CASE WHEN k.k > 0 AND s.probing THEN (%(tokens)s::text[])[1] ELSE l.probe END,
+              CASE WHEN k.k > 0 AND s.probing THEN to_timestamp(t.at + COALESCE(%(seconds)s, l.lease)) ELSE l.probe_until END
+         FROM (SELECT date_part('epoch', clock_timestamp()) AS at OFFSET 0) t
+        CROSS JOIN LATERAL (
+              SELECT count(*) FILTER (WHERE value::float8 > t.at) AS n,
+                     COALESCE(jsonb_object_agg(key, value) FILTER (WHERE value::float8 > t.at), '{}') AS holders
+                FROM jsonb_each(l.holders)) live
+        CROSS JOIN LATERAL (
+              SELECT l.step > 0 OR l.is_open AS probing,
+                     l.is_forced OR COALESCE(l.until > to_timestamp(t.at), false)
+                         OR (l.is_open AND COALESCE(l.open_until > to_timestamp(t.at), false)) AS closed,
+                     l.probe IS NOT NULL AND COALESCE(l.probe_until > to_timestamp(t.at), false) AS probed) s
+        CROSS JOIN LATERAL (
+              SELECT least(l.tat, t.at + l.burst / l.per_second) AS tat) r
+        CROSS JOIN LATERAL (
+              SELECT CASE WHEN s.closed OR (s.probing AND s.probed) THEN 0
+                          ELSE greatest(0, least(
+                                   CASE WHEN s.probing THEN 1 ELSE cardinality(%(tokens)s::text[]) END,
+                                   COALESCE(l.concurrency, 2147483647) - live.n,
+                                   CASE WHEN l.per_second > 0
+                                        THEN floor(l.burst - greatest(0, r.tat - t.at - 1e-6) * l.per_second + 1e-9)::bigint
+                                        ELSE 2147483647 END))::integer END AS k
+              OFFSET 0) k
+       )
+ WHERE l.name = %(name)s AND l.backend = 'postgres'
+   AND NOT (%(newcomers)s AND EXISTS (
+           SELECT FROM commandbus.parked p WHERE p.limit_name = %(name)s AND p.woken_at IS NULL AND {claimable}))
+RETURNING ARRAY(SELECT token FROM unnest(%(tokens)s::text[]) AS token WHERE l.holders ? token),
+          COALESCE(l.probe = (%(tokens)s::text[])[1], false)

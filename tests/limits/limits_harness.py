@@ -1,0 +1,208 @@
+"""What the tests of back ends share: limits that are declared in a line, clients in threads, and who is inside."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from commandbus.db.drive import run
+from commandbus.flow.limit_mode import Pace
+from commandbus.flow.limits import Home, LimitRow, declare, get_limit
+from commandbus.model.limit import Limit
+
+QUICK = Pace(beat=0.2, live=6.0, patience=0.5)
+"""Programs that look often, and are counted out late: a busy machine must not make one look dead."""
+
+
+def declare_limit(database: str, *, backend: str = "redis", name: str = "docai", **options: Any) -> LimitRow:
+    """Declare a limit, or change it, and read its row."""
+    with psycopg.connect(database, autocommit=True) as conn:
+        run(conn, declare([Limit(name, **options)], Home("test", backend)))
+        return run(conn, get_limit(name))
+
+
+def tokens(count: int) -> list[str]:
+    """So many new tokens."""
+    return [uuid.uuid4().hex for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Back ends of one kind, and limits for them."""
+
+    backend: Callable[..., Any]
+    limit: Callable[..., LimitRow]
+    kind: str
+
+    def __call__(self, name: str = "client") -> Any:
+        return self.backend(name)
+
+
+class Inside:
+    """Who is inside at any time, as the resource itself would see it."""
+
+    def __init__(self, most: int) -> None:
+        self._lock = threading.Lock()
+        self._now: set[str] = set()
+        self.most = most
+        self.peak = 0
+        self.entries = 0
+
+    def enter(self, token: str) -> None:
+        with self._lock:
+            self._now.add(token)
+            self.entries += 1
+            self.peak = max(self.peak, len(self._now))
+
+    def leave(self, token: str) -> None:
+        with self._lock:
+            self._now.discard(token)
+
+    @property
+    def now(self) -> int:
+        with self._lock:
+            return len(self._now)
+
+    def check(self) -> None:
+        """Never were more inside than may be."""
+        assert self.peak <= self.most, f"{self.peak} were inside, {self.most} may be"
+
+
+class Client:
+    """A program: a thread that owns a back end, ticks, and does what it is asked, as a gate does.
+
+    `work(limit, inside)` makes it enter and leave without end, with up to `width` places at once: most for a few
+    hundredths of a second, every eighth for two leases. What is lost is left at once.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self._orders: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._labour: Callable[[], None] | None = None
+        self._is_frozen = threading.Event()
+        self.modes: list[str] = []
+        self._thread = threading.Thread(target=self._live, name="limit-client", daemon=True)
+        self._thread.start()
+
+    def ask(self, what: Callable[[], Any]) -> Any:
+        """Do something on its thread."""
+        future: Future[Any] = Future()
+        self._orders.put((what, future))
+        return future.result(60)
+
+    def take(self, limit: Any, count: int = 1, seconds: float | None = None) -> list[str]:
+        wanted = tokens(count)
+        granted = self.ask(lambda: self.backend.take(limit, wanted, seconds or limit.lease))
+        assert granted == wanted[: len(granted)]
+        return list(granted)
+
+    def renew(self, limit: Any, held: list[str]) -> list[str]:
+        return list(self.ask(lambda: self.backend.renew(limit, held)))
+
+    def give(self, limit: Any, held: list[str]) -> None:
+        self.ask(lambda: self.backend.give(limit, held))
+
+    def look(self, limit: Any) -> Any:
+        return self.ask(lambda: self.backend.look(limit))
+
+    @property
+    def mode(self) -> str:
+        return str(self.backend.mode)
+
+    def work(self, limit: Any, inside: Inside, *, width: int = 10) -> None:
+        """Begin to enter and leave."""
+        worker = _Labour(self.backend, limit, inside, width)
+        self._labour = worker.step
+
+    def freeze(self) -> None:
+        """Be as a process that was stopped: nothing is said or done, until `thaw`."""
+        self._is_frozen.set()
+
+    def thaw(self) -> None:
+        self._is_frozen.clear()
+
+    def stop(self, *, kill: bool = False) -> None:
+        """End in order, or without a word."""
+        if self._thread.is_alive():
+            if kill:
+                self._labour = None
+                self.backend.close = self._drop
+            self._is_frozen.clear()
+            self._orders.put(None)
+            self._thread.join(30)
+
+    def _drop(self) -> None:
+        """What the kernel does with the connections of a process that was killed."""
+        self.backend._link.close()
+        self.backend._places.close()
+
+    def _live(self) -> None:
+        while True:
+            if self._is_frozen.is_set():
+                time.sleep(0.01)
+                continue
+            with contextlib.suppress(queue.Empty):
+                order = self._orders.get(timeout=0.005 if self._labour else 0.05)
+                if order is None:
+                    self.backend.close()
+                    return
+                self._do(*order)
+            if self._is_frozen.is_set():
+                continue
+            self.backend.tick()
+            if not self.modes or self.modes[-1] != self.mode:
+                self.modes.append(self.mode)
+            if self._labour:
+                self._labour()
+
+    def _do(self, what: Callable[[], Any], future: Future[Any]) -> None:
+        try:
+            future.set_result(what())
+        except BaseException as error:
+            future.set_exception(error)
+
+
+class _Labour:
+    """Enters and leaves."""
+
+    def __init__(self, backend: Any, limit: Any, inside: Inside, width: int) -> None:
+        self._backend = backend
+        self._limit = limit
+        self._inside = inside
+        self._width = width
+        self._entries = 0
+        self._held: dict[str, tuple[float, float]] = {}  # token → when it leaves, when its lease is renewed
+
+    def step(self) -> None:
+        now = time.monotonic()
+        done = [token for token, (ends, _) in self._held.items() if ends <= now]
+        for token in done:
+            del self._held[token]
+            self._inside.leave(token)
+        if done:
+            self._backend.give(self._limit, done)
+        due = [token for token, (_, renew_at) in self._held.items() if renew_at <= now]
+        for token in self._backend.renew(self._limit, due) if due else []:
+            del self._held[token]
+            self._inside.leave(token)
+        for token in due:
+            if token in self._held:
+                self._held[token] = (self._held[token][0], now + self._limit.lease / 3)
+        room = self._width - len(self._held)
+        if room > 0:
+            wanted = tokens(room)
+            for token in self._backend.take(self._limit, wanted, self._limit.lease):
+                # Some stay for long, over whatever happens meanwhile.
+                stay = 2 * self._limit.lease if self._entries % 8 == 0 else 0.03
+                self._entries += 1
+                self._inside.enter(token)
+                self._held[token] = (now + stay, now + self._limit.lease / 3)
