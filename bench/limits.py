@@ -1,4 +1,5 @@
-"""Limits: take and give back a place on each back end, next to the bare round trips, and work beside parked commands."""
+"""Limits: take and give back a place on each back end, next to the bare round trips, and work beside parked
+commands."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from commandbus.settings import Settings
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from support.redis_server import RedisServer  # noqa: E402 - the tests know how to find a server
+from support.redis_server import RedisServer
 
 PARKED = 10_000
 
@@ -60,7 +61,7 @@ def measure(base: Ground, count: int) -> dict[str, float]:
             conn.execute(b"UPDATE bare_limit SET n = n + 1 WHERE id = %s RETURNING n", (1,)).fetchone()
 
     def postgres() -> None:
-        assert link.run(places.take("bench", ["bench/token"])).tokens  # noqa: S101 - a measurement of nothing is none
+        assert link.run(places.take("bench", ["bench/token"])).tokens
         link.run(places.give("bench", ["bench/token"]))
 
     figures["floor_postgres_pairs_per_s"] = _pairs(bare, count)
@@ -89,7 +90,7 @@ def _redis(base: Ground, settings: Settings, count: int) -> dict[str, float]:
         client.ping()
 
     def pair() -> None:
-        assert backend.take(row, ["bench/token"], 60)  # noqa: S101
+        assert backend.take(row, ["bench/token"], 60)
         backend.give(row, ["bench/token"])
 
     figures = {"floor_redis_pairs_per_s": _pairs(bare, count), "limit_redis_pairs_per_s": _pairs(pair, count)}

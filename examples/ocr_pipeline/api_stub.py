@@ -35,10 +35,8 @@ METER_SECONDS = 5  # it does not wait for a minute to be over: 120 a minute are 
 METER_CALLS = A_MINUTE * METER_SECONDS // 60
 
 BUSY_SECONDS = 3.0
-HANG_SECONDS = (
-    8.0  # a call that hangs is dropped by the API itself after this time; its caller has left long before
-)
-WORK_SECONDS = (1.2, 2.4)
+HANG_SECONDS = 8.0  # after which the API itself drops a call that hangs; its caller has left long before
+WORK_SECONDS = (1.8, 3.0)
 UNLUCKY = ("reset", "hangs", "hangs")
 
 

@@ -42,10 +42,11 @@ from commandbus import BatchRecord, CommandBus, CommandRecord, NewCommand, embed
 HERE = Path(__file__).parent
 DOMAIN, DOCUMENT, LIMIT = "ocr", "contract", "docai"
 LETTERS_A_CHUNK = 400
-MOST_CHUNKS = 1000
+MOST_CHUNKS = 200
 WORKERS = 3
 VIEW_SECONDS = 2.0
 PATIENCE_SECONDS = 180.0
+FAILURES = ("RETRY", "TIMED_OUT", "LOST", "EXHAUSTED")  # not: parked, or given back by a worker that stops
 
 
 def main() -> int:
@@ -214,6 +215,7 @@ class Operator:
         self._api = api
         self._looks_at = 0.0
         self._has_killed = False
+        self._told: set[tuple[int, int]] = set()
 
     def look(self, batch: BatchRecord) -> None:
         """Called with every look at the batch, twice a second."""
@@ -230,11 +232,12 @@ class Operator:
         limit, estimate = self._bus.get_limit(LIMIT), self._bus.estimate(LIMIT)
         say(f"{datetime.now(UTC):%H:%M:%S}  chunk {batch.completed}/{batch.total} done")
         tell("limit", f"{LIMIT} {limit.text}")
+        chunks = chunks_of(self._bus)
+        self._tell_news(chunks)
         if batch.is_finished:
             return
         wait = "nobody knows how long" if estimate.seconds is None else f"about {estimate.seconds:.0f} s"
         tell("estimate", f"one that is sent now would wait {wait} ({estimate.text})")
-        chunks = chunks_of(self._bus)
         running = [chunk.command_id for chunk in chunks if chunk.status == "IN_PROGRESS"]
         parked = [chunk for chunk in chunks if chunk.waiting_for]
         if running:
@@ -242,9 +245,15 @@ class Operator:
         if parked:
             others = f" and {len(parked) - 1} more" if len(parked) > 1 else ""
             tell("parked", f"{parked[0].command_id}{others}: {parked[0].waiting_note}")
+
+    def _tell_news(self, chunks: list[CommandRecord]) -> None:
+        """What failed since the last look; the history of a command has every attempt."""
         for chunk in chunks:
-            if chunk.error and chunk.status == "PENDING":
-                tell("failed", f"{chunk.command_id}, to be tried again: {chunk.error}")
+            for attempt in self._bus.get_attempts(DOMAIN, chunk.command_id):
+                if attempt.verdict in FAILURES and (chunk.id, attempt.number) not in self._told:
+                    self._told.add((chunk.id, attempt.number))
+                    fate = "" if attempt.retry_at is None else "; it is tried again"
+                    tell("failed", f"{chunk.command_id}: {attempt.error}{fate}")
 
 
 # --- what became of it ------------------------------------------------------------------------------------------
@@ -257,7 +266,7 @@ def audit(bus: CommandBus, api: Api, text: str) -> int:
         tries = bus.get_attempts(DOMAIN, chunk.command_id)
         refused = sum((item.error_code or "").startswith("RATE_LIMITED") for item in tries)
         late = sum(item.error == "timeout" for item in tries)
-        broken = sum(item.verdict != "PARKED" for item in tries) - late
+        broken = sum(item.verdict in FAILURES for item in tries) - late
         made = broken + late + (chunk.status == "COMPLETED")
         figures = f"{made:>8}  {refused or '':>4}  {late or '':>9}  {broken or '':>6}"
         say(f"{chunk.command_id}  {chunk.status:<9}  {figures}".rstrip())
@@ -269,8 +278,8 @@ def audit(bus: CommandBus, api: Api, text: str) -> int:
     )
     seen = record.verdicts
     say(
-        f"What went wrong: it was busy for {seen['busy']} of them (429), {seen['hangs']} hung, {seen['reset']} had "
-        f"its connection reset, and it was killed {record.starts - 1} times."
+        f"What went wrong: {seen['busy']} were told 429, {seen['hangs']} hung, {seen['reset']} was reset, "
+        f"and the API itself was killed {'once' if record.starts == 2 else f'{record.starts - 1} times'}."
     )
     wrong = record.exceeded + read_proof(bus, text)
     for problem in wrong:

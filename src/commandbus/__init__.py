@@ -57,6 +57,7 @@ from commandbus.errors import (
     UnknownDomainError,
     UnknownLimitError,
 )
+from commandbus.flow.breaker_operate import BreakerInfo
 from commandbus.flow.history import AttemptRecord, StuckAttempt
 from commandbus.flow.inspect import CommandQuery, DomainStatus, RejectedMessage, UndeliveredReply, WorkerInfo
 from commandbus.model.batch import (
@@ -122,6 +123,7 @@ __all__ = [
     "BatchStatus",
     "BatchTimeoutError",
     "Breaker",
+    "BreakerInfo",
     "BreakerOpenError",
     "BusClosedError",
     "BusinessRuleException",

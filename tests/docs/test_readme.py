@@ -31,7 +31,7 @@ from commandbus import (
     TroubleshootingQueue,
     Worker,
 )
-from commandbus.settings import load_settings
+from commandbus.settings import Settings, load_settings
 from support.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +60,7 @@ def test_every_block_of_the_readme_is_run_by_a_test_here() -> None:
         "bus.call(",
         "bus.create_batch(",
         "bus.start_process(",
+        "ctx.limit(",
         "conn=session",
         "def import_file",
         "pgmq.send",
@@ -75,15 +76,17 @@ def test_the_configuration_file_loads_and_each_line_of_it_counts(tmp_path: Path)
     settings = load_settings(environ={}, directory=tmp_path)
     given = {name for name, origin in settings.origins.items() if origin.startswith(str(file))}
     assert given == {
-        "database_url", "handlers", "concurrency", "shutdown_timeout", "max_attempts", "backoff_schedule"
+        "database_url", "handlers", "concurrency", "shutdown_timeout", "max_attempts", "backoff_schedule",
+        "limits.docai",
     }  # fmt: skip
     assert settings.warnings == ()
     assert (settings.shutdown_timeout, settings.backoff_schedule) == (25.0, (10.0, 60.0, 300.0))
 
 
-def test_the_extra_that_is_to_be_installed_exists() -> None:
-    (extra,) = re.findall(r"pip install 'commandbus\[(\w+)\]'", README)
-    assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+def test_the_extras_that_are_to_be_installed_exist() -> None:
+    extras = re.findall(r"commandbus\[(\w+)\]", README)
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert set(extras) == {"embedded", "redis"} <= known.keys()
 
 
 def test_the_fates_of_odd_handlers_are_as_in_the_table(bus: CommandBus, database: str) -> None:
@@ -192,6 +195,30 @@ def test_what_the_end_of_a_batch_sends_has_the_fields_that_are_named(bus: Comman
     assert sorted(sent, key=lambda item: isinstance(item[0], list))[1][0] == [1]
     assert all(summary.keys() == fields for _, summary in sent)
     assert any(data == summary for data, summary in sent)
+
+
+def test_the_limit_example_runs(bus: CommandBus, database: str) -> None:
+    """Three pages, and an API that refuses the first call."""
+    bus.create_domain("ocr")
+    answers = [429, 200, 200, 200]
+
+    class Response:
+        def __init__(self, status_code: int) -> None:
+            self.status_code = status_code
+            self.headers = {"Retry-After": "0.1"} if status_code == 429 else {}
+            self.text = "read"
+
+    def ask_docai(data: Any, timeout: float) -> Response:
+        assert 0 < timeout <= 60
+        return Response(answers.pop(0))
+
+    handlers = HandlerRegistry()
+    exec(block("python", "ctx.limit("), {"handlers": handlers, "ask_docai": ask_docai})
+    sent = [bus.send("ocr", "page", n) for n in range(3)]
+    with Worker(handlers, settings=Settings(database_url=database)):
+        until(lambda: all(bus.get_command("ocr", each.command_id).result == "read" for each in sent), 30)
+    assert bus.get_limit("docai").rate_limited == 1
+    assert answers == []
 
 
 def test_the_process_example_runs(bus: CommandBus, database: str) -> None:

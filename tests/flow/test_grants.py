@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,11 +16,16 @@ from commandbus import (
     BusinessRuleException,
     CommandBus,
     CommandStatus,
+    HandlerRegistry,
     InvalidCommandError,
+    Limit,
     NewCommand,
     OnComplete,
     PermanentCommandError,
+    RateLimitError,
     SchemaError,
+    Settings,
+    Worker,
 )
 from commandbus.db.embedded import EmbeddedPostgres
 from commandbus.flow.batch_operate import leftovers
@@ -31,6 +37,8 @@ from commandbus.flow.renew import pending_cancels
 from commandbus.flow.roles import print_roles
 from commandbus.model.breaker import Breaker
 from commandbus.model.roles import KINDS
+from support.waiting import until
+from support.workers import quick_settings
 
 Roles = Callable[[str], Bus]
 
@@ -78,6 +86,8 @@ def _look(bus: Bus) -> None:
     bus.schema_state()
     bus.tsq.list()
     bus.tsq.count()
+    bus.limits()
+    bus.breakers()
 
 
 def _setting_up(bus: Bus) -> list[Callable[[], Any]]:
@@ -288,7 +298,7 @@ def test_who_may_not_create_roles_is_told(orders: Bus, acting: Roles, prefix: st
 
 @sync_only
 def test_a_worker_process_for_an_unknown_domain_is_told(orders: Bus, acting: Roles) -> None:
-    from commandbus import HandlerRegistry, UnknownDomainError, Worker
+    from commandbus import UnknownDomainError
 
     handlers = HandlerRegistry()
 
@@ -366,3 +376,74 @@ def test_breakers(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None
         assert len(only_looks.breakers()) == 2
         _refused(lambda bus=only_looks: bus.open_breaker("orders", "Break"))
         _refused(lambda bus=only_looks: bus.open_breaker(limit="docai"))
+
+
+def test_limits(orders: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None:
+    """An operator sets them, a worker declares them; a producer and a reader can only look at what they allow."""
+    operator, worker = acting("operator"), acting("worker")
+    assert operator.set_limit("docai", concurrency=5, rate="120/m").concurrency == 5
+    worker.declare_limit(Limit("docai", concurrency=7))
+    worker.declare_limit(Limit("vision", concurrency=2))
+    assert operator.unset_limit("docai").concurrency == 7
+    operator.set_limit("spare", rate="2/s")
+    assert operator.unset_limit("spare") is None
+    for kind in ("producer", "reader"):
+        only_looks = acting(kind)
+        assert [item.name for item in only_looks.limits()] == ["docai", "vision"]
+        assert only_looks.estimate("docai").ahead == 0
+        for act in (
+            lambda bus=only_looks: bus.set_limit("docai", concurrency=9),
+            lambda bus=only_looks: bus.unset_limit("docai"),
+            lambda bus=only_looks: bus.declare_limit(Limit("mine", concurrency=1)),
+            lambda bus=only_looks: bus.run(_raw("DELETE FROM commandbus.limits")),
+        ):
+            _refused(act)
+    _refused(lambda: worker.run(_raw("DELETE FROM commandbus.limits")))
+    assert one(db, "SELECT concurrency FROM commandbus.limits WHERE name = 'docai'") == 7
+
+
+@sync_only
+@pytest.mark.parametrize("backend", ["postgres", "redis"])
+def test_a_worker_runs_limited_commands_and_a_producer_has_its_turn_among_them(
+    orders: Bus, acting: Roles, db: psycopg.Connection[Any], redis_url: str, backend: str
+) -> None:
+    """Each with its role alone. Who only sends may not touch queues: a worker wakes the command that is next."""
+    redis = redis_url if backend == "redis" else None
+    url = acting("worker").url
+    producer = CommandBus(settings=Settings(database_url=acting("producer").url, redis_url=redis))
+    handlers = HandlerRegistry()
+    started = []
+
+    @handlers.handler("orders", "Page", limits=[Limit("docai", concurrency=1, backend=backend)])
+    def page(command: Any, ctx: Any) -> None:
+        if command.data == "refused" and not started:
+            started.append(command.data)
+            raise RateLimitError(retry_after=0.2)
+        started.append(command.data)
+
+    settings = quick_settings(url, redis_url=redis)
+    with producer, Worker(handlers, settings=settings, name="limited"):
+        orders.send("orders", "Page", "refused", command_id="refused")
+        until(lambda: orders.get_command("orders", "refused").status is CommandStatus.COMPLETED)
+        for n in range(3):
+            with producer.limit("docai", wait=30):
+                orders.send("orders", "Page", n, command_id=f"p{n}")
+                until(lambda n=n: orders.get_command("orders", f"p{n}").waiting_for == "limit")
+            until(lambda n=n: orders.get_command("orders", f"p{n}").status is CommandStatus.COMPLETED)
+        with producer.limit("docai"):  # callers wait behind each other, and behind commands
+            orders.send("orders", "Page", "last", command_id="last")
+            until(lambda: orders.get_command("orders", "last").waiting_for == "limit")
+            behind = threading.Thread(target=lambda: started.append(_inside(producer)))
+            behind.start()
+            until(lambda: producer.get_limit("docai").callers == 1)
+        behind.join(30)
+        assert started == ["refused", "refused", 0, 1, 2, "last", "a caller"]
+        with pytest.raises(RateLimitError), producer.limit("docai"):
+            raise RateLimitError(retry_after=60)
+        until(lambda: orders.get_limit("docai").state == "BACKING_OFF")
+        assert orders.get_limit("docai").rate_limited == 2
+
+
+def _inside(bus: CommandBus) -> str:
+    with bus.limit("docai", wait=30):
+        return "a caller"

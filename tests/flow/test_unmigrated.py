@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from flow_harness import Bus, one
 
-from commandbus import CommandBus, CommandStatus, NewCommand, SchemaError, TroubleshootingQueue
+from commandbus import CommandBus, CommandStatus, Limit, NewCommand, SchemaError, TroubleshootingQueue
 
 CALLS: dict[str, list[Callable[[Bus], Any]]] = {
     "create_domain": [lambda bus: bus.create_domain("orders")],
@@ -57,9 +57,19 @@ CALLS: dict[str, list[Callable[[Bus], Any]]] = {
     "pause": [lambda bus: bus.pause("orders"), lambda bus: bus.pause("orders", "x")],
     "resume": [lambda bus: bus.resume("orders"), lambda bus: bus.resume("orders", "x")],
     "pauses": [lambda bus: bus.pauses()],
+    "breakers": [lambda bus: bus.breakers()],
+    "open_breaker": [lambda bus: bus.open_breaker("orders", "x"), lambda bus: bus.open_breaker(limit="x")],
+    "close_breaker": [lambda bus: bus.close_breaker("orders", "x"), lambda bus: bus.close_breaker(limit="x")],
+    "reset_breaker": [lambda bus: bus.reset_breaker("orders", "x"), lambda bus: bus.reset_breaker(limit="x")],
+    "declare_limit": [lambda bus: bus.declare_limit(Limit("x", concurrency=1))],
+    "limits": [lambda bus: bus.limits()],
+    "get_limit": [lambda bus: bus.get_limit("x")],
+    "set_limit": [lambda bus: bus.set_limit("x", concurrency=1)],
+    "unset_limit": [lambda bus: bus.unset_limit("x")],
+    "estimate": [lambda bus: bus.estimate("x")],
     "prune": [lambda bus: bus.prune(age=1), lambda bus: bus.prune(count=1)],
 }
-OTHER = {"migrate", "schema_state", "close", "connect", "run", "follow"}
+OTHER = {"migrate", "schema_state", "close", "connect", "run", "follow", "limit"}
 TSQ_CALLS: dict[str, Callable[[Bus], Any]] = {
     "list": lambda bus: bus.tsq.list(),
     "count": lambda bus: bus.tsq.count("orders"),
@@ -99,6 +109,17 @@ def test_every_method_says_so(unmigrated: Bus) -> None:
     with psycopg.connect(unmigrated.url) as conn:
         assert one(conn, "SELECT count(*) FROM pg_namespace WHERE nspname IN ('commandbus', 'pgmq')") == 0
         assert one(conn, "SELECT count(*) FROM pg_roles WHERE rolname LIKE 'unmigrated%%'") == 0
+
+
+def test_a_place_of_a_limit_says_so_too(empty_database: str) -> None:
+    with CommandBus(empty_database) as bus:
+        for _ in range(2):
+            with pytest.raises(SchemaError, match="commandbus migrate"), bus.limit("x"):
+                raise AssertionError("there is no such place")
+        bus.migrate()
+        bus.declare_limit(Limit("x", concurrency=1))
+        with bus.limit("x"):
+            assert bus.get_limit("x").in_use == 1
 
 
 def test_pgmq_alone_is_not_enough(unmigrated: Bus) -> None:

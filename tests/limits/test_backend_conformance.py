@@ -224,7 +224,8 @@ def test_looking_tells_the_holders_their_time_and_the_flow(make: Maker) -> None:
     found = backend.look(limit)
     assert set(found.holders) == set(held)
     assert all(25 < left <= 30 for left in found.holders.values())
-    assert found.flow == pytest.approx(3 / 60, rel=0.2)
+    assert found.flow is not None
+    assert 3 / 30 < found.flow <= 3.1  # three within a second or, on a slow machine, some more
     backend.give(limit, held)
     assert backend.look(limit).holders == {}
 

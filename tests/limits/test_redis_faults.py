@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import psycopg
 import pytest
 from limits_harness import QUICK, Client, Inside, declare_limit, tokens
 
+from commandbus.db.embedded import EmbeddedPostgres
+from commandbus.limits.redis_places import TIMEOUT_SECONDS, StaleError
 from support.network import Proxy
 from support.redis_server import RedisServer
 from support.waiting import one, until
@@ -162,9 +166,16 @@ def test_lost_to_all_each_keeps_to_its_share_and_comes_back(
 
     until(renewed)
     all_in("redis", *clients)
-    # The second has renewed nothing for a lease: three places are free.
-    assert len(second.take(limit, 5)) == 3
-    assert first.renew(limit, held[0]) == []
+    # The second renews no more what it held then: when its lease has ended, three places are free.
+    taken: list[str] = []
+
+    def freed() -> bool:
+        assert first.renew(limit, held[0]) == second.renew(limit, taken) == []
+        taken.extend(second.take(limit, 5))
+        return len(taken) >= 3
+
+    until(freed)
+    assert len(taken) == 3
     said = [record.getMessage() for record in caplog.records]
     assert sum("(degraded)" in line for line in said) == 2  # each client says so, once
     assert sum("(joining)" in line for line in said) == 2
@@ -291,8 +302,6 @@ def test_one_that_was_stopped_gets_nothing_from_redis_after_it_was_counted_out(
     backend = stopped.backend
 
     def refused() -> bool:
-        from commandbus.limits.redis_places import StaleError
-
         try:
             granted = backend._places.take(limit, tokens(1), 1.0, epoch=backend._fleet.epoch, leave=backend._leave)
         except StaleError:
@@ -450,6 +459,53 @@ def test_a_restarted_client_table_makes_itself_known_again(
     until(lambda: one(db, "SELECT count(*) FROM commandbus.limit_client") == 1)
     until(lambda: client.mode == "redis" and client.take(limit))
     assert client.renew(limit, held) == []
+
+
+def test_without_postgresql_places_are_given_as_long_as_the_leave_lasts(
+    start: Start, own_redis: RedisServer, server: EmbeddedPostgres, database: str
+) -> None:
+    """Nobody can know then whether the others have counted it out. It raises nothing, and comes back by itself."""
+    proxy = Proxy(urlsplit(database).port or 0)
+    try:
+        limit = declare_limit(database, concurrency=2, lease=60)
+        client = start(
+            own_redis.url, database_url=database.replace(str(urlsplit(database).port), str(proxy.port), 1)
+        )
+        held = client.take(limit, 2)
+        cut(proxy)
+        client.give(limit, held[:1])
+
+        def is_refused() -> bool:
+            granted = client.take(limit)
+            client.give(limit, granted)
+            return not granted
+
+        until(is_refused, QUICK.live + 10)
+        assert own_redis.client.zcard("docai_semaphore:test") == 1
+        assert client.renew(limit, held[1:]) == []
+        proxy.is_refusing = False
+        until(lambda: client.take(limit))
+        assert client.mode == "redis"
+    finally:
+        proxy.close()
+
+
+def test_a_stopped_redis_keeps_nobody_waiting_for_long(
+    start: Start, own_redis: RedisServer, database: str
+) -> None:
+    limit, client = declare_limit(database, concurrency=2, lease=60), start(own_redis.url)
+    all_in("redis", client)
+    own_redis.pause()
+    all_in("degraded", client)
+    slowest = 0.0
+    for _ in range(100):
+        began = time.monotonic()
+        client.give(limit, client.take(limit))
+        slowest = max(slowest, time.monotonic() - began)
+    assert client.mode == "degraded"
+    assert slowest < TIMEOUT_SECONDS
+    own_redis.resume()
+    all_in("joining", client)
 
 
 FAULTS = ["kill", "pause", "flush", "cut one", "cut all"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from commandbus.model.durations import LONGEST_SECONDS, format_seconds, parse_seconds
+from commandbus.model.durations import LONGEST_SECONDS, format_seconds, parse_seconds, roughly
 
 
 @pytest.mark.parametrize(
@@ -131,3 +131,14 @@ def test_any_text_is_either_a_sane_duration_or_a_value_error_with_the_name(text:
         assert refused.startswith("grace: ")
     else:
         assert 0 <= seconds <= LONGEST_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-3, "1 s"), (0, "1 s"), (0.4, "1 s"), (13.6, "14 s"), (59.4, "59 s"), (59.6, "1m"), (130.2, "2m10s"),
+        (3600, "1h"), (11_111, "3h5m"), (90_000, "1d1h"),
+    ],
+)  # fmt: skip
+def test_what_nobody_knows_exactly_is_not_told_exactly(seconds: float, text: str) -> None:
+    assert roughly(seconds) == text

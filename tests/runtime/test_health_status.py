@@ -142,6 +142,20 @@ def test_a_named_reason_stays_until_it_is_cleared_by_its_name(status: HealthStat
     assert status.state is HealthState.HEALTHY
 
 
+def test_a_named_reason_may_be_a_lesser_one(status: HealthStatus, clock: Clock) -> None:
+    status.set_degraded("limits_degraded", "limits degraded: Redis is out of reach")
+    clock.now += 60
+    assert (status.state, status.degraded_reasons) == (HealthState.DEGRADED, ["limits_degraded"])
+    assert status.reasons == ["limits degraded: Redis is out of reach (for 1m)"]
+    assert status.critical_reasons == []
+    status.set_critical("database_unreachable")
+    assert status.state is HealthState.CRITICAL
+    assert [reason.split()[0] for reason in status.reasons] == ["database", "limits"]
+    status.clear("database_unreachable")
+    status.clear("limits_degraded")
+    assert (status.state, status.reasons) == (HealthState.HEALTHY, [])
+
+
 def test_a_reason_that_is_set_again_keeps_its_beginning(status: HealthStatus, clock: Clock) -> None:
     status.set_critical("frozen", "for 15 s")
     clock.now += 30

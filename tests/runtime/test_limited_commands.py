@@ -12,15 +12,14 @@ import pytest
 
 from commandbus import (
     BusinessRuleException,
-    CommandBus,
     CommandStatus,
-    HandlerRegistry,
     Limit,
     RateLimitError,
     Worker,
 )
+from commandbus.gate.build import make_gate
 from commandbus.model.command import NewCommand
-from support.waiting import until
+from support.waiting import statuses, until
 from support.workers import quick_settings
 
 Start = Callable[..., Any]
@@ -155,7 +154,8 @@ def test_a_429_is_state_of_the_limit_and_spends_no_attempt(bus, db, handlers, st
     until(lambda: completed(db) == 6, seconds=30)
     # Nobody called during the back-off of half a second (less a tenth of jitter).
     assert calls[1][0] - calls[0][0] >= 0.4
-    assert db.execute("SELECT step, failures, is_open, rate_limited FROM commandbus.limits").fetchone() == (0, 0, False, 1)
+    standing = db.execute("SELECT step, failures, is_open, rate_limited FROM commandbus.limits").fetchone()
+    assert standing == (0, 0, False, 1)
     codes = db.execute("SELECT DISTINCT error_code FROM commandbus.attempt ORDER BY 1").fetchall()
     assert ("RATE_LIMITED",) in codes
 
@@ -200,7 +200,9 @@ def test_after_a_back_off_one_probe_goes_first(bus, db, handlers, start_worker, 
 
 
 def test_at_its_cap_of_tries_a_command_goes_to_the_tsq_as_rate_limited(bus, db, handlers, start_worker):
-    @handlers.handler("orders", "page", limits=[Limit("docai", concurrency=5, backoff=[0.05], tries=2, breaker_failures=0)])
+    docai = Limit("docai", concurrency=5, backoff=[0.05], tries=2, breaker_failures=0)
+
+    @handlers.handler("orders", "page", limits=[docai])
     def page(command: Any, ctx: Any) -> None:
         if command.data == "bad":
             raise RateLimitError("429 from docai", retry_after=0.05)
@@ -209,7 +211,7 @@ def test_at_its_cap_of_tries_a_command_goes_to_the_tsq_as_rate_limited(bus, db, 
     start_worker(handlers, concurrency=2)
 
     def ends() -> bool:
-        # Good calls in between end the back-off, so that the bad one is not always the probe, which does not count.
+        # Good calls in between end the back-off: the bad one is not always the probe, which does not count.
         bus.send("orders", "page", "good")
         return bus.get_command("orders", bad.command_id).status is CommandStatus.IN_TROUBLESHOOTING_QUEUE
 
@@ -244,7 +246,7 @@ def test_a_failed_handler_frees_its_place(bus, db, handlers, start_worker):
 
     bus.send_many("orders", [NewCommand("page", n) for n in range(5)])
     start_worker(handlers, concurrency=2)
-    until(lambda: db.execute("SELECT count(*) FROM commandbus.command WHERE status = 'FAILED'").fetchone() == (5,))
+    until(lambda: statuses(db) == {"FAILED": 5})
     until(lambda: holders(db) == {})
     assert db.execute("SELECT failures FROM commandbus.limits").fetchone() == (0,)
 
@@ -254,7 +256,7 @@ def test_an_unknown_limit_is_refused_at_start(bus, handlers, start_worker):
     def page(command: Any, ctx: Any) -> None:
         return None
 
-    with pytest.raises(ValueError, match="unknown limit 'docia'.*commandbus limits set docia"):
+    with pytest.raises(ValueError, match=r"unknown limit 'docia'.*commandbus limits set docia"):
         start_worker(handlers)
 
 
@@ -299,3 +301,34 @@ def test_a_limit_that_is_removed_while_work_runs_hands_its_commands_to_a_person(
     status = CommandStatus.IN_TROUBLESHOOTING_QUEUE
     until(lambda: bus.get_command("orders", gone.command_id).status is status)
     assert db.execute("SELECT error_code FROM commandbus.tsq").fetchone() == ("LIMIT_UNKNOWN",)
+
+
+def test_who_is_forgotten_before_the_gate_has_looked_takes_no_place(bus, db, database):
+    bus.declare_limit(Limit("docai", concurrency=1))
+    gate = make_gate(quick_settings(database), "test")
+    calls = []
+    gate.start()
+    for _ in range(20):
+        call = gate.acquire("docai", wait=5, holder="nobody")
+        gate.forget(call)
+        calls.append(call)
+    until(lambda: all(call.answer.done() for call in calls))
+    gate.stop(10)
+    assert holders(db) == {}
+    assert db.execute("SELECT count(*) FROM commandbus.parked").fetchone() == (0,)
+
+
+def test_the_error_of_an_outer_block_is_timeout_after_an_inner_one(bus, db, handlers, start_worker):
+    @handlers.handler("orders", "page", on_timeout="fail")
+    def page(command: Any, ctx: Any) -> None:
+        with ctx.limit("docai", timeout=1):
+            with ctx.limit("gpu", timeout=0.5):
+                pass
+            ctx.sleep(20)
+
+    bus.declare_limit(Limit("docai", concurrency=1))
+    bus.declare_limit(Limit("gpu", concurrency=1))
+    bus.send("orders", "page")
+    start_worker(handlers)
+    until(lambda: statuses(db) == {"FAILED": 1})
+    assert db.execute("SELECT error FROM commandbus.attempt").fetchone() == ("timeout",)

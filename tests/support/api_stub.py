@@ -3,7 +3,7 @@
 A call is inside from its request until its work is done *and* its answer is sent, or its connection is gone. The
 work goes on when the client is killed, as it does at a real API: `peak` is what the API itself has seen.
 
-What it answers: `plan(…)` is used up first, then `usual`. A call may ask for its own time: `/call?n=7&seconds=0.2`.
+What it answers: `plan(…)` is used up first, then `usual`. A call may ask for its own time: `/call?n=7&who=123&seconds=0.2`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Visit:
     name: str
     began: float
     inside: int
+    who: str = ""
     status: int | None = None
     ended: float | None = None
 
@@ -72,6 +73,10 @@ class ApiStub:
     def began(self) -> list[str]:
         """The names of all calls, in the order in which they came."""
         return [visit.name for visit in list(self.visits)]
+
+    def callers(self) -> set[str]:
+        """Who is inside now, as they call themselves (`who=…`)."""
+        return {visit.who for visit in list(self.visits) if visit.ended is None}
 
     def counted(self) -> dict[str, int]:
         """How often each name has called."""
@@ -124,7 +129,7 @@ class ApiStub:
         reply = self._planned.popleft() if self._planned else self.usual
         self.inside += 1
         self.peak = max(self.peak, self.inside)
-        visit = Visit(asked.get("n", ""), time.monotonic(), self.inside)
+        visit = Visit(asked.get("n", ""), time.monotonic(), self.inside, asked.get("who", ""))
         self.visits.append(visit)
         try:
             if reply.hangs:

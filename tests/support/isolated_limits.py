@@ -91,6 +91,17 @@ def die_level(command: Any, ctx: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@process("lent", limits=["one"])
+def lent(command: Any, ctx: Any) -> None:
+    """Its blocks use the place that it has anyway."""
+    for _ in range(3):
+        with ctx.limit("one", wait=0):
+            note(command, "in")
+    if command.data.get("dies"):
+        with ctx.limit("one", wait=0):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 @process("in_line")
 def in_line(command: Any, ctx: Any) -> None:
     note(command, f"asks {os.getpid()}")
@@ -110,6 +121,11 @@ def late_deaf(command: Any, ctx: Any) -> None:
         while True:
             with suppress(BaseException):
                 time.sleep(60)
+
+
+@process("late_lent", limits=["one"])
+def late_lent(command: Any, ctx: Any) -> None:
+    late_deaf(command, ctx)
 
 
 @process("late_async")

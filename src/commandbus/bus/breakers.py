@@ -80,7 +80,8 @@ class Breakers(_BreakerShell):
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Close a breaker that is open; answers how many parked commands go on (for a limit: as there is place)."""
+        """Close a breaker that is open; answers how many parked commands go on (for a limit: as there is
+        place)."""
         return self.run(self._closing(domain, command_type, limit, operator, reason))
 
     def reset_breaker(

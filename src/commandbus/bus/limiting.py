@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import math
 import os
 import secrets
@@ -11,12 +12,15 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakSet
+
+from psycopg.errors import InsufficientPrivilege
 
 from commandbus.bus.shell import Shell, whoami
-from commandbus.errors import ApiTimeoutError, DeadlineExceededError
+from commandbus.errors import ApiTimeoutError, ConfigurationError, DeadlineExceededError
 from commandbus.flow import limit_look, limits, operate
 from commandbus.flow.limit_figures import look_at_fleet
 from commandbus.flow.limit_look import Estimate, LimitInfo
@@ -32,10 +36,9 @@ from commandbus.gate.holding import (
     Hold,
     check_terms,
     verdict,
-    waited_in_vain,
 )
 from commandbus.gate.looking import look_at
-from commandbus.gate.requests import Leave, Place
+from commandbus.gate.requests import Leave, Place, waited_in_vain
 from commandbus.model.http import ApiFailure
 from commandbus.model.limit import WAIT_SECONDS, Limit, Look
 from commandbus.model.standing import Answer
@@ -43,6 +46,7 @@ from commandbus.settings import Settings
 
 T = TypeVar("T")
 CLOSE_GATE_SECONDS = 5.0
+AT_EXIT_SECONDS = 1.0
 
 
 class GateHolder:
@@ -60,6 +64,7 @@ class GateHolder:
                 owner = f"{socket.gethostname()[:40]}-{os.getpid()}-bus-{secrets.token_hex(3)}"
                 self._gate = make_gate(settings(), owner)
                 self._gate.start()
+                _open.add(self._gate)
             return self._gate
 
     def close(self) -> None:
@@ -68,6 +73,17 @@ class GateHolder:
             if self._gate is not None and self._gate.is_serving:
                 self._gate.stop(CLOSE_GATE_SECONDS)
             self._gate = None
+
+
+_open: WeakSet[Gate] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A program that ends without closing its bus still gives back what it has left."""
+    for gate in list(_open):
+        if gate.is_serving:
+            gate.stop(AT_EXIT_SECONDS)
 
 
 class _LimitShell(Shell):
@@ -83,6 +99,10 @@ class _LimitShell(Shell):
     def _setting(
         self, name: str, options: dict[str, Any], who: str | None, why: str | None
     ) -> Operation[LimitRow]:
+        if options.get("backend") == "redis" and self.settings.redis_url is None:
+            raise ConfigurationError(
+                f"limit {name!r}: backend 'redis' needs redis_url, which is not set; set COMMANDBUS_REDIS_URL"
+            )
         return limits.set_limit(name, options, self._home(), operate.deed("CANCEL", who or whoami(), why))
 
     def _unsetting(
@@ -92,7 +112,8 @@ class _LimitShell(Shell):
 
 
 def _leave(gate: Gate, place: Place, answer: Answer, api: ApiFailure | None, *, keeps: bool) -> None:
-    gate.leave([Leave(place, answer, api.text if api else str(answer), api.retry_after if api else None, keeps)])
+    reason = str(answer) if api is None else api.at(place.limit)
+    gate.leave([Leave(place, answer, reason, None if api is None else api.retry_after, keeps)])
 
 
 class Limiting(_LimitShell):
@@ -123,7 +144,7 @@ class Limiting(_LimitShell):
         gate = self._ready_gate()
         asked = gate.acquire(name, wait=most, holder=f"pid-{os.getpid()}")
         try:
-            place = asked.answer.result(max(most, LEAST_SECONDS))
+            place = asked.answer.result(most + LEAST_SECONDS)
         except TimeoutError as error:
             gate.forget(asked)
             if asked.answer.done() and isinstance(asked.answer.exception(), type(error)):
@@ -184,7 +205,8 @@ class Limiting(_LimitShell):
 
     def _ready_gate(self) -> Gate:
         if self.settings.limits and not self._gates.has_declared:
-            self.run(self._declaration(*self.settings.limits))
+            with suppress(InsufficientPrivilege):  # a role that only sends: workers and operators declare
+                self.run(self._declaration(*self.settings.limits))
             self._gates.has_declared = True
         return self._gates.get(self._resolved)
 
@@ -222,7 +244,7 @@ class AsyncLimiting(_LimitShell):
         asked = gate.acquire(name, wait=most, holder=f"pid-{os.getpid()}")
         waiting = asyncio.wrap_future(asked.answer)
         try:
-            place = await asyncio.wait_for(asyncio.shield(waiting), max(most, LEAST_SECONDS))
+            place = await asyncio.wait_for(asyncio.shield(waiting), most + LEAST_SECONDS)
         except TimeoutError:
             gate.forget(asked)
             if waiting.done():
@@ -284,7 +306,8 @@ class AsyncLimiting(_LimitShell):
 
     async def _ready_gate(self) -> Gate:
         if self.settings.limits and not self._gates.has_declared:
-            await self.run(self._declaration(*self.settings.limits))
+            with suppress(InsufficientPrivilege):  # a role that only sends: workers and operators declare
+                await self.run(self._declaration(*self.settings.limits))
             self._gates.has_declared = True
         return await asyncio.to_thread(self._gates.get, self._resolved)
 

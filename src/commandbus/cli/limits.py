@@ -87,7 +87,7 @@ def show(session: Session, name: str, actions: int) -> None:
 @click.option("--backoff", type=_DurationsType(), metavar="2,4,8", help="How long nobody calls after a 429.")
 @click.option("--breaker-failures", type=int, metavar="N", help="Bad answers in a row that open it; 0: never.")
 @click.option("--breaker-reset", type=DURATION, metavar="60s", help="How long it then stays open.")
-@click.option("--backend", type=click.Choice(["postgres", "redis"]), help="Where its places are kept.")
+@click.option("--backend", type=click.Choice(["postgres", "redis"]), help="Where a new one keeps its places.")
 @operator_options
 @click.pass_obj
 def set_limit(session: Session, /, name: str, operator: str | None, reason: str | None, **options: Any) -> None:
@@ -105,7 +105,7 @@ def set_limit(session: Session, /, name: str, operator: str | None, reason: str 
     session.answer(_document(info), lambda: click.echo(printable(f"limit {name}: {_allows(info)}")))
 
 
-@limits.command()
+@limits.command(context_settings={"ignore_unknown_options": True})
 @click.argument("name")
 @click.argument("options", nargs=-1, metavar="[OPTION]...")
 @operator_options

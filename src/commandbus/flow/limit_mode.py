@@ -272,7 +272,11 @@ def give_share(name: str, tokens: Sequence[str]) -> Steps[None]:
 def look_share(name: str) -> Steps[dict[str, float]]:
     """The tokens that PostgreSQL counts, and how many seconds their leases last."""
     rows = yield Statement(sql.text("limit_client_list", locking=""))
-    return {token: ends - row[6] for row in rows for token, ends in Program(*row[:5]).tokens(name, row[6]).items()}
+    left: dict[str, float] = {}
+    for row in rows:
+        for token, ends in Program(*row[:5]).tokens(name, row[6]).items():
+            left[token] = max(ends - row[6], left.get(token, 0.0))
+    return left
 
 
 @operation(atomic=True)

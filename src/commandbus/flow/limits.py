@@ -6,21 +6,23 @@ person sets at run time lies above what is declared, over deployments too, until
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from commandbus import sql
-from commandbus.errors import InvalidOperationError, UnknownLimitError
+from commandbus.errors import ConfigurationError, InvalidOperationError, UnknownLimitError
 from commandbus.flow.operate import Deed
 from commandbus.flow.statement import Row, Statement, Steps, operation
 from commandbus.model import payload
-from commandbus.model.limit import Limit, Look, check_limit_name
+from commandbus.model.limit import OPTIONS, Limit, Look, Rate, check_limit_name
 from commandbus.model.standing import Standing
 
 CHANNEL = "commandbus_limits"
 CHANGED = "limit "
+CLOSED = "closed "
+WAKE = "wake "  # somebody who may not touch queues asks others to wake who is next
 TOKEN = "token "  # noqa: S105 - the token of a place, not a secret
 
 
@@ -112,6 +114,7 @@ def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
     """Make known what code and configuration declare; answers what has changed. What a person has set stays."""
     changed = []
     for limit in sorted(limits, key=lambda item: item.name):
+        yield _lock(limit.name)
         rows = yield Statement(
             b"SELECT declared, override, environment, backend FROM commandbus.limits WHERE name = %(name)s",
             {"name": limit.name},
@@ -122,6 +125,7 @@ def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
         if rows and declared == limit.to_json() and where == (environment, backend):
             continue
         yield _store(effective, where, declared=limit.to_json(), override=override)
+        yield tell(CHANGED + limit.name)
         changed.append(limit.name)
     return changed
 
@@ -130,19 +134,28 @@ def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
 def set_limit(name: str, options: Mapping[str, Any], home: Home, what: Deed) -> Steps[LimitRow]:
     """Change a limit for all workers at once, or make one that nobody has declared."""
     check_limit_name(name)
+    yield _lock(name)
     rows = yield Statement(
-        b"SELECT declared, override FROM commandbus.limits WHERE name = %(name)s FOR UPDATE", {"name": name}
+        b"SELECT declared, override, environment, backend FROM commandbus.limits WHERE name = %(name)s FOR UPDATE",
+        {"name": name},
     )
-    declared, override = rows[0] if rows else (None, None)
+    declared, override, *where = rows[0] if rows else (None, None)
+    if rows and (fixed := {"backend", "environment"} & options.keys()):
+        raise InvalidOperationError(
+            f"{' and '.join(sorted(fixed))} of limit {name!r} cannot be changed at run time: who holds a place "
+            f"would not be counted; declare it under another name"
+        )
     wanted = {**(override or {}), **options}
     effective = Limit.from_json(name, declared, wanted)
+    if where:
+        home = Home(*where)  # who changes it need not know where it lives
     yield _store(
         effective,
         (effective.environment or home.environment, effective.backend or home.backend),
         declared=declared,
-        override=_plain(wanted),
+        override=_in_json(effective, wanted),
     )
-    yield note_action(f"limit {name}", "SET", what, details=_plain(options))
+    yield note_action(f"limit {name}", "SET", what, details=_in_json(effective, options))
     yield tell(CHANGED + name)
     return read_rows((yield select_limits(name)))[0]
 
@@ -151,13 +164,20 @@ def set_limit(name: str, options: Mapping[str, Any], home: Home, what: Deed) -> 
 def unset_limit(name: str, options: Sequence[str], home: Home, what: Deed) -> Steps[LimitRow | None]:
     """Go back to what is declared, for some options or all (none named); None: nobody declares it, it is gone."""
     check_limit_name(name)
+    for option in options:
+        if option not in OPTIONS:
+            raise ConfigurationError(
+                f"limit {name!r}: there is no option {option!r:.80}; there are {', '.join(OPTIONS)}"
+            )
+    yield _lock(name)
     rows = yield Statement(
-        b"SELECT declared, override FROM commandbus.limits WHERE name = %(name)s FOR UPDATE", {"name": name}
+        b"SELECT declared, override, environment, backend FROM commandbus.limits WHERE name = %(name)s FOR UPDATE",
+        {"name": name},
     )
     if not rows:
         known = yield Statement(b"SELECT name FROM commandbus.limits ORDER BY name")
         raise UnknownLimitError(name, [row[0] for row in known])
-    declared, override = rows[0]
+    declared, override, *where = rows[0]
     rest = {key: value for key, value in (override or {}).items() if options and key not in options}
     yield note_action(f"limit {name}", "UNSET", what, details=list(options) or None)
     if declared is None and not rest:
@@ -173,8 +193,9 @@ def unset_limit(name: str, options: Sequence[str], home: Home, what: Deed) -> St
         yield tell(CHANGED + name)
         return None
     effective = Limit.from_json(name, declared, rest)
-    where = (effective.environment or home.environment, effective.backend or home.backend)
-    yield _store(effective, where, declared=declared, override=rest or None)
+    home = Home(*where)
+    kept = (effective.environment or home.environment, effective.backend or home.backend)
+    yield _store(effective, kept, declared=declared, override=rest or None)
     yield tell(CHANGED + name)
     return read_rows((yield select_limits(name)))[0]
 
@@ -223,11 +244,20 @@ def _store(
     )
 
 
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value if isinstance(value, int | float | str | list | None) else str(value)
-        for key, value in options.items()
-    }
+def _lock(name: str) -> Statement:
+    """One at a time, also for a limit that is not there yet."""
+    return Statement(
+        b"SELECT pg_advisory_xact_lock(hashtext('commandbus limit'), hashtext(%(name)s))", {"name": name}
+    )
+
+
+def _in_json(limit: Limit, names: Iterable[str]) -> dict[str, Any]:
+    """Some options of a limit, as they are stored."""
+    found = {}
+    for name in names:
+        value = getattr(limit, name)
+        found[name] = str(value) if isinstance(value, Rate) else list(value) if isinstance(value, tuple) else value
+    return found
 
 
 def _read(row: Row) -> LimitRow:

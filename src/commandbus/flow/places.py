@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import groupby, takewhile
 from typing import Any
 
 from commandbus import sql
 from commandbus.errors import UnknownLimitError
-from commandbus.flow.limits import LimitRow, note_action, read_rows, select_limits
+from commandbus.flow.limits import CLOSED, WAKE, LimitRow, note_action, read_rows, select_limits, tell
 from commandbus.flow.operate import Deed
 from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model import payload
@@ -23,8 +24,11 @@ from commandbus.model.standing import Answer, Standing, after_bad, after_good, a
 ITSELF = "commandbus"
 """Who did what no person did."""
 
-Grant = Callable[[LimitRow, list[str]], list[str]]
-"""Takes places from a back end other than the row: which of the tokens have one now."""
+CALL_SECONDS = 3.0
+"""How long a place is kept for who waits inside a program."""
+
+Grant = Callable[[LimitRow, list[str], float], list[str]]
+"""Takes places for some seconds from a back end other than the row: which of the tokens have one now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +145,20 @@ def answer(
         action = "OPEN" if after.is_open else "CLOSE"
         why = after.open_reason if after.is_open else "its probe went well"
         yield note_action(f"breaker {name}", action, Deed("CANCEL", ITSELF, why))
+    if after.is_probing and after.closed_until(row.now) != before.closed_until(row.now):
+        yield tell(CLOSED + name)
     return row, after, token is not None and before.probe == token
 
 
 @operation(atomic=True)
-def wake(name: str, *, most: int, seconds: float, grant: Grant | None, mark: str) -> Steps[Woken]:
-    """Keep places for those who are first in line, for so many seconds, and wake them."""
+def wake(
+    name: str, *, most: int, seconds: float, grant: Grant | None, mark: str, is_barred: bool = False
+) -> Steps[Woken]:
+    """Keep places for those who are first in line, for so many seconds, and wake them.
+
+    `is_barred`: this role may not touch queues. It wakes callers only; where a command comes next, it tells those
+    who may.
+    """
     rows = read_rows((yield select_limits(name, locking=True)))
     if not rows:
         return Woken(0)
@@ -158,9 +170,14 @@ def wake(name: str, *, most: int, seconds: float, grant: Grant | None, mark: str
         if standing.is_probed(row.now):
             return Woken(0, (standing.probe_until or row.now) - row.now)
         most = 1
-    order = "p.probes, p.since, p.seq" if standing.is_probing else "p.since, p.seq"
+    order = "p.since, p.command, p.seq"
+    if standing.is_probing:
+        order = f"p.probes, {order}"
     parts = {"claimable": sql.part("limit_claimable"), "order": order}
     waiting = yield Statement(sql.text("limit_next", **parts), {"name": name, "most": most})
+    if is_barred and any(item[1] for item in waiting):
+        yield tell(WAKE + name)
+        waiting = list(takewhile(lambda item: not item[1], waiting))
     if not waiting:
         return Woken(0)
     free: set[tuple[str, int]] = set()
@@ -169,14 +186,20 @@ def wake(name: str, *, most: int, seconds: float, grant: Grant | None, mark: str
         locked = yield Statement(sql.text("limit_lock_waiting", domain=domain), {"msg_ids": msg_ids})
         free |= {(domain, msg_id) for (msg_id,) in locked}
     ready = [item for item in waiting if item[1] == "" or (item[1], item[2]) in free]
-    tokens = [item[3] or f"{mark}{item[0]}" for item in ready]
-    if grant is None:
-        granted = (yield from _take(name, tokens, seconds=seconds, newcomers=False)).tokens if tokens else []
-    else:
-        granted = grant(row, tokens) if tokens else []
-        if granted and standing.is_probing:
-            yield from take_probe(name, granted[0], seconds=seconds).steps
-    chosen = [(item, token) for item, token in zip(ready, tokens, strict=True) if token in set(granted)]
+    chosen: list[tuple[tuple[Any, ...], str]] = []
+    for is_call, group in groupby(ready, key=lambda item: item[1] == ""):
+        # Who waits inside a program answers at once; if it died, its place must not be kept for long.
+        kept = CALL_SECONDS if is_call else seconds
+        items = {item[3] or f"{mark}{item[0]}": item for item in group}
+        if grant is None:
+            granted = (yield from _take(name, list(items), seconds=kept, newcomers=False)).tokens
+        else:
+            granted = grant(row, list(items), kept)
+            if granted and standing.is_probing:
+                yield from take_probe(name, granted[0], seconds=kept).steps
+        chosen += [(items[token], token) for token in granted]
+        if len(granted) < len(items):
+            break
     if chosen:
         yield from _let_go(name, chosen)
     is_more = len(chosen) < len(ready) or len(waiting) == most
@@ -216,13 +239,17 @@ def turns(domain: str, visitors: Sequence[tuple[int, int, int]]) -> Steps[dict[i
 
 
 @operation(atomic=False)
-def line_up(name: str, token: str, *, number: int, seconds: float, who: str) -> Steps[None]:
-    """Wait in line inside a program: `token` is told on the channel when the turn comes."""
+def line_up(
+    name: str, token: str, *, number: int, seconds: float, who: str, since: datetime | None = None
+) -> Steps[None]:
+    """Wait in line inside a program: `token` is told on the channel when the turn comes. `since`: from when on it
+    counts; None is now."""
     yield Statement(
         b"INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since, "
-        b"give_up_at, token, note) VALUES ('', %(who)s, %(number)s, 0, 'call', %(name)s, clock_timestamp(), "
+        b"give_up_at, token, note) VALUES ('', %(who)s, %(number)s, 0, 'call', %(name)s, "
+        b"COALESCE(%(since)s, clock_timestamp()), "
         b"clock_timestamp() + make_interval(secs => %(seconds)s), %(token)s, 'waits inside a program')",
-        {"name": name, "token": token, "number": -number, "seconds": seconds, "who": who[:200]},
+        {"name": name, "token": token, "number": -number, "seconds": seconds, "who": who[:200], "since": since},
     )
 
 
@@ -279,7 +306,6 @@ def _move(name: str, after: Standing, *, gone: Sequence[str], counts: bool) -> S
             "reason": after.reason,
             "failures": after.failures,
             "is_open": after.is_open,
-            "is_forced": after.is_forced,
             "open_reason": after.open_reason,
             "probe": after.probe,
             **times,

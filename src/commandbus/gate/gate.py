@@ -25,19 +25,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from datetime import datetime
 from typing import Any, Protocol
 
 import psycopg
 from psycopg import Connection
 
 from commandbus.db.link import Link
-from commandbus.errors import CommandBusError, LimitTimeoutError, UnknownLimitError
+from commandbus.errors import CommandBusError, UnknownLimitError
 from commandbus.flow import places
-from commandbus.flow.limit_look import full
-from commandbus.flow.limits import CHANGED, CHANNEL, TOKEN, LimitRow, get_limit
+from commandbus.flow.limits import CHANGED, CHANNEL, CLOSED, TOKEN, WAKE, LimitRow, get_limit
 from commandbus.flow.places import Turn
+from commandbus.flow.statement import explain_absence
 from commandbus.gate.postgres_backend import PostgresBackend
-from commandbus.gate.requests import Call, Leave, Limited, Place, Refusal, Visit, no_such, refuse
+from commandbus.gate.requests import Call, Leave, Limited, Place, Refusal, Visit, no_such, refuse, waited_in_vain
 from commandbus.logger import safe_logger
 from commandbus.model.durations import format_seconds
 from commandbus.model.limit import Look
@@ -109,11 +110,13 @@ class Gate:
         self._held: dict[str, dict[str, Place]] = {}
         self._parking: dict[str, tuple[int, float]] = {}  # refused and not parked yet: how many, and since when
         self._due: dict[str, float] = {}
+        self._shut: dict[str, float] = {}  # when (monotonic) an API was last heard to say no
         self._sweep_at = time.monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311 - they spread out
         self._renew_at = 0.0
         self._numbers = itertools.count(secrets.randbits(40) << 20)
         self._must_ask_line = False
         self._is_at_work = True
+        self._is_barred = False  # from queues, as a role that only sends: others wake commands then
         self._closing = False
         self._stopping = threading.Event()
         self._over: BaseException | None = None
@@ -141,9 +144,7 @@ class Gate:
     def modes(self) -> dict[str, str]:
         """Where the places of each limit that is used here are kept now."""
         mode = "unknown" if self._elsewhere is None else self._elsewhere.mode  # not made here: threads would race
-        return {
-            name: "postgres" if row.backend == "postgres" else mode for name, row in list(self._rows.items())
-        }
+        return {name: "postgres" if row.backend == "postgres" else mode for name, row in list(self._rows.items())}
 
     @property
     def held(self) -> dict[str, int]:
@@ -190,14 +191,16 @@ class Gate:
         holder: str,
         on_lost: Callable[[Place], None] | None = None,
         command: tuple[str, int, int, int] | None = None,
+        since: datetime | None = None,
     ) -> Call:
         """Ask for a place inside a program; `call.answer` is resolved with it, or with an error.
 
         `command` (domain, msg_id, id, attempt_base): for whom a place may be kept, because it was parked.
+        `since`: from when on its turn counts; None is now.
         """
         number = next(self._numbers)
         token = f"{self._owner}/{holder}/{number:x}"[:200]
-        call = Call(name, token, number, time.monotonic() + wait, holder, Future(), on_lost, command)
+        call = Call(name, token, number, time.monotonic() + wait, wait, holder, Future(), on_lost, command, since)
         if not self.is_serving:
             call.answer.set_exception(self._over or CommandBusError("the gate of this program is closed"))
             return call
@@ -205,13 +208,28 @@ class Gate:
         self._wake()
         return call
 
+    def tell(self, name: str, holder: str, reason: str, retry_after: float | None) -> None:
+        """An API has refused a call that held no place of its limit."""
+        self._order(lambda: self._tell(name, holder, reason, retry_after))
+
+    def is_stale(self, place: Place) -> bool:
+        """Was the place given before the API said no? Then nothing may begin with it."""
+        return place.taken_at < self._shut.get(place.limit, 0.0)
+
     def judge(self, limited: Limited) -> None:
         """Find out what becomes of a command that its API has refused; after what it left was heard."""
         self._order(lambda: self._judge(limited))
 
     def forget(self, call: Call) -> None:
         """Who asked waits no more; a place that was given meanwhile is given back."""
+        call.answer.cancel()  # orders come before calls: one that has not been looked at yet must not be answered
         self._order(lambda: self._forget(call))
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all that was told before this is heard."""
+        heard = threading.Event()
+        self._order(heard.set)
+        return heard.wait(timeout)
 
     def stop(self, timeout: float) -> None:
         """Give back what was left here, then end."""
@@ -247,17 +265,22 @@ class Gate:
                 if self._closing and not self._leaves and not self._orders:
                     break
             self._sign_off()
-        except BaseException as error:
-            self._over = error
-            if self._on_error is not None:
-                self._on_error(error)
-            else:
-                logger.exception("the gate has ended")
+        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
+            self._end_with(explain_absence(error))
+        except BaseException as error:  # noqa: BLE001 - handed to who asked, and to the worker
+            self._end_with(error)
         finally:
             self._over = self._over or CommandBusError("the gate of this program is closed")
             for call in [*self._calls, *self._line.values()]:
                 self._fail(call, self._over)
             self._link.close()
+
+    def _end_with(self, error: BaseException) -> None:
+        self._over = error
+        if self._on_error is not None:
+            self._on_error(error)
+        elif not isinstance(error, CommandBusError):  # else those who asked are told, and that is enough
+            logger.exception("the gate has ended")
 
     def _round(self) -> None:
         self._let_out()
@@ -267,6 +290,8 @@ class Gate:
         self._let_in()
         self._answer_calls()
         now = time.monotonic()
+        for call in [call for call in self._line.values() if call.until <= now]:
+            self._give_up(call)
         for name in [name for name, at in self._due.items() if at <= now]:
             del self._due[name]
             self._wake_next(name)
@@ -280,7 +305,8 @@ class Gate:
         self._hear()  # what came during our own statements does not wake the poll
         if self._orders or self._visits or self._calls or self._leaves:
             return
-        soonest = min([*self._due.values(), self._sweep_at, self._renew_at])
+        ends = (call.until for call in self._line.values())
+        soonest = min([*self._due.values(), *ends, self._sweep_at, self._renew_at])
         self._is_at_work = False
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
@@ -297,10 +323,14 @@ class Gate:
         for text in heard:
             if text.startswith(TOKEN) and (call := self._line.get(text.removeprefix(TOKEN))) is not None:
                 self._take_turn(call)
+            elif text.startswith(CLOSED):
+                self._shut[text.removeprefix(CLOSED)] = time.monotonic()
             elif text.startswith(CHANGED):
                 name = text.removeprefix(CHANGED)
                 self._rows.pop(name, None)
                 self._look_at(name)
+            elif text.startswith(WAKE) and not self._is_barred:
+                self._look_at(text.removeprefix(WAKE))
         if self._must_ask_line:
             self._must_ask_line = False
             for call in list(self._line.values()):
@@ -319,7 +349,6 @@ class Gate:
 
     def _row(self, name: str) -> LimitRow:
         row = self._rows[name] = self._link.run(get_limit(name))
-        self._backend(row)  # or say that it cannot be reached from here
         return row
 
     def _known(self, name: str) -> LimitRow:
@@ -332,7 +361,7 @@ class Gate:
             if self._make_elsewhere is None:
                 raise CommandBusError(
                     f"limit {row.name!r} is kept in Redis, and this program has no redis_url: set "
-                    f"COMMANDBUS_REDIS_URL, or `commandbus limits set {row.name} --backend postgres`"
+                    f'COMMANDBUS_REDIS_URL, or declare one under another name with backend="postgres"'
                 )
             self._elsewhere = self._make_elsewhere()
         return self._elsewhere
@@ -374,6 +403,10 @@ class Gate:
     def _adopt(self, name: str, token: str) -> bool:
         """Is the place that was kept under this token still there? Then it is held from now on."""
         row = self._row(name)
+        standing = row.standing
+        if standing.closed_until(row.now) is not None or (standing.is_probing and standing.probe != token):
+            self._backend(row).give(row, [token])  # it was kept before the API said no
+            return False
         is_held = not self._backend(row).renew(row, [token])
         if is_held and row.backend != "postgres" and row.standing.probe == token:
             self._link.run(places.renew(name, [token]))  # that it is the probe is kept there
@@ -511,7 +544,7 @@ class Gate:
         try:
             if call.command is not None and self._has_turn(call, call.command):
                 return
-            granted, row = self._take(call.name, [call.token])
+            granted, _ = self._take(call.name, [call.token])
         except CommandBusError as error:
             self._rows.pop(call.name, None)
             self._fail(call, error)
@@ -521,9 +554,13 @@ class Gate:
             return
         left = call.until - time.monotonic()
         if left <= 0:
-            self._fail(call, LimitTimeoutError(f"no place: {full(row or self._row(call.name))}", limit=call.name))
+            self._fail(call, waited_in_vain(call.name, call.wait))
             return
-        self._link.run(places.line_up(call.name, call.token, number=call.number, seconds=left, who=call.holder))
+        self._link.run(
+            places.line_up(
+                call.name, call.token, number=call.number, seconds=left, who=call.holder, since=call.since
+            )
+        )
         call.is_in_line = True
         self._line[call.token] = call
         self._look_at(call.name)
@@ -544,6 +581,14 @@ class Gate:
             self._link.run(places.step_out(call.number))
             self._line.pop(call.token, None)
             self._resolve(call)
+
+    def _give_up(self, call: Call) -> None:
+        """Its time is up; but if its turn has come at this moment, it has its place."""
+        self._line.pop(call.token, None)
+        if self._link.run(places.step_out(call.number)) and self._adopt(call.name, call.token):
+            self._resolve(call)
+        else:
+            self._fail(call, waited_in_vain(call.name, call.wait))
 
     def _resolve(self, call: Call) -> None:
         lease = self._known(call.name).lease
@@ -593,10 +638,11 @@ class Gate:
         good = any(leave.answer is Answer.GOOD for leave in leaves)
         try:
             row = self._known(name)
-        except UnknownLimitError:
-            return  # it was removed meanwhile
-        if row.backend != "postgres":
-            self._backend(row).give(row, tokens)
+            if row.backend != "postgres":
+                self._backend(row).give(row, tokens)
+        except CommandBusError as error:
+            logger.warning("places of limit %s cannot be given back, and their leases end: %s", name, error)
+            return
         is_awaited, probe = self._link.run(places.give(name, tokens, good=good))
         for leave in leaves:
             if leave.place.token == probe:
@@ -625,14 +671,38 @@ class Gate:
             return
         self._rows[place.limit] = row
         if row.backend != "postgres" and not leave.keeps:
-            self._backend(row).give(row, [place.token])
+            self._give_elsewhere(row, place.token)
         if leave.answer.is_bad:
-            self._log(leave, row, standing)
+            self._log(place.limit, place.holder, leave.reason or str(leave.answer), row, standing)
         if leave.keeps and not leave.stays:
             self._look_at(place.limit, place.renewed_at + place.lease - time.monotonic())
         closed = standing.closed_until(row.now)
         self._look_at(place.limit, 0.0 if closed is None or standing.is_forced else closed - row.now)
         leave.was_probe = was_probe
+
+    def _give_elsewhere(self, row: LimitRow, token: str) -> None:
+        try:
+            self._backend(row).give(row, [token])
+        except CommandBusError as error:
+            logger.warning("a place of limit %s cannot be given back, and its lease ends: %s", row.name, error)
+
+    def _tell(self, name: str, holder: str, reason: str, retry_after: float | None) -> None:
+        try:
+            row, standing, _ = self._link.run(
+                places.answer(
+                    name,
+                    None,
+                    Answer.RATE_LIMITED,
+                    gives=False,
+                    reason=reason,
+                    retry_after=retry_after,
+                    spread=random.random(),  # noqa: S311 - jitter
+                )
+            )
+        except UnknownLimitError:
+            logger.warning("limit %s is not known: nobody hears of %s", name, reason)
+            return
+        self._log(name, holder, reason, row, standing)
 
     def _judge(self, limited: Limited) -> None:
         try:
@@ -647,29 +717,18 @@ class Gate:
         if limited.then(row, turn):
             self._park(limited.limit)
 
-    def _log(self, leave: Leave, row: LimitRow, standing: Standing) -> None:
+    def _log(self, name: str, holder: str, reason: str, row: LimitRow, standing: Standing) -> None:
         closed = standing.closed_until(row.now)
-        wait = (
-            ""
-            if closed is None or standing.is_forced
-            else f"; nobody begins for {format_seconds(round(closed - row.now, 1))}"
-        )
+        left = None if closed is None or standing.is_forced else format_seconds(round(closed - row.now, 1))
         extra = {
-            "limit": leave.place.limit,
-            "holder": leave.place.holder,
-            "answer": str(leave.answer),
+            "limit": name,
+            "holder": holder,
             "backoff_step": standing.step,
             "breaker": "open" if standing.is_open else "closed",
         }
         text = "limit %s: %s, told to %s (attempt %d of the back-off, breaker %s)%s"
-        what = (
-            leave.place.limit,
-            leave.reason or leave.answer,
-            leave.place.holder,
-            standing.step,
-            extra["breaker"],
-        )
-        logger.warning(text, *what, wait, extra=extra)
+        wait = "" if left is None else f"; nobody begins for {left}"
+        logger.warning(text, name, reason, holder, standing.step, extra["breaker"], wait, extra=extra)
 
     # --- whose turn it is --------------------------------------------------------------------------------------
 
@@ -687,14 +746,19 @@ class Gate:
             return
         grant = None
         if row.backend != "postgres":
-
-            def grant(row: LimitRow, tokens: list[str]) -> list[str]:
-                return backend.take(row, tokens, RESERVE_SECONDS)
-
-        mark = f"turn/{secrets.token_hex(4)}/"
-        woken = self._link.run(
-            places.wake(name, most=MOST_AT_ONCE, seconds=RESERVE_SECONDS, grant=grant, mark=mark)
+            grant = backend.take
+        mark, barred = f"turn/{secrets.token_hex(4)}/", self._is_barred
+        waking = places.wake(
+            name, most=MOST_AT_ONCE, seconds=RESERVE_SECONDS, grant=grant, mark=mark, is_barred=barred
         )
+        try:
+            woken = self._link.run(waking)
+        except psycopg.errors.InsufficientPrivilege:
+            if barred:
+                raise
+            self._is_barred = True
+            self._look_at(name)
+            return
         if woken.again_seconds is not None:
             self._look_at(name, woken.again_seconds)
         elif woken.count == MOST_AT_ONCE:
@@ -732,12 +796,15 @@ class Gate:
         for name in found.limits:
             if name not in self._due:
                 self._wake_next(name)
-        for domain in found.domains:
+        for domain in [] if self._is_barred else found.domains:
             try:
                 self._link.run(places.wake_overdue(domain))
+            except psycopg.errors.InsufficientPrivilege:
+                self._is_barred = True
+                break
             except psycopg.errors.UndefinedTable:
                 logger.warning("domain %s is gone, and commands of it are parked", domain)
-        for call in [call for call in self._line.values() if time.monotonic() < call.until]:
+        for call in list(self._line.values()):
             self._take_turn(call)
 
     @property

@@ -7,9 +7,9 @@ import math
 import time
 from datetime import timedelta
 
-from commandbus.errors import ApiTimeoutError, AttemptCancelledError, LimitTimeoutError
+from commandbus.errors import ApiTimeoutError, AttemptCancelledError
 from commandbus.gate.requests import Place
-from commandbus.model.durations import format_seconds, parse_seconds
+from commandbus.model.durations import parse_seconds
 from commandbus.model.http import ApiFailure, api_failure
 from commandbus.model.limit import check_limit_name
 from commandbus.model.standing import Answer
@@ -19,7 +19,7 @@ TIMED_OUT = ApiFailure("timeout", None, None, LATE)
 CLOSE_SECONDS = 0.05
 """A client that was given the rest of the time may end a moment before it is over."""
 LEAST_SECONDS = 1.0
-"""Who does not want to wait still wants to know whether there is a place."""
+"""How much longer than asked for one waits for the gate to say that there is no place."""
 
 
 class Hold:
@@ -58,14 +58,6 @@ def check_terms(
     if seconds == 0:
         raise ValueError("timeout of a limit's block must be more than 0; leave it out for none")
     return parse_seconds(wait, name="wait"), seconds
-
-
-def waited_in_vain(name: str, wait: float) -> LimitTimeoutError:
-    """The error of who has waited too long for a place."""
-    text = (
-        f"no place of limit {name!r} became free within {format_seconds(round(wait, 3))}; see `commandbus limits`"
-    )
-    return LimitTimeoutError(text, limit=name)
 
 
 def verdict(error: BaseException) -> tuple[Answer, ApiFailure | None, bool]:

@@ -19,6 +19,7 @@ raises anything: then nobody gets a place.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ from commandbus.errors import ConfigurationError
 from commandbus.flow import limit_mode
 from commandbus.flow.limit_figures import count_granted
 from commandbus.flow.limit_mode import DEGRADED, JOINING, REDIS, Held, Mode, Pace
-from commandbus.limits.redis_places import EpochError, RedisLostError, RedisPlaces, StaleError
+from commandbus.limits.redis_places import EpochError, Probe, RedisLostError, RedisPlaces, StaleError
 from commandbus.limits.terms import Terms
 from commandbus.logger import safe_logger
 from commandbus.model.limit import Look
@@ -44,6 +45,7 @@ T = TypeVar("T")
 logger = safe_logger("commandbus.limits")
 
 LOST: Final = "lost"
+SEARCH_SECONDS: Final = 0.05
 _TRIES: Final = 3
 _MICRO: Final = 1_000_000
 _NO_LEAVE: Final = 1  # a moment that has passed
@@ -73,9 +75,8 @@ class RedisBackend:
         self._pace = pace or Pace()
         self._limits: dict[str, Terms] = {}
         self._held: defaultdict[str, dict[str, _Place]] = defaultdict(dict)
-        self._owed: defaultdict[str, dict[str, float]] = defaultdict(
-            dict
-        )  # given back; Redis must be told until when
+        # What was given back and Redis does not know yet, and until when that matters.
+        self._owed: defaultdict[str, dict[str, float]] = defaultdict(dict)
         self._most: dict[str, int] = {}  # what PostgreSQL knows that we may hold, by limit
         self._peak: defaultdict[str, int] = defaultdict(int)  # what we did hold since it was told
         self._granted: defaultdict[str, int] = defaultdict(int)  # and not counted in PostgreSQL yet
@@ -85,6 +86,7 @@ class RedisBackend:
         self._is_unwell = False  # is PostgreSQL out of reach?
         self._leave = _NO_LEAVE
         self._due = 0.0
+        self._search: _Search | None = None
         self._said: str | None = None
 
     @property
@@ -150,6 +152,8 @@ class RedisBackend:
         self._safely(self._tell_granted, None)
         if not any(self._held.values()):
             self._safely(lambda: self._run(limit_mode.leave(self._id)), None)
+        if self._search is not None:
+            self._search.join()
         self._places.close()
         self._link.close()
 
@@ -300,7 +304,7 @@ class RedisBackend:
         now = _clock()
         self._due = now + (self._pace.beat if self._lost is None else self._pace.beat / 2)
         try:
-            probe = self._places.probe()
+            probe = self._probe()
         except RedisLostError as error:
             self._lose(error)
             self._settle()
@@ -323,6 +327,16 @@ class RedisBackend:
         self._peak.clear()
         self._leave = probe.now + round(self._pace.leave * _MICRO)
         self._tell_redis(renews=was_lost)
+
+    def _probe(self) -> Probe:
+        """Is Redis there? While it is known not to be, that is asked on another thread: of a server that is
+        stopped nothing is heard before the time-out, and nobody must wait for that again and again."""
+        if self._lost is None or self._fleet is None:
+            return self._places.probe()
+        search = self._search = self._search or _Search(self._places)
+        if search.is_over(SEARCH_SECONDS):
+            self._search = None
+        return search.answer()
 
     def _settle(self, *, reachable: bool = False) -> bool:
         """Say under the fleet's lock whether Redis is in reach, and learn what the mode is; False: it was lost
@@ -436,14 +450,42 @@ class RedisBackend:
             )
         elif self.mode == JOINING:
             logger.warning(
-                "limits in Redis: it is back, has lost its data, or is another one: whoever has a place registers, "
-                "and nobody gets a new one for %.0f s (joining)",
+                "limits in Redis: it is back, has lost its data, or is another one: whoever has a place registers "
+                "it, and nobody gets a new one for %.0f s (joining)",
                 fleet.seconds or 0.0,
             )
         elif before is None:
             logger.info("limits in Redis: %s takes part (epoch %s)", self._id, fleet.epoch)
         else:
             logger.info("limits in Redis: as usual again, after %s", before)
+
+
+class _Search(threading.Thread):
+    """Asks Redis once. Nothing else uses the connection meanwhile."""
+
+    def __init__(self, places: RedisPlaces) -> None:
+        super().__init__(name="commandbus-redis-search", daemon=True)
+        self._places = places
+        self._answer: Probe | RedisLostError = RedisLostError("no answer yet")
+        self.start()
+
+    def run(self) -> None:
+        """Ask."""
+        try:
+            self._answer = self._places.probe()
+        except RedisLostError as error:
+            self._answer = error
+
+    def is_over(self, seconds: float) -> bool:
+        """Is there an answer, or will there be one within so many seconds?"""
+        self.join(seconds)
+        return not self.is_alive()
+
+    def answer(self) -> Probe:
+        """What it said, if it has."""
+        if isinstance(self._answer, RedisLostError):
+            raise self._answer
+        return self._answer
 
 
 def _as_held(most: dict[str, int]) -> Held:

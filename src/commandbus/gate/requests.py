@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import datetime
 
-from commandbus.errors import CommandBusError, UnknownLimitError
+from commandbus.errors import CommandBusError, LimitTimeoutError, UnknownLimitError
 from commandbus.flow.limit_look import full, why_none
 from commandbus.flow.limits import LimitRow
 from commandbus.flow.places import Turn
@@ -18,7 +19,7 @@ from commandbus.model.standing import Answer
 class Place:
     """A place of a limit that somebody holds here. `renewed_at` (monotonic): when its lease was last asked for."""
 
-    __slots__ = ("holder", "is_lost", "lease", "limit", "on_lost", "renewed_at", "token")
+    __slots__ = ("holder", "is_lost", "lease", "limit", "on_lost", "renewed_at", "taken_at", "token")
 
     def __init__(
         self, limit: str, token: str, lease: float, *, holder: str, on_lost: Callable[[Place], None] | None = None
@@ -29,7 +30,7 @@ class Place:
         self.holder = holder
         self.on_lost = on_lost
         self.is_lost = False
-        self.renewed_at = time.monotonic()
+        self.taken_at = self.renewed_at = time.monotonic()
 
     def __repr__(self) -> str:
         return f"Place({self.limit!r}, {self.token!r})"
@@ -75,6 +76,14 @@ def no_such(name: str, error: CommandBusError) -> Refusal:
     return Refusal(name, "LIMIT_UNKNOWN" if is_gone else "LIMIT_BACKEND", str(error), None, None, gives_up=is_gone)
 
 
+def waited_in_vain(name: str, wait: float) -> LimitTimeoutError:
+    """The error of who has waited too long for a place."""
+    text = (
+        f"no place of limit {name!r} became free within {format_seconds(round(wait, 3))}; see `commandbus limits`"
+    )
+    return LimitTimeoutError(text, limit=name)
+
+
 @dataclass(slots=True, eq=False)
 class Visit:
     """A claimed command whose handler needs places of some limits; exactly one of the two answers follows."""
@@ -100,10 +109,12 @@ class Call:
     token: str
     number: int
     until: float  # monotonic
+    wait: float
     holder: str
     answer: Future[Place]
     on_lost: Callable[[Place], None] | None
     command: tuple[str, int, int, int] | None = None
+    since: datetime | None = None
     is_in_line: bool = False
     on_forgotten: Callable[[], None] | None = None  # instead of giving the place back
 
@@ -111,7 +122,8 @@ class Call:
 @dataclass(slots=True, eq=False)
 class Leave:
     """A place is needed no more, and how the call went. `keeps`: the call may still be under way on the other
-    side, so the place stays taken until its lease ends. `stays`: the place is used further, only the answer is told."""
+    side, so the place stays taken until its lease ends. `stays`: the place is used further, only the answer is
+    told."""
 
     place: Place
     answer: Answer

@@ -17,7 +17,7 @@ import hashlib
 import importlib.resources
 import secrets
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
 from commandbus.errors import ConfigurationError
@@ -103,18 +103,11 @@ class RedisPlaces:
         self, limit: Terms, tokens: Sequence[str], seconds: float, *, epoch: str, leave: int = 0
     ) -> list[str]:
         """Take places for some seconds; answers the tokens that have one, which are the first of those given."""
-        granted = self._ask(
-            "take",
-            limit,
-            epoch,
-            leave,
-            -1 if limit.concurrency is None else limit.concurrency,
-            repr(limit.per_second or 0),
-            limit.burst,
-            round(seconds * _MICRO),
-            FLOW_SECONDS,
-            *tokens,
-        )[0]
+        began, opens = _moments(epoch)
+        terms = (-1 if limit.concurrency is None else limit.concurrency, limit.per_second or 0, limit.burst)
+        lease = round(seconds * _MICRO)
+        words = (epoch, leave, began, opens, FLOW_SECONDS, *terms, lease, *tokens)
+        granted: int = self._ask("take", limit, epoch, words)[0]
         return list(tokens[:granted])
 
     def renew(
@@ -129,17 +122,18 @@ class RedisPlaces:
     ) -> list[str]:
         """Renew leases, for the limit's own time unless told otherwise; answers the tokens that hold no place.
         `register`: put in what Redis has forgotten."""
+        _, opens = _moments(epoch)
         lease = round((limit.lease if seconds is None else seconds) * _MICRO)
         concurrency = -1 if limit.concurrency is None else limit.concurrency
-        return self._ask("renew", limit, epoch, leave, lease, int(register), concurrency, *tokens)
+        return self._ask("renew", limit, epoch, (epoch, leave, opens, int(register), concurrency, lease, *tokens))
 
     def give(self, limit: Terms, tokens: Sequence[str], *, epoch: str) -> None:
         """Give places back."""
-        self._ask("give", limit, epoch, 0, *tokens)
+        self._ask("give", limit, epoch, (epoch, *tokens))
 
     def look(self, limit: Terms, *, epoch: str) -> Look:
         """Who holds a place, and how fast they are given."""
-        flow, holders = self._ask("look", limit, epoch, 0, FLOW_SECONDS)
+        flow, holders = self._ask("look", limit, epoch, (epoch, 0, FLOW_SECONDS))
         pairs = zip(holders[::2], holders[1::2], strict=True)
         return Look({token: int(left) / _MICRO for token, left in pairs}, float(flow) if flow else None, "redis")
 
@@ -148,17 +142,17 @@ class RedisPlaces:
         self._server = None
         self._conn.disconnect()
 
-    def _ask(self, script: str, limit: Terms, epoch: str, leave: int, *arguments: object) -> list[Any]:
-        """Run one of the scripts that begin with head.lua."""
+    def _ask(self, script: str, limit: Terms, epoch: str, words: Sequence[object]) -> list[Any]:
+        """Run one of the scripts that serve a limit."""
         self._connect()
         if not self._is_current(epoch):
             raise EpochError(None)
-        keys = [
+        keys = (
             self._epoch_key,
             f"{limit.name}_semaphore:{limit.environment}",
             f"{limit.name}_rate:{limit.environment}",
-        ]
-        said: list[Any] = self._run(script, keys, [epoch, leave, *arguments])
+        )
+        said: list[Any] = self._run(script, keys, words)
         outcome, *answer = said
         if outcome == "epoch":
             raise EpochError(answer[0] or None)
@@ -166,9 +160,9 @@ class RedisPlaces:
             raise StaleError
         return answer
 
-    def _run(self, script: str, keys: list[str], arguments: Sequence[object]) -> Any:
+    def _run(self, script: str, keys: Sequence[str], words: Sequence[object]) -> Any:
         text, digest = _script(script)
-        rest = (len(keys), *keys, *arguments)
+        rest = (len(keys), *keys, *words)
         self._connect()
         try:
             try:
@@ -207,11 +201,18 @@ class RedisPlaces:
         return epoch.rpartition(":")[2] == self._server
 
 
+@lru_cache(maxsize=8)
+def _moments(epoch: str) -> tuple[str, str]:
+    """When an epoch began and when it opens to newcomers, in microseconds."""
+    parts = epoch.split(":")
+    return (parts[1], parts[2]) if len(parts) == 4 else ("0", "0")
+
+
 @cache
 def _script(name: str) -> tuple[str, str]:
     """Its text, and the name by which Redis knows it."""
     folder = importlib.resources.files(__package__).joinpath("lua")
     text = folder.joinpath(f"{name}.lua").read_text("utf-8")
-    if name not in ("probe", "begin"):
+    if name in ("take", "renew", "look"):
         text = folder.joinpath("head.lua").read_text("utf-8") + text
     return text, hashlib.sha1(text.encode()).hexdigest()  # noqa: S324 - Redis' own choice

@@ -78,6 +78,10 @@ class ApiFailure:
     text: str
     limit: str | None = None
 
+    def at(self, limit: str) -> str:
+        """The same in the words of who knows the API by the name of its limit: "429 from docai"."""
+        return self.text if self.status is None else f"{self.status} from {limit}"
+
 
 def parse_retry_after(value: object, *, now: float) -> float | None:
     """Seconds to wait, from the value of a `Retry-After` header: seconds, also with a fraction, or an HTTP date.

@@ -1,8 +1,9 @@
 """The four least-privilege roles, as SQL.
 
-reader: looks. producer: sends, and reads what became of it. worker: claims, settles, and all that a producer
-may, because handlers send. operator: the troubleshooting queue, cancel, pause, prune, batches and processes (to
-send again what failed is to send). None of them owns anything
+reader: looks. producer: sends, reads what became of it, and uses limits that a worker or an operator has made
+known (it can neither change what they allow nor wake commands; workers do). worker: claims, settles, declares
+limits, and all that a producer may, because handlers send. operator: the troubleshooting queue, cancel, pause,
+prune, limits, breakers, batches and processes (to send again what failed is to send). None of them owns anything
 or is a superuser; queues are created by the role that migrated.
 """
 
@@ -29,6 +30,16 @@ _TABLES: dict[str, list[tuple[str, str]]] = {
             "commandbus.batch",
         ),
         ("DELETE", "commandbus.batch_delta"),
+        (  # the state of limits, not what they allow, and not what a person has decided
+            "UPDATE (holders, tat, flow, flow_at, flow_since, step, until, reason, failures, is_open, opened_at, "
+            "open_until, open_reason, probe, probe_until, granted, rate_limited, waits, waited_seconds)",
+            "commandbus.limits",
+        ),
+        ("INSERT", "commandbus.control_action"),  # its call may open the breaker of a limit
+        ("INSERT, DELETE", "commandbus.parked"),  # it waits in line
+        ("UPDATE (woken_at, token)", "commandbus.parked"),
+        ("INSERT, UPDATE, DELETE", "commandbus.limit_client"),
+        ("INSERT, UPDATE", "commandbus.limit_mode"),
         ("USAGE", "ALL SEQUENCES IN SCHEMA commandbus"),
     ],
     "worker": [
@@ -38,12 +49,13 @@ _TABLES: dict[str, list[tuple[str, str]]] = {
             "commandbus.command, commandbus.attempt, commandbus.tsq, commandbus.parked, "
             "commandbus.rejected_message, commandbus.undelivered_reply, commandbus.worker, commandbus.waiting, "
             "commandbus.batch, commandbus.batch_delta, commandbus.process, commandbus.process_step, "
-            "commandbus.stray_reply",
+            "commandbus.stray_reply, commandbus.limit_client",
         ),
+        ("INSERT, UPDATE", "commandbus.limits, commandbus.limit_mode"),
         ("INSERT, DELETE", "commandbus.operator_action"),  # a process cancels its steps
         ("UPDATE", "commandbus.pause"),  # FOR KEY SHARE needs it
         ("INSERT, UPDATE", "commandbus.breaker"),
-        ("INSERT", "commandbus.control_action"),
+        ("INSERT, DELETE", "commandbus.control_action"),
         ("USAGE", "ALL SEQUENCES IN SCHEMA commandbus"),
     ],
     "operator": [
@@ -55,8 +67,8 @@ _TABLES: dict[str, list[tuple[str, str]]] = {
         ),
         ("UPDATE, DELETE", "commandbus.tsq"),
         ("INSERT, UPDATE", "commandbus.breaker"),
-        ("UPDATE", "commandbus.limits"),
-        ("INSERT", "commandbus.control_action"),
+        ("INSERT, UPDATE, DELETE", "commandbus.limits"),
+        ("INSERT, DELETE", "commandbus.control_action"),
         ("INSERT, DELETE", "commandbus.pause, commandbus.operator_action, commandbus.undelivered_reply"),
         (
             "DELETE",

@@ -86,6 +86,7 @@ class Extras:
         "places",
         "progress",
         "scopes",
+        "told",
         "was_probe",
     )
 
@@ -106,6 +107,7 @@ class Extras:
         self.keeps = False  # may its call still be under way, on the other side?
         self.has_told = False  # was the answer told already, by a block?
         self.has_asked = False  # for the place that was kept for it
+        self.told: set[str] = set()  # limits that have heard that their API refused it
         self.lent: set[str] = set()  # tokens of its places that blocks use now
         self.was_probe = False
         self.parks_at: str | None = None

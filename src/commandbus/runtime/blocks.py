@@ -28,9 +28,8 @@ from commandbus.gate.holding import (
     Hold,
     check_terms,
     verdict,
-    waited_in_vain,
 )
-from commandbus.gate.requests import Call, Place
+from commandbus.gate.requests import Call, Place, waited_in_vain
 from commandbus.model.http import ApiFailure
 from commandbus.model.standing import Answer
 from commandbus.runtime.attempt import Attempt, Scope
@@ -68,7 +67,7 @@ def sync_block(
     """The block of a `def` handler."""
     most, limit = check_terms(name, wait, timeout)
     place = _wait(door, attempt, name, most, deadline_at=deadline_at, check=check)
-    before = attempt.deadline_at
+    before, text = attempt.deadline_at, attempt.extras.late_text
     until = time.monotonic() + limit
     is_nearer = until < before
     if is_nearer:
@@ -88,7 +87,7 @@ def sync_block(
         door.leave(attempt, place, Answer.GOOD, None)
     finally:
         if is_nearer and attempt.stop is None:
-            attempt.extras.late_text = None
+            attempt.extras.late_text = text
             attempt.deadline_at = max(before, attempt.deadline_at)  # it may have been extended meanwhile
             door.note_deadline(attempt)
 
@@ -97,12 +96,13 @@ def _wait(
     door: Door, attempt: Attempt, name: str, most: float, *, deadline_at: float, check: Callable[[], None]
 ) -> Place:
     check()
-    scope = Scope(min(deadline_at, time.monotonic() + most))
+    scope = Scope(deadline_at)
+    left = min(most, deadline_at - time.monotonic())
     attempt.extras.scopes.append(scope)
     try:
-        call = door.acquire(attempt, name, max(0.0, scope.deadline_at - time.monotonic()))
+        call = door.acquire(attempt, name, max(0.0, left))
         call.answer.add_done_callback(lambda _: scope.event.set())
-        scope.event.wait(max(scope.deadline_at - time.monotonic(), LEAST_SECONDS))
+        scope.event.wait(left + LEAST_SECONDS)
         if call.answer.done():
             return call.answer.result()
         door.forget(call)
@@ -129,7 +129,7 @@ async def async_block(
     left = max(0.0, min(deadline_at - time.monotonic(), most))
     call = door.acquire(attempt, name, left)
     try:
-        place = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(call.answer)), max(left, LEAST_SECONDS))
+        place = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(call.answer)), left + LEAST_SECONDS)
     except TimeoutError:
         door.forget(call)
         check()

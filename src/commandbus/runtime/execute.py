@@ -224,7 +224,7 @@ class Executor:
             attempt.extras.blamed = name
         if api.kind != "rate_limited" or name is None:
             return None
-        text = f"{api.text}: waits for limit {name}"
+        text = f"{api.at(name)}: waits for that limit"
         _log(logging.INFO, attempt, text)
         failure = replace(describe(error, trace), duration_ms=attempt.elapsed_ms())
         return RateLimited(attempt, name, failure, api)

@@ -66,7 +66,7 @@ class FarDoor:
         if run < 0 or attempt.is_fenced:
             raise _over(attempt.command_id)
         question = next(self._questions)
-        call = Call(name, str(question), question, time.monotonic() + wait, "", Future(), None)
+        call = Call(name, str(question), question, time.monotonic() + wait, wait, "", Future(), None)
         self._asked[question] = (run, call)
         try:
             self._send({"k": "limit", "n": run, "q": question, "name": name, "wait": wait})
@@ -175,7 +175,7 @@ class Doorman:
             self._held.clear()
             self._calls.clear()
         for call in waiting:
-            self._let_go(call)
+            self._door.forget(call)
         answer, api = verdict_of_stop(self._attempt)
         for place in held:
             self._door.leave(self._attempt, place, answer, api, keeps=True)
@@ -213,15 +213,21 @@ class Doorman:
             if self._is_over or question not in self._calls:
                 return  # who let go of it has told the gate, which takes it back
             self._held[question] = place
-            place.on_lost = partial(self._lose, question, place.on_lost)
+            self._watch(place)
             self._send({"k": "place", "n": self._run, "q": question, "lease": place.lease, "error": None})
 
     def _refuse(self, question: int, error: BaseException) -> None:
         self._send({"k": "place", "n": self._run, "q": question, "error": _described(error)})
 
-    def _lose(self, question: int, then: Callable[[Place], None] | None, place: Place) -> None:
+    def _watch(self, place: Place) -> None:
+        """Once: a place of the handler's own may be lent to one block after the other."""
+        then = place.on_lost
+        if not (isinstance(then, partial) and then.func == self._lose):
+            place.on_lost = partial(self._lose, then)
+
+    def _lose(self, then: Callable[[Place], None] | None, place: Place) -> None:
         with self._lock:
-            if not self._is_over:
+            for question in [question for question, held in self._held.items() if held is place]:
                 self._send({"k": "lost", "n": self._run, "q": question})
         if then is not None:
             then(place)
@@ -231,11 +237,7 @@ class Doorman:
             call = self._calls.pop(question, None)
             self._held.pop(question, None)
         if call is not None:
-            self._let_go(call)
-
-    def _let_go(self, call: Call) -> None:
-        call.answer.cancel()  # a gate that has not come to it yet need not
-        self._door.forget(call)
+            self._door.forget(call)
 
     def _leave(self, question: int, message: Message) -> None:
         answer, api = Answer(message["answer"]), message["api"]

@@ -5,8 +5,9 @@
     CRITICAL   slots get stuck, connections run out, or something that was named is wrong
 
 Failures, stuck threads and exhaustions count for five minutes, so that every state ends by itself. A named reason
-(`set_critical("database_unreachable")`, `set_degraded("limits_degraded")`) has no such end: whoever set it clears it. What a handler says about its
-command (`BusinessRuleException`, `PermanentCommandError`) says nothing about the worker, and is not counted.
+(`set_critical("database_unreachable")`, `set_degraded("limits_degraded")`) has no such end: whoever set it clears
+it. What a handler says about its command (`BusinessRuleException`, `PermanentCommandError`) says nothing about the
+worker, and is not counted.
 
 Invariant: memory is bounded and `record_success` costs about a microsecond, whatever happens. Nothing here acts;
 `runtime/watchdog.py` and the supervisor do.

@@ -245,7 +245,8 @@ class Isolation:
     def _doubt(attempt: Attempt) -> None:
         """Nobody knows what became of its calls: they may go on, so the handler's own places stay taken."""
         if attempt.places:
-            attempt.extras.answer, attempt.extras.api = verdict_of_stop(attempt)
+            answer, attempt.extras.api = verdict_of_stop(attempt)
+            attempt.extras.answer = Answer.UNKNOWN if attempt.extras.has_told else answer
             attempt.extras.keeps = True
 
     def _give_places_back(self, attempt: Attempt) -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 from commandbus.db.drive import run
 from commandbus.db.link import Link
@@ -128,6 +129,11 @@ class LimitedWork:
             return []
         return [visit.payload for visit in self._gate.take_back() if isinstance(visit.payload, Attempt)]
 
+    def flush(self, timeout: float) -> None:
+        """Wait until what has ended so far has its outcome."""
+        if self._gate is not None and self._gate.is_serving:
+            self._gate.flush(timeout)
+
     def stop(self, timeout: float) -> None:
         """Give back what is left, and end."""
         if self._gate is not None:
@@ -145,11 +151,22 @@ class LimitedWork:
             own = answer
             if answer is Answer.RATE_LIMITED and place.limit != attempt.extras.blamed:
                 own = Answer.UNKNOWN
-            leave = Leave(place, own, api.text if api else str(own), api.retry_after if api else None, keeps)
+            reason = str(own) if api is None else api.at(place.limit)
+            leave = Leave(place, own, reason, None if api is None else api.retry_after, keeps)
             if own is Answer.RATE_LIMITED:
+                attempt.extras.told.add(place.limit)
                 leave.then = _remember_probe(attempt, leave)
             leaves.append(leave)
         self.gate.leave(leaves)
+
+    def is_stale(self, attempt: Attempt) -> bool:
+        """Has an API said no since its places were given?"""
+        return any(self.gate.is_stale(place) for place in attempt.places)
+
+    def turn_back(self, attempt: Attempt) -> None:
+        """To the gate once more, before it begins."""
+        self.never_began(attempt)
+        self.visit([attempt])
 
     def never_began(self, attempt: Attempt) -> None:
         """It had its places, and was given back before it began."""
@@ -173,6 +190,8 @@ class LimitedWork:
             return settlement.is_parked
 
         row = attempt.row
+        if limited.limit not in attempt.extras.told:
+            self.gate.tell(limited.limit, _holder(attempt), limited.api.at(limited.limit), limited.api.retry_after)
         self.gate.judge(
             Limited(limited.limit, attempt.domain, row[0], row[2], row[6], row[1] > 1, decide),
         )
@@ -193,8 +212,8 @@ class LimitedWork:
             for place in extras.places:
                 if place.limit == name and place.token not in extras.lent:
                     extras.lent.add(place.token)
-                    lent = Call(name, place.token, 0, 0.0, place.holder, Future(), None)
-                    lent.on_forgotten = lambda: extras.lent.discard(place.token)
+                    lent = Call(name, place.token, 0, 0.0, 0.0, place.holder, Future(), None)
+                    lent.on_forgotten = partial(extras.lent.discard, place.token)
                     lent.answer.set_result(place)
                     return lent
         command = None
@@ -202,7 +221,12 @@ class LimitedWork:
             extras.has_asked = True
             command = (attempt.domain, attempt.msg_id, attempt.id, attempt.row[6])
         return self.gate.acquire(
-            name, wait=wait, holder=_holder(attempt), on_lost=self._losing(attempt), command=command
+            name,
+            wait=wait,
+            holder=_holder(attempt),
+            on_lost=self._losing(attempt),
+            command=command,
+            since=attempt.row[12],
         )
 
     def forget(self, call: Call) -> None:
@@ -219,7 +243,9 @@ class LimitedWork:
         self, attempt: Attempt, place: Place, answer: Answer, api: ApiFailure | None, *, keeps: bool = False
     ) -> None:
         """The block is over."""
-        text = api.text if api else str(answer)
+        text = api.at(place.limit) if api else str(answer)
+        if answer is Answer.RATE_LIMITED and api is not None and api.limit not in (None, place.limit):
+            answer = Answer.UNKNOWN  # it speaks of another limit, which is told when it leaves the handler
         leave = Leave(place, answer, text, api.retry_after if api else None, keeps)
         if place.token in attempt.extras.lent:
             attempt.extras.lent.discard(place.token)
@@ -229,6 +255,7 @@ class LimitedWork:
             attempt.extras.has_told = True
         if answer is Answer.RATE_LIMITED:
             attempt.extras.blamed = place.limit
+            attempt.extras.told.add(place.limit)
             leave.then = _remember_probe(attempt, leave)
         self.gate.leave([leave])
 
@@ -295,7 +322,7 @@ class LimitedWork:
         attempt.extras.parks_at = limited.limit
         standing = row.standing
         until = None if standing.is_forced else standing.closed_until(row.now)
-        note = standing.explain(limit.name) if standing.is_probing else limited.api.text
+        note = standing.explain(limit.name) if standing.is_probing else limited.api.at(limit.name)
         failure = replace(failure, error_code="RATE_LIMITED_PROBE" if is_probe else "RATE_LIMITED")
         return attempt.park(limited.limit, failure, note, until=until, max_wait=limit.max_wait_seconds)
 

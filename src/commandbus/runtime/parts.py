@@ -313,6 +313,7 @@ class Parts:
         abandoned = self.ladder.abandoned + len(self.running)
         self.ladder.stop()
         self._keeper.flush(max(0.1, deadline - time.monotonic() - 1.0))
+        self._limited.flush(max(0.1, min(reserve / 2, deadline - time.monotonic() - 0.5)))
         self.settler.close(max(0.1, deadline - time.monotonic() - 0.5))
         unwritten = max(0, len(self.held) - len(self.running))
         self._slots.stop()
@@ -590,6 +591,8 @@ class Parts:
     def _run(self, attempt: Attempt, slot: Slot) -> bool:
         if attempt.stop is not None:
             return self._never_start(attempt)
+        if attempt.places and self._limited.is_stale(attempt):
+            return self._turn_back(attempt)
         process = None
         if self._is_isolated(attempt):
             process = self._take_process(attempt)
@@ -604,6 +607,8 @@ class Parts:
     async def _run_async(self, attempt: Attempt, slot: AsyncSlot) -> bool:
         if attempt.stop is not None:
             return self._never_start(attempt)
+        if attempt.places and self._limited.is_stale(attempt):
+            return self._turn_back(attempt)
         self._begin(attempt, slot)
         return self._end(attempt, slot, await self._executor.run_async(attempt))
 
@@ -661,6 +666,12 @@ class Parts:
             extra={"domain": attempt.domain, "command_id": attempt.command_id},
         )
         self._keeper.fence(attempt, {}, lambda _: self._connections.write_off(borrowed))
+
+    def _turn_back(self, attempt: Attempt) -> bool:
+        self._limited.turn_back(attempt)
+        if self._claimer.is_waiting_for_room:
+            self._offer_room()
+        return True
 
     def _never_start(self, attempt: Attempt) -> bool:
         """It was asked to stop before it had begun. If somebody cancelled it, the settler hears that."""

@@ -1,11 +1,11 @@
 -- How many wait for a limit before a command that waits for it too, or (no command_id) before one that would come now;
 -- and whether that command waits. Locks: none. Indexes: parked_limit, command_domain_command_id_key.
 WITH own AS MATERIALIZED (
-    SELECT p.since, p.seq
+    SELECT p.since, p.command, p.seq
       FROM commandbus.command c JOIN commandbus.parked p ON p.domain = c.domain AND p.msg_id = c.msg_id
      WHERE c.domain = %(domain)s AND c.command_id = %(command_id)s AND p.limit_name = %(name)s AND p.woken_at IS NULL
 )
 SELECT (SELECT count(*) FROM commandbus.parked p
          WHERE p.limit_name = %(name)s AND p.woken_at IS NULL
-           AND (NOT EXISTS (SELECT FROM own) OR (p.since, p.seq) < (SELECT since, seq FROM own))),
+           AND (NOT EXISTS (SELECT FROM own) OR (p.since, p.command, p.seq) < (SELECT since, command, seq FROM own))),
        EXISTS (SELECT FROM own)

@@ -1,5 +1,6 @@
--- Removes a bite each of old rejected messages, undelivered replies, stray replies of no process that is left, and
--- workers that have not beaten for an age (at least a day). Locks: the rows themselves. The tables are small: no index.
+-- Removes a bite each of old rejected messages, undelivered replies, stray replies of no process that is left,
+-- what was done to limits and breakers, and workers that have not beaten for an age (at least a day). Locks: the
+-- rows themselves. The tables are small: no index.
 WITH rejected AS (
     DELETE FROM commandbus.rejected_message
      WHERE id IN (SELECT id FROM commandbus.rejected_message
@@ -16,10 +17,15 @@ WITH rejected AS (
                    WHERE created_at < now() - make_interval(secs => %(age)s::float8)
                      AND NOT EXISTS (SELECT FROM commandbus.process p WHERE p.id = s.process) LIMIT %(bite)s)
     RETURNING 1
+), actions AS (
+    DELETE FROM commandbus.control_action
+     WHERE id IN (SELECT id FROM commandbus.control_action
+                   WHERE performed_at < now() - make_interval(secs => %(age)s::float8) LIMIT %(bite)s)
+    RETURNING 1
 ), workers AS (
     DELETE FROM commandbus.worker
      WHERE heartbeat_at < now() - make_interval(secs => greatest(%(age)s::float8, 86400))
     RETURNING 1
 )
 SELECT (SELECT count(*) FROM rejected) + (SELECT count(*) FROM undelivered) + (SELECT count(*) FROM strays)
-       + (SELECT count(*) FROM workers)
+       + (SELECT count(*) FROM actions) + (SELECT count(*) FROM workers)

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import psycopg
@@ -21,6 +21,7 @@ import psycopg
 from commandbus.db.link import Link, is_passing
 from commandbus.errors import CommandBusError
 from commandbus.flow.claim import put_right
+from commandbus.flow.limit_figures import Figures, figures
 from commandbus.flow.rescue import Held, Rule, Scouted, bury, held_by, outcome, scout, terminate_backends
 from commandbus.flow.settle import Settlement, settle
 from commandbus.model.outcome import Judgement, Verdict
@@ -81,11 +82,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the scout saw, and when; `lost_since` is set while the database does not answer."""
+    """What the scout saw, and when; `lost_since` is set while the database does not answer. `figures` are those of
+    limits and breakers, which the whole fleet shares."""
 
     at: float = 0.0
     domains: dict[str, Scouted] = field(default_factory=dict)
     lost_since: float | None = None
+    figures: Figures = field(default_factory=Figures)
 
 
 class Coroner:
@@ -160,17 +163,17 @@ class Coroner:
         if self.domains and now - self._scouted_at >= SCOUT_SECONDS and not self._stopping.is_set():
             self._scouted_at = now
             seen = {domain: self._link.run(scout(domain)) for domain in self.domains}
-            self.look = Look(time.monotonic(), seen)
+            self.look = Look(time.monotonic(), seen, figures=self._link.run(figures(self.domains)))
 
     def _lost(self) -> None:
         look = self.look
         if look.lost_since is None:
-            self.look = Look(look.at, look.domains, time.monotonic())
+            self.look = replace(look, lost_since=time.monotonic())
 
     def _reconnect(self, error: psycopg.OperationalError) -> None:
         """Like Link.restore; the scout's word that the database is away stands meanwhile."""
         if self._link.recover(self._stopping, error):
-            self.look = Look(self.look.at, self.look.domains)
+            self.look = replace(self.look, lost_since=None)
             self._scouted_at = 0.0
             self._wake.set()
 

@@ -17,6 +17,7 @@ from commandbus.supervisor.coroner import Look
 from commandbus.supervisor.metrics import COUNTER, GAUGE, Metric, Sample, render
 from commandbus.supervisor.probes import Verdict
 from commandbus.supervisor.process import WorkerProcess
+from commandbus.supervisor.shared_metrics import shared_metrics
 
 STALL_SECONDS: Final = 5.0
 FROZEN_SECONDS: Final = 5.0
@@ -147,6 +148,7 @@ def metrics(view: View) -> str:
                [Sample(0 if view.look.lost_since is not None else 1)]),
         Metric("commandbus_worker_memory_bytes", GAUGE, "Resident memory of worker processes, together.",
                [Sample(round(sum(worker.rss_mb for worker in view.workers) * 1_048_576))]),
+        *shared_metrics(view.look.figures),
     ])  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from commandbus.model.standing import Answer
 from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.channel import ChannelError
 from commandbus.runtime.far_door import Doorman, FarDoor
+from commandbus.runtime.isolation import Isolation
 from support.isolated_limits import handlers
 from support.isolating import Lab
 from support.waiting import one, until, verdicts
@@ -145,6 +146,28 @@ def test_the_place_of_a_child_that_was_killed_comes_back_after_its_lease(desk: D
     desk.until_free()
 
 
+def test_blocks_in_a_child_use_the_place_that_its_handler_has(desk: Desk) -> None:
+    desk.result(desk.send("lent"))
+    assert desk.left == [(Answer.GOOD, False)]
+    assert desk.failure(desk.send("lent", dies=True)).error_type == "WorkerLost"
+    assert desk.left == [(Answer.GOOD, False), (Answer.UNKNOWN, True)]
+    assert desk.log() == ["in"] * 6
+    desk.until_free()
+
+
+def test_an_attempt_for_which_there_is_no_process_gives_its_place_back_at_once(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    def fail(_: Isolation) -> Any:
+        raise OSError("no processes left")
+
+    monkeypatch.setattr(Isolation, "_make", fail)
+    desk: Desk = request.getfixturevalue("desk")
+    assert desk.failure(desk.send("level")).error_code == "ISOLATION_FAILED"
+    assert desk.left == [(Answer.UNKNOWN, False)]
+    desk.until_free()
+
+
 def test_a_child_that_is_killed_in_line_waits_no_more(desk: Desk) -> None:
     holder = desk.send("hold")
     until(lambda: desk.log() == ["in"])
@@ -175,6 +198,13 @@ def test_a_call_that_ignores_its_time_out_goes_down_the_ladder(desk: Desk) -> No
     assert (said.error_type, said.rung) == ("ExecutionStuck", "kill")
     assert said.error == "did not respond to cancellation within 0.5 seconds: timeout; its process was killed"
     assert desk.left == [(Answer.TIMEOUT, True)]
+    desk.until_free()
+
+
+def test_a_time_out_of_a_handler_with_a_place_of_its_own_is_told_once(desk: Desk) -> None:
+    assert desk.failure(desk.send("late_lent")).error_type == "ExecutionStuck"
+    assert desk.left == [(Answer.TIMEOUT, True), (Answer.UNKNOWN, True)]
+    assert one(desk.db, "SELECT failures FROM commandbus.limits WHERE name = 'one'") == 1
     desk.until_free()
 
 
@@ -243,7 +273,8 @@ class Record:
         self.left: list[tuple[Place, Answer, bool]] = []
 
     def acquire(self, attempt: Attempt, name: str, wait: float) -> Call:
-        call = Call(name, f"token {len(self.calls)}", len(self.calls), wait, attempt.command_id, Future(), None)
+        number = len(self.calls)
+        call = Call(name, f"token {number}", number, 0.0, wait, attempt.command_id, Future(), None)
         self.calls.append(call)
         return call
 
@@ -332,7 +363,6 @@ def test_a_place_that_comes_after_the_end_is_left_to_the_gate(post: Post) -> Non
     held = post.door.grant(0)
     post.doorman.close()
     assert post.door.forgotten == [post.door.calls[1]]
-    assert post.door.calls[1].answer.cancelled()
     assert post.door.left == [(held, Answer.UNKNOWN, True)]
     assert [(message["k"], message["q"]) for message in post.sent] == [("place", 1)]
 
@@ -381,6 +411,20 @@ def test_a_question_that_makes_no_sense_asks_for_nothing(post: Post, name: Any, 
     with pytest.raises((ChannelError, ValueError)):
         post.ask(name=name, wait=wait)
     assert post.door.calls == []
+
+
+def test_a_place_that_is_lost_is_told_to_the_block_that_has_it_now(post: Post) -> None:
+    lost: list[Place] = []
+    place = Place("one", "token", 60.0, holder="", on_lost=lost.append)
+    for question in (1, 2):
+        post.ask(question)
+        post.door.calls[-1].answer.set_result(place)
+        if question == 1:
+            post.leave(question)
+    assert place.on_lost is not None
+    place.on_lost(place)
+    assert [(message["k"], message["q"]) for message in post.sent] == [("place", 1), ("place", 2), ("lost", 2)]
+    assert lost == [place]
 
 
 def test_a_number_is_used_for_one_question(post: Post) -> None:
@@ -436,7 +480,6 @@ def test_who_forgets_on_one_side_is_heard_on_the_other(post: Post) -> None:
     assert post.door.left == []
 
 
-def test_a_lab_runs_blocks_too(lab: Lab) -> None:
-    """Handlers that know nothing of limits cost no gate."""
+def test_handlers_that_use_no_limit_cost_no_gate(lab: Lab) -> None:
     lab.result("echo")
     assert lab.limited._gate is None

@@ -2,7 +2,7 @@
 
 The checks, in the order in which each needs the one before it: configuration → the service manager's unit or
 manifest, where one is given → server → schema → privileges → the fleet. A check that cannot be made because an
-earlier one failed is left out.
+earlier one failed is left out. Limits come last: they may need Redis.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TextIO
 import click
 import psycopg
 
-from commandbus.cli.doctor import configuration, fleet, manifest, privileges, schema, server, unit
+from commandbus.cli.doctor import configuration, fleet, limits, manifest, privileges, schema, server, unit
 from commandbus.cli.doctor.findings import Conn, Finding, Findings, Level, fail, ok, warn
 from commandbus.cli.exits import ExitCode, one_line
 from commandbus.cli.render import print_json, printable
@@ -102,6 +102,7 @@ def _on_server(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings
     yield from _guarded("domains", schema.examine_domains(conn))
     if state.is_current:
         yield from _guarded("fleet", fleet.examine(conn))
+        yield from _guarded("limits", limits.examine(conn, settings))
 
 
 def _guarded(check: str, findings: Findings) -> Findings:

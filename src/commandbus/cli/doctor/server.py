@@ -184,7 +184,9 @@ def _connections(conn: Conn, settings: Settings) -> Findings:
     )
     most = int(_setting(conn, "max_connections")) - reserved
     used = _one(conn, "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'")
-    needed = settings.processes * (settings.concurrency + WORKER_CONNECTIONS) + SUPERVISOR_CONNECTIONS
+    gate = _gate_connections(conn, settings)
+    own = WORKER_CONNECTIONS + gate
+    needed = settings.processes * (settings.concurrency + own) + SUPERVISOR_CONNECTIONS
     for what, limit in (
         ("database", "SELECT datconnlimit FROM pg_database WHERE datname = current_database()"),
         ("role", "SELECT rolconnlimit FROM pg_roles WHERE rolname = current_user"),
@@ -198,13 +200,27 @@ def _connections(conn: Conn, settings: Settings) -> Findings:
             )
     message = (
         f"{used} of {most} in use; workers of these settings need up to {needed} "
-        f"({settings.processes} × ({settings.concurrency} slots + {WORKER_CONNECTIONS}) "
-        f"+ {SUPERVISOR_CONNECTIONS}), and more while some are replaced"
+        f"({settings.processes} × ({settings.concurrency} slots + {own}) "
+        f"+ {SUPERVISOR_CONNECTIONS}){', limits included' if gate else ''}, and more while some are replaced"
     )
     if most - used < needed:
         yield warn("connections", message, "raise max_connections, or lower concurrency or processes")
     else:
         yield ok("connections", message)
+
+
+def _gate_connections(conn: Conn, settings: Settings) -> int:
+    """Where limits are used, a worker has a connection for them, and one more if some are kept in Redis."""
+    is_readable = _one(
+        conn,
+        "SELECT EXISTS (SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
+        "WHERE nspname = 'commandbus' AND relname = 'limits' "
+        "AND has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT'))",
+    )
+    kept = {settings.backend_of(limit) for limit in settings.limits}
+    if is_readable:
+        kept |= {row[0] for row in conn.execute(b"SELECT DISTINCT backend FROM commandbus.limits").fetchall()}
+    return bool(kept) + ("redis" in kept)
 
 
 def _transactions(conn: Conn) -> Findings:

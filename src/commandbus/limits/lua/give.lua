@@ -1,5 +1,11 @@
--- Gives back the places of these tokens, and of no others. ARGV: …, token, …
-for i = 3, #ARGV do
+-- Gives back the places of these tokens, and of no others. It needs no leave: that frees no more than was taken.
+--
+-- KEYS: the epoch, the places. ARGV: the epoch, token, …
+local epoch = redis.call('GET', KEYS[1])
+if epoch ~= ARGV[1] then
+    return {'epoch', epoch or ''}
+end
+for i = 2, #ARGV do
     redis.call('ZREM', KEYS[2], ARGV[i])
 end
 return {'ok'}

@@ -5,10 +5,14 @@ local holders = redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. whole(now), '+inf', 
 for i = 2, #holders, 2 do
     holders[i] = whole(tonumber(holders[i]) - now)
 end
-local kept = redis.call('HMGET', KEYS[3], 'flow', 'flow_at')
+local kept = redis.call('HMGET', KEYS[3], 'flow', 'flow_at', 'flow_since')
 local flow = ''
 if kept[1] then
-    local age = math.max(0, now / 1000000 - tonumber(kept[2]))
-    flow = string.format('%.9g', tonumber(kept[1]) * math.exp(-age / flow_seconds) / flow_seconds)
+    local second = now / 1000000
+    local age = math.max(0, second - tonumber(kept[2]))
+    -- A count that began only lately has not filled up yet: it is set against what it can be by now.
+    local span = math.min(math.max(second - tonumber(kept[3]), 1), 10 * flow_seconds)
+    local weight = flow_seconds * (1 - math.exp(-span / flow_seconds))
+    flow = string.format('%.9g', tonumber(kept[1]) * math.exp(-age / flow_seconds) / weight)
 end
 return {'ok', flow, holders}

@@ -2,27 +2,21 @@
 -- has taken its place. With `register`, a token that Redis does not know is put in, because its holder had it before Redis
 -- lost its data: always before the epoch opens to newcomers, and after that only where there is room.
 --
--- ARGV: …, lease in microseconds, register (1 or 0), concurrency (-1: any), token, …
-local ends, register, concurrency = whole(now + tonumber(ARGV[3])), ARGV[4] == '1', tonumber(ARGV[5])
-local answer = {'ok'}
-for i = 6, #ARGV do
+-- ARGV: …, when the epoch opens (microseconds), register (1 or 0), concurrency (-1: any), lease in microseconds, token, …
+local opens, register, concurrency, lease = tonumber(ARGV[3]), ARGV[4] == '1', tonumber(ARGV[5]), tonumber(ARGV[6])
+local ends, answer = whole(now + lease), {'ok'}
+for i = 7, #ARGV do
     local held = redis.call('ZSCORE', KEYS[2], ARGV[i])
-    if held then
-        if tonumber(held) < tonumber(ends) then
-            redis.call('ZADD', KEYS[2], ends, ARGV[i])
-        end
-    else
-        local is_in = register
-        if is_in and now >= opens and concurrency >= 0 then
-            redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', whole(now))
-            is_in = redis.call('ZCARD', KEYS[2]) < concurrency
-        end
-        if is_in then
-            redis.call('ZADD', KEYS[2], ends, ARGV[i])
-        else
-            answer[#answer + 1] = ARGV[i]
-        end
+    local is_in = held or register
+    if not held and register and now >= opens and concurrency >= 0 then
+        redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', whole(now))
+        is_in = redis.call('ZCARD', KEYS[2]) < concurrency
+    end
+    if not is_in then
+        answer[#answer + 1] = ARGV[i]
+    elseif not held or tonumber(held) < now + lease then
+        redis.call('ZADD', KEYS[2], ends, ARGV[i])
     end
 end
-keep_places()
+keep_places(lease)
 return answer

@@ -1,24 +1,29 @@
 -- Takes places for as many of the tokens as there are places, and as the rate allows. A token that has one already keeps
--- it, for longer: so a caller that got no answer may ask again. Answers how many, from the first on, have one.
+-- it: so a caller that got no answer may ask again. Answers how many, from the first on, have one.
 --
--- ARGV: …, concurrency (-1: any), calls a second (0: any), burst, lease in microseconds, seconds of the flow, token, …
-local concurrency, per_second, burst = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local ends, flow_seconds = whole(now + tonumber(ARGV[6])), tonumber(ARGV[7])
+-- ARGV: …, when the epoch began and when it opens to newcomers (microseconds; 0: from the start), seconds of the flow,
+-- concurrency (-1: any), calls a second (0: any), burst, lease in microseconds, token, …
+local began, opens, flow_seconds = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local concurrency, per_second, burst, lease = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
 if now < opens then
     return {'ok', 0}
 end
 
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', whole(now))
-local free = #ARGV
+local wanted = #ARGV - 9
+local free, held = wanted, redis.call('ZCARD', KEYS[2])
+if held > 0 and (concurrency < 0 or held + wanted > concurrency) then
+    redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', whole(now))
+    held = redis.call('ZCARD', KEYS[2])
+end
 if concurrency >= 0 then
-    free = concurrency - redis.call('ZCARD', KEYS[2])
+    free = concurrency - held
 end
 
 local second = now / 1000000
-local kept = redis.call('HMGET', KEYS[3], 'tat', 'flow', 'flow_at', 'epoch')
-local tat = tonumber(kept[1] or '0')
+local kept = redis.call('HMGET', KEYS[3], 'tat', 'flow', 'flow_at', 'flow_since', 'epoch')
+local tat = tonumber(kept[1] or 0)
 if per_second > 0 then
-    if kept[4] ~= epoch and began > 0 then
+    if kept[5] ~= epoch and began > 0 then
         -- What was called before this epoch may not be in our books: the bucket counts as full when it began.
         tat = math.max(tat, began / 1000000 + burst / per_second)
     end
@@ -26,39 +31,38 @@ if per_second > 0 then
     free = math.min(free, math.floor(burst - ahead * per_second + 1e-6))
 end
 
-local granted, added = 0, 0
-for i = 8, #ARGV do
-    local held = redis.call('ZSCORE', KEYS[2], ARGV[i])
-    if not held then
-        if added >= free then
-            break
-        end
-        added = added + 1
-    end
-    if not held or tonumber(held) < tonumber(ends) then
-        redis.call('ZADD', KEYS[2], ends, ARGV[i])
+local granted, added, ends = 0, 0, whole(now + lease)
+for i = 10, #ARGV do
+    if added < free then
+        added = added + redis.call('ZADD', KEYS[2], ends, ARGV[i])
+    elseif not redis.call('ZSCORE', KEYS[2], ARGV[i]) then
+        break
     end
     granted = granted + 1
 end
 
-if granted > 0 then
-    keep_places()
-end
 if added > 0 then
-    local flow = added
+    keep_places(lease)
+    local flow, since, age = added, second, math.huge
     if kept[2] then
-        local age = math.max(0, second - tonumber(kept[3]))
-        flow = tonumber(kept[2]) * math.exp(-age / flow_seconds) + added
+        age = math.max(0, second - kept[3])
+        flow = kept[2] * math.exp(-age / flow_seconds) + added
+        if age <= 5 * flow_seconds then
+            since = tonumber(kept[4])
+        end
     end
-    local full = 0
     if per_second > 0 then
         tat = math.max(tat, second) + added / per_second
-        full = tat - second
     end
-    redis.call('HSET', KEYS[3], 'tat', string.format('%.6f', tat))
-    redis.call('HSET', KEYS[3], 'flow', string.format('%.9g', flow))
-    redis.call('HSET', KEYS[3], 'flow_at', string.format('%.6f', second))
-    redis.call('HSET', KEYS[3], 'epoch', epoch)
-    redis.call('PEXPIRE', KEYS[3], whole((full + 10 * flow_seconds) * 1000))
+    redis.call('HMSET', KEYS[3], 'tat', string.format('%.6f', tat), 'epoch', epoch, 'flow', string.format('%.9g', flow),
+        'flow_at', string.format('%.6f', second), 'flow_since', string.format('%.6f', since))
+    -- Nothing in it is of any use once the bucket is empty and the flow has gone by.
+    local life = 11 * flow_seconds
+    if per_second > 0 then
+        life = life + burst / per_second
+    end
+    if age > flow_seconds or redis.call('PTTL', KEYS[3]) < (life - flow_seconds) * 1000 then
+        redis.call('PEXPIRE', KEYS[3], whole(life * 1000))
+    end
 end
 return {'ok', granted}

@@ -64,7 +64,7 @@ ALTER TABLE commandbus.parked
     ADD COLUMN token       text,
     ADD COLUMN probes      integer NOT NULL DEFAULT 0,
     ADD COLUMN note        text;
-CREATE INDEX parked_limit ON commandbus.parked (limit_name, since, seq)
+CREATE INDEX parked_limit ON commandbus.parked (limit_name, since, command, seq)
  WHERE limit_name IS NOT NULL AND woken_at IS NULL;
 CREATE INDEX parked_woken ON commandbus.parked (woken_at) WHERE woken_at IS NOT NULL;
 CREATE INDEX parked_give_up ON commandbus.parked (give_up_at) WHERE give_up_at IS NOT NULL;

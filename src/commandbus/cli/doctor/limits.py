@@ -1,0 +1,92 @@
+"""Limits: is the place where they are kept in reach, and do their times make sense? Looks, and takes nothing."""
+
+from __future__ import annotations
+
+from commandbus.cli.doctor.findings import Conn, Findings, fail, ok, warn
+from commandbus.cli.exits import one_line
+from commandbus.db.drive import run
+from commandbus.errors import ConfigurationError
+from commandbus.flow.limit_figures import look_at_fleet
+from commandbus.flow.limits import LimitRow, list_limits
+from commandbus.limits.redis_places import RedisLostError, RedisPlaces
+from commandbus.model.durations import format_seconds
+from commandbus.model.words import counted
+from commandbus.settings import Settings, mask_redis_url
+
+CHECK = "limits"
+SHORTEST_RENEWAL_SECONDS = 1.0
+_AWAY = {
+    "degraded": "Redis was out of reach of all workers, and each keeps to its share",
+    "joining": "Redis is back or has lost its data, and who holds a place registers before others get one",
+}
+
+
+def examine(conn: Conn, settings: Settings) -> Findings:
+    """Where they are kept first, then each of them."""
+    rows = run(conn, list_limits())
+    in_redis = [row for row in rows if row.backend == "redis"]
+    if in_redis or settings.redis_url is not None:
+        yield from _redis(conn, settings, in_redis)
+    troubles = [finding for row in rows for finding in (*_times(row), *_standing(row))]
+    yield from troubles
+    if not troubles:
+        kept = f", {len(in_redis)} of them in Redis" if in_redis else ""
+        yield ok(CHECK, f"{counted(len(rows), 'limit')}{kept}" if rows else "none are declared")
+
+
+def _redis(conn: Conn, settings: Settings, in_redis: list[LimitRow]) -> Findings:
+    names = ", ".join(row.name for row in in_redis)
+    if settings.redis_url is None:
+        yield fail(
+            CHECK,
+            f"{names}: kept in Redis, and redis_url is not set: workers of these settings cannot use them",
+            'set COMMANDBUS_REDIS_URL, or use one under another name that is declared with backend="postgres"',
+        )
+        return
+    address = mask_redis_url(settings.redis_url)
+    needed = f"{names} cannot be used from here" if names else "limits that are declared without a backend need it"
+    try:
+        places = RedisPlaces(settings.redis_url, settings.environment)
+        try:
+            places.probe()
+        finally:
+            places.close()
+    except ConfigurationError as error:
+        yield fail("redis", one_line(error))
+        return
+    except RedisLostError as error:
+        yield fail(
+            "redis",
+            f"{address} does not answer ({one_line(error)}): {needed}",
+            "is the address right, and Redis up?",
+        )
+        return
+    yield ok("redis", f"{address} answers")
+    mode = run(conn, look_at_fleet()).mode
+    if in_redis and mode in _AWAY:
+        yield warn("redis", f"the limits in it are {mode}: {_AWAY[mode]}", "it goes on by itself")
+
+
+def _times(row: LimitRow) -> Findings:
+    lease, longest = row.limit.lease_seconds, max(row.limit.backoff_seconds)
+    if lease / 3 < SHORTEST_RENEWAL_SECONDS:
+        yield warn(
+            CHECK,
+            f"limit {row.name} has a lease of {format_seconds(lease)}, renewed every third of that: a worker that "
+            f"pauses for a moment loses its place while its call goes on",
+            f"`commandbus limits set {row.name} --lease 120s`; a longer one costs time only after a crash",
+        )
+    if (max_wait := row.limit.max_wait_seconds) is not None and max_wait < longest:
+        yield warn(
+            CHECK,
+            f"limit {row.name}: commands wait {format_seconds(max_wait)} at most (max_wait), and its back-off "
+            f"grows to {format_seconds(longest)}: they may need a person before it is over",
+            f"`commandbus limits set {row.name} --max-wait 1h`, or a shorter --backoff",
+        )
+
+
+def _standing(row: LimitRow) -> Findings:
+    if row.standing.is_forced or row.standing.is_open:
+        yield warn(
+            CHECK, row.standing.explain(row.name), f"`commandbus breakers close --limit {row.name}` closes it"
+        )

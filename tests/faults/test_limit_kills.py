@@ -1,0 +1,168 @@
+"""A fleet of ten worker processes and an API that allows five at once, and counts for itself who is inside."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from commandbus import CommandBus, CommandStatus, Limit, Settings
+from commandbus.model.command import NewCommand
+from support.api_stub import ApiStub
+from support.waiting import one, until
+
+Db = psycopg.Connection[Any]
+Process = subprocess.Popen[bytes]
+WORKERS = 10
+PLACES = 5
+LEASE = 2.0
+
+
+@pytest.fixture
+def api() -> Iterator[ApiStub]:
+    """The API, which sees what nobody else does: who is inside, killed clients and all."""
+    with ApiStub() as api:
+        yield api
+
+
+@pytest.fixture(params=["postgres", "redis"])
+def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Settings of a fleet that keeps its places in one back end or the other."""
+    if request.param == "postgres":
+        return {}
+    return {"redis_url": request.getfixturevalue("redis_url"), "environment": "test"}
+
+
+@pytest.fixture
+def start(database: str, bus: CommandBus, backend: dict[str, Any]) -> Iterator[Callable[[], Process]]:
+    """Starts worker processes of `limit_worker.py`; none outlives the test."""
+    started: list[Process] = []
+    script = Path(__file__).with_name("limit_worker.py")
+    source = Path(__file__).parents[2] / "src"
+    settings = {
+        "database_url": database,
+        "concurrency": 4,
+        "poll_interval": 0.5,
+        "visibility_timeout": 3.0,
+        "statement_timeout": 2.0,
+        "cancel_grace": 1.0,
+        "task_timeout": 60.0,
+        "breakers_enabled": False,
+        **backend,
+    }
+    with CommandBus(settings=Settings(database_url=database, **backend)) as other:
+        other.declare_limit(Limit("docai", concurrency=PLACES, lease=LEASE))
+
+    def start() -> Process:
+        process = subprocess.Popen(
+            [sys.executable, str(script), json.dumps(settings)],
+            env=os.environ | {"PYTHONPATH": str(source)},
+            stdin=subprocess.DEVNULL,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def name_of(n: int) -> str:
+    """A command's id; in their order commands that are sent at once have their turn."""
+    return f"c{n:04}"
+
+
+def send(bus: CommandBus, api: ApiStub, count: int, kinds: tuple[str, ...], seconds: float) -> None:
+    bus.send_many(
+        "orders",
+        [
+            NewCommand(kinds[n % len(kinds)], {"n": n, "url": api.url, "seconds": seconds}, command_id=name_of(n))
+            for n in range(count)
+        ],
+    )
+
+
+def completed(db: Db) -> int:
+    return int(one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'"))
+
+
+def active(db: Db) -> int:
+    return int(one(db, "SELECT count(*) FROM commandbus.worker WHERE state = 'ACTIVE'"))
+
+
+def check_all_done(bus: CommandBus, db: Db, count: int) -> None:
+    """Every command has its own result, and nothing is left behind."""
+    for n in range(count):
+        found = bus.get_command("orders", name_of(n))
+        assert found.status is CommandStatus.COMPLETED
+        assert found.result == str(n)
+    (status,) = bus.status("orders")
+    assert (status.parked, status.running) == (0, 0)
+    assert one(db, "SELECT count(*) FROM commandbus.parked WHERE woken_at IS NULL AND domain <> ''") == 0
+
+
+@pytest.mark.slow
+def test_ac4_ten_workers_never_make_more_than_five_calls_and_all_have_their_turn(
+    bus: CommandBus, db: Db, api: ApiStub, start: Callable[[], Process]
+) -> None:
+    count = 200
+    for _ in range(WORKERS):
+        start()
+    until(lambda: active(db) == WORKERS, 30)
+    send(bus, api, count, ("page",), 0.03)
+    until(lambda: completed(db) == count, 60, what=lambda: f"{completed(db)} done, {api.inside} inside")
+    assert api.peak == PLACES, "five at once: no more, and no fewer"
+    assert api.counted() == {str(n): 1 for n in range(count)}
+    assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict <> 'PARKED'") == 0
+    check_all_done(bus, db, count)
+    # First come, first served: how many places before or after its turn did each begin?
+    off = [abs(place - int(name)) for place, name in enumerate(api.began)]
+    assert sum(off) / count <= PLACES, off
+    assert max(off) <= WORKERS * 4, off  # as many as ten workers may have in hand at the beginning
+
+
+@pytest.mark.slow
+def test_ac4_never_above_the_limit_while_holders_are_killed(
+    bus: CommandBus, db: Db, api: ApiStub, start: Callable[[], Process]
+) -> None:
+    """A killed holder's call goes on at the API; its place is free when its lease has ended, and not before."""
+    count, kills = 160, 6
+    dice = random.Random(7)
+    fleet = {process.pid: process for process in (start() for _ in range(WORKERS))}
+    until(lambda: active(db) == WORKERS, 30)
+    send(bus, api, count, ("page", "page", "block"), 0.15)
+    for _ in range(kills):
+        pid = until(lambda: next(iter(sorted({int(who) for who in api.callers()} & set(fleet))), 0), 30)
+        process = fleet.pop(pid if dice.random() < 0.7 else dice.choice(sorted(fleet)))
+        process.kill()
+        process.wait()
+        began = start()
+        fleet[began.pid] = began
+        time.sleep(dice.random())  # the moments of the kills are anybody's guess
+    until(lambda: completed(db) == count, 60, what=lambda: f"{completed(db)} done, {api.inside} inside")
+    assert api.peak <= PLACES
+    check_all_done(bus, db, count)
+    calls = api.counted()
+    assert set(calls) == {str(n) for n in range(count)}
+    # Only what was under way in a killed process is done again.
+    again = {name_of(int(name)) for name, times in calls.items() if times > 1}
+    lost = {
+        command
+        for (command,) in db.execute(
+            "SELECT DISTINCT c.command_id FROM commandbus.attempt a JOIN commandbus.command c ON c.id = a.command "
+            "WHERE a.verdict NOT IN ('PARKED')"
+        )
+    }
+    assert again <= lost
+    assert len(lost) <= kills * 4
+    until(lambda: bus.get_limit("docai").in_use == 0 if not api.inside else False, 20)

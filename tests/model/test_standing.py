@@ -1,0 +1,303 @@
+"""How a limit stands with its API: back-off, probe and breaker, as properties and as a fleet in a state machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from commandbus.model.limit import BACKOFF_JITTER, BACKOFF_SECONDS, Limit
+from commandbus.model.standing import Answer, Standing, after_bad, after_good, after_unknown
+
+NO_BREAKER = Limit("docai", concurrency=5, breaker_failures=0)
+USUAL = Limit("docai", concurrency=5)
+BAD = [Answer.RATE_LIMITED, Answer.BROKEN, Answer.TIMEOUT]
+spreads = st.floats(0, 1, exclude_max=True)
+
+
+def bad(
+    standing: Standing,
+    now: float,
+    *,
+    token: str | None = "a",
+    answer: Answer = Answer.RATE_LIMITED,
+    retry_after: float | None = None,
+    limit: Limit = NO_BREAKER,
+    spread: float = 0.0,
+    reason: str = "429 from docai",
+) -> Standing:
+    return after_bad(
+        standing, limit, answer, token=token, reason=reason, retry_after=retry_after, now=now, spread=spread
+    )
+
+
+def probed(standing: Standing, token: str, now: float, lease: float = 120.0) -> Standing:
+    """As the back end notes it when it lets the probe in."""
+    return replace(standing, probe=token, probe_until=now + lease)
+
+
+# --- back-off --------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 12), spreads)
+def test_ac3_the_back_off_is_2_4_8_16_30_seconds(tries: int, spread: float) -> None:
+    """One 429 after the other, each of a probe: every wait is that of the schedule, within the jitter."""
+    standing, now = Standing(), 1000.0
+    for step in range(1, tries + 1):
+        standing = bad(probed(standing, "p", now) if step > 1 else standing, now, token="p", spread=spread)
+        planned = BACKOFF_SECONDS[min(step, len(BACKOFF_SECONDS)) - 1]
+        assert standing.step == step
+        assert standing.until is not None
+        assert planned * (1 - BACKOFF_JITTER) <= standing.until - now <= planned
+        assert standing.closed_until(now) == standing.until
+        now = standing.until
+        assert standing.closed_until(now) is None
+        assert standing.is_probing
+
+
+@given(st.floats(0, 86_400), spreads)
+def test_what_the_server_said_wins_over_the_schedule(retry_after: float, spread: float) -> None:
+    standing = bad(Standing(), 1000.0, retry_after=retry_after, spread=spread)
+    assert standing.until == 1000.0 + retry_after
+    assert standing.step == 1
+
+
+@given(st.lists(st.tuples(st.floats(0, 1.7), spreads, st.sampled_from(BAD)), max_size=20))
+def test_calls_that_were_under_way_add_no_steps(others: list[tuple[float, float, Answer]]) -> None:
+    first = bad(Standing(), 1000.0)
+    standing = first
+    for moment, spread, answer in others:
+        standing = bad(standing, 1000.0 + moment, token="other", answer=answer, spread=spread, limit=USUAL)
+    assert standing == first
+
+
+@given(st.floats(0, 1.7), st.floats(0, 3600))
+def test_a_longer_retry_after_of_one_that_was_under_way_extends_the_wait(
+    moment: float, retry_after: float
+) -> None:
+    first = bad(Standing(), 1000.0)
+    standing = bad(first, 1000.0 + moment, token="other", retry_after=retry_after)
+    assert standing.until == max(1002.0, 1000.0 + moment + retry_after)
+    assert standing.step == 1
+    assert standing.failures == 1
+
+
+def test_good_answers_of_others_do_not_end_a_back_off() -> None:
+    standing = bad(Standing(), 1000.0)
+    assert after_good(standing, token="other") == standing
+    assert after_unknown(standing, token="other") == standing
+
+
+def test_the_probes_good_answer_ends_it() -> None:
+    standing = probed(bad(Standing(), 1000.0), "p", 1002.0)
+    assert standing.is_probed(1003.0)
+    assert after_good(standing, token="p") == Standing()
+
+
+@pytest.mark.parametrize("answer", BAD)
+def test_any_bad_answer_of_the_probe_is_the_next_step(answer: Answer) -> None:
+    standing = bad(probed(bad(Standing(), 1000.0), "p", 1002.0), 1003.0, token="p", answer=answer)
+    assert (standing.step, standing.until, standing.probe) == (2, 1007.0, None)
+
+
+def test_a_probe_of_which_nothing_is_known_leaves_room_for_another() -> None:
+    standing = probed(bad(Standing(), 1000.0), "p", 1002.0)
+    after = after_unknown(standing, token="p")
+    assert (after.step, after.until, after.probe, after.is_probed(1003.0)) == (1, 1002.0, None, False)
+    assert after.is_probing
+
+
+def test_a_probe_that_was_killed_counts_for_a_lease() -> None:
+    standing = probed(bad(Standing(), 1000.0), "p", 1002.0, lease=10.0)
+    assert standing.is_probed(1011.9)
+    assert not standing.is_probed(1012.0)
+
+
+def test_it_says_what_it_is_for_people() -> None:
+    standing = bad(probed(bad(Standing(), 1000.0), "p", 1002.0), 1003.0, token="p")
+    assert standing.explain("docai") == "429 from docai, attempt 2 of the back-off"
+
+
+# --- breaker ---------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from([Answer.BROKEN, Answer.TIMEOUT]), min_size=1, max_size=8), st.integers(1, 5))
+def test_so_many_bad_answers_in_a_row_open_the_breaker_once(answers: list[Answer], needed: int) -> None:
+    limit = Limit("docai", concurrency=5, breaker_failures=needed, breaker_reset=60)
+    standing = Standing()
+    for count, answer in enumerate(answers, 1):
+        now = 1000.0 + count
+        standing = bad(standing, now, answer=answer, limit=limit, reason="HTTP 500")
+        assert standing.is_open == (count >= needed)
+        if count >= needed:  # what was under way then changes nothing
+            assert standing.opened_at == 1000.0 + needed
+            assert standing.open_until == 1000.0 + needed + 60
+            assert standing.failures == needed
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_a_good_answer_breaks_the_row(answers: list[bool]) -> None:
+    standing, row = Standing(), 0
+    for number, is_good in enumerate(answers):
+        if standing.is_open:
+            break
+        if is_good:
+            standing, row = after_good(standing, token="a"), 0
+        else:
+            standing = bad(standing, 1000.0 + number, answer=Answer.BROKEN, limit=USUAL)
+            row += 1
+        assert standing.failures == row
+        assert standing.is_open == (row >= 3)
+
+
+def test_what_nobody_knows_neither_counts_nor_breaks_the_row() -> None:
+    standing = bad(Standing(), 1000.0, answer=Answer.BROKEN, limit=USUAL)
+    assert after_unknown(standing, token="a") == standing
+
+
+def test_a_bad_probe_opens_it_again_and_a_good_one_closes_it() -> None:
+    standing = Standing()
+    for number in range(3):
+        standing = bad(standing, 1000.0 + number, answer=Answer.BROKEN, limit=USUAL, reason="HTTP 500")
+    assert standing.open_reason == "3 bad answers in a row, the last: HTTP 500"
+    assert standing.closed_until(1061.9) == 1062.0
+    assert standing.closed_until(1062.0) is None
+    assert standing.is_probing
+    again = bad(probed(standing, "p", 1062.0), 1063.0, token="p", answer=Answer.TIMEOUT, limit=USUAL)
+    assert (again.is_open, again.opened_at, again.open_until, again.probe) == (True, 1002.0, 1123.0, None)
+    assert after_good(probed(again, "q", 1123.0), token="q") == Standing()
+
+
+def test_a_limit_without_a_breaker_never_has_one() -> None:
+    standing = Standing()
+    for number in range(50):
+        standing = bad(standing, 1000.0 + number, answer=Answer.BROKEN)
+    assert not standing.is_open
+
+
+@given(st.sampled_from(BAD), st.one_of(st.none(), st.floats(0, 1e4)), st.floats(0, 1e9))
+def test_what_a_person_has_closed_stays_closed_whatever_comes(
+    answer: Answer, retry_after: float | None, now: float
+) -> None:
+    forced = Standing(is_open=True, is_forced=True, opened_at=1000.0, open_reason="closed by ann")
+    assert forced.closed_until(now) == float("inf")
+    for after in (
+        bad(forced, now, answer=answer, retry_after=retry_after, limit=USUAL),
+        bad(probed(forced, "p", now), now, token="p", answer=answer, retry_after=retry_after, limit=USUAL),
+        after_good(forced, token="a"),
+        after_good(probed(forced, "p", now), token="p"),
+        after_unknown(probed(forced, "p", now), token="p"),
+    ):
+        assert after.is_forced
+        assert after.closed_until(now) == float("inf")
+
+
+# --- a fleet ---------------------------------------------------------------------------------------------------
+
+
+class Fleet(RuleBasedStateMachine):
+    """Calls that begin when the standing lets them, and end in any order, at any time, in any way."""
+
+    LEASE = 20.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = USUAL
+        self.standing = Standing()
+        self.now = 1000.0
+        self.count = 0
+        self.under_way: dict[str, float] = {}  # token → when it began
+
+    def _begin(self) -> str | None:
+        """As limit_take.sql does it."""
+        standing = self.standing
+        if standing.closed_until(self.now) is not None:
+            return None
+        if standing.is_probing and standing.is_probed(self.now):
+            return None
+        self.count += 1
+        token = f"t{self.count}"
+        if standing.is_probing:
+            self.standing = probed(standing, token, self.now, self.LEASE)
+        self.under_way[token] = self.now
+        return token
+
+    @rule(seconds=st.floats(0.01, 30))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(many=st.integers(1, 4))
+    def some_begin(self, many: int) -> None:
+        was_probing, was_probed = self.standing.is_probing, self.standing.is_probed(self.now)
+        begun = [token for _ in range(many) if (token := self._begin()) is not None]
+        if was_probing:
+            assert len(begun) <= (0 if was_probed else 1), "one probe in the fleet"
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), answer=st.sampled_from(BAD), retry_after=st.one_of(st.none(), st.floats(0, 100)))
+    def one_ends_badly(self, data: st.DataObject, answer: Answer, retry_after: float | None) -> None:
+        token = data.draw(st.sampled_from(sorted(self.under_way)))
+        before, is_probe = self.standing, self.standing.probe == token
+        began = self.under_way.pop(token)
+        if answer is not Answer.RATE_LIMITED:
+            retry_after = None
+        after = bad(before, self.now, token=token, answer=answer, retry_after=retry_after, limit=self.limit)
+        closed = before.closed_until(self.now)
+        if closed is not None and not is_probe:
+            assert (after.step, after.failures, after.is_open) == (before.step, before.failures, before.is_open)
+            assert (after.closed_until(self.now) or 0) >= closed, "nobody's answer shortens a wait"
+            assert began <= closed
+        else:
+            assert after.failures == before.failures + 1
+            assert after.step in (before.step, before.step + 1)
+            if answer is Answer.RATE_LIMITED:
+                assert after.step == before.step + 1
+                assert after.until is not None
+                assert after.until >= self.now
+            if is_probe:
+                assert after.probe is None
+                assert after.is_probing
+        self.standing = after
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data())
+    def one_ends_well(self, data: st.DataObject) -> None:
+        token = data.draw(st.sampled_from(sorted(self.under_way)))
+        self.under_way.pop(token)
+        before = self.standing
+        self.standing = after_good(before, token=token)
+        if before.probe == token:
+            assert self.standing == Standing()
+        elif before.is_probing:
+            assert self.standing == before, "only the probe ends it"
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), is_heard=st.booleans())
+    def one_dies(self, data: st.DataObject, is_heard: bool) -> None:
+        """Its worker is stopped (and says so), or killed."""
+        token = data.draw(st.sampled_from(sorted(self.under_way)))
+        self.under_way.pop(token)
+        if is_heard:
+            self.standing = after_unknown(self.standing, token=token)
+
+    @invariant()
+    def it_ends_some_day(self) -> None:
+        """Whatever has happened: after the last wait and a lease, somebody may begin."""
+        later = max(self.now, self.standing.closed_until(self.now) or 0.0, self.standing.probe_until or 0.0)
+        assert self.standing.closed_until(later) is None
+        assert not self.standing.is_probed(later)
+
+    @invariant()
+    def the_breaker_is_open_when_it_must_be(self) -> None:
+        assert self.standing.is_open == (self.standing.failures >= self.limit.breaker_failures)
+
+    @invariant()
+    def only_a_limit_that_stands_badly_has_a_probe(self) -> None:
+        assert self.standing.probe is None or self.standing.is_probing
+
+
+TestFleet = Fleet.TestCase
+TestFleet.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
