@@ -164,5 +164,5 @@ def test_ac4_never_above_the_limit_while_holders_are_killed(
         )
     }
     assert again <= lost
-    assert len(lost) <= kills * 4
+    assert len(again) <= kills * 4  # as many as run in a process
     until(lambda: bus.get_limit("docai").in_use == 0 if not api.inside else False, 20)

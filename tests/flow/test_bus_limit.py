@@ -1,4 +1,4 @@
-"""`with bus.limit(…)`: a place of a limit for plain programs, over both drivers, in threads, processes and forks."""
+"""`with bus.limit(…)`: a place of a limit for plain programs: over both drivers, in threads, processes, forks."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from commandbus import (
     Limit,
     LimitTimeoutError,
     RateLimitError,
+    Settings,
     UnknownLimitError,
 )
 from commandbus.gate import gate as gate_module
@@ -162,7 +163,7 @@ def test_a_client_that_was_given_the_rest_of_the_time_is_a_timeout(
     plain: CommandBus, db: Db, api: ApiStub
 ) -> None:
     api.usual = Reply(hangs=True)
-    with pytest.raises(ApiTimeoutError, match="^timeout$"), plain.limit("docai", timeout=0.3) as call:
+    with pytest.raises(ApiTimeoutError, match=r"^timeout$"), plain.limit("docai", timeout=0.3) as call:
         urllib.request.urlopen(api.url, timeout=call.remaining())
     assert len(holders(db)) == 1
     until(lambda: one(db, "SELECT failures FROM commandbus.limits") == 1)
@@ -238,7 +239,7 @@ def test_who_waits_is_told_and_nobody_polls(
 
 
 def test_an_unknown_limit_names_those_that_there_are(plain: CommandBus, database: str) -> None:
-    with pytest.raises(UnknownLimitError, match="unknown limit 'docia'.*known: docai"), plain.limit("docia"):
+    with pytest.raises(UnknownLimitError, match=r"unknown limit 'docia'.*known: docai"), plain.limit("docia"):
         raise AssertionError("there is no such limit")
 
     async def main() -> None:
@@ -530,3 +531,92 @@ def test_several_programs_never_make_more_calls_than_there_are_places(
     assert api.peak == 2
     assert len(api.visits) == 60
     assert json.loads(json.dumps(holders(db))) == {}
+
+
+# --- the tests that the requirements name, with a real Redis in the place of a mock ------------------------------
+
+
+@pytest.fixture
+def redis_bus(database: str, redis_url: str) -> Iterator[CommandBus]:
+    """A bus whose limits are kept in Redis: docai, five at once."""
+    settings = Settings(database_url=database, redis_url=redis_url, environment="test")
+    with CommandBus(settings=settings) as bus:
+        bus.declare_limit(Limit("docai", concurrency=5))
+        yield bus
+
+
+class TestRedisSemaphore:
+    def test_limits_concurrent_calls(self, redis_bus: CommandBus) -> None:
+        with ExitStack() as stack:
+            for _ in range(5):
+                stack.enter_context(redis_bus.limit("docai", wait=5))
+            assert redis_bus.get_limit("docai").in_use == 5
+            assert redis_bus.get_limit("docai").mode == "redis"
+            began = time.monotonic()
+            with pytest.raises(LimitTimeoutError, match="docai"), redis_bus.limit("docai", wait=1.0):
+                raise AssertionError("there was no place")
+            assert time.monotonic() - began >= 1.0
+
+    def test_acquires_when_slots_available(self, redis_bus: CommandBus) -> None:
+        with redis_bus.limit("docai"), redis_bus.limit("docai"):  # 2 of 5 used
+            began = time.monotonic()
+            with redis_bus.limit("docai") as call:
+                assert call.limit == "docai"
+                assert redis_bus.get_limit("docai").in_use == 3
+            assert time.monotonic() - began < 5
+        until(lambda: redis_bus.get_limit("docai").in_use == 0)
+
+    def test_who_waits_is_woken_when_a_place_is_free(
+        self, redis_bus: CommandBus, db: Db, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(gate_module, "SWEEP_SECONDS", 1e9)
+        redis_bus.set_limit("docai", concurrency=1)
+        got = threading.Event()
+
+        def wait() -> None:
+            with redis_bus.limit("docai", wait=20):
+                got.set()
+
+        with ExitStack() as stack:
+            stack.enter_context(redis_bus.limit("docai"))
+            with thread(wait):
+                until(lambda: in_line(db) == 1)
+                assert not got.is_set()
+                stack.close()
+                assert got.wait(10)
+
+    def test_a_killed_holders_place_is_free_after_its_lease(self, redis_bus: CommandBus, database: str) -> None:
+        redis_bus.set_limit("docai", concurrency=1, lease=2)
+        holder = program(REDIS_HOLDER, database, redis_bus.settings.redis_url or "")
+        assert says(holder) == "inside"
+        holder.kill()
+        holder.communicate(timeout=20)
+        killed_at = time.monotonic()
+        with redis_bus.limit("docai", wait=20):
+            # It was renewed at a third of its lease at the latest.
+            assert time.monotonic() - killed_at >= 1.0
+
+
+REDIS_HOLDER = """
+import sys
+from commandbus import CommandBus, Settings
+settings = Settings(database_url=sys.argv[1], redis_url=sys.argv[2], environment="test")
+with CommandBus(settings=settings) as bus, bus.limit("docai", wait=10):
+    print("inside", flush=True)
+    sys.stdin.readline()
+"""
+
+
+class TestChunkTimeout:
+    def test_timeout_raises_error(self, plain: CommandBus, database: str) -> None:
+        async def slow_processor() -> None:
+            await asyncio.sleep(5)
+
+        async def main() -> None:
+            async with AsyncCommandBus(database) as bus, bus.limit("docai", timeout=1):
+                await slow_processor()
+
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"^timeout$"):
+            asyncio.run(main())
+        assert time.monotonic() - began < 4

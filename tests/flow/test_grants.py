@@ -258,6 +258,24 @@ def test_set_role_will_do(work: Bus, prefix: str) -> None:
             work.send("orders", "Ship", conn=conn)
 
 
+def test_tables_that_come_with_an_upgrade_are_granted(
+    work: Bus, acting: Roles, prefix: str, db: psycopg.Connection[Any]
+) -> None:
+    """A database whose roles were made before limits were known."""
+    worker = acting("worker")
+    db.execute(
+        "DROP TABLE commandbus.limits, commandbus.breaker, commandbus.control_action, commandbus.limit_client, "
+        "commandbus.limit_mode; "
+        "ALTER TABLE commandbus.parked DROP COLUMN limit_name, DROP COLUMN since, DROP COLUMN until, "
+        "DROP COLUMN give_up_at, DROP COLUMN woken_at, DROP COLUMN token, DROP COLUMN probes, DROP COLUMN note; "
+        "DELETE FROM commandbus.migration WHERE number = 4"
+    )
+    work.migrate()
+    for table in ("limits", "breaker", "control_action", "limit_client", "limit_mode"):
+        assert one(db, "SELECT has_table_privilege(%s, %s, 'SELECT')", f"{prefix}_worker", f"commandbus.{table}")
+    assert worker.claim_one() is not None
+
+
 def test_again_and_by_script(work: Bus, prefix: str, db: psycopg.Connection[Any]) -> None:
     script = work.run(print_roles(prefix))
     assert one(db, "SELECT count(*) FROM pg_roles WHERE rolname LIKE %s", prefix + "%") == 0

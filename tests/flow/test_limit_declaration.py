@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 from flow_harness import Bus, sync_only
 
 from commandbus import (
-    CommandBus,
     CommandBusError,
     CommandNotFoundError,
     CommandStatus,
@@ -26,7 +26,8 @@ from commandbus import (
     Worker,
 )
 from commandbus.db.drive import run
-from commandbus.flow.limits import Home, declare
+from commandbus.flow.limits import Home, declare, set_limit
+from commandbus.flow.operate import deed
 from commandbus.model.command import NewCommand
 from support.waiting import one, until
 from support.workers import quick_settings
@@ -236,13 +237,13 @@ def test_a_hostile_value_is_refused_and_changes_nothing(bus: Bus, db: Db, option
     "name", ["", "Docai", "a b", "x" * 49, "docai\n", "';DROP TABLE commandbus.limits;--", None]
 )
 def test_a_hostile_name_is_refused(bus: Bus, db: Db, name: Any) -> None:
-    for deed in (
+    for change in (
         lambda: bus.set_limit(name, concurrency=1),
         lambda: bus.unset_limit(name),
         lambda: bus.declare_limit(Limit(name, concurrency=1)),
     ):
         with pytest.raises(ConfigurationError, match="is not the name of a limit"):
-            deed()
+            change()
     assert bus.limits() == []
 
 
@@ -266,38 +267,21 @@ def test_a_limit_cannot_be_moved_to_a_redis_that_nobody_has(bus: Bus) -> None:
 @sync_only
 def test_a_deployment_does_not_forget_what_a_person_sets_at_that_moment(bus: Bus, database: str, db: Db) -> None:
     bus.declare_limit(Limit("docai", concurrency=5))
+    home = Home("test", "postgres")
     with psycopg.connect(database) as person, psycopg.connect(database, autocommit=True) as deployment:
-        setting = psycopg.connect(database)
-        setting.close()
-        with CommandBus(database) as other:
-            # As set_limit does, up to its commit.
-            from commandbus.flow.limits import set_limit
-            from commandbus.flow.operate import deed
-
-            run(
-                person,
-                _unfinished(
-                    set_limit("docai", {"concurrency": 2}, Home("test", "postgres"), deed("CANCEL", "ann", ""))
-                ),
-            )
-            began = threading.Thread(
-                target=lambda: run(deployment, declare([Limit("docai", concurrency=50)], Home("test", "postgres")))
-            )
-            began.start()
-            until(lambda: one(db, "SELECT count(*) FROM pg_locks WHERE NOT granted") > 0 or not began.is_alive())
-            person.commit()
-            began.join(20)
-            assert not began.is_alive()
-            found = other.get_limit("docai")
-    assert found.declared == {"concurrency": 50}
+        # All that a person's set_limit does, but for its commit.
+        setting = set_limit("docai", {"concurrency": 2}, home, deed("CANCEL", "ann", None))
+        run(person, replace(setting, atomic=False))
+        begins = threading.Thread(target=lambda: run(deployment, declare([Limit("docai", concurrency=50)], home)))
+        begins.start()
+        waits = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock')"
+        until(lambda: one(db, waits, deployment.info.backend_pid) or not begins.is_alive())
+        person.commit()
+        begins.join(20)
+        assert not begins.is_alive()
+    found = bus.get_limit("docai")
+    assert dict(found.declared or {})["concurrency"] == 50
     assert (found.concurrency, found.override) == (2, {"concurrency": 2})
-
-
-def _unfinished(operation: Any) -> Any:
-    """The same statements without a transaction of their own: whose connection it is commits."""
-    from dataclasses import replace
-
-    return replace(operation, atomic=False)
 
 
 @sync_only

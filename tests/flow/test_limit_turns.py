@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -124,9 +125,7 @@ def test_two_gates_that_wake_at_once_never_wake_more_than_there_are_places(
     connections = [psycopg.connect(database, autocommit=True) for _ in range(8)]
     try:
         for turn in range(6):
-            answers = at_once(
-                [lambda conn=conn, n=n: wake(conn, f"t{turn}-{n}/") for n, conn in enumerate(connections)]
-            )
+            answers = at_once([partial(wake, conn, f"t{turn}-{n}/") for n, conn in enumerate(connections)])
             assert all(isinstance(answer, int) for answer in answers), answers
             assert sum(answers) == 4  # type: ignore[arg-type]
             assert len(holders(db)) == 4
@@ -155,10 +154,10 @@ def test_newcomers_and_a_gate_that_wakes_never_take_more_than_there_are_places(
     try:
         for turn in range(8):
             jobs: list[Callable[[], Any]] = [
-                lambda conn=conn, n=n: wake(conn, f"t{turn}-{n}/") for n, conn in enumerate(connections[:3])
+                partial(wake, conn, f"t{turn}-{n}/") for n, conn in enumerate(connections[:3])
             ]
             jobs += [
-                lambda conn=conn, n=n: run(conn, places.take("docai", [f"new{turn}-{n}"])).tokens
+                partial(run, conn, places.take("docai", [f"new{turn}-{n}"]))
                 for n, conn in enumerate(connections[3:])
             ]
             answers = at_once(jobs)
@@ -220,9 +219,9 @@ def test_a_cancel_that_races_with_a_wake(orders: Bus, db: Db, database: str) -> 
                 assert first is not None
                 answers = at_once(
                     [
-                        lambda: wake(connections[0], f"a{turn}/"),
-                        lambda first=first: other.cancel("orders", first[0], operator="ann"),
-                        lambda: wake(connections[1], f"b{turn}/"),
+                        partial(wake, connections[0], f"a{turn}/"),
+                        partial(other.cancel, "orders", first[0], operator="ann"),
+                        partial(wake, connections[1], f"b{turn}/"),
                     ]
                 )
                 assert not [answer for answer in answers if isinstance(answer, BaseException)], answers
@@ -487,7 +486,7 @@ def test_a_wake_looks_at_no_more_than_it_may_wake(orders: Bus, db: Db) -> None:
 
 
 def test_2000_parked_commands_of_a_paused_domain_cost_newcomers_no_more(orders: Bus, db: Db) -> None:
-    """They cannot have a turn, so they are all looked at, one by one, by every newcomer, unless that is avoided."""
+    """They cannot have a turn: nobody asks that of each of them again."""
     orders.declare_limit(Limit("docai", concurrency=3))
     orders.create_domain("slow")
     work_in(db, "orders", "slow")

@@ -72,7 +72,7 @@ def test_somebody_elses_place_can_be_given_back_by_its_token(make: Maker) -> Non
 
 
 def test_a_lease_that_is_not_renewed_ends(make: Maker) -> None:
-    limit, dead, other = make.limit(concurrency=1, lease=1), make("dead"), make("other")
+    limit, dead, other = make.limit(concurrency=1, lease=2), make("dead"), make("other")
     (gone,) = dead.take(limit, tokens(1), limit.lease)
     assert other.take(limit, tokens(1), limit.lease) == []
     until(lambda: other.take(limit, tokens(1), limit.lease))
@@ -94,7 +94,7 @@ def test_each_holder_has_a_lease_of_its_own(make: Maker) -> None:
 
 
 def test_a_renewed_place_is_kept_beyond_its_first_lease(make: Maker) -> None:
-    limit, backend, other = make.limit(concurrency=1, lease=1), make(), make("other")
+    limit, backend, other = make.limit(concurrency=1, lease=2), make(), make("other")
     held = backend.take(limit, tokens(1), limit.lease)
     ends = time.monotonic() + 2.5 * limit.lease
 

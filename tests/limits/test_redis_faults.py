@@ -116,7 +116,7 @@ def test_places_of_one_that_lost_redis_end_with_their_lease(
     start: Start, proxies: list[Proxy], database: str
 ) -> None:
     """Others take its places then, so it must know by then that it has lost them."""
-    limit = declare_limit(database, concurrency=2, lease=2)
+    limit = declare_limit(database, concurrency=2, lease=4)
     alone, other = start(behind(proxies[0]), "alone"), start(behind(proxies[1]), "other")
     held = alone.take(limit, 2)
     cut(proxies[0])
@@ -319,7 +319,7 @@ def test_one_that_was_stopped_gets_nothing_from_redis_after_it_was_counted_out(
 def test_flushed_redis_holders_register_for_a_lease_before_newcomers_enter(
     start: Start, own_redis: RedisServer, database: str, db: Db
 ) -> None:
-    limit = declare_limit(database, concurrency=3, lease=2)
+    limit = declare_limit(database, concurrency=3, lease=3)
     clients = [start(own_redis.url, f"client {number}") for number in range(2)]
     first, second = clients
     held = first.take(limit, 2)
@@ -342,7 +342,7 @@ def test_flushed_redis_holders_register_for_a_lease_before_newcomers_enter(
 def test_redis_that_was_restarted_with_its_data_may_lack_the_last_of_it(
     start: Start, lasting_redis: RedisServer, database: str, db: Db
 ) -> None:
-    limit = declare_limit(database, concurrency=3, lease=2)
+    limit = declare_limit(database, concurrency=3, lease=3)
     client, other = start(lasting_redis.url), start(lasting_redis.url)
     held = client.take(limit, 2)
     lasting_redis.client.zrem("docai_semaphore:test", held[0])  # what had not reached the disk
@@ -397,8 +397,8 @@ def test_two_databases_share_a_redis_and_its_epoch(
 
     with CommandBus(empty_database) as bus:
         bus.migrate()
-    limit = declare_limit(database, concurrency=3, lease=2)
-    declare_limit(empty_database, concurrency=3, lease=2)
+    limit = declare_limit(database, concurrency=3, lease=3)
+    declare_limit(empty_database, concurrency=3, lease=3)
     here, there = start(own_redis.url, "here"), start(own_redis.url, "there", database_url=empty_database)
     held_here, held_there = here.take(limit, 1), there.take(limit, 2)
     assert (len(held_here), len(held_there)) == (1, 2)
@@ -508,7 +508,11 @@ def test_a_stopped_redis_keeps_nobody_waiting_for_long(
     all_in("joining", client)
 
 
-FAULTS = ["kill", "pause", "flush", "cut one", "cut all"]
+FAULTS = [
+    "kill",
+    "flush",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("pause", "cut one", "cut all")),
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -516,7 +520,7 @@ def test_never_above_the_limit_on_the_way_there_and_back(
     start: Start, own_redis: RedisServer, proxies: list[Proxy], database: str, fault: str
 ) -> None:
     """Six programs enter and leave all the time; some stay for several leases, over whatever happens."""
-    limit, inside = declare_limit(database, concurrency=5, lease=1.5), Inside(5)
+    limit, inside = declare_limit(database, concurrency=5, lease=2.5), Inside(5)
     clients = [start(behind(proxies[number % 2]), f"client {number}") for number in range(6)]
     for client in clients:
         client.work(limit, inside)

@@ -3,7 +3,8 @@
 A call is inside from its request until its work is done *and* its answer is sent, or its connection is gone. The
 work goes on when the client is killed, as it does at a real API: `peak` is what the API itself has seen.
 
-What it answers: `plan(…)` is used up first, then `usual`. A call may ask for its own time: `/call?n=7&who=123&seconds=0.2`.
+What it answers: `plan(…)` is used up first, then `usual`. A call may say who it is, and ask for its own time:
+`/call?n=7&who=123&seconds=0.2`.
 """
 
 from __future__ import annotations

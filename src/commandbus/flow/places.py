@@ -181,10 +181,15 @@ def wake(
     if not waiting:
         return Woken(0)
     free: set[tuple[str, int]] = set()
+    orphans: list[tuple[Any, ...]] = []
     for domain in sorted({item[1] for item in waiting} - {""}):
         msg_ids = [item[2] for item in waiting if item[1] == domain]
         locked = yield Statement(sql.text("limit_lock_waiting", domain=domain), {"msg_ids": msg_ids})
         free |= {(domain, msg_id) for (msg_id,) in locked}
+        if len(locked) < len(msg_ids):
+            orphans += yield Statement(
+                sql.text("limit_orphans", domain=domain), {"domain": domain, "msg_ids": msg_ids}
+            )
     ready = [item for item in waiting if item[1] == "" or (item[1], item[2]) in free]
     chosen: list[tuple[tuple[Any, ...], str]] = []
     for is_call, group in groupby(ready, key=lambda item: item[1] == ""):
@@ -202,6 +207,8 @@ def wake(
             break
     if chosen:
         yield from _let_go(name, chosen)
+    if orphans:
+        return Woken(len(chosen), 0.0)
     is_more = len(chosen) < len(ready) or len(waiting) == most
     return Woken(len(chosen), _next_look(row, len(chosen)) if is_more else None)
 

@@ -121,7 +121,7 @@ class Gate:
         self._stopping = threading.Event()
         self._over: BaseException | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._wake_fd)
+        weakref.finalize(self, os.close, self._wake_fd).atexit = False  # then it still gives back what it has
         self._thread = threading.Thread(target=self._serve, name=f"{owner}-gate", daemon=True)
 
     # --- asked from other threads; none of these waits ---------------------------------------------------------
@@ -758,6 +758,9 @@ class Gate:
                 raise
             self._is_barred = True
             self._look_at(name)
+            return
+        except psycopg.errors.UndefinedTable as error:
+            logger.warning("nobody can be woken at limit %s, a domain of who waits is gone: %s", name, error)
             return
         if woken.again_seconds is not None:
             self._look_at(name, woken.again_seconds)

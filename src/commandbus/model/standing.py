@@ -93,7 +93,9 @@ def after_bad(
     if answer is Answer.RATE_LIMITED or (is_probe and standing.step > 0):
         step = standing.step + 1
         wait = backoff(limit.backoff_seconds, step, spread=spread)
-        until = now + (wait if retry_after is None else retry_after)
+        # An API that says "at once" again and again is not called in a hot loop.
+        least = 0.0 if step == 1 else min(1.0, wait)
+        until = now + (wait if retry_after is None else max(retry_after, least))
         after = replace(after, step=step, until=until, reason=reason)
     if limit.breaker_failures and (after.failures >= limit.breaker_failures or standing.is_open):
         count = f"{after.failures} bad answers in a row" if after.failures > 1 else "a bad answer"

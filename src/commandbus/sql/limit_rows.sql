@@ -12,7 +12,8 @@ SELECT l.name, l.environment, l.backend, l.concurrency, l.per_second, l.burst, l
                         FILTER (WHERE value::float8 > date_part('epoch', clock_timestamp()))
                    FROM jsonb_each(l.holders)), '{}'),
        l.granted, l.rate_limited, l.waits, l.waited_seconds, l.declared, l.override, l.changed_at,
-       EXISTS (SELECT FROM commandbus.parked p WHERE p.limit_name = l.name AND p.woken_at IS NULL AND {claimable})
+       (SELECT true FROM commandbus.parked p WHERE p.limit_name = l.name AND p.woken_at IS NULL AND {claimable}
+         ORDER BY p.since LIMIT 1) IS NOT NULL
   FROM commandbus.limits l
  WHERE %(name)s::text IS NULL OR l.name = %(name)s
  ORDER BY l.name
