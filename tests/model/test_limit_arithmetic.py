@@ -154,9 +154,7 @@ spreads = st.floats(0, 1, exclude_max=True)
 @given(step=st.integers(1, 100), spread=spreads)
 def test_back_off_is_2_4_8_16_30_seconds_within_the_jitter(step: int, spread: float) -> None:
     base = (2, 4, 8, 16, 30)[min(step, 5) - 1]
-    assert (
-        base * (1 - BACKOFF_JITTER) <= backoff(BACKOFF_SECONDS, step, spread=spread) <= base
-    )
+    assert base * (1 - BACKOFF_JITTER) <= backoff(BACKOFF_SECONDS, step, spread=spread) <= base
     assert backoff(BACKOFF_SECONDS, step, spread=0) == base
 
 
