@@ -23,7 +23,7 @@ import pytest
 from commandbus import CommandBus, CommandStatus, HandlerRegistry, Limit, Worker, load_settings
 from commandbus.flow.limit_figures import Figures, LimitFigures
 from commandbus.flow.limit_mode import DEGRADED, JOINING, REDIS
-from commandbus.gate.redis_backend import LOST
+from commandbus.gate.redis_fleet import LOST
 from commandbus.model.limit import BACKOFF_SECONDS
 from commandbus.supervisor.shared_metrics import shared_metrics
 from support.waiting import until
@@ -159,7 +159,7 @@ def test_the_estimate_prints_what_the_comment_says(bus: CommandBus, capsys: pyte
     ("answer", "note"),
     [
         (SimpleNamespace(status_code=429, headers={"Retry-After": "60"}, url="https://docai.example/"),
-         "429 from docai.example, attempt 1 of the back-off"),
+         "429 from docai, attempt 1 of the back-off"),
         (SimpleNamespace(status_code=200, headers={}, json=lambda: {"error": "quota"}),
          "quota used up, attempt 1 of the back-off"),
     ],

@@ -17,7 +17,9 @@ handlers = HandlerRegistry()
 
 
 def call(data: dict[str, Any]) -> Any:
-    url = f"{data['url']}/call?n={data['n']}&who={os.getpid()}&seconds={data['seconds']}"
+    url = f"{data['url']}/call?n={data['n']}&who={os.getpid()}"
+    if data["seconds"] is not None:
+        url += f"&seconds={data['seconds']}"
     with urllib.request.urlopen(url, timeout=20) as response:
         return json.load(response)["n"]
 

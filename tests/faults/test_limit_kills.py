@@ -17,7 +17,7 @@ import pytest
 
 from commandbus import CommandBus, CommandStatus, Limit, Settings
 from commandbus.model.command import NewCommand
-from support.api_stub import ApiStub
+from support.api_stub import ApiStub, Reply, too_many
 from support.waiting import one, until
 
 Db = psycopg.Connection[Any]
@@ -82,12 +82,14 @@ def name_of(n: int) -> str:
     return f"c{n:04}"
 
 
-def send(bus: CommandBus, api: ApiStub, count: int, kinds: tuple[str, ...], seconds: float) -> None:
+def send(
+    bus: CommandBus, api: ApiStub, count: int, kinds: tuple[str, ...], seconds: float | None, first: int = 0
+) -> None:
     bus.send_many(
         "orders",
         [
             NewCommand(kinds[n % len(kinds)], {"n": n, "url": api.url, "seconds": seconds}, command_id=name_of(n))
-            for n in range(count)
+            for n in range(first, first + count)
         ],
     )
 
@@ -133,7 +135,7 @@ def test_ac4_ten_workers_never_make_more_than_five_calls_and_all_have_their_turn
 
 @pytest.mark.slow
 def test_ac4_never_above_the_limit_while_holders_are_killed(
-    bus: CommandBus, db: Db, api: ApiStub, start: Callable[[], Process]
+    bus: CommandBus, database: str, db: Db, api: ApiStub, start: Callable[[], Process], backend: dict[str, Any]
 ) -> None:
     """A killed holder's call goes on at the API; its place is free when its lease has ended, and not before."""
     count, kills = 160, 6
@@ -165,4 +167,47 @@ def test_ac4_never_above_the_limit_while_holders_are_killed(
     }
     assert again <= lost
     assert len(again) <= kills * 4  # as many as run in a process
-    until(lambda: bus.get_limit("docai").in_use == 0 if not api.inside else False, 20)
+    with CommandBus(settings=Settings(database_url=database, **backend)) as other:
+        until(lambda: other.get_limit("docai").in_use == 0, 20)
+
+
+@pytest.mark.slow
+def test_ac3_a_429_told_to_one_worker_is_heard_by_the_fleet_and_one_probe_goes_first(
+    bus: CommandBus, db: Db, api: ApiStub, start: Callable[[], Process]
+) -> None:
+    count = 40
+    for _ in range(4):
+        start()
+    until(lambda: active(db) == 4, 30)
+    api.plan(*[Reply(seconds=0.05)] * 10, too_many("2"))
+    send(bus, api, count, ("page",), None)
+    until(lambda: completed(db) == count, 60, what=lambda: f"{completed(db)} done, {api.inside} inside")
+    (refused,) = [visit for visit in api.visits if visit.status == 429]
+    told = refused.ended or 0
+    after = sorted(visit.began for visit in api.visits if visit.began > told + 0.3)
+    assert after[0] >= told + 1.9, "nobody calls before it is over"
+    (probe,) = [visit for visit in api.visits if visit.began == after[0]]
+    assert after[1] >= (probe.ended or 0), "one probe, and then all"
+    assert one(db, "SELECT max(attempt - waived) FROM commandbus.command") == 1, "a 429 spends no attempt"
+    check_all_done(bus, db, count)
+
+
+@pytest.mark.slow
+def test_a_killed_probe_is_followed_by_another_after_its_lease(
+    bus: CommandBus, db: Db, api: ApiStub, start: Callable[[], Process]
+) -> None:
+    fleet = {str(process.pid): process for process in (start() for _ in range(3))}
+    until(lambda: active(db) == 3, 30)
+    api.plan(too_many("1"), Reply(hangs=True))
+    send(bus, api, 1, ("page",), None)
+    until(lambda: bus.get_limit("docai").state != "OPEN")
+    send(bus, api, 5, ("page",), None, first=1)
+    probe = until(lambda: next((visit for visit in list(api.visits)[1:] if visit.ended is None), None), 20)
+    assert [visit.status for visit in api.visits] == [429, None]
+    fleet[probe.who].kill()
+    fleet[probe.who].wait()
+    until(lambda: completed(db) == 6, 40, what=lambda: f"{completed(db)} done, {api.inside} inside")
+    second = api.visits[2]
+    assert second.began - probe.began >= LEASE * 0.6, "its lease had been renewed a third of it before, at most"
+    assert len([visit for visit in api.visits if visit.began < (second.ended or 0)]) == 3, "alone"
+    check_all_done(bus, db, 6)

@@ -18,7 +18,7 @@ from commandbus.db.drive import run
 from commandbus.flow import places
 from commandbus.flow.claim import claim
 from commandbus.flow.limits import list_limits
-from commandbus.gate import gate as gate_module
+from commandbus.gate.waker import MOST_AT_ONCE
 from commandbus.model.command import NewCommand
 from commandbus.model.outcome import Failure
 from commandbus.runtime.attempt import Attempt
@@ -281,7 +281,7 @@ def gate_wakes(db: Db) -> None:
         swept = run(db, places.sweep())
         for name in swept.limits:
             assert name == "docai"
-            wake(db, f"g{n}/", gate_module.MOST_AT_ONCE)
+            wake(db, f"g{n}/", MOST_AT_ONCE)
 
 
 # --- domains that nobody serves --------------------------------------------------------------------------------

@@ -303,7 +303,9 @@ def test_one_that_was_stopped_gets_nothing_from_redis_after_it_was_counted_out(
 
     def refused() -> bool:
         try:
-            granted = backend._places.take(limit, tokens(1), 1.0, epoch=backend._fleet.epoch, leave=backend._leave)
+            granted = backend._places.take(
+                limit, tokens(1), 1.0, epoch=backend._fleet.epoch, leave=backend._fleet.leave
+            )
         except StaleError:
             return True
         backend._places.give(limit, granted, epoch=backend._fleet.epoch)

@@ -12,6 +12,7 @@ import pytest
 
 from commandbus import (
     BusinessRuleException,
+    CommandBus,
     CommandStatus,
     Limit,
     RateLimitError,
@@ -332,3 +333,34 @@ def test_the_error_of_an_outer_block_is_timeout_after_an_inner_one(bus, db, hand
     start_worker(handlers)
     until(lambda: statuses(db) == {"FAILED": 1})
     assert db.execute("SELECT error FROM commandbus.attempt").fetchone() == ("timeout",)
+
+
+def test_a_caller_whose_kept_place_is_gone_keeps_its_turn(bus, db, database):
+    """Its turn came, but it was too late for the place that was kept for it."""
+    bus.declare_limit(Limit("docai", concurrency=1))
+    got = threading.Event()
+
+    def wait() -> None:
+        with bus.limit("docai", wait=60):
+            got.set()
+
+    with CommandBus(database) as other:
+        with other.limit("docai"):
+            waiting = threading.Thread(target=wait)
+            waiting.start()
+            until(lambda: db.execute("SELECT count(*) FROM commandbus.parked").fetchone() == (1,))
+            db.execute("UPDATE commandbus.parked SET woken_at = now()")
+            until(lambda: db.execute("SELECT woken_at FROM commandbus.parked").fetchone() == (None,))
+        assert got.wait(20)
+        waiting.join(20)
+
+
+def test_a_limit_that_is_removed_while_its_place_is_held_ends_nothing(bus, db):
+    bus.set_limit("gone", concurrency=1, lease=1)
+    bus.declare_limit(Limit("docai", concurrency=1, lease=1))
+    with bus.limit("gone") as gone, bus.limit("docai"):
+        bus.unset_limit("gone")
+        (first,) = holders(db).values()
+        until(lambda: next(iter(holders(db).values())) > first + 1.5)  # renewed, and renewed again
+        assert not gone.is_lost
+    until(lambda: holders(db) == {})

@@ -271,6 +271,17 @@ def step_out(number: int) -> Steps[bool]:
 
 
 @operation(atomic=False)
+def stand_again(number: int) -> Steps[bool]:
+    """Its turn came, but not its place: stand where one stood; answers whether that was so."""
+    rows = yield Statement(
+        b"UPDATE commandbus.parked SET woken_at = NULL WHERE domain = '' AND msg_id = %(number)s "
+        b"AND woken_at IS NOT NULL RETURNING seq",
+        {"number": -number},
+    )
+    return bool(rows)
+
+
+@operation(atomic=False)
 def sweep() -> Steps[Swept]:
     """Find what is due, and forget what is of no use."""
     rows = yield Statement(sql.text("limit_sweep"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from commandbus.errors import ConfigurationError
-from commandbus.gate.gate import Elsewhere, Gate
+from commandbus.gate.backends import Elsewhere
+from commandbus.gate.gate import Gate
 from commandbus.model.limit import Limit
 from commandbus.settings import Settings
 

@@ -79,8 +79,10 @@ class ApiFailure:
     limit: str | None = None
 
     def at(self, limit: str) -> str:
-        """The same in the words of who knows the API by the name of its limit: "429 from docai"."""
-        return self.text if self.status is None else f"{self.status} from {limit}"
+        """The same in the words of who knows the API by the name of its limit: "429 from docai". What a handler
+        has put into words of its own stays."""
+        is_ours = self.text == "rate limited" or self.text.startswith((f"{self.status} from ", "HTTP "))
+        return f"{self.status} from {limit}" if is_ours and self.status is not None else self.text
 
 
 def parse_retry_after(value: object, *, now: float) -> float | None:

@@ -1,0 +1,85 @@
+"""Back ends: where the places of limits are kept, and which of them keeps those of a limit.
+
+PostgreSQL is always there. The other is made when a limit first asks for it, on the gate's thread: a program none
+of whose limits is kept in Redis never connects to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from commandbus.db.link import Link
+from commandbus.errors import CommandBusError
+from commandbus.flow.limits import LimitRow
+from commandbus.gate.postgres_backend import PostgresBackend
+from commandbus.model.limit import Look
+
+
+class Backend(Protocol):
+    """Where the places of some limits are kept."""
+
+    @property
+    def mode(self) -> str:
+        """postgres, redis, degraded, joining or lost."""
+
+    def take(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:
+        """Take places for some seconds; answers the tokens that have one."""
+
+    def renew(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
+        """Renew leases; answers the tokens that hold no place any more."""
+
+    def give(self, limit: LimitRow, tokens: Sequence[str]) -> None:
+        """Give places back."""
+
+    def look(self, limit: LimitRow) -> Look:
+        """Who holds a place, and how fast they are given."""
+
+
+class Elsewhere(Backend, Protocol):
+    """A back end outside PostgreSQL, which must be looked after."""
+
+    def tick(self) -> None:
+        """Called every second or so."""
+
+    def close(self) -> None:
+        """Sign off."""
+
+
+class Backends:
+    """The back ends of one program."""
+
+    def __init__(self, link: Link, make_elsewhere: Callable[[], Elsewhere] | None) -> None:
+        self._postgres = PostgresBackend(link)
+        self._make_elsewhere = make_elsewhere
+        self._elsewhere: Elsewhere | None = None
+
+    def of(self, row: LimitRow) -> Backend:
+        """The one that keeps the places of this limit."""
+        if row.backend == "postgres":
+            return self._postgres
+        if self._elsewhere is None:
+            if self._make_elsewhere is None:
+                raise CommandBusError(
+                    f"limit {row.name!r} is kept in Redis, and this program has no redis_url: set "
+                    f'COMMANDBUS_REDIS_URL, or declare one under another name with backend="postgres"'
+                )
+            self._elsewhere = self._make_elsewhere()
+        return self._elsewhere
+
+    @property
+    def mode_elsewhere(self) -> str:
+        """How the one outside PostgreSQL stands; asked from other threads."""
+        return "unknown" if self._elsewhere is None else self._elsewhere.mode  # not made here: threads would race
+
+    def tick(self) -> bool:
+        """Look after the one outside PostgreSQL; False: there is none."""
+        if self._elsewhere is None:
+            return False
+        self._elsewhere.tick()
+        return True
+
+    def close(self) -> None:
+        """Sign off."""
+        if self._elsewhere is not None:
+            self._elsewhere.close()

@@ -1,0 +1,160 @@
+"""The Desk: takes places of limits for this program, and knows which ones are held here.
+
+    newcomer ──take──┐
+                     ├──► held ──renew, after a third of its lease──► held, or lost
+    kept ────adopt───┘      └──let_go──► (given back by `exits`)
+
+A place is taken for a newcomer, or was kept for somebody whose turn has come and is adopted. Limits' rows are
+remembered as last seen; what must be right is asked for. Used by the gate's thread alone, but for what says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from commandbus.db.link import Link
+from commandbus.errors import CommandBusError, UnknownLimitError
+from commandbus.flow import places
+from commandbus.flow.limits import LimitRow, get_limit
+from commandbus.gate.backends import Backends
+from commandbus.gate.requests import Place
+from commandbus.logger import safe_logger
+
+logger = safe_logger("commandbus.limits")
+
+TICK_SECONDS = 1.0
+LONGEST_SECONDS = 30.0
+LEAST_SECONDS = 0.05
+
+
+class Desk:
+    """The limits that this program uses, and the places of them that it holds."""
+
+    def __init__(self, link: Link, backends: Backends) -> None:
+        self.link = link
+        self.backends = backends
+        self.renew_at = 0.0
+        self._rows: dict[str, LimitRow] = {}  # as last seen; what must be right is asked for
+        self._held: dict[str, dict[str, Place]] = {}
+
+    # --- asked from other threads ------------------------------------------------------------------------------
+
+    @property
+    def modes(self) -> dict[str, str]:
+        """Where the places of each limit that is used here are kept now."""
+        mode = self.backends.mode_elsewhere
+        return {name: "postgres" if row.backend == "postgres" else mode for name, row in list(self._rows.items())}
+
+    @property
+    def held(self) -> dict[str, int]:
+        """How many places of each limit are held here."""
+        return {name: len(own) for name, own in list(self._held.items()) if own}
+
+    # --- limits ------------------------------------------------------------------------------------------------
+
+    def row(self, name: str) -> LimitRow:
+        """The limit as it is now."""
+        row = self._rows[name] = self.link.run(get_limit(name))
+        return row
+
+    def known(self, name: str) -> LimitRow:
+        """The limit as last seen: for what does not change from moment to moment, as its lease."""
+        return self._rows.get(name) or self.row(name)
+
+    def remember(self, row: LimitRow) -> None:
+        """A row that was read on another occasion."""
+        self._rows[row.name] = row
+
+    def forget(self, name: str) -> None:
+        """It was changed, or is gone: it is asked for the next time."""
+        self._rows.pop(name, None)
+
+    # --- places ------------------------------------------------------------------------------------------------
+
+    def take(self, name: str, tokens: Sequence[str]) -> tuple[list[str], LimitRow | None]:
+        """Take places for newcomers. If some get none: the limit's row, which says why."""
+        if self.known(name).backend == "postgres":
+            taken = self.link.run(places.take(name, tokens))
+            if len(taken.tokens) == len(tokens):
+                return taken.tokens, None
+            row = self.row(name)
+            if row.backend == "postgres":
+                return taken.tokens, row
+        else:
+            row = self.row(name)
+        standing = row.standing
+        if row.is_awaited or standing.closed_until(row.now) is not None:
+            return [], row
+        if not standing.is_probing:
+            granted = self.backends.of(row).take(row, tokens, row.lease)
+            return granted, None if len(granted) == len(tokens) else row
+        if standing.is_probed(row.now):
+            return [], row
+        granted = self.backends.of(row).take(row, tokens[:1], row.lease)
+        if granted and not self.link.run(places.take_probe(name, granted[0])):
+            self.backends.of(row).give(row, granted)
+            granted = []
+        return granted, row
+
+    def adopt(self, name: str, token: str) -> bool:
+        """Is the place that was kept under this token still there? Then it is held from now on."""
+        row = self.row(name)
+        standing = row.standing
+        backend = self.backends.of(row)
+        if standing.closed_until(row.now) is not None or (standing.is_probing and standing.probe != token):
+            backend.give(row, [token])  # it was kept before the API said no
+            return False
+        is_held = not backend.renew(row, [token])
+        if is_held and row.backend != "postgres" and standing.probe == token:
+            self.link.run(places.renew(name, [token]))  # that it is the probe is kept there
+        return is_held
+
+    def hold(self, place: Place) -> Place:
+        """Renew this place from now on."""
+        self._held.setdefault(place.limit, {})[place.token] = place
+        self.renew_at = min(self.renew_at, time.monotonic() + place.lease / 3)
+        return place
+
+    def let_go(self, place: Place) -> None:
+        """Renew it no more."""
+        self._held.get(place.limit, {}).pop(place.token, None)
+
+    def renew(self) -> None:
+        """Renew what is due, tell whoever has lost a place, and find out when to do so again."""
+        now = time.monotonic()
+        again = now + (TICK_SECONDS if self.backends.tick() else LONGEST_SECONDS)
+        for name, held in list(self._held.items()):
+            own = list(held.values())
+            due = [place for place in own if now - place.renewed_at >= place.lease / 3]
+            lost = self._renew(name, due) if due else []
+            lost += [place for place in own if now - place.renewed_at >= place.lease and place not in lost]
+            for place in lost:
+                self._lose(place)
+            again = min([again, *(place.renewed_at + place.lease / 3 for place in held.values())])
+        self.renew_at = max(again, now + LEAST_SECONDS)  # at the end: what fails on the way is done again at once
+
+    def _renew(self, name: str, own: Sequence[Place]) -> list[Place]:
+        """Renew leases; answers what is lost."""
+        sent_at = time.monotonic()
+        try:
+            row = self.row(name)
+            gone = set(self.backends.of(row).renew(row, [place.token for place in own]))
+        except UnknownLimitError:
+            for place in own:  # nobody counts any more who is inside
+                self.let_go(place)
+            return []
+        except CommandBusError as error:
+            logger.warning("places of limit %s cannot be renewed: %s", name, error)
+            return []
+        for place in own:
+            if place.token not in gone:
+                place.renewed_at, place.lease = sent_at, row.lease
+        return [place for place in own if place.token in gone]
+
+    def _lose(self, place: Place) -> None:
+        place.is_lost = True
+        self.let_go(place)
+        logger.warning("%s has lost its place of limit %s", place.holder, place.limit)
+        if place.on_lost is not None:
+            place.on_lost(place)

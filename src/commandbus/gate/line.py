@@ -1,0 +1,163 @@
+"""The Line: calls inside programs (`ctx.limit`, `bus.limit`), and those of them that wait for their turn.
+
+    call ──► its command's turn has come, or a place is free ──► place
+      └────► in line, in the database ──► told by its token that its turn has come ──► place
+                                     └──► its time is up, or nobody waits for it any more ──► out of line
+
+Each call is answered once, with a place or an error. At every step its answer may be cancelled from outside: a
+place that was given at that moment goes back. Used by the gate's thread alone; `calls` is filled from others.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from contextlib import suppress
+
+from commandbus.errors import CommandBusError
+from commandbus.flow import places
+from commandbus.gate.desk import Desk
+from commandbus.gate.exits import Exits
+from commandbus.gate.requests import Call, Place, waited_in_vain
+from commandbus.gate.waker import Waker
+
+
+class Line:
+    """Whoever waits inside this program."""
+
+    def __init__(self, desk: Desk, waker: Waker, exits: Exits) -> None:
+        self._desk = desk
+        self._waker = waker
+        self._exits = exits
+        self.calls: deque[Call] = deque()
+        self._waiting: dict[str, Call] = {}
+
+    @property
+    def soonest(self) -> float:
+        """When (monotonic) the time of the first who waits is up."""
+        return min((call.until for call in self._waiting.values()), default=math.inf)
+
+    def answer_calls(self) -> None:
+        """Give places to those who have called, or let them stand in line."""
+        while self.calls:
+            call = self.calls[0]
+            if not call.answer.done():
+                self._begin(call)
+            self.calls.popleft()
+
+    def hear(self, token: str) -> None:
+        """Somebody's turn has come; it may be one of another program."""
+        call = self._waiting.get(token)
+        if call is not None:
+            self._take_turn(call)
+
+    def take_turns(self) -> None:
+        """Whose turn has come, and who was told when nobody listened?"""
+        for call in list(self._waiting.values()):
+            self._take_turn(call)
+
+    def give_up_late(self, now: float) -> None:
+        """Tell those whose time is up."""
+        for call in [call for call in self._waiting.values() if call.until <= now]:
+            self._give_up(call)
+
+    def forget(self, call: Call) -> None:
+        """Who asked waits no more; a place that was given meanwhile is given back."""
+        if call.answer.done() and not call.answer.cancelled():
+            if call.answer.exception() is None:
+                self._exits.hand_back([call.answer.result()])
+            return
+        self._waiting.pop(call.token, None)
+        if call.is_in_line and self._desk.link.run(places.step_out(call.number)):
+            with suppress(CommandBusError):  # the limit is gone, and its places with it
+                row = self._desk.known(call.name)
+                self._desk.backends.of(row).give(row, [call.token])
+            self._waker.look_at(call.name)
+
+    def step_out(self) -> None:
+        """The program ends: it stands in no line any more."""
+        for call in list(self._waiting.values()):
+            self._desk.link.run(places.step_out(call.number))
+
+    def fail_all(self, error: BaseException) -> None:
+        """Nobody will be answered any more."""
+        for call in [*self.calls, *self._waiting.values()]:
+            _fail(call, error)
+
+    def _begin(self, call: Call) -> None:
+        try:
+            if call.command is not None and self._has_turn(call, call.command):
+                return
+            granted, _ = self._desk.take(call.name, [call.token])
+        except CommandBusError as error:
+            self._desk.forget(call.name)
+            _fail(call, error)
+            return
+        if granted:
+            self._resolve(call)
+            return
+        left = call.until - time.monotonic()
+        if left <= 0:
+            _fail(call, waited_in_vain(call.name, call.wait))
+            return
+        self._desk.link.run(
+            places.line_up(
+                call.name, call.token, number=call.number, seconds=left, who=call.holder, since=call.since
+            )
+        )
+        call.is_in_line = True
+        self._waiting[call.token] = call
+        self._waker.look_at(call.name)
+
+    def _has_turn(self, call: Call, command: tuple[str, int, int, int]) -> bool:
+        """Was a place kept for the command that calls? Its handler names no limits, so it did not pass by here."""
+        domain, *who = command
+        turn = self._desk.link.run(places.turns(domain, [(who[0], who[1], who[2])])).get(who[0])
+        if turn is None or turn.token is None or turn.limit != call.name:
+            return False
+        if not self._desk.adopt(call.name, turn.token):
+            return False
+        call.token = turn.token
+        self._resolve(call)
+        return True
+
+    def _take_turn(self, call: Call) -> None:
+        """It was told that its turn has come, or may have missed that."""
+        try:
+            is_held = self._desk.adopt(call.name, call.token)
+        except CommandBusError as error:
+            self._waiting.pop(call.token, None)
+            _fail(call, error)
+            return
+        if is_held:
+            self._desk.link.run(places.step_out(call.number))
+            self._waiting.pop(call.token, None)
+            self._resolve(call)
+        elif self._desk.link.run(places.stand_again(call.number)):
+            self._waker.look_at(call.name)  # the place was gone again, but not the turn
+
+    def _give_up(self, call: Call) -> None:
+        """Its time is up; but if its turn has come at this moment, it has its place."""
+        try:
+            is_held = self._desk.link.run(places.step_out(call.number)) and self._desk.adopt(call.name, call.token)
+        except CommandBusError:
+            is_held = False
+        self._waiting.pop(call.token, None)
+        if is_held:
+            self._resolve(call)
+        else:
+            _fail(call, waited_in_vain(call.name, call.wait))
+
+    def _resolve(self, call: Call) -> None:
+        lease = self._desk.known(call.name).lease
+        place = self._desk.hold(Place(call.name, call.token, lease, holder=call.holder, on_lost=call.on_lost))
+        if not call.answer.set_running_or_notify_cancel():
+            self._exits.hand_back([place])
+        else:
+            call.answer.set_result(place)
+
+
+def _fail(call: Call, error: BaseException) -> None:
+    if not call.answer.done() and call.answer.set_running_or_notify_cancel():
+        call.answer.set_exception(error)

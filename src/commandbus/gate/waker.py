@@ -1,0 +1,100 @@
+"""The Waker: sees whose turn it is, keeps a place for that one, and wakes it.
+
+Looking is cheap to ask for and done once: `look_at` notes when, and however often that was asked, the round looks
+one time. Whoever gives a place back, joins the line or ends a back-off asks for it. What nobody asked for, because
+a worker was killed between two statements, is found by the sweep.
+
+Used by the gate's thread alone, but for `is_due_within`.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+
+import psycopg
+
+from commandbus.errors import CommandBusError
+from commandbus.flow import places
+from commandbus.gate.desk import Desk
+from commandbus.logger import safe_logger
+
+logger = safe_logger("commandbus.limits")
+
+RESERVE_SECONDS = 15.0
+MOST_AT_ONCE = 20
+
+
+class Waker:
+    """Wakes who is first in line, at the limits that this program has to do with."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._due: dict[str, float] = {}
+        self.is_barred = False  # from queues, as a role that only sends: others wake commands then
+
+    @property
+    def soonest(self) -> float:
+        """When (monotonic) to look next."""
+        return min(self._due.values(), default=math.inf)
+
+    def is_due_within(self, seconds: float) -> bool:
+        """Will it look so soon? May be asked from other threads."""
+        return any(at < time.monotonic() + seconds for at in list(self._due.values()))
+
+    def look_at(self, name: str, seconds: float = 0.0) -> None:
+        """See, in so many seconds, who is first in line."""
+        at = time.monotonic() + max(0.0, seconds)
+        self._due[name] = min(self._due.get(name, at), at)
+
+    def wake_due(self, now: float) -> None:
+        """Look at all limits whose time has come."""
+        for name in [name for name, at in self._due.items() if at <= now]:
+            del self._due[name]
+            self._wake_next(name)
+
+    def sweep(self) -> None:
+        """Find what nobody has asked for: limits with somebody in line, and commands that have waited too long."""
+        found = self._desk.link.run(places.sweep())
+        for name in found.limits:
+            if name not in self._due:
+                self._wake_next(name)
+        for domain in [] if self.is_barred else found.domains:
+            try:
+                self._desk.link.run(places.wake_overdue(domain))
+            except psycopg.errors.InsufficientPrivilege:
+                self.is_barred = True
+                break
+            except psycopg.errors.UndefinedTable:
+                logger.warning("domain %s is gone, and commands of it are parked", domain)
+
+    def _wake_next(self, name: str) -> None:
+        try:
+            row = self._desk.known(name)
+            backend = self._desk.backends.of(row)
+        except CommandBusError as error:
+            logger.warning("nobody of this program can be woken at limit %s: %s", name, error)
+            return
+        grant = None
+        if row.backend != "postgres":
+            grant = backend.take
+        mark, barred = f"turn/{secrets.token_hex(4)}/", self.is_barred
+        waking = places.wake(
+            name, most=MOST_AT_ONCE, seconds=RESERVE_SECONDS, grant=grant, mark=mark, is_barred=barred
+        )
+        try:
+            woken = self._desk.link.run(waking)
+        except psycopg.errors.InsufficientPrivilege:
+            if barred:
+                raise
+            self.is_barred = True
+            self.look_at(name)
+            return
+        except psycopg.errors.UndefinedTable as error:
+            logger.warning("nobody can be woken at limit %s, a domain of who waits is gone: %s", name, error)
+            return
+        if woken.again_seconds is not None:
+            self.look_at(name, woken.again_seconds)
+        elif woken.count == MOST_AT_ONCE:
+            self.look_at(name)
