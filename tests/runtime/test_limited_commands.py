@@ -13,8 +13,10 @@ import pytest
 from commandbus import (
     BusinessRuleException,
     CommandBus,
+    CommandBusError,
     CommandStatus,
     Limit,
+    LimitTimeoutError,
     RateLimitError,
     Worker,
 )
@@ -364,3 +366,72 @@ def test_a_limit_that_is_removed_while_its_place_is_held_ends_nothing(bus, db):
         until(lambda: next(iter(holders(db).values())) > first + 1.5)  # renewed, and renewed again
         assert not gone.is_lost
     until(lambda: holders(db) == {})
+
+
+def test_what_is_parked_when_the_last_worker_stops_goes_on_with_the_next(bus, db, handlers, start_worker, gate):
+    @handlers.handler("orders", "page", limits=[Limit("docai", concurrency=1)])
+    def page(command: Any, ctx: Any) -> None:
+        if command.data == 0:
+            gate.wait(30)
+
+    bus.send_many("orders", [NewCommand("page", n) for n in range(4)])
+    first = start_worker(handlers)
+    until(lambda: bus.status("orders")[0].parked == 3)
+    gate.set()
+    first.drain("the test says so")
+    first.stop()
+    db.execute("UPDATE commandbus.parked SET woken_at = NULL, token = NULL")
+    db.execute("UPDATE pgmq.q_orders__commands SET vt = now() + interval '10 years'")
+    db.execute("UPDATE commandbus.limits SET holders = '{}'")
+    start_worker(handlers)
+    until(lambda: completed(db) == 4, seconds=30)
+
+
+def test_a_program_without_redis_does_not_move_a_limit_that_is_kept_there(bus, db, database, redis_url):
+    with CommandBus(settings=quick_settings(database, redis_url=redis_url)) as there:
+        there.declare_limit(Limit("docai", concurrency=1))
+    bus.declare_limit(Limit("docai", concurrency=2))
+    assert db.execute("SELECT backend, concurrency FROM commandbus.limits").fetchone() == ("redis", 2)
+    with pytest.raises(CommandBusError, match="has no redis_url"), bus.limit("docai"):
+        pass
+
+
+def test_a_limit_that_is_in_use_does_not_move_to_redis(bus, db, database, redis_url, caplog):
+    bus.declare_limit(Limit("docai", concurrency=1))
+    with CommandBus(settings=quick_settings(database, redis_url=redis_url)) as there:
+        with bus.limit("docai"):
+            there.declare_limit(Limit("docai", concurrency=1))
+            assert db.execute("SELECT backend FROM commandbus.limits").fetchone() == ("postgres",)
+            assert "is in use, and stays in postgres" in caplog.text
+        until(lambda: holders(db) == {})
+        there.declare_limit(Limit("docai", concurrency=1))
+        assert db.execute("SELECT backend FROM commandbus.limits").fetchone() == ("redis",)
+
+
+def test_who_declares_a_limit_otherwise_is_written_down(bus, db, caplog):
+    bus.declare_limit(Limit("docai", concurrency=3))
+    bus.declare_limit(Limit("docai", concurrency=9))
+    assert "limit docai was declared otherwise: concurrency was 3, is 9" in caplog.text
+    actions = db.execute("SELECT subject, action, details FROM commandbus.control_action").fetchall()
+    assert actions == [("limit docai", "DECLARE", {"concurrency": 9})]
+
+
+def test_a_longest_wait_that_is_set_counts_for_those_who_wait_already(bus, db, handlers, start_worker, gate):
+    @handlers.handler("orders", "page", limits=[Limit("docai", concurrency=1)])
+    def page(command: Any, ctx: Any) -> None:
+        gate.wait(30)
+
+    bus.send_many("orders", [NewCommand("page", n) for n in range(2)])
+    start_worker(handlers, concurrency=2)
+    until(lambda: bus.status("orders")[0].parked == 1)
+    bus.set_limit("docai", max_wait=0.2)
+    until(lambda: statuses(db).get("IN_TROUBLESHOOTING_QUEUE") == 1)
+    gate.set()
+
+
+def test_who_waits_in_vain_is_told_what_was_in_the_way(bus):
+    bus.declare_limit(Limit("docai", concurrency=1))
+    bus.open_breaker(limit="docai", operator="ann", reason="they are down")
+    told = r"within 200ms: the breaker of docai is open: .*they are down"
+    with pytest.raises(LimitTimeoutError, match=told), bus.limit("docai", wait=0.2):
+        pass

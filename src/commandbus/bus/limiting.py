@@ -39,12 +39,14 @@ from commandbus.gate.holding import (
 )
 from commandbus.gate.looking import look_at
 from commandbus.gate.requests import Leave, Place, waited_in_vain
+from commandbus.logger import safe_logger
 from commandbus.model.http import ApiFailure
 from commandbus.model.limit import WAIT_SECONDS, Limit, Look
 from commandbus.model.standing import Answer
 from commandbus.settings import Settings
 
 T = TypeVar("T")
+logger = safe_logger("commandbus.limits")
 CLOSE_GATE_SECONDS = 5.0
 AT_EXIT_SECONDS = 1.0
 
@@ -95,6 +97,10 @@ class _LimitShell(Shell):
 
     def _declaration(self, *declared: Limit) -> Operation[list[str]]:
         return limits.declare(settle_limits(declared, self.settings), self._home())
+
+    def _log(self, notes: list[str]) -> None:
+        for note in notes:
+            logger.warning("%s", note)
 
     def _setting(
         self, name: str, options: dict[str, Any], who: str | None, why: str | None
@@ -169,7 +175,7 @@ class Limiting(_LimitShell):
 
     def declare_limit(self, limit: Limit) -> None:
         """Make a limit known to all; what a person has set at run time stays above it."""
-        self.run(self._declaration(limit))
+        self._log(self.run(self._declaration(limit)))
 
     def limits(self) -> list[LimitInfo]:
         """All limits, and how they stand."""
@@ -206,7 +212,7 @@ class Limiting(_LimitShell):
     def _ready_gate(self) -> Gate:
         if self.settings.limits and not self._gates.has_declared:
             with suppress(InsufficientPrivilege):  # a role that only sends: workers and operators declare
-                self.run(self._declaration(*self.settings.limits))
+                self._log(self.run(self._declaration(*self.settings.limits)))
             self._gates.has_declared = True
         return self._gates.get(self._resolved)
 
@@ -270,7 +276,7 @@ class AsyncLimiting(_LimitShell):
 
     async def declare_limit(self, limit: Limit) -> None:
         """Make a limit known to all; what a person has set at run time stays above it."""
-        await self.run(self._declaration(limit))
+        self._log(await self.run(self._declaration(limit)))
 
     async def limits(self) -> list[LimitInfo]:
         """All limits, and how they stand."""
@@ -307,7 +313,7 @@ class AsyncLimiting(_LimitShell):
     async def _ready_gate(self) -> Gate:
         if self.settings.limits and not self._gates.has_declared:
             with suppress(InsufficientPrivilege):  # a role that only sends: workers and operators declare
-                await self.run(self._declaration(*self.settings.limits))
+                self._log(await self.run(self._declaration(*self.settings.limits)))
             self._gates.has_declared = True
         return await asyncio.to_thread(self._gates.get, self._resolved)
 

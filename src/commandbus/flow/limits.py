@@ -16,8 +16,11 @@ from commandbus.errors import ConfigurationError, InvalidOperationError, Unknown
 from commandbus.flow.operate import Deed
 from commandbus.flow.statement import Row, Statement, Steps, operation
 from commandbus.model import payload
-from commandbus.model.limit import OPTIONS, Limit, Look, Rate, check_limit_name
+from commandbus.model.limit import OPTIONS, Limit, Look, Rate, check_limit_name, is_limit_name
 from commandbus.model.standing import Standing
+
+ITSELF = "commandbus"
+"""Who did what no person did."""
 
 CHANNEL = "commandbus_limits"
 CHANGED = "limit "
@@ -102,7 +105,7 @@ def list_limits(name: str | None = None) -> Steps[list[LimitRow]]:
 @operation(atomic=False)
 def get_limit(name: str) -> Steps[LimitRow]:
     """One limit; UnknownLimitError names those that there are."""
-    found = read_rows((yield select_limits(name)))
+    found = read_rows((yield select_limits(name))) if is_limit_name(name) else []
     if not found:
         known = yield Statement(b"SELECT name FROM commandbus.limits ORDER BY name")
         raise UnknownLimitError(name, [row[0] for row in known])
@@ -111,23 +114,57 @@ def get_limit(name: str) -> Steps[LimitRow]:
 
 @operation(atomic=True)
 def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
-    """Make known what code and configuration declare; answers what has changed. What a person has set stays."""
-    changed = []
+    """Make known what code and configuration declare. What a person has set stays above it.
+
+    Where a limit lives (back end and environment) is left as it is, unless the declaration says otherwise, or a
+    Redis has come; and it does not move while it is in use: who holds a place would not be counted at the new
+    one. Answers what is worth a line in the log: what was declared otherwise before, and what did not move.
+    """
+    notes = []
     for limit in sorted(limits, key=lambda item: item.name):
         yield _lock(limit.name)
         rows = yield Statement(
-            b"SELECT declared, override, environment, backend FROM commandbus.limits WHERE name = %(name)s",
+            b"SELECT declared, override, environment, backend FROM commandbus.limits WHERE name = %(name)s "
+            b"FOR UPDATE",
             {"name": limit.name},
         )
-        declared, override, environment, backend = rows[0] if rows else (None, None, None, None)
+        declared, override, *place = rows[0] if rows else (None, None)
         effective = Limit.from_json(limit.name, limit.to_json(), override)
-        where = (effective.environment or home.environment, effective.backend or home.backend)
-        if rows and declared == limit.to_json() and where == (environment, backend):
+        where = _home_of(effective, home, place)
+        if place and where != tuple(place) and not (yield from _is_idle(limit.name, place[1])):
+            notes.append(
+                f"limit {limit.name} is in use, and stays in {place[1]} ({place[0]}): start again when nobody "
+                f"uses it"
+            )
+            where = (place[0], place[1])
+        if rows and declared == limit.to_json() and where == tuple(place):
             continue
+        if declared is not None and declared != limit.to_json():
+            notes.append(f"limit {limit.name} was declared otherwise: {difference(declared, limit.to_json())}")
+            yield note_action(f"limit {limit.name}", "DECLARE", Deed("CANCEL", ITSELF), details=limit.to_json())
         yield _store(effective, where, declared=limit.to_json(), override=override)
         yield tell(CHANGED + limit.name)
-        changed.append(limit.name)
-    return changed
+    return notes
+
+
+def _home_of(limit: Limit, home: Home, place: Sequence[str]) -> tuple[str, str]:
+    """Where a limit is to live: as it says; else where it lives, or in Redis if there is one now."""
+    if not place:
+        return limit.environment or home.environment, limit.backend or home.backend
+    backend = limit.backend or ("redis" if "redis" in (home.backend, place[1]) else place[1])
+    return limit.environment or place[0], backend
+
+
+def _is_idle(name: str, backend: str) -> Steps[bool]:
+    """Does nobody hold a place, or wait for one?"""
+    rows = yield Statement(sql.text("limit_idle"), {"name": name, "is_here": backend == "postgres"})
+    return bool(rows and rows[0][0])
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """What two declarations of a limit differ in, for people."""
+    names = [name for name in OPTIONS if before.get(name) != after.get(name)]
+    return ", ".join(f"{name} was {before.get(name)!r}, is {after.get(name)!r}" for name in names)
 
 
 @operation(atomic=True)
@@ -140,10 +177,16 @@ def set_limit(name: str, options: Mapping[str, Any], home: Home, what: Deed) -> 
         {"name": name},
     )
     declared, override, *where = rows[0] if rows else (None, None)
-    if rows and (fixed := {"backend", "environment"} & options.keys()):
+    if not options:
+        raise ConfigurationError(f"limit {name!r}: nothing to set; there are {', '.join(OPTIONS)}")
+    if (
+        rows
+        and (fixed := {"backend", "environment"} & options.keys())
+        and not (yield from _is_idle(name, where[1]))
+    ):
         raise InvalidOperationError(
-            f"{' and '.join(sorted(fixed))} of limit {name!r} cannot be changed at run time: who holds a place "
-            f"would not be counted; declare it under another name"
+            f"{' and '.join(sorted(fixed))} of limit {name!r} cannot be changed while it is in use: who holds a "
+            f"place would not be counted; try again when nobody uses it"
         )
     wanted = {**(override or {}), **options}
     effective = Limit.from_json(name, declared, wanted)
@@ -155,6 +198,12 @@ def set_limit(name: str, options: Mapping[str, Any], home: Home, what: Deed) -> 
         declared=declared,
         override=_in_json(effective, wanted),
     )
+    if "max_wait" in options:  # also for those who wait already
+        yield Statement(
+            b"UPDATE commandbus.parked SET give_up_at = parked_at + make_interval(secs => %(seconds)s) "
+            b"WHERE limit_name = %(name)s AND domain <> '' AND woken_at IS NULL",
+            {"name": name, "seconds": effective.max_wait_seconds},
+        )
     yield note_action(f"limit {name}", "SET", what, details=_in_json(effective, options))
     yield tell(CHANGED + name)
     return read_rows((yield select_limits(name)))[0]

@@ -14,15 +14,12 @@ from typing import Any
 
 from commandbus import sql
 from commandbus.errors import UnknownLimitError
-from commandbus.flow.limits import CLOSED, WAKE, LimitRow, note_action, read_rows, select_limits, tell
+from commandbus.flow.limits import CLOSED, ITSELF, WAKE, LimitRow, note_action, read_rows, select_limits, tell
 from commandbus.flow.operate import Deed
 from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model import payload
 from commandbus.model.limit import until_next
 from commandbus.model.standing import Answer, Standing, after_bad, after_good, after_unknown
-
-ITSELF = "commandbus"
-"""Who did what no person did."""
 
 CALL_SECONDS = 3.0
 """How long a place is kept for who waits inside a program."""
@@ -195,7 +192,7 @@ def wake(
     for is_call, group in groupby(ready, key=lambda item: item[1] == ""):
         # Who waits inside a program answers at once; if it died, its place must not be kept for long.
         kept = CALL_SECONDS if is_call else seconds
-        items = {item[3] or f"{mark}{item[0]}": item for item in group}
+        items = {item[3] or f"{mark}{item[0]}/{item[5]}"[:200]: item for item in group}
         if grant is None:
             granted = (yield from _take(name, list(items), seconds=kept, newcomers=False)).tokens
         else:

@@ -39,6 +39,9 @@ class Backend(Protocol):
 class Elsewhere(Backend, Protocol):
     """A back end outside PostgreSQL, which must be looked after."""
 
+    def keep_for_others(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:
+        """Take places that others will adopt; answers the tokens that have one."""
+
     def tick(self) -> None:
         """Called every second or so."""
 
@@ -56,8 +59,10 @@ class Backends:
 
     def of(self, row: LimitRow) -> Backend:
         """The one that keeps the places of this limit."""
-        if row.backend == "postgres":
-            return self._postgres
+        return self._postgres if row.backend == "postgres" else self.elsewhere(row)
+
+    def elsewhere(self, row: LimitRow) -> Elsewhere:
+        """The one outside PostgreSQL, for a limit that is kept there."""
         if self._elsewhere is None:
             if self._make_elsewhere is None:
                 raise CommandBusError(

@@ -25,11 +25,14 @@ def make_gate(settings: Settings, owner: str, *, on_error: Callable[[BaseExcepti
 
 
 def settle_limits(declared: Iterable[Limit], settings: Settings) -> list[Limit]:
-    """Each limit once, with all that it leaves to the settings; two that differ under one name are a mistake."""
+    """Each limit once, without its breaker if breakers are off; two that differ under one name are a mistake."""
     found: dict[str, Limit] = {}
     for limit in declared:
         if found.setdefault(limit.name, limit) != limit:
             raise ConfigurationError(
                 f"limit {limit.name!r} is declared twice, differently: {found[limit.name]} and {limit}"
             )
-    return [settings.resolved(limit) for limit in found.values()]
+        settings.backend_of(limit)  # or say that there is no Redis
+    if settings.breakers_enabled:
+        return list(found.values())
+    return [limit.changed(breaker_failures=0) for limit in found.values()]

@@ -15,11 +15,11 @@ import time
 from collections import deque
 from contextlib import suppress
 
-from commandbus.errors import CommandBusError
+from commandbus.errors import CommandBusError, LimitTimeoutError
 from commandbus.flow import places
 from commandbus.gate.desk import Desk
 from commandbus.gate.exits import Exits
-from commandbus.gate.requests import Call, Place, waited_in_vain
+from commandbus.gate.requests import Call, Place, refuse, waited_in_vain
 from commandbus.gate.waker import Waker
 
 
@@ -99,7 +99,7 @@ class Line:
             return
         left = call.until - time.monotonic()
         if left <= 0:
-            _fail(call, waited_in_vain(call.name, call.wait))
+            _fail(call, self._in_vain(call))
             return
         self._desk.link.run(
             places.line_up(
@@ -147,7 +147,14 @@ class Line:
         if is_held:
             self._resolve(call)
         else:
-            _fail(call, waited_in_vain(call.name, call.wait))
+            _fail(call, self._in_vain(call))
+
+    def _in_vain(self, call: Call) -> LimitTimeoutError:
+        try:
+            why = refuse(self._desk.row(call.name), waited_seconds=None).note
+        except CommandBusError as error:
+            why = str(error)
+        return waited_in_vain(call.name, call.wait, why)
 
     def _resolve(self, call: Call) -> None:
         lease = self._desk.known(call.name).lease

@@ -67,6 +67,14 @@ class RedisBackend:
         self._granted[limit.name] += len(granted)
         return granted
 
+    def keep_for_others(self, limit: Terms, tokens: Sequence[str], seconds: float) -> list[str]:
+        """Take places that others will adopt. They are not in our books then: when Redis is lost, who has adopted
+        one counts it, and one that nobody has is void."""
+        granted = self.take(limit, tokens, seconds)
+        if self.mode == REDIS:
+            self._holdings.lose(limit, granted)
+        return granted
+
     def renew(self, limit: Terms, tokens: Sequence[str]) -> list[str]:
         """Renew leases; answers the tokens that hold no place any more."""
         self._holdings.limits[limit.name] = limit

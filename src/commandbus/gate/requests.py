@@ -76,12 +76,10 @@ def no_such(name: str, error: CommandBusError) -> Refusal:
     return Refusal(name, "LIMIT_UNKNOWN" if is_gone else "LIMIT_BACKEND", str(error), None, None, gives_up=is_gone)
 
 
-def waited_in_vain(name: str, wait: float) -> LimitTimeoutError:
-    """The error of who has waited too long for a place."""
-    text = (
-        f"no place of limit {name!r} became free within {format_seconds(round(wait, 3))}; see `commandbus limits`"
-    )
-    return LimitTimeoutError(text, limit=name)
+def waited_in_vain(name: str, wait: float, why: str | None = None) -> LimitTimeoutError:
+    """The error of who has waited too long for a place, and what was in the way, if that is known."""
+    text = f"no place of limit {name!r} became free within {format_seconds(round(wait, 3))}"
+    return LimitTimeoutError(f"{text}: {why}" if why else f"{text}; see `commandbus limits`", limit=name)
 
 
 @dataclass(slots=True, eq=False)

@@ -72,13 +72,10 @@ class Waker:
     def _wake_next(self, name: str) -> None:
         try:
             row = self._desk.known(name)
-            backend = self._desk.backends.of(row)
+            grant = None if row.backend == "postgres" else self._desk.backends.elsewhere(row).keep_for_others
         except CommandBusError as error:
             logger.warning("nobody of this program can be woken at limit %s: %s", name, error)
             return
-        grant = None
-        if row.backend != "postgres":
-            grant = backend.take
         mark, barred = f"turn/{secrets.token_hex(4)}/", self.is_barred
         waking = places.wake(
             name, most=MOST_AT_ONCE, seconds=RESERVE_SECONDS, grant=grant, mark=mark, is_barred=barred

@@ -42,6 +42,11 @@ _SLOWEST: Final = 3e-8  # about one a year
 _LONGEST_BACKOFF: Final = 100
 
 
+def is_limit_name(name: object) -> bool:
+    """Can a limit have this name?"""
+    return isinstance(name, str) and _NAME.match(name) is not None
+
+
 def check_limit_name(name: object) -> str:
     """Return the name of a limit, or say what is wrong with it."""
     if isinstance(name, str) and _NAME.match(name):
@@ -151,7 +156,7 @@ class Limit:
         self._set("lease", self._seconds("lease", self.lease, lowest=1.0))
         self._set("breaker_reset", self._seconds("breaker_reset", self.breaker_reset, lowest=0.1))
         if self.max_wait is not None:
-            self._set("max_wait", self._seconds("max_wait", self.max_wait, lowest=0.0))
+            self._set("max_wait", self._seconds("max_wait", self.max_wait, lowest=0.001))
         items = self.backoff
         if isinstance(items, str | bytes | bytearray) or not isinstance(items, Sequence) or not items:
             raise self._wrong("backoff", items, "a list of durations such as [2, 4, 8, 16, 30]")

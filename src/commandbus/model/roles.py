@@ -66,6 +66,7 @@ _TABLES: dict[str, list[tuple[str, str]]] = {
             "commandbus.process_step",
         ),
         ("UPDATE, DELETE", "commandbus.tsq"),
+        ("UPDATE (give_up_at)", "commandbus.parked"),
         ("INSERT, UPDATE", "commandbus.breaker"),
         ("INSERT, UPDATE, DELETE", "commandbus.limits"),
         ("INSERT, DELETE", "commandbus.control_action"),

@@ -15,9 +15,9 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 from commandbus.errors import ApiTimeoutError, DeadlineExceededError
 from commandbus.gate.holding import (
@@ -110,6 +110,25 @@ def _wait(
         raise waited_in_vain(name, most)
     finally:
         attempt.extras.scopes.remove(scope)
+
+
+class AsyncBlock(AbstractAsyncContextManager[Hold]):
+    """The block of an `async def` handler. Who forgets the `async` of `async with` is told."""
+
+    def __init__(self, inner: AbstractAsyncContextManager[Hold]) -> None:
+        self._inner = inner
+
+    async def __aenter__(self) -> Hold:
+        return await self._inner.__aenter__()
+
+    async def __aexit__(self, *what: Any) -> bool | None:
+        return await self._inner.__aexit__(*what)
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError("in an `async def`, write `async with ctx.limit(…)`, not `with`")
+
+    def __exit__(self, *what: object) -> None:
+        """Never reached: `with` asks for it first."""
 
 
 @asynccontextmanager

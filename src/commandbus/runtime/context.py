@@ -46,7 +46,7 @@ from commandbus.model.durations import format_seconds, parse_seconds
 from commandbus.model.limit import WAIT_SECONDS
 from commandbus.model.timeouts import SHORTEST
 from commandbus.runtime.attempt import CHILD_LATE, NEVER, Attempt, Scope, Stop
-from commandbus.runtime.blocks import Door, async_block, sync_block
+from commandbus.runtime.blocks import AsyncBlock, Door, async_block, sync_block
 from commandbus.runtime.connections import HandlerConnections
 
 C = TypeVar("C")
@@ -451,14 +451,16 @@ class AsyncHandlerContext(_Context):
         Waits up to `wait` for it, then raises LimitTimeoutError. After `timeout` what is awaited in the block is
         cancelled, and the block raises ApiTimeoutError: the handler may go on with its other calls.
         """
-        return async_block(
-            self._services.limits,
-            self._attempt,
-            name,
-            wait,
-            timeout,
-            deadline_at=self._deadline_at(),
-            check=self.raise_if_cancelled,
+        return AsyncBlock(
+            async_block(
+                self._services.limits,
+                self._attempt,
+                name,
+                wait,
+                timeout,
+                deadline_at=self._deadline_at(),
+                check=self.raise_if_cancelled,
+            )
         )
 
     @asynccontextmanager

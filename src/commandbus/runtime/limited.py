@@ -49,10 +49,13 @@ class RateLimited:
     api: ApiFailure
 
 
-def check_limits(link: Link, settings: Settings, handlers: HandlerRegistry) -> None:
-    """Declare the limits of settings and handlers, and see that every limit that a handler names is known."""
+def check_limits(link: Link, settings: Settings, handlers: HandlerRegistry) -> bool:
+    """Declare the limits of settings and handlers, and see that every limit that a handler names is known. Answers
+    whether there are any: somebody may be parked since the last worker stopped."""
     declared = settle_limits([*settings.limits, *handlers.limits], settings)
-    run(link.conn, declare(declared, Home(settings.environment, "redis" if settings.redis_url else "postgres")))
+    home = Home(settings.environment, "redis" if settings.redis_url else "postgres")
+    for note in run(link.conn, declare(declared, home)):
+        logger.warning("%s", note)
     rows: dict[str, LimitRow] = {row.name: row for row in run(link.conn, list_limits())}
     for handler in handlers:
         for name in handler.options.limits:
@@ -63,6 +66,7 @@ def check_limits(link: Link, settings: Settings, handlers: HandlerRegistry) -> N
                     f"handler {handler.name}: limit {name!r} is kept in Redis, and redis_url is not set; set "
                     f'COMMANDBUS_REDIS_URL, or give the limit backend = "postgres"'
                 )
+    return bool(rows)
 
 
 class LimitedWork:
@@ -118,6 +122,10 @@ class LimitedWork:
         modes = {} if self._gate is None else self._gate.modes
         lost = sorted(name for name, mode in modes.items() if mode in ("degraded", "lost"))
         return f"{LIMITS_DEGRADED.replace('_', ' ')}: {', '.join(lost)}: Redis is out of reach"
+
+    def start(self) -> None:
+        """Look after those who wait, before anybody asks for a place."""
+        _ = self.gate
 
     def visit(self, attempts: Iterable[Attempt]) -> None:
         """Ask for the places of attempts before they may begin."""

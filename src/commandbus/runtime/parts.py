@@ -244,6 +244,8 @@ class Parts:
             self._loop.start()
         self.settler.start()
         self._keeper.start()
+        if self._spec.has_limits:
+            self._limited.start()
         self._beat(time.monotonic())  # a handler may freeze this process before the ladder's first tick
         self.ladder.start()
         self._claimer.start()

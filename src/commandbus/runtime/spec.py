@@ -41,6 +41,7 @@ class WorkerSpec:
     policy: RetryPolicy
     pool: ConnectionPool[Any] | None
     ends_idle: bool
+    has_limits: bool
     supervision: Supervision | None
     health: HealthStatus
     fail: Callable[[BaseException], None]

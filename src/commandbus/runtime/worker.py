@@ -80,6 +80,7 @@ class Worker:
         self._parts: Parts | None = None
         self._signals = 0
         self._ends_idle = False
+        self._has_limits = False
 
     def __enter__(self) -> Self:
         self.start()
@@ -131,6 +132,7 @@ class Worker:
             policy=self._policy,
             pool=self._pool,
             ends_idle=self._ends_idle,
+            has_limits=self._has_limits,
             supervision=self._supervision,
             health=self.health_status,
             fail=self.fail,
@@ -253,7 +255,7 @@ class Worker:
                         run(link.conn, create_domain(domain))
                     except SchemaError as error:
                         raise UnknownDomainError(domain) from error
-            check_limits(link, settings, self._handlers)
+            self._has_limits = check_limits(link, settings, self._handlers)
         finally:
             link.close()
 

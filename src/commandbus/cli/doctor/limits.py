@@ -7,7 +7,7 @@ from commandbus.cli.exits import one_line
 from commandbus.db.drive import run
 from commandbus.errors import ConfigurationError
 from commandbus.flow.limit_figures import look_at_fleet
-from commandbus.flow.limits import LimitRow, list_limits
+from commandbus.flow.limits import LimitRow, difference, list_limits
 from commandbus.limits.redis_places import RedisLostError, RedisPlaces
 from commandbus.model.durations import format_seconds
 from commandbus.model.words import counted
@@ -28,10 +28,25 @@ def examine(conn: Conn, settings: Settings) -> Findings:
     if in_redis or settings.redis_url is not None:
         yield from _redis(conn, settings, in_redis)
     troubles = [finding for row in rows for finding in (*_times(row), *_standing(row))]
+    troubles += _declarations(rows, settings)
     yield from troubles
     if not troubles:
         kept = f", {len(in_redis)} of them in Redis" if in_redis else ""
         yield ok(CHECK, f"{counted(len(rows), 'limit')}{kept}" if rows else "none are declared")
+
+
+def _declarations(rows: list[LimitRow], settings: Settings) -> Findings:
+    """Who starts last declares for all: is what these settings say what counts?"""
+    known = {row.name: row for row in rows}
+    for limit in settings.limits:
+        row = known.get(limit.name)
+        if row is not None and row.declared is not None and row.declared != limit.to_json():
+            yield warn(
+                CHECK,
+                f"{limit.name}: another program has declared it otherwise: "
+                f"{difference(limit.to_json(), row.declared)}",
+                "declare it alike everywhere; who starts last declares for all",
+            )
 
 
 def _redis(conn: Conn, settings: Settings, in_redis: list[LimitRow]) -> Findings:
