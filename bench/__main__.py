@@ -101,6 +101,7 @@ class Run:
     def beside_parked(self) -> None:
         """Work of a domain in which 10,000 commands wait for a limit."""
         if "parked" not in self.members:
+            limits.fill_limit(self.base)
             self.crew("parked", "parked")
             limits.park(self.base, "parked")
         self.drain("drain_beside_parked_per_s", "parked", "parked")

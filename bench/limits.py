@@ -98,12 +98,16 @@ def _redis(base: Ground, settings: Settings, count: int) -> dict[str, float]:
     return figures
 
 
-def park(base: Ground, domain: str) -> None:
-    """10,000 commands of a domain that wait for a limit whose only place is taken."""
+def fill_limit(base: Ground) -> None:
+    """A limit whose only place is taken."""
     base.bus.declare_limit(Limit("bench_full", concurrency=1, backend="postgres"))
     base.admin.execute(
         "UPDATE commandbus.limits SET holders = jsonb_build_object('bench', 4e9) WHERE name = 'bench_full'"
     )
+
+
+def park(base: Ground, domain: str) -> None:
+    """10,000 commands of a domain that wait for that limit."""
     base.admin.execute(
         f"""
         WITH sent AS (
