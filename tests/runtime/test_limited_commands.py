@@ -435,3 +435,23 @@ def test_who_waits_in_vain_is_told_what_was_in_the_way(bus):
     told = r"within 200ms: the breaker of docai is open: .*they are down"
     with pytest.raises(LimitTimeoutError, match=told), bus.limit("docai", wait=0.2):
         pass
+
+
+def test_a_worker_that_cannot_reach_a_limit_says_so_once(
+    bus, db, database, handlers, start_worker, redis_url, caplog
+):
+    """Somebody waits for a limit in Redis, and this worker has none."""
+    handlers.register("orders", "other", lambda command, ctx: None)
+    with CommandBus(settings=quick_settings(database, redis_url=redis_url)) as there:
+        there.declare_limit(Limit("docai", concurrency=1))
+    db.execute(
+        "INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since) "
+        "VALUES ('orders', 'page', 1, 1, 'limit', 'docai', now())"
+    )
+    said = "cannot wake who waits for limit docai"
+    start_worker(handlers)
+    until(lambda: said in caplog.text)
+    bus.set_limit("docai", concurrency=2)  # it looks again
+    bus.send("orders", "other")
+    until(lambda: completed(db) == 1)
+    assert caplog.text.count(said) == 1

@@ -32,6 +32,7 @@ class Waker:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._due: dict[str, float] = {}
+        self._unreachable: dict[str, str] = {}  # limits that cannot be looked after from here, and why
         self.is_barred = False  # from queues, as a role that only sends: others wake commands then
 
     @property
@@ -74,8 +75,11 @@ class Waker:
             row = self._desk.known(name)
             grant = None if row.backend == "postgres" else self._desk.backends.elsewhere(row).keep_for_others
         except CommandBusError as error:
-            logger.warning("nobody of this program can be woken at limit %s: %s", name, error)
+            if self._unreachable.get(name) != str(error):  # said once
+                self._unreachable[name] = str(error)
+                logger.warning("this program cannot wake who waits for limit %s: %s", name, error)
             return
+        self._unreachable.pop(name, None)
         mark, barred = f"turn/{secrets.token_hex(4)}/", self.is_barred
         waking = places.wake(
             name, most=MOST_AT_ONCE, seconds=RESERVE_SECONDS, grant=grant, mark=mark, is_barred=barred
