@@ -5,7 +5,8 @@
 --
 -- Everything is decided in the one row: an UPDATE that waited for another computes all of this anew from what that one
 -- left (a sub-select over other tables would not). The clock is read at that moment, and is the server's.
--- Locks: the limit's row. Indexes: limits_pkey, parked_limit.
+-- Locks: the limit's row. Indexes: limits_pkey, parked_limit (the ORDER BY keeps
+-- the planner on it, whatever it believes of how many wait).
 UPDATE commandbus.limits l
    SET (holders, tat, flow, flow_at, flow_since, granted, probe, probe_until) = (
        SELECT live.holders || COALESCE(
@@ -42,7 +43,8 @@ UPDATE commandbus.limits l
               OFFSET 0) k
        )
  WHERE l.name = %(name)s AND l.backend = 'postgres'
-   AND NOT (%(newcomers)s AND EXISTS (
-           SELECT FROM commandbus.parked p WHERE p.limit_name = %(name)s AND p.woken_at IS NULL AND {claimable}))
+   AND NOT (%(newcomers)s AND (
+           SELECT true FROM commandbus.parked p WHERE p.limit_name = %(name)s AND p.woken_at IS NULL AND {claimable}
+            ORDER BY p.since LIMIT 1) IS NOT NULL)
 RETURNING ARRAY(SELECT token FROM unnest(%(tokens)s::text[]) AS token WHERE l.holders ? token),
           COALESCE(l.probe = (%(tokens)s::text[])[1], false)

@@ -2,7 +2,8 @@
 -- what limit_take.sql costs. Returns a row if it was taken; if not, that statement says why. Places whose lease has ended
 -- count as taken here.
 --
--- Everything is decided in the one row, as there. Locks: the limit's row. Indexes: limits_pkey, parked_limit.
+-- Everything is decided in the one row, as there. Locks: the limit's row. Indexes: limits_pkey, parked_limit (the ORDER BY keeps
+-- the planner on it, whatever it believes of how many wait).
 UPDATE commandbus.limits l
    SET holders = l.holders || jsonb_build_object(%(token)s::text, date_part('epoch', clock_timestamp()) + l.lease),
        tat = CASE WHEN l.per_second > 0
@@ -16,5 +17,6 @@ UPDATE commandbus.limits l
    AND (l.concurrency IS NULL OR (SELECT count(*) FROM jsonb_object_keys(l.holders)) < l.concurrency)
    AND (l.per_second IS NULL
         OR greatest(0, l.tat - date_part('epoch', clock_timestamp())) * l.per_second <= l.burst - 1)
-   AND NOT EXISTS (SELECT FROM commandbus.parked WHERE limit_name = %(name)s AND woken_at IS NULL)
+   AND (SELECT true FROM commandbus.parked p WHERE p.limit_name = %(name)s AND p.woken_at IS NULL
+         ORDER BY p.since LIMIT 1) IS NULL
 RETURNING true
