@@ -61,7 +61,7 @@ def measure(base: Ground, count: int) -> dict[str, float]:
             conn.execute(b"UPDATE bare_limit SET n = n + 1 WHERE id = %s RETURNING n", (1,)).fetchone()
 
     def postgres() -> None:
-        assert link.run(places.take("bench", ["bench/token"])).tokens
+        assert link.run(places.take("bench", ["bench/token"]))
         link.run(places.give("bench", ["bench/token"]))
 
     figures["floor_postgres_pairs_per_s"] = _pairs(bare, count)

@@ -240,11 +240,11 @@ def test_a_limit_that_needs_redis_without_redis_is_refused(project: Path) -> Non
         load(project).backend_of(Limit("docai", 5, backend="redis"))
 
 
-def test_a_limit_is_of_the_deployment_unless_it_says_otherwise(project: Path) -> None:
+def test_a_limit_is_declared_as_it_is_written_and_leaves_open_where_it_lives(project: Path) -> None:
     settings = load(project, "environment = 'production'\n")
-    assert settings.environment_of(Limit("docai", 5)) == "production"
-    assert settings.environment_of(Limit("docai", 5, environment="shared")) == "shared"
-    assert settings.resolved(Limit("docai", 5)) == Limit("docai", 5, backend="postgres", environment="production")
+    assert settings.declared(Limit("docai", 5)) == Limit("docai", 5)
+    with pytest.raises(ConfigurationError, match="redis_url is not set"):
+        settings.declared(Limit("docai", 5, backend="redis"))
 
 
 def test_the_breaker_of_a_command_type_is_its_own_else_its_domains_else_that_of_all(project: Path) -> None:
@@ -262,8 +262,8 @@ def test_all_breakers_can_be_switched_off(project: Path) -> None:
         load(project, LIMITS, {"breakers_enabled": False}),
     ):
         assert settings.breaker_of("orders", "ship").is_off
-        assert settings.resolved(settings.limits[0]).breaker_failures == 0
-        assert load(project, LIMITS).resolved(settings.limits[0]).breaker_failures == 3
+        assert settings.declared(settings.limits[0]).breaker_failures == 0
+        assert load(project, LIMITS).declared(settings.limits[0]).breaker_failures == 3
 
 
 # --- as an object ----------------------------------------------------------------------------------------------

@@ -173,10 +173,10 @@ def test_newcomers_take_nothing_while_somebody_waits(orders: Bus, db: Db) -> Non
     orders.declare_limit(Limit("docai", concurrency=3))
     work_in(db, "orders")
     park(orders, 1)
-    assert run(db, places.take("docai", ["a"])).tokens == []
-    assert run(db, places.take("docai", ["a", "b"])).tokens == []
+    assert run(db, places.take("docai", ["a"])) == []
+    assert run(db, places.take("docai", ["a", "b"])) == []
     assert wake(db) == 1
-    assert run(db, places.take("docai", ["a", "b", "c"])).tokens == ["a", "b"]
+    assert run(db, places.take("docai", ["a", "b", "c"])) == ["a", "b"]
 
 
 def test_a_command_that_is_parked_again_keeps_its_turn(orders: Bus, db: Db) -> None:
@@ -298,10 +298,10 @@ def test_a_paused_domains_parked_commands_do_not_hold_up_others(orders: Bus, db:
     assert woken(db) == [later]
     run(db, places.give("docai", list(holders(db))))
     assert wake(db) == 0
-    assert run(db, places.take("docai", ["new"])).tokens == ["new"]
+    assert run(db, places.take("docai", ["new"])) == ["new"]
     run(db, places.give("docai", ["new"]))
     orders.resume("slow")
-    assert run(db, places.take("docai", ["new"])).tokens == []
+    assert run(db, places.take("docai", ["new"])) == []
     assert wake(db) == 1
 
 
@@ -321,14 +321,14 @@ def test_a_domain_without_workers_does_not_hold_up_others(orders: Bus, db: Db) -
     work_in(db, "orders")
     park(orders, 30, domain="left")
     assert wake(db) == 0
-    assert run(db, places.take("docai", ["new"])).tokens == ["new"]
+    assert run(db, places.take("docai", ["new"])) == ["new"]
     run(db, places.give("docai", ["new"]))
     (later,) = park(orders, 1)
     assert wake(db) == 1
     assert woken(db) == [later]
     # The worker comes back: it is their turn, before who comes then.
     work_in(db, "orders", "left")
-    assert run(db, places.take("docai", ["new"])).tokens == []
+    assert run(db, places.take("docai", ["new"])) == []
 
 
 def test_a_worker_that_died_does_not_hold_up_others(orders: Bus, db: Db) -> None:
@@ -337,7 +337,7 @@ def test_a_worker_that_died_does_not_hold_up_others(orders: Bus, db: Db) -> None
     park(orders, 3)
     db.execute("UPDATE commandbus.worker SET heartbeat_at = now() - interval '1 minute'")
     assert wake(db) == 0
-    assert run(db, places.take("docai", ["new"])).tokens == ["new"]
+    assert run(db, places.take("docai", ["new"])) == ["new"]
 
 
 def test_after_a_pause_parked_commands_run(orders: Bus, db: Db, start: Start) -> None:

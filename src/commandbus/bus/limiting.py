@@ -24,7 +24,7 @@ from commandbus.errors import ApiTimeoutError, ConfigurationError, DeadlineExcee
 from commandbus.flow import limit_look, limits, operate
 from commandbus.flow.limit_figures import look_at_fleet
 from commandbus.flow.limit_look import Estimate, LimitInfo
-from commandbus.flow.limits import Home, LimitRow
+from commandbus.flow.limits import LimitRow
 from commandbus.flow.statement import Operation
 from commandbus.gate.build import make_gate, settle_limits
 from commandbus.gate.gate import Gate
@@ -91,12 +91,8 @@ def _close_all() -> None:
 class _LimitShell(Shell):
     """Operations made of arguments."""
 
-    def _home(self) -> Home:
-        settings = self.settings
-        return Home(settings.environment, "redis" if settings.redis_url else "postgres")
-
     def _declaration(self, *declared: Limit) -> Operation[list[str]]:
-        return limits.declare(settle_limits(declared, self.settings), self._home())
+        return limits.declare(settle_limits(declared, self.settings), limits.home_of(self.settings))
 
     def _log(self, notes: list[str]) -> None:
         for note in notes:
@@ -109,12 +105,16 @@ class _LimitShell(Shell):
             raise ConfigurationError(
                 f"limit {name!r}: backend 'redis' needs redis_url, which is not set; set COMMANDBUS_REDIS_URL"
             )
-        return limits.set_limit(name, options, self._home(), operate.deed("CANCEL", who or whoami(), why))
+        return limits.set_limit(
+            name, options, limits.home_of(self.settings), operate.deed("CANCEL", who or whoami(), why)
+        )
 
     def _unsetting(
         self, name: str, options: tuple[str, ...], who: str | None, why: str | None
     ) -> Operation[LimitRow | None]:
-        return limits.unset_limit(name, options, self._home(), operate.deed("CANCEL", who or whoami(), why))
+        return limits.unset_limit(
+            name, options, limits.home_of(self.settings), operate.deed("CANCEL", who or whoami(), why)
+        )
 
 
 def _leave(gate: Gate, place: Place, answer: Answer, api: ApiFailure | None, *, keeps: bool) -> None:

@@ -18,6 +18,7 @@ from commandbus.flow.statement import Row, Statement, Steps, operation
 from commandbus.model import payload
 from commandbus.model.limit import OPTIONS, Limit, Look, Rate, check_limit_name, is_limit_name
 from commandbus.model.standing import Standing
+from commandbus.settings import Settings
 
 ITSELF = "commandbus"
 """Who did what no person did."""
@@ -81,6 +82,11 @@ class Home:
 
     environment: str
     backend: str
+
+
+def home_of(settings: Settings) -> Home:
+    """Where the limits of a program live that do not say otherwise."""
+    return Home(settings.environment, "redis" if settings.redis_url else "postgres")
 
 
 def read_rows(rows: Sequence[Row]) -> list[LimitRow]:

@@ -29,14 +29,6 @@ Grant = Callable[[LimitRow, list[str], float], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """Which tokens have a place; the probe is always alone."""
-
-    tokens: list[str]
-    is_probe: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Turn:
     """What is known of a command that was claimed before."""
 
@@ -65,12 +57,12 @@ class Swept:
 @operation(atomic=False)
 def take(
     name: str, tokens: Sequence[str], *, seconds: float | None = None, newcomers: bool = True
-) -> Steps[Taken]:
-    """Take places for a lease (or for so many seconds), as far as there are any."""
+) -> Steps[list[str]]:
+    """Take places for a lease (or for so many seconds), as far as there are any: the tokens that have one."""
     if len(tokens) == 1 and newcomers and seconds is None:
         rows = yield Statement(sql.text("limit_take_one"), {"name": name, "token": tokens[0]})
         if rows:
-            return Taken(list(tokens))
+            return list(tokens)
     return (yield from _take(name, tokens, seconds=seconds, newcomers=newcomers))
 
 
@@ -194,7 +186,7 @@ def wake(
         kept = CALL_SECONDS if is_call else seconds
         items = {item[3] or f"{mark}{item[0]}/{item[5]}"[:200]: item for item in group}
         if grant is None:
-            granted = (yield from _take(name, list(items), seconds=kept, newcomers=False)).tokens
+            granted = yield from _take(name, list(items), seconds=kept, newcomers=False)
         else:
             granted = grant(row, list(items), kept)
             if granted and standing.is_probing:
@@ -293,15 +285,12 @@ def wake_overdue(domain: str) -> Steps[int]:
     return count
 
 
-def _take(name: str, tokens: Sequence[str], *, seconds: float | None, newcomers: bool) -> Steps[Taken]:
+def _take(name: str, tokens: Sequence[str], *, seconds: float | None, newcomers: bool) -> Steps[list[str]]:
     rows = yield Statement(
         sql.text("limit_take", claimable=sql.part("limit_claimable")),
         {"name": name, "tokens": list(tokens), "seconds": seconds, "newcomers": newcomers},
     )
-    if not rows:
-        return Taken([])
-    granted, is_probe = rows[0]
-    return Taken(granted, is_probe=bool(granted) and is_probe)
+    return rows[0][0] if rows else []
 
 
 def _move(name: str, after: Standing, *, gone: Sequence[str], counts: bool) -> Statement:

@@ -32,7 +32,4 @@ def settle_limits(declared: Iterable[Limit], settings: Settings) -> list[Limit]:
             raise ConfigurationError(
                 f"limit {limit.name!r} is declared twice, differently: {found[limit.name]} and {limit}"
             )
-        settings.backend_of(limit)  # or say that there is no Redis
-    if settings.breakers_enabled:
-        return list(found.values())
-    return [limit.changed(breaker_failures=0) for limit in found.values()]
+    return [settings.declared(limit) for limit in found.values()]

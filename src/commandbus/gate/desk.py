@@ -76,11 +76,11 @@ class Desk:
         """Take places for newcomers. If some get none: the limit's row, which says why."""
         if self.known(name).backend == "postgres":
             taken = self.link.run(places.take(name, tokens))
-            if len(taken.tokens) == len(tokens):
-                return taken.tokens, None
+            if len(taken) == len(tokens):
+                return taken, None
             row = self.row(name)
             if row.backend == "postgres":
-                return taken.tokens, row
+                return taken, row
         else:
             row = self.row(name)
         standing = row.standing

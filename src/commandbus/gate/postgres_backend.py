@@ -20,7 +20,7 @@ class PostgresBackend:
 
     def take(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:
         """Take places for some seconds; answers the tokens that have one."""
-        return self._link.run(places.take(limit.name, tokens, seconds=seconds, newcomers=False)).tokens
+        return self._link.run(places.take(limit.name, tokens, seconds=seconds, newcomers=False))
 
     def renew(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
         """Renew leases; answers the tokens that hold no place any more."""

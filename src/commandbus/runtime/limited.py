@@ -17,7 +17,7 @@ from functools import partial
 from commandbus.db.drive import run
 from commandbus.db.link import Link
 from commandbus.errors import ConfigurationError, UnknownLimitError
-from commandbus.flow.limits import Home, LimitRow, declare, list_limits
+from commandbus.flow.limits import LimitRow, declare, home_of, list_limits
 from commandbus.flow.places import Turn
 from commandbus.flow.settle import Settlement
 from commandbus.gate.build import make_gate, settle_limits
@@ -53,8 +53,7 @@ def check_limits(link: Link, settings: Settings, handlers: HandlerRegistry) -> b
     """Declare the limits of settings and handlers, and see that every limit that a handler names is known. Answers
     whether there are any: somebody may be parked since the last worker stopped."""
     declared = settle_limits([*settings.limits, *handlers.limits], settings)
-    home = Home(settings.environment, "redis" if settings.redis_url else "postgres")
-    for note in run(link.conn, declare(declared, home)):
+    for note in run(link.conn, declare(declared, home_of(settings))):
         logger.warning("%s", note)
     rows: dict[str, LimitRow] = {row.name: row for row in run(link.conn, list_limits())}
     for handler in handlers:

@@ -265,14 +265,11 @@ class Settings:
             )
         return limit.backend or ("redis" if self.redis_url else "postgres")
 
-    def environment_of(self, limit: Limit) -> str:
-        """The deployment that a limit is shared within."""
-        return limit.environment or self.environment
-
-    def resolved(self, limit: Limit) -> Limit:
-        """The limit with all that it leaves to the settings: where, for whom, and whether breakers are on."""
-        changes: dict[str, Any] = {} if self.breakers_enabled else {"breaker_failures": 0}
-        return limit.changed(backend=self.backend_of(limit), environment=self.environment_of(limit), **changes)
+    def declared(self, limit: Limit) -> Limit:
+        """The limit as these settings declare it: refused without the Redis that it needs, and without its
+        breaker if breakers are off."""
+        self.backend_of(limit)
+        return limit if self.breakers_enabled else limit.changed(breaker_failures=0)
 
     def tables(self) -> dict[str, dict[str, Any]]:
         """What limits and breakers were given: `limits.docai` to its options, ready for JSON."""

@@ -1,7 +1,6 @@
 -- Takes places of a limit for as many of the tokens as there are places, as its rate allows, and as its standing does:
 -- none during a back-off or while its breaker is open, one (the probe) after it. Newcomers take none while somebody
--- waits. Returns which tokens have one now, and whether that is the probe; no row if somebody waits, or there is no
--- such limit.
+-- waits. Returns which tokens have one now; no row if somebody waits, or there is no such limit.
 --
 -- Everything is decided in the one row: an UPDATE that waited for another computes all of this anew from what that one
 -- left (a sub-select over other tables would not). The clock is read at that moment, and is the server's.
@@ -46,5 +45,4 @@ UPDATE commandbus.limits l
    AND NOT (%(newcomers)s AND (
            SELECT true FROM commandbus.parked p WHERE p.limit_name = %(name)s AND p.woken_at IS NULL AND {claimable}
             ORDER BY p.since LIMIT 1) IS NOT NULL)
-RETURNING ARRAY(SELECT token FROM unnest(%(tokens)s::text[]) AS token WHERE l.holders ? token),
-          COALESCE(l.probe = (%(tokens)s::text[])[1], false)
+RETURNING ARRAY(SELECT token FROM unnest(%(tokens)s::text[]) AS token WHERE l.holders ? token)

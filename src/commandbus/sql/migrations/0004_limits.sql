@@ -103,8 +103,8 @@ CREATE TABLE commandbus.control_action (
 );
 CREATE INDEX control_action_subject ON commandbus.control_action (subject, id);
 
--- Programs that use limits kept in Redis: since when it is out of their reach (null: it is not), and how many places of
--- each limit they hold. One row each, beaten while in use.
+-- Programs that use limits kept in Redis: since when it is out of their reach (null: it is not), and what they hold of
+-- each limit: at most so many, or, while it is out of reach, which tokens until when. One row each, beaten while in use.
 CREATE TABLE commandbus.limit_client (
     id          text PRIMARY KEY,
     started_at  timestamptz NOT NULL DEFAULT now(),
