@@ -1,8 +1,13 @@
-"""Real servers for the tests: one PostgreSQL per session, one database per test; one Redis, if a test asks for it.
+"""Real servers for the tests: one PostgreSQL per run, one database per test; one Redis per test worker.
 
-`server` is started once, in a temporary folder outside the repository and without fsync. `empty_database` is
-a fresh database; `database` is a copy of one that was migrated once per session, which costs some 30 ms.
+Tests run in several test workers at once (pytest-xdist). All of them share `run_folder` and the one `server` in
+it, which is started without fsync by the first test that needs it. `empty_database` is a fresh database;
+`database` is a copy of one that was migrated once per run, and is used again (`support.databases`). Everything
+else belongs to one test worker: its databases, its Redis, its scratch folders, and its ports, which the kernel
+chooses.
 Nothing of `commandbus` beyond the embedded server is imported until a test asks for it.
+
+`support.running` decides which test starts when.
 """
 
 from __future__ import annotations
@@ -10,19 +15,20 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
 from psycopg import sql
 
 from commandbus.db.embedded import EmbeddedPostgres
+from support import running
+from support.databases import Databases
 
 if TYPE_CHECKING:
     from support.redis_server import RedisServer
@@ -34,6 +40,38 @@ _TEMPLATE = "commandbus_template"
 def pytest_configure(config: pytest.Config) -> None:
     _forget_the_developers_settings()
     _leave_in_order_on_sigterm()
+    running.make_run_folder(config)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    running.remove_run_folder(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """pytest-xdist asks the controller what a test worker must know."""
+    running.tell_test_worker(node.config, node.workerinput)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    running.put_in_order(items)
+    running.list_groups(config, items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> running.OneByOne:
+    return running.OneByOne(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    running.list_failures(terminalreporter)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with running.in_company(item):
+        return (yield)
 
 
 def _forget_the_developers_settings() -> None:
@@ -67,11 +105,9 @@ def postgres_binaries() -> Path | None:
 
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """Unlike pytest's own, one that the server's user can enter when the tests run as root."""
-    folder = Path(tempfile.mkdtemp(prefix="commandbus-test-"))
-    folder.chmod(0o755)
+    folder = running.make_temporary_folder()
     try:
-        yield folder.resolve()
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -85,25 +121,26 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def session_folder() -> Iterator[Path]:
-    """The same for what is made once per session."""
+    """The same for what is made once per test worker."""
     with _temporary_folder() as path:
         yield path
 
 
 @pytest.fixture(scope="session")
-def server(session_folder: Path, postgres_binaries: Path | None) -> Iterator[EmbeddedPostgres]:
-    """The session's PostgreSQL."""
+def server(pytestconfig: pytest.Config, postgres_binaries: Path | None) -> Iterator[EmbeddedPostgres]:
+    """The run's PostgreSQL, which all test workers share. The controller ends it."""
     postgres = EmbeddedPostgres(
-        session_folder / "server",
+        running.run_folder(pytestconfig) / "server",
         binaries=postgres_binaries,
         fsync=False,
-        settings={"max_connections": "300", "shared_buffers": "256MB"},
+        settings={"max_connections": "1000", "shared_buffers": "256MB"},
+        keep=True,
     )
     postgres.start()
     try:
         yield postgres
     finally:
-        postgres.stop(force=True)
+        postgres.stop()
 
 
 @pytest.fixture(scope="session")
@@ -141,30 +178,47 @@ def empty_database(server: EmbeddedPostgres, server_admin: Callable[[sql.Composa
 
 
 @pytest.fixture(scope="session")
-def migrated_template(server: EmbeddedPostgres, server_admin: Callable[[sql.Composable], None]) -> str:
+def migrated_template(server: EmbeddedPostgres) -> str:
     """The name of a database that was migrated once and is only copied from then on."""
-    from commandbus import CommandBus
-
-    server_admin(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(_TEMPLATE)))
-    with CommandBus(_address(server, _TEMPLATE)) as bus:
-        bus.migrate()
-    # A database with connections cannot be copied; now none can come.
-    server_admin(sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(sql.Identifier(_TEMPLATE)))
+    with psycopg.connect(server.dsn, autocommit=True) as admin:
+        # One test worker makes it; the others wait for its lock, and find it.
+        admin.execute("SELECT pg_advisory_lock(1)")
+        if not admin.execute("SELECT 1 FROM pg_database WHERE datname = %s", [_TEMPLATE]).fetchone():
+            _make_template(server, admin)
     return _TEMPLATE
 
 
+def _make_template(server: EmbeddedPostgres, admin: psycopg.Connection[Any]) -> None:
+    from commandbus import CommandBus
+
+    unfinished, template = sql.Identifier(f"{_TEMPLATE}_unfinished"), sql.Identifier(_TEMPLATE)
+    admin.execute(sql.SQL("DROP DATABASE IF EXISTS {}").format(unfinished))
+    admin.execute(sql.SQL("CREATE DATABASE {}").format(unfinished))
+    with CommandBus(_address(server, f"{_TEMPLATE}_unfinished")) as bus:
+        bus.migrate()
+    # A database with connections cannot be copied; now none can come.
+    admin.execute(sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(unfinished))
+    admin.execute(sql.SQL("ALTER DATABASE {} RENAME TO {}").format(unfinished, template))
+
+
+@pytest.fixture(scope="session")
+def databases(server: EmbeddedPostgres, migrated_template: str) -> Iterator[Databases]:
+    """The test worker's own copies of the migrated database."""
+    databases = Databases(server.dsn, migrated_template)
+    yield databases
+    databases.close()
+
+
 @pytest.fixture
-def database(
-    server: EmbeddedPostgres, server_admin: Callable[[sql.Composable], None], migrated_template: str
-) -> Iterator[str]:
-    """The address of a fresh database with the schema of commandbus in it."""
-    with _fresh_database(server, server_admin, template=migrated_template) as address:
+def database(databases: Databases) -> Iterator[str]:
+    """The address of a database with the schema of commandbus in it, and nothing else."""
+    with databases.lend() as address:
         yield address
 
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
-    """The session's Redis. A test that kills or stops one makes its own: `support.redis_server.RedisServer`."""
+    """The test worker's Redis. A test that kills or stops one makes its own `RedisServer`."""
     from support.redis_server import RedisServer
 
     server = RedisServer()
@@ -177,6 +231,6 @@ def redis_server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def redis_url(redis_server: RedisServer) -> str:
-    """The address of the session's Redis, emptied."""
+    """The address of the test worker's Redis, emptied."""
     redis_server.flush()
     return redis_server.url

@@ -10,14 +10,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
 SOURCES = str(Path(__file__).parents[2] / "src")
 MARK = "CLI_TEST_MARK"
 
@@ -34,15 +31,6 @@ class Answer:
     def document(self) -> Any:
         """Its output as JSON."""
         return json.loads(self.out)
-
-
-def eventually(condition: Callable[[], T], seconds: float = 20.0) -> T:
-    """The condition's value as soon as it is true."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {condition}"
-        time.sleep(0.02)
-    return found
 
 
 class Program:

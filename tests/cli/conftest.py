@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from cli_harness import Answer, eventually
+from cli_harness import Answer
 
 from commandbus import CommandBus, CommandStatus, HandlerRegistry, PermanentCommandError, Worker
 from commandbus.cli import entry
+from support.waiting import until
 
 Cli = Callable[..., Answer]
 
@@ -73,7 +74,7 @@ def troubled(orders: Cli, bus: CommandBus, database: str) -> Cli:
         bus.send("orders", "ship", {"to": command_id}, command_id=command_id)
     bus.send("orders", "bill", command_id="b1")
     with _working(registry, database):
-        eventually(lambda: bus.status("orders")[0].in_tsq == 4)
+        until(lambda: bus.status("orders")[0].in_tsq == 4)
     return orders
 
 

@@ -17,11 +17,12 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from cli_harness import SOURCES, Program, eventually, run
+from cli_harness import SOURCES, Program, run
 
 from commandbus import BusinessRuleException, CommandStatus, HandlerRegistry, PermanentCommandError, Worker
 from commandbus.cli import watching
 from commandbus.cli.exits import ExitCode
+from support.waiting import until
 from support.workers import quick_settings
 
 EVIL = "b\x9b31m\u202e\u2028q"
@@ -82,7 +83,7 @@ def at_work(shop):
 
 
 def ends(bus, batch_id, status="COMPLETED"):
-    return eventually(lambda: (found := bus.get_batch("orders", batch_id)).status == status and found)
+    return until(lambda: (found := bus.get_batch("orders", batch_id)).status == status and found)
 
 
 # --- create, add, close ----------------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ def test_show_tells_who_failed_and_how_to_see_the_rest(orders, bus, make, shop):
     shop.troubles = {"t1"}
     make("b 1", *sorted(shop.fails), "t1", "ok", words=["--on-complete", "orders/tell", "--data", '{"n": 1}'])
     with at_work(shop):
-        eventually(lambda: (found := bus.get_batch("orders", "b 1")).finished == 5 and found.in_tsq == 1)
+        until(lambda: (found := bus.get_batch("orders", "b 1")).finished == 5 and found.in_tsq == 1)
     text = orders("batch", "show", "b 1", "--limit", "3").out
     assert "\x1b" not in text
     fields, rest = text.split("\n\n")
@@ -373,7 +374,7 @@ def test_cancel_says_what_ended_and_what_was_asked_to_stop(orders, bus, make, sh
     assert re.search(r"^cancel +asked for by ann at \d{4}-.*: wrong\\nfile$", text, re.MULTILINE)
     assert orders("batch", "cancel", "b2").code == ExitCode.REFUSED
     with at_work(shop):
-        eventually(lambda: bus.get_command("orders", "runs").status is CommandStatus.IN_PROGRESS)
+        until(lambda: bus.get_command("orders", "runs").status is CommandStatus.IN_PROGRESS)
         asked = orders("batch", "cancel", "b1")
         assert asked.out == "canceled 0 of batch b1 of domain orders; asked 1 that runs to stop\n"
         ends(bus, "b1", "CANCELED")
@@ -388,7 +389,7 @@ def test_retry_failed_says_what_it_did(orders, bus, make, shop):
     shop.troubles = {"t1"}
     make("b1", "f1", "f2", "t1", "ok")
     with at_work(shop):
-        eventually(lambda: (found := bus.get_batch("orders", "b1")).finished == 3 and found.in_tsq == 1)
+        until(lambda: (found := bus.get_batch("orders", "b1")).finished == 3 and found.in_tsq == 1)
         shop.troubles = set()
         answer = orders("batch", "retry-failed", "b1", "--on-complete", "orders/tell")
         ends(bus, "b1", "COMPLETED_WITH_FAILURES")

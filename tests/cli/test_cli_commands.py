@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
-from cli_harness import eventually, run
+from cli_harness import run
 
 from commandbus import CommandStatus, HandlerRegistry, TransientCommandError, Worker
 from commandbus.cli.exits import ExitCode
@@ -18,6 +18,7 @@ from commandbus.flow.settle import cancellation, settle
 from commandbus.model.outcome import Judgement, Verdict
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.attempt import Attempt
+from support.waiting import until
 
 # --- looking ------------------------------------------------------------------------------------------------
 
@@ -61,7 +62,7 @@ def test_show_tells_a_life_as_a_timeline(orders, bus, database):
 
     bus.send("orders", "ship", {"n": 1}, command_id="a")
     with Worker(registry, database_url=database):
-        eventually(lambda: bus.get_command("orders", "a").status is CommandStatus.COMPLETED)
+        until(lambda: bus.get_command("orders", "a").status is CommandStatus.COMPLETED)
     text = orders("show", "orders", "a").out
     timeline = text.partition("timeline")[2]
     events = [event for event in ("SENT", "FAILED", "RETRY_SCHEDULED", "COMPLETED") if event in timeline]
@@ -99,7 +100,7 @@ def test_workers(orders, bus, database):
     registry = HandlerRegistry()
     registry.register("orders", "ship", lambda command, ctx: None)
     with Worker(registry, database_url=database) as worker:
-        eventually(bus.workers)
+        until(bus.workers)
         assert worker.id in orders("workers").out
         (document,) = orders("workers", "--json").document
         assert (document["id"], document["is_alive"], document["domains"]) == (worker.id, True, ["orders"])
@@ -155,7 +156,7 @@ def test_rejected_messages(orders, bus, database):
     registry = HandlerRegistry()
     registry.register("orders", "ship", lambda command, ctx: None)
     with Worker(registry, database_url=database):
-        eventually(lambda: bus.status("orders")[0].rejected)
+        until(lambda: bus.status("orders")[0].rejected)
     (document,) = orders("rejected", "--domain", "orders", "--json").document
     assert document["message"] == {"not": "an envelope"}
     text = orders("rejected").out
@@ -222,7 +223,7 @@ def test_cancel_waits_for_the_end(orders, bus, status, code, said):
     }
 
     def end_it_when_asked():
-        eventually(lambda: bus.get_command("orders", "a").cancel_requested)
+        until(lambda: bus.get_command("orders", "a").cancel_requested)
         return bus.run(settle("orders", "w1", [outcomes[status]]))
 
     with ThreadPoolExecutor(1) as threads:

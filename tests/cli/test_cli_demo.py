@@ -9,9 +9,10 @@ import signal
 import subprocess
 
 import pytest
-from cli_harness import SOURCES, Program, eventually, run
+from cli_harness import SOURCES, Program, run
 
 from commandbus import CommandBus
+from support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +70,7 @@ def test_a_signal_in_the_middle_leaves_nothing_behind(folder, number, code, when
         program.signal(number)
         answer = program.end()
         assert (answer.code, answer.err) == (code, "")
-        eventually(lambda: not program.survivors())
+        until(lambda: not program.survivors())
 
 
 def test_even_kill_9_leaves_no_worker_behind(database, folder):
@@ -77,7 +78,7 @@ def test_even_kill_9_leaves_no_worker_behind(database, folder):
         program.read_until(" running")
         program.process.kill()
         program.process.wait()
-        eventually(lambda: not program.survivors())
+        until(lambda: not program.survivors())
 
 
 def test_on_a_server_of_the_readers_own(database):
@@ -111,7 +112,7 @@ def test_keep_leaves_everything_up_and_says_how_to_stop_it(folder):
             assert copied(lines_to_copy(answer.out)[-1]).stdout.startswith("stopped")
         finally:
             run("embedded", "stop", "--folder", str(place))
-        eventually(lambda: not program.survivors())
+        until(lambda: not program.survivors())
 
 
 def test_workers_that_cannot_run_are_told(database):

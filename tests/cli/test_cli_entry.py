@@ -13,12 +13,13 @@ from collections.abc import Iterator
 import click
 import psycopg
 import pytest
-from cli_harness import Answer, Program, eventually, run
+from cli_harness import Answer, Program, run
 from psycopg import errors as pg
 
 from commandbus import errors
 from commandbus.cli import entry, exits
 from commandbus.cli.exits import ExitCode
+from support.waiting import until
 
 PASSWORD = "pa55-w0rd"
 
@@ -192,7 +193,7 @@ def test_an_embedded_server_does_not_outlive_its_command_on_sigterm(folder):
         assert len(program.survivors()) > 1
         program.signal(signal.SIGTERM)
         assert program.process.wait(30) == 143
-        eventually(lambda: not program.survivors())
+        until(lambda: not program.survivors())
 
 
 @pytest.mark.parametrize("module", ["commandbus", "commandbus.cli"])

@@ -6,7 +6,6 @@ import re
 
 import psycopg
 import pytest
-from cli_harness import eventually
 
 from commandbus import CommandBus, HandlerRegistry, Limit, Settings, Worker
 from commandbus.cli.exits import ExitCode
@@ -14,6 +13,7 @@ from commandbus.flow.places import answer as tell_answer
 from commandbus.model.command import NewCommand
 from commandbus.model.standing import Answer
 from support.redis_server import RedisServer
+from support.waiting import until
 from support.workers import quick_settings
 
 LINE = ["NAME", "MODE", "IN", "USE", "RATE", "PARKED", "CALLERS", "STARTS/S", "STATE"]
@@ -41,7 +41,7 @@ def full(orders, bus, database):
     bus.declare_limit(Limit("docai", concurrency=1, rate="120/m", burst=5))
     with bus.limit("docai"), Worker(registry, settings=quick_settings(database)):
         bus.send_many("orders", [NewCommand("page", command_id=f"p{n}") for n in range(4)])
-        eventually(lambda: bus.get_limit("docai").parked == 4)
+        until(lambda: bus.get_limit("docai").parked == 4)
         yield orders
 
 
@@ -283,7 +283,7 @@ def test_places_in_redis_are_seen_without_taking_part(cli, in_redis, database):
     with psycopg.connect(database) as db:
         assert db.execute("SELECT count(*) FROM commandbus.limit_client").fetchone() == (1,)
     # What was given in Redis is counted where everybody can see it.
-    eventually(lambda: in_redis.get_limit("docai").granted == 1)
+    until(lambda: in_redis.get_limit("docai").granted == 1)
 
 
 def test_from_where_redis_is_out_of_reach_nobody_guesses(cli, in_redis, monkeypatch):
@@ -367,14 +367,14 @@ def test_a_worker_whose_redis_is_gone_says_that_it_is_degraded(database, bus, mo
         redis.start()
         with Worker(registry, settings=quick_settings(database, redis_url=redis.url)) as worker:
             bus.send("orders", "page", command_id="a")
-            eventually(lambda: bus.get_command("orders", "a").status == "COMPLETED")
-            eventually(lambda: worker.health_status.state == "healthy")
+            until(lambda: bus.get_command("orders", "a").status == "COMPLETED")
+            until(lambda: worker.health_status.state == "healthy")
             redis.kill()
-            eventually(lambda: worker.health_status.degraded_reasons == ["limits_degraded"], 40)
+            until(lambda: worker.health_status.degraded_reasons == ["limits_degraded"], 40)
             assert worker.health_status.state == "degraded"
             assert "limits degraded: docai: Redis is out of reach (for " in worker.health_status.reasons[0]
             redis.start()
-            eventually(lambda: worker.health_status.state == "healthy", 60)
+            until(lambda: worker.health_status.state == "healthy", 60)
             with CommandBus(settings=Settings(database_url=database, redis_url=redis.url)) as other:
                 assert other.get_limit("docai").mode in ("joining", "redis")
     finally:

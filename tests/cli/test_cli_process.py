@@ -6,12 +6,13 @@ import json
 import re
 
 import pytest
-from cli_harness import Program, eventually, run
+from cli_harness import Program, run
 
 from commandbus import BusinessRuleException, HandlerRegistry, PermanentCommandError, Worker
 from commandbus.cli.exits import ExitCode
 from commandbus.flow.process import set_aside
 from support.sagas import BARE, ORDER, TYPES, World
+from support.waiting import until
 from support.workers import quick_settings
 
 EVIL = "p\x9b31m\u202e\u2028q"
@@ -42,7 +43,7 @@ def working(sagas, world, database):
 
 
 def ends(bus, process_id, status):
-    return eventually(
+    return until(
         lambda: (found := bus.get_process("processes", process_id)).status == status and found,
     )
 

@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_harness import Program, eventually, run
+from cli_harness import Program, run
 
 from commandbus import CommandStatus
 from commandbus.cli.exits import ExitCode
 from commandbus.errors import ConfigurationError
 from commandbus.runtime.load import load_registry
+from support.waiting import until
 
 SHOP = """
 import time
@@ -53,7 +54,7 @@ def test_it_works_until_a_signal_and_ends_with_0(orders, bus, database, shop, nu
     bus.send("orders", "ship", 1, command_id="a")
     with Program("worker", "shop:registry", "--database", database, "--json", cwd=shop) as program:
         started(program)
-        eventually(lambda: bus.get_command("orders", "a").status is CommandStatus.COMPLETED)
+        until(lambda: bus.get_command("orders", "a").status is CommandStatus.COMPLETED)
         program.signal(number)
         answer = program.end()
         assert answer.code == 0
@@ -72,7 +73,7 @@ def test_the_module_runs_from_settings_alone_as_in_a_unit_file(orders, bus, data
         "COMMANDBUS_LOG_FORMAT": "json",
     }
     with Program(module="commandbus.worker", cwd=shop, **settings) as program:
-        eventually(lambda: bus.get_command("orders", "a").status is CommandStatus.COMPLETED)
+        until(lambda: bus.get_command("orders", "a").status is CommandStatus.COMPLETED)
         program.signal(signal.SIGTERM)
         answer = program.end()
     assert answer.code == 0
@@ -98,10 +99,10 @@ def test_a_worker_that_has_done_its_share_is_replaced_by_a_fresh_one(orders, bus
     with Program("worker", "shop:registry", "--database", database, *options, cwd=shop) as program:
         for n in range(3):
             bus.send("orders", "ship", n, command_id=f"c{n}")
-            eventually(lambda n=n: bus.get_command("orders", f"c{n}").status is CommandStatus.COMPLETED)
-            eventually(lambda n=n: len([worker for worker in bus.workers() if worker.state == "STOPPED"]) == n + 1)
+            until(lambda n=n: bus.get_command("orders", f"c{n}").status is CommandStatus.COMPLETED)
+            until(lambda n=n: len([worker for worker in bus.workers() if worker.state == "STOPPED"]) == n + 1)
         # A worker says STOPPED a moment before it exits: the replacement is counted once its successor is there.
-        eventually(lambda: len([worker for worker in bus.workers() if worker.state != "STOPPED"]) == 1)
+        until(lambda: len([worker for worker in bus.workers() if worker.state != "STOPPED"]) == 1)
         program.signal(signal.SIGTERM)
         answer = program.end()
     assert answer.code == 0
@@ -112,7 +113,7 @@ def test_a_worker_that_has_done_its_share_is_replaced_by_a_fresh_one(orders, bus
 def test_several_processes_share_the_work(orders, bus, database, shop):
     with Program("worker", "shop:registry", "--database", database, "--processes", "2", cwd=shop) as program:
         started(program)
-        eventually(lambda: len([worker for worker in bus.workers() if worker.state == "ACTIVE"]) == 2)
+        until(lambda: len([worker for worker in bus.workers() if worker.state == "ACTIVE"]) == 2)
         program.signal(signal.SIGTERM)
         assert program.end().code == 0
         assert not program.survivors()
@@ -122,7 +123,7 @@ def test_several_processes_share_the_work(orders, bus, database, shop):
 def test_options_are_made_from_the_settings(orders, database, shop):
     options = ["--concurrency", "3", "--domain", "orders", "--poll-interval", "250ms", "--log-level", "warning"]
     with Program("worker", "shop:registry", "--database", database, *options, cwd=shop) as program:
-        worker = eventually(lambda: orders("workers", "--json").document)[0]
+        worker = until(lambda: orders("workers", "--json").document)[0]
         assert (worker["concurrency"], worker["domains"]) == (3, ["orders"])
         program.signal(signal.SIGTERM)
         assert program.end().err == ""

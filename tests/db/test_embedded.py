@@ -16,7 +16,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,6 +27,7 @@ from commandbus import embedded
 from commandbus.db.embedded import EmbeddedPostgres, binaries, place, postmaster
 from commandbus.db.embedded.binaries import Account
 from commandbus.errors import EmbeddedPostgresError
+from support.waiting import until
 
 IS_ROOT = os.geteuid() == 0
 root_only = pytest.mark.skipif(not IS_ROOT, reason="root alone can change users")
@@ -83,13 +83,6 @@ def _processes_in(data: Path) -> list[int]:
     """Asked as the owner of the data: root in a container may not look at others' processes."""
     owner = data.stat()
     return postmaster._processes_in(data, Account(owner.st_uid, owner.st_gid))
-
-
-def _wait_until(condition: Callable[[], bool], limit_seconds: float = 20.0) -> None:
-    give_up_at = time.monotonic() + limit_seconds
-    while not condition():
-        assert time.monotonic() < give_up_at, "the condition did not come true"
-        time.sleep(0.01)
 
 
 def _query(dsn: str, query: str) -> Any:
@@ -228,9 +221,16 @@ class TestStartAndStop:
     def test_the_environment_of_the_user_does_not_reach_it(
         self, make: Make, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for name, value in {"PGDATA": "/nowhere", "PGPORT": "1", "PGOPTIONS": "-c nonsense=1"}.items():
-            monkeypatch.setenv(name, value)
-        make().start()
+        """A server takes its client_encoding from PGCLIENTENCODING, if it has one."""
+        server = make()
+        wrong = {"PGDATA": "/nowhere", "PGPORT": "1", "PGOPTIONS": "-c nonsense=1", "PGCLIENTENCODING": "LATIN1"}
+        with monkeypatch.context() as shell:
+            for name, value in wrong.items():
+                shell.setenv(name, value)
+            dsn = server.start()
+        assert _query(dsn, "SHOW data_directory") == str(server.status().data)
+        assert _query(dsn, "SHOW port") != "1"
+        assert _query(dsn, "SHOW client_encoding") == "UTF8"
 
     def test_the_public_face_starts_one(self, folder: Path, postgres_binaries: Path | None) -> None:
         with embedded.start(folder / "state", binaries=postgres_binaries) as server:
@@ -406,7 +406,7 @@ class TestCrashes:
         pid = server.status().pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        _wait_until(lambda: not server.running)
+        until(lambda: not server.running)
         assert _query(server.start(), "SELECT answer FROM kept") == 42
         assert server.status().pid != pid
 
@@ -421,8 +421,8 @@ class TestCrashes:
             # Stopped, it cannot notice that its postmaster is gone, like one in a long computation.
             os.kill(backend, signal.SIGSTOP)
             os.kill(pid, signal.SIGKILL)
-            _wait_until(lambda: not server.running)
-            _wait_until(lambda: _processes_in(data) == [backend])
+            until(lambda: not server.running)
+            until(lambda: _processes_in(data) == [backend])
             assert _query(server.start(), "SELECT 1") == 1
             assert backend not in _processes_in(data)
 
@@ -452,12 +452,12 @@ class TestCrashes:
     ) -> None:
         state = folder / "state"
         with _python("server().start()", state) as process:
-            _wait_until(lambda: any(state.glob("*.new-*")))
+            until(lambda: any(state.glob("*.new-*")))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(delay_seconds)
             process.kill()
         assert _query(make().start(), "SELECT 1") == 1
-        _wait_until(lambda: not any(_processes_in(path) for path in state.glob("*.new-*")))
+        until(lambda: not any(_processes_in(path) for path in state.glob("*.new-*")))
 
     def test_a_failed_initialisation_leaves_nothing(
         self, folder: Path, make: Make, monkeypatch: pytest.MonkeyPatch
@@ -675,8 +675,8 @@ class TestAsRoot:
         assert _query(make().start(), "SELECT 1") == 1
 
     @pytest.mark.slow
-    def test_this_file_passes_for_a_plain_user(self, folder: Path) -> None:
-        """The whole story again, as a user without rights."""
+    def test_servers_and_places_for_a_plain_user(self, folder: Path) -> None:
+        """What depends on whose files they are, again, as a user without rights."""
         python = _python_for(Account(NOBODY, NOBODY))
         if python is None:
             pytest.skip("a plain user cannot reach a Python with these libraries")
@@ -691,6 +691,8 @@ class TestAsRoot:
                 "-q",
                 "-m",
                 "not slow",
+                "-k",
+                "TestStartAndStop or TestPlace",
                 "-p",
                 "no:cacheprovider",
                 str(Path(__file__).resolve()),

@@ -21,6 +21,9 @@ PATIENT = RetryPolicy(max_attempts=30, backoff_schedule=[0.05], jitter=0)
 INSERT = "INSERT INTO ledger (kind, command_id, attempt) VALUES ('exact', %s, %s)"
 
 
+pytestmark = pytest.mark.shared_setup
+
+
 def _fast(server: EmbeddedPostgres) -> None:
     _end(server, signal.SIGINT)
 

@@ -1,7 +1,6 @@
 """One test body for both drivers: `bus` is a CommandBus, or an AsyncCommandBus awaited call by call.
 
-`orders` is the same with a domain `orders` in it. `db` is a plain connection that looks at the tables. `database`
-is one database for all tests of this folder, emptied before each: ten times faster than a fresh one.
+`orders` is the same with a domain `orders` in it. `db` is a plain connection that looks at the tables.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from typing import Any
 import psycopg
 import pytest
 from flow_harness import Bus
-from psycopg import sql
 
 from commandbus import AsyncCommandBus, AsyncTroubleshootingQueue, CommandBus, TroubleshootingQueue
-from commandbus.db.embedded import EmbeddedPostgres
 
 
 class _Awaited:
@@ -58,46 +55,6 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Callable[..., Bus]]:
         yield connect
         for bus in opened:
             bus.close()
-
-
-_EMPTY = """
-DO $$
-DECLARE
-    name text;
-    has_rows boolean;
-BEGIN
-    PERFORM pgmq.drop_queue(queue_name) FROM pgmq.meta;
-    DELETE FROM commandbus.setting WHERE setting.name NOT LIKE 'pgmq%';
-    FOR name IN SELECT relname FROM pg_class WHERE relnamespace = 'commandbus'::regnamespace AND relkind = 'r'
-                                                AND relname NOT IN ('migration', 'setting') LOOP
-        EXECUTE format('SELECT EXISTS (SELECT FROM commandbus.%I)', name) INTO has_rows;
-        IF has_rows THEN
-            EXECUTE format('TRUNCATE commandbus.%I', name);
-        END IF;
-    END LOOP;
-    DROP SCHEMA public CASCADE;
-    CREATE SCHEMA public;
-END $$
-"""
-
-
-@pytest.fixture(scope="session")
-def shared_database(
-    server: EmbeddedPostgres, server_admin: Callable[[sql.Composable], None], migrated_template: str
-) -> str:
-    """A copy of the migrated database; it goes with the server."""
-    server_admin(sql.SQL("CREATE DATABASE shared TEMPLATE {}").format(sql.Identifier(migrated_template)))
-    return server.dsn.removesuffix("/postgres") + "/shared"
-
-
-@pytest.fixture
-def database(shared_database: str) -> str:
-    """The address of an empty database with the schema of commandbus in it."""
-    with psycopg.connect(shared_database, autocommit=True) as conn:
-        conn.execute("SET client_min_messages = warning")
-        conn.execute("SET lock_timeout = '30s'")
-        conn.execute(_EMPTY)
-    return shared_database
 
 
 @pytest.fixture

@@ -341,6 +341,7 @@ def test_a_deployment_that_declares_more_wakes_those_who_wait(
     until(lambda: calls.now == 1 and orders.status("orders")[0].parked == 5)
     orders.declare_limit(Limit("docai", concurrency=4))
     until(lambda: calls.now == 4, 5)
+    assert (calls.most, calls.total) == (4, 4)
 
 
 @sync_only

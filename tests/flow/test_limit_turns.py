@@ -22,7 +22,7 @@ from commandbus.gate.waker import MOST_AT_ONCE
 from commandbus.model.command import NewCommand
 from commandbus.model.outcome import Failure
 from commandbus.runtime.attempt import Attempt
-from support.waiting import until
+from support.waiting import until, verdicts
 from support.workers import quick_settings
 
 Db = psycopg.Connection[Any]
@@ -377,6 +377,7 @@ def test_the_sweep_repairs_a_lost_wake(orders: Bus, db: Db, start: Start) -> Non
     until(lambda: orders.status("orders")[0].parked == 1)
     db.execute("UPDATE commandbus.limits SET holders = '{}'")
     until(lambda: orders.get_command("orders", sent.command_id).status is CommandStatus.COMPLETED, 10)
+    assert verdicts(db, sent.command_id) == [(1, "PARKED")]
 
 
 def test_the_sweep_finds_a_turn_that_was_not_heard(orders: Bus, database: str, db: Db) -> None:

@@ -271,6 +271,8 @@ def test_pgmq_that_is_too_old_is_refused(connect: Callable[..., Bus], empty_data
 
 # --- PGMQ as an extension -----------------------------------------------------------------------------------
 
+with_extension = pytest.mark.shared_setup("extended_server")
+
 
 @pytest.fixture(scope="module")
 def extended_server(
@@ -342,6 +344,7 @@ def _way(url: str) -> tuple[Any, Any, int]:
         )
 
 
+@with_extension
 def test_the_extension_is_used_where_the_server_has_it(connect: Callable[..., Bus], extended: str) -> None:
     bus = connect(extended)
     bus.migrate(domains=["orders"])
@@ -357,6 +360,7 @@ def test_the_extension_is_used_where_the_server_has_it(connect: Callable[..., Bu
         assert one(conn, "SELECT count(*) FROM pgmq.q_answers") == 1
 
 
+@with_extension
 def test_the_sql_is_used_where_the_role_may_not(extended: str) -> None:
     with psycopg.connect(extended, autocommit=True) as admin:
         admin.execute("CREATE ROLE owner LOGIN")
@@ -368,6 +372,7 @@ def test_the_sql_is_used_where_the_role_may_not(extended: str) -> None:
     assert _way(url) == (packaged_version(), "sql", 0)
 
 
+@with_extension
 def test_an_extension_that_is_there_is_used_by_a_plain_owner(extended: str) -> None:
     with psycopg.connect(extended, autocommit=True) as admin:
         admin.execute("CREATE EXTENSION pgmq")
@@ -382,6 +387,7 @@ def test_an_extension_that_is_there_is_used_by_a_plain_owner(extended: str) -> N
     assert _way(url) == (packaged_version(), "extension", 1)
 
 
+@with_extension
 @pytest.mark.parametrize("who", ["postgres", "owner"])
 def test_the_script_on_such_a_server(extended: str, who: str) -> None:
     with psycopg.connect(extended, autocommit=True) as admin:
@@ -395,6 +401,7 @@ def test_the_script_on_such_a_server(extended: str, who: str) -> None:
     assert _way(url) == (packaged_version(), *expected)
 
 
+@with_extension
 def test_ten_threads_and_the_extension(extended: str) -> None:
     def migrate() -> Any:
         with CommandBus(extended) as bus:

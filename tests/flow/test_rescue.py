@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -197,10 +198,11 @@ def test_the_connections_of_one_worker_end(orders: Bus, db: psycopg.Connection[A
 def test_another_roles_connection_is_left_alone_and_told(
     orders: Bus, db: psycopg.Connection[Any], database: str, server_admin: Callable[[sql.Composable], None]
 ) -> None:
-    server_admin(sql.SQL("CREATE ROLE stranger LOGIN"))
+    stranger = f"stranger_{uuid.uuid4().hex[:8]}"
+    server_admin(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(stranger)))
     try:
-        with session(database, "commandbus w1 handlers", user="stranger") as theirs:
+        with session(database, "commandbus w1 handlers", user=stranger) as theirs:
             assert orders.run(terminate_backends("w1")) == (0, 1)
             assert is_open(db, theirs)
     finally:
-        server_admin(sql.SQL("DROP ROLE stranger"))
+        server_admin(sql.SQL("DROP ROLE {}").format(sql.Identifier(stranger)))

@@ -48,6 +48,7 @@ from commandbus.flow.settle import Settlement, cancellation, settle
 from commandbus.model.outcome import Judgement, Verdict, judge_failure
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.attempt import Attempt
+from support.running import examples
 
 POLICY = RetryPolicy(max_attempts=2, backoff_schedule=[0], jitter=0)
 TABLES = ("command", "attempt", "tsq", "operator_action", "batch", "batch_delta")
@@ -308,7 +309,7 @@ def test_batches(machine: type[Batches]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=150,
+            max_examples=examples(30, thorough=300),
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

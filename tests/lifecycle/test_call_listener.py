@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -241,7 +242,7 @@ def test_a_cancelled_task_waits_no_more_and_its_command_goes_on(
 def test_what_it_may_not_read_is_told_at_once(
     driver: str, database: str, bus: CommandBus, db: psycopg.Connection[Any]
 ) -> None:
-    producer = bus.create_roles("test_call")["producer"]
+    producer = bus.create_roles(f"call_{uuid.uuid4().hex[:8]}")["producer"]
     db.execute(f"REVOKE SELECT ON commandbus.attempt FROM {producer}".encode())
     with caller_of(driver, f"{database}?options=-crole%3D{producer}") as caller:
         for _ in range(2):

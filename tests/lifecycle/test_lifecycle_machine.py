@@ -49,6 +49,7 @@ from commandbus.flow.settle import Settlement, cancellation, settle
 from commandbus.model.outcome import Judgement, Verdict, judge_failure
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.attempt import Attempt
+from support.running import examples
 
 LIVES = 4
 IDS = st.sampled_from([f"c{n}" for n in range(LIVES)])
@@ -595,7 +596,7 @@ def test_lifecycle(machine: type[Lifecycle]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=150,
+            max_examples=examples(50, thorough=300),
             stateful_step_count=50,
             deadline=None,
             derandomize=True,

@@ -72,7 +72,7 @@ class Inside:
         with self._lock:
             return len(self._now)
 
-    def check(self) -> None:
+    def assert_never_above(self) -> None:
         """Never were more inside than may be."""
         assert self.peak <= self.most, f"{self.peak} were inside, {self.most} may be"
 

@@ -269,7 +269,7 @@ def test_never_above_the_limit_with_many_threads(make: Maker) -> None:
 
     with ThreadPoolExecutor(len(backends)) as pool:
         list(pool.map(enter_and_leave, backends))
-    inside.check()
+    inside.assert_never_above()
     assert inside.entries > 50
     assert backends[0].look(limit).holders == {}
 

@@ -43,12 +43,12 @@ def table(out: str) -> dict[str, str]:
     return dict(re.findall(r"^(chunk-\d+)  (\w+)", out, re.MULTILINE))
 
 
-def check(out: str, chunks: int) -> None:
-    check_sentences(out, chunks)
+def assert_whole(out: str, chunks: int) -> None:
+    assert_sentences(out, chunks)
     assert table(out) == {f"chunk-{number:02}": "COMPLETED" for number in range(1, chunks + 1)}
 
 
-def check_sentences(out: str, chunks: int) -> None:
+def assert_sentences(out: str, chunks: int) -> None:
     calls, at_once, _, _ = figures(out)
     assert f"The document is whole: {chunks * 400} letters, each as in the original, merged once.\n" in out
     assert "WRONG" not in out
@@ -72,7 +72,7 @@ def test_the_document_is_whole_and_the_api_saw_no_more_than_it_allows(folder: Pa
     code, out, err = run(NAME, folder)
     assert (code, err) == (0, ""), out + err
     assert "places are kept in PostgreSQL" in out
-    check(out, 17)
+    assert_whole(out, 17)
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_the_same_with_places_in_redis(folder: Path, own_redis: RedisServer) -> 
     code, out, err = run(NAME, folder, "--redis", own_redis.url, "--seed", "2")
     assert (code, err) == (0, ""), out + err
     assert "places are kept in Redis" in out
-    check(out, 17)
+    assert_whole(out, 17)
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_it_cleans_up_when_it_is_interrupted(folder: Path) -> None:
 
 def test_the_docs_show_what_it_prints() -> None:
     (shown,) = (code for code in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL) if "The document is" in code)
-    check_sentences(shown, 17)
+    assert_sentences(shown, 17)
 
 
 # --- the API on its own -----------------------------------------------------------------------------------------

@@ -563,4 +563,4 @@ def test_never_above_the_limit_on_the_way_there_and_back(
         proxies[1].is_refusing = False
     all_in("redis", *clients)
     goes_on()
-    inside.check()
+    inside.assert_never_above()

@@ -219,4 +219,8 @@ def test_the_real_faulthandler_is_understood() -> None:
 
 @given(st.text())
 def test_no_text_is_too_odd(text: str) -> None:
-    parse_dump(text)
+    """Whatever a program wrote before it crashed, the dump that follows is found."""
+    assert isinstance(parse_dump(text), Dump)
+    dump = parse_dump(f"{text}\n{CRASH}")
+    assert dump.current == 0x7F2A40800640
+    assert dump.stacks.items() >= parse_dump(CRASH).stacks.items()

@@ -6,14 +6,18 @@ finished and empty, and there are 3,000 deltas that nobody has folded.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
 import pytest
+from crowd import analyze, crowded_database
 from plan_reading import Plan, explain, first_statement
+from psycopg import sql
 
 from commandbus import CommandQuery
 from commandbus.db.drive import run
+from commandbus.db.embedded import EmbeddedPostgres
 from commandbus.flow import batch_look, operate
 from commandbus.flow.batch_operate import Canceling, cancel_bite, leftovers
 from commandbus.flow.claim import claim
@@ -24,15 +28,31 @@ from commandbus.flow.settle import settle
 from commandbus.flow.statement import Operation, Statement
 from commandbus.runtime.attempt import Attempt
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.shared_setup]
 Conn = psycopg.Connection[Any]
 DIRECT = {"Index Scan", "Index Only Scan", "Bitmap Heap Scan", "Tid Scan"}
 WAITING, FINISHED = 5001, 5002
 
 
-@pytest.fixture(scope="module", autouse=True)
-def batched(crowded: str) -> None:
-    with psycopg.connect(crowded, autocommit=True) as conn:
+@pytest.fixture(scope="module")
+def crowded(
+    server: EmbeddedPostgres, server_admin: Callable[[sql.Composable], None], migrated_template: str
+) -> Iterator[str]:
+    """One of its own, in which most commands are members of two large batches."""
+    with crowded_database(server, server_admin, migrated_template) as url:
+        _add_batches(url)
+        yield url
+
+
+@pytest.fixture(scope="module", params=["unknown", "known"])
+def statistics(request: pytest.FixtureRequest, crowded: str) -> str:
+    if request.param == "known":
+        analyze(crowded)
+    return str(request.param)
+
+
+def _add_batches(url: str) -> None:
+    with psycopg.connect(url, autocommit=True) as conn:
         for table in ("batch", "batch_delta"):
             conn.execute(f"ALTER TABLE commandbus.{table} SET (autovacuum_enabled = false)".encode())
         conn.execute(

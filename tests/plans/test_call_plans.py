@@ -10,7 +10,7 @@ from plan_reading import explain, first_statement
 
 from commandbus.flow.call import outcomes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]
 DIRECT = {"Index Scan", "Index Only Scan", "Bitmap Heap Scan"}
 CALLED = 50

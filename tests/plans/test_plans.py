@@ -20,7 +20,7 @@ from commandbus.model.command import CommandStatus
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.runtime.attempt import Attempt
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]
 BATCH = 200
 DIRECT = {"Index Scan", "Index Only Scan", "Tid Scan", "Tid Range Scan", "Bitmap Heap Scan"}

@@ -12,7 +12,7 @@ from commandbus.db.drive import run
 from commandbus.flow.claim import claim
 from commandbus.flow.rescue import held_by, scout
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]
 DIRECT = {"Index Scan", "Index Only Scan", "Bitmap Heap Scan"}
 

@@ -22,11 +22,19 @@ from commandbus.flow.settle import Settlement, settle
 from commandbus.model.outcome import judge_failure
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.attempt import Attempt
+from support.databases import Databases
 from support.waiting import one, until, until_settled
 from support.workers import quick_settings
 
 Db = psycopg.Connection[Any]
 POLICY = RetryPolicy(max_attempts=3, backoff_schedule=[0], jitter=0)
+
+
+@pytest.fixture
+def database(databases: Databases) -> Iterator[str]:
+    """One without history: the statistics count all writes since it was made."""
+    with databases.lend(used=False) as address:
+        yield address
 
 
 @pytest.fixture

@@ -51,15 +51,19 @@ ALMOST = st.fixed_dictionaries(
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
 @given(data=JSON | ALMOST, started=st.booleans())
 def test_any_json_is_a_message_or_malformed_and_moves_a_process_by_the_rules(data: Any, started: bool) -> None:
-    desk = Desk(wide())
+    storm = Storm(wide())
+    desk = storm.desk
     if started:
         desk.start()
     try:
         message = read_message(data)
     except MalformedMessageError:
         return
-    desk.tell(message)
-    json.dumps(dataclasses.asdict(desk.view), default=str)
+    before = copy.deepcopy(desk.view)
+    made = desk.tell(message)
+    storm.assert_rules(before, made)
+    assert made.changes or desk.view == before
+    assert json.dumps(dataclasses.asdict(desk.view), default=str)
 
 
 # --- any saga, any disturbance ----------------------------------------------------------------------------------
@@ -96,12 +100,11 @@ def sagas(draw: st.DrawFn) -> Saga:
 class Storm:
     """Messages in any order, as often as they like."""
 
-    def __init__(self, saga: Saga, data: st.DataObject) -> None:
+    def __init__(self, saga: Saga) -> None:
         self.desk = Desk(saga, {"yes": True, "no": False})
         self.saga = saga
-        self.data = data
 
-    def blow(self) -> None:
+    def blow(self, data: st.DataObject) -> None:
         kinds = [
             "reply",
             "reply",
@@ -115,17 +118,17 @@ class Storm:
         ]
         kinds += ["cancel", "retry"]
         view, before = self.desk.view, copy.deepcopy(self.desk.view)
-        kind = self.data.draw(st.sampled_from(kinds))
-        number = self.data.draw(st.integers(1, len(view.steps) + 1))
+        kind = data.draw(st.sampled_from(kinds))
+        number = data.draw(st.integers(1, len(view.steps) + 1))
         made: Advance | None = None
         if kind == "reply" and view.outstanding:
-            one = self.data.draw(st.sampled_from(view.outstanding))
-            made = self.desk.reply(one.number, self.data.draw(OUTCOME), {"n": one.number})
+            one = data.draw(st.sampled_from(view.outstanding))
+            made = self.desk.reply(one.number, data.draw(OUTCOME), {"n": one.number})
             assert made.changes != view.status.is_final
         elif kind in ("late", "unknown"):
             known = [one.number for one in view.steps if one.status is not StepStatus.SENT]
-            number = self.data.draw(st.sampled_from(known)) if kind == "late" and known else len(view.steps) + 1
-            made = self.desk.reply(number, self.data.draw(OUTCOME))
+            number = data.draw(st.sampled_from(known)) if kind == "late" and known else len(view.steps) + 1
+            made = self.desk.reply(number, data.draw(OUTCOME))
             assert made.aside is not None
         elif kind == "deadline" and view.steps:
             made = self.desk.deadline()
@@ -141,9 +144,9 @@ class Storm:
             made = self.desk.retry()
             assert made.changes
         if made is not None:
-            self.check(before, made)
+            self.assert_rules(before, made)
 
-    def check(self, before: ProcessView[Any], made: Advance) -> None:
+    def assert_rules(self, before: ProcessView[Any], made: Advance) -> None:
         view = self.desk.view
         if before.status.is_final and before.status is not ProcessStatus.FAILED:
             assert view == before, "a finished process never moves"
@@ -160,9 +163,9 @@ class Storm:
         else:
             assert view.outstanding or not view.steps, "something will move it"
         assert [one.number for one in view.steps] == list(range(1, len(view.steps) + 1))
-        self.check_undone(is_complete=False)
+        self.assert_undone(is_complete=False)
 
-    def check_undone(self, *, is_complete: bool) -> None:
+    def assert_undone(self, *, is_complete: bool) -> None:
         view = self.desk.view
         undone = [one.undoes for one in sorted(view.steps, key=lambda one: one.closed or 0)
                   if one.undoes is not None and one.status is StepStatus.COMPLETED]  # fmt: skip
@@ -185,7 +188,10 @@ class Storm:
             else:
                 made = self.desk.start()
             assert made.changes
-            self.check(before, made)
+            self.assert_rules(before, made)
+
+    def assert_ended(self) -> None:
+        """Either every step was done, or every step that was done is undone."""
         view = self.desk.view
         if view.status is ProcessStatus.COMPLETED:
             assert not any(one.undoes for one in view.steps)
@@ -195,8 +201,8 @@ class Storm:
         else:
             assert view.status in (ProcessStatus.COMPENSATED, ProcessStatus.CANCELED)
             assert (view.status is ProcessStatus.CANCELED) == (view.cancel is not None)
-            self.check_undone(is_complete=True)
-        _check_order(self.saga._whole, self.desk.log)
+            self.assert_undone(is_complete=True)
+        _assert_order(self.saga._whole, self.desk.log)
 
 
 OUTCOME = st.sampled_from(["SUCCESS", "SUCCESS", "FAILED", "CANCELED"])
@@ -219,14 +225,14 @@ def _names(part: Part) -> set[str]:
     return {name for one in part.parts for name in _names(one)}
 
 
-def _check_order(part: Part, log: list[tuple[str, str]]) -> None:
+def _assert_order(part: Part, log: list[tuple[str, str]]) -> None:
     """Of parts that follow each other none begins before the one before it has ended."""
     if isinstance(part, Branch):
-        _check_order(part.then, log)
-        _check_order(part.otherwise, log)
+        _assert_order(part.then, log)
+        _assert_order(part.otherwise, log)
     elif isinstance(part, Chain | Parallel):
         for one in part.parts:
-            _check_order(one, log)
+            _assert_order(one, log)
     if isinstance(part, Chain):
         for first, second in zip(part.parts, part.parts[1:], strict=False):
             begins = [n for n, (event, name) in enumerate(log) if event == "sent" and name in _names(second)]
@@ -239,7 +245,8 @@ def _check_order(part: Part, log: list[tuple[str, str]]) -> None:
 )
 @given(saga=sagas(), moves=st.integers(0, 30), data=st.data())
 def test_any_saga_bears_anything(saga: Saga, moves: int, data: st.DataObject) -> None:
-    storm = Storm(saga, data)
+    storm = Storm(saga)
     for _ in range(moves):
-        storm.blow()
+        storm.blow(data)
     storm.calm()
+    storm.assert_ended()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -241,11 +240,12 @@ class Hanging(BaseProcessManager[dict[str, Any]]):
 
     def __init__(self) -> None:
         self.calls = 0
+        self.go_on = threading.Event()
 
     def first_step(self, state: Any) -> str:
         self.calls += 1
         if self.calls == 1:
-            time.sleep(3)
+            self.go_on.wait(60)
         return "reserve"
 
     def build_command(self, step: str, state: Any) -> StepCommand:
@@ -261,6 +261,7 @@ def test_code_that_hangs_goes_down_the_ladder(bus: CommandBus, database: str) ->
     with Worker(lab.handlers, settings=quick_settings(database, cancel_grace=0.3)):
         bus.start_process(manager, {}, process_id="p1")
         lab.until("p1", "COMPLETED")
+        manager.go_on.set()
     assert manager.calls == 2
     assert [stuck.error_type for stuck in bus.list_stuck("processes")] == ["ExecutionStuck"]
     assert lab.world.did == ["reserve"]

@@ -63,6 +63,7 @@ from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.router import handler_of
 from support.by_hand import Broken, Desk, Interruption
+from support.running import examples
 
 STEPS, PROCESSES = "orders", "processes"
 MOST = 3  # processes of one life
@@ -767,7 +768,7 @@ def test_processes(machine: type[Processes]) -> None:
     was made, hypothesis cannot go on, and the same examples are played from the beginning. No fault is lost by
     that: a check that failed once has failed."""
     chosen = settings(
-        max_examples=150,
+        max_examples=examples(40, thorough=300),
         stateful_step_count=50,
         deadline=None,
         derandomize=True,

@@ -258,6 +258,8 @@ def test_a_worker_without_breakers_looks_after_one_that_is_open(
     db.execute("UPDATE commandbus.breaker SET is_forced = false, until = now()")
     until(lambda: state(db) == "CLOSED")
     until(lambda: status(bus, "c") is CommandStatus.COMPLETED)
+    assert moves(db) == ["HALF_OPEN", "CLOSE"]
+    assert verdicts(db, "c") == [(1, "PARKED")]
 
 
 def test_what_was_cancelled_or_stopped_with_its_worker_does_not_count(

@@ -18,6 +18,7 @@ from commandbus import (
     Limit,
     LimitTimeoutError,
     RateLimitError,
+    TroubleshootingQueue,
     Worker,
 )
 from commandbus.gate.build import make_gate
@@ -150,7 +151,6 @@ def test_a_429_is_state_of_the_limit_and_spends_no_attempt(bus, db, handlers, st
             first = len(calls) == 1
         if first:
             raise RateLimitError("429 from docai")
-        time.sleep(0.05)
 
     bus.send_many("orders", [NewCommand("page", n, max_attempts=1) for n in range(6)])
     start_worker(handlers, concurrency=1)
@@ -369,22 +369,27 @@ def test_a_limit_that_is_removed_while_its_place_is_held_ends_nothing(bus, db):
 
 
 def test_what_is_parked_when_the_last_worker_stops_goes_on_with_the_next(bus, db, handlers, start_worker, gate):
+    ran: list[int] = []
+
     @handlers.handler("orders", "page", limits=[Limit("docai", concurrency=1)])
     def page(command: Any, ctx: Any) -> None:
+        ran.append(command.data)
         if command.data == 0:
             gate.wait(30)
 
     bus.send_many("orders", [NewCommand("page", n) for n in range(4)])
     first = start_worker(handlers)
     until(lambda: bus.status("orders")[0].parked == 3)
-    gate.set()
     first.drain("the test says so")
+    gate.set()
     first.stop()
+    assert ran == [0]
     db.execute("UPDATE commandbus.parked SET woken_at = NULL, token = NULL")
     db.execute("UPDATE pgmq.q_orders__commands SET vt = now() + interval '10 years'")
     db.execute("UPDATE commandbus.limits SET holders = '{}'")
     start_worker(handlers)
     until(lambda: completed(db) == 4, seconds=30)
+    assert sorted(ran) == [0, 1, 2, 3]
 
 
 def test_a_program_without_redis_does_not_move_a_limit_that_is_kept_there(bus, db, database, redis_url):
@@ -421,12 +426,15 @@ def test_a_longest_wait_that_is_set_counts_for_those_who_wait_already(bus, db, h
     def page(command: Any, ctx: Any) -> None:
         gate.wait(30)
 
-    bus.send_many("orders", [NewCommand("page", n) for n in range(2)])
+    bus.send_many("orders", [NewCommand("page", command_id=name) for name in ("first", "second")])
     start_worker(handlers, concurrency=2)
     until(lambda: bus.status("orders")[0].parked == 1)
     bus.set_limit("docai", max_wait=0.2)
     until(lambda: statuses(db).get("IN_TROUBLESHOOTING_QUEUE") == 1)
     gate.set()
+    until(lambda: completed(db) == 1)
+    (waited,) = TroubleshootingQueue(bus).list("orders")
+    assert (waited.command_id, waited.error_code) == ("second", "LIMIT_WAIT")
 
 
 def test_who_waits_in_vain_is_told_what_was_in_the_way(bus):

@@ -14,7 +14,7 @@ from commandbus import CommandBus, HandlerRegistry, NewCommand, Worker
 from commandbus.runtime.loop import AsyncSlots
 from commandbus.runtime.places import Places
 from commandbus.runtime.slots import Slots
-from support.waiting import one, until, until_settled
+from support.waiting import one, statuses, until, until_settled
 from support.workers import add, opened
 
 StartWorker = Callable[..., Worker]
@@ -107,8 +107,11 @@ def test_both_lanes_together_fill_the_places(
 def test_one_blocked_lane_leaves_the_other_its_places(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, lane: str, gate: threading.Event
 ) -> None:
+    crowd = Crowd()
+
     async def block(command: Any, ctx: Any) -> None:
-        await opened(gate)
+        with crowd:
+            await opened(gate)
 
     async def quick(command: Any, ctx: Any) -> None: ...
 
@@ -118,8 +121,10 @@ def test_one_blocked_lane_leaves_the_other_its_places(
     start_worker(handlers, concurrency=3)
     bus.send_many("orders", [NewCommand("quick") for _ in range(200)])
     until(lambda: one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 200)
+    assert crowd.inside == 2
     gate.set()
     until_settled(db)
+    assert statuses(db) == {"COMPLETED": 202}
 
 
 class _Pushed:
@@ -193,6 +198,7 @@ def test_no_command_is_left_behind_by_lazy_waking(lane: str) -> None:
         until(lambda: lanes.ran[lane] == pushed, 5)
     finally:
         lanes.close()
+    assert sum(lanes.ran.values()) == lanes.crowd.entered == pushed
 
 
 # --- no prefetch for slow handlers ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 
 from commandbus import CommandBus, CommandStatus, HandlerRegistry, NewCommand, Worker
 from commandbus.runtime import claimer
-from support.waiting import one, until, until_settled
+from support.waiting import one, statuses, until, until_settled
 
 StartWorker = Callable[..., Worker]
 Db = psycopg.Connection[Any]
@@ -47,6 +47,7 @@ def test_a_send_is_heard(bus: CommandBus, db: Db, handlers: HandlerRegistry, sta
     for _ in range(3):
         bus.send("orders", "work")
         until_settled(db, SOON)
+    assert statuses(db) == {"COMPLETED": 3}
 
 
 def test_send_many_is_heard(bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker) -> None:
@@ -54,6 +55,7 @@ def test_send_many_is_heard(bus: CommandBus, db: Db, handlers: HandlerRegistry, 
     until_waiting(db)
     bus.send_many("orders", [NewCommand("work") for _ in range(50)])
     until_settled(db, SOON)
+    assert statuses(db) == {"COMPLETED": 50}
 
 
 def test_a_send_is_heard_when_its_transaction_commits(
@@ -88,6 +90,7 @@ def test_a_worker_that_withdrew_its_announcement_while_busy_announces_again(
     until_waiting(db)
     bus.send("orders", "work")
     until_settled(db, SOON)
+    assert set(statuses(db)) == {"COMPLETED"}
 
 
 def test_the_announcement_is_renewed_before_it_expires(
@@ -164,3 +167,4 @@ def test_a_worker_without_notifications_polls(
     until_waiting(db)
     db.execute("""SELECT pgmq.send('orders__commands', '{"command_type": "work"}')""")
     until(lambda: one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 1, SOON)
+    assert one(db, "SELECT count(*) FROM pgmq.q_orders__commands") == 0

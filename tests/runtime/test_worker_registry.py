@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_a_domain_that_the_role_may_not_create_is_a_clear_error(
     handlers: HandlerRegistry,
     server_admin: Callable[[sql.Composable], None],
 ) -> None:
-    roles = bus.create_roles("pickup")
+    roles = bus.create_roles(f"pickup_{uuid.uuid4().hex[:8]}")
     role = roles["worker"]
     db.execute(f"ALTER ROLE {role} LOGIN".encode())
     try:

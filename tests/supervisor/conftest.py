@@ -59,9 +59,11 @@ def sleep(command, ctx):
 
 @handlers.handler("orders", "forks")
 def forks(command, ctx):
-    if os.fork() == 0:
+    forked = os.fork()
+    if forked == 0:
         time.sleep(1000)
         os._exit(0)
+    Path(command.command_id + ".forked").write_text(str(forked))
     os.kill(os.getpid(), signal.SIGKILL)
 
 @handlers.handler("orders", "kill_me")

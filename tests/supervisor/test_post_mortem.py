@@ -176,12 +176,15 @@ def test_a_worker_stopped_from_outside_is_killed_and_nobody_is_charged(
     is_back(bus, "after")
 
 
-def test_what_a_handler_forked_ends_with_its_worker(supervise: Supervise, bus: CommandBus) -> None:
+def test_what_a_handler_forked_ends_with_its_worker(supervise: Supervise, tasks: Path, bus: CommandBus) -> None:
     supervised = supervise(max_attempts=1).until_ready()
     bus.send("orders", "forks", command_id="poison")
     until(lambda: status_of(bus, "poison") is CommandStatus.IN_TROUBLESHOOTING_QUEUE, 30)
     supervised.until_ready(workers=2)
     until(lambda: len(supervised.workers()) == 1)
+    forked = int((tasks / "poison.forked").read_text())
+    assert forked not in supervised.processes()
+    is_back(bus, "after")
 
 
 def test_a_requested_cancel_is_fulfilled_by_the_post_mortem(

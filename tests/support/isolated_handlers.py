@@ -13,9 +13,11 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 from commandbus import BusinessRuleException, HandlerRegistry, PermanentCommandError, TransientCommandError
+from support.waiting import until
 
 handlers = HandlerRegistry()
 _kept: dict[str, Any] = {}
@@ -216,16 +218,6 @@ def die(command: Any, ctx: Any) -> None:
         os.execv("/bin/true", ["true"])
 
 
-@process("die_with_query")
-def die_with_query(command: Any, ctx: Any) -> None:
-    def kill_soon() -> None:
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=kill_soon).start()
-    sleep_in_sql(command, ctx)
-
-
 @process("hog")
 def hog(command: Any, ctx: Any) -> None:
     held = []
@@ -264,20 +256,20 @@ def change(command: Any, ctx: Any) -> None:
     os.umask(0o777)
     locale.setlocale(locale.LC_ALL, "C")
     signal.signal(signal.SIGALRM, lambda *_: os._exit(9))
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    signal.setitimer(signal.ITIMER_REAL, 60)
     _kept["locals"] = threading.local()
     _kept["locals"].seen = True
 
 
 @process("surroundings")
 def surroundings(command: Any, ctx: Any) -> Any:
-    time.sleep(0.3)
     umask = os.umask(0)
     os.umask(umask)
     return [
         os.getcwd(),
         umask,
         signal.getsignal(signal.SIGALRM) == signal.SIG_DFL,
+        signal.getitimer(signal.ITIMER_REAL)[0],
         hasattr(_kept.get("locals"), "seen"),
     ]
 
@@ -285,7 +277,7 @@ def surroundings(command: Any, ctx: Any) -> Any:
 @process("leave_thread")
 def leave_thread(command: Any, ctx: Any) -> None:
     def go_on() -> None:
-        while True:
+        for tries in count(1):
             try:
                 with ctx.connection() as conn:
                     conn.execute("INSERT INTO effects VALUES ('late')")
@@ -293,6 +285,7 @@ def leave_thread(command: Any, ctx: Any) -> None:
                 _kept["late"] = type(error).__name__
             with suppress(Exception):
                 ctx.heartbeat({"late": True})
+            _kept["tries"] = tries
             time.sleep(0.01)
 
     threading.Thread(target=go_on, daemon=True).start()
@@ -300,12 +293,14 @@ def leave_thread(command: Any, ctx: Any) -> None:
 
 @process("what_was_late")
 def what_was_late(command: Any, ctx: Any) -> Any:
-    time.sleep(0.2)
+    """What the thread that was left behind was told, after it has tried twice more."""
+    before = _kept["tries"]
+    until(lambda: _kept["tries"] >= before + 2)
     return _kept.get("late")
 
 
 @process("lie")
-def lie(command: Any, ctx: Any) -> None:
+def lie(command: Any, ctx: Any) -> str | None:
     """As C code might that has overwritten things: speak on the socket by itself."""
     from commandbus.runtime.channel import frame
 
@@ -323,10 +318,9 @@ def lie(command: Any, ctx: Any) -> None:
         text = '1}, {"m": 1, "r": 1, "c": 1'
         channel._socket.sendall(frame({"k": "ended", "n": 1, "result": text, "error": None, "committed": False}))
     if what == "extend":
-        channel.send({"k": "extend", "n": 1, "q": 99, "seconds": 1e9})
-        time.sleep(0.1)
-        return
+        return str(ctx._services.extend(ctx._attempt, 1e9).exception(10))  # the context would have refused
     time.sleep(1000)
+    return None
 
 
 @handlers.handler("orders", "thread")

@@ -21,6 +21,7 @@ from commandbus.testing import hang
 from fleet import GRACE, SLOTS, TASK_TIMEOUT, Fleet, late_marks
 from support.waiting import until
 
+pytestmark = pytest.mark.shared_setup
 TSQ, COMPLETED = "IN_TROUBLESHOOTING_QUEUE", "COMPLETED"
 MARGIN = 2.0
 NOT_CHARGED = {"WAIVED", "GIVEN_BACK"}
@@ -295,12 +296,17 @@ def test_a_changed_session_is_not_the_next_handlers(fleet: Fleet) -> None:
 
 def test_a_session_of_another_name_ends_with_its_worker(fleet: Fleet) -> None:
     """A handler has renamed its session and switched its limits off when a neighbour takes the worker along."""
+
+    def renamed_sessions() -> list[str]:
+        return [name for name, _ in fleet.sessions() if name.startswith("hang.")]
+
     for _ in range(3):
-        renamed = fleet.send("hang.change_session", {"seconds": 60}, max_attempts=1)
-        fleet.meeting.until_seen(renamed)
+        renamed = fleet.send("hang.change_session", {"seconds": 60}, max_attempts=1, timeout=3)
+        until(renamed_sessions)
         crash = fleet.send("hang.kill", max_attempts=1)
         fleet.until_status([renamed, crash], {TSQ}, 15)
-        until(lambda: not [name for name, _ in fleet.sessions() if name.startswith("hang.")], 2)
+        until(lambda: not renamed_sessions(), 2)
+        assert fleet.attempts(renamed)[0].error_type == "WorkerLost"
 
 
 def test_a_polluted_process_is_put_right(fleet: Fleet) -> None:

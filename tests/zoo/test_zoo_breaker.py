@@ -9,6 +9,8 @@ import pytest
 from fleet import DOMAIN, Fleet, running_fleet
 from support.waiting import one, until
 
+pytestmark = pytest.mark.shared_setup
+
 
 @pytest.fixture(scope="module")
 def fleet(zoo_database: str) -> Iterator[Fleet]:

@@ -10,13 +10,16 @@ import pytest
 
 from commandbus.testing import hang
 from fleet import Fleet, running_fleet
+from support.running import examples
 from support.waiting import until
 
+pytestmark = pytest.mark.shared_setup
 ENDED = {"IN_TROUBLESHOOTING_QUEUE", "COMPLETED"}
 CHEAP = ("hang.pg_sleep", "hang.double_lock", "isolated.sleep")
 MEMORY_SLACK_MB = 8.0
 SLOTS = 10
-ROUNDS = 5
+ROUNDS = examples(2, thorough=5)
+MANY = examples(20, thorough=50)
 
 
 @pytest.fixture(scope="module")
@@ -63,18 +66,18 @@ def steady(fleet: Fleet) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_fifty_rounds_leave_nothing_behind(fleet: Fleet) -> None:
-    """Fifty of three kinds: cancelled in the database, stuck in a thread, killed in a process of its own."""
+def test_many_rounds_leave_nothing_behind(fleet: Fleet) -> None:
+    """Many of three kinds: cancelled in the database, stuck in a thread, killed in a process of its own."""
     at_first, memory = fresh(fleet), fleet.resident_mb()
     for kind in CHEAP:
-        run_rounds(fleet, [kind], 50)
+        run_rounds(fleet, [kind], MANY)
         fleet.meet_at_once(10)
     assert fresh(fleet) == at_first, [(name, query[:30]) for name, query in fleet.sessions()]
     assert fleet.resident_mb() < memory + MEMORY_SLACK_MB
 
 
 @pytest.mark.slow
-def test_fifty_rounds_in_one_and_the_same_worker_leave_nothing_behind(fleet: Fleet) -> None:
+def test_many_rounds_in_one_and_the_same_worker_leave_nothing_behind(fleet: Fleet) -> None:
     """What neither drains nor kills a worker leaves no thread, file or connection in it."""
     kinds = ["hang.pg_sleep", "hang.close_connection", "hang.leave_thread", "isolated.sleep"]
     run_rounds(fleet, ["hang.pg_sleep", "isolated.sleep"], SLOTS)
@@ -82,7 +85,7 @@ def test_fifty_rounds_in_one_and_the_same_worker_leave_nothing_behind(fleet: Fle
     (worker,) = fleet.workers()
     at_first = own_holdings(worker)
     for kind in kinds:
-        run_rounds(fleet, [kind], 3 if kind.endswith("thread") else 24)
+        run_rounds(fleet, [kind], 3 if kind.endswith("thread") else MANY)
     fleet.meet_at_once(10)
     assert fleet.workers() == [worker]
     allowed = at_first["threads"] + 3  # the threads that leave_thread has left
@@ -95,7 +98,7 @@ def own_holdings(pid: int) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_five_rounds_of_all_the_others_leave_nothing_behind(fleet: Fleet) -> None:
+def test_some_rounds_of_all_the_others_leave_nothing_behind(fleet: Fleet) -> None:
     """All at once, mixed: workers drain, freeze, crash and are killed, and others stand in."""
     at_first, memory = fresh(fleet), fleet.resident_mb()
     names = [name for name in hang.ANIMALS if f"hang.{name}" not in CHEAP]

@@ -133,8 +133,17 @@ def test_a_process_that_an_attempt_left_large_is_not_used_again(make_lab: MakeLa
     until(lambda: large not in lab.isolation.pids())
 
 
+def die_with_query(lab: Lab) -> Running:
+    """Start a handler, and kill its process while it waits for a query."""
+    running = lab.start("sleep_in_sql")
+    until(lambda: one(lab.db, "SELECT count(*) FROM pg_stat_activity WHERE query = 'SELECT pg_sleep(1000)'"))
+    assert running.attempt.child is not None
+    os.kill(running.attempt.child.pid, signal.SIGKILL)
+    return running
+
+
 def test_the_backend_is_ended_before_the_outcome_is_known(lab: Lab, db: psycopg.Connection[Any]) -> None:
-    running = lab.start("die_with_query")
+    running = die_with_query(lab)
     ended = running.ended()
     assert len(lab.terminated) == 1
     assert one(db, "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE '%% isolated'") == 0
@@ -157,7 +166,7 @@ def test_a_terminate_that_fails_costs_no_outcome(lab: Lab, monkeypatch: pytest.M
         raise OSError("no database")
 
     monkeypatch.setattr(lab.isolation, "_terminate", fail)
-    running = lab.start("die_with_query")
+    running = die_with_query(lab)
     assert running.settled() is None
     assert lab.last(running.attempt).error_type == "WorkerLost"
 
@@ -188,7 +197,7 @@ def test_the_next_handler_finds_its_surroundings_as_they_were(make_lab: MakeLab)
     umask = os.umask(0)
     os.umask(umask)
     lab.result("change")
-    assert lab.result("surroundings") == [os.getcwd(), umask, True, False]
+    assert lab.result("surroundings") == [os.getcwd(), umask, True, 0.0, False]
 
 
 def test_a_thread_left_behind_gets_no_connection_and_says_nothing(
@@ -228,6 +237,9 @@ def test_a_child_cannot_extend_beyond_the_limit(make_lab: MakeLab) -> None:
     attempt = lab.claim("lie", {"what": "extend"}, task_timeout=60)
     deadline = attempt.deadline_at
     lab.settle(attempt, lab.run(attempt))
+    record = lab.bus.get_command("orders", attempt.command_id)
+    assert record is not None
+    assert "is more than max_extension" in record.result
     assert attempt.deadline_at == deadline
 
 

@@ -109,6 +109,7 @@ def test_a_drain_gives_back_what_waits(bus: CommandBus, start_worker: StartWorke
     worker.drain("enough")
     until(lambda: status(bus, sent) == "PENDING")
     worker.wait()
+    assert [said.verdict for said in bus.get_attempts("orders", sent)] == ["GIVEN_BACK"]
 
 
 def test_a_lease_is_renewed_while_its_attempt_waits(

@@ -1,0 +1,145 @@
+"""Databases for tests: a fresh one costs ten times as much as emptying one that a test has used.
+
+A test worker keeps one used database. The next test gets it under a new name, so that nothing which an earlier
+test left behind can connect again, with every other session ended and every row gone. Whatever else a test changed
+(a trigger, a grant, a setting) shows in the fingerprint; such a database is dropped, and a new copy is made.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+_EMPTY = """
+DO $$
+DECLARE
+    item record;
+    full_tables text[] := '{}';
+    has_rows boolean;
+BEGIN
+    PERFORM pgmq.drop_queue(queue_name) FROM pgmq.meta;
+    DELETE FROM commandbus.setting WHERE setting.name NOT LIKE 'pgmq%';
+    FOR item IN SELECT relname FROM pg_class WHERE relnamespace = 'commandbus'::regnamespace AND relkind = 'r'
+                                                AND relname NOT IN ('migration', 'setting') LOOP
+        EXECUTE format('SELECT EXISTS (SELECT FROM commandbus.%I)', item.relname) INTO has_rows;
+        IF has_rows THEN
+            full_tables := full_tables || format('commandbus.%I', item.relname);
+        END IF;
+    END LOOP;
+    IF full_tables <> '{}' THEN
+        EXECUTE 'TRUNCATE ' || array_to_string(full_tables, ', ') || ' RESTART IDENTITY';
+    END IF;
+    FOR item IN SELECT oid::regclass AS name FROM pg_class
+                 WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p') LOOP
+        EXECUTE format('DROP TABLE IF EXISTS %s CASCADE', item.name);
+    END LOOP;
+END $$
+"""
+
+# xmin tells that a catalog row was written since; pg_class rows are written by TRUNCATE and ANALYZE, too.
+_FINGERPRINT = """
+SELECT md5(string_agg(line, ' ' ORDER BY line)) FROM (
+    SELECT concat_ws(' ', 'class', oid, relname, relkind, relowner, relacl, reloptions, relhastriggers, relnatts)
+           AS line
+      FROM pg_class WHERE relnamespace::regnamespace::text IN ('commandbus', 'pgmq', 'public')
+    UNION ALL SELECT concat_ws(' ', 'trigger', oid, xmin) FROM pg_trigger
+    UNION ALL SELECT concat_ws(' ', 'constraint', oid, xmin) FROM pg_constraint
+    UNION ALL SELECT concat_ws(' ', 'function', oid, xmin) FROM pg_proc WHERE oid >= 16384
+    UNION ALL SELECT concat_ws(' ', 'type', oid, xmin) FROM pg_type WHERE oid >= 16384
+    UNION ALL SELECT concat_ws(' ', 'schema', oid, xmin) FROM pg_namespace WHERE nspname !~ '^pg_(toast_)?temp'
+    UNION ALL SELECT concat_ws(' ', 'extension', oid, xmin) FROM pg_extension
+    UNION ALL SELECT concat_ws(' ', 'default grant', oid, xmin) FROM pg_default_acl
+    UNION ALL SELECT concat_ws(' ', 'database', datdba, datacl) FROM pg_database WHERE datname = current_database()
+    UNION ALL SELECT concat_ws(' ', 'migration', migration.*) FROM commandbus.migration
+    UNION ALL SELECT concat_ws(' ', 'row', setting.*) FROM commandbus.setting
+    UNION ALL SELECT concat_ws(' ', 'setting', setconfig) FROM pg_db_role_setting s
+               JOIN pg_database d ON d.oid = s.setdatabase AND d.datname = current_database()
+) lines
+"""
+
+_END_SESSIONS = """
+SELECT count(pg_terminate_backend(pid, 5000)) FROM pg_stat_activity WHERE datname = %s AND pid <> pg_backend_pid()
+"""
+
+
+class Databases:
+    """Lends databases that are copies of a template; used by one test worker, one test at a time."""
+
+    def __init__(self, server: str, template: str) -> None:
+        self._server = server.removesuffix("/postgres")
+        self._template = template
+        self._admin = psycopg.connect(server, autocommit=True)
+        self._used: str | None = None
+        self._fingerprint: str | None = None
+
+    @contextmanager
+    def lend(self, *, used: bool = True) -> Iterator[str]:
+        """The address of a database with nothing in it but the schema of commandbus; `used` allows one that has
+        the statistics of earlier tests."""
+        name = f"test_{uuid.uuid4().hex[:12]}"
+        if not (used and self._take_used(name)):
+            self._run("CREATE DATABASE {} TEMPLATE {}", name, self._template)
+        try:
+            yield self._address(name)
+        finally:
+            self._take_back(name)
+
+    def close(self) -> None:
+        """Drop what is left."""
+        if self._used is not None:
+            self._run("DROP DATABASE IF EXISTS {} WITH (FORCE)", self._used)
+        self._admin.close()
+
+    def _take_back(self, name: str) -> None:
+        if self._used is None:
+            self._used = name
+        else:
+            self._run("DROP DATABASE IF EXISTS {} WITH (FORCE)", name)
+
+    def _take_used(self, name: str) -> bool:
+        """Whether the used database could be made as good as new, under this name."""
+        used, self._used = self._used, None
+        if used is None:
+            return False
+        with suppress(psycopg.Error):
+            self._admin.execute(_END_SESSIONS, [used])
+            self._run("ALTER DATABASE {} RENAME TO {}", used, name)
+            used = name
+            if self._is_as_new(name):
+                return True
+        self._run("DROP DATABASE IF EXISTS {} WITH (FORCE)", used)
+        return False
+
+    def _is_as_new(self, name: str) -> bool:
+        with psycopg.connect(self._address(name), autocommit=True) as conn:
+            conn.execute("SET client_min_messages = warning")
+            conn.execute("SET lock_timeout = '5s'")
+            conn.execute(_EMPTY)
+            return _one(conn, _FINGERPRINT) == self._expected()
+
+    def _expected(self) -> str:
+        """The fingerprint of a copy of the template that nobody has used."""
+        if self._fingerprint is None:
+            name = f"test_{uuid.uuid4().hex[:12]}"
+            self._run("CREATE DATABASE {} TEMPLATE {}", name, self._template)
+            with psycopg.connect(self._address(name)) as conn:
+                self._fingerprint = _one(conn, _FINGERPRINT)
+            self._run("DROP DATABASE {} WITH (FORCE)", name)
+        return self._fingerprint
+
+    def _run(self, statement: str, *names: str) -> None:
+        self._admin.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
+
+    def _address(self, name: str) -> str:
+        return f"{self._server}/{name}"
+
+
+def _one(conn: psycopg.Connection[Any], query: str) -> str:
+    row = conn.execute(query.encode()).fetchone()
+    assert row is not None
+    return str(row[0])

@@ -1,0 +1,135 @@
+"""How the tests of one run share a machine: which folder they share, in which order they start, which run alone.
+
+A run has one controller, and test workers that it starts (pytest-xdist); without `-n` the one process is both. The
+hooks in `tests/conftest.py` call these functions.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+FAILURES_VARIABLE = "COMMANDBUS_TEST_FAILURES"
+THOROUGH_VARIABLE = "COMMANDBUS_TEST_THOROUGH"
+_GROUPS_FILE = "groups.json"
+_FOLDER_KEY = "commandbus_run_folder"
+
+
+def examples(usual: int, *, thorough: int) -> int:
+    """How many examples a property-based test plays: more with `./dev test --thorough`."""
+    return thorough if os.environ.get(THOROUGH_VARIABLE) else usual
+
+
+def list_failures(reporter: Any) -> None:
+    """Where `.ci/run` asks for it: what failed and why, a line each."""
+    path = os.environ.get(FAILURES_VARIABLE)
+    if path:
+        reports = [*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())]
+        found = {report.nodeid: _reason(report) for report in reports}
+        Path(path).write_text("".join(f"{name}\t{reason}\n" for name, reason in found.items()))
+
+
+def _reason(report: Any) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else str(report.longrepr)
+    return text.strip().partition("\n")[0][:300]
+
+
+# The folder that all test workers of one run share.
+
+
+def is_controller(config: pytest.Config) -> bool:
+    """Whether this process is not a test worker that another one started."""
+    return not hasattr(config, "workerinput")
+
+
+def make_temporary_folder() -> Path:
+    """Unlike pytest's own, one that the server's user can enter when the tests run as root."""
+    folder = Path(tempfile.mkdtemp(prefix="commandbus-test-"))
+    folder.chmod(0o755)
+    return folder.resolve()
+
+
+def make_run_folder(config: pytest.Config) -> None:
+    """The controller makes the folder; its test workers are told where it is."""
+    told = getattr(config, "workerinput", {}).get(_FOLDER_KEY)
+    config.stash[_folder] = Path(told) if told else make_temporary_folder()
+
+
+def tell_test_worker(config: pytest.Config, workerinput: dict[str, object]) -> None:
+    """The controller hands this to a test worker that it starts."""
+    workerinput[_FOLDER_KEY] = str(run_folder(config))
+
+
+def run_folder(config: pytest.Config) -> Path:
+    return config.stash[_folder]
+
+
+def remove_run_folder(config: pytest.Config) -> None:
+    """Ends the run's PostgreSQL, which every test worker leaves running for the others."""
+    from commandbus.db.embedded import EmbeddedPostgres
+
+    folder = config.stash.get(_folder, None)
+    if folder is not None and is_controller(config):
+        if (folder / "server").exists():
+            EmbeddedPostgres(folder / "server").stop(force=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_folder = pytest.StashKey[Path]()
+
+
+# Order.
+
+
+def put_in_order(items: list[pytest.Item]) -> None:
+    """The longest tests first, so that no test worker is left alone with one at the end; `alone` tests last."""
+    items.sort(key=_turn)
+
+
+def list_groups(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test worker tells the controller which tests share an expensive fixture: a module, or all that name it."""
+    groups = {}
+    for item in items:
+        if marker := item.get_closest_marker("shared_setup"):
+            groups[item.nodeid] = marker.args[0] if marker.args else item.path.stem
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":  # they have all collected the same
+        (run_folder(config) / _GROUPS_FILE).write_text(json.dumps(groups))
+
+
+class OneByOne(LoadScopeScheduling):  # type: ignore[misc]
+    """The controller hands out one test at a time, in order; tests of a group go to one test worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return self._groups.get(nodeid, nodeid)
+
+    @functools.cached_property
+    def _groups(self) -> dict[str, str]:
+        found: dict[str, str] = json.loads((run_folder(self.config) / _GROUPS_FILE).read_text())
+        return found
+
+
+def _turn(item: pytest.Item) -> int:
+    if item.get_closest_marker("alone"):
+        return 2
+    return 0 if item.get_closest_marker("slow") or item.get_closest_marker("shared_setup") else 1
+
+
+@contextmanager
+def in_company(item: pytest.Item) -> Iterator[None]:
+    """An `alone` test begins when no other test runs, and keeps others from beginning."""
+    alone = item.get_closest_marker("alone") is not None
+    with (run_folder(item.config) / "company.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
