@@ -247,7 +247,10 @@ def test_members_that_nobody_has_cancelled_yet_are_swept_though_one_is_retried(
 def test_a_member_is_retried_while_somebody_changes_its_batch(bus: CommandBus, db: Db, desk: Desk) -> None:
     """It waits for the batch's row, and then finds another version of it."""
     canceled_by_who_died(bus, db, desk)
-    blocked = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid))"
+    blocked = (
+        "SELECT count(*) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND %s = ANY (pg_blocking_pids(pid))"
+    )
     with psycopg.connect(db.info.dsn) as conn, ThreadPoolExecutor(1) as pool:
         conn.execute("UPDATE commandbus.batch SET name = 'another'")
         retry = pool.submit(bus.retry_process, "processes", "bad", operator="bob")

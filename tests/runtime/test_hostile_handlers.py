@@ -243,7 +243,10 @@ def test_a_connection_that_a_stuck_attempt_returns_late_is_not_one_more(
     bus.send("orders", "harm", command_id="next")
     until_settled(db)
     assert status(db, "next") == "COMPLETED"
-    open_now = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE '%%handlers%%'"
+    open_now = (
+        "SELECT count(*) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND application_name LIKE '%%handlers%%'"
+    )
     until(lambda: one(db, open_now) == 1, 5)
 
 
@@ -309,7 +312,9 @@ def test_a_deadline_in_the_completing_statement_is_the_deadlines(
         bus.send("orders", "harm", command_id="c")
         start_worker(handlers, concurrency=1, max_attempts=1, task_timeout=0.5, cancel_grace=5.0)
         assert locked.wait(5)
-        waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+        waiting = (
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        )
         until(lambda: one(db, waiting) == 1)
         until(lambda: one(db, waiting) == 0)
         other.rollback()

@@ -219,7 +219,8 @@ def test_normal_load_exhausts_nothing_and_uses_slots_plus_three_connections(
             most,
             one(
                 db,
-                "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE %s",
+                "SELECT count(*) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND application_name LIKE %s",
                 f"commandbus {worker.id} %",
             ),
         )

@@ -514,7 +514,16 @@ def test_a_query_is_cancelled_at_the_deadline(
     until_settled(db, 10)
     assert time.monotonic() - began < 4
     assert attempt_of(db, "c")[1:3] == ("DeadlineExceededError", "TIMEOUT")
-    until(lambda: one(db, "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'SELECT pg_sleep%%'") == 0)
+    until(
+        lambda: (
+            one(
+                db,
+                "SELECT count(*) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND query LIKE 'SELECT pg_sleep%%'",
+            )
+            == 0
+        )
+    )
 
 
 def test_a_lost_lease_stops_the_attempt(

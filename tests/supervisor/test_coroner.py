@@ -167,7 +167,11 @@ def until_connected(db: Db) -> Callable[[], int]:
 
     def look() -> int:
         pid: int = until(
-            lambda: one(db, "SELECT max(pid) FROM pg_stat_activity WHERE application_name LIKE '%%coroner'")
+            lambda: one(
+                db,
+                "SELECT max(pid) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND application_name LIKE '%%coroner'",
+            )
         )
         return pid
 

@@ -121,7 +121,8 @@ def test_word_waits_for_the_database(coroner: Coroner, settings: Settings, bus: 
         slot = SlotView(0, 0, found.ready[0][0], 1, time.monotonic(), math.inf, 100, 0, 0)
         coroner.add(Case(Hello("w1", ["orders"], {}, AT_ONCE), EXITED, [slot], time.monotonic(), settings))
         waiting = (
-            "SELECT pid FROM pg_stat_activity WHERE application_name = 'commandbus test coroner' "
+            "SELECT pid FROM pg_stat_activity "
+            "WHERE datname = current_database() AND application_name = 'commandbus test coroner' "
             "AND datname = current_database() AND wait_event_type = 'Lock'"
         )
         until(lambda: db.execute(waiting).fetchone())

@@ -217,7 +217,10 @@ def query(command, ctx):
     supervised = supervise().until_ready()
     bus.send("orders", "query", command_id="a")
     running(tasks, "a")
-    asleep = "SELECT min(pid) FROM pg_stat_activity WHERE query = 'SELECT pg_sleep(600)'"
+    asleep = (
+        "SELECT min(pid) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND query = 'SELECT pg_sleep(600)'"
+    )
     backend = until(lambda: one(db, asleep))
     (pid,) = supervised.workers()
     os.kill(pid, signal.SIGKILL)

@@ -19,7 +19,7 @@ CHEAP = ("hang.pg_sleep", "hang.double_lock", "isolated.sleep")
 MEMORY_SLACK_MB = 8.0
 SLOTS = 10
 ROUNDS = examples(2, thorough=5)
-MANY = examples(20, thorough=50)
+MANY = examples(12, thorough=50)
 
 
 @pytest.fixture(scope="module")

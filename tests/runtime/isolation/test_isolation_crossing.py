@@ -192,7 +192,13 @@ def test_a_cancel_ends_what_can_be_interrupted(
     attempt = running.attempt
     until(lambda: attempt.child is not None and attempt.child.has_begun)
     if command_type == "sleep_in_sql":
-        until(lambda: one(db, "SELECT count(*) FROM pg_stat_activity WHERE query = 'SELECT pg_sleep(1000)'"))
+        until(
+            lambda: one(
+                db,
+                "SELECT count(*) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND query = 'SELECT pg_sleep(1000)'",
+            )
+        )
     running.ask_to_stop(why, grace=10, text="please")
     if attempt.borrowed is not None:
         db.execute("SELECT pg_cancel_backend(%s)", (attempt.borrowed.pid,))

@@ -136,7 +136,13 @@ def test_a_process_that_an_attempt_left_large_is_not_used_again(make_lab: MakeLa
 def die_with_query(lab: Lab) -> Running:
     """Start a handler, and kill its process while it waits for a query."""
     running = lab.start("sleep_in_sql")
-    until(lambda: one(lab.db, "SELECT count(*) FROM pg_stat_activity WHERE query = 'SELECT pg_sleep(1000)'"))
+    until(
+        lambda: one(
+            lab.db,
+            "SELECT count(*) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND query = 'SELECT pg_sleep(1000)'",
+        )
+    )
     assert running.attempt.child is not None
     os.kill(running.attempt.child.pid, signal.SIGKILL)
     return running
@@ -146,7 +152,14 @@ def test_the_backend_is_ended_before_the_outcome_is_known(lab: Lab, db: psycopg.
     running = die_with_query(lab)
     ended = running.ended()
     assert len(lab.terminated) == 1
-    assert one(db, "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE '%% isolated'") == 0
+    assert (
+        one(
+            db,
+            "SELECT count(*) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND application_name LIKE '%% isolated'",
+        )
+        == 0
+    )
     assert running.attempt.borrowed is None
     lab.settle(running.attempt, ended)
     assert one(db, "SELECT count(*) FROM effects") == 0
@@ -154,10 +167,23 @@ def test_the_backend_is_ended_before_the_outcome_is_known(lab: Lab, db: psycopg.
 
 def test_a_query_that_hangs_is_ended_with_its_process(lab: Lab, db: psycopg.Connection[Any]) -> None:
     running = lab.start("sleep_in_sql")
-    until(lambda: one(db, "SELECT count(*) FROM pg_stat_activity WHERE query = 'SELECT pg_sleep(1000)'"))
+    until(
+        lambda: one(
+            db,
+            "SELECT count(*) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND query = 'SELECT pg_sleep(1000)'",
+        )
+    )
     running.ask_to_stop(grace=0.1)
     running.kill()
-    assert one(db, "SELECT count(*) FROM pg_stat_activity WHERE query = 'SELECT pg_sleep(1000)'") == 0
+    assert (
+        one(
+            db,
+            "SELECT count(*) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND query = 'SELECT pg_sleep(1000)'",
+        )
+        == 0
+    )
     assert one(db, "SELECT count(*) FROM effects") == 0
 
 
