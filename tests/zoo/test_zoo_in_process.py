@@ -34,7 +34,7 @@ SHORT = {
     "concurrency": SLOTS,
     "max_attempts": 2,
 }
-HANG_SECONDS = 1.5
+HANG_SECONDS = 2.5
 HARMLESS = [animal.name for animal in hang.ANIMALS.values() if not animal.needs_supervisor]
 
 
@@ -265,7 +265,8 @@ def test_a_connection_that_is_left_in_use_is_taken_away(zoo_database: str, bus: 
             bus.send(DOMAIN, "leave", number, command_id=f"held-{number}", max_attempts=1)
         until(lambda: all(final_status(db, f"held-{number}") == "COMPLETED" for number in range(SLOTS + 1)))
         until(lambda: db.execute(
-            "SELECT count(*) FROM pg_stat_activity " "WHERE datname = current_database() AND application_name LIKE '%handlers' "
+            "SELECT count(*) FROM pg_stat_activity " "WHERE datname = current_database() "
+            "AND application_name LIKE '%handlers' "
             "AND state = 'idle in transaction'").fetchone() == (0,))  # fmt: skip
         for left in lefts:
             left.go.set()
