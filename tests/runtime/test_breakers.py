@@ -303,7 +303,7 @@ def test_word_waits_while_the_database_refuses_it(
         bus.send("orders", "hang", command_id="h")
         until(lambda: status(bus, "h") is CommandStatus.IN_TROUBLESHOOTING_QUEUE)
         waits = (
-            "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'commandbus %% keeper' "
+            "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'commandbus %% maintenance' "
             "AND datname = current_database() AND wait_event_type = 'Lock'"
         )
         until(lambda: db.execute(waits).fetchone())
