@@ -188,17 +188,30 @@ def assert_nothing_lost(url: str, acknowledged: list[str]) -> None:
     assert set(ledger.values()) == {1}
 
 
-def test_kill_9_of_the_primary_under_load(pair: Pair, handlers: HandlerRegistry, start_worker: StartWorker) ->
-None: url = pair.url prepare(url) workers = [start_worker(handlers, url, **short_lease()) for _ in range(2)]
-sender = Sender(url) until(lambda: len(sender.acknowledged) > 200, 60) pair.kill_primary() pair.promote()
-promoted = time.monotonic() settled = sum(worker.settled for worker in workers) until(lambda: sum(worker.settled
-for worker in workers) > settled + 50, BACK_SECONDS) assert time.monotonic() - promoted < BACK_SECONDS reached =
-len(sender.acknowledged) until(lambda: len(sender.acknowledged) > reached + 50, BACK_SECONDS)
-assert_nothing_lost(url, sender.stop()) for worker in workers: worker.stop()
+def test_kill_9_of_the_primary_under_load(
+    pair: Pair, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    url = pair.url
+    prepare(url)
+    workers = [start_worker(handlers, url, **short_lease()) for _ in range(2)]
+    sender = Sender(url)
+    until(lambda: len(sender.acknowledged) > 200, 60)
+    pair.kill_primary()
+    pair.promote()
+    promoted = time.monotonic()
+    settled = sum(worker.settled for worker in workers)
+    until(lambda: sum(worker.settled for worker in workers) > settled + 50, BACK_SECONDS)
+    assert time.monotonic() - promoted < BACK_SECONDS
+    reached = len(sender.acknowledged)
+    until(lambda: len(sender.acknowledged) > reached + 50, BACK_SECONDS)
+    assert_nothing_lost(url, sender.stop())
+    for worker in workers:
+        worker.stop()
 
 
-def test_a_switchover_with_a_read_only_phase(pair: Pair, handlers: HandlerRegistry, start_worker: StartWorker) ->
-None:
+def test_a_switchover_with_a_read_only_phase(
+    pair: Pair, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
     """The standby is read-only until it is promoted; workers that reach it meanwhile wait."""
     url = pair.url
     prepare(url)

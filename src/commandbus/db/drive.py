@@ -78,8 +78,8 @@ def _check_replicated(conn: AnyConnection | AnyAsyncConnection) -> None:
     if isinstance(conn, OwnConnection | OwnAsyncConnection) and conn.is_unreplicated:
         conn.is_unreplicated = False
         raise UnreplicatedError(
-            "the commit was canceled while it waited for the synchronous standby: it is not acknowledged, though it "
-            "may have happened; look, or send again with the same command_id"
+            "the commit was canceled while it waited for the synchronous standby: it is not acknowledged, though "
+            "it may have happened; look, or send again with the same command_id"
         )
 
 
