@@ -46,6 +46,7 @@ Heard: TypeAlias = "Future[CommandOutcome | None]"
 """The outcome of a command; None if the listener's database has no such command."""
 
 LOOKED_AT_ONCE = 200
+PING_SECONDS = 3.0
 CLOSE_SECONDS = 5.0
 LAST_LOOK_SECONDS = 2.0  # how long a caller whose time is up waits for a connection to look once more
 NOT_LIBPQ = frozenset({"autocommit", "prepare_threshold", "context", "row_factory", "cursor_factory"})
@@ -118,6 +119,7 @@ class Listener:
 
     def _round(self) -> None:
         conn = self._link.conn
+        self._link.ping()
         self._hear(conn)
         if ids := self._take():
             self._look(ids)
@@ -154,11 +156,15 @@ class Listener:
             _resolve(heard, outcome)
 
     def _sleep(self, conn: Connection[Any]) -> None:
-        """Until something is notified, registered or stopped; the connection's end wakes, too."""
+        """Until something is notified, registered or stopped; the connection's end wakes, too.
+
+        While somebody waits, the connection is asked for a sign of life now and then: it may be dead without a
+        word.
+        """
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         poll.register(conn.fileno(), select.POLLIN)
-        for fd, _ in poll.poll():
+        for fd, _ in poll.poll(PING_SECONDS * 1000 if self._waiting else None):
             if fd == self._wake_fd:
                 os.eventfd_read(self._wake_fd)
 

@@ -73,6 +73,10 @@ class DatabaseService:
     def stop(self, timeout: float) -> None:
         """End after the round that is under way."""
         self._stopping.set()
+        self.join(timeout)
+
+    def join(self, timeout: float) -> None:
+        """Wait until the thread has ended; it is woken, so that it sees what it was told."""
         self.wake()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
@@ -173,14 +177,16 @@ class DatabaseService:
 
     def hear(self) -> bool:
         """Take in what was notified; returns whether there was anything."""
-        some = False
-        for notification in self._link.conn.notifies(timeout=0):
-            some = True
+        # All of them first: while they come in, the connection can be asked nothing.
+        notifications = list(self._link.conn.notifies(timeout=0))
+        for notification in notifications:
             try:
                 self.heard(notification.channel, notification.payload)
+            except psycopg.OperationalError:
+                raise
             except Exception:
                 logger.exception("the %s could not use a notification", self.part)
-        return some
+        return bool(notifications)
 
     # --- the thread --------------------------------------------------------------------------------------------
 
@@ -198,8 +204,9 @@ class DatabaseService:
             self.finish()
         except BaseException as error:
             self.ended = error
-            logger.exception("the %s has ended", self.part)
-            if self._on_end is not None:
+            if self._on_end is None:
+                logger.exception("the %s has ended", self.part)
+            else:
                 self._on_end(error)
         finally:
             self._link.close()

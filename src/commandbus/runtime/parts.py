@@ -425,7 +425,7 @@ class Parts:
     def _watch_services(self, now: float) -> None:
         """Health names what does not work. A supervised worker with a part that will not work again drains."""
         health = self._spec.health
-        for service in self._threads:
+        for service in [*self._threads, *self._limited.services]:
             trouble, reason = service.trouble, service.part.replace(" ", "_")
             if trouble is not None:
                 health.set_critical(reason, trouble)

@@ -103,9 +103,7 @@ class Settler(DatabaseService):
     def close(self, timeout: float) -> None:
         """Write what is left, then end; what cannot be written in time stays held."""
         self._closing = True
-        self.wake()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
+        self.join(timeout)
         self._stopping.set()
 
     _sleeps = False
