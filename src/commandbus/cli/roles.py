@@ -19,7 +19,7 @@ PURPOSES = {
 # A comment: which login the workers use is not known here, and on a direct connection nothing of it is needed.
 BEHIND_A_POOLER = """\
 
--- Behind PgBouncer in transaction mode workers leave no limits in a session. Give them to the login of the workers:
+-- Behind PgBouncer in transaction mode workers leave no limits in a session. Give them to the workers' login:
 -- ALTER ROLE app SET lock_timeout = '2s';
 -- ALTER ROLE app SET statement_timeout = '30s';
 -- ALTER ROLE app SET default_transaction_isolation = 'read committed';
