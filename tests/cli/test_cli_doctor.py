@@ -125,7 +125,7 @@ def test_doubts_are_warnings(orders, monkeypatch):
     warned = findings(answer, "WARN")
     assert answer.code == 0
     assert "WORKER_CONCURENCY" in warned["configuration"]["message"]
-    assert "need up to 5004 (1 × (5000 slots + 3) + 1)" in warned["connections"]["message"]
+    assert "need up to 5005 (1 × (5000 slots + 4) + 1)" in warned["connections"]["message"]
 
 
 def test_what_needs_a_look(troubled, database):

@@ -300,7 +300,7 @@ def test_the_doctor_counts_limits_and_their_connection(orders, docai):
     answer = orders("doctor", "--json")
     assert findings(answer, "OK")["limits"]["message"] == "1 limit"
     everything = {item["check"]: item["message"] for item in answer.document}
-    assert "× (4 slots + 4) + 1), limits included" in everything["connections"]
+    assert "× (4 slots + 5) + 1), limits included" in everything["connections"]
 
 
 def test_the_doctor_without_limits(orders):
@@ -314,7 +314,7 @@ def test_the_doctor_sees_redis(cli, in_redis, redis_url):
     fine = findings(answer, "OK")
     assert fine["redis"]["message"].endswith(" answers")
     assert fine["limits"]["message"] == "1 limit, 1 of them in Redis"
-    assert "slots + 5)" in {item["check"]: item["message"] for item in answer.document}["connections"]
+    assert "slots + 6)" in {item["check"]: item["message"] for item in answer.document}["connections"]
 
 
 def test_the_doctor_misses_redis(cli, in_redis, monkeypatch):

@@ -427,7 +427,7 @@ def test_a_worker_with_a_router_has_at_most_slots_and_five_connections(
         bus.start_processes(ORDER, [{"data": {}}] * 60)
         while len(bus.query_processes(status="COMPLETED", limit=100)) < 60:
             most = max(most, one(db, query))
-    assert 0 < most <= 3 + 3 + 2
+    assert 0 < most <= 3 + 4 + 2
 
 
 # --- batches of processes -------------------------------------------------------------------------------------

@@ -304,7 +304,7 @@ def test_word_waits_while_the_database_refuses_it(
         until(lambda: status(bus, "h") is CommandStatus.IN_TROUBLESHOOTING_QUEUE)
         waits = (
             "SELECT pid FROM pg_stat_activity "
-            "WHERE datname = current_database() AND application_name LIKE 'commandbus %% keeper' "
+            "WHERE datname = current_database() AND application_name LIKE 'commandbus %% maintenance' "
             "AND datname = current_database() AND wait_event_type = 'Lock'"
         )
         until(lambda: db.execute(waits).fetchone())

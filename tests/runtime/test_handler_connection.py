@@ -206,7 +206,7 @@ def test_a_connection_that_cannot_be_had_is_a_pool_timeout(
 
 
 @pytest.mark.parametrize("kinds", [("sync",), ("async",), ("sync", "async")], ids="+".join)
-def test_connections_are_never_more_than_concurrency_and_three(
+def test_connections_are_never_more_than_concurrency_and_four(
     bus: CommandBus,
     db: Db,
     handlers: HandlerRegistry,
@@ -254,13 +254,13 @@ def test_connections_are_never_more_than_concurrency_and_three(
     bus.send_many("orders", [NewCommand(f"hold_{kinds[n % len(kinds)]}") for n in range(6)])
     start_worker(handlers, concurrency=6)
     until(lambda: inside == 6)
-    assert count() <= 9
+    assert count() <= 10
     bus.send_many("orders", [NewCommand(f"use_{kinds[n % len(kinds)]}") for n in range(300)])
     gate.set()
     until(
         lambda: count() and one(db, "SELECT NOT EXISTS (SELECT FROM commandbus.command WHERE status = 'PENDING')")
     )
-    assert most == 9
+    assert most == 10
     assert one(db, "SELECT count(*) FROM ledger") == 300
 
 

@@ -193,7 +193,7 @@ def test_the_wait_for_a_connection_never_outlasts_the_attempt(
         until_settled(db)
 
 
-def test_normal_load_exhausts_nothing_and_uses_slots_plus_three_connections(
+def test_normal_load_exhausts_nothing_and_uses_slots_plus_four_connections(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, database: str
 ) -> None:
     """Seed 003 success 1 and 2: no exhaustion, connections = what is in use."""
@@ -227,7 +227,7 @@ def test_normal_load_exhausts_nothing_and_uses_slots_plus_three_connections(
         return bool(one(db, "SELECT NOT EXISTS (SELECT FROM commandbus.command WHERE status = 'PENDING')"))
 
     until(is_over, 60)
-    assert 4 < most <= 6 + 3
+    assert 4 < most <= 6 + 4
     assert worker.health_status.pool_exhaustions == 0
     assert worker.health_status.state is HealthState.HEALTHY
 

@@ -19,7 +19,7 @@ from commandbus import (
     UnknownDomainError,
     Worker,
 )
-from commandbus.runtime import keeper
+from commandbus.runtime import maintenance
 from support.waiting import one, until, until_settled
 from support.workers import add, quick_settings
 
@@ -45,7 +45,7 @@ def test_the_registry_knows_a_worker_from_its_start_to_its_stop(
     start_worker: StartWorker,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keeper, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(maintenance, "BEAT_SECONDS", 0.1)
     worker = start_worker(handlers, concurrency=3)
     until(lambda: bus.workers())
     (info,) = bus.workers()
@@ -69,7 +69,7 @@ def test_a_beat_tells_how_many_run(
     gate: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keeper, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(maintenance, "BEAT_SECONDS", 0.1)
     handlers.register("orders", "block", lambda ctx: gate.wait(20) and None)
     bus.send_many("orders", [NewCommand("block") for _ in range(2)])
     start_worker(handlers)
@@ -114,7 +114,7 @@ def test_finished_commands_are_pruned_in_the_background(
     start_worker: StartWorker,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keeper, "PRUNE_SECONDS", 0.2)
+    monkeypatch.setattr(maintenance, "PRUNE_SECONDS", 0.2)
     bus.send_many("orders", [NewCommand("work") for _ in range(50)])
     bus.send("orders", "work", command_id="waits", delay=3600)
     worker = start_worker(handlers, retention_count=5)

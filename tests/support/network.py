@@ -51,6 +51,15 @@ class Proxy:
     def forwards_swallowed(self) -> bool:
         return self._forward
 
+    def silence(self, name: bytes) -> int:
+        """Connections that introduced themselves by this name hear nothing any more, and are not told: their bytes
+        are taken, as a frozen pooler's kernel takes them. Returns how many; new ones are heard."""
+        with self._lock:
+            chosen = [pair for pair in self._pairs if name in pair.introduction]
+        for pair in chosen:
+            pair.is_silent = True
+        return len(chosen)
+
     def cut(self) -> None:
         """End every connection, without a good-bye; new ones are welcome unless `is_refusing`."""
         with self._lock:
@@ -97,6 +106,8 @@ class _Pair:
         self._client = client
         self._server = server
         self._wake, self._waker = socket.socketpair()
+        self.introduction = b""  # the first bytes of the client: among them is its application_name
+        self.is_silent = False
         self._thread = threading.Thread(target=self._run, name="proxy-pair", daemon=True)
 
     def start(self) -> None:
@@ -131,6 +142,10 @@ class _Pair:
                 data = source.recv(65536)
                 if not data:
                     return
+                if source is self._client and len(self.introduction) < 300:
+                    self.introduction += data
+                if self.is_silent:
+                    continue
                 if source is self._client and self._proxy.is_swallowed(data):
                     if self._proxy.forwards_swallowed:
                         self._server.sendall(data)

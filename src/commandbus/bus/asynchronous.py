@@ -22,7 +22,7 @@ from commandbus.bus.processes import AsyncProcesses
 from commandbus.bus.shell import CHUNK, POOL_SIZE, command_query, whoami
 from commandbus.db.borrow import borrow_async
 from commandbus.db.drive import OwnAsyncConnection, run_async
-from commandbus.db.pool import check_conninfo, make_async_pool
+from commandbus.db.pool import lasting_conninfo, make_async_pool
 from commandbus.db.resolve import Database
 from commandbus.errors import CommandBusError
 from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune, roles
@@ -117,7 +117,7 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
 
     async def connect(self) -> AsyncConnection[tuple[Any, ...]]:
         """A new psycopg connection to the bus's database, for the application's own use; close it."""
-        return await AsyncConnection.connect(check_conninfo(self._database.resolve().database_url))
+        return await AsyncConnection.connect(lasting_conninfo(self._database.resolve().database_url))
 
     # --- set-up -------------------------------------------------------------------------------------------
 

@@ -27,10 +27,9 @@ from typing import Any, TypeAlias
 
 import psycopg
 from psycopg import Connection
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from commandbus.db.link import Link
-from commandbus.db.pool import check_conninfo
+from commandbus.db.pool import lasting_conninfo
 from commandbus.db.resolve import Database
 from commandbus.errors import (
     BusClosedError,
@@ -47,10 +46,9 @@ Heard: TypeAlias = "Future[CommandOutcome | None]"
 """The outcome of a command; None if the listener's database has no such command."""
 
 LOOKED_AT_ONCE = 200
+PING_SECONDS = 3.0
 CLOSE_SECONDS = 5.0
 LAST_LOOK_SECONDS = 2.0  # how long a caller whose time is up waits for a connection to look once more
-# A connection that only listens would not notice for hours that the network has fallen silent.
-ALIVE = {"keepalives_idle": "15", "keepalives_interval": "5", "keepalives_count": "3", "tcp_user_timeout": "15000"}
 NOT_LIBPQ = frozenset({"autocommit", "prepare_threshold", "context", "row_factory", "cursor_factory"})
 
 
@@ -58,8 +56,7 @@ class Listener:
     """One thread, one connection, any number of waiters."""
 
     def __init__(self, settings: Settings) -> None:
-        url = _kept_alive(check_conninfo(settings.database_url))
-        self._link = Link(replace(settings, database_url=url), name="bus listener", on_connect=self._listen)
+        self._link = Link(settings, name="bus listener", on_connect=self._listen)
         self._lock = threading.Lock()
         self._waiting: dict[int, dict[Heard, SentCommand]] = {}
         self._to_look_at: set[int] = set()
@@ -122,6 +119,7 @@ class Listener:
 
     def _round(self) -> None:
         conn = self._link.conn
+        self._link.ping()
         self._hear(conn)
         if ids := self._take():
             self._look(ids)
@@ -158,11 +156,15 @@ class Listener:
             _resolve(heard, outcome)
 
     def _sleep(self, conn: Connection[Any]) -> None:
-        """Until something is notified, registered or stopped; the connection's end wakes, too."""
+        """Until something is notified, registered or stopped; the connection's end wakes, too.
+
+        While somebody waits, the connection is asked for a sign of life now and then: it may be dead without a
+        word.
+        """
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         poll.register(conn.fileno(), select.POLLIN)
-        for fd, _ in poll.poll():
+        for fd, _ in poll.poll(PING_SECONDS * 1000 if self._waiting else None):
             if fd == self._wake_fd:
                 os.eventfd_read(self._wake_fd)
 
@@ -270,18 +272,15 @@ def address_of(database: Database, settings: Settings, pool: object) -> Settings
         )
     given = {name: value for name, value in kwargs.items() if name not in NOT_LIBPQ}
     try:
-        url = _kept_alive(conninfo, **given)  # never empty, even where libpq's own variables say the rest
+        url = lasting_conninfo(
+            conninfo or " ", **given
+        )  # never empty, even where libpq's own variables say the rest
     except psycopg.ProgrammingError:
         raise ConfigurationError(
             "bus.call listens for outcomes on a connection of its own, and cannot make one with the conninfo and "
             "kwargs of the pool that was lent; pass database_url as well"
         ) from None
     return replace(settings, database_url=url)
-
-
-def _kept_alive(conninfo: str, **more: Any) -> str:
-    given: dict[str, Any] = conninfo_to_dict(conninfo, **more)
-    return make_conninfo(**(ALIVE | given))
 
 
 class _Closed(Exception):  # noqa: N818 - never raised: it marks the ordinary end

@@ -22,7 +22,7 @@ from commandbus.bus.processes import Processes
 from commandbus.bus.shell import CHUNK, POOL_SIZE, command_query, whoami
 from commandbus.db.borrow import borrow
 from commandbus.db.drive import OwnConnection, run
-from commandbus.db.pool import check_conninfo, open_pool
+from commandbus.db.pool import lasting_conninfo, open_pool
 from commandbus.db.resolve import Database
 from commandbus.errors import CommandBusError
 from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune, roles
@@ -128,7 +128,7 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
 
     def connect(self) -> Connection[tuple[Any, ...]]:
         """A new psycopg connection to the bus's database, for the application's own use; close it."""
-        return Connection.connect(check_conninfo(self._database.resolve().database_url))
+        return Connection.connect(lasting_conninfo(self._database.resolve().database_url))
 
     # --- set-up -------------------------------------------------------------------------------------------
 

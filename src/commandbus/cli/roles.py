@@ -16,6 +16,16 @@ PURPOSES = {
 }
 
 
+# A comment: which login the workers use is not known here, and on a direct connection nothing of it is needed.
+BEHIND_A_POOLER = """\
+
+-- Behind PgBouncer in transaction mode workers leave no limits in a session. Give them to the workers' login:
+-- ALTER ROLE app SET lock_timeout = '2s';
+-- ALTER ROLE app SET statement_timeout = '30s';
+-- ALTER ROLE app SET default_transaction_isolation = 'read committed';
+"""
+
+
 @click.command(cls=Command)
 @click.option("--print", "print_sql", is_flag=True, help="Print the SQL instead.")
 @click.option("--prefix", default="commandbus", show_default=True, help="How the roles' names begin.")
@@ -28,7 +38,7 @@ def roles(session: Session, print_sql: bool, prefix: str) -> None:  # noqa: FBT0
     """
     with session.bus() as bus:
         if print_sql:
-            script = bus.run(print_roles(prefix))
+            script = bus.run(print_roles(prefix)) + BEHIND_A_POOLER
             session.answer({"sql": script}, lambda: click.echo(script, nl=False))
             return
         names = bus.create_roles(prefix)

@@ -20,7 +20,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from commandbus.bus import CommandBus
 from commandbus.cli.render import print_json
-from commandbus.db.pool import check_conninfo, connection_kwargs
+from commandbus.db.pool import check_conninfo, connection_kwargs, lasting_conninfo
 from commandbus.db.resolve import Database
 from commandbus.errors import UnknownDomainError
 from commandbus.settings import Settings, load_settings
@@ -86,7 +86,7 @@ def connect(settings: Settings, *, autocommit: bool = True) -> Connection[Any]:
     kwargs = connection_kwargs(settings, name="cli") | {"autocommit": autocommit}
     if not conninfo_to_dict(conninfo).get("connect_timeout"):
         kwargs["connect_timeout"] = CONNECT_SECONDS
-    conn: Connection[Any] = psycopg.connect(conninfo, **kwargs)
+    conn: Connection[Any] = psycopg.connect(lasting_conninfo(conninfo), **kwargs)
     return conn
 
 

@@ -7,7 +7,9 @@ mode nothing is begun or committed here, so that the caller's rollback takes our
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import psycopg
@@ -36,11 +38,20 @@ class Runnable(Protocol[T_co]):
     def whole(self) -> bool: ...
 
 
+class UnreplicatedError(psycopg.OperationalError):
+    """The server committed, but somebody canceled its wait for the synchronous standby: a failover may lose it."""
+
+
 class OwnConnection(Connection[tuple[Any, ...]]):
     """A sync connection of ours; it keeps a cursor that has done small work for the next operation."""
 
     spare: Cursor[tuple[Any, ...]] | None = None
     checked_at: float = 0.0
+    is_unreplicated: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_notice_handler(partial(_note_unreplicated, weakref.ref(self)))
 
 
 class OwnAsyncConnection(AsyncConnection[tuple[Any, ...]]):
@@ -48,10 +59,38 @@ class OwnAsyncConnection(AsyncConnection[tuple[Any, ...]]):
 
     spare: AsyncCursor[tuple[Any, ...]] | None = None
     checked_at: float = 0.0
+    is_unreplicated: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_notice_handler(partial(_note_unreplicated, weakref.ref(self)))
+
+
+def _note_unreplicated(
+    conn: weakref.ref[OwnConnection | OwnAsyncConnection], notice: psycopg.errors.Diagnostic
+) -> None:
+    """PostgreSQL reports such a commit as done, with a warning. Its text is translated; its source is not."""
+    if notice.source_function == "SyncRepWaitForLSN" and (own := conn()) is not None:
+        own.is_unreplicated = True
+
+
+def _check_replicated(conn: AnyConnection | AnyAsyncConnection) -> None:
+    if isinstance(conn, OwnConnection | OwnAsyncConnection) and conn.is_unreplicated:
+        conn.is_unreplicated = False
+        raise UnreplicatedError(
+            "the commit was canceled while it waited for the synchronous standby: it is not acknowledged, though "
+            "it may have happened; look, or send again with the same command_id"
+        )
 
 
 def run(conn: AnyConnection, operation: Runnable[T]) -> T:
     """Run an operation on a sync connection."""
+    result = _run_whole(conn, operation)
+    _check_replicated(conn)
+    return result
+
+
+def _run_whole(conn: AnyConnection, operation: Runnable[T]) -> T:
     if operation.whole and not conn.autocommit and conn.info.transaction_status == IDLE:
         conn.execute(b"SELECT")  # the caller's transaction begins here, so that ours is a savepoint in it
     if operation.atomic and (conn.autocommit or operation.whole):
@@ -85,6 +124,12 @@ def _run(conn: AnyConnection, steps: Generator[Any, list[tuple[Any, ...]], T]) -
 
 async def run_async(conn: AnyAsyncConnection, operation: Runnable[T]) -> T:
     """Run an operation on an async connection."""
+    result = await _run_whole_async(conn, operation)
+    _check_replicated(conn)
+    return result
+
+
+async def _run_whole_async(conn: AnyAsyncConnection, operation: Runnable[T]) -> T:
     if operation.whole and not conn.autocommit and conn.info.transaction_status == IDLE:
         await conn.execute(b"SELECT")
     if operation.atomic and (conn.autocommit or operation.whole):

@@ -1,7 +1,13 @@
-"""A connection that one thread owns and that comes back by itself: claimer, settler and keeper have one each.
+"""A connection that one thread owns and that comes back by itself: each of a worker's own services has one.
 
-`run` raises psycopg.OperationalError while the server is away; `recover` waits, with growing pauses, until it is
-back or the owner stops. Nothing is retried here: only the owner knows whether its operation may be.
+`run` raises psycopg.OperationalError for everything that passes (`db/passing.py` decides by SQLSTATE); `recover`
+waits, with growing pauses, until the server is back or the owner stops. Nothing is retried here: only the owner
+knows whether its operation may be.
+
+Every session has limits: how long a statement may take, how long it may wait for a lock, and how long its server
+may be silent (`db/answer_clock.py`). On a direct connection the server keeps the first two, set as the session
+starts. Behind PgBouncer in transaction mode nothing may be left in a session: there the answer clock cancels,
+and `ALTER ROLE … SET` (which `commandbus roles` prints) does the rest.
 """
 
 from __future__ import annotations
@@ -9,29 +15,28 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg import Connection
 
+from commandbus.db.answer_clock import Question
 from commandbus.db.drive import OwnConnection, Runnable, run
-from commandbus.db.pool import check_conninfo, connection_kwargs
+from commandbus.db.passing import READ_ONLY, PassingError, is_passing
+from commandbus.db.pool import connect_own
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 
 T = TypeVar("T")
 logger = safe_logger("commandbus.worker")
 
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 5.0
-CONNECT_TIMEOUT_SECONDS = 10
-REFUSED_PAUSE_SECONDS = 1.0
-
-
-def is_passing(error: psycopg.Error) -> bool:
-    """May the same statement succeed later? (Limits such as the server's stack depth do not pass.)"""
-    limits = (psycopg.errors.StatementTooComplex, psycopg.errors.ProgramLimitExceeded)
-    return isinstance(error, psycopg.OperationalError) and not isinstance(error, limits)
+FIRST_PAUSE_SECONDS: Final = 0.1
+LONGEST_PAUSE_SECONDS: Final = 2.0
+STATEMENT_SECONDS: Final = 10.0
+LOCK_SECONDS: Final = 2.0
+QUIET_SECONDS: Final = 3.0
+SILENT_SECONDS: Final = 12.0
+"""A server that has not answered for so long is lost."""
 
 
 class Link:
@@ -44,7 +49,20 @@ class Link:
         self._name = name
         self._on_connect = on_connect
         self._conn: OwnConnection | None = None
-        self.is_down = False
+        self._question = Question(name, cancel_after=STATEMENT_SECONDS + 0.5, cut_after=SILENT_SECONDS)
+        self._failures = 0
+        self._answered_at = 0.0
+        self.down_since: float | None = None
+
+    @property
+    def is_down(self) -> bool:
+        """Is the database away?"""
+        return self.down_since is not None
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds for which the server owes an answer."""
+        return self._question.waits_for
 
     @property
     def conn(self) -> OwnConnection:
@@ -54,8 +72,27 @@ class Link:
         return self._conn
 
     def run(self, operation: Runnable[T]) -> T:
-        """Run an operation on it."""
-        return run(self.conn, operation)
+        """Run an operation on it. What passes by itself is raised as an OperationalError."""
+        try:
+            conn = self.conn
+            with self._question.asked(conn):
+                answer = run(conn, operation)
+        except psycopg.Error as error:
+            if error.sqlstate == READ_ONLY:
+                self._drop()  # the server that can write may be another one
+            if is_passing(error, is_lost=self.conn_is_lost()) and not isinstance(error, psycopg.OperationalError):
+                raise PassingError(error) from error
+            raise
+        self._failures = 0
+        self._answered_at = time.monotonic()
+        return answer
+
+    def ping(self) -> None:
+        """Ask for a sign of life if there was none for a while: an idle connection may be dead without a word."""
+        if time.monotonic() - self._answered_at >= QUIET_SECONDS:
+            with self._question.asked(self.conn):
+                self.conn.execute(b"SELECT")
+            self._answered_at = time.monotonic()
 
     def conn_is_lost(self) -> bool:
         """Was the last error the connection's end, rather than the statement's?"""
@@ -64,24 +101,29 @@ class Link:
     def recover(
         self, stopping: threading.Event, error: psycopg.Error, on_wait: Callable[[], None] = lambda: None
     ) -> bool:
-        """Get over an operational error: connect again, or give the server (a full disk, a deadlock) a moment.
+        """Get over an operational error: connect again, or give the server (a full disk, a lock) a moment.
 
-        `on_wait` is called after every attempt to connect that failed.
+        `on_wait` is called after every attempt to connect that failed. Returns False if the owner was told to
+        stop.
         """
-        if self.conn_is_lost():
-            return self.restore(stopping, error, on_wait)
-        logger.error("%s was refused by the database, trying again: %s", self._name, str(error).strip())
-        return not stopping.wait(REFUSED_PAUSE_SECONDS)
+        pause = min(FIRST_PAUSE_SECONDS * 2**self._failures, LONGEST_PAUSE_SECONDS)
+        self._failures += 1
+        if not self.conn_is_lost():
+            logger.error("%s was refused by the database, trying again: %s", self._name, str(error).strip())
+            return not stopping.wait(pause)
+        if self._failures > 1 and stopping.wait(pause):
+            return False  # it had connected, and the first statement failed again
+        return self.restore(stopping, error, on_wait)
 
     def restore(
         self, stopping: threading.Event, error: Exception, on_wait: Callable[[], None] = lambda: None
     ) -> bool:
         """Connect again, however long it takes; False if the owner was told to stop first."""
         self._drop()
-        if not self.is_down:
+        if self.down_since is None:
             logger.warning("%s lost the database, reconnecting: %s", self._name, str(error).strip())
-        self.is_down = True
-        pause, since = FIRST_PAUSE_SECONDS, time.monotonic()
+            self.down_since = time.monotonic()
+        pause, since = FIRST_PAUSE_SECONDS, self.down_since
         while not stopping.is_set():
             try:
                 self._conn = self._connect()
@@ -90,7 +132,7 @@ class Link:
                 stopping.wait(pause)
                 pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
             else:
-                self.is_down = False
+                self.down_since = None
                 logger.info("%s is connected again after %.1f s", self._name, time.monotonic() - since)
                 return True
         return False
@@ -100,12 +142,16 @@ class Link:
         self._drop()
 
     def _connect(self) -> OwnConnection:
-        kwargs = connection_kwargs(self._settings, name=self._name)
-        conn = OwnConnection.connect(
-            check_conninfo(self._settings.database_url), connect_timeout=CONNECT_TIMEOUT_SECONDS, **kwargs
+        conn = connect_own(
+            self._settings, name=self._name, statement_seconds=STATEMENT_SECONDS, lock_seconds=LOCK_SECONDS
         )
         if self._on_connect is not None:
-            self._on_connect(conn)
+            try:
+                with self._question.asked(conn):
+                    self._on_connect(conn)
+            except BaseException:
+                conn.close()
+                raise
         return conn
 
     def _drop(self) -> None:

@@ -1,8 +1,12 @@
-"""Connection pools: how they are made, and what a connection of ours looks like.
+"""Connections and pools: how they are made, and what a connection of ours looks like.
 
 Ours are in autocommit mode (an operation opens its own transaction where it needs one) and prepare statements
-unless told otherwise (behind PgBouncer in transaction mode). A pool that the application passes in is used as
-it is and never closed by us.
+unless told otherwise (behind PgBouncer in transaction mode). Their transactions are READ COMMITTED, whatever the
+database's default is: our statements lock rows and look again. A pool that the application passes in is used as it
+is and never closed by us.
+
+A connection notices that its network is gone: keepalives, `tcp_user_timeout`, and 3 s to connect to each host.
+Where the address names several hosts, the one that can write is chosen. Whatever the address says itself wins.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 import psycopg
+from psycopg import IsolationLevel
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from commandbus.db.drive import AnyAsyncConnection, AnyConnection, OwnAsyncConnection, OwnConnection
@@ -20,6 +26,15 @@ from commandbus.errors import ConfigurationError
 from commandbus.settings import Settings
 
 CHECK_AFTER_SECONDS = 0.1
+CONNECT_SECONDS = 3
+ALIVE = {
+    "connect_timeout": str(CONNECT_SECONDS),
+    "keepalives_idle": "5",
+    "keepalives_interval": "2",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "12000",
+}
+_poolers: set[str] = set()  # addresses that refuse settings at the start of a session
 
 
 def connection_kwargs(settings: Settings, *, name: str) -> dict[str, Any]:
@@ -39,13 +54,54 @@ def check_conninfo(database_url: str | None) -> str:
             "database_url (`embedded` runs a PostgreSQL in the project's folder)"
         )
     try:
-        psycopg.conninfo.conninfo_to_dict(database_url)
+        conninfo_to_dict(database_url)
     except psycopg.ProgrammingError:
         raise ConfigurationError(
             "database_url is not a PostgreSQL URL or connection string; it looks like "
             "postgresql://user:password@host:5432/database or `host=… dbname=…`"
         ) from None
     return database_url
+
+
+def lasting_conninfo(conninfo: str | None, **more: Any) -> str:
+    """The same address for a connection that notices when its network or its primary is gone."""
+    given: dict[str, Any] = conninfo_to_dict(check_conninfo(conninfo), **more)
+    several = {"target_session_attrs": "read-write"} if "," in str(given.get("host", "")) else {}
+    return make_conninfo(**(ALIVE | several | given))
+
+
+def connect_own(settings: Settings, *, name: str, statement_seconds: float, lock_seconds: float) -> OwnConnection:
+    """A connection for a thread of ours, with limits that the server keeps where it may."""
+    url = check_conninfo(settings.database_url)
+    address = lasting_conninfo(url)
+    kwargs = connection_kwargs(settings, name=name)
+    if settings.prepared_statements and url not in _poolers:
+        limits = (
+            f"-c statement_timeout={int(statement_seconds * 1000)} -c lock_timeout={int(lock_seconds * 1000)} "
+            "-c default_transaction_isolation=read\\ committed"
+        )
+        options = " ".join(filter(None, [str(conninfo_to_dict(address).get("options") or ""), limits]))
+        try:
+            return read_committed(OwnConnection.connect(address, options=options, **kwargs))
+        except psycopg.OperationalError as error:
+            if "startup parameter" not in str(error):
+                raise
+            _poolers.add(url)  # PgBouncer: nothing may be left in a session, so the answer clock has to do
+    return read_committed(OwnConnection.connect(address, **kwargs))
+
+
+def read_committed(conn: OwnConnection) -> OwnConnection:
+    """Its transactions begin as READ COMMITTED; nothing is sent for that before they begin."""
+    conn.isolation_level = IsolationLevel.READ_COMMITTED
+    return conn
+
+
+async def _read_committed_async(conn: OwnAsyncConnection) -> None:
+    await conn.set_isolation_level(IsolationLevel.READ_COMMITTED)
+
+
+def _configure(conn: OwnConnection) -> None:
+    read_committed(conn)
 
 
 def check_open(conn: AnyConnection | AnyAsyncConnection) -> None:
@@ -76,14 +132,19 @@ def open_pool(
     max_size: int,
     reconnect_failed: Callable[[ConnectionPool[Any]], None] | None = None,
     max_idle: float | None = None,
+    for_handlers: bool = False,
 ) -> ConnectionPool[OwnConnection]:
-    """A pool of sync connections; connects in the background, on demand."""
+    """A pool of sync connections; connects in the background, on demand.
+
+    `for_handlers`: their transactions are the handlers' own, with the isolation level that the database says.
+    """
     arguments = _pool_arguments(settings, name=name, max_size=max_size)
     if max_idle is not None:
         arguments["max_idle"] = min(max_idle, settings.pool_max_idle)
     return ConnectionPool(
         connection_class=OwnConnection,
         check=check_open,
+        configure=None if for_handlers else _configure,
         open=True,
         reconnect_failed=reconnect_failed,
         **arguments,
@@ -94,13 +155,17 @@ def make_async_pool(settings: Settings, *, name: str, max_size: int) -> AsyncCon
     """A pool of async connections, to be opened on the loop that uses it."""
     arguments = _pool_arguments(settings, name=name, max_size=max_size)
     return AsyncConnectionPool(
-        connection_class=OwnAsyncConnection, check=_check_open_async, open=False, **arguments
+        connection_class=OwnAsyncConnection,
+        check=_check_open_async,
+        configure=_read_committed_async,
+        open=False,
+        **arguments,
     )
 
 
 def _pool_arguments(settings: Settings, *, name: str, max_size: int) -> dict[str, Any]:
     return {
-        "conninfo": check_conninfo(settings.database_url),
+        "conninfo": lasting_conninfo(settings.database_url),
         "kwargs": connection_kwargs(settings, name=name),
         "min_size": min(settings.pool_min_size, max_size),
         "max_size": max_size,

@@ -104,6 +104,8 @@ def put_right(
     Answers what is to be run now, and how many messages were adopted: those are back in the queue as ordinary
     commands, for the next claim.
     """
+    # Whoever waits here keeps all other commands waiting. Nothing of it is left in the session.
+    yield Statement(b"SET LOCAL lock_timeout = '200ms'")
     ours = [row for row in odd if row.id is not None]
     adopted = yield from _take_in(domain, worker, [row for row in odd if row.id is None], max_bytes)
     canceled: dict[int, Failure] = {}

@@ -19,14 +19,9 @@ using only those before it: `desk` (places that are held), `waker` (whose turn i
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import secrets
-import select
-import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import datetime
@@ -35,7 +30,7 @@ from typing import Any
 import psycopg
 from psycopg import Connection
 
-from commandbus.db.link import Link
+from commandbus.db.service import DatabaseService
 from commandbus.errors import CommandBusError
 from commandbus.flow.limits import CHANGED, CHANNEL, CLOSED, TOKEN, WAKE, LimitRow
 from commandbus.flow.statement import explain_absence
@@ -56,7 +51,7 @@ SWEEP_SECONDS = 2.0
 LONGEST_SLEEP = 1.0
 
 
-class Gate:
+class Gate(DatabaseService):
     """Places of limits, for one worker or one bus."""
 
     def __init__(
@@ -67,33 +62,24 @@ class Gate:
         elsewhere: Callable[[], Elsewhere] | None = None,
         on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
+        super().__init__(settings, name=owner, part="gate", on_end=self._end_with)
         self._owner = owner
         self._on_error = on_error
-        self._link = Link(settings, name=f"{owner} gate", on_connect=self._listen)
         self._backends = Backends(self._link, elsewhere)
         self._desk = Desk(self._link, self._backends)
         self._waker = Waker(self._desk)
         self._exits = Exits(self._desk, self._waker)
         self._visits = Visits(self._desk, self._waker, self._exits, make_token=self._make_token)
         self._line = Line(self._desk, self._waker, self._exits)
-        self._orders: deque[Callable[[], None]] = deque()
         self._shut: dict[str, float] = {}  # when (monotonic) an API was last heard to say no
         self._sweep_at = time.monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311 - they spread out
         self._numbers = itertools.count(secrets.randbits(40) << 20)
         self._must_ask_line = False
         self._is_at_work = True
         self._closing = False
-        self._stopping = threading.Event()
         self._over: BaseException | None = None
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._wake_fd).atexit = False  # then it still gives back what it has
-        self._thread = threading.Thread(target=self._serve, name=f"{owner}-gate", daemon=True)
 
     # --- asked from other threads; none of these waits ---------------------------------------------------------
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     @property
     def is_serving(self) -> bool:
@@ -125,7 +111,7 @@ class Gate:
     def visit(self, visits: Sequence[Visit]) -> None:
         """Commands ask for their places."""
         self._visits.asking.extend(visits)
-        self._wake()
+        self.wake()
 
     def take_back(self) -> list[Visit]:
         """Everything that was not answered yet."""
@@ -139,11 +125,11 @@ class Gate:
     def leave(self, leaves: Sequence[Leave]) -> None:
         """Places are needed no more."""
         self._exits.leaves.extend(leaves)
-        self._wake()
+        self.wake()
 
     def note_parked(self, name: str) -> None:
         """A command that was refused is parked now: it is in line."""
-        self._order(lambda: self._visits.note_parked(name))
+        self.order(lambda: self._visits.note_parked(name))
 
     def acquire(
         self,
@@ -167,17 +153,17 @@ class Gate:
             call.answer.set_exception(self._over or CommandBusError("the gate of this program is closed"))
             return call
         self._line.calls.append(call)
-        self._wake()
+        self.wake()
         return call
 
     def forget(self, call: Call) -> None:
         """Who asked waits no more; a place that was given meanwhile is given back."""
         call.answer.cancel()  # orders come before calls: one that has not been looked at yet must not be answered
-        self._order(lambda: self._line.forget(call))
+        self.order(lambda: self._line.forget(call))
 
     def tell(self, name: str, holder: str, reason: str, retry_after: float | None) -> None:
         """An API has refused a call that held no place of its limit."""
-        self._order(lambda: self._exits.tell(name, holder, reason, retry_after))
+        self.order(lambda: self._exits.tell(name, holder, reason, retry_after))
 
     def is_stale(self, place: Place) -> bool:
         """Was the place given before the API said no? Then nothing may begin with it."""
@@ -185,7 +171,7 @@ class Gate:
 
     def judge(self, limited: Limited) -> None:
         """Find out what becomes of a command that its API has refused; after what it left was heard."""
-        self._order(lambda: self._visits.judge(limited))
+        self.order(lambda: self._visits.judge(limited))
 
     def look(self, name: str) -> Future[tuple[LimitRow, Look]]:
         """How a limit stands, and who holds its places."""
@@ -198,73 +184,47 @@ class Gate:
             except CommandBusError as error:
                 answer.set_exception(error)
 
-        self._order(find)
+        self.order(find)
         return answer
-
-    def flush(self, timeout: float) -> bool:
-        """Wait until all that was told before this is heard."""
-        heard = threading.Event()
-        self._order(heard.set)
-        return heard.wait(timeout)
 
     def stop(self, timeout: float) -> None:
         """Give back what was left here, then end."""
         self._closing = True
-        self._wake()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+        self.join(timeout)
         self._stopping.set()
-
-    def _order(self, order: Callable[[], None]) -> None:
-        self._orders.append(order)
-        self._wake()
-
-    def _wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
 
     # --- the thread --------------------------------------------------------------------------------------------
 
     def _make_token(self, holder: str) -> str:
         return f"{self._owner}/{holder}/{next(self._numbers):x}"[-200:]
 
-    def _listen(self, conn: Connection[Any]) -> None:
+    def connected(self, conn: Connection[Any]) -> None:
         conn.execute(f"LISTEN {CHANNEL}".encode())
         self._must_ask_line = True  # whose turn came before this was not heard
 
-    def _serve(self) -> None:
-        try:
-            while not self._stopping.is_set():
-                try:
-                    self._sleep()
-                    self._round()
-                except psycopg.OperationalError as error:
-                    if self._closing or not self._link.recover(self._stopping, error):
-                        break
-                    continue
-                if self._closing and not self._exits.leaves and not self._orders:
-                    break
-            self._sign_off()
-        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
-            self._end_with(explain_absence(error))
-        except BaseException as error:  # noqa: BLE001 - handed to who asked, and to the worker
-            self._end_with(error)
-        finally:
-            self._over = self._over or CommandBusError("the gate of this program is closed")
-            self._line.fail_all(self._over)
-            self._link.close()
+    @property
+    def is_done(self) -> bool:
+        return self._stopping.is_set() or (self._closing and not self._exits.leaves and not self._orders)
+
+    def lost(self, error: psycopg.Error) -> None:  # noqa: ARG002
+        if self._closing:
+            self._stopping.set()  # what was not given back ends with its lease
 
     def _end_with(self, error: BaseException) -> None:
+        """The thread has ended by an error: those who asked are told, and the worker."""
+        if isinstance(error, psycopg.errors.UndefinedTable | psycopg.errors.InvalidSchemaName):
+            error = explain_absence(error)
         self._over = error
+        self._line.fail_all(error)
         if self._on_error is not None:
             self._on_error(error)
         elif not isinstance(error, CommandBusError):  # else those who asked are told, and that is enough
-            logger.exception("the gate has ended")
+            logger.error("the gate has ended", exc_info=error)
 
-    def _round(self) -> None:
+    def round(self) -> None:
+        self._rest()
         self._exits.let_out()
-        while self._orders:
-            self._orders[0]()
-            self._orders.popleft()
+        self.carry_out()
         self._visits.let_in()
         self._line.answer_calls()
         now = time.monotonic()
@@ -277,42 +237,38 @@ class Gate:
             self._waker.sweep()
             self._line.take_turns()
 
-    def _sleep(self) -> None:
-        self._hear()  # what came during our own statements does not wake the poll
-        if self._orders or self._visits.asking or self._line.calls or self._exits.leaves:
+    def _rest(self) -> None:
+        self.hear()  # what came during our own statements does not wake the poll
+        self._take_turns_if_reconnected()
+        if self._orders or self._visits.asking or self._line.calls or self._exits.leaves or self._closing:
             return
         soonest = min(self._waker.soonest, self._line.soonest, self._sweep_at, self._desk.renew_at)
         self._is_at_work = False
-        poll = select.poll()
-        poll.register(self._wake_fd, select.POLLIN)
-        poll.register(self._link.conn.fileno(), select.POLLIN)
-        poll.poll(max(0.0, min(soonest - time.monotonic(), LONGEST_SLEEP)) * 1000 + 1)
+        self.sleep(min(soonest - time.monotonic(), LONGEST_SLEEP) + 0.001)
         self._is_at_work = True
-        try:
-            os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            return
 
-    def _hear(self) -> None:
-        heard = [notification.payload for notification in self._link.conn.notifies(timeout=0)]
-        for text in heard:
-            if text.startswith(TOKEN):
-                self._line.hear(text.removeprefix(TOKEN))
-            elif text.startswith(CLOSED):
-                self._shut[text.removeprefix(CLOSED)] = time.monotonic()
-            elif text.startswith(CHANGED):
-                name = text.removeprefix(CHANGED)
-                self._desk.forget(name)
-                self._waker.look_at(name)
-            elif text.startswith(WAKE) and not self._waker.is_barred:
-                self._waker.look_at(text.removeprefix(WAKE))
+    def heard(self, channel: str, payload: str) -> None:  # noqa: ARG002 - there is one channel
+        if payload.startswith(TOKEN):
+            self._line.hear(payload.removeprefix(TOKEN))
+        elif payload.startswith(CLOSED):
+            self._shut[payload.removeprefix(CLOSED)] = time.monotonic()
+        elif payload.startswith(CHANGED):
+            name = payload.removeprefix(CHANGED)
+            self._desk.forget(name)
+            self._waker.look_at(name)
+        elif payload.startswith(WAKE) and not self._waker.is_barred:
+            self._waker.look_at(payload.removeprefix(WAKE))
+
+    def _take_turns_if_reconnected(self) -> None:
         if self._must_ask_line:
             self._must_ask_line = False
             self._line.take_turns()
 
-    def _sign_off(self) -> None:
+    def finish(self) -> None:
+        self._over = self._over or CommandBusError("the gate of this program is closed")
         try:
             self._line.step_out()
             self._backends.close()
         except (psycopg.Error, CommandBusError) as error:
             logger.info("the gate was left without a word: %s", error)
+        self._line.fail_all(self._over)

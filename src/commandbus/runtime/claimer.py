@@ -19,11 +19,7 @@ become visible in the past, it begins at the beginning.
 
 from __future__ import annotations
 
-import os
-import select
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -31,9 +27,10 @@ from typing import Any
 import psycopg
 from psycopg import Connection
 
-from commandbus.db.link import Link
+from commandbus.db.passing import is_locked
+from commandbus.db.service import DatabaseService
 from commandbus.errors import CommandBusError
-from commandbus.flow.claim import Claim, announce, claim, next_due, put_right, withdraw
+from commandbus.flow.claim import Claim, ClaimedRow, announce, claim, next_due, put_right, withdraw
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 
@@ -48,13 +45,14 @@ LOOKS_SECONDS = (0.0, 0.005, 0.02, 0.1)
 ANNOUNCEMENT_SECONDS = 60.0
 BUSY_SECONDS = 1.0
 HEAR_SECONDS = 0.25
+LOCKED_SECONDS = 1.0
 CANCEL = "cancel "
 MARGIN = timedelta(milliseconds=5)
 
 Deliver = Callable[[str, list[tuple[Any, ...]], float], None]
 
 
-class Claimer:
+class Claimer(DatabaseService):
     """One thread that claims for all domains of a worker."""
 
     def __init__(
@@ -73,6 +71,7 @@ class Claimer:
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
+        super().__init__(settings, name=name, part="claimer", on_end=on_error)
         self._settings = settings
         self._worker = worker
         self._domains = [_Domain(name_, is_routed=name_ in routed) for name_ in domains]
@@ -82,11 +81,6 @@ class Claimer:
         self._deliver = deliver
         self._on_cancel = on_cancel
         self._on_idle = on_idle
-        self._on_error = on_error
-        self._link = Link(settings, name=f"{name} claimer", on_connect=self._listen)
-        self._stopping = threading.Event()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._wake_fd)  # an abandoned slot may wake us long after the stop
         self.is_waiting_for_room = False
         self.is_ended = False  # claim nothing more: the worker drains
         self.claimed = 0
@@ -95,31 +89,11 @@ class Claimer:
         self._busy_since: float | None = None
         self._rate = _Rate()
         self._claim_seconds = 0.0  # what asking all domains takes, of late
-        self._thread = threading.Thread(target=self._serve, name=f"{name}-claimer", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def wake(self) -> None:
-        """There is room, or something to look at. Called by slots; never waits."""
-        os.eventfd_write(self._wake_fd, 1)
 
     def end(self) -> None:
         """Claim nothing more; the thread goes on listening for cancels."""
         self.is_ended = True
         self.wake()
-
-    def stop(self, timeout: float) -> None:
-        """Claim nothing more. When this returns, nothing will be delivered any more."""
-        self._stopping.set()
-        self.wake()
-        self._thread.join(timeout)
-
-    @property
-    def is_down(self) -> bool:
-        """Is the database away?"""
-        return self._link.is_down
 
     @property
     def prefetch(self) -> int:
@@ -127,25 +101,13 @@ class Claimer:
         ahead = max(PREFETCH_SECONDS, min(2 * self._claim_seconds, LONGEST_PREFETCH_SECONDS))
         return min(LARGEST_PREFETCH, int(self._rate.per_second * ahead))
 
-    def _listen(self, conn: Connection[Any]) -> None:
+    def connected(self, conn: Connection[Any]) -> None:
         for domain in self._domains:
             conn.execute(f"LISTEN commandbus_{domain.name}".encode())
             domain.cursor = None
         self._announced_until = 0.0
 
-    def _serve(self) -> None:
-        try:
-            while not self._stopping.is_set():
-                try:
-                    self._round()
-                except psycopg.OperationalError as error:
-                    self._link.recover(self._stopping, error)
-            self._leave()
-        except BaseException as error:  # noqa: BLE001 - handed to the worker, which ends with it
-            self._link.close()
-            self._on_error(error)
-
-    def _round(self) -> None:
+    def round(self) -> None:
         room = self._wait_for_room()
         if self._stopping.is_set():
             return
@@ -164,7 +126,7 @@ class Claimer:
                 return room
             if not self.is_ended and self._spare() > 0:
                 return 0  # and still waiting for room: a slot that becomes free wakes us
-            self._sleep(0.25)
+            self.sleep(0.25)
 
     def _claim_all(self, room: int, spare: int) -> int:
         """Ask every domain, the one served last at the end; answers how many were claimed."""
@@ -201,14 +163,7 @@ class Claimer:
         domain.advance(found)
         rows = found.ready
         if found.odd:
-            right, adopted = self._link.run(
-                put_right(
-                    domain=domain.name,
-                    worker=self._worker,
-                    odd=found.odd,
-                    max_bytes=self._settings.max_payload_bytes,
-                )
-            )
+            right, adopted = self._put_right(domain.name, found.odd)
             rows = rows + list(right)
             if adopted:
                 domain.cursor = None
@@ -217,11 +172,33 @@ class Claimer:
             self._deliver(domain.name, rows, now)
         return len(found.ready) + len(found.odd)
 
+    def _put_right(self, domain: str, odd: Sequence[ClaimedRow]) -> tuple[list[ClaimedRow], int]:
+        """What is odd about some rows. If somebody holds a lock that one of them needs, each is tried by itself,
+        and that one stays leased: it is for later, when its lease has run out."""
+        limit = self._settings.max_payload_bytes
+        try:
+            return self._link.run(put_right(domain=domain, worker=self._worker, odd=odd, max_bytes=limit))
+        except psycopg.OperationalError as error:
+            if not is_locked(error):
+                raise
+        if len(odd) == 1:
+            logger.warning("message %d of domain %s needs a row that somebody has locked", odd[0].msg_id, domain)
+            return [], 0
+        right: list[ClaimedRow] = []
+        adopted, until = 0, time.monotonic() + LOCKED_SECONDS
+        for row in odd:
+            if time.monotonic() > until:
+                break  # many are locked: the others come back, too, when their leases have run out
+            some, more = self._put_right(domain, [row])
+            right += some
+            adopted += more
+        return right, adopted
+
     def _note_work(self) -> None:
         now = time.monotonic()
         if now - self._heard_at > HEAR_SECONDS:
             self._heard_at = now
-            self._drain_notifications(self._link.conn)  # a cancel is heard under load too
+            self.hear()  # a cancel is heard under load too
         if self._busy_since is None:
             self._busy_since = now
         elif self._announced_until and now - self._busy_since > BUSY_SECONDS:
@@ -234,7 +211,7 @@ class Claimer:
         if time.monotonic() > self._announced_until - ANNOUNCEMENT_SECONDS / 2:
             self._announce()
             for pause in LOOKS_SECONDS:
-                if pause and self._sleep(pause):
+                if pause and self.sleep(pause):
                     return
                 if self._claim_all(self._room(0), self._spare()):
                     return
@@ -246,7 +223,7 @@ class Claimer:
         longest = min(self._settings.poll_interval, ANNOUNCEMENT_SECONDS / 2)
         due = [self._link.run(next_due(domain.name, within_seconds=longest)) for domain in self._domains]
         soonest = min((seconds for seconds in due if seconds is not None), default=longest)
-        self._sleep(min(max(soonest, 0.001), longest))
+        self.sleep(min(max(soonest, 0.001), longest))
 
     def _announce(self) -> None:
         names = [domain.name for domain in self._domains]
@@ -255,42 +232,21 @@ class Claimer:
         for domain in self._domains:
             domain.cursor = None  # a sender that saw no announcement may have committed below it
 
-    def _sleep(self, seconds: float) -> bool:
-        """Sleep until notified, woken or the time is up; answers whether something happened."""
-        poll = select.poll()
-        poll.register(self._wake_fd, select.POLLIN)
-        conn = self._link.conn
-        if self._drain_notifications(conn):
-            return True
-        poll.register(conn.fileno(), select.POLLIN)
-        events = poll.poll(seconds * 1000)
-        for fd, _ in events:
-            if fd == self._wake_fd:
-                os.eventfd_read(self._wake_fd)
+    def heard(self, channel: str, payload: str) -> None:
+        for domain in self._domains:
+            if channel != f"commandbus_{domain.name}":
+                continue
+            msg_id = payload.removeprefix(CANCEL)
+            if msg_id != payload and msg_id.isascii() and msg_id.isdigit() and len(msg_id) < 20:
+                self._on_cancel(domain.name, int(msg_id))
             else:
-                self._drain_notifications(conn)
-        return bool(events)
+                domain.step_back(payload)
 
-    def _drain_notifications(self, conn: Connection[Any]) -> bool:
-        notified = False
-        for notification in conn.notifies(timeout=0):
-            notified = True
-            for domain in self._domains:
-                if notification.channel != f"commandbus_{domain.name}":
-                    continue
-                msg_id = notification.payload.removeprefix(CANCEL)
-                if msg_id != notification.payload and msg_id.isdigit():
-                    self._on_cancel(domain.name, int(msg_id))
-                else:
-                    domain.step_back(notification.payload)
-        return notified
-
-    def _leave(self) -> None:
+    def finish(self) -> None:
         try:
             self._link.run(withdraw(self._worker))
         except (psycopg.Error, CommandBusError) as error:
             logger.info("the announcement was left to expire: %s", error)
-        self._link.close()
 
 
 class _Domain:

@@ -267,6 +267,7 @@ class HandlerConnections:
                         max_size=self._size + self._lost,
                         reconnect_failed=lambda _: self._on_unreachable(),
                         max_idle=self._max_idle,
+                        for_handlers=True,
                     )
         return self._own
 

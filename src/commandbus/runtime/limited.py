@@ -16,6 +16,7 @@ from functools import partial
 
 from commandbus.db.drive import run
 from commandbus.db.link import Link
+from commandbus.db.service import DatabaseService
 from commandbus.errors import ConfigurationError, UnknownLimitError
 from commandbus.flow.limits import LimitRow, declare, home_of, list_limits
 from commandbus.flow.places import Turn
@@ -99,6 +100,11 @@ class LimitedWork:
                 self._gate = make_gate(self._settings, self._worker, on_error=self._on_error)
                 self._gate.start()
             return self._gate
+
+    @property
+    def services(self) -> list[DatabaseService]:
+        """The gate, if there is one: its worker watches it."""
+        return [] if self._gate is None else [self._gate]
 
     @property
     def waiting(self) -> int:

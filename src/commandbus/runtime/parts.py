@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from typing import Any
 from weakref import WeakSet
 
-from commandbus.db.link import Link
+from commandbus.db.service import DatabaseService
 from commandbus.flow.renew import PendingCancel
 from commandbus.flow.settle import PROBE, Settlement, cancellation
 from commandbus.logger import safe_logger
@@ -35,10 +35,11 @@ from commandbus.runtime.connections import Borrowed, HandlerConnections
 from commandbus.runtime.context import Services
 from commandbus.runtime.execute import Ended, Executor
 from commandbus.runtime.isolation import Isolation
-from commandbus.runtime.keeper import UNREACHABLE, Figures, Keeper
 from commandbus.runtime.ladder import Document, Ladder, Running
+from commandbus.runtime.lease_keeper import LeaseKeeper
 from commandbus.runtime.limited import LIMITS_DEGRADED, LimitedWork, RateLimited
 from commandbus.runtime.loop import AsyncSlot, AsyncSlots
+from commandbus.runtime.maintenance import Figures, Maintenance
 from commandbus.runtime.memory import resident_megabytes
 from commandbus.runtime.pause import Pause
 from commandbus.runtime.places import Places
@@ -54,6 +55,9 @@ logger = safe_logger("commandbus.worker")
 SETTLE_RESERVE_SECONDS = 2.0
 STALE_SECONDS = 0.5
 CAUTIOUS_SECONDS = 2.0
+UNREACHABLE = "database_unreachable"
+UNWRITTEN = "outcomes_unwritten"
+MOST_UNWRITTEN = 2000  # a few batches of the settler's
 BRIEF_IDLE_SECONDS = 5.0  # isolated attempts open connections of their own: idle ones here must make room
 
 
@@ -76,6 +80,8 @@ class Parts:
         self._pause = Pause()
         self._limit_said = False
         self._was_degraded = False
+        self._was_unreachable = False
+        self._most_unwritten = MOST_UNWRITTEN + 2 * settings.concurrency
         self._was_idle = False  # at the last look nothing was held, and nothing there
         self._showing: Showing | None = None
         if spec.supervision is not None:
@@ -111,16 +117,19 @@ class Parts:
         )
         self._loop = self._make_loop() if any(handler.is_async for handler in spec.handlers) else None
         self._claimer = self._make_claimer()
-        self._keeper = Keeper(
+        self._keeper = LeaseKeeper(
+            settings, spec.id, held=self.held.copy, on_cancel=self._cancel, on_error=spec.fail, name=spec.id
+        )
+        self._maintenance = Maintenance(
             settings,
             identity(spec, settings),
-            held=self.held.copy,
             figures=Figures(lambda: len(self.running), lambda: dict(self.settler.settled)),
             health=spec.health,
-            on_cancel=self._cancel,
             breakers=self._breakers,
+            on_error=spec.fail,
             name=spec.id,
         )
+        self._threads: list[DatabaseService] = [self._claimer, self.settler, self._keeper, self._maintenance]
         self.ladder = self._make_ladder()
 
     def _make_connections(self) -> HandlerConnections:
@@ -177,7 +186,7 @@ class Parts:
     def _make_settler(self) -> Settler:
         spec = self._spec
         return Settler(
-            Link(self._settings, name=f"{spec.id} settler"),
+            self._settings,
             spec.id,
             on_settled=self._settled_towards_idle if spec.ends_idle else self._settled,
             on_written=spec.health.record_success,
@@ -244,6 +253,7 @@ class Parts:
             self._loop.start()
         self.settler.start()
         self._keeper.start()
+        self._maintenance.start()
         if self._spec.has_limits:
             self._limited.start()
         self._beat(time.monotonic())  # a handler may freeze this process before the ladder's first tick
@@ -253,7 +263,7 @@ class Parts:
     @property
     def is_database_lost(self) -> bool:
         """Is the database out of reach at this moment?"""
-        return self._keeper.down_since is not None or self._claimer.is_down
+        return any(service.is_down for service in self._threads)
 
     def leave_to_parent(self) -> None:
         """A handler forked without exec, and this is the copy: whatever runs or waits here is its parent's."""
@@ -276,7 +286,7 @@ class Parts:
             if self.state is not State.ACTIVE:
                 return
             self.state = State.DRAINING
-        self._keeper.state = self.state.name
+        self._maintenance.state = self.state.name
         level = logging.WARNING if self.stuck else logging.INFO
         logger.log(level, "worker %s drains: %s", self._spec.id, reason)
         if self._spec.supervision is not None:
@@ -299,7 +309,7 @@ class Parts:
         deadline = started + limit
         with self._changing:
             self.state = State.EXITING
-        self._keeper.state = "STOPPING"
+        self._maintenance.state = "STOPPING"
         self._claimer.stop(max(0.1, limit - SETTLE_RESERVE_SECONDS))
         self._give_back()
         self._await_starting(time.monotonic() + min(1.0, limit / 4))
@@ -325,6 +335,7 @@ class Parts:
         self._isolation.close(max(0.1, deadline - time.monotonic()))
         self._limited.stop(max(0.1, deadline - time.monotonic()))
         self._keeper.stop(max(0.1, deadline - time.monotonic()))
+        self._maintenance.stop(max(0.1, deadline - time.monotonic()))
         self._connections.close()
         settled = sum(self.settler.settled.values()) - self._given_back - self.ladder.abandoned
         return StopReport(reason, settled, self._given_back, abandoned, unwritten)
@@ -403,12 +414,39 @@ class Parts:
             self._claimer.wake()
 
     def _tick(self, now: float) -> None:
+        self._watch_services(now)
         self._say_degraded()
         self._beat(now)
         if self.state is State.DRAINING and not self.running and not self._starting and not self._waiting():
             self._spec.request_stop(f"drained, stuck attempts: {self.stuck}" if self.stuck else "drained")
         if self.state is State.ACTIVE:
             self._check_limits()
+
+    def _watch_services(self, now: float) -> None:
+        """Health names what does not work. A supervised worker with a part that will not work again drains."""
+        health = self._spec.health
+        for service in [*self._threads, *self._limited.services]:
+            trouble, reason = service.trouble, service.part.replace(" ", "_")
+            if trouble is not None:
+                health.set_critical(reason, trouble)
+                if service.is_broken and self._spec.supervision is not None and self.state is State.ACTIVE:
+                    self.drain(trouble)
+            elif service.is_away:
+                health.set_degraded(reason, f"the {service.part} cannot reach the database")
+            else:
+                health.clear(reason)
+        down = [service.down_since for service in self._threads if service.down_since is not None]
+        if down and now - min(down) >= self._settings.pool_reconnect_timeout:
+            health.set_critical(UNREACHABLE)
+            self._was_unreachable = True
+        elif self._was_unreachable and not down:
+            health.clear(UNREACHABLE)
+            self._was_unreachable = False
+        if self.settler.backlog >= self._most_unwritten:
+            unwritten = f"{self.settler.backlog} outcomes are not written yet: nothing is claimed"
+            health.set_critical(UNWRITTEN, unwritten)
+        else:
+            health.clear(UNWRITTEN)
 
     def _say_degraded(self) -> None:
         is_degraded = self._limited.is_degraded
@@ -519,13 +557,13 @@ class Parts:
         if waiting > self._low:
             self._return_stale()
             return 0
-        if self.state is not State.ACTIVE or self._pause.is_on:
+        if self.state is not State.ACTIVE or self._pause.is_on or self.settler.backlog >= self._most_unwritten:
             return 0
         return self._places.total - self._places.taken + prefetch - waiting
 
     def _spare(self) -> int:
         """How many messages of processes to claim beside that."""
-        if self.state is not State.ACTIVE or self._pause.is_on:
+        if self.state is not State.ACTIVE or self._pause.is_on or self.settler.backlog >= self._most_unwritten:
             return 0
         return self._router_places.total - self._router_places.taken - len(self._router.waiting)
 

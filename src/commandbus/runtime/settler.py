@@ -1,17 +1,21 @@
 """The Settler: writes outcomes, many in one statement, on a connection of its own.
 
 Outcomes collect while a statement is under way, so batches grow with the load and a lone outcome goes at once.
-Nothing is given up: while the database is away outcomes wait; a row that another transaction holds (`busy`) is
-tried again; after an error that is not the connection's, rows are settled one by one, and one that cannot be
-stored is settled as a failure that says so. A refused row was settled or claimed by somebody else: the fence did
-its work, and that is logged. One that somebody asked to cancel, and that did not complete, is settled as CANCELED.
+Nothing is given up: while the database is away, or read-only, outcomes wait; a row that another transaction holds
+(`busy`) is tried again. After an error that is not the database's state, rows are settled one by one, and one that
+cannot be stored is settled as a failure that says so. A refused row was settled or claimed by somebody else: the
+fence did its work, and that is logged. One that somebody asked to cancel, and that did not complete, is settled
+as CANCELED.
+
+Somebody's lock holds up the outcomes that need it, and no others: those without a reply go together, those that
+reply go by their queue, and what met a lock waits aside for a moment that grows (`_Aside`). `backlog` says how
+many outcomes are unwritten; the worker claims nothing more when they pile up.
 
 In between it folds the batches of what was settled (`runtime/folder.py`).
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -19,7 +23,8 @@ from collections.abc import Callable, Sequence
 import psycopg
 
 from commandbus import sql
-from commandbus.db.link import Link, is_passing
+from commandbus.db.passing import is_locked, is_passing
+from commandbus.db.service import DatabaseService
 from commandbus.errors import PermanentCommandError
 from commandbus.flow.renew import pending_cancels
 from commandbus.flow.settle import Answer, Settlement, cancellation, settle
@@ -29,21 +34,25 @@ from commandbus.model.outcome import Judgement, Verdict, describe
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.execute import Note, Written
 from commandbus.runtime.folder import Folder
+from commandbus.settings import Settings
 
 logger = safe_logger("commandbus.worker")
 
 BATCH = 500
 BUSY_PAUSE_SECONDS = 0.05
+LONGEST_SLEEP = 1.0
+FIRST_ASIDE_SECONDS = 0.5
+LONGEST_ASIDE_SECONDS = 10.0
 
 Item = tuple[Attempt, Settlement | Note]
 
 
-class Settler:
+class Settler(DatabaseService):
     """One thread that empties the queue of outcomes."""
 
     def __init__(
         self,
-        link: Link,
+        settings: Settings,
         worker: str,
         *,
         on_settled: Callable[[Attempt], None],
@@ -52,30 +61,30 @@ class Settler:
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
-        self._link = link
+        super().__init__(settings, name=name, part="settler", on_end=on_error)
         self._worker = worker
         self._on_settled = on_settled
         self._on_written = on_written
         self._on_again = on_again
-        self._on_error = on_error
         self._queue: deque[Item] = deque()
         self._busy: list[Item] = []
-        self._folder = Folder(link)
-        self._wake = threading.Event()
-        self._closing = threading.Event()
-        self._abandoning = threading.Event()
+        self._unwritten: dict[int, Item] = {}  # of the batch that is being written
+        self._aside = _Aside()
+        self._folder = Folder(self._link)
+        self._closing = False
+        self._in_doubt = False  # the connection was lost in a statement, which may have settled something
         self.settled: Counter[str] = Counter()
         self.refused = 0
-        self._thread = threading.Thread(target=self._serve, name=f"{name}-settler", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     @property
     def is_folding(self) -> bool:
         """Is there a batch that may be complete, and nobody has noticed yet?"""
         return self._folder.pause() is not None
+
+    @property
+    def backlog(self) -> int:
+        """How many outcomes are not written yet."""
+        return len(self._queue) + len(self._busy) + len(self._unwritten) + len(self._aside)
 
     def add(self, attempt: Attempt, ended: Written) -> None:
         """An attempt has ended. Called by slots; never waits."""
@@ -84,44 +93,47 @@ class Settler:
             self._on_settled(attempt)
             if attempt.batch is not None:
                 self._folder.touch(attempt.batch)
-                self._wake.set()
+                self.wake()
             return
         self._queue.append((attempt, ended))
-        if not self._wake.is_set():
-            self._wake.set()
+        if self._sleeps:
+            self._sleeps = False
+            self.wake()
 
     def close(self, timeout: float) -> None:
         """Write what is left, then end; what cannot be written in time stays held."""
-        self._closing.set()
-        self._wake.set()
-        self._thread.join(timeout)
-        self._abandoning.set()
+        self._closing = True
+        self.join(timeout)
+        self._stopping.set()
 
-    def _serve(self) -> None:
-        try:
-            self._settle_all()
-        except BaseException as error:  # noqa: BLE001 - handed to the worker, which ends with it
-            self._on_error(error)
-        finally:
-            self._link.close()
+    _sleeps = False
 
-    def _settle_all(self) -> None:
-        while not self._abandoning.is_set():
-            if not self._queue and not self._busy:
-                if self._closing.is_set():
-                    break
-                self._wake.clear()
-                if not self._queue and not self._wake.wait(self._folder.pause()):
-                    self._folder.fold()  # it is quiet
-                continue
-            if not self._settle_some():
-                return
-            self._folder.fold_if_due()
-        if not self._abandoning.is_set():
+    @property
+    def is_done(self) -> bool:
+        return self._stopping.is_set() or (self._closing and not self.backlog)
+
+    def round(self) -> None:
+        self._queue.extend(self._aside.due())
+        if not self._queue and not self._busy:
+            self._sleeps = True
+            pause = self._folder.pause()
+            # What was added before `_sleeps` was set woke nobody.
+            longest = self._aside.pause(LONGEST_SLEEP if pause is None else pause)
+            if not self._queue and not self.sleep(longest) and pause is not None:
+                self._folder.fold()  # it is quiet
+            self._sleeps = False
+            return
+        self._settle_some()
+        self._folder.fold_if_due()
+
+    def finish(self) -> None:
+        if not self._stopping.is_set():
             self._folder.fold()
 
-    def _settle_some(self) -> bool:
-        """One round; False if the worker gave up waiting for the database."""
+    def lost(self, error: psycopg.Error) -> None:  # noqa: ARG002
+        self._in_doubt = self._in_doubt or self._link.conn_is_lost()
+
+    def _settle_some(self) -> None:
         batch: list[Item] = self._busy
         if batch and not self._queue:
             time.sleep(BUSY_PAUSE_SECONDS)  # somebody else's transaction must end first
@@ -131,26 +143,52 @@ class Settler:
         by_domain: dict[str, list[Item]] = {}
         for item in batch:
             by_domain.setdefault(item[0].domain, []).append(item)
-        written = [self._write(domain, items) for domain, items in by_domain.items()]
-        return all(written)
+        self._unwritten = {id(item): item for item in batch}
+        try:
+            for domain, items in by_domain.items():
+                self._write(domain, items)
+        finally:
+            self._busy += self._unwritten.values()  # again, when the database is back
+            self._unwritten = {}
 
-    def _write(self, domain: str, items: Sequence[Item]) -> bool:
-        """Write until it is written, however often the connection is lost on the way."""
-        in_doubt = False
-        while True:
-            try:
-                self._write_once(domain, items, in_doubt=in_doubt)
-            except psycopg.Error as error:
-                if is_passing(error):
-                    in_doubt = in_doubt or self._link.conn_is_lost()
-                    if not self._link.recover(self._abandoning, error):
-                        self._busy += items
-                        return False
-                    continue
-                if len(items) > 1:
-                    return all([self._write(domain, [item]) for item in items])  # noqa: C419 - every one, always
+    def _write(self, domain: str, items: Sequence[Item]) -> None:
+        """Write these, together if that is possible; raises while the database is away."""
+        try:
+            self._write_once(domain, items, in_doubt=self._in_doubt)
+        except psycopg.Error as error:
+            if is_locked(error):
+                self._write_around_locks(domain, items, error)
+            elif is_passing(error, is_lost=self._link.conn_is_lost()):
+                raise
+            elif len(items) > 1:
+                for item in items:
+                    self._write(domain, [item])
+            else:
                 self._store_the_failure_instead(items[0], error)
-            return True
+        else:
+            self._in_doubt = False
+
+    def _write_around_locks(self, domain: str, items: Sequence[Item], error: psycopg.Error) -> None:
+        """Somebody holds a lock that one of them needs: first apart by what they need, then one by one."""
+        apart: dict[str, list[Item]] = {}
+        for item in items:
+            apart.setdefault(_needs(item), []).append(item)
+        if len(apart) > 1:
+            for some in apart.values():
+                self._write(domain, some)
+            return
+        (needs,) = apart
+        if len(items) > 1 and not needs:
+            half = len(items) // 2
+            self._write(domain, items[:half])
+            self._write(domain, items[half:])
+            return
+        pause = self._aside.add(needs, items)
+        for item in items:
+            self._unwritten.pop(id(item), None)
+        text = "%d outcomes of domain %s wait for a lock%s, trying again in %.1f s: %s"
+        where = f" on {needs}" if needs else ""
+        logger.warning(text, len(items), domain, where, pause, str(error).strip().partition("\n")[0])
 
     def _write_once(self, domain: str, items: Sequence[Item], *, in_doubt: bool) -> None:
         settlements = [ended for _, ended in items if isinstance(ended, Settlement)]
@@ -167,10 +205,11 @@ class Settler:
             attempt = item[0]
             answer = answers.get((attempt.msg_id, attempt.read_ct)) if answers else None
             if answer == "busy":
-                self._busy.append(item)
-                continue
+                continue  # it stays unwritten
             if answer == "canceled":
                 self._cancel_instead(attempt)
+            del self._unwritten[id(item)]
+            if answer == "canceled":
                 continue
             if answer == "refused":
                 self._note_refusal(attempt, in_doubt=in_doubt)
@@ -201,6 +240,7 @@ class Settler:
         logger.warning(text, attempt.number, attempt.command_id, extra=extra)
 
     def _store_the_failure_instead(self, item: Item, error: psycopg.Error) -> None:
+        self._unwritten.pop(id(item), None)
         attempt, ended = item
         logger.error(
             "the outcome of command %s cannot be stored: %s",
@@ -214,6 +254,48 @@ class Settler:
             return
         logger.error("command %s stays leased and will be tried again", attempt.command_id)
         self._on_settled(attempt)
+
+
+def _needs(item: Item) -> str:
+    """What an outcome needs beside its own rows: the queue of its reply."""
+    ended = item[1]
+    reply = ended.reply if isinstance(ended, Settlement) else None
+    return "" if reply is None else f"reply queue {reply.queue}"
+
+
+class _Aside:
+    """Outcomes that met a lock, until they are tried again. Those that need the same thing wait together."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[float, float, list[Item]]] = {}  # until, pause, items
+
+    def __len__(self) -> int:
+        return sum(len(items) for _, _, items in self._waiting.values())
+
+    def add(self, needs: str, items: Sequence[Item]) -> float:
+        """Returns after how many seconds they are tried again."""
+        key = needs or f"row {items[0][0].msg_id} of {items[0][0].domain}"
+        _, last, before = self._waiting.get(key, (0.0, 0.0, []))
+        pause = min(max(2 * last, FIRST_ASIDE_SECONDS), LONGEST_ASIDE_SECONDS)
+        self._waiting[key] = (time.monotonic() + pause, pause, [*before, *items])
+        return pause
+
+    def due(self) -> list[Item]:
+        """Those whose time has come. Their pause is remembered until they are written."""
+        now = time.monotonic()
+        found: list[Item] = []
+        for key, (until, pause, items) in list(self._waiting.items()):
+            if items and until <= now:
+                found += items
+                self._waiting[key] = (now, pause, [])
+            elif not items and now - until > LONGEST_ASIDE_SECONDS:
+                del self._waiting[key]
+        return found
+
+    def pause(self, longest: float) -> float:
+        """How long until the next of them is due."""
+        soonest = min((until for until, _, items in self._waiting.values() if items), default=None)
+        return longest if soonest is None else max(0.0, min(longest, soonest - time.monotonic()))
 
 
 def _unstorable(attempt: Attempt, error: psycopg.Error) -> Settlement:

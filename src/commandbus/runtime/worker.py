@@ -218,7 +218,7 @@ class Worker:
     def fail(self, error: BaseException) -> None:
         """Something of ours broke: the worker ends, and `stop` raises it."""
         self._error = error
-        logger.error("worker %s ends: %s", self.id, error)
+        logger.error("worker %s ends: %s", self.id, error, exc_info=error)
         self.request_stop(f"error: {error}")
 
     def _catch_signals(self) -> Any:

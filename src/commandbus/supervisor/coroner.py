@@ -18,7 +18,8 @@ from typing import Final
 
 import psycopg
 
-from commandbus.db.link import Link, is_passing
+from commandbus.db.link import Link
+from commandbus.db.passing import is_passing
 from commandbus.errors import CommandBusError
 from commandbus.flow.claim import put_right
 from commandbus.flow.limit_figures import Figures, figures

@@ -18,7 +18,7 @@ from commandbus.settings import Settings
 OLDEST, NEWEST = 14, 18
 CLOCK_SECONDS = 2.0
 LONG_TRANSACTION_SECONDS = 300.0
-WORKER_CONNECTIONS = 3
+WORKER_CONNECTIONS = 4
 SUPERVISOR_CONNECTIONS = 1
 
 
@@ -27,6 +27,7 @@ def examine(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings:
     yield from _version(conn)
     yield from _role_of_server(conn)
     yield from _pooler(conn, settings)
+    yield from _limits_of_role(conn, settings)
     yield from _clock(conn)
     yield from _limits(conn, settings)
     if not is_embedded:  # that one is ours, and nobody else's queries run on it
@@ -87,6 +88,23 @@ def _pooler(conn: Conn, settings: Settings) -> Findings:
         )
     else:
         yield ok("pooler", "a pooler is in between, prepared statements are off; workers behind it poll")
+
+
+def _limits_of_role(conn: Conn, settings: Settings) -> Findings:
+    """Behind PgBouncer in transaction mode only the role can limit how long our own statements wait."""
+    if settings.prepared_statements:
+        return
+    unlimited = [name for name in ("lock_timeout", "statement_timeout") if _setting(conn, name) == "0"]
+    if unlimited:
+        who = _one(conn, "SELECT current_user")
+        yield warn(
+            "role limits",
+            f"prepared_statements is off, as behind PgBouncer in transaction mode, and role {who} has no "
+            f"{' and no '.join(unlimited)}: somebody's lock is noticed only by the worker's own clock, after 10 s",
+            f"ALTER ROLE {who} SET lock_timeout = '2s'; ALTER ROLE {who} SET statement_timeout = '30s'",
+        )
+    else:
+        yield ok("role limits", "lock_timeout and statement_timeout are set for this role")
 
 
 def _clock(conn: Conn) -> Findings:

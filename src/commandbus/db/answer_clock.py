@@ -1,0 +1,129 @@
+"""The answer clock: a connection whose server has not answered for too long is cut, whatever TCP believes.
+
+A host that vanished without a word, a lost NAT entry, a pooler that froze while its kernel still acknowledges:
+in all of these a thread waits in a read that nothing ends. One thread per process looks at every connection of
+ours that has asked something. After the limit of the question it asks the server to cancel the statement; when
+there is still no answer it shuts the socket down, and the waiting thread gets the error that every lost
+connection gives.
+
+The clock waits for nobody: the cancel request goes out on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import psycopg
+from psycopg import Connection
+
+from commandbus.logger import safe_logger
+
+logger = safe_logger("commandbus.database")
+
+TICK_SECONDS: Final = 0.5
+CANCEL_TIMEOUT_SECONDS: Final = 3.0
+
+
+class Question:
+    """What one connection is waiting for. Written by its owner, read by the clock."""
+
+    def __init__(self, name: str, *, cancel_after: float, cut_after: float) -> None:
+        self.name = name
+        self.cancel_after = cancel_after
+        self.cut_after = cut_after
+        self.asked_at = 0.0  # 0: nothing is asked
+        self.conn: Connection[Any] | None = None
+        self.was_cut = False
+        self._canceled = False
+        self._lock = threading.Lock()
+        _clock.add(self)
+
+    @contextmanager
+    def asked(self, conn: Connection[Any]) -> Iterator[None]:
+        """The server is to answer within this block."""
+        with self._lock:
+            self.conn, self._canceled, self.was_cut = conn, False, False
+            self.asked_at = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.asked_at, self.conn = 0.0, None
+
+    @property
+    def waits_for(self) -> float:
+        """Seconds since the question that has no answer yet; 0 if there is none."""
+        asked_at = self.asked_at
+        return time.monotonic() - asked_at if asked_at else 0.0
+
+    def check(self, now: float) -> None:
+        """Called by the clock."""
+        with self._lock:
+            conn, asked_at = self.conn, self.asked_at
+            if conn is None or not asked_at or now - asked_at < self.cancel_after:
+                return
+            if now - asked_at >= self.cut_after:
+                if not self.was_cut:
+                    self.was_cut = True
+                    text = "%s has had no answer for %.0f s: its connection is cut"
+                    logger.warning(text, self.name, now - asked_at)
+                    _cut(conn)
+                return
+            if self._canceled:
+                return
+            self._canceled = True
+        threading.Thread(target=_cancel, args=(conn,), name="commandbus-cancel", daemon=True).start()
+
+
+def _cancel(conn: Connection[Any]) -> None:
+    with contextlib.suppress(psycopg.Error, OSError):
+        conn.cancel_safe(timeout=CANCEL_TIMEOUT_SECONDS)
+
+
+def _cut(conn: Connection[Any]) -> None:
+    """Ends every read and write of the socket; its owner still has to close it."""
+    with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(conn.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+class _Clock:
+    """One thread per process, started with the first question."""
+
+    def __init__(self) -> None:
+        self._questions: weakref.WeakSet[Question] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, question: Question) -> None:
+        with self._lock:
+            self._questions.add(question)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._tick, name="commandbus-answers", daemon=True)
+                self._thread.start()
+
+    def forget_all(self) -> None:
+        """In a forked copy: neither the thread nor the connections are its own."""
+        self.__init__()  # type: ignore[misc]
+
+    def _tick(self) -> None:
+        while True:
+            time.sleep(TICK_SECONDS)
+            with self._lock:
+                questions = list(self._questions)
+            for question in questions:
+                try:
+                    question.check(time.monotonic())
+                except Exception:
+                    logger.exception("the answer clock could not look at %s", question.name)
+
+
+_clock = _Clock()
+os.register_at_fork(after_in_child=_clock.forget_all)

@@ -1,0 +1,57 @@
+"""passing: which database errors pass by themselves, decided by SQLSTATE in one table.
+
+Python classes do not decide: a server that is read-only for a second raises an InternalError, and a statement
+that is too complex for the server an OperationalError.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import psycopg
+
+# Prefixes of SQLSTATEs after which the same statement may succeed later.
+PASSING: Final = (
+    "08",  # the connection failed
+    "25006",  # read-only: a standby before its promotion, a managed database with a full disk
+    "25P03",  # idle in transaction for too long: the server ended the session
+    "25P04",  # a transaction took too long: likewise
+    "40001",  # could not serialize
+    "40P01",  # deadlock
+    "53",  # out of memory, disk or connections
+    "55P03",  # somebody holds a lock
+    "57014",  # canceled: by our own time limit, or by an operator
+    "57P01",  # an operator ended the session
+    "57P02",  # a neighboring session crashed
+    "57P03",  # starting up, or shutting down
+    "57P04",  # the database was dropped
+    "57P05",  # idle for too long
+    "58",  # the server's own disk or system
+)
+READ_ONLY: Final = "25006"
+LOCKED: Final = "55P03"
+_INTERNAL: Final = "XX"
+
+
+def is_passing(error: BaseException, *, is_lost: bool = False) -> bool:
+    """Whether the same statement may succeed later. `is_lost`: the connection ended with the error."""
+    if not isinstance(error, psycopg.Error):
+        return False
+    state = error.sqlstate
+    if state is None:
+        return is_lost or isinstance(error, psycopg.OperationalError)
+    return state.startswith(PASSING) or (is_lost and state.startswith(_INTERNAL))
+
+
+def is_locked(error: BaseException) -> bool:
+    """Whether somebody else's lock was the reason: that row is for later, and its neighbors are not."""
+    return isinstance(error, psycopg.Error) and error.sqlstate == LOCKED
+
+
+class PassingError(psycopg.OperationalError):
+    """An error that passes, of a class that says otherwise. `sqlstate` and `diag` are the original's."""
+
+    def __init__(self, error: psycopg.Error) -> None:
+        super().__init__(str(error).strip())
+        self.original = error
+        self.sqlstate = error.sqlstate

@@ -1,0 +1,226 @@
+"""DatabaseService: a thread of ours that owns a database connection. Every one of them goes by this loop.
+
+    round ──► round ──► …            a database error that passes: recover, then the next round
+      └ orders first, then `round()`  any other error: the service has ended, and says so
+
+A subclass writes `round`: one bite of work, then `sleep`. Other threads give it orders or wake it; neither
+waits. The loop keeps three times that a monitor reads without asking anybody: when it last moved, since when its
+database is away, and for how long a question has had no answer. `trouble` puts them into a sentence.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import psycopg
+from psycopg import Connection
+
+from commandbus.db.link import Link
+from commandbus.db.passing import is_locked
+from commandbus.logger import safe_logger
+from commandbus.settings import Settings
+
+logger = safe_logger("commandbus.worker")
+
+STILL_SECONDS: Final = 12.0
+"""A thread that has not moved for so long is named as the reason for ill health."""
+SILENT_SECONDS: Final = 8.0
+"""So is one that has waited so long for an answer. A little later its connection is cut."""
+AWAY_SECONDS: Final = 5.0
+
+
+class DatabaseService:
+    """One thread, one connection."""
+
+    def __init__(
+        self, settings: Settings, *, name: str, part: str, on_end: Callable[[BaseException], None] | None = None
+    ) -> None:
+        self.part = part
+        self._link = Link(settings, name=f"{name} {part}", on_connect=self.connected)
+        self._on_end = on_end
+        self._orders: deque[Callable[[], None]] = deque()
+        self._stopping = threading.Event()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Somebody may wake us long after the stop, and at the interpreter's end the thread still uses it.
+        weakref.finalize(self, os.close, self._wake_fd).atexit = False
+        self._thread = threading.Thread(target=self._serve, name=f"{name}-{part}", daemon=True)
+        self.moved_at = time.monotonic()
+        self.ended: BaseException | None = None
+
+    # --- asked from other threads; none of these waits, but for `stop` -----------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self.moved_at = time.monotonic()
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There is something to look at."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def order(self, order: Callable[[], None]) -> None:
+        """Have something done by the thread, before its next round. It is tried again if the database is away."""
+        self._orders.append(order)
+        self.wake()
+
+    def stop(self, timeout: float) -> None:
+        """End after the round that is under way."""
+        self._stopping.set()
+        self.join(timeout)
+
+    def join(self, timeout: float) -> None:
+        """Wait until the thread has ended; it is woken, so that it sees what it was told."""
+        self.wake()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all orders that were given before are carried out."""
+        done = threading.Event()
+        self.order(done.set)
+        return done.wait(timeout)
+
+    @property
+    def is_down(self) -> bool:
+        """Is the database away?"""
+        return self._link.is_down
+
+    @property
+    def down_since(self) -> float | None:
+        """Since when (monotonic) the database is away."""
+        return self._link.down_since
+
+    @property
+    def is_away(self) -> bool:
+        """Has the database been out of reach for longer than a restart takes?"""
+        since = self._link.down_since
+        return since is not None and time.monotonic() - since >= AWAY_SECONDS
+
+    @property
+    def trouble(self) -> str | None:
+        """A sentence for operators if this service does not work, and not because the database is away."""
+        if self.ended is not None:
+            return f"the {self.part} has ended: {type(self.ended).__name__}: {str(self.ended).strip()}"
+        if self._thread.ident is None or self._stopping.is_set():
+            return None
+        if not self._thread.is_alive():
+            return f"the {self.part} has ended without a word"
+        if self._link.is_down:
+            return None
+        if (silent_for := self._link.silent_for) >= SILENT_SECONDS:
+            return f"the {self.part} has had no answer from the database for {silent_for:.0f} s"
+        still_for = time.monotonic() - self.moved_at
+        if not silent_for and still_for >= STILL_SECONDS:
+            return f"the {self.part} has not moved for {still_for:.0f} s"
+        return None
+
+    @property
+    def is_broken(self) -> bool:
+        """Will it not work again by itself?"""
+        return self.trouble is not None and not self._link.silent_for
+
+    # --- for subclasses ----------------------------------------------------------------------------------------
+
+    def round(self) -> None:
+        """One bite of work, and the sleep after it."""
+        raise NotImplementedError
+
+    def connected(self, conn: Connection[Any]) -> None:
+        """A new connection: the place for LISTEN."""
+
+    def heard(self, channel: str, payload: str) -> None:
+        """A notification came. It is a hint from a stranger: anybody may notify."""
+
+    def lost(self, error: psycopg.Error) -> None:
+        """The database refused something or is away; called before the loop recovers."""
+
+    def waited(self) -> None:
+        """The database is still away; called after each vain attempt to connect."""
+
+    def finish(self) -> None:
+        """The last thing before the connection is closed, after an orderly stop."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the loop is to end."""
+        return self._stopping.is_set()
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleep until woken, notified, or the time is up; returns whether something happened."""
+        if self.hear():
+            return True
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        poll.register(self._link.conn.fileno(), select.POLLIN)
+        happened = poll.poll(max(0.0, seconds) * 1000)
+        self.moved_at = time.monotonic()
+        for fd, _ in happened:
+            if fd == self._wake_fd:
+                self.take_wake()
+            else:
+                self.hear()
+        return bool(happened)
+
+    def take_wake(self) -> None:
+        """Whoever woke us has been heard."""
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            return
+
+    def hear(self) -> bool:
+        """Take in what was notified; returns whether there was anything."""
+        # All of them first: while they come in, the connection can be asked nothing.
+        notifications = list(self._link.conn.notifies(timeout=0))
+        for notification in notifications:
+            try:
+                self.heard(notification.channel, notification.payload)
+            except psycopg.OperationalError:
+                raise
+            except Exception:
+                logger.exception("the %s could not use a notification", self.part)
+        return bool(notifications)
+
+    # --- the thread --------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self.is_done:
+                self.moved_at = time.monotonic()
+                try:
+                    self._link.ping()
+                    self.carry_out()
+                    self.round()
+                except psycopg.OperationalError as error:
+                    self.lost(error)
+                    self._link.recover(self._stopping, error, on_wait=self.waited)
+            self.finish()
+        except BaseException as error:
+            self.ended = error
+            if self._on_end is None:
+                logger.exception("the %s has ended", self.part)
+            else:
+                self._on_end(error)
+        finally:
+            self._link.close()
+
+    def carry_out(self) -> None:
+        """Work off the orders. One that met a lost database stays first in line; no other error ends the
+        thread."""
+        while self._orders:
+            try:
+                self._orders[0]()
+            except psycopg.OperationalError as error:
+                if is_locked(error):
+                    self._orders.rotate(-1)  # that row is for later; the orders behind it are not
+                raise
+            except Exception:
+                logger.exception("the %s could not carry out an order", self.part)
+            self._orders.popleft()

@@ -1,0 +1,205 @@
+"""The LeaseKeeper: what must never wait. Leases, cancels, and the end of a stuck attempt's database session.
+
+It works on a thread and a connection of its own, never runs user code, and does nothing that waits for a row:
+renewals skip what is locked. Long or lockable work is the Maintenance's. A lease is renewed when a third of it has
+passed, counted from when it was last *asked for*, while its attempt is within its limits; a lost one is marked,
+and the ladder stops the attempt. Orders (extend a lease, cancel a query, fence a stuck attempt) are worked off
+at once; while the database is away they wait.
+
+Fencing, in order: the attempt gets no connection any more (the ladder saw to that), its database session is
+looked at and ended, so that nothing it does can commit later, and only then is its outcome handed to the
+settler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+
+import psycopg
+
+from commandbus.db.service import DatabaseService
+from commandbus.flow.backend import cancel_backend, find_backend, look_at_backend, terminate_backend
+from commandbus.flow.renew import PendingCancel, pending_cancels, renew
+from commandbus.logger import safe_logger
+from commandbus.model.timeouts import MONITOR_TICK
+from commandbus.runtime.attempt import Attempt
+from commandbus.runtime.connections import Borrowed
+from commandbus.runtime.ladder import Document
+from commandbus.settings import Settings
+
+logger = safe_logger("commandbus.worker")
+
+PROGRESS_SECONDS = 1.0
+
+
+class LeaseKeeper(DatabaseService):
+    """One thread that looks after what the others hold."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        worker: str,
+        *,
+        held: Callable[[], Iterable[Attempt]],
+        on_cancel: Callable[[Attempt, PendingCancel], None],
+        on_error: Callable[[BaseException], None],
+        name: str,
+    ) -> None:
+        super().__init__(settings, name=name, part="lease keeper", on_end=on_error)
+        self._settings = settings
+        self._worker = worker
+        self._held = held
+        self._on_cancel = on_cancel
+
+    def extend(self, attempt: Attempt, seconds: float) -> Future[bool]:
+        """Extend an attempt's lease; the answer is False if it is lost. Called by handlers' contexts."""
+        answer: Future[bool] = Future()
+        self.order(lambda: self._extend(attempt, seconds, answer))
+        return answer
+
+    def cancel_query(self, attempt: Attempt) -> None:
+        """Cancel the SQL that an attempt is running; end its session if the attempt is fenced."""
+        borrowed = attempt.borrowed
+        if borrowed is not None:
+            self.order(lambda: self._interrupt(borrowed, end=attempt.is_fenced))
+
+    def fence(self, attempt: Attempt, taken: Document, then: Callable[[Document], None]) -> None:
+        """Complete the autopsy, end the attempt's session, and go on with `then`."""
+        borrowed = attempt.borrowed
+        self.order(lambda: self._fence(borrowed, taken, then))
+
+    def end_sessions(self, sessions: Sequence[Borrowed]) -> Future[None]:
+        """End the sessions of a process that died."""
+        answer: Future[None] = Future()
+
+        def end() -> None:
+            for borrowed in sessions:
+                self._interrupt(borrowed, end=True)
+            answer.set_result(None)
+
+        self.order(end)
+        return answer
+
+    def look_for_cancel(self, domain: str, msg_id: int) -> None:
+        """Somebody asked to cancel a command, perhaps one of ours."""
+        self.order(lambda: self._ask_cancels(domain, msg_id))
+
+    def round(self) -> None:
+        self._renew()
+        if not self._orders:
+            self.sleep(MONITOR_TICK)
+
+    def finish(self) -> None:
+        try:
+            self.carry_out()
+        except psycopg.Error as error:
+            logger.info("the last orders could not be carried out: %s", error)
+
+    # --- leases ------------------------------------------------------------------------------------------------
+
+    def _renew(self) -> None:
+        now = time.monotonic()
+        due: dict[str, list[Attempt]] = {}
+        interval = self._settings.timeouts.renewal_interval
+        for attempt in self._held():
+            age = now - attempt.renewed_at
+            if (age >= interval or (age >= PROGRESS_SECONDS and attempt.has_progress)) and not attempt.is_lost:
+                due.setdefault(attempt.domain, []).append(attempt)
+        for domain, attempts in due.items():
+            sent_at = time.monotonic()
+            told = {attempt.msg_id: text for attempt in attempts if (text := attempt.progress()) is not None}
+            renewal = self._link.run(
+                renew(
+                    domain,
+                    self._worker,
+                    [(attempt.msg_id, attempt.read_ct) for attempt in attempts],
+                    lease_seconds=self._settings.visibility_timeout,
+                    progress=told or None,
+                )
+            )
+            gone = set(renewal.lost)
+            for attempt in attempts:
+                attempt.renewed_at = max(attempt.renewed_at, sent_at)
+                if attempt.msg_id in told:
+                    attempt.note_stored(told[attempt.msg_id])
+                # Settled since it was listed: its row is gone because all is well.
+                if (attempt.msg_id, attempt.read_ct) in gone and attempt in self._held():
+                    attempt.is_lost = True
+                    logger.warning(
+                        "the lease of command %s (attempt %d) was lost",
+                        attempt.command_id,
+                        attempt.number,
+                        extra={"domain": domain, "command_id": attempt.command_id},
+                    )
+            self._pass_on(attempts, renewal.canceled)
+
+    def _extend(self, attempt: Attempt, seconds: float, answer: Future[bool]) -> None:
+        if not answer.running() and not answer.set_running_or_notify_cancel():
+            return  # whoever asked was cancelled meanwhile
+        held, sent_at = [(attempt.msg_id, attempt.read_ct)], time.monotonic()
+        lease = max(seconds, self._settings.visibility_timeout)
+        try:
+            renewal = self._link.run(renew(attempt.domain, self._worker, held, lease_seconds=lease))
+        except psycopg.OperationalError:
+            raise
+        except Exception as error:
+            answer.set_exception(error)
+            raise
+        if renewal.lost:
+            attempt.is_lost = True
+        else:
+            # A longer lease counts as if it had been asked for later.
+            attempt.renewed_at = sent_at + lease - self._settings.visibility_timeout
+        answer.set_result(not renewal.lost)
+        self._pass_on([attempt], renewal.canceled)
+
+    def _ask_cancels(self, domain: str, msg_id: int) -> None:
+        attempts = [item for item in self._held() if item.msg_id == msg_id and item.domain == domain]
+        if attempts:
+            held = [(attempt.msg_id, attempt.read_ct) for attempt in attempts]
+            self._pass_on(attempts, self._link.run(pending_cancels(domain, self._worker, held)))
+
+    def _pass_on(self, attempts: Sequence[Attempt], canceled: Sequence[PendingCancel]) -> None:
+        for cancel in canceled:
+            for attempt in attempts:
+                if (attempt.msg_id, attempt.read_ct) == (cancel.msg_id, cancel.read_ct):
+                    self._on_cancel(attempt, cancel)
+
+    # --- sessions ----------------------------------------------------------------------------------------------
+
+    def _interrupt(self, borrowed: Borrowed, *, end: bool) -> None:
+        with borrowed.lock:  # it stays this attempt's connection until the cancel has arrived
+            if borrowed.is_returned:
+                return
+            pid = self._link.run(find_backend(borrowed.pid, borrowed.key))
+            if pid is not None:
+                self._link.run(terminate_backend(pid) if end else cancel_backend(pid))
+
+    def _fence(self, borrowed: Borrowed | None, taken: Document, then: Callable[[Document], None]) -> None:
+        if borrowed is not None:
+            try:
+                with borrowed.lock:
+                    if not borrowed.is_returned:
+                        self._end_session(borrowed, taken)
+            except psycopg.OperationalError:
+                raise  # the connection is lost: again, later
+            except psycopg.Error:
+                logger.exception("the database session of a stuck attempt could not be ended")
+        then(taken)
+
+    def _end_session(self, borrowed: Borrowed, taken: Document) -> None:
+        pid = self._link.run(find_backend(borrowed.pid, borrowed.key))
+        if pid is None:
+            borrowed.hang_up()
+            return
+        found = self._link.run(look_at_backend(pid))
+        if found is not None:
+            taken["backend"] = found
+            if not self._link.run(terminate_backend(pid)) and self._link.run(look_at_backend(pid)) is not None:
+                logger.error(
+                    "the database session %d of a stuck attempt could not be ended: the worker and its handlers "
+                    "must connect as one role",
+                    pid,
+                )

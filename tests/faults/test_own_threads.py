@@ -1,0 +1,316 @@
+"""A worker's own threads: somebody's locks, a silent server, a read-only second, and an end that nobody expected.
+
+Whatever happens to one of them, health names it, the others go on, nothing is lost, and work moves again unaided.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from commandbus import CommandBus, HandlerRegistry, HealthState, NewCommand, Settings, Worker
+from commandbus.db.link import LOCK_SECONDS, STATEMENT_SECONDS, Link
+from support.network import Proxy
+from support.waiting import one, statuses, until, until_settled, verdicts
+from support.workers import short_lease
+
+StartWorker = Callable[..., Worker]
+Db = psycopg.Connection[Any]
+PARTS = ("claimer", "settler", "lease keeper", "maintenance")
+
+
+@pytest.fixture
+def ran() -> list[str]:
+    """The command ids that handlers have begun with, in order."""
+    return []
+
+
+@pytest.fixture
+def handlers(ran: list[str]) -> HandlerRegistry:
+    handlers = HandlerRegistry()
+
+    @handlers.handler("orders", "work")
+    def work(command: Any, ctx: Any) -> str:
+        ran.append(command.command_id)
+        return "done"
+
+    return handlers
+
+
+@contextmanager
+def holding(database: str, *statements: str) -> Iterator[Db]:
+    """A transaction that stays open."""
+    with psycopg.connect(database) as conn:
+        for statement in statements:
+            conn.execute(statement.encode())
+        yield conn
+        conn.rollback()
+
+
+def until_completed(bus: CommandBus, *ids: str, seconds: float = 15.0) -> None:
+    def all_are() -> bool:
+        found = [bus.get_command("orders", each) for each in ids]
+        return all(record is not None and record.status == "COMPLETED" for record in found)
+
+    until(all_are, seconds, what=lambda: [bus.get_command("orders", each) for each in ids])
+
+
+# --- limits -----------------------------------------------------------------------------------------------------
+
+
+def test_every_session_of_ours_has_limits_that_the_server_keeps(database: str) -> None:
+    link = Link(Settings(database_url=database), name="test")
+    shown = {
+        name: one(link.conn, f"SHOW {name}")
+        for name in ("statement_timeout", "lock_timeout", "default_transaction_isolation")
+    }
+    link.close()
+    assert shown == {
+        "statement_timeout": f"{STATEMENT_SECONDS:.0f}s",
+        "lock_timeout": f"{LOCK_SECONDS:.0f}s",
+        "default_transaction_isolation": "read committed",
+    }
+
+
+def test_where_statements_are_not_prepared_nothing_is_left_in_a_session(database: str) -> None:
+    """Behind PgBouncer in transaction mode a setting would be the next client's."""
+    link = Link(Settings(database_url=database, prepared_statements=False), name="test")
+    shown = [one(link.conn, f"SHOW {name}") for name in ("statement_timeout", "lock_timeout")]
+    link.close()
+    assert shown == ["0", "0"]
+
+
+def test_own_sessions_are_read_committed_whatever_the_database_says(
+    database: str, bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    name = sql.Identifier(database.rsplit("/", 1)[1])
+    setting = sql.SQL("ALTER DATABASE {} SET default_transaction_isolation = 'repeatable read'")
+    db.execute(setting.format(name))
+    with CommandBus(database) as fresh:
+        batch = fresh.create_batch("orders", [NewCommand("work")], is_open=True)
+        fresh.add_to_batch("orders", batch.batch_id, [NewCommand("work")])
+        fresh.close_batch("orders", batch.batch_id)
+        worker = start_worker(handlers, database)
+        assert fresh.wait_for_batch("orders", batch.batch_id, timeout=15).completed == 2
+        isolation = "SELECT current_setting('transaction_isolation')"
+        link = Link(Settings(database_url=database), name="test")
+        assert one(link.conn, isolation) == "read committed"
+        link.close()
+    assert worker.stop().is_clean
+
+
+# --- somebody's locks -------------------------------------------------------------------------------------------
+
+
+def test_a_raw_message_whose_command_id_is_in_an_open_transaction_holds_up_itself_alone(
+    database: str,
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    ran: list[str],
+) -> None:
+    insert = (
+        "INSERT INTO commandbus.command (domain, command_id, command_type, msg_id) VALUES ('orders', 'x', 'y', 0)"
+    )
+    with holding(database, insert):
+        raw = '{"command_type": "work", "command_id": "x"}'
+        db.execute("SELECT pgmq.send('orders__commands', %s::jsonb)", (raw,))
+        start_worker(handlers, database, **short_lease())
+        for n in range(5):
+            bus.send("orders", "work", command_id=f"c{n}")
+        until_completed(bus, *(f"c{n}" for n in range(5)), seconds=8)
+        assert "x" not in ran
+    until_completed(bus, "x")
+    assert ran.count("x") == 1
+
+
+def test_a_locked_reply_queue_holds_up_its_own_outcomes_alone(
+    database: str, bus: CommandBus, handlers: HandlerRegistry, start_worker: StartWorker, ran: list[str], db: Db
+) -> None:
+    bus.create_queue("replies")
+    with holding(database, "SELECT pgmq.purge_queue('replies')"):
+        worker = start_worker(handlers, database)
+        bus.send("orders", "work", command_id="told", reply_to="replies")
+        until(lambda: "told" in ran)
+        bus.send_many("orders", [NewCommand("work", command_id=f"c{n}") for n in range(100)])
+        until_completed(bus, *(f"c{n}" for n in range(100)), seconds=10)
+        assert bus.get_command("orders", "told").status != "COMPLETED"  # type: ignore[union-attr]
+    until_completed(bus, "told")
+    assert ran.count("told") == 1
+    assert one(db, "SELECT count(*) FROM pgmq.q_replies") == 1
+    assert worker.stop().is_clean
+
+
+def test_a_batch_that_somebody_has_locked_delays_no_lease_and_no_stuck_attempt(
+    database: str, bus: CommandBus, handlers: HandlerRegistry, start_worker: StartWorker, db: Db
+) -> None:
+    """The worker has to carry on with a canceled batch whose row is locked: meanwhile healthy attempts keep their
+    leases, and a stuck one is settled in time."""
+    release = threading.Event()
+
+    @handlers.handler("orders", "long", timeout=30)
+    def long(ctx: Any) -> None:
+        assert release.wait(20)
+
+    @handlers.handler("orders", "stuck", timeout=1)
+    def stuck(ctx: Any) -> None:
+        release.wait(20)
+
+    batch = bus.create_batch("orders", [NewCommand("later", delay=3600) for _ in range(3)])
+    with holding(database, "SELECT FROM commandbus.batch FOR UPDATE"):
+        db.execute("INSERT INTO commandbus.batch_delta (batch, completed) SELECT id, 0 FROM commandbus.batch")
+        worker = start_worker(handlers, database, concurrency=4, max_attempts=1, **short_lease())
+        bus.send("orders", "long", command_id="long")
+        bus.send("orders", "stuck", command_id="stuck")
+        blocked = "application_name LIKE '%%maintenance' AND wait_event_type = 'Lock'"
+        until(lambda: one(db, f"SELECT count(*) FROM pg_stat_activity WHERE {blocked}") or verdicts(db, "stuck"))
+        until(lambda: verdicts(db, "stuck"), 1 + 0.5 + 2 + 2)
+        assert verdicts(db, "long") == []
+    release.set()
+    until_completed(bus, "long")
+    assert verdicts(db, "long") == [], "its lease was kept: one attempt, and no more"
+    assert bus.get_batch("orders", batch.batch_id) is not None
+    worker.stop()
+
+
+def test_claiming_stops_when_outcomes_pile_up_and_health_says_so(
+    database: str,
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    ran: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("commandbus.runtime.parts.MOST_UNWRITTEN", 50)
+    bus.create_queue("replies")
+    commands = [NewCommand("work", command_id=f"c{n}", reply_to="replies") for n in range(2000)]
+    bus.send_many("orders", commands)
+    with holding(database, "SELECT pgmq.purge_queue('replies')"):
+        worker = start_worker(handlers, database)
+        until(lambda: any("outcomes" in reason for reason in worker.health_status.reasons))
+        assert worker.health_status.state is HealthState.CRITICAL
+        assert len(ran) < 1000, "memory is bounded"
+    until_settled(db, 30)
+    until(lambda: worker.health_status.state is HealthState.HEALTHY)
+    assert statuses(db) == {"COMPLETED": 2000}
+    assert len(ran) == 2000
+
+
+# --- silence ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same limits, shorter, so that a test takes seconds."""
+    monkeypatch.setattr("commandbus.db.link.STATEMENT_SECONDS", 2.0)
+    monkeypatch.setattr("commandbus.db.link.SILENT_SECONDS", 4.0)
+    monkeypatch.setattr("commandbus.db.service.SILENT_SECONDS", 2.5)
+    monkeypatch.setattr("commandbus.db.service.STILL_SECONDS", 2.0)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("part", PARTS)
+def test_a_connection_that_falls_silent_is_named_cut_and_made_anew(
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    proxy: Proxy,
+    through: str,
+    part: str,
+    ran: list[str],
+) -> None:
+    worker = start_worker(handlers, through)
+    bus.send("orders", "work", command_id="before")
+    until_completed(bus, "before")
+    assert proxy.silence(part.encode()) == 1
+    bus.send("orders", "work", command_id="after")
+    reasons: set[str] = set()
+    until(lambda: reasons.update(worker.health_status.critical_reasons) or part.replace(" ", "_") in reasons)
+    until_completed(bus, "after", seconds=20)
+    until(lambda: worker.health_status.state is HealthState.HEALTHY)
+    assert ran == ["before", "after"]
+    assert worker.stop().is_clean
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("part", PARTS)
+def test_a_thread_that_is_blocked_is_named(
+    bus: CommandBus, handlers: HandlerRegistry, database: str, start_worker: StartWorker, part: str, ran: list[str]
+) -> None:
+    """Blocked in our own code, not in the database."""
+    worker = start_worker(handlers, database)
+    bus.send("orders", "work", command_id="before")
+    until_completed(bus, "before")
+    service = next(each for each in worker._parts._threads if each.part == part)  # type: ignore[union-attr]
+    release = threading.Event()
+    service.order(lambda: (release.wait(20), None)[1])
+    until(lambda: part.replace(" ", "_") in worker.health_status.critical_reasons)
+    assert any("has not moved" in reason for reason in worker.health_status.reasons)
+    release.set()
+    bus.send("orders", "work", command_id="after")
+    until_completed(bus, "after")
+    until(lambda: worker.health_status.state is HealthState.HEALTHY)
+    assert ran == ["before", "after"]
+
+
+# --- read-only, and the end of a thread ------------------------------------------------------------------------
+
+
+def test_a_second_of_read_only_costs_nothing(
+    database: str, bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, ran: list[str]
+) -> None:
+    """As on a standby before its promotion: every new session is read-only."""
+    proceed = threading.Event()
+
+    @handlers.handler("orders", "slow", timeout=30)
+    def slow(command: Any, ctx: Any) -> str:
+        ran.append(command.command_id)
+        assert proceed.wait(20)
+        return "done"
+
+    worker = start_worker(handlers, database)
+    bus.send("orders", "slow", command_id="slow")
+    until(lambda: "slow" in ran)
+    name = sql.Identifier(database.rsplit("/", 1)[1])
+    db.execute(sql.SQL("ALTER DATABASE {} SET default_transaction_read_only = on").format(name))
+    ours = "datname = current_database() AND application_name LIKE 'commandbus test-%'"
+    db.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {ours}".encode())
+    read_only = f"SELECT count(*) FROM pg_stat_activity WHERE {ours}"
+    until(lambda: one(db, read_only.replace("%", "%%")) > 0)
+    proceed.set()
+    until(lambda: worker._parts.settler.backlog > 0)  # type: ignore[union-attr]
+    db.execute(sql.SQL("ALTER DATABASE {} RESET default_transaction_read_only").format(name))
+    until_completed(bus, "slow", seconds=20)
+    bus.close()
+    with CommandBus(database) as again:
+        again.send("orders", "work", command_id="after")
+        until_completed(again, "after", seconds=20)
+    assert ran.count("slow") == 1, "its outcome was kept until it could be written"
+    assert verdicts(db, "slow") == []
+    assert worker.stop().is_clean
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_end_of_a_thread_is_critical(
+    database: str, handlers: HandlerRegistry, start_worker: StartWorker, part: str, bus: CommandBus
+) -> None:
+    worker = start_worker(handlers, database)
+    service = next(each for each in worker._parts._threads if each.part == part)  # type: ignore[union-attr]
+
+    def end() -> None:
+        raise SystemExit("out of order")
+
+    service.order(end)
+    until(lambda: part.replace(" ", "_") in worker.health_status.critical_reasons)
+    assert any(f"the {part} has ended: SystemExit: out of order" in text for text in worker.health_status.reasons)
+    with pytest.raises(SystemExit, match="out of order"):
+        worker.stop(timeout=3)
