@@ -31,6 +31,7 @@ from typing import Any
 import psycopg
 from psycopg import Connection
 
+from commandbus.clock import boottime
 from commandbus.db.link import Link
 from commandbus.errors import CommandBusError
 from commandbus.flow.claim import Claim, announce, claim, next_due, put_right, withdraw
@@ -52,6 +53,7 @@ CANCEL = "cancel "
 MARGIN = timedelta(milliseconds=5)
 
 Deliver = Callable[[str, list[tuple[Any, ...]], float], None]
+"""Domain, rows, and when (by `clock.boottime`) the claim was sent: their leases count from then."""
 
 
 class Claimer:
@@ -185,7 +187,7 @@ class Claimer:
         return total
 
     def _claim(self, domain: _Domain, n: int) -> int:
-        now = time.monotonic()
+        now, claimed_at = time.monotonic(), boottime()
         if now - domain.swept_at >= SWEEP_SECONDS:
             domain.cursor = None
             domain.swept_at = now
@@ -214,7 +216,7 @@ class Claimer:
                 domain.cursor = None
         if rows:
             self.claimed += len(rows)
-            self._deliver(domain.name, rows, now)
+            self._deliver(domain.name, rows, claimed_at)
         return len(found.ready) + len(found.odd)
 
     def _note_work(self) -> None:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, Final, Protocol
 
+from commandbus.clock import boottime, monotonic
 from commandbus.errors import ConfigurationError
 from commandbus.flow.settle import Settlement
 from commandbus.logger import safe_logger
@@ -86,6 +86,7 @@ class Isolation:
     ) -> None:
         refuse_in_child()
         self._settings = settings
+        self._late_seconds = settings.timeouts.late_seconds
         self._worker = worker
         self._keeper = Keeper(extend, progress, cancel_query, settings.max_extension, limits)
         self._default_max_attempts = default_max_attempts
@@ -147,11 +148,19 @@ class Isolation:
         """Before it begins: a process that is ready for it, as soon as there is one. Its settlement if there will
         be none; None if it is not to begin: it was asked to stop, lost its lease, or its worker lets go."""
         try:
-            return self._children.take(lambda: attempt.stop is None and not attempt.is_lost)
+            return self._children.take(lambda: attempt.stop is None and self._is_held(attempt))
         except StartError as error:
             return self._fail(attempt, str(error), error.trace)
         except Exception as error:  # noqa: BLE001 - no memory, no processes, no files …
             return self._fail(attempt, f"its process could not be started: {type(error).__name__}: {error}")
+
+    def give_back(self, process: ChildProcess) -> None:
+        """The attempt that it was taken for does not begin."""
+        self._children.give_back(process, is_usable=True)
+
+    def _is_held(self, attempt: Attempt) -> bool:
+        """Does its lease surely hold? As in `Parts`, for an attempt that waits for a process."""
+        return not attempt.is_lost and boottime() - attempt.renewed_at < self._late_seconds
 
     def run(self, attempt: Attempt, process: ChildProcess) -> Ended:
         """Run an attempt that has begun in the process that was taken for it, to its end, whatever that is."""
@@ -258,7 +267,9 @@ class Isolation:
 
     @staticmethod
     def _stop_of(attempt: Attempt) -> Stop:
-        now = time.monotonic()
+        now = monotonic()
+        if attempt.is_lost:
+            return attempt.stop or Stop(Why.LEASE, "its lease was lost", now, now)
         return attempt.stop or Stop(Why.SHUTDOWN, "the worker stopped", now, now)
 
     def _end_backends(self, attempt: Attempt) -> None:

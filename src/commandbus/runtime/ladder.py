@@ -19,6 +19,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from commandbus.clock import boottime
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.model.timeouts import MONITOR_TICK, Timeouts
@@ -55,6 +56,7 @@ class Ladder:
         name: str,
     ) -> None:
         self._timeouts = timeouts
+        self._late_seconds = timeouts.late_seconds
         self._running = running
         self._loop = loop
         self._health = health
@@ -154,12 +156,13 @@ class Ladder:
         if attempt.is_lost:
             text = "its lease was lost: somebody else may be running the command (layer 3: visibility_timeout)"
             return Stop(Why.LEASE, text, now, now + limits.cancel_grace)
-        renewed_at, third = attempt.renewed_at, limits.renewal_interval
-        ends_at = limits.lease_ends_at(renewed_at)
-        late_at = max(limits.cut_off_at(renewed_at), renewed_at + 2 * third, renewed_at + third + 2 * MONITOR_TICK)
-        if now >= min(late_at, ends_at):
-            text = "its lease could not be renewed: the database is out of reach (layer 3: visibility_timeout)"
-            return Stop(Why.LEASE, text, now, max(ends_at, now))
+        age = boottime() - attempt.renewed_at
+        if age >= self._late_seconds:
+            text = (
+                "its lease could not be renewed: the database is out of reach, or another transaction holds its "
+                "queue row (layer 3: visibility_timeout)"
+            )
+            return Stop(Why.LEASE, text, now, now + max(0.0, limits.visibility_timeout - age))
         return None
 
     def _ask_to_stop(self, attempt: Attempt, place: Slot | AsyncSlot | None, stop: Stop) -> None:
@@ -170,11 +173,11 @@ class Ladder:
         if place is None or before is not None:
             return
         logger.info(
-            "attempt %d of command %s is asked to stop: %s",
+            "attempt number %d of command %s is asked to stop: %s",
             attempt.number,
             attempt.command_id,
             stop.text,
-            extra={"domain": attempt.domain, "command_id": attempt.command_id},
+            extra=attempt.log_fields,
         )
         if attempt.child is not None:
             attempt.child.cancel(stop)
@@ -218,13 +221,13 @@ class Ladder:
         else:
             self._health.record_stuck_thread()
         logger.error(
-            "attempt %d of command %s (%s) is stuck after %.1f s: %s",
+            "attempt number %d of command %s (%s) is stuck after %.1f s: %s",
             attempt.number,
             attempt.command_id,
             attempt.command_type,
             attempt.elapsed_ms() / 1000,
             stop.text,
-            extra={"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number},
+            extra=attempt.log_fields,
         )
         self._fence(attempt, stop, taken)
         if attempt.child is not None:  # a process came for it at the last moment

@@ -167,8 +167,8 @@ class LimitedWork:
         self.gate.leave(leaves)
 
     def is_stale(self, attempt: Attempt) -> bool:
-        """Has an API said no since its places were given?"""
-        return any(self.gate.is_stale(place) for place in attempt.places)
+        """Has an API said no since its places were given, or may one of them be somebody else's by now?"""
+        return any(not place.is_sure or self.gate.is_stale(place) for place in attempt.places)
 
     def turn_back(self, attempt: Attempt) -> None:
         """To the gate once more, before it begins."""

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from typing import Any
 from weakref import WeakSet
 
+from commandbus.clock import boottime
 from commandbus.db.link import Link
 from commandbus.flow.renew import PendingCancel
 from commandbus.flow.settle import PROBE, Settlement, cancellation
@@ -72,6 +73,7 @@ class Parts:
         self._given_back = 0
         self._changing = threading.Lock()
         self._low = 0
+        self._start_seconds = settings.timeouts.late_seconds  # under an older lease nothing is started
         self._cautious_until = 0.0  # until then nothing is prefetched
         self._pause = Pause()
         self._limit_said = False
@@ -353,9 +355,12 @@ class Parts:
                     self._return(attempt)
 
     def _return(self, attempt: Attempt) -> None:
-        self._given_back += 1
         if attempt.places:
             self._limited.never_began(attempt)
+        if attempt.is_lost:
+            self.held.discard(attempt)  # its row is somebody else's: there is nothing to give back
+            return
+        self._given_back += 1
         self.settler.add(attempt, attempt.give_back())
 
     # --- called by the ladder -----------------------------------------------------------------------------------
@@ -452,8 +457,9 @@ class Parts:
 
     # --- called by contexts and the keeper ----------------------------------------------------------------------
 
-    def _extend(self, attempt: Attempt, seconds: float) -> Future[bool]:
-        return self._keeper.extend(attempt, seconds)
+    def _extend(self, attempt: Attempt, _seconds: float) -> Future[bool]:
+        """The lease stays one renewal long, so that a dead worker's command returns soon; the deadline moves."""
+        return self._keeper.renew_now(attempt)
 
     def _cancel_query(self, attempt: Attempt) -> None:
         self._keeper.cancel_query(attempt)
@@ -532,7 +538,7 @@ class Parts:
     def _return_stale(self) -> None:
         """What was prefetched should have started long ago: handlers have become slow, and another worker may
         be idle."""
-        stale_before = time.monotonic() - STALE_SECONDS
+        stale_before = boottime() - STALE_SECONDS
         for lane in (self._slots, self._router, self._loop):
             oldest = next(iter(lane.waiting.copy()), None) if lane is not None else None  # slots take from it, too
             if lane is not None and oldest is not None and oldest.renewed_at < stale_before:
@@ -591,7 +597,7 @@ class Parts:
     # --- called by the lanes ------------------------------------------------------------------------------------
 
     def _run(self, attempt: Attempt, slot: Slot) -> bool:
-        if attempt.stop is not None:
+        if attempt.stop is not None or not self._is_held(attempt):
             return self._never_start(attempt)
         if attempt.places and self._limited.is_stale(attempt):
             return self._turn_back(attempt)
@@ -600,6 +606,10 @@ class Parts:
             process = self._take_process(attempt)
             if process is None:
                 return True
+            if not self._is_held(attempt):
+                self._isolation.give_back(process)
+                self._starting.discard(attempt)
+                return self._never_start(attempt)
         self._begin(attempt, slot)
         if process is None:
             return self._end(attempt, slot, self._executor.run(attempt))
@@ -607,12 +617,17 @@ class Parts:
         return self._end(attempt, slot, self._isolation.run(attempt, process))
 
     async def _run_async(self, attempt: Attempt, slot: AsyncSlot) -> bool:
-        if attempt.stop is not None:
+        if attempt.stop is not None or not self._is_held(attempt):
             return self._never_start(attempt)
         if attempt.places and self._limited.is_stale(attempt):
             return self._turn_back(attempt)
         self._begin(attempt, slot)
         return self._end(attempt, slot, await self._executor.run_async(attempt))
+
+    def _is_held(self, attempt: Attempt) -> bool:
+        """Is it surely still ours? This process may have been stopped, or its machine suspended, since the claim
+        or the last renewal was sent."""
+        return not attempt.is_lost and boottime() - attempt.renewed_at < self._start_seconds
 
     def _begin(self, attempt: Attempt, place: Slot | AsyncSlot) -> None:
         self._executor.begin(attempt)
@@ -676,7 +691,8 @@ class Parts:
         return True
 
     def _never_start(self, attempt: Attempt) -> bool:
-        """It was asked to stop before it had begun. If somebody cancelled it, the settler hears that."""
+        """It was asked to stop before it had begun, or its lease is not sure. If somebody canceled it, the settler
+        hears that; if it is somebody else's by now, the fence refuses."""
         self._return(attempt)
         return True
 
