@@ -316,8 +316,8 @@ def advisory_key(attempt: Attempt) -> int:
 def _refuse_fenced(attempt: Attempt) -> None:
     if attempt.is_fenced:
         raise AttemptFencedError(
-            f"attempt {attempt.number} of command {attempt.command_id!r} has ended or was given up: it gets no "
-            f"connection"
+            f"attempt number {attempt.number} of command {attempt.command_id!r} has ended or was given up: it "
+            f"gets no connection"
         )
 
 

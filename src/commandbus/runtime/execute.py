@@ -324,10 +324,9 @@ class Executor:
 def _log(level: int, attempt: Attempt, text: str) -> None:
     """Say something of an attempt, in safe text and without exc_info. Whatever a log's handler does (raise, or
     format the hostile exception that is being handled here) must not cost us the outcome or the slot."""
-    extra = {"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number}
     with suppress(Exception):
         what = (attempt.command_type, attempt.command_id, attempt.domain)
-        logger.log(level, "%s %s of domain %s %s", *what, text, extra=extra)
+        logger.log(level, "%s %s of domain %s %s", *what, text, extra=attempt.log_fields)
 
 
 def _traceback_of(error: BaseException) -> str:

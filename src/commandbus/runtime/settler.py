@@ -191,13 +191,13 @@ class Settler:
         self._on_settled(attempt)  # somebody else has settled it since
 
     def _note_refusal(self, attempt: Attempt, *, in_doubt: bool) -> None:
-        extra = {"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number}
+        extra = attempt.log_fields
         if in_doubt:
-            text = "attempt %d of command %s was settled by the statement in which the connection was lost"
+            text = "attempt number %d of command %s was settled by the statement in which the connection was lost"
             logger.info(text, attempt.number, attempt.command_id, extra=extra)
             return
         self.refused += 1
-        text = "attempt %d of command %s was refused: it no longer held its lease"
+        text = "attempt number %d of command %s was refused: it no longer held its lease"
         logger.warning(text, attempt.number, attempt.command_id, extra=extra)
 
     def _store_the_failure_instead(self, item: Item, error: psycopg.Error) -> None:
