@@ -7,13 +7,13 @@ back or the owner stops. Nothing is retried here: only the owner knows whether i
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import psycopg
 from psycopg import Connection
 
+from commandbus.clock import monotonic
 from commandbus.db.drive import OwnConnection, Runnable, run
 from commandbus.db.pool import check_conninfo, connection_kwargs
 from commandbus.logger import safe_logger
@@ -81,7 +81,7 @@ class Link:
         if not self.is_down:
             logger.warning("%s lost the database, reconnecting: %s", self._name, str(error).strip())
         self.is_down = True
-        pause, since = FIRST_PAUSE_SECONDS, time.monotonic()
+        pause, since = FIRST_PAUSE_SECONDS, monotonic()
         while not stopping.is_set():
             try:
                 self._conn = self._connect()
@@ -91,7 +91,7 @@ class Link:
                 pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
             else:
                 self.is_down = False
-                logger.info("%s is connected again after %.1f s", self._name, time.monotonic() - since)
+                logger.info("%s is connected again after %.1f s", self._name, monotonic() - since)
                 return True
         return False
 

@@ -10,10 +10,9 @@ remembered as last seen; what must be right is asked for. Used by the gate's thr
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
-from commandbus.clock import boottime
+from commandbus.clock import boottime, monotonic
 from commandbus.db.link import Link
 from commandbus.errors import CommandBusError, UnknownLimitError
 from commandbus.flow import places
@@ -114,7 +113,7 @@ class Desk:
     def hold(self, place: Place) -> Place:
         """Renew this place from now on."""
         self._held.setdefault(place.limit, {})[place.token] = place
-        self.renew_at = min(self.renew_at, time.monotonic() + place.lease / 3)
+        self.renew_at = min(self.renew_at, monotonic() + place.lease / 3)
         return place
 
     def let_go(self, place: Place) -> None:
@@ -123,7 +122,7 @@ class Desk:
 
     def renew(self) -> None:
         """Renew what is due, tell whoever has lost a place, and find out when to do so again."""
-        now, age_now = time.monotonic(), boottime()
+        now, age_now = monotonic(), boottime()
         again = now + (TICK_SECONDS if self.backends.tick() else LONGEST_SECONDS)
         for name, held in list(self._held.items()):
             own = list(held.values())

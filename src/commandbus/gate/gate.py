@@ -24,7 +24,6 @@ import random
 import secrets
 import select
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ from typing import Any
 import psycopg
 from psycopg import Connection
 
+from commandbus.clock import monotonic
 from commandbus.db.link import Link
 from commandbus.errors import CommandBusError
 from commandbus.flow.limits import CHANGED, CHANNEL, CLOSED, TOKEN, WAKE, LimitRow
@@ -78,7 +78,7 @@ class Gate:
         self._line = Line(self._desk, self._waker, self._exits)
         self._orders: deque[Callable[[], None]] = deque()
         self._shut: dict[str, float] = {}  # when (monotonic) an API was last heard to say no
-        self._sweep_at = time.monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311 - they spread out
+        self._sweep_at = monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311 - they spread out
         self._numbers = itertools.count(secrets.randbits(40) << 20)
         self._must_ask_line = False
         self._is_at_work = True
@@ -162,7 +162,7 @@ class Gate:
         """
         number = next(self._numbers)
         token = f"{self._owner}/{holder}/{number:x}"[-200:]
-        call = Call(name, token, number, time.monotonic() + wait, wait, holder, Future(), on_lost, command, since)
+        call = Call(name, token, number, monotonic() + wait, wait, holder, Future(), on_lost, command, since)
         if not self.is_serving:
             call.answer.set_exception(self._over or CommandBusError("the gate of this program is closed"))
             return call
@@ -267,7 +267,7 @@ class Gate:
             self._orders.popleft()
         self._visits.let_in()
         self._line.answer_calls()
-        now = time.monotonic()
+        now = monotonic()
         self._line.give_up_late(now)
         self._waker.wake_due(now)
         if now >= self._desk.renew_at:
@@ -286,7 +286,7 @@ class Gate:
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         poll.register(self._link.conn.fileno(), select.POLLIN)
-        poll.poll(max(0.0, min(soonest - time.monotonic(), LONGEST_SLEEP)) * 1000 + 1)
+        poll.poll(max(0.0, min(soonest - monotonic(), LONGEST_SLEEP)) * 1000 + 1)
         self._is_at_work = True
         try:
             os.eventfd_read(self._wake_fd)
@@ -299,7 +299,7 @@ class Gate:
             if text.startswith(TOKEN):
                 self._line.hear(text.removeprefix(TOKEN))
             elif text.startswith(CLOSED):
-                self._shut[text.removeprefix(CLOSED)] = time.monotonic()
+                self._shut[text.removeprefix(CLOSED)] = monotonic()
             elif text.startswith(CHANGED):
                 name = text.removeprefix(CHANGED)
                 self._desk.forget(name)

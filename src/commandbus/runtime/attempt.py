@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from commandbus.clock import monotonic
 from commandbus.errors import AttemptCancelledError, DeadlineExceededError
 from commandbus.flow.reply import compose
 from commandbus.flow.settle import BATCH, STEP, Settlement, completed, given_back, of_row, parked, waived
@@ -309,7 +309,7 @@ class Attempt:
 
     def elapsed_ms(self) -> int:
         """How long it has been running."""
-        return int((time.monotonic() - self.started_at) * 1000) if self.started_at else 0
+        return int((monotonic() - self.started_at) * 1000) if self.started_at else 0
 
     def event(self) -> threading.Event:
         """Set when it is asked to stop."""

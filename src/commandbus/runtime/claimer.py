@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -31,7 +30,7 @@ from typing import Any
 import psycopg
 from psycopg import Connection
 
-from commandbus.clock import boottime
+from commandbus.clock import boottime, monotonic
 from commandbus.db.link import Link
 from commandbus.errors import CommandBusError
 from commandbus.flow.claim import Claim, announce, claim, next_due, put_right, withdraw
@@ -171,7 +170,7 @@ class Claimer:
     def _claim_all(self, room: int, spare: int) -> int:
         """Ask every domain, the one served last at the end; answers how many were claimed."""
         total = 0
-        began = time.monotonic()
+        began = monotonic()
         for domain in list(self._domains):
             own = spare if domain.is_routed else 0
             if room + own <= 0:
@@ -183,11 +182,11 @@ class Claimer:
             total += got
             spare -= min(got, own)
             room -= got - min(got, own)
-        self._claim_seconds += (time.monotonic() - began - self._claim_seconds) * 0.3
+        self._claim_seconds += (monotonic() - began - self._claim_seconds) * 0.3
         return total
 
     def _claim(self, domain: _Domain, n: int) -> int:
-        now, claimed_at = time.monotonic(), boottime()
+        now, claimed_at = monotonic(), boottime()
         if now - domain.swept_at >= SWEEP_SECONDS:
             domain.cursor = None
             domain.swept_at = now
@@ -220,7 +219,7 @@ class Claimer:
         return len(found.ready) + len(found.odd)
 
     def _note_work(self) -> None:
-        now = time.monotonic()
+        now = monotonic()
         if now - self._heard_at > HEAR_SECONDS:
             self._heard_at = now
             self._drain_notifications(self._link.conn)  # a cancel is heard under load too
@@ -233,7 +232,7 @@ class Claimer:
     def _idle(self) -> None:
         """Nothing was there. Announce, look again, sleep."""
         self._busy_since = None
-        if time.monotonic() > self._announced_until - ANNOUNCEMENT_SECONDS / 2:
+        if monotonic() > self._announced_until - ANNOUNCEMENT_SECONDS / 2:
             self._announce()
             for pause in LOOKS_SECONDS:
                 if pause and self._sleep(pause):
@@ -253,7 +252,7 @@ class Claimer:
     def _announce(self) -> None:
         names = [domain.name for domain in self._domains]
         self._link.run(announce(worker=self._worker, domains=names, seconds=ANNOUNCEMENT_SECONDS))
-        self._announced_until = time.monotonic() + ANNOUNCEMENT_SECONDS
+        self._announced_until = monotonic() + ANNOUNCEMENT_SECONDS
         for domain in self._domains:
             domain.cursor = None  # a sender that saw no announcement may have committed below it
 
@@ -330,10 +329,10 @@ class _Rate:
     def __init__(self) -> None:
         self.per_second = 0.0
         self._count = 0
-        self._at = time.monotonic()
+        self._at = monotonic()
 
     def observe(self, count: int) -> None:
-        now = time.monotonic()
+        now = monotonic()
         elapsed = now - self._at
         if elapsed < 0.002:
             return

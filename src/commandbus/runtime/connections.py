@@ -26,7 +26,6 @@ import hashlib
 import os
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -39,6 +38,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.pq.abc import PGconn
 from psycopg_pool import ConnectionPool, PoolTimeout
 
+from commandbus.clock import monotonic
 from commandbus.db.drive import OwnConnection
 from commandbus.db.pool import open_pool
 from commandbus.errors import AttemptFencedError
@@ -219,11 +219,11 @@ class HandlerConnections:
     def _wait(self, attempt: Attempt, deadline_at: float) -> float:
         """How long to wait for a connection: never more than what remains of the attempt, or of its grace."""
         end = deadline_at if attempt.stop is None else attempt.stop.until
-        return self._timeouts.pool_wait(None if end == NEVER else end - time.monotonic())
+        return self._timeouts.pool_wait(None if end == NEVER else end - monotonic())
 
     def _limits(self, attempt: Attempt, deadline_at: float, borrowed: Borrowed) -> dict[str, Any]:
         end = attempt.stop.until if attempt.stop is not None else deadline_at + self._timeouts.cancel_grace
-        limits = self._timeouts.session_limits(None if end == NEVER else end - time.monotonic())
+        limits = self._timeouts.session_limits(None if end == NEVER else end - monotonic())
         return {
             "statement": str(limits.statement_timeout_ms),
             "lock": str(limits.lock_timeout_ms),

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
@@ -210,7 +209,7 @@ class _Context:
         self.raise_if_cancelled()
 
     def _left(self) -> float:
-        return self._deadline_at() - time.monotonic()
+        return self._deadline_at() - monotonic()
 
     def _deadline_at(self) -> float:
         own = self._attempt.deadline_at
@@ -228,7 +227,7 @@ class _Context:
         seconds = parse_seconds(timeout, name="timeout")
         if seconds == 0:
             raise ValueError("timeout of a child context must be more than 0: it can only shorten a deadline")
-        scope = Scope(min(self._deadline_at(), time.monotonic() + seconds))
+        scope = Scope(min(self._deadline_at(), monotonic() + seconds))
         self._attempt.extras.scopes.append(scope)
         if (stop := self._stop()) is not None:
             scope.stop = stop
@@ -252,7 +251,7 @@ class _Context:
         self.raise_if_cancelled()
         attempt, most = self._attempt, self._services.max_extension
         wanted = parse_seconds(seconds, name="seconds")
-        end = time.monotonic() + wanted
+        end = monotonic() + wanted
         if end - attempt.started_at > most:
             raise ValueError(
                 f"extend({format_seconds(wanted)}): this attempt would run for "
@@ -372,10 +371,10 @@ class HandlerContext(_Context):
 
     def sleep(self, seconds: float | str | timedelta) -> None:
         """Sleep, but raise as soon as the handler is asked to stop."""
-        until = time.monotonic() + parse_seconds(seconds, name="seconds")
+        until = monotonic() + parse_seconds(seconds, name="seconds")
         while True:
             self.raise_if_cancelled()
-            left = until - time.monotonic()
+            left = until - monotonic()
             if left <= 0:
                 return
             self.cancelled.wait(max(0.0, min(left, self._left(), _LONGEST_WAIT)))

@@ -12,7 +12,6 @@ import asyncio
 import inspect
 import logging
 import random
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import Any
 from psycopg import errors as pg
 from psycopg_pool import PoolTimeout
 
+from commandbus.clock import epoch, monotonic
 from commandbus.errors import (
     AttemptCancelledError,
     AttemptFencedError,
@@ -105,8 +105,8 @@ class Executor:
 
     def begin(self, attempt: Attempt) -> None:
         """Stamp the start and the deadline: the command's own, else the handler's or the worker's."""
-        attempt.started = time.time()
-        attempt.started_at = now = time.monotonic()
+        attempt.started = epoch()
+        attempt.started_at = now = monotonic()
         own = attempt.row[18]
         limit = self._limits.get(id(attempt.handler), self._usual) if own is None else own or NEVER
         attempt.deadline_at = now + limit

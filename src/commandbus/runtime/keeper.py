@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -23,7 +22,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import psycopg
 
-from commandbus.clock import boottime
+from commandbus.clock import boottime, monotonic
 from commandbus.db.link import Link
 from commandbus.errors import CommandBusError
 from commandbus.flow import batch_operate
@@ -113,12 +112,12 @@ class Keeper:
         self._stopping = threading.Event()
         self.state = "ACTIVE"
         self._beat_at = 0.0
-        self._pruned_at = time.monotonic() - random.random() * PRUNE_SECONDS  # noqa: S311 - workers spread out
-        self._sweep_at = time.monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311
+        self._pruned_at = monotonic() - random.random() * PRUNE_SECONDS  # noqa: S311 - workers spread out
+        self._sweep_at = monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311
         self._refused = Refused(PRUNE_SECONDS, PRUNE_SECONDS)
         self._resumed: dict[int, Work[batch_operate.Canceled]] = {}
         self._last: dict[str, int] = {}
-        self._last_at = time.monotonic()
+        self._last_at = monotonic()
         self.first_beat = threading.Event()
         self.down_since: float | None = None
         self._wake = threading.Event()
@@ -206,7 +205,7 @@ class Keeper:
 
     def _tick(self) -> None:
         self._look_after()
-        now = time.monotonic()
+        now = monotonic()
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_SECONDS + self._sweep() * 20
         self._breakers.sweep(self._link)
@@ -221,7 +220,7 @@ class Keeper:
         self._skipped.clear()
         self._carry_out()
         self._renew()
-        now = time.monotonic()
+        now = monotonic()
         if now - self._beat_at >= BEAT_SECONDS:
             self._beat_at = now
             self._beat(self.state)
@@ -246,7 +245,7 @@ class Keeper:
 
     def _note_down(self) -> None:
         """Out of reach for longer than the pool may take to reconnect: critical, until it is back."""
-        now = time.monotonic()
+        now = monotonic()
         if self.down_since is None:
             self.down_since = now
         if now - self.down_since >= self._settings.pool_reconnect_timeout:
@@ -365,7 +364,7 @@ class Keeper:
                 )
 
     def _beat(self, state: str) -> None:
-        now = time.monotonic()
+        now = monotonic()
         settled = self._figures.settled()
         elapsed = max(now - self._last_at, 1e-3)
         rates = {
@@ -388,7 +387,7 @@ class Keeper:
 
         Answers how long it took, without what was refused: each batch that was is left alone for a minute.
         """
-        began = time.monotonic()
+        began = monotonic()
         try:
             found = self._link.run(batch_operate.leftovers(but=self._refused.resting()))
         except Exception as error:
@@ -396,15 +395,15 @@ class Keeper:
                 raise
             logger.warning("batches cannot be looked after now, trying again in a minute: %s", error)
             return PRUNE_SECONDS / 20
-        seconds = time.monotonic() - began
+        seconds = monotonic() - began
         for batch in found.to_fold:
-            began = time.monotonic()
+            began = monotonic()
             try:
                 self._link.run(fold([batch]))
             except Exception as error:  # noqa: BLE001 - raised again if the connection is lost
                 self._refuse(batch, error)
             else:
-                seconds += time.monotonic() - began
+                seconds += monotonic() - began
             self._look_after()
             if self._stopping.is_set():
                 return seconds
@@ -416,8 +415,8 @@ class Keeper:
 
     def _go_on(self) -> None:
         """Go on with the cancellations, for a moment: everything else must have its turn."""
-        until = time.monotonic() + SLICE_SECONDS
-        while self._resumed and time.monotonic() < until and not self._stopping.is_set():
+        until = monotonic() + SLICE_SECONDS
+        while self._resumed and monotonic() < until and not self._stopping.is_set():
             batch, work = self._resumed.popitem()  # taken up again by the next sweep if this fails
             try:
                 goes_on = work.step(self._link)

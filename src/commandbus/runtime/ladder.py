@@ -14,12 +14,11 @@ Whoever takes an attempt out of `running` owns its settlement: the slot that ran
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from commandbus.clock import boottime
+from commandbus.clock import boottime, epoch, monotonic
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.model.timeouts import MONITOR_TICK, Timeouts
@@ -69,7 +68,7 @@ class Ladder:
         self._asked: SimpleQueue[tuple[Attempt, Stop]] = SimpleQueue()
         self._wake = threading.Event()
         self._stopping = False
-        self.beat_at = time.monotonic()
+        self.beat_at = monotonic()
         self.abandoned = 0
         self._thread = threading.Thread(target=self._serve, name=f"{name}-ladder", daemon=True)
 
@@ -84,7 +83,7 @@ class Ladder:
 
     def ask(self, attempt: Attempt, why: Why, text: str, *, grace: float | None = None) -> None:
         """Ask an attempt to stop, from any thread; it has the usual grace unless told otherwise."""
-        now = time.monotonic()
+        now = monotonic()
         until = now + (self._timeouts.cancel_grace if grace is None else grace)
         self._asked.put((attempt, Stop(why, text, now, until)))
         self._wake.set()
@@ -101,10 +100,10 @@ class Ladder:
     def _until_due(self) -> float:
         """Seconds until the next look: a tick, or less if something is due before."""
         due = [item.deadline_at if item.stop is None else item.stop.until for item in list(self._running)]
-        return max(0.01, min(MONITOR_TICK, min(due, default=NEVER) - time.monotonic()))
+        return max(0.01, min(MONITOR_TICK, min(due, default=NEVER) - monotonic()))
 
     def _tick(self) -> None:
-        self.beat_at = now = time.monotonic()
+        self.beat_at = now = monotonic()
         while not self._asked.empty():
             attempt, stop = self._asked.get()
             self._ask_to_stop(attempt, self._running.get(attempt), stop)
@@ -248,12 +247,12 @@ class Ladder:
         blocker = place.loop.blocker()
         culprit = self._running.get(blocker) if blocker is not None else None
         if blocker is None or not isinstance(culprit, AsyncSlot):
-            if time.monotonic() - place.loop.beat_at > BLOCKED_SECONDS:
+            if monotonic() - place.loop.beat_at > BLOCKED_SECONDS:
                 self._give_up_unnamed(attempt, place, stop)
             elif self._loop is not None:
                 self._loop.cancel(attempt, place)  # the loop was let go this very moment
             return
-        blocked = time.monotonic() - place.loop.beat_at
+        blocked = monotonic() - place.loop.beat_at
         text = f"it blocked the event loop for {blocked:.1f} s; command {attempt.command_id!r} could not stop"
         why = Why.SHUTDOWN if stop.why is Why.SHUTDOWN else Why.DEADLINE  # a neighbour's cancel is not its own
         blamed = blocker.stop or Stop(why, text, stop.asked_at, stop.until, is_told=False)
@@ -300,4 +299,4 @@ def _examine(place: Slot | AsyncSlot, *, is_blocked: bool = False) -> Document:
             return autopsy.of_task(place.task, place.loop.thread.ident, is_blocked=is_blocked)
         return autopsy.of_thread(place.ident)
     except Exception as error:  # noqa: BLE001
-        return {"taken_at": round(time.time(), 3), "stacks": [], "left_out": f"{type(error).__name__}: {error}"}
+        return {"taken_at": round(epoch(), 3), "stacks": [], "left_out": f"{type(error).__name__}: {error}"}

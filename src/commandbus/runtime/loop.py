@@ -15,10 +15,10 @@ import contextvars
 import functools
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
+from commandbus.clock import monotonic
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.places import Places
 
@@ -143,8 +143,10 @@ class _Loop:
         self.lane = lane
         self.slots: list[AsyncSlot] = []
         self.loop = asyncio.new_event_loop()
+        with contextlib.suppress(AttributeError):  # a loop that is no Python object has a clock of its own
+            self.loop.time = monotonic  # type: ignore[method-assign]
         self.thread = threading.Thread(target=self._serve, name=f"{name}-loop", daemon=True)
-        self.beat_at = time.monotonic()
+        self.beat_at = monotonic()
         self.is_retired = False
         self.is_copy = False
         self._idle: deque[tuple[AsyncSlot, asyncio.Future[None]]] = deque()
@@ -225,7 +227,7 @@ class _Loop:
             self.loop.close()
 
     def _beat(self) -> None:
-        self.beat_at = time.monotonic()
+        self.beat_at = monotonic()
         self.loop.call_later(BEAT_SECONDS, self._beat)
 
     def _wake(self) -> None:

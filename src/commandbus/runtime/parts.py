@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from typing import Any
 from weakref import WeakSet
 
-from commandbus.clock import boottime
+from commandbus.clock import boottime, monotonic
 from commandbus.db.link import Link
 from commandbus.flow.renew import PendingCancel
 from commandbus.flow.settle import PROBE, Settlement, cancellation
@@ -248,7 +248,7 @@ class Parts:
         self._keeper.start()
         if self._spec.has_limits:
             self._limited.start()
-        self._beat(time.monotonic())  # a handler may freeze this process before the ladder's first tick
+        self._beat(monotonic())  # a handler may freeze this process before the ladder's first tick
         self.ladder.start()
         self._claimer.start()
 
@@ -297,50 +297,50 @@ class Parts:
         Claim nothing more, give back what has not started, let what runs finish, then ask it to stop, and after
         its grace fence it: it is reported as abandoned, and tried again elsewhere at once.
         """
-        started = time.monotonic()
+        started = monotonic()
         deadline = started + limit
         with self._changing:
             self.state = State.EXITING
         self._keeper.state = "STOPPING"
         self._claimer.stop(max(0.1, limit - SETTLE_RESERVE_SECONDS))
         self._give_back()
-        self._await_starting(time.monotonic() + min(1.0, limit / 4))
+        self._await_starting(monotonic() + min(1.0, limit / 4))
         reserve = min(SETTLE_RESERVE_SECONDS, limit / 2)
         grace = min(self._settings.cancel_grace, max(0.0, limit - reserve))
         self._drain(deadline - reserve - grace, hurry)
         if self.running:
-            self._cancel_all(0.0 if hurry() else max(0.0, min(grace, deadline - reserve - time.monotonic())))
+            self._cancel_all(0.0 if hurry() else max(0.0, min(grace, deadline - reserve - monotonic())))
             self._drain(deadline - reserve + 0.3, hurry)
         if self.running:
             self._cancel_all(0.0)
-            self._drain(time.monotonic() + 0.5, lambda: False)
+            self._drain(monotonic() + 0.5, lambda: False)
         abandoned = self.ladder.abandoned + len(self.running)
         self.ladder.stop()
-        self._keeper.flush(max(0.1, deadline - time.monotonic() - 1.0))
-        self._limited.flush(max(0.1, min(reserve / 2, deadline - time.monotonic() - 0.5)))
-        self.settler.close(max(0.1, deadline - time.monotonic() - 0.5))
+        self._keeper.flush(max(0.1, deadline - monotonic() - 1.0))
+        self._limited.flush(max(0.1, min(reserve / 2, deadline - monotonic() - 0.5)))
+        self.settler.close(max(0.1, deadline - monotonic() - 0.5))
         unwritten = max(0, len(self.held) - len(self.running))
         self._slots.stop()
         self._router.stop()
         if self._loop is not None:
-            self._loop.stop(max(0.1, deadline - time.monotonic() - 0.2))
-        self._isolation.close(max(0.1, deadline - time.monotonic()))
-        self._limited.stop(max(0.1, deadline - time.monotonic()))
-        self._keeper.stop(max(0.1, deadline - time.monotonic()))
+            self._loop.stop(max(0.1, deadline - monotonic() - 0.2))
+        self._isolation.close(max(0.1, deadline - monotonic()))
+        self._limited.stop(max(0.1, deadline - monotonic()))
+        self._keeper.stop(max(0.1, deadline - monotonic()))
         self._connections.close()
         settled = sum(self.settler.settled.values()) - self._given_back - self.ladder.abandoned
         return StopReport(reason, settled, self._given_back, abandoned, unwritten)
 
     def _drain(self, until: float, hurry: Callable[[], bool]) -> None:
         """Wait until no attempt runs. The last slot to finish says so; the poll is for a hurried stop."""
-        while self.running and time.monotonic() < until and not hurry():
-            self._places.wait_until_free(min(0.1, max(0.001, until - time.monotonic())))
+        while self.running and monotonic() < until and not hurry():
+            self._places.wait_until_free(min(0.1, max(0.001, until - monotonic())))
             if self.running and not self._places.taken:
                 time.sleep(0.01)  # the last slots are on their way out
 
     def _await_starting(self, until: float) -> None:
         """Wait until those that waited for a process of their own are given back, or run."""
-        while self._starting and time.monotonic() < until:
+        while self._starting and monotonic() < until:
             time.sleep(0.01)
 
     def _cancel_all(self, grace: float) -> None:
@@ -519,7 +519,7 @@ class Parts:
     def _room(self, prefetch: int) -> int:
         """How many attempts to claim now; nothing while more than half of what is prefetched still waits."""
         waiting = self._waiting()
-        if time.monotonic() < self._cautious_until:
+        if monotonic() < self._cautious_until:
             prefetch = 0
         self._low = prefetch // 2
         if waiting > self._low:
@@ -542,7 +542,7 @@ class Parts:
         for lane in (self._slots, self._router, self._loop):
             oldest = next(iter(lane.waiting.copy()), None) if lane is not None else None  # slots take from it, too
             if lane is not None and oldest is not None and oldest.renewed_at < stale_before:
-                self._cautious_until = time.monotonic() + CAUTIOUS_SECONDS
+                self._cautious_until = monotonic() + CAUTIOUS_SECONDS
                 for attempt in lane.take_back():
                     self._return(attempt)
 

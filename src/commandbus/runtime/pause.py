@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
+from commandbus.clock import monotonic
 from commandbus.logger import safe_logger
 
 logger = safe_logger("commandbus.worker")
@@ -22,11 +21,11 @@ class Pause:
     @property
     def is_on(self) -> bool:
         """Is nothing to be claimed now?"""
-        return self._until > 0.0 and time.monotonic() < self._until
+        return self._until > 0.0 and monotonic() < self._until
 
     def begin(self) -> None:
         """No connection came in time."""
-        now = time.monotonic()
+        now = monotonic()
         if now < self._until:
             return
         again = now - self._until < self._seconds * 4

@@ -7,7 +7,6 @@ nearest class that it knows and that says something about a command's fate; it n
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ from psycopg import errors as pg
 from psycopg_pool import PoolTimeout
 
 from commandbus import errors
+from commandbus.clock import epoch
 from commandbus.model import payload
 from commandbus.model.http import ApiFailure, api_failure, parse_retry_after
 from commandbus.model.outcome import describe
@@ -73,7 +73,7 @@ def remake_api(told: dict[str, Any]) -> ApiFailure | None:
     return ApiFailure(
         kind,
         status if isinstance(status, int) else None,
-        parse_retry_after(told.get("retry_after"), now=time.time()),
+        parse_retry_after(told.get("retry_after"), now=epoch()),
         payload.clean_text(str(told.get("text")), longest=200),
         limit if isinstance(limit, str) else None,
     )

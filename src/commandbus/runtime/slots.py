@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from commandbus.clock import monotonic
 from commandbus.logger import safe_logger
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.places import Places
@@ -152,15 +153,15 @@ class Slots:
         slot.wake.acquire()
 
     def _tick(self) -> None:
-        finished, at = self.finished, time.monotonic()
+        finished, at = self.finished, monotonic()
         while not self._stopping:
             if not self.waiting or not self._idle:
                 self._tick_wanted.clear()
                 if not self.waiting or not self._idle:
                     self._tick_wanted.wait(1.0)
-                finished, at = self.finished, time.monotonic()
+                finished, at = self.finished, monotonic()
             time.sleep(TICK_SECONDS)
-            now = time.monotonic()
+            now = monotonic()
             awake = self._places.total - len(self._idle)
             drained = self.finished - finished
             if self.waiting and (now - at) * max(awake, 1) > SLOW_SECONDS * drained:
