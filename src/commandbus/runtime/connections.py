@@ -43,6 +43,7 @@ from commandbus.db.drive import OwnConnection
 from commandbus.db.pool import open_pool
 from commandbus.errors import AttemptFencedError
 from commandbus.runtime.attempt import NEVER, Attempt
+from commandbus.runtime.exhaustion import ExhaustedError, is_exhaustion
 from commandbus.settings import Settings
 
 CHECK_INTERVAL_MS = "2000"
@@ -89,6 +90,7 @@ class HandlerConnections:
         size: int,
         lent: ConnectionPool[Any] | None = None,
         on_exhausted: Callable[[], None] = lambda: None,
+        on_no_thread: Callable[[str], None] = lambda _: None,
         on_unreachable: Callable[[], None] = lambda: None,
         max_idle: float | None = None,
         on_backend: Callable[[Attempt, int], None] | None = None,
@@ -99,6 +101,7 @@ class HandlerConnections:
         self._size = size
         self._lent = lent
         self._on_exhausted = on_exhausted
+        self._on_no_thread = on_no_thread
         self._on_unreachable = on_unreachable
         self._on_backend = on_backend  # told the backend's pid, and 0 when the connection is back
         self._max_idle = max_idle
@@ -261,14 +264,23 @@ class HandlerConnections:
         if self._own is None:
             with self._opening:
                 if self._own is None:
-                    self._own = open_pool(
-                        self._settings,
-                        name=self._name,
-                        max_size=self._size + self._lost,
-                        reconnect_failed=lambda _: self._on_unreachable(),
-                        max_idle=self._max_idle,
-                    )
+                    self._own = self._open()
         return self._own
+
+    def _open(self) -> ConnectionPool[OwnConnection]:
+        try:
+            return open_pool(
+                self._settings,
+                name=self._name,
+                max_size=self._size + self._lost,
+                reconnect_failed=lambda _: self._on_unreachable(),
+                max_idle=self._max_idle,
+            )
+        except RuntimeError as error:
+            if not is_exhaustion(error):
+                raise
+            self._on_no_thread(f"the pool of handlers' connections could not be opened ({error})")
+            raise ExhaustedError(f"the pool of handlers' connections could not be opened: {error}") from error
 
     async def _get_without_blocking(self, pool: ConnectionPool[Any], timeout: float) -> Connection[Any]:
         try:
@@ -280,7 +292,13 @@ class HandlerConnections:
             # Not the loop's own threads: those are the handlers', who may have left all of them hanging.
             most = 2 * self._settings.concurrency
             self._askers = ThreadPoolExecutor(most, thread_name_prefix=f"{self._name}-asker")
-        asked = self._askers.submit(pool.getconn, timeout)
+        question = _Question(pool, timeout)
+        try:
+            asked = self._askers.submit(question)
+        except RuntimeError as error:
+            question.is_wanted = False  # it is in the queue all the same
+            self._on_no_thread(f"nobody can wait for a connection ({error})")
+            raise ExhaustedError(f"nobody can wait for a connection: {error}") from error
         try:
             return await asyncio.shield(asyncio.wrap_future(asked))
         except asyncio.CancelledError:
@@ -288,6 +306,21 @@ class HandlerConnections:
                 # The thread goes on waiting; whatever it gets must find its way back.
                 asked.add_done_callback(partial(_return_late, pool))
             raise
+
+
+class _Question:
+    """Waits for a connection on a thread of its own, unless nobody wants it by then."""
+
+    def __init__(self, pool: ConnectionPool[Any], timeout: float) -> None:
+        self._pool = pool
+        self._timeout = timeout
+        self.is_wanted = True
+
+    def __call__(self) -> Connection[Any]:
+        if not self.is_wanted:
+            raise PoolTimeout("nobody wants it any more")
+        conn: Connection[Any] = self._pool.getconn(self._timeout)
+        return conn
 
 
 # The values from before come first: a target list is worked off from left to right.

@@ -39,6 +39,7 @@ from commandbus.model.standing import Answer
 from commandbus.model.timeouts import Timeouts
 from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, Services, dump_result
+from commandbus.runtime.exhaustion import ExhaustedError
 from commandbus.runtime.handlers import HandlerRegistry
 from commandbus.runtime.health import HealthStatus
 from commandbus.runtime.limited import RateLimited
@@ -194,6 +195,8 @@ class Executor:
                 attempt.extras.keeps = True
                 attempt.extras.api = ApiFailure("timeout", None, None, "timeout") if late else None
             return self._stopped(attempt, stop, trace)
+        if isinstance(error, ExhaustedError):
+            return self.waive(attempt, replace(describe(error, trace), duration_ms=attempt.elapsed_ms()))
         if (limited := self._ask_api(attempt, error, trace)) is not None:
             return limited
         if isinstance(error, BusinessRuleException | PermanentCommandError | UnknownCommandTypeError):

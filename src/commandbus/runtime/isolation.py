@@ -34,6 +34,7 @@ from commandbus.runtime.children import Children
 from commandbus.runtime.connections import Borrowed
 from commandbus.runtime.deaths import failure_of, no_process, worker_stopped
 from commandbus.runtime.execute import Ended
+from commandbus.runtime.exhaustion import is_exhaustion
 from commandbus.runtime.far_door import verdict_of_stop
 from commandbus.runtime.handlers import HandlerRegistry
 from commandbus.runtime.process import ChildProcess
@@ -82,6 +83,7 @@ class Isolation:
         terminate: Callable[[list[Borrowed]], None],
         limits: Door,
         cancel_query: Callable[[Attempt], None] = lambda _: None,
+        on_exhausted: Callable[[str], None] = lambda _: None,
         default_max_attempts: int,
     ) -> None:
         refuse_in_child()
@@ -92,6 +94,7 @@ class Isolation:
         self._default_max_attempts = default_max_attempts
         self._executor = executor
         self._terminate = terminate
+        self._on_exhausted = on_exhausted
         self._limits = limits
         asking = [handler for handler in registry if handler.options.isolation == "process"]
         self._address = find_address(registry, settings.handlers)
@@ -146,12 +149,16 @@ class Isolation:
 
     def take(self, attempt: Attempt) -> ChildProcess | Settlement | None:
         """Before it begins: a process that is ready for it, as soon as there is one. Its settlement if there will
-        be none; None if it is not to begin: it was asked to stop, lost its lease, or its worker lets go."""
+        be none; None if it is not to begin: it was asked to stop, its lease is not sure, its worker lets go, or
+        the system has nothing left for a process."""
         try:
             return self._children.take(lambda: attempt.stop is None and self._is_held(attempt))
         except StartError as error:
             return self._fail(attempt, str(error), error.trace)
         except Exception as error:  # noqa: BLE001 - no memory, no processes, no files …
+            if is_exhaustion(error):
+                self._on_exhausted(f"a process for a handler could not be started ({error})")
+                return None
             return self._fail(attempt, f"its process could not be started: {type(error).__name__}: {error}")
 
     def give_back(self, process: ChildProcess) -> None:

@@ -30,6 +30,7 @@ from commandbus.model.limit import Limit
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.model.standing import Answer
 from commandbus.runtime.attempt import Attempt
+from commandbus.runtime.exhaustion import ExhaustedError, is_exhaustion
 from commandbus.runtime.handlers import HandlerRegistry
 from commandbus.settings import Settings
 
@@ -96,9 +97,18 @@ class LimitedWork:
         """The gate, made on first use."""
         with self._making:
             if self._gate is None:
-                self._gate = make_gate(self._settings, self._worker, on_error=self._on_error)
-                self._gate.start()
+                self._gate = self._open_gate()
             return self._gate
+
+    def _open_gate(self) -> Gate:
+        gate = make_gate(self._settings, self._worker, on_error=self._on_error)
+        try:
+            gate.start()
+        except RuntimeError as error:
+            if not is_exhaustion(error):
+                raise
+            raise ExhaustedError(f"the limits' thread could not be started: {error}") from error
+        return gate
 
     @property
     def waiting(self) -> int:

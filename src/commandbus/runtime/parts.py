@@ -134,6 +134,7 @@ class Parts:
             size=min(most, settings.pool_max_size or most),
             lent=spec.pool,
             on_exhausted=self._exhausted,
+            on_no_thread=self._pause.begin,
             on_unreachable=lambda: spec.health.set_critical(UNREACHABLE),
             on_backend=None if self._showing is None else self._showing.backend,
             max_idle=BRIEF_IDLE_SECONDS if self._some_isolated else None,
@@ -172,6 +173,7 @@ class Parts:
             progress=services.progress,
             terminate=self._end_sessions,
             cancel_query=self._cancel_query,
+            on_exhausted=self._pause.begin,
             limits=self._limited,
             default_max_attempts=services.default_max_attempts,
         )
@@ -408,6 +410,9 @@ class Parts:
             self._claimer.wake()
 
     def _tick(self, now: float) -> None:
+        for lane in (self._slots, self._router, self._loop):
+            if lane is not None:
+                lane.tend()
         self._say_degraded()
         self._beat(now)
         if self.state is State.DRAINING and not self.running and not self._starting and not self._waiting():
@@ -477,7 +482,7 @@ class Parts:
 
     def _exhausted(self) -> None:
         self._spec.health.record_pool_exhaustion()
-        self._pause.begin()
+        self._pause.begin("the connection pool is exhausted")
 
     # --- called by the claimer ----------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from commandbus.clock import epoch
 from commandbus.model import payload
 from commandbus.model.http import ApiFailure, api_failure, parse_retry_after
 from commandbus.model.outcome import describe
+from commandbus.runtime.exhaustion import ExhaustedError
 
 API: Final = "commandbus_api"
 """The attribute of a remade exception that says what the original one said of an API."""
@@ -26,6 +27,7 @@ API: Final = "commandbus_api"
 _KNOWN: Final[dict[str, type[BaseException]]] = {
     f"{kind.__module__}.{kind.__qualname__}": kind
     for kind in (
+        ExhaustedError,
         errors.BusinessRuleException,
         errors.PermanentCommandError,
         errors.TransientCommandError,
