@@ -81,6 +81,25 @@ def test_show_tells_a_life_as_a_timeline(orders, bus, database):
     assert "traceback" not in orders("show", "a", "--json").document["failed_attempts"][0]
 
 
+def test_show_and_tables_tell_charged_attempts_from_their_numbers(orders, bus):
+    """Attempts 1 and 2 were given back, 3 runs: it is the first that is charged."""
+    bus.send("orders", "ship", command_id="a", max_attempts=2)
+    for _ in range(2):
+        attempt = claim_one(bus)
+        bus.run(settle("orders", "w1", [attempt.give_back()]))
+    claim_one(bus)
+    bus.send("orders", "ship", command_id="b", max_attempts=2)
+    fields, _, timeline = orders("show", "orders", "a").out.partition("timeline")
+    assert re.search(r"^attempts +1 of 2 charged, number 3$", fields, re.MULTILINE)
+    assert "ATTEMPT NUMBER" in timeline
+    document = orders("show", "a", "--json").document
+    assert (document["charged_attempts"], document["attempts"]) == (1, 3)
+    table = orders("commands").out
+    assert "1 charged, number 3" in table
+    assert re.search(r"orders +ship +b +PENDING +0 ", table)
+    assert "0 of 2" in orders("show", "orders", "b").out
+
+
 def test_show_finds_a_command_by_any_of_its_names(orders, bus):
     bus.create_domain("bills")
     sent = bus.send("orders", "ship", command_id="a")

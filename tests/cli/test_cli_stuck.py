@@ -149,6 +149,7 @@ def test_the_table(stuck):
         "COMMAND",
         "ID",
         "ATTEMPT",
+        "NUMBER",
         "RUNG",
         "AFTER",
         "WORKER",
@@ -238,7 +239,7 @@ def test_show_tells_of_the_rung_and_the_time(stuck):
     assert "autopsy" not in stuck("show", "b").out
     assert stuck("show", "b", "--autopsy").out.endswith("\nno autopsy\n")
     assert "no autopsy" not in stuck("show", "a", "--autopsy").out
-    assert "\norders b, attempt 1: no autopsy\n" in stuck("stuck", "--autopsy").out
+    assert "\norders b, attempt number 1: no autopsy\n" in stuck("stuck", "--autopsy").out
     assert "stack of" not in text
     (attempt,) = stuck("show", "a", "--json").document["failed_attempts"]
     assert (attempt["rung"], attempt["duration_ms"]) == ("stuck", 40_123)

@@ -1,7 +1,8 @@
 """A worker process for the tests to kill: `python ledger_worker.py '{"database_url": …}'`.
 
 Its handlers write every run into a table: `exact` in the transaction that completes the command, `plain` on a
-connection of its own. `killer` takes its process with it.
+connection of its own. `note` writes its start into the file that its data names. `killer` takes its process with
+it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from commandbus import HandlerRegistry, RetryPolicy, Settings, Worker
@@ -23,23 +25,34 @@ handlers = HandlerRegistry()
 @handlers.handler("orders", "exact")
 def exact(command: Any, ctx: Any) -> None:
     with ctx.transaction() as tx:
-        tx.execute(INSERT, ("exact", command.command_id, ctx.attempt))
+        tx.execute(INSERT, ("exact", command.command_id, ctx.attempt_number))
         time.sleep(WORK_SECONDS)
 
 
 @handlers.handler("orders", "exact_async")
 async def exact_async(command: Any, ctx: Any) -> None:
     async with ctx.transaction() as tx:
-        await tx.execute(INSERT, ("exact", command.command_id, ctx.attempt))
+        await tx.execute(INSERT, ("exact", command.command_id, ctx.attempt_number))
         await asyncio.sleep(WORK_SECONDS)
 
 
 @handlers.handler("orders", "plain")
 def plain(command: Any, ctx: Any) -> int:
     with ctx.connection() as conn:
-        conn.execute(INSERT, ("plain", command.command_id, ctx.attempt))
+        conn.execute(INSERT, ("plain", command.command_id, ctx.attempt_number))
     time.sleep(WORK_SECONDS)
-    return int(ctx.attempt)
+    return int(ctx.attempt_number)
+
+
+@handlers.handler("orders", "note")
+def note(command: Any, ctx: Any) -> None:
+    with Path(command.data).open("a") as notes:
+        notes.write(f"{command.command_id}\n")
+
+
+@handlers.handler("orders", "note_async")
+async def note_async(command: Any, ctx: Any) -> None:
+    note(command, ctx)
 
 
 @handlers.handler("orders", "killer")

@@ -40,7 +40,7 @@ def handlers() -> HandlerRegistry:
 
     async def exact(command: Any, ctx: Any) -> None:
         async with either(ctx.transaction()) as tx:
-            await done(tx.execute(INSERT, (command.command_id, ctx.attempt)))
+            await done(tx.execute(INSERT, (command.command_id, ctx.attempt_number)))
             tx.complete("kept")
 
     add(handlers, "sync", "exact", exact, retry_policy=PATIENT)
@@ -96,7 +96,7 @@ def test_a_worker_that_fell_silent_is_replaced_and_its_late_writes_are_refused(
     async def wait(command: Any, ctx: Any) -> None:
         try:
             async with either(ctx.transaction()) as tx:
-                await done(tx.execute(INSERT, (command.command_id, ctx.attempt)))
+                await done(tx.execute(INSERT, (command.command_id, ctx.attempt_number)))
                 written.append(command.command_id)
                 await opened(gate)
         except BaseException as error:
@@ -185,7 +185,7 @@ def test_a_commit_in_doubt_that_nobody_can_be_asked_about_is_decided_by_the_fenc
     async def exact(command: Any, ctx: Any) -> None:
         try:
             async with either(ctx.transaction()) as tx:
-                await done(tx.execute(INSERT, (command.command_id, ctx.attempt)))
+                await done(tx.execute(INSERT, (command.command_id, ctx.attempt_number)))
                 tx.complete("kept")
         except BaseException as error:
             raised.append(error)
@@ -249,7 +249,7 @@ def test_a_claim_whose_answer_was_lost_is_made_good_by_the_lease(
 ) -> None:
     runs: list[int] = []
     handlers = HandlerRegistry()
-    handlers.register("orders", "work", lambda ctx: runs.append(ctx.attempt))
+    handlers.register("orders", "work", lambda ctx: runs.append(ctx.attempt_number))
     bus.send("orders", "work", command_id="c")
     proxy.swallow(b"'held_by'")
     start_worker(handlers, through, **short_lease())

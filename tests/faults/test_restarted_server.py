@@ -70,7 +70,7 @@ def test_a_worker_outlives_its_server(
 
     async def exact(command: Any, ctx: Any) -> None:
         async with either(ctx.transaction()) as tx:
-            await done(tx.execute(INSERT, (command.command_id, ctx.attempt)))
+            await done(tx.execute(INSERT, (command.command_id, ctx.attempt_number)))
 
     @handlers.handler("orders", "plain", retry_policy=PATIENT)
     def work(command: Any, ctx: Any) -> None:

@@ -9,6 +9,7 @@ import psycopg
 from flow_harness import Bus, expire_leases, fail, one
 
 from commandbus import NewCommand
+from commandbus.flow.renew import PendingCancel, Renewal, renew
 
 
 def _left(db: psycopg.Connection[Any]) -> list[timedelta]:
@@ -46,15 +47,36 @@ def test_a_lease_that_ran_out_but_was_not_taken_is_renewed(orders: Bus, db: psyc
     assert orders.claim("w2") == []
 
 
-def test_a_locked_row_is_neither_waited_for_nor_lost(orders: Bus, db: psycopg.Connection[Any]) -> None:
+def test_a_locked_row_is_neither_waited_for_nor_lost_and_is_told(orders: Bus, db: psycopg.Connection[Any]) -> None:
     orders.send_many("orders", [NewCommand("Ship") for _ in range(3)])
     attempts = orders.claim(lease=20)
+    fences = [(attempt.msg_id, attempt.read_ct) for attempt in attempts]
     with psycopg.connect(orders.url) as completing:
-        completing.execute(
-            "SELECT FROM pgmq.q_orders__commands WHERE msg_id = %s FOR UPDATE", (attempts[1].msg_id,)
-        )
-        assert orders.renew(attempts, lease=100) == []
+        completing.execute("SELECT FROM pgmq.q_orders__commands WHERE msg_id = %s FOR UPDATE", (fences[1][0],))
+        assert orders.run(renew("orders", "w1", fences, lease_seconds=100)) == Renewal([], [], [fences[1]])
         first, locked, last = _left(db)
         assert min(first, last) > timedelta(seconds=90) > locked
-    assert orders.renew(attempts, lease=100) == []
+    assert orders.run(renew("orders", "w1", fences, lease_seconds=100)) == Renewal([], [], [])
     assert min(_left(db)) > timedelta(seconds=90)
+
+
+def test_a_locked_row_that_is_to_be_canceled_tells_both(orders: Bus) -> None:
+    orders.send("orders", "Ship", command_id="k")
+    attempt = orders.claim_one()
+    fence = (attempt.msg_id, attempt.read_ct)
+    orders.cancel("orders", "k", operator="ann")
+    with psycopg.connect(orders.url) as locking:
+        locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
+        renewal = orders.run(renew("orders", "w1", [fence], lease_seconds=100))
+    assert renewal == Renewal([], [PendingCancel(*fence, "ann", None)], [fence])
+
+
+def test_a_row_of_somebody_else_is_lost_locked_or_not(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send("orders", "Ship")
+    attempt = orders.claim_one()
+    fence = (attempt.msg_id, attempt.read_ct)
+    expire_leases(db)
+    orders.claim_one("w2")
+    with psycopg.connect(orders.url) as locking:
+        locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
+        assert orders.run(renew("orders", "w1", [fence], lease_seconds=100)) == Renewal([fence], [], [])

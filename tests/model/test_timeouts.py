@@ -139,19 +139,23 @@ def test_the_wait_for_a_connection_is_clipped_to_the_attempt(limits: Timeouts, r
         assert wait <= max(remaining, 0.001)
 
 
-@given(hierarchies(), instants)
-def test_a_lease_is_renewed_well_before_it_ends(limits: Timeouts, sent_at: float) -> None:
-    assert sent_at + limits.renewal_interval + MONITOR_TICK < limits.lease_ends_at(sent_at) + 1e-6
+@given(hierarchies())
+def test_a_lease_is_renewed_well_before_it_ends(limits: Timeouts) -> None:
+    assert limits.renewal_interval + MONITOR_TICK < limits.visibility_timeout + 1e-6
 
 
-@given(hierarchies(), instants)
+@given(hierarchies())
+def test_a_lease_is_late_before_it_ends_and_after_the_second_renewal_was_due(limits: Timeouts) -> None:
+    assert limits.renewal_interval < limits.late_seconds <= limits.visibility_timeout
+    assert limits.late_seconds >= min(2 * limits.renewal_interval, limits.visibility_timeout) - 1e-9
+
+
+@pytest.mark.parametrize(("lease", "grace", "late"), [(30, 10, 20), (60, 10, 50), (30, 20, 20), (1, 0.4, 5 / 6)])
 def test_a_worker_that_is_cut_off_leaves_its_attempts_their_grace_within_the_lease(
-    limits: Timeouts, sent_at: float
+    lease: float, grace: float, late: float
 ) -> None:
-    cut_off_at = limits.cut_off_at(sent_at)
-    assert sent_at <= cut_off_at <= limits.lease_ends_at(sent_at)
-    if limits.cancel_grace <= limits.visibility_timeout:
-        assert cut_off_at + limits.cancel_grace == pytest.approx(limits.lease_ends_at(sent_at))
+    limits = Timeouts(visibility_timeout=lease, cancel_grace=grace, statement_timeout=lease / 2)
+    assert limits.late_seconds == pytest.approx(late)
 
 
 @given(hierarchies(), instants, st.lists(instants, max_size=5))

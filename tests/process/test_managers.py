@@ -348,7 +348,7 @@ def test_code_that_fails_and_is_tried_again_says_so(bus: CommandBus, database: s
     lab.handlers.register_process(manager)
     with Worker(lab.handlers, settings=quick_settings(database)):
         bus.start_process(manager, {}, process_id="p1")
-        until(lambda: "attempt 1 failed: oops" in (lab.process("p1").waits_for or ""))
+        until(lambda: "attempt number 1 failed: oops" in (lab.process("p1").waits_for or ""))
 
 
 def test_a_batch_of_processes_is_in_progress_when_one_has_begun(bus: CommandBus, database: str) -> None:

@@ -240,7 +240,7 @@ def test_without_its_fence_nothing_of_the_block_is_committed(
     gate.set()
     until(lambda: raised)
     worker.stop()
-    assert "attempt 1 of command 'c'" in str(raised[0])
+    assert "attempt number 1 of command 'c'" in str(raised[0])
     assert rows(db) == []
     assert one(db, "SELECT headers ->> 'held_by' FROM pgmq.q_orders__commands") == "thief"
     assert verdicts(db, "c") == []

@@ -284,10 +284,10 @@ def test_stopping_the_worker_ends_the_wait_and_spends_no_attempt(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, lane: str
 ) -> None:
     bus.declare_limit(Limit("docai", concurrency=1))
-    runs: list[int] = []
+    runs: list[tuple[int, int]] = []
 
     async def page(command: Any, ctx: Any) -> None:
-        runs.append(ctx.attempt)
+        runs.append((ctx.attempt, ctx.attempt_number))
         async with either(ctx.limit("docai", wait=60)):
             return
 
@@ -301,7 +301,7 @@ def test_stopping_the_worker_ends_the_wait_and_spends_no_attempt(
         assert status_of(bus, sent) is CommandStatus.PENDING
     start_worker(handlers)
     until(lambda: status_of(bus, sent) is CommandStatus.COMPLETED)
-    assert len(runs) == 2
+    assert runs == [(1, 1), (1, 2)]
 
 
 def test_an_unknown_limit_and_bad_terms_are_refused(

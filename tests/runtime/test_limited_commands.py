@@ -96,16 +96,23 @@ def test_other_work_goes_on_while_the_limit_is_full(bus, db, handlers, start_wor
 
 def test_a_parked_command_spends_no_attempt(bus, db, handlers, start_worker, gate):
     @handlers.handler("orders", "page", limits=[Limit("docai", concurrency=1)])
-    def page(command: Any, ctx: Any) -> int:
+    def page(command: Any, ctx: Any) -> str:
         gate.wait(30)
-        return int(ctx.attempt)
+        return f"attempt {ctx.attempt} of {ctx.max_attempts}, number {ctx.attempt_number}"
 
     sent = [bus.send("orders", "page", n, max_attempts=1) for n in range(3)]
     start_worker(handlers, concurrency=4)
     until(lambda: bus.status("orders")[0].parked == 2)
     gate.set()
     until(lambda: completed(db) == 3)
-    assert {bus.get_command("orders", item.command_id).status for item in sent} == {CommandStatus.COMPLETED}
+    found = [bus.get_command("orders", item.command_id) for item in sent]
+    assert {record.status for record in found} == {CommandStatus.COMPLETED}
+    assert sorted(record.result for record in found) == [
+        "attempt 1 of 1, number 1",
+        "attempt 1 of 1, number 2",
+        "attempt 1 of 1, number 2",
+    ]
+    assert {record.charged_attempts for record in found} == {1}
 
 
 def test_the_rate_is_kept(bus, db, handlers, start_worker):

@@ -438,7 +438,7 @@ def test_a_blocked_loop_is_given_up_and_its_bystanders_are_not_charged(
 ) -> None:
     import asyncio
 
-    runs: list[int] = []
+    runs: list[tuple[int, int, int]] = []
 
     @handlers.handler("orders", "block", timeout=0.5)
     async def block(ctx: Any) -> None:
@@ -446,7 +446,7 @@ def test_a_blocked_loop_is_given_up_and_its_bystanders_are_not_charged(
 
     @handlers.handler("orders", "bystander", timeout=20)
     async def bystander(ctx: Any) -> str:
-        runs.append(ctx.attempt)
+        runs.append((ctx.attempt, ctx.max_attempts, ctx.attempt_number))
         if len(runs) == 1:
             bus.send("orders", "block", command_id="block", max_attempts=1)
             await asyncio.sleep(10)
@@ -457,6 +457,7 @@ def test_a_blocked_loop_is_given_up_and_its_bystanders_are_not_charged(
     until_settled(db)
     assert attempt_of(db, "block")[1:3] == ("ExecutionStuck", "EXECUTION_STUCK")
     assert verdicts(db, "b") == [(1, "WAIVED")]
+    assert runs == [(1, 1, 1), (1, 1, 2)]
     assert bus.get_command("orders", "b").result == "done"  # type: ignore[union-attr]
     assert any("gate.wait" in frame for stack in attempt_of(db, "block")[6]["stacks"] for frame in stack["frames"])
 
@@ -533,7 +534,7 @@ def test_a_lost_lease_stops_the_attempt(
     started, stopped = threading.Event(), threading.Event()
 
     async def work(command: Any, ctx: Any) -> None:
-        if ctx.attempt > 1:
+        if ctx.attempt_number > 1:
             return
         started.set()
         try:

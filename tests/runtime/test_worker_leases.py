@@ -11,7 +11,14 @@ from typing import Any
 import psycopg
 import pytest
 
-from commandbus import AttemptFencedError, CommandBus, CommandStatus, HandlerRegistry, Worker
+from commandbus import (
+    AttemptCancelledError,
+    AttemptFencedError,
+    CommandBus,
+    CommandStatus,
+    HandlerRegistry,
+    Worker,
+)
 from commandbus.flow.claim import claim
 from support.waiting import one, until, until_settled, verdicts
 from support.workers import add, done, either, opened, short_lease
@@ -114,22 +121,195 @@ def test_a_failure_after_a_lost_lease_does_not_land_either(
     assert one(db, "SELECT status::text FROM commandbus.command") == "PENDING"
 
 
-def test_extend_holds_the_command_longer(
+def test_extend_moves_the_deadline_and_the_lease_stays_one_renewal_long(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, lane: str, gate: threading.Event
 ) -> None:
+    """So that the command of a worker that dies in a long extension returns soon."""
     extended = threading.Event()
+    left: list[float] = []
 
     async def work(command: Any, ctx: Any) -> None:
         await done(ctx.extend(600))
         await done(ctx.extend("2m"))  # never shortens
+        left.append(ctx.remaining())
         extended.set()
         await opened(gate)
 
     add(handlers, lane, "work", work)
     bus.send("orders", "work", command_id="c")
-    start_worker(handlers)
+    start_worker(handlers, visibility_timeout=20, statement_timeout=5)
     assert extended.wait(10)
-    assert one(db, "SELECT vt > now() + interval '590 s' FROM pgmq.q_orders__commands")
+    assert 590 < left[0] <= 600
+    assert one(
+        db, "SELECT vt BETWEEN now() + interval '15 s' AND now() + interval '20 s' FROM pgmq.q_orders__commands"
+    )
+    gate.set()
+    until_settled(db)
+
+
+def test_extend_waits_while_another_transaction_holds_the_queue_row(
+    bus: CommandBus,
+    db: Db,
+    database: str,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    lane: str,
+    gate: threading.Event,
+) -> None:
+    started, returned = threading.Event(), threading.Event()
+
+    async def work(command: Any, ctx: Any) -> str:
+        started.set()
+        await opened(gate)
+        await done(ctx.extend(60))
+        returned.set()
+        return "extended"
+
+    add(handlers, lane, "work", work)
+    bus.send("orders", "work", command_id="c")
+    start_worker(handlers, visibility_timeout=15, statement_timeout=5)
+    assert started.wait(10)
+    before = one(db, "SELECT vt FROM pgmq.q_orders__commands")
+    with psycopg.connect(database) as locking:
+        locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
+        gate.set()
+        assert not returned.wait(1)
+        assert one(db, "SELECT vt FROM pgmq.q_orders__commands") == before
+    until_settled(db)
+    found = bus.get_command("orders", "c")
+    assert found is not None
+    assert (found.result, found.attempts) == ("extended", 1)
+
+
+@pytest.mark.slow
+def test_extend_says_so_when_the_lease_cannot_be_renewed(
+    bus: CommandBus,
+    db: Db,
+    database: str,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    lane: str,
+    gate: threading.Event,
+) -> None:
+    """Before its lease ends the attempt is asked to stop; it does not go on as if it had been extended."""
+    started = threading.Event()
+    raised: list[BaseException] = []
+
+    async def work(command: Any, ctx: Any) -> str:
+        if command.command_id == "c" and not raised:
+            started.set()
+            await opened(gate)
+            try:
+                await done(ctx.extend(60))
+            except BaseException as error:
+                raised.append(error)
+                raise
+        return "done"
+
+    add(handlers, lane, "work", work)
+    bus.send("orders", "work", command_id="c")
+    start_worker(handlers, **short_lease())
+    assert started.wait(10)
+    with psycopg.connect(database) as locking:
+        locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
+        gate.set()
+        until(lambda: raised)
+    until_settled(db)
+    assert isinstance(raised[0], AttemptCancelledError | asyncio.CancelledError)
+    found = bus.get_command("orders", "c")
+    assert found is not None
+    assert found.result == "done"
+    (first,) = bus.get_attempts("orders", "c")
+    assert (first.verdict, first.rung) == ("WAIVED", "lease")
+    assert "another transaction holds its queue row" in (first.error or "")
+
+
+@pytest.mark.slow
+def test_a_command_whose_queue_row_is_locked_for_long_does_not_run_twice_at_once(
+    bus: CommandBus, db: Db, database: str, handlers: HandlerRegistry, start_worker: StartWorker, lane: str
+) -> None:
+    """While the row is locked nobody can claim it. Then the lease must not be older than its worker thinks."""
+    running: list[str] = []
+    most: list[int] = []
+
+    async def work(command: Any, ctx: Any) -> None:
+        running.append(command.command_id)
+        most.append(len(running))
+        try:
+            for _ in range(300):
+                ctx.raise_if_cancelled()
+                await done(ctx.sleep(0.01))
+        finally:
+            running.pop()
+
+    add(handlers, lane, "work", work)
+    for _ in range(2):
+        start_worker(handlers, **short_lease(), task_timeout=30)
+    bus.send("orders", "work", command_id="c")
+    until(lambda: running)
+    with psycopg.connect(database) as locking:
+        locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
+        lease_end = one(db, "SELECT vt FROM pgmq.q_orders__commands")
+        until(lambda: one(db, "SELECT now() > %s + interval '0.2 s'", lease_end))
+    until_settled(db, 30)
+    assert max(most) == 1
+
+
+def test_a_locked_queue_row_is_renewed_soon_after_it_is_free(
+    bus: CommandBus,
+    db: Db,
+    database: str,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    gate: threading.Event,
+) -> None:
+    started = threading.Event()
+
+    @handlers.handler("orders", "work")
+    def work(ctx: Any) -> None:
+        started.set()
+        gate.wait(20)
+
+    bus.send("orders", "work", command_id="c")
+    start_worker(handlers, visibility_timeout=6, statement_timeout=3, cancel_grace=0.5)
+    assert started.wait(10)
+    first = one(db, "SELECT vt FROM pgmq.q_orders__commands")
+    with psycopg.connect(database) as locking:
+        locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
+        until(lambda: one(db, "SELECT now() > %s - interval '3 s'", first))  # a renewal was due after 2 s
+        assert one(db, "SELECT vt FROM pgmq.q_orders__commands") == first
+    until(lambda: one(db, "SELECT vt FROM pgmq.q_orders__commands") > first, 1.0)
+    gate.set()
+    until_settled(db)
+    assert one(db, "SELECT count(*) FROM commandbus.attempt") == 0
+
+
+def test_progress_that_could_not_be_stored_is_stored_later(
+    bus: CommandBus,
+    db: Db,
+    database: str,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    gate: threading.Event,
+) -> None:
+    told = threading.Event()
+    go = threading.Event()
+
+    @handlers.handler("orders", "work")
+    def work(ctx: Any) -> None:
+        told.set()
+        go.wait(10)
+        ctx.heartbeat({"page": 7})
+        gate.wait(20)
+
+    bus.send("orders", "work", command_id="c")
+    start_worker(handlers)
+    assert told.wait(10)
+    with psycopg.connect(database) as locking:
+        locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
+        go.set()
+        threading.Event().wait(1.6)  # it was due after a second
+    until(lambda: getattr(bus.get_command("orders", "c"), "progress", None) == {"page": 7}, 3)
     gate.set()
     until_settled(db)
 

@@ -261,11 +261,11 @@ def test_a_retry_is_not_run_before_its_time(
 def test_attempts_start_again_after_an_operators_retry_but_numbers_go_on(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
 ) -> None:
-    numbers: list[int] = []
+    seen: list[tuple[int, int, int]] = []
 
     @handlers.handler("orders", "fail")
     def fail(ctx: Any) -> None:
-        numbers.append(ctx.attempt)
+        seen.append((ctx.attempt, ctx.max_attempts, ctx.attempt_number))
         raise RuntimeError("always")
 
     bus.send("orders", "fail", command_id="c")
@@ -273,7 +273,9 @@ def test_attempts_start_again_after_an_operators_retry_but_numbers_go_on(
     until_settled(db)
     TroubleshootingQueue(bus).operator_retry("orders", "c", operator="ann")
     until_settled(db)
-    assert numbers == [1, 2, 3, 4]
+    assert seen == [(1, 2, 1), (2, 2, 2), (1, 2, 3), (2, 2, 4)]
+    found = record(bus, "c")
+    assert (found.charged_attempts, found.attempts) == (2, 4)
     assert [verdict for _, verdict in verdicts(db, "c")] == ["RETRY", "EXHAUSTED", "RETRY", "EXHAUSTED"]
 
 
@@ -477,11 +479,13 @@ def test_the_contexts_log_carries_the_command(
         until_settled(db)
     (spoken,) = [each for each in caplog.records if each.name == "commandbus.handler"]
     assert spoken.getMessage() == "hello world"
-    assert {name: getattr(spoken, name) for name in ("domain", "command_type", "command_id", "attempt")} == {
+    names = ("domain", "command_type", "command_id", "attempt", "attempt_number")
+    assert {name: getattr(spoken, name) for name in names} == {
         "domain": "orders",
         "command_type": "speak",
         "command_id": "c",
         "attempt": 1,
+        "attempt_number": 1,
     }
 
 

@@ -31,14 +31,14 @@ def hold(command, ctx):
     Path(command.command_id + ".started").write_text(str(os.getpid()))
     while not Path("go").exists():
         time.sleep(0.02)
-    return ctx.attempt
+    return ctx.attempt_number
 
 @handlers.handler("orders", "hold_async", timeout=0)
 async def hold_async(command, ctx):
     Path(command.command_id + ".started").write_text(str(os.getpid()))
     while not Path("go").exists():
         await asyncio.sleep(0.02)
-    return ctx.attempt
+    return ctx.attempt_number
 
 @handlers.handler("orders", "segfault")
 def segfault(command, ctx):

@@ -190,7 +190,7 @@ def test_a_worker_over_twice_its_memory_is_killed_and_its_attempts_are_suspects(
         + """
 @handlers.handler("orders", "hog", timeout=0)
 def hog(command, ctx):
-    if ctx.attempt > 1:
+    if ctx.attempt_number > 1:
         return
     kept = bytearray(400_000_000)
     while True:

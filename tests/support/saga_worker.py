@@ -66,9 +66,9 @@ def handle(command: Any, ctx: Any) -> None:
         )
         if found == "refused":
             raise BusinessRuleException(f"{name} is refused")
-        if found == "troubled" and ctx.attempt == 1:
+        if found == "troubled" and ctx.attempt_number == 1:
             raise PermanentCommandError(f"{name} needs a person")
-        if found == "stumbles" and ctx.attempt == 1:
+        if found == "stumbles" and ctx.attempt_number == 1:
             raise ValueError(f"{name} stumbles")
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from time import monotonic, sleep  # bound here: some handlers move the clocks of the time module
 from typing import Any, TypeVar
 
 import psycopg
@@ -14,14 +14,14 @@ LOOK_SECONDS = 0.01
 
 def until(condition: Callable[[], T], seconds: float = 15.0, *, what: str | Callable[[], object] = "") -> T:
     """The first true answer of the condition; fails when the deadline passes without one."""
-    deadline = time.monotonic() + seconds
+    deadline = monotonic() + seconds
     while True:
         if answer := condition():
             return answer
-        if time.monotonic() > deadline:
+        if monotonic() > deadline:
             said = what() if callable(what) else what
             raise AssertionError(f"did not happen within {seconds} s: {said or condition}")
-        time.sleep(LOOK_SECONDS)
+        sleep(LOOK_SECONDS)
 
 
 def until_settled(db: psycopg.Connection[Any], seconds: float = 20.0) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from time import monotonic
 from typing import Any
 
 from commandbus import HandlerRegistry, RetryPolicy, Settings
@@ -89,7 +89,7 @@ async def opened(gate: threading.Event, seconds: float = 20.0) -> None:
     except RuntimeError:
         assert gate.wait(seconds), "the gate was not opened"
         return
-    deadline = time.monotonic() + seconds
+    deadline = monotonic() + seconds
     while not gate.is_set():
-        assert time.monotonic() < deadline, "the gate was not opened"
+        assert monotonic() < deadline, "the gate was not opened"
         await asyncio.sleep(0.005)

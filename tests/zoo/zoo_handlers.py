@@ -65,7 +65,7 @@ def announce(command: Any, ctx: Any) -> None:
     data = command.data if isinstance(command.data, dict) else {}
     if "announce" in data:
         with socket.create_connection(("127.0.0.1", data["announce"])) as peer:
-            peer.sendall(f"animal {command.command_id} {ctx.attempt} {os.getpid()}\n".encode())
+            peer.sendall(f"animal {command.command_id} {ctx.attempt_number} {os.getpid()}\n".encode())
 
 
 def marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,12 +77,12 @@ def marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             announce(command, ctx)
             try:
                 async with ctx.transaction() as tx:
-                    await tx.execute(MARK, (command.command_id, ctx.attempt, "inside"))
+                    await tx.execute(MARK, (command.command_id, ctx.attempt_number, "inside"))
                     return await function(command, ctx)
             finally:
                 with suppress(Exception):
                     async with ctx.connection() as conn:
-                        await conn.execute(MARK, (command.command_id, ctx.attempt, "after"))
+                        await conn.execute(MARK, (command.command_id, ctx.attempt_number, "after"))
 
         return handle_async
 
@@ -93,11 +93,11 @@ def marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             if name in USES_THE_CONNECTION:
                 return function(command, ctx)
             with ctx.transaction() as tx:
-                tx.execute(MARK, (command.command_id, ctx.attempt, "inside"))
+                tx.execute(MARK, (command.command_id, ctx.attempt_number, "inside"))
                 return function(command, ctx)
         finally:
             with suppress(Exception), ctx.connection() as conn:
-                conn.execute(MARK, (command.command_id, ctx.attempt, "after"))
+                conn.execute(MARK, (command.command_id, ctx.attempt_number, "after"))
 
     return handle
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from commandbus.bus.shell import Shell, whoami
+from commandbus.clock import monotonic
 from commandbus.errors import BatchNotFoundError, BatchTimeoutError
 from commandbus.flow import batch, batch_look, batch_operate, call, operate
 from commandbus.flow.statement import Operation, Plan
@@ -260,7 +261,7 @@ class _Waiting:
         self._domain = domain
         self._batch_id = batch_id
         self._seconds = None if timeout is None else call.seconds_of(timeout, "timeout")
-        self._until = None if self._seconds is None else time.monotonic() + self._seconds
+        self._until = None if self._seconds is None else monotonic() + self._seconds
         self._next = FIRST_LOOK_SECONDS
 
     def check(self, record: BatchRecord | None) -> BatchRecord:
@@ -274,7 +275,7 @@ class _Waiting:
         pause, self._next = self._next, min(self._next * 2, LOOK_SECONDS)
         if self._until is None:
             return pause
-        left = self._until - time.monotonic()
+        left = self._until - monotonic()
         if left <= 0:
             raise BatchTimeoutError(
                 f"batch {self._batch_id!r} of domain {self._domain!r} was not finished within "

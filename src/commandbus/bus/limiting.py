@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -20,6 +19,7 @@ from weakref import WeakSet
 from psycopg.errors import InsufficientPrivilege
 
 from commandbus.bus.shell import Shell, whoami
+from commandbus.clock import monotonic
 from commandbus.errors import ApiTimeoutError, ConfigurationError, DeadlineExceededError
 from commandbus.flow import limit_look, limits, operate
 from commandbus.flow.limit_figures import look_at_fleet
@@ -159,12 +159,12 @@ class Limiting(_LimitShell):
         except BaseException:
             gate.forget(asked)
             raise
-        until = time.monotonic() + seconds
+        until = monotonic() + seconds
         try:
             yield Hold(place, until)
         except BaseException as error:
             answer, api, keeps = verdict(error)
-            is_late = time.monotonic() >= until - CLOSE_SECONDS
+            is_late = monotonic() >= until - CLOSE_SECONDS
             if is_late and (answer is Answer.TIMEOUT or isinstance(error, DeadlineExceededError)):
                 _leave(gate, place, Answer.TIMEOUT, TIMED_OUT, keeps=True)
                 raise ApiTimeoutError(LATE) from error
@@ -262,7 +262,7 @@ class AsyncLimiting(_LimitShell):
         try:
             try:
                 async with asyncio.timeout(None if seconds == math.inf else seconds) as timer:
-                    yield Hold(place, time.monotonic() + seconds)
+                    yield Hold(place, monotonic() + seconds)
             except TimeoutError as error:
                 if timer.expired():
                     raise ApiTimeoutError(LATE) from error

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -28,6 +27,7 @@ from typing import Any, TypeAlias
 import psycopg
 from psycopg import Connection
 
+from commandbus.clock import monotonic
 from commandbus.db.link import Link
 from commandbus.db.pool import lasting_conninfo
 from commandbus.db.resolve import Database
@@ -233,11 +233,11 @@ class Call:
         self.send = send
         self.awaiting = listener.awaiting
         self._seconds = seconds
-        self._until = time.monotonic() + seconds
+        self._until = monotonic() + seconds
 
     def remaining(self) -> float:
         """Seconds that are left."""
-        return max(0.0, self._until - time.monotonic())
+        return max(0.0, self._until - monotonic())
 
     def conclude(self, sent: SentCommand, outcome: CommandOutcome | None) -> Any:
         """The result, or the error that says what is the matter; `outcome` is what was seen last, if anything."""

@@ -74,7 +74,7 @@ def commands(
         [
             (
                 f"#{item.id}", item.domain, item.command_type, item.command_id,
-                item.status, item.attempts, f"{age_of(item.created_at)} ago", _note(item),
+                item.status, _attempts(item), f"{age_of(item.created_at)} ago", _note(item),
             )
             for item in page.items
         ],
@@ -117,12 +117,12 @@ def show(session: Session, words: tuple[str, ...], with_traceback: bool, with_au
         return
     _print_record(record, part)
     click.echo("\ntimeline")
-    print_table(columns("at :after event attempt worker details"), _timeline(trail))
+    print_table(columns("at :after event attempt_number worker details"), _timeline(trail))
     failed = [attempt for attempt in attempts if attempt.traceback]
     if failed and not with_traceback:
         click.echo("\n--traceback shows where it failed")
     for attempt in failed if with_traceback else []:
-        click.echo(f"\ntraceback of attempt {attempt.number}")
+        click.echo(f"\ntraceback of attempt number {attempt.number}")
         for line in printable_lines(attempt.traceback or ""):
             click.echo(f"  {line}")
     stopped = [attempt for attempt in attempts if attempt.autopsy is not None]
@@ -131,7 +131,7 @@ def show(session: Session, words: tuple[str, ...], with_traceback: bool, with_au
     if with_autopsy and not stopped:
         click.echo("\nno autopsy")
     for attempt in stopped if with_autopsy else []:
-        click.echo(f"\nautopsy of attempt {attempt.number}")
+        click.echo(f"\nautopsy of attempt number {attempt.number}")
         for line in autopsy.lines(attempt.autopsy):
             click.echo(f"  {line}")
 
@@ -175,7 +175,6 @@ def _document(
 
 
 def _print_record(record: CommandRecord, part: PartOfProcess | None) -> None:
-    most = f" of {record.max_attempts}" if record.max_attempts is not None else ""
     print_fields(
         {
             "command": f"{record.domain} {record.command_id}",
@@ -189,7 +188,7 @@ def _print_record(record: CommandRecord, part: PartOfProcess | None) -> None:
             else format_seconds(record.timeout)
             if record.timeout
             else "none",
-            "attempts": f"{record.attempts}{most}",
+            "attempts": _attempts(record, most=record.max_attempts),
             "sent": f"{moment(record.created_at)} ({age_of(record.created_at)} ago)",
             "started": record.started_at,
             "finished": record.finished_at,
@@ -206,6 +205,14 @@ def _print_record(record: CommandRecord, part: PartOfProcess | None) -> None:
             "last error": _error(record),
         }
     )
+
+
+def _attempts(record: CommandRecord, *, most: int | None = None) -> str:
+    """How many are charged, of how many; and the number of the last one, where that is another."""
+    charged, limit = record.charged_attempts, "" if most is None else f" of {most}"
+    if charged is None:
+        return f"number {record.attempts}"
+    return f"{charged}{limit}" + ("" if charged == record.attempts else f" charged, number {record.attempts}")
 
 
 def _part(part: PartOfProcess) -> str:

@@ -64,7 +64,7 @@ def _document(item: StuckAttempt, *, with_autopsy: bool) -> dict[str, Any]:
 
 def _print(found: list[StuckAttempt], *, with_autopsy: bool) -> None:
     print_table(
-        columns("when domain type command_id :attempt rung :after worker what"),
+        columns("when domain type command_id :attempt_number rung :after worker what"),
         [
             (
                 item.finished_at, item.domain, item.command_type, item.command_id, item.number, item.rung,
@@ -75,7 +75,7 @@ def _print(found: list[StuckAttempt], *, with_autopsy: bool) -> None:
         empty="no attempt had to be stopped",
     )  # fmt: skip
     for item in found if with_autopsy else []:
-        title = f"\n{printable(item.domain)} {printable(item.command_id)}, attempt {item.number}"
+        title = f"\n{printable(item.domain)} {printable(item.command_id)}, attempt number {item.number}"
         if item.autopsy is None:
             click.echo(f"{title}: no autopsy")
             continue

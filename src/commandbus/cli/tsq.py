@@ -78,7 +78,7 @@ def list_entries(
     session.answer(
         found,
         lambda: print_table(
-            columns(":id domain type command_id :attempts since code error"),
+            columns(":id domain type command_id :attempt_number since code error"),
             [(f"#{item.id}", item.domain, item.command_type, item.command_id, item.attempt,
               f"{age_of(item.entered_at)} ago", item.error_code, item.error) for item in found],
             empty="nobody needs a person",

@@ -24,6 +24,7 @@ from typing import Any, Final
 import psycopg
 from psycopg import Connection
 
+from commandbus.clock import monotonic
 from commandbus.logger import safe_logger
 
 logger = safe_logger("commandbus.database")
@@ -51,7 +52,7 @@ class Question:
         """The server is to answer within this block."""
         with self._lock:
             self.conn, self._canceled, self.was_cut = conn, False, False
-            self.asked_at = time.monotonic()
+            self.asked_at = monotonic()
         try:
             yield
         finally:
@@ -62,7 +63,7 @@ class Question:
     def waits_for(self) -> float:
         """Seconds since the question that has no answer yet; 0 if there is none."""
         asked_at = self.asked_at
-        return time.monotonic() - asked_at if asked_at else 0.0
+        return monotonic() - asked_at if asked_at else 0.0
 
     def check(self, now: float) -> None:
         """Called by the clock."""
@@ -120,7 +121,7 @@ class _Clock:
                 questions = list(self._questions)
             for question in questions:
                 try:
-                    question.check(time.monotonic())
+                    question.check(monotonic())
                 except Exception:
                     logger.exception("the answer clock could not look at %s", question.name)
 

@@ -13,13 +13,13 @@ and `ALTER ROLE … SET` (which `commandbus roles` prints) does the rest.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg import Connection
 
+from commandbus.clock import monotonic
 from commandbus.db.answer_clock import Question
 from commandbus.db.drive import OwnConnection, Runnable, run
 from commandbus.db.passing import READ_ONLY, PassingError, is_passing
@@ -84,15 +84,15 @@ class Link:
                 raise PassingError(error) from error
             raise
         self._failures = 0
-        self._answered_at = time.monotonic()
+        self._answered_at = monotonic()
         return answer
 
     def ping(self) -> None:
         """Ask for a sign of life if there was none for a while: an idle connection may be dead without a word."""
-        if time.monotonic() - self._answered_at >= QUIET_SECONDS:
+        if monotonic() - self._answered_at >= QUIET_SECONDS:
             with self._question.asked(self.conn):
                 self.conn.execute(b"SELECT")
-            self._answered_at = time.monotonic()
+            self._answered_at = monotonic()
 
     def conn_is_lost(self) -> bool:
         """Was the last error the connection's end, rather than the statement's?"""
@@ -122,7 +122,7 @@ class Link:
         self._drop()
         if self.down_since is None:
             logger.warning("%s lost the database, reconnecting: %s", self._name, str(error).strip())
-            self.down_since = time.monotonic()
+            self.down_since = monotonic()
         pause, since = FIRST_PAUSE_SECONDS, self.down_since
         while not stopping.is_set():
             try:
@@ -133,7 +133,7 @@ class Link:
                 pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
             else:
                 self.down_since = None
-                logger.info("%s is connected again after %.1f s", self._name, time.monotonic() - since)
+                logger.info("%s is connected again after %.1f s", self._name, monotonic() - since)
                 return True
         return False
 

@@ -12,7 +12,6 @@ Where the address names several hosts, the one that can write is chosen. Whateve
 from __future__ import annotations
 
 import select
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from psycopg import IsolationLevel
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
+from commandbus.clock import monotonic
 from commandbus.db.drive import AnyAsyncConnection, AnyConnection, OwnAsyncConnection, OwnConnection
 from commandbus.errors import ConfigurationError
 from commandbus.settings import Settings
@@ -110,7 +110,7 @@ def check_open(conn: AnyConnection | AnyAsyncConnection) -> None:
     One look at the socket, no round trip, and none at a connection that was at work a moment ago. A restart or a
     terminated backend thus costs nobody an error; a network that fell silent is not seen.
     """
-    now = time.monotonic()
+    now = monotonic()
     if now - getattr(conn, "checked_at", 0.0) < CHECK_AFTER_SECONDS:
         return
     if isinstance(conn, OwnConnection | OwnAsyncConnection):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any, Final
 import psycopg
 from psycopg import Connection
 
+from commandbus.clock import monotonic
 from commandbus.db.link import Link
 from commandbus.db.passing import is_locked
 from commandbus.logger import safe_logger
@@ -51,14 +51,14 @@ class DatabaseService:
         # Somebody may wake us long after the stop, and at the interpreter's end the thread still uses it.
         weakref.finalize(self, os.close, self._wake_fd).atexit = False
         self._thread = threading.Thread(target=self._serve, name=f"{name}-{part}", daemon=True)
-        self.moved_at = time.monotonic()
+        self.moved_at = monotonic()
         self.ended: BaseException | None = None
 
     # --- asked from other threads; none of these waits, but for `stop` -----------------------------------------
 
     def start(self) -> None:
         """Start the thread."""
-        self.moved_at = time.monotonic()
+        self.moved_at = monotonic()
         self._thread.start()
 
     def wake(self) -> None:
@@ -101,7 +101,7 @@ class DatabaseService:
     def is_away(self) -> bool:
         """Has the database been out of reach for longer than a restart takes?"""
         since = self._link.down_since
-        return since is not None and time.monotonic() - since >= AWAY_SECONDS
+        return since is not None and monotonic() - since >= AWAY_SECONDS
 
     @property
     def trouble(self) -> str | None:
@@ -116,7 +116,7 @@ class DatabaseService:
             return None
         if (silent_for := self._link.silent_for) >= SILENT_SECONDS:
             return f"the {self.part} has had no answer from the database for {silent_for:.0f} s"
-        still_for = time.monotonic() - self.moved_at
+        still_for = monotonic() - self.moved_at
         if not silent_for and still_for >= STILL_SECONDS:
             return f"the {self.part} has not moved for {still_for:.0f} s"
         return None
@@ -160,7 +160,7 @@ class DatabaseService:
         poll.register(self._wake_fd, select.POLLIN)
         poll.register(self._link.conn.fileno(), select.POLLIN)
         happened = poll.poll(max(0.0, seconds) * 1000)
-        self.moved_at = time.monotonic()
+        self.moved_at = monotonic()
         for fd, _ in happened:
             if fd == self._wake_fd:
                 self.take_wake()
@@ -193,7 +193,7 @@ class DatabaseService:
     def _serve(self) -> None:
         try:
             while not self.is_done:
-                self.moved_at = time.monotonic()
+                self.moved_at = monotonic()
                 try:
                     self._link.ping()
                     self.carry_out()

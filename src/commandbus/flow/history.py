@@ -18,7 +18,7 @@ from commandbus.model import names, payload
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """One attempt; `verdict` is what `model/outcome.py` calls it.
+    """One attempt; `verdict` is what `model/outcome.py` calls it. `number` counts all attempts of the command.
 
     `rung` is the limit that stopped it, `autopsy` what was seen then: its stacks, and what its backend did.
     """

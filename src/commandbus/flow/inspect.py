@@ -300,6 +300,7 @@ def _record(row: Row, queue_row: Row | None, line: Line | None) -> CommandRecord
         max_attempts=row[10], attempts=attempt_base if attempt is None else attempt, created_at=row[13],
         started_at=row[14], finished_at=row[15], worker=row[16], error_type=row[18], error_code=row[19],
         error=row[20], timeout=row[21], batch_id=row[22],
+        charged_attempts=_charged(row[4], attempt, attempt_base, row[23]),
     )  # fmt: skip
     if queue_row is None:
         return record
@@ -311,6 +312,7 @@ def _record(row: Row, queue_row: Row | None, line: Line | None) -> CommandRecord
         record,
         status=CommandStatus.IN_PROGRESS if held_by else record.status,
         attempts=attempt_base + read_ct,
+        charged_attempts=max(0, read_ct - row[23]),
         worker=held_by,
         started_at=datetime.fromisoformat(since) if held_by and since else record.started_at,
         visible_at=None if held_by or reason else vt,
@@ -323,6 +325,13 @@ def _record(row: Row, queue_row: Row | None, line: Line | None) -> CommandRecord
         progress=_loads(progress) if held_by else None,
         cancel_requested=_cancel_request(cancel) if held_by else None,
     )
+
+
+def _charged(status: str, attempt: int | None, attempt_base: int, waived: int) -> int | None:
+    """How many attempts of a command that is not in its queue were charged; None if a person has ended it."""
+    if attempt is not None:
+        return max(0, attempt - attempt_base - waived)
+    return 0 if status == "PENDING" or not attempt_base else None
 
 
 def _explain(note: str | None, state: str | None, is_forced: bool | None, reason: str | None) -> str | None:  # noqa: FBT001

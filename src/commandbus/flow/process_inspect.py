@@ -150,7 +150,7 @@ def _waits_for(
         return f"{what} in the troubleshooting queue of {first['domain']!r}: {first['error']}"
     if failing is not None:
         what = f"its own message {failing['command_id']!r} of domain {domain!r}"
-        return f"{what}, which is tried again: attempt {failing['number']} failed: {failing['error']}"
+        return f"{what}, which is tried again: attempt number {failing['number']} failed: {failing['error']}"
     if outstanding:
         return "the reply to " + ", ".join(
             f"{'step' if one['undoes'] is None else 'the compensation'} {one['name']!r} "

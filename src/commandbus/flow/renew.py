@@ -1,14 +1,14 @@
 """renew: extend the leases of attempts that are alive, and learn which were lost or are to be cancelled.
 
 What a handler tells of its progress travels with the renewal: it is a field of the queue row's headers and costs
-no write of its own. A row that somebody has locked is skipped, and neither renewed nor lost; a request to cancel
-it is told nevertheless.
+no write of its own. A row that another transaction has locked is skipped: it is neither renewed nor lost, and the
+caller tries again. A request to cancel it is told nevertheless.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from commandbus import sql
@@ -26,10 +26,12 @@ class PendingCancel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """What a renewal learned: (msg_id, read_ct) whose fence is gone, and those that are to be cancelled."""
+    """What a renewal learned: (msg_id, read_ct) whose fence is gone, those that are to be canceled, and those
+    whose queue row another transaction holds: their leases are as old as before."""
 
     lost: list[tuple[int, int]]
     canceled: list[PendingCancel]
+    skipped: list[tuple[int, int]] = field(default_factory=list)
 
 
 @operation(atomic=False)
@@ -50,12 +52,13 @@ def renew(
         sql.text("renew", domain=domain), _fences(worker, held) | {"lease": lease_seconds, "progress": told}
     )
     return Renewal(
-        lost=[(msg_id, read_ct) for msg_id, read_ct, is_lost, _, _ in rows if is_lost],
+        lost=[(msg_id, read_ct) for msg_id, read_ct, answer, *_ in rows if answer == "lost"],
         canceled=[
             PendingCancel(msg_id, read_ct, by, reason)
-            for msg_id, read_ct, is_lost, by, reason in rows
-            if not is_lost
+            for msg_id, read_ct, _, is_canceled, by, reason in rows
+            if is_canceled
         ],
+        skipped=[(msg_id, read_ct) for msg_id, read_ct, answer, *_ in rows if answer == "skipped"],
     )
 
 

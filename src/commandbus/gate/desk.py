@@ -10,9 +10,9 @@ remembered as last seen; what must be right is asked for. Used by the gate's thr
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
+from commandbus.clock import boottime, monotonic
 from commandbus.db.link import Link
 from commandbus.errors import CommandBusError, UnknownLimitError
 from commandbus.flow import places
@@ -113,7 +113,7 @@ class Desk:
     def hold(self, place: Place) -> Place:
         """Renew this place from now on."""
         self._held.setdefault(place.limit, {})[place.token] = place
-        self.renew_at = min(self.renew_at, time.monotonic() + place.lease / 3)
+        self.renew_at = min(self.renew_at, monotonic() + place.lease / 3)
         return place
 
     def let_go(self, place: Place) -> None:
@@ -122,21 +122,21 @@ class Desk:
 
     def renew(self) -> None:
         """Renew what is due, tell whoever has lost a place, and find out when to do so again."""
-        now = time.monotonic()
+        now, age_now = monotonic(), boottime()
         again = now + (TICK_SECONDS if self.backends.tick() else LONGEST_SECONDS)
         for name, held in list(self._held.items()):
             own = list(held.values())
-            due = [place for place in own if now - place.renewed_at >= place.lease / 3]
+            due = [place for place in own if age_now - place.renewed_at >= place.lease / 3]
             lost = self._renew(name, due) if due else []
-            lost += [place for place in own if now - place.renewed_at >= place.lease and place not in lost]
+            lost += [place for place in own if age_now - place.renewed_at >= place.lease and place not in lost]
             for place in lost:
                 self._lose(place)
-            again = min([again, *(place.renewed_at + place.lease / 3 for place in held.values())])
+            again = min([again, *(now + place.renewed_at + place.lease / 3 - age_now for place in held.values())])
         self.renew_at = max(again, now + LEAST_SECONDS)  # at the end: what fails on the way is done again at once
 
     def _renew(self, name: str, own: Sequence[Place]) -> list[Place]:
         """Renew leases; answers what is lost."""
-        sent_at = time.monotonic()
+        sent_at = boottime()
         try:
             row = self.row(name)
             gone = set(self.backends.of(row).renew(row, [place.token for place in own]))

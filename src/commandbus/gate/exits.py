@@ -10,10 +10,10 @@ giving back twice is giving back once. A place that cannot be given back is free
 from __future__ import annotations
 
 import random
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from commandbus.clock import boottime
 from commandbus.errors import CommandBusError, UnknownLimitError
 from commandbus.flow import places
 from commandbus.flow.limits import LimitRow
@@ -119,7 +119,7 @@ class Exits:
         if leave.answer.is_bad:
             _log(place.limit, place.holder, leave.reason or str(leave.answer), row, standing)
         if leave.keeps and not leave.stays:
-            self._waker.look_at(place.limit, place.renewed_at + place.lease - time.monotonic())
+            self._waker.look_at(place.limit, place.renewed_at + place.lease - boottime())
         closed = standing.closed_until(row.now)
         self._waker.look_at(place.limit, 0.0 if closed is None or standing.is_forced else closed - row.now)
         leave.was_probe = was_probe

@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import random
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import datetime
@@ -30,6 +29,7 @@ from typing import Any
 import psycopg
 from psycopg import Connection
 
+from commandbus.clock import monotonic
 from commandbus.db.service import DatabaseService
 from commandbus.errors import CommandBusError
 from commandbus.flow.limits import CHANGED, CHANNEL, CLOSED, TOKEN, WAKE, LimitRow
@@ -72,7 +72,7 @@ class Gate(DatabaseService):
         self._visits = Visits(self._desk, self._waker, self._exits, make_token=self._make_token)
         self._line = Line(self._desk, self._waker, self._exits)
         self._shut: dict[str, float] = {}  # when (monotonic) an API was last heard to say no
-        self._sweep_at = time.monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311 - they spread out
+        self._sweep_at = monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311 - they spread out
         self._numbers = itertools.count(secrets.randbits(40) << 20)
         self._must_ask_line = False
         self._is_at_work = True
@@ -148,7 +148,7 @@ class Gate(DatabaseService):
         """
         number = next(self._numbers)
         token = f"{self._owner}/{holder}/{number:x}"[-200:]
-        call = Call(name, token, number, time.monotonic() + wait, wait, holder, Future(), on_lost, command, since)
+        call = Call(name, token, number, monotonic() + wait, wait, holder, Future(), on_lost, command, since)
         if not self.is_serving:
             call.answer.set_exception(self._over or CommandBusError("the gate of this program is closed"))
             return call
@@ -227,7 +227,7 @@ class Gate(DatabaseService):
         self.carry_out()
         self._visits.let_in()
         self._line.answer_calls()
-        now = time.monotonic()
+        now = monotonic()
         self._line.give_up_late(now)
         self._waker.wake_due(now)
         if now >= self._desk.renew_at:
@@ -244,14 +244,14 @@ class Gate(DatabaseService):
             return
         soonest = min(self._waker.soonest, self._line.soonest, self._sweep_at, self._desk.renew_at)
         self._is_at_work = False
-        self.sleep(min(soonest - time.monotonic(), LONGEST_SLEEP) + 0.001)
+        self.sleep(min(soonest - monotonic(), LONGEST_SLEEP) + 0.001)
         self._is_at_work = True
 
     def heard(self, channel: str, payload: str) -> None:  # noqa: ARG002 - there is one channel
         if payload.startswith(TOKEN):
             self._line.hear(payload.removeprefix(TOKEN))
         elif payload.startswith(CLOSED):
-            self._shut[payload.removeprefix(CLOSED)] = time.monotonic()
+            self._shut[payload.removeprefix(CLOSED)] = monotonic()
         elif payload.startswith(CHANGED):
             name = payload.removeprefix(CHANGED)
             self._desk.forget(name)

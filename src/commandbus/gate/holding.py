@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from datetime import timedelta
 
+from commandbus.clock import monotonic
 from commandbus.errors import ApiTimeoutError, AttemptCancelledError
 from commandbus.gate.requests import Place
 from commandbus.model.durations import parse_seconds
@@ -45,7 +45,7 @@ class Hold:
     def remaining(self) -> float | None:
         """Seconds left for the call, at least a millisecond, to hand to clients as their time-out; None: no
         limit."""
-        left = self._until - time.monotonic()
+        left = self._until - monotonic()
         return None if left == math.inf else max(0.001, left)
 
 

@@ -11,10 +11,10 @@ place that was given at that moment goes back. Used by the gate's thread alone; 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from contextlib import suppress
 
+from commandbus.clock import monotonic
 from commandbus.errors import CommandBusError, LimitTimeoutError
 from commandbus.flow import places
 from commandbus.gate.desk import Desk
@@ -97,7 +97,7 @@ class Line:
         if granted:
             self._resolve(call)
             return
-        left = call.until - time.monotonic()
+        left = call.until - monotonic()
         if left <= 0:
             _fail(call, self._in_vain(call))
             return

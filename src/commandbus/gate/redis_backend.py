@@ -21,12 +21,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from commandbus.clock import boottime
 from commandbus.errors import ConfigurationError
 from commandbus.flow import limit_mode
 from commandbus.flow.limit_figures import count_granted
 from commandbus.flow.limit_mode import DEGRADED, REDIS, Pace
 from commandbus.gate.redis_fleet import Follower
-from commandbus.gate.redis_holdings import Holdings, clock
+from commandbus.gate.redis_holdings import Holdings
 from commandbus.gate.redis_link import PatientLink
 from commandbus.limits.redis_places import RedisPlaces
 from commandbus.limits.terms import Terms
@@ -127,7 +128,7 @@ class RedisBackend:
                 return self._take_share(limit, tokens, seconds) if self.mode == DEGRADED else []
             if self.mode != REDIS:
                 return []
-            began = clock()
+            began = boottime()
             granted = self._fleet.ask(partial(self._take_at_redis, limit, tokens, seconds))
             if granted is not None:
                 self._holdings.keep(limit, granted, began, seconds, self._fleet.epoch)
@@ -138,7 +139,7 @@ class RedisBackend:
         return self._places.take(limit, tokens, seconds, epoch=epoch, leave=self._fleet.leave)
 
     def _take_share(self, limit: Terms, tokens: Sequence[str], seconds: float) -> list[str]:
-        began = clock()
+        began = boottime()
         mode, granted = self._link.run(
             limit_mode.take_share(self._fleet.id, limit, tokens, seconds, pace=self._pace)
         )
@@ -153,7 +154,7 @@ class RedisBackend:
             self._prepare(limit, sum(1 for token in tokens if token not in held))
             if not self._fleet.reaches_redis:
                 return self._renew_share(limit, tokens) if self.mode == DEGRADED else None
-            began = clock()
+            began = boottime()
             lost = self._fleet.ask(partial(self._renew_at_redis, limit, tokens))
             if lost is not None:
                 kept = [token for token in tokens if token not in lost]
@@ -172,7 +173,7 @@ class RedisBackend:
         return lost
 
     def _renew_share(self, limit: Terms, tokens: Sequence[str]) -> list[str] | None:
-        began = clock()
+        began = boottime()
         mode, lost = self._link.run(limit_mode.renew_share(self._fleet.id, limit, tokens))
         if mode != DEGRADED:
             self._fleet.hurry()

@@ -14,9 +14,10 @@ import secrets
 from collections.abc import Callable
 from typing import Final, TypeVar
 
+from commandbus.clock import boottime
 from commandbus.flow import limit_mode
 from commandbus.flow.limit_mode import DEGRADED, JOINING, REDIS, Held, Mode, Pace
-from commandbus.gate.redis_holdings import HeldPlace, Holdings, clock
+from commandbus.gate.redis_holdings import HeldPlace, Holdings
 from commandbus.gate.redis_link import PatientLink
 from commandbus.gate.redis_search import Search
 from commandbus.limits.redis_places import EpochError, Probe, RedisLostError, RedisPlaces, StaleError
@@ -78,7 +79,7 @@ class Follower:
     @property
     def is_due(self) -> bool:
         """Is it time for a beat?"""
-        return clock() >= self._due
+        return boottime() >= self._due
 
     def hurry(self) -> None:
         """The fleet has gone on: the next beat is due now."""
@@ -97,7 +98,7 @@ class Follower:
 
     def beat(self) -> None:
         """The whole round: Redis, PostgreSQL, and whatever follows from what they say."""
-        now = clock()
+        now = boottime()
         self._due = now + (self._pace.beat if self._lost is None else self._pace.beat / 2)
         try:
             probe = self._probe()
@@ -174,7 +175,7 @@ class Follower:
     def _follow(self, fleet: Mode) -> None:
         self._seen = fleet
         if fleet.mode == JOINING and fleet.seconds is not None:
-            self._due = min(self._due, clock() + max(fleet.seconds, 0.0))
+            self._due = min(self._due, boottime() + max(fleet.seconds, 0.0))
         if self.mode != self._said:
             self._say(fleet)
 
@@ -190,7 +191,7 @@ class Follower:
             for name, limit in self._holdings.limits.items():
                 self.give_owed(limit, self.epoch)
                 for token, place in list(self._holdings.held[name].items()):
-                    if (renews or place.epoch != self.epoch) and place.ends > clock():
+                    if (renews or place.epoch != self.epoch) and place.ends > boottime():
                         self._tell_of(limit, token, place)
         except RedisLostError as error:
             self._lose(error)
@@ -200,7 +201,7 @@ class Follower:
 
     def _tell_of(self, limit: Terms, token: str, place: HeldPlace) -> None:
         """A place that was taken for a lease is renewed; one that is kept for another program is not."""
-        began = clock()
+        began = boottime()
         seconds = limit.lease if place.seconds >= limit.lease else place.ends - began
         register = place.epoch != self.epoch
         if self._places.renew(

@@ -9,11 +9,11 @@ moment. It asks nobody anything; `redis_backend` and `redis_fleet` do. Called by
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from commandbus.clock import boottime
 from commandbus.flow.limit_mode import Held
 from commandbus.limits.terms import Terms
 
@@ -51,7 +51,7 @@ class Holdings:
 
     def give(self, limit: Terms, tokens: Sequence[str]) -> None:
         """They are ours no more; what Redis knows of, or may know of, it must be told."""
-        ends, held = clock() + limit.lease, self.held[limit.name]
+        ends, held = boottime() + limit.lease, self.held[limit.name]
         for token in tokens:
             place = held.pop(token, None)
             if place is None or place.epoch is not None:
@@ -64,19 +64,19 @@ class Holdings:
 
     def ending(self, limit: Terms, tokens: Sequence[str], seconds: float) -> list[str]:
         """Which of them end within so many seconds, or are not ours at all?"""
-        soon, held = clock() + seconds, self.held[limit.name]
+        soon, held = boottime() + seconds, self.held[limit.name]
         return [token for token in tokens if token not in held or held[token].ends <= soon]
 
     def forgotten(self, limit: Terms, tokens: Sequence[str], epoch: str) -> list[str]:
         """Which of them was Redis told in another epoch, if the lease has not run out meanwhile?"""
-        now, held = clock(), self.held[limit.name]
+        now, held = boottime(), self.held[limit.name]
         return [
             token for token in tokens if token in held and held[token].epoch != epoch and held[token].ends > now
         ]
 
     def forget_old(self) -> None:
         """Places whose lease has ended, such as those that were kept for another program."""
-        now = clock()
+        now = boottime()
         for held in self.held.values():
             for token in [token for token, place in held.items() if place.ends <= now]:
                 del held[token]
@@ -110,14 +110,9 @@ class Holdings:
 
     def tokens(self) -> Held:
         """What we hold, and what is left of each lease."""
-        now = clock()
+        now = boottime()
         return {
             name: {"left": {token: place.ends - now for token, place in held.items() if place.ends > now}}
             for name, held in self.held.items()
             if held
         }
-
-
-def clock() -> float:
-    """Goes on while the machine sleeps, where that can be had."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime
 
+from commandbus.clock import boottime, monotonic
 from commandbus.errors import CommandBusError, LimitTimeoutError, UnknownLimitError
 from commandbus.flow.limit_look import full, why_none
 from commandbus.flow.limits import LimitRow
@@ -17,7 +17,8 @@ from commandbus.model.standing import Answer
 
 
 class Place:
-    """A place of a limit that somebody holds here. `renewed_at` (monotonic): when its lease was last asked for."""
+    """A place of a limit that somebody holds here. `taken_at` is monotonic; `renewed_at` (of `clock.boottime`) is
+    when its lease was last asked for."""
 
     __slots__ = ("holder", "is_lost", "lease", "limit", "on_lost", "renewed_at", "taken_at", "token")
 
@@ -30,7 +31,13 @@ class Place:
         self.holder = holder
         self.on_lost = on_lost
         self.is_lost = False
-        self.taken_at = self.renewed_at = time.monotonic()
+        self.taken_at = monotonic()
+        self.renewed_at = boottime()
+
+    @property
+    def is_sure(self) -> bool:
+        """Is it surely still held? A living gate renews it after a third of its lease."""
+        return not self.is_lost and boottime() - self.renewed_at < self.lease * 2 / 3
 
     def __repr__(self) -> str:
         return f"Place({self.limit!r}, {self.token!r})"

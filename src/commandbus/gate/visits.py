@@ -10,10 +10,10 @@ waits: nobody may overtake in that moment. Used by the gate's thread alone; `ask
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from commandbus.clock import monotonic
 from commandbus.errors import CommandBusError, UnknownLimitError
 from commandbus.flow import places
 from commandbus.flow.limits import LimitRow
@@ -173,7 +173,7 @@ class Parking:
 
     def begin(self, name: str) -> None:
         """One more is on the way into the line."""
-        self._by_name[name] = (self._by_name.get(name, (0, 0.0))[0] + 1, time.monotonic())
+        self._by_name[name] = (self._by_name.get(name, (0, 0.0))[0] + 1, monotonic())
 
     def end(self, name: str) -> None:
         """One has arrived."""
@@ -186,4 +186,4 @@ class Parking:
     def is_under_way(self, name: str) -> bool:
         """Is somebody on the way into the line? Then newcomers come after that one."""
         count, since = self._by_name.get(name, (0, 0.0))
-        return count > 0 and time.monotonic() - since < PARKING_SECONDS
+        return count > 0 and monotonic() - since < PARKING_SECONDS

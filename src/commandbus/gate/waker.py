@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 import secrets
-import time
 
 import psycopg
 
+from commandbus.clock import monotonic
 from commandbus.errors import CommandBusError
 from commandbus.flow import places
 from commandbus.gate.desk import Desk
@@ -42,11 +42,11 @@ class Waker:
 
     def is_due_within(self, seconds: float) -> bool:
         """Will it look so soon? May be asked from other threads."""
-        return any(at < time.monotonic() + seconds for at in list(self._due.values()))
+        return any(at < monotonic() + seconds for at in list(self._due.values()))
 
     def look_at(self, name: str, seconds: float = 0.0) -> None:
         """See, in so many seconds, who is first in line."""
-        at = time.monotonic() + max(0.0, seconds)
+        at = monotonic() + max(0.0, seconds)
         self._due[name] = min(self._due.get(name, at), at)
 
     def wake_due(self, now: float) -> None:

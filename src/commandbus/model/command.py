@@ -152,6 +152,10 @@ class CancelRequest:
 class CommandRecord:
     """Everything that is known of a command at the moment of asking.
 
+    `attempts` is the number of its last attempt: all of them count, also over operators' retries.
+    `charged_attempts` says how many of its `max_attempts` are used, the running one included; an operator's retry
+    begins anew. It is None where nobody knows any more: a person ended the command after attempts of it.
+
     `timeout` is its own deadline in seconds (0: none; None: its handler's or its worker's). While it runs,
     `progress` is what its handler told last, and `cancel_requested` says who asked to stop it. While it is parked,
     `waiting_for` is "pause", "breaker" or "limit", `waiting_note` says why, and `waiting_until` until when, if
@@ -189,6 +193,7 @@ class CommandRecord:
     waiting_limit: str | None = None
     waiting_ahead: int | None = None
     waiting_estimated_seconds: float | None = None
+    charged_attempts: int | None = None
 
     @property
     def waiting_text(self) -> str | None:
@@ -209,7 +214,7 @@ class CommandRecord:
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """One line of the audit trail."""
+    """One line of the audit trail. `attempt` is the attempt's number."""
 
     event: AuditEvent
     at: datetime
@@ -220,7 +225,7 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True)
 class TsqEntry:
-    """One command in the troubleshooting queue, and why it is there."""
+    """One command in the troubleshooting queue, and why it is there. `attempt` is its last attempt's number."""
 
     id: int
     domain: str

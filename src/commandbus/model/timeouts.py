@@ -154,13 +154,17 @@ class Timeouts:
     def renewal_interval(self) -> float:
         return self.visibility_timeout / 3
 
-    def lease_ends_at(self, renewal_sent_at: float) -> float:
-        """Counted from when the last good renewal was *sent*: never later than what the server set."""
-        return renewal_sent_at + self.visibility_timeout
+    @property
+    def late_seconds(self) -> float:
+        """The age at which a lease that was not renewed counts as late. From then on nothing is started under it,
+        and what runs under it is asked to stop, so that it is gone when the lease ends.
 
-    def cut_off_at(self, renewal_sent_at: float) -> float:
-        """When a worker without a database cancels: its attempts must be gone when the lease ends."""
-        return max(renewal_sent_at, self.lease_ends_at(renewal_sent_at) - self.cancel_grace)
+        The age counts from when the claim or the last good renewal was *sent*, so the server's lease never ends
+        first. A renewal that is merely slow has two thirds of the lease, even if that shortens the grace.
+        """
+        third = self.renewal_interval
+        late = max(self.visibility_timeout - self.cancel_grace, 2 * third, third + 2 * MONITOR_TICK)
+        return min(late, self.visibility_timeout)
 
     # --- its worker --------------------------------------------------------------------------------------
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from commandbus.clock import monotonic
 from commandbus.errors import AttemptCancelledError, DeadlineExceededError
 from commandbus.flow.reply import compose
 from commandbus.flow.settle import BATCH, STEP, Settlement, completed, given_back, of_row, parked, waived
@@ -135,10 +135,14 @@ _making = threading.Lock()
 
 
 class Attempt:
-    """An execution of a command by this worker. `renewed_at` (monotonic) is when its lease was last asked for.
+    """An execution of a command by this worker.
+
+    `renewed_at` (of `clock.boottime`) is when its lease was last asked for.
 
     `started` is the epoch second for the record; `started_at` (0 unless it runs) and `deadline_at` are monotonic,
     for the ladder.
+
+    `charge` is what it counts against `max_attempts`, `number` is its running number in the command's history.
     """
 
     __slots__ = (
@@ -189,6 +193,16 @@ class Attempt:
         """The command's type."""
         found: str = self.row[4]
         return found
+
+    @property
+    def log_fields(self) -> dict[str, Any]:
+        """What a log record about it carries."""
+        return {
+            "domain": self.domain,
+            "command_id": self.command_id,
+            "attempt": self.charge,
+            "attempt_number": self.number,
+        }
 
     @property
     def max_attempts(self) -> int | None:
@@ -295,7 +309,7 @@ class Attempt:
 
     def elapsed_ms(self) -> int:
         """How long it has been running."""
-        return int((time.monotonic() - self.started_at) * 1000) if self.started_at else 0
+        return int((monotonic() - self.started_at) * 1000) if self.started_at else 0
 
     def event(self) -> threading.Event:
         """Set when it is asked to stop."""

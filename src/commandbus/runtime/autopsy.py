@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-import time
 import traceback
 from types import FrameType
 from typing import Any
 
+from commandbus.clock import epoch
 from commandbus.model import payload
 
 MAX_FRAMES = 60
@@ -24,14 +24,14 @@ def of_thread(ident: int) -> dict[str, Any]:
     name = next((thread.name for thread in threading.enumerate() if thread.ident == ident), "?")
     frame = sys._current_frames().get(ident)
     stacks = [] if frame is None else [{"title": f"thread {name}", "frames": _lines(frame)}]
-    return {"taken_at": round(time.time(), 3), "thread": {"name": name, "ident": ident}, "stacks": stacks}
+    return {"taken_at": round(epoch(), 3), "thread": {"name": name, "ident": ident}, "stacks": stacks}
 
 
 def of_task(task: asyncio.Task[Any] | None, loop_ident: int | None, *, is_blocked: bool) -> dict[str, Any]:
     """The stack of a task, and of its loop's thread if that is where it hangs."""
     if is_blocked and loop_ident:
         return of_thread(loop_ident)
-    found: dict[str, Any] = {"taken_at": round(time.time(), 3), "stacks": []}
+    found: dict[str, Any] = {"taken_at": round(epoch(), 3), "stacks": []}
     if task is not None:
         # From another thread while the loop runs: a frame may move on meanwhile, which costs at most a line.
         frames = [line for frame in _awaited(task.get_coro()) for line in _lines(frame, limit=1)]

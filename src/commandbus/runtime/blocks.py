@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
+from commandbus.clock import monotonic
 from commandbus.errors import ApiTimeoutError, DeadlineExceededError
 from commandbus.gate.holding import (
     CLOSE_SECONDS,
@@ -68,7 +68,7 @@ def sync_block(
     most, limit = check_terms(name, wait, timeout)
     place = _wait(door, attempt, name, most, deadline_at=deadline_at, check=check)
     before, text = attempt.deadline_at, attempt.extras.late_text
-    until = time.monotonic() + limit
+    until = monotonic() + limit
     is_nearer = until < before
     if is_nearer:
         attempt.extras.late_text, attempt.deadline_at = LATE, until
@@ -76,7 +76,7 @@ def sync_block(
     try:
         yield Hold(place, min(until, before))
     except BaseException as error:
-        is_late = is_nearer and time.monotonic() >= until - CLOSE_SECONDS
+        is_late = is_nearer and monotonic() >= until - CLOSE_SECONDS
         answer, api, keeps = verdict(error)
         if is_late and (answer is Answer.TIMEOUT or isinstance(error, DeadlineExceededError)):
             door.leave(attempt, place, Answer.TIMEOUT, TIMED_OUT, keeps=True)
@@ -97,7 +97,7 @@ def _wait(
 ) -> Place:
     check()
     scope = Scope(deadline_at)
-    left = min(most, deadline_at - time.monotonic())
+    left = min(most, deadline_at - monotonic())
     attempt.extras.scopes.append(scope)
     try:
         call = door.acquire(attempt, name, max(0.0, left))
@@ -145,7 +145,7 @@ async def async_block(
     """The block of an `async def` handler."""
     most, limit = check_terms(name, wait, timeout)
     check()
-    left = max(0.0, min(deadline_at - time.monotonic(), most))
+    left = max(0.0, min(deadline_at - monotonic(), most))
     call = door.acquire(attempt, name, left)
     try:
         place = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(call.answer)), left + LEAST_SECONDS)
@@ -156,7 +156,7 @@ async def async_block(
     except BaseException:
         door.forget(call)
         raise
-    until = time.monotonic() + limit
+    until = monotonic() + limit
     try:
         try:
             async with asyncio.timeout(None if limit == math.inf else limit) as timer:

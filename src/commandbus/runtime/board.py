@@ -10,7 +10,7 @@ The memory is an inherited memfd: it survives the worker's death, which is when 
 unlinked. Nobody locks: `running` is the last byte of a record to be written when an attempt starts and the only
 one when it ends, so a worker that dies in between leaves either a whole record or none. A reader who looks at a
 living worker may see a half-written record; the fence (msg_id and read_ct) that it names then matches no row that
-the worker holds. Times are `time.monotonic()`, one clock for the machine. `enter` and `leave` cost 0.2 and 0.1 µs.
+the worker holds. Times are of `clock.monotonic`, one for the machine. `enter` and `leave` cost 0.2 and 0.1 µs.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ settings say, a breaker that is open is looked after: somebody else may have ope
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import psycopg
 
+from commandbus.clock import monotonic
 from commandbus.db.link import Link
 from commandbus.flow.breaker import Bad, Moved, advance, due, report
 from commandbus.flow.settle import PROBE
@@ -134,7 +134,7 @@ class Breakers:
 
     def sweep(self, link: Link) -> None:
         """Move those that are due, and find out when the next one is."""
-        if time.monotonic() < self._sweep_at:
+        if monotonic() < self._sweep_at:
             return
         pause = SWEEP_SECONDS
         try:
@@ -148,7 +148,7 @@ class Breakers:
         except Exception as error:  # noqa: BLE001 - leases must not wait for breakers
             pause = TROUBLED_SECONDS
             logger.warning("breakers cannot be looked after now, trying again in a minute: %s", error)
-        self._sweep_at = time.monotonic() + max(pause, SOONEST_SECONDS)
+        self._sweep_at = monotonic() + max(pause, SOONEST_SECONDS)
 
     def _leave(self, word: Word | None) -> None:
         if word is not None:

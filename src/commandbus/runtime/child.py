@@ -23,6 +23,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Final
 
+from commandbus.clock import monotonic
 from commandbus.model import payload
 from commandbus.model.durations import format_seconds
 from commandbus.runtime.attempt import NEVER, Attempt, Stop
@@ -150,11 +151,11 @@ class Child:
             if self.is_over:
                 return
             if self._killed_at is None:
-                self._killed_at = time.monotonic()
+                self._killed_at = monotonic()
                 self._cause, self._reason = cause, reason
                 self._process.signal(DUMP_SIGNAL)
                 self._process.wake()
-            elif time.monotonic() >= self._killed_at + DUMP_SECONDS:
+            elif monotonic() >= self._killed_at + DUMP_SECONDS:
                 self._process.kill()
 
     # --- the slot's thread ------------------------------------------------------------------------------------
@@ -197,10 +198,10 @@ class Child:
                 self._shoot()
             if self._process.channel.is_at_end:
                 self._process.leave_channel()
-                hung_up_at = hung_up_at or time.monotonic()
-                if self._shot_at is None and time.monotonic() >= hung_up_at + _HANG_UP_SECONDS:
+                hung_up_at = hung_up_at or monotonic()
+                if self._shot_at is None and monotonic() >= hung_up_at + _HANG_UP_SECONDS:
                     self._give_up_on("it closed its connection to the worker")
-            if self._shot_at is not None and time.monotonic() >= self._shot_at + DYING_SECONDS:
+            if self._shot_at is not None and monotonic() >= self._shot_at + DYING_SECONDS:
                 return self._dead()
 
     def finish(self) -> None:
@@ -235,13 +236,13 @@ class Child:
         self._shoot()
 
     def _shoot(self) -> None:
-        self._shot_at = self._shot_at or time.monotonic()
+        self._shot_at = self._shot_at or monotonic()
         self._process.kill()
 
     def _wait_for_dump(self, until: float) -> None:
         """Until the stacks are all there: they come within a millisecond, if the machine has time for it."""
         size = self._mark
-        while time.monotonic() < until and not self._process.is_dead():
+        while monotonic() < until and not self._process.is_dead():
             before, size = size, self._process.mark()
             if self._mark < before == size:
                 return
@@ -296,7 +297,7 @@ class Child:
     def _extend(self, message: Message) -> None:
         """The child has checked it, but is not believed."""
         question, seconds, attempt = int(message["q"]), float(message["seconds"]), self._attempt
-        end = time.monotonic() + seconds
+        end = monotonic() + seconds
         most = self._keeper.max_extension
         if message["n"] != self._number or attempt.stop is not None:
             self._answer(question, is_held=False)

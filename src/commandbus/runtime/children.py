@@ -8,12 +8,12 @@ another that is returned meanwhile. If it waits no longer, the process goes on i
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Final
 
+from commandbus.clock import monotonic
 from commandbus.runtime.child import Child
 from commandbus.runtime.process import ChildProcess, Spawner
 from commandbus.runtime.warming import StartError, attend_start, place_of
@@ -72,7 +72,7 @@ class Children:
 
         StartError if the process that it waited for will never be ready, or not in time.
         """
-        until = time.monotonic() + START_SECONDS
+        until = monotonic() + START_SECONDS
         process: ChildProcess | None = None
         while is_wanted() and not self._lets_go:
             process = self._better_than(process)
@@ -90,7 +90,7 @@ class Children:
                 if self._lets_go or not is_wanted():
                     return None
                 raise
-            if time.monotonic() >= until:
+            if monotonic() >= until:
                 raise self._too_slow(process)
         if process is not None:
             self._keep(process)
@@ -119,10 +119,10 @@ class Children:
         with self._lock:
             self._busy.pop(process, None)
             if is_usable and not self._is_closed:
-                process.idle_since = time.monotonic()
+                process.idle_since = monotonic()
                 self._idle.append(process)
             else:
-                self._leaving.append((process, time.monotonic() + POLITE_SECONDS))
+                self._leaving.append((process, monotonic() + POLITE_SECONDS))
             self._lock.notify_all()
         if is_usable:
             self._wake_waiting()
@@ -134,7 +134,7 @@ class Children:
         with self._lock:
             self._busy.pop(process, None)
             if not is_dead:
-                self._leaving.append((process, time.monotonic()))
+                self._leaving.append((process, monotonic()))
             self._lock.notify_all()
         self._spawn_ahead()
 
@@ -166,10 +166,10 @@ class Children:
 
     def _await(self, asked: Future[ChildProcess], is_wanted: Callable[[], bool]) -> ChildProcess | None:
         process: ChildProcess | None = None
-        until = time.monotonic() + SPAWN_SECONDS
+        until = monotonic() + SPAWN_SECONDS
         try:
             while not wait([asked], LOOK_SECONDS).done:
-                is_late = time.monotonic() >= until
+                is_late = monotonic() >= until
                 if is_late or self._lets_go or not is_wanted():
                     asked.add_done_callback(self._adopt)
                     if is_late:
@@ -200,7 +200,7 @@ class Children:
     def _too_slow(self, process: ChildProcess) -> StartError:
         text = f"its process was still importing {self._what} after {START_SECONDS:g} s"
         where = place_of(process)
-        if time.monotonic() - process.born_at > LONGEST_IMPORT:
+        if monotonic() - process.born_at > LONGEST_IMPORT:
             process.kill()
             self.forget(process, is_dead=False)
         else:
@@ -212,9 +212,9 @@ class Children:
         with self._lock:
             self._busy.pop(process, None)
             if self._is_closed:
-                self._leaving.append((process, time.monotonic()))
+                self._leaving.append((process, monotonic()))
             else:
-                process.idle_since = time.monotonic()
+                process.idle_since = monotonic()
                 self._idle.insert(0, process)
             self._lock.notify_all()
 
@@ -246,7 +246,7 @@ class Children:
     def _sweep(self) -> None:
         """Reap what died idle, and send away what has been idle for long; one stays warm."""
         with self._lock:
-            idle, now = self._idle, time.monotonic()
+            idle, now = self._idle, monotonic()
             spare = [
                 process
                 for process in idle[: len(idle) - self._keeps_warm]
@@ -268,7 +268,7 @@ class Children:
             if process.is_dead():
                 process.reap()
                 continue
-            if time.monotonic() >= until:
+            if monotonic() >= until:
                 process.kill()
             left.append((process, until))
         with self._lock:
@@ -276,7 +276,7 @@ class Children:
 
     def close(self, timeout: float) -> None:
         """End all: idle ones politely, those that still import or run an attempt at once."""
-        deadline = time.monotonic() + timeout
+        deadline = monotonic() + timeout
         self.let_go()
         with self._lock:
             self._is_closed = True
@@ -299,10 +299,10 @@ class Children:
             self._lock.wait_for(lambda: not self._busy, max(1.0, timeout))  # their slots' threads reap them
         self._see_off_until(deadline + POLITE_SECONDS)
         self._spawner.stop()  # what it was still asked for is there now, and dies with it
-        self._see_off_until(time.monotonic() + POLITE_SECONDS)
+        self._see_off_until(monotonic() + POLITE_SECONDS)
 
     def _see_off_until(self, until: float) -> None:
-        while self._leaving and time.monotonic() < until:
+        while self._leaving and monotonic() < until:
             self._see_off()
             for process, _ in self._leaving[:1]:
                 process.is_dead(0.05)

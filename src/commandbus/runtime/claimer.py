@@ -19,7 +19,6 @@ become visible in the past, it begins at the beginning.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -27,6 +26,7 @@ from typing import Any
 import psycopg
 from psycopg import Connection
 
+from commandbus.clock import boottime, monotonic
 from commandbus.db.passing import is_locked
 from commandbus.db.service import DatabaseService
 from commandbus.errors import CommandBusError
@@ -50,6 +50,7 @@ CANCEL = "cancel "
 MARGIN = timedelta(milliseconds=5)
 
 Deliver = Callable[[str, list[tuple[Any, ...]], float], None]
+"""Domain, rows, and when (by `clock.boottime`) the claim was sent: their leases count from then."""
 
 
 class Claimer(DatabaseService):
@@ -131,7 +132,7 @@ class Claimer(DatabaseService):
     def _claim_all(self, room: int, spare: int) -> int:
         """Ask every domain, the one served last at the end; answers how many were claimed."""
         total = 0
-        began = time.monotonic()
+        began = monotonic()
         for domain in list(self._domains):
             own = spare if domain.is_routed else 0
             if room + own <= 0:
@@ -143,11 +144,11 @@ class Claimer(DatabaseService):
             total += got
             spare -= min(got, own)
             room -= got - min(got, own)
-        self._claim_seconds += (time.monotonic() - began - self._claim_seconds) * 0.3
+        self._claim_seconds += (monotonic() - began - self._claim_seconds) * 0.3
         return total
 
     def _claim(self, domain: _Domain, n: int) -> int:
-        now = time.monotonic()
+        now, claimed_at = monotonic(), boottime()
         if now - domain.swept_at >= SWEEP_SECONDS:
             domain.cursor = None
             domain.swept_at = now
@@ -169,7 +170,7 @@ class Claimer(DatabaseService):
                 domain.cursor = None
         if rows:
             self.claimed += len(rows)
-            self._deliver(domain.name, rows, now)
+            self._deliver(domain.name, rows, claimed_at)
         return len(found.ready) + len(found.odd)
 
     def _put_right(self, domain: str, odd: Sequence[ClaimedRow]) -> tuple[list[ClaimedRow], int]:
@@ -185,9 +186,9 @@ class Claimer(DatabaseService):
             logger.warning("message %d of domain %s needs a row that somebody has locked", odd[0].msg_id, domain)
             return [], 0
         right: list[ClaimedRow] = []
-        adopted, until = 0, time.monotonic() + LOCKED_SECONDS
+        adopted, until = 0, monotonic() + LOCKED_SECONDS
         for row in odd:
-            if time.monotonic() > until:
+            if monotonic() > until:
                 break  # many are locked: the others come back, too, when their leases have run out
             some, more = self._put_right(domain, [row])
             right += some
@@ -195,7 +196,7 @@ class Claimer(DatabaseService):
         return right, adopted
 
     def _note_work(self) -> None:
-        now = time.monotonic()
+        now = monotonic()
         if now - self._heard_at > HEAR_SECONDS:
             self._heard_at = now
             self.hear()  # a cancel is heard under load too
@@ -208,7 +209,7 @@ class Claimer(DatabaseService):
     def _idle(self) -> None:
         """Nothing was there. Announce, look again, sleep."""
         self._busy_since = None
-        if time.monotonic() > self._announced_until - ANNOUNCEMENT_SECONDS / 2:
+        if monotonic() > self._announced_until - ANNOUNCEMENT_SECONDS / 2:
             self._announce()
             for pause in LOOKS_SECONDS:
                 if pause and self.sleep(pause):
@@ -228,7 +229,7 @@ class Claimer(DatabaseService):
     def _announce(self) -> None:
         names = [domain.name for domain in self._domains]
         self._link.run(announce(worker=self._worker, domains=names, seconds=ANNOUNCEMENT_SECONDS))
-        self._announced_until = time.monotonic() + ANNOUNCEMENT_SECONDS
+        self._announced_until = monotonic() + ANNOUNCEMENT_SECONDS
         for domain in self._domains:
             domain.cursor = None  # a sender that saw no announcement may have committed below it
 
@@ -284,10 +285,10 @@ class _Rate:
     def __init__(self) -> None:
         self.per_second = 0.0
         self._count = 0
-        self._at = time.monotonic()
+        self._at = monotonic()
 
     def observe(self, count: int) -> None:
-        now = time.monotonic()
+        now = monotonic()
         elapsed = now - self._at
         if elapsed < 0.002:
             return

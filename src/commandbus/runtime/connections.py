@@ -26,7 +26,6 @@ import hashlib
 import os
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -39,10 +38,12 @@ from psycopg.pq import TransactionStatus
 from psycopg.pq.abc import PGconn
 from psycopg_pool import ConnectionPool, PoolTimeout
 
+from commandbus.clock import monotonic
 from commandbus.db.drive import OwnConnection
 from commandbus.db.pool import open_pool
 from commandbus.errors import AttemptFencedError
 from commandbus.runtime.attempt import NEVER, Attempt
+from commandbus.runtime.exhaustion import ExhaustedError, is_exhaustion
 from commandbus.settings import Settings
 
 CHECK_INTERVAL_MS = "2000"
@@ -89,6 +90,7 @@ class HandlerConnections:
         size: int,
         lent: ConnectionPool[Any] | None = None,
         on_exhausted: Callable[[], None] = lambda: None,
+        on_no_thread: Callable[[str], None] = lambda _: None,
         on_unreachable: Callable[[], None] = lambda: None,
         max_idle: float | None = None,
         on_backend: Callable[[Attempt, int], None] | None = None,
@@ -99,6 +101,7 @@ class HandlerConnections:
         self._size = size
         self._lent = lent
         self._on_exhausted = on_exhausted
+        self._on_no_thread = on_no_thread
         self._on_unreachable = on_unreachable
         self._on_backend = on_backend  # told the backend's pid, and 0 when the connection is back
         self._max_idle = max_idle
@@ -219,11 +222,11 @@ class HandlerConnections:
     def _wait(self, attempt: Attempt, deadline_at: float) -> float:
         """How long to wait for a connection: never more than what remains of the attempt, or of its grace."""
         end = deadline_at if attempt.stop is None else attempt.stop.until
-        return self._timeouts.pool_wait(None if end == NEVER else end - time.monotonic())
+        return self._timeouts.pool_wait(None if end == NEVER else end - monotonic())
 
     def _limits(self, attempt: Attempt, deadline_at: float, borrowed: Borrowed) -> dict[str, Any]:
         end = attempt.stop.until if attempt.stop is not None else deadline_at + self._timeouts.cancel_grace
-        limits = self._timeouts.session_limits(None if end == NEVER else end - time.monotonic())
+        limits = self._timeouts.session_limits(None if end == NEVER else end - monotonic())
         return {
             "statement": str(limits.statement_timeout_ms),
             "lock": str(limits.lock_timeout_ms),
@@ -261,15 +264,24 @@ class HandlerConnections:
         if self._own is None:
             with self._opening:
                 if self._own is None:
-                    self._own = open_pool(
-                        self._settings,
-                        name=self._name,
-                        max_size=self._size + self._lost,
-                        reconnect_failed=lambda _: self._on_unreachable(),
-                        max_idle=self._max_idle,
-                        for_handlers=True,
-                    )
+                    self._own = self._open()
         return self._own
+
+    def _open(self) -> ConnectionPool[OwnConnection]:
+        try:
+            return open_pool(
+                self._settings,
+                name=self._name,
+                max_size=self._size + self._lost,
+                reconnect_failed=lambda _: self._on_unreachable(),
+                max_idle=self._max_idle,
+                for_handlers=True,
+            )
+        except RuntimeError as error:
+            if not is_exhaustion(error):
+                raise
+            self._on_no_thread(f"the pool of handlers' connections could not be opened ({error})")
+            raise ExhaustedError(f"the pool of handlers' connections could not be opened: {error}") from error
 
     async def _get_without_blocking(self, pool: ConnectionPool[Any], timeout: float) -> Connection[Any]:
         try:
@@ -281,7 +293,13 @@ class HandlerConnections:
             # Not the loop's own threads: those are the handlers', who may have left all of them hanging.
             most = 2 * self._settings.concurrency
             self._askers = ThreadPoolExecutor(most, thread_name_prefix=f"{self._name}-asker")
-        asked = self._askers.submit(pool.getconn, timeout)
+        question = _Question(pool, timeout)
+        try:
+            asked = self._askers.submit(question)
+        except RuntimeError as error:
+            question.is_wanted = False  # it is in the queue all the same
+            self._on_no_thread(f"nobody can wait for a connection ({error})")
+            raise ExhaustedError(f"nobody can wait for a connection: {error}") from error
         try:
             return await asyncio.shield(asyncio.wrap_future(asked))
         except asyncio.CancelledError:
@@ -289,6 +307,21 @@ class HandlerConnections:
                 # The thread goes on waiting; whatever it gets must find its way back.
                 asked.add_done_callback(partial(_return_late, pool))
             raise
+
+
+class _Question:
+    """Waits for a connection on a thread of its own, unless nobody wants it by then."""
+
+    def __init__(self, pool: ConnectionPool[Any], timeout: float) -> None:
+        self._pool = pool
+        self._timeout = timeout
+        self.is_wanted = True
+
+    def __call__(self) -> Connection[Any]:
+        if not self.is_wanted:
+            raise PoolTimeout("nobody wants it any more")
+        conn: Connection[Any] = self._pool.getconn(self._timeout)
+        return conn
 
 
 # The values from before come first: a target list is worked off from left to right.
@@ -317,8 +350,8 @@ def advisory_key(attempt: Attempt) -> int:
 def _refuse_fenced(attempt: Attempt) -> None:
     if attempt.is_fenced:
         raise AttemptFencedError(
-            f"attempt {attempt.number} of command {attempt.command_id!r} has ended or was given up: it gets no "
-            f"connection"
+            f"attempt number {attempt.number} of command {attempt.command_id!r} has ended or was given up: it "
+            f"gets no connection"
         )
 
 

@@ -15,9 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -27,6 +26,7 @@ import psycopg
 from psycopg import AsyncConnection, Connection
 
 from commandbus import sql
+from commandbus.clock import monotonic
 from commandbus.db.drive import run, run_async
 from commandbus.errors import (
     AttemptFencedError,
@@ -52,6 +52,7 @@ from commandbus.runtime.connections import HandlerConnections
 C = TypeVar("C")
 MAX_PROGRESS_BYTES = 4096
 _REFUSED = (psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable)  # the server is there, and rolled back
+_LOOK_SECONDS = 0.1  # a sync handler that waits for its lease hears at most this late that it is to stop
 _LONGEST_WAIT = 3600.0  # threading cannot wait for years at a time
 logger = logging.getLogger("commandbus.handler")
 
@@ -128,7 +129,13 @@ class _Context:
 
     @property
     def attempt(self) -> int:
-        """The number of this attempt; it only grows, also over operator retries."""
+        """Which of the `max_attempts` this is: 1, 2, … Attempts that were not charged (parked, given back, stopped
+        through no fault of their own) do not count, and an operator's retry begins at 1 again."""
+        return self._attempt.charge
+
+    @property
+    def attempt_number(self) -> int:
+        """Its running number in the command's history, which counts all attempts, also over operators' retries."""
         return self._attempt.number
 
     @property
@@ -155,7 +162,8 @@ class _Context:
                 "domain": attempt.domain,
                 "command_type": attempt.command_type,
                 "command_id": attempt.command_id,
-                "attempt": attempt.number,
+                "attempt": attempt.charge,
+                "attempt_number": attempt.number,
             }
             self._log = logging.LoggerAdapter(logger, extra)
         return self._log
@@ -201,7 +209,7 @@ class _Context:
         self.raise_if_cancelled()
 
     def _left(self) -> float:
-        return self._deadline_at() - time.monotonic()
+        return self._deadline_at() - monotonic()
 
     def _deadline_at(self) -> float:
         own = self._attempt.deadline_at
@@ -219,7 +227,7 @@ class _Context:
         seconds = parse_seconds(timeout, name="timeout")
         if seconds == 0:
             raise ValueError("timeout of a child context must be more than 0: it can only shorten a deadline")
-        scope = Scope(min(self._deadline_at(), time.monotonic() + seconds))
+        scope = Scope(min(self._deadline_at(), monotonic() + seconds))
         self._attempt.extras.scopes.append(scope)
         if (stop := self._stop()) is not None:
             scope.stop = stop
@@ -243,7 +251,7 @@ class _Context:
         self.raise_if_cancelled()
         attempt, most = self._attempt, self._services.max_extension
         wanted = parse_seconds(seconds, name="seconds")
-        end = time.monotonic() + wanted
+        end = monotonic() + wanted
         if end - attempt.started_at > most:
             raise ValueError(
                 f"extend({format_seconds(wanted)}): this attempt would run for "
@@ -256,6 +264,16 @@ class _Context:
             raise self._fenced()
         self._attempt.deadline_at = max(self._attempt.deadline_at, end)
         self.raise_if_cancelled()
+
+    def _not_extended(self, error: TimeoutError) -> Exception:
+        if (stop := self._stop()) is not None:
+            return stop.error()
+        why = str(error) or "the database does not answer"
+        limit = format_seconds(self._services.extend_timeout)
+        return TimeoutError(
+            f"the lease of command {self._attempt.command_id!r} could not be renewed within {limit}: {why}; its "
+            f"deadline has not moved"
+        )
 
     def _take_connection(self) -> None:
         if self._attempt.extras.has_connection:
@@ -277,7 +295,7 @@ class _Context:
     def _fenced(self) -> AttemptFencedError:
         attempt = self._attempt
         return AttemptFencedError(
-            f"attempt {attempt.number} of command {attempt.command_id!r} no longer holds its lease; "
+            f"attempt number {attempt.number} of command {attempt.command_id!r} no longer holds its lease; "
             f"nothing of it was committed"
         )
 
@@ -333,19 +351,30 @@ class HandlerContext(_Context):
                 self._uncertain(run(other, _has_committed(self._attempt, self._services.worker)), error)
 
     def extend(self, seconds: float | str | timedelta) -> None:
-        """Hold the command, and move the deadline, to at least this long from now, up to max_extension in all.
+        """Move the deadline to at least this long from now, up to max_extension in all.
 
-        Raises AttemptFencedError if the command is lost, AttemptCancelledError if it was asked to stop.
+        The lease is renewed at once, for its usual time, and then as always. Raises AttemptFencedError if the
+        command is lost, AttemptCancelledError if it was asked to stop, and TimeoutError if the lease could not be
+        renewed within its own length; then the deadline has not moved.
         """
         end, asked = self._ask_to_extend(seconds)
-        self._extended(asked.result(self._services.extend_timeout), end)
+        until = monotonic() + self._services.extend_timeout
+        try:
+            while not wait([asked], _LOOK_SECONDS).done and monotonic() < until and self._stop() is None:
+                pass
+            is_held = asked.result(0)
+        except TimeoutError as error:
+            raise self._not_extended(error) from error
+        finally:
+            asked.cancel()  # whoever leaves before the answer waits no more
+        self._extended(is_held, end)
 
     def sleep(self, seconds: float | str | timedelta) -> None:
         """Sleep, but raise as soon as the handler is asked to stop."""
-        until = time.monotonic() + parse_seconds(seconds, name="seconds")
+        until = monotonic() + parse_seconds(seconds, name="seconds")
         while True:
             self.raise_if_cancelled()
-            left = until - time.monotonic()
+            left = until - monotonic()
             if left <= 0:
                 return
             self.cancelled.wait(max(0.0, min(left, self._left(), _LONGEST_WAIT)))
@@ -423,12 +452,18 @@ class AsyncHandlerContext(_Context):
                 self._uncertain(found, error)
 
     async def extend(self, seconds: float | str | timedelta) -> None:
-        """Hold the command, and move the deadline, to at least this long from now, up to max_extension in all.
+        """Move the deadline to at least this long from now, up to max_extension in all.
 
-        Raises AttemptFencedError if the command is lost, AttemptCancelledError if it was asked to stop.
+        The lease is renewed at once, for its usual time, and then as always. Raises AttemptFencedError if the
+        command is lost, AttemptCancelledError if it was asked to stop, and TimeoutError if the lease could not be
+        renewed within its own length; then the deadline has not moved.
         """
         end, asked = self._ask_to_extend(seconds)
-        self._extended(await asyncio.wait_for(asyncio.wrap_future(asked), self._services.extend_timeout), end)
+        try:
+            is_held = await asyncio.wait_for(asyncio.wrap_future(asked), self._services.extend_timeout)
+        except TimeoutError as error:
+            raise self._not_extended(error) from error
+        self._extended(is_held, end)
 
     async def sleep(self, seconds: float | str | timedelta) -> None:
         """Sleep, but raise as soon as the handler is asked to stop."""

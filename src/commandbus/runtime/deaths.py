@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
+from commandbus.clock import epoch
 from commandbus.model import payload
 from commandbus.model.outcome import Failure
 from commandbus.model.postmortem import parse_dump, signal_name
@@ -81,4 +80,4 @@ def _autopsy_of(dead: Dead) -> str:
         "exit_code": code if code is not None and code >= 0 else None,
         "dump": dead.dump or None,
     }
-    return autopsy.to_json({"taken_at": round(time.time(), 3), "stacks": stacks, "process": process})
+    return autopsy.to_json({"taken_at": round(epoch(), 3), "stacks": stacks, "process": process})

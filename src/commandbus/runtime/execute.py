@@ -12,7 +12,6 @@ import asyncio
 import inspect
 import logging
 import random
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import Any
 from psycopg import errors as pg
 from psycopg_pool import PoolTimeout
 
+from commandbus.clock import epoch, monotonic
 from commandbus.errors import (
     AttemptCancelledError,
     AttemptFencedError,
@@ -39,6 +39,7 @@ from commandbus.model.standing import Answer
 from commandbus.model.timeouts import Timeouts
 from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, Services, dump_result
+from commandbus.runtime.exhaustion import ExhaustedError
 from commandbus.runtime.handlers import HandlerRegistry
 from commandbus.runtime.health import HealthStatus
 from commandbus.runtime.limited import RateLimited
@@ -105,8 +106,8 @@ class Executor:
 
     def begin(self, attempt: Attempt) -> None:
         """Stamp the start and the deadline: the command's own, else the handler's or the worker's."""
-        attempt.started = time.time()
-        attempt.started_at = now = time.monotonic()
+        attempt.started = epoch()
+        attempt.started_at = now = monotonic()
         own = attempt.row[18]
         limit = self._limits.get(id(attempt.handler), self._usual) if own is None else own or NEVER
         attempt.deadline_at = now + limit
@@ -194,6 +195,8 @@ class Executor:
                 attempt.extras.keeps = True
                 attempt.extras.api = ApiFailure("timeout", None, None, "timeout") if late else None
             return self._stopped(attempt, stop, trace)
+        if isinstance(error, ExhaustedError):
+            return self.waive(attempt, replace(describe(error, trace), duration_ms=attempt.elapsed_ms()))
         if (limited := self._ask_api(attempt, error, trace)) is not None:
             return limited
         if isinstance(error, BusinessRuleException | PermanentCommandError | UnknownCommandTypeError):
@@ -324,10 +327,9 @@ class Executor:
 def _log(level: int, attempt: Attempt, text: str) -> None:
     """Say something of an attempt, in safe text and without exc_info. Whatever a log's handler does (raise, or
     format the hostile exception that is being handled here) must not cost us the outcome or the slot."""
-    extra = {"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number}
     with suppress(Exception):
         what = (attempt.command_type, attempt.command_id, attempt.domain)
-        logger.log(level, "%s %s of domain %s %s", *what, text, extra=extra)
+        logger.log(level, "%s %s of domain %s %s", *what, text, extra=attempt.log_fields)
 
 
 def _traceback_of(error: BaseException) -> str:

@@ -19,13 +19,13 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
 
+from commandbus.clock import monotonic
 from commandbus.errors import (
     AttemptFencedError,
     CommandBusError,
@@ -66,7 +66,7 @@ class FarDoor:
         if run < 0 or attempt.is_fenced:
             raise _over(attempt.command_id)
         question = next(self._questions)
-        call = Call(name, str(question), question, time.monotonic() + wait, wait, "", Future(), None)
+        call = Call(name, str(question), question, monotonic() + wait, wait, "", Future(), None)
         self._asked[question] = (run, call)
         try:
             self._send({"k": "limit", "n": run, "q": question, "name": name, "wait": wait})

@@ -11,10 +11,10 @@ it takes no more than a twentieth of the time.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 
+from commandbus.clock import monotonic
 from commandbus.db.link import Link
 from commandbus.flow.fold import fold
 from commandbus.logger import safe_logger
@@ -44,7 +44,7 @@ class Refused:
         """It was refused, perhaps again; answers for how long it is left alone."""
         _, last = self._pauses.get(batch, (0.0, self._first / 2))
         pause = min(last * 2, self._longest)
-        self._pauses[batch] = (time.monotonic() + pause, pause)
+        self._pauses[batch] = (monotonic() + pause, pause)
         return pause
 
     def discard(self, batch: int) -> None:
@@ -53,7 +53,7 @@ class Refused:
 
     def resting(self) -> list[int]:
         """Those that are left alone."""
-        now = time.monotonic()
+        now = monotonic()
         return [batch for batch, (until, _) in self._pauses.items() if until > now]
 
     def next(self) -> tuple[float, int] | None:
@@ -62,7 +62,7 @@ class Refused:
 
     def forget_old(self) -> None:
         """Those that nobody has asked for since their pause was over."""
-        now = time.monotonic()
+        now = monotonic()
         self._pauses = {
             batch: (until, pause) for batch, (until, pause) in self._pauses.items() if until + 2 * pause > now
         }
@@ -93,11 +93,11 @@ class Folder:
             until = max(refused[0], self._next_at)
         else:
             return None
-        return max(until - time.monotonic(), QUIET_SECONDS)
+        return max(until - monotonic(), QUIET_SECONDS)
 
     def fold_if_due(self) -> None:
         """Fold, unless that was done a moment ago."""
-        if time.monotonic() >= self._next_at and self.pause() is not None:
+        if monotonic() >= self._next_at and self.pause() is not None:
             self.fold()
 
     def fold(self) -> None:
@@ -108,14 +108,14 @@ class Folder:
                 self._waiting.add(batch)
         seconds = 0.0
         if chosen := sorted(self._waiting)[:AT_ONCE]:
-            began = time.monotonic()
+            began = monotonic()
             if self._try(chosen):
-                seconds = time.monotonic() - began
+                seconds = monotonic() - began
             elif len(chosen) > 1 and not self._link.conn_is_lost():  # one bad batch must not fail its neighbours
                 self._one_by_one(chosen)
         if not self._link.conn_is_lost():
             self._try_refused()
-        now = time.monotonic()
+        now = monotonic()
         rest = seconds * SHARE
         if self._link.conn_is_lost():
             rest = REFUSED_SECONDS  # whoever writes next connects again
@@ -137,16 +137,16 @@ class Folder:
 
     def _one_by_one(self, batches: Sequence[int]) -> None:
         """For a second at most: the settler's outcomes are waiting; and those that are refused are known then."""
-        until = time.monotonic() + 1.0
+        until = monotonic() + 1.0
         for batch in batches:
             self._try([batch])
-            if self._link.conn_is_lost() or time.monotonic() > until:
+            if self._link.conn_is_lost() or monotonic() > until:
                 return
 
     def _try_refused(self) -> None:
         """The next of those that have waited long enough."""
         refused = self._refused.next()
-        if refused is not None and refused[0] <= time.monotonic() and self._try([refused[1]]):
+        if refused is not None and refused[0] <= monotonic() and self._try([refused[1]]):
             self._refused.discard(refused[1])
             self._waiting.add(refused[1])  # it may have been locked, and was perhaps touched meanwhile
 

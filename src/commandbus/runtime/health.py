@@ -16,13 +16,13 @@ Invariant: memory is bounded and `record_success` costs about a microsecond, wha
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Final
 
+from commandbus.clock import monotonic
 from commandbus.errors import BusinessRuleException, PermanentCommandError
 from commandbus.model.durations import format_seconds
 
@@ -56,7 +56,7 @@ class HealthStatus:
         stuck_threshold: int = STUCK_THRESHOLD,
         exhaustion_threshold: int = EXHAUSTION_THRESHOLD,
         window_seconds: float = WINDOW_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         for name, threshold in (
             ("failure_threshold", failure_threshold),

@@ -27,7 +27,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from concurrent.futures import Future
 from contextlib import suppress
@@ -37,6 +36,7 @@ from typing import Any, Final
 from psycopg import Connection
 from psycopg_pool import ConnectionPool
 
+from commandbus.clock import monotonic
 from commandbus.errors import AttemptFencedError, ConfigurationError, PermanentCommandError, TransientCommandError
 from commandbus.runtime.address import Address, Handlers
 from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
@@ -92,7 +92,7 @@ class Run:
 
     def tick(self) -> None:
         """Wake who waits for a child context's deadline."""
-        now = time.monotonic()
+        now = monotonic()
         for scope in list(self.attempt.scopes):
             if now >= scope.deadline_at:
                 scope.event.set()

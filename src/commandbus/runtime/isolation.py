@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, Final, Protocol
 
+from commandbus.clock import boottime, monotonic
 from commandbus.errors import ConfigurationError
 from commandbus.flow.settle import Settlement
 from commandbus.logger import safe_logger
@@ -34,6 +34,7 @@ from commandbus.runtime.children import Children
 from commandbus.runtime.connections import Borrowed
 from commandbus.runtime.deaths import failure_of, no_process, worker_stopped
 from commandbus.runtime.execute import Ended
+from commandbus.runtime.exhaustion import is_exhaustion
 from commandbus.runtime.far_door import verdict_of_stop
 from commandbus.runtime.handlers import HandlerRegistry
 from commandbus.runtime.process import ChildProcess
@@ -82,15 +83,18 @@ class Isolation:
         terminate: Callable[[list[Borrowed]], None],
         limits: Door,
         cancel_query: Callable[[Attempt], None] = lambda _: None,
+        on_exhausted: Callable[[str], None] = lambda _: None,
         default_max_attempts: int,
     ) -> None:
         refuse_in_child()
         self._settings = settings
+        self._late_seconds = settings.timeouts.late_seconds
         self._worker = worker
         self._keeper = Keeper(extend, progress, cancel_query, settings.max_extension, limits)
         self._default_max_attempts = default_max_attempts
         self._executor = executor
         self._terminate = terminate
+        self._on_exhausted = on_exhausted
         self._limits = limits
         asking = [handler for handler in registry if handler.options.isolation == "process"]
         self._address = find_address(registry, settings.handlers)
@@ -145,13 +149,25 @@ class Isolation:
 
     def take(self, attempt: Attempt) -> ChildProcess | Settlement | None:
         """Before it begins: a process that is ready for it, as soon as there is one. Its settlement if there will
-        be none; None if it is not to begin: it was asked to stop, lost its lease, or its worker lets go."""
+        be none; None if it is not to begin: it was asked to stop, its lease is not sure, its worker lets go, or
+        the system has nothing left for a process."""
         try:
-            return self._children.take(lambda: attempt.stop is None and not attempt.is_lost)
+            return self._children.take(lambda: attempt.stop is None and self._is_held(attempt))
         except StartError as error:
             return self._fail(attempt, str(error), error.trace)
         except Exception as error:  # noqa: BLE001 - no memory, no processes, no files …
+            if is_exhaustion(error):
+                self._on_exhausted(f"a process for a handler could not be started ({error})")
+                return None
             return self._fail(attempt, f"its process could not be started: {type(error).__name__}: {error}")
+
+    def give_back(self, process: ChildProcess) -> None:
+        """The attempt that it was taken for does not begin."""
+        self._children.give_back(process, is_usable=True)
+
+    def _is_held(self, attempt: Attempt) -> bool:
+        """Does its lease surely hold? As in `Parts`, for an attempt that waits for a process."""
+        return not attempt.is_lost and boottime() - attempt.renewed_at < self._late_seconds
 
     def run(self, attempt: Attempt, process: ChildProcess) -> Ended:
         """Run an attempt that has begun in the process that was taken for it, to its end, whatever that is."""
@@ -258,7 +274,9 @@ class Isolation:
 
     @staticmethod
     def _stop_of(attempt: Attempt) -> Stop:
-        now = time.monotonic()
+        now = monotonic()
+        if attempt.is_lost:
+            return attempt.stop or Stop(Why.LEASE, "its lease was lost", now, now)
         return attempt.stop or Stop(Why.SHUTDOWN, "the worker stopped", now, now)
 
     def _end_backends(self, attempt: Attempt) -> None:

@@ -14,11 +14,11 @@ Whoever takes an attempt out of `running` owns its settlement: the slot that ran
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from commandbus.clock import boottime, epoch, monotonic
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.model.timeouts import MONITOR_TICK, Timeouts
@@ -55,6 +55,7 @@ class Ladder:
         name: str,
     ) -> None:
         self._timeouts = timeouts
+        self._late_seconds = timeouts.late_seconds
         self._running = running
         self._loop = loop
         self._health = health
@@ -67,7 +68,7 @@ class Ladder:
         self._asked: SimpleQueue[tuple[Attempt, Stop]] = SimpleQueue()
         self._wake = threading.Event()
         self._stopping = False
-        self.beat_at = time.monotonic()
+        self.beat_at = monotonic()
         self.abandoned = 0
         self._thread = threading.Thread(target=self._serve, name=f"{name}-ladder", daemon=True)
 
@@ -82,7 +83,7 @@ class Ladder:
 
     def ask(self, attempt: Attempt, why: Why, text: str, *, grace: float | None = None) -> None:
         """Ask an attempt to stop, from any thread; it has the usual grace unless told otherwise."""
-        now = time.monotonic()
+        now = monotonic()
         until = now + (self._timeouts.cancel_grace if grace is None else grace)
         self._asked.put((attempt, Stop(why, text, now, until)))
         self._wake.set()
@@ -99,10 +100,10 @@ class Ladder:
     def _until_due(self) -> float:
         """Seconds until the next look: a tick, or less if something is due before."""
         due = [item.deadline_at if item.stop is None else item.stop.until for item in list(self._running)]
-        return max(0.01, min(MONITOR_TICK, min(due, default=NEVER) - time.monotonic()))
+        return max(0.01, min(MONITOR_TICK, min(due, default=NEVER) - monotonic()))
 
     def _tick(self) -> None:
-        self.beat_at = now = time.monotonic()
+        self.beat_at = now = monotonic()
         while not self._asked.empty():
             attempt, stop = self._asked.get()
             self._ask_to_stop(attempt, self._running.get(attempt), stop)
@@ -154,12 +155,13 @@ class Ladder:
         if attempt.is_lost:
             text = "its lease was lost: somebody else may be running the command (layer 3: visibility_timeout)"
             return Stop(Why.LEASE, text, now, now + limits.cancel_grace)
-        renewed_at, third = attempt.renewed_at, limits.renewal_interval
-        ends_at = limits.lease_ends_at(renewed_at)
-        late_at = max(limits.cut_off_at(renewed_at), renewed_at + 2 * third, renewed_at + third + 2 * MONITOR_TICK)
-        if now >= min(late_at, ends_at):
-            text = "its lease could not be renewed: the database is out of reach (layer 3: visibility_timeout)"
-            return Stop(Why.LEASE, text, now, max(ends_at, now))
+        age = boottime() - attempt.renewed_at
+        if age >= self._late_seconds:
+            text = (
+                "its lease could not be renewed: the database is out of reach, or another transaction holds its "
+                "queue row (layer 3: visibility_timeout)"
+            )
+            return Stop(Why.LEASE, text, now, now + max(0.0, limits.visibility_timeout - age))
         return None
 
     def _ask_to_stop(self, attempt: Attempt, place: Slot | AsyncSlot | None, stop: Stop) -> None:
@@ -170,11 +172,11 @@ class Ladder:
         if place is None or before is not None:
             return
         logger.info(
-            "attempt %d of command %s is asked to stop: %s",
+            "attempt number %d of command %s is asked to stop: %s",
             attempt.number,
             attempt.command_id,
             stop.text,
-            extra={"domain": attempt.domain, "command_id": attempt.command_id},
+            extra=attempt.log_fields,
         )
         if attempt.child is not None:
             attempt.child.cancel(stop)
@@ -218,13 +220,13 @@ class Ladder:
         else:
             self._health.record_stuck_thread()
         logger.error(
-            "attempt %d of command %s (%s) is stuck after %.1f s: %s",
+            "attempt number %d of command %s (%s) is stuck after %.1f s: %s",
             attempt.number,
             attempt.command_id,
             attempt.command_type,
             attempt.elapsed_ms() / 1000,
             stop.text,
-            extra={"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number},
+            extra=attempt.log_fields,
         )
         self._fence(attempt, stop, taken)
         if attempt.child is not None:  # a process came for it at the last moment
@@ -245,12 +247,12 @@ class Ladder:
         blocker = place.loop.blocker()
         culprit = self._running.get(blocker) if blocker is not None else None
         if blocker is None or not isinstance(culprit, AsyncSlot):
-            if time.monotonic() - place.loop.beat_at > BLOCKED_SECONDS:
+            if monotonic() - place.loop.beat_at > BLOCKED_SECONDS:
                 self._give_up_unnamed(attempt, place, stop)
             elif self._loop is not None:
                 self._loop.cancel(attempt, place)  # the loop was let go this very moment
             return
-        blocked = time.monotonic() - place.loop.beat_at
+        blocked = monotonic() - place.loop.beat_at
         text = f"it blocked the event loop for {blocked:.1f} s; command {attempt.command_id!r} could not stop"
         why = Why.SHUTDOWN if stop.why is Why.SHUTDOWN else Why.DEADLINE  # a neighbour's cancel is not its own
         blamed = blocker.stop or Stop(why, text, stop.asked_at, stop.until, is_told=False)
@@ -297,4 +299,4 @@ def _examine(place: Slot | AsyncSlot, *, is_blocked: bool = False) -> Document:
             return autopsy.of_task(place.task, place.loop.thread.ident, is_blocked=is_blocked)
         return autopsy.of_thread(place.ident)
     except Exception as error:  # noqa: BLE001
-        return {"taken_at": round(time.time(), 3), "stacks": [], "left_out": f"{type(error).__name__}: {error}"}
+        return {"taken_at": round(epoch(), 3), "stacks": [], "left_out": f"{type(error).__name__}: {error}"}

@@ -3,8 +3,9 @@
 It works on a thread and a connection of its own, never runs user code, and does nothing that waits for a row:
 renewals skip what is locked. Long or lockable work is the Maintenance's. A lease is renewed when a third of it has
 passed, counted from when it was last *asked for*, while its attempt is within its limits; a lost one is marked,
-and the ladder stops the attempt. Orders (extend a lease, cancel a query, fence a stuck attempt) are worked off
-at once; while the database is away they wait.
+and the ladder stops the attempt. A lease whose queue row another transaction holds is not renewed, and is tried
+again at every tick. Orders (renew a lease now, cancel a query, fence a stuck attempt) are worked off at once;
+while the database is away they wait.
 
 Fencing, in order: the attempt gets no connection any more (the ladder saw to that), its database session is
 looked at and ended, so that nothing it does can commit later, and only then is its outcome handed to the
@@ -13,12 +14,12 @@ settler.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 import psycopg
 
+from commandbus.clock import boottime
 from commandbus.db.service import DatabaseService
 from commandbus.flow.backend import cancel_backend, find_backend, look_at_backend, terminate_backend
 from commandbus.flow.renew import PendingCancel, pending_cancels, renew
@@ -52,11 +53,16 @@ class LeaseKeeper(DatabaseService):
         self._worker = worker
         self._held = held
         self._on_cancel = on_cancel
+        self._skipped: list[Callable[[], None]] = []  # orders to renew whose queue row another transaction held
 
-    def extend(self, attempt: Attempt, seconds: float) -> Future[bool]:
-        """Extend an attempt's lease; the answer is False if it is lost. Called by handlers' contexts."""
+    def renew_now(self, attempt: Attempt) -> Future[bool]:
+        """Renew an attempt's lease; the answer is False if it is lost. Called by handlers' contexts.
+
+        While another transaction holds the queue row this is tried again; TimeoutError after a whole lease.
+        """
         answer: Future[bool] = Future()
-        self.order(lambda: self._extend(attempt, seconds, answer))
+        until = boottime() + self._settings.visibility_timeout
+        self.order(lambda: self._renew_now(attempt, answer, until))
         return answer
 
     def cancel_query(self, attempt: Attempt) -> None:
@@ -87,6 +93,9 @@ class LeaseKeeper(DatabaseService):
         self.order(lambda: self._ask_cancels(domain, msg_id))
 
     def round(self) -> None:
+        self._orders.extend(self._skipped)
+        self._skipped.clear()
+        self.carry_out()
         self._renew()
         if not self._orders:
             self.sleep(MONITOR_TICK)
@@ -100,7 +109,7 @@ class LeaseKeeper(DatabaseService):
     # --- leases ------------------------------------------------------------------------------------------------
 
     def _renew(self) -> None:
-        now = time.monotonic()
+        now = boottime()
         due: dict[str, list[Attempt]] = {}
         interval = self._settings.timeouts.renewal_interval
         for attempt in self._held():
@@ -108,7 +117,7 @@ class LeaseKeeper(DatabaseService):
             if (age >= interval or (age >= PROGRESS_SECONDS and attempt.has_progress)) and not attempt.is_lost:
                 due.setdefault(attempt.domain, []).append(attempt)
         for domain, attempts in due.items():
-            sent_at = time.monotonic()
+            sent_at = boottime()
             told = {attempt.msg_id: text for attempt in attempts if (text := attempt.progress()) is not None}
             renewal = self._link.run(
                 renew(
@@ -119,8 +128,10 @@ class LeaseKeeper(DatabaseService):
                     progress=told or None,
                 )
             )
-            gone = set(renewal.lost)
+            gone, skipped = set(renewal.lost), set(renewal.skipped)
             for attempt in attempts:
+                if (attempt.msg_id, attempt.read_ct) in skipped:
+                    continue  # still due: tried again at the next tick
                 attempt.renewed_at = max(attempt.renewed_at, sent_at)
                 if attempt.msg_id in told:
                     attempt.note_stored(told[attempt.msg_id])
@@ -128,32 +139,35 @@ class LeaseKeeper(DatabaseService):
                 if (attempt.msg_id, attempt.read_ct) in gone and attempt in self._held():
                     attempt.is_lost = True
                     logger.warning(
-                        "the lease of command %s (attempt %d) was lost",
+                        "the lease of command %s (attempt number %d) was lost",
                         attempt.command_id,
                         attempt.number,
-                        extra={"domain": domain, "command_id": attempt.command_id},
+                        extra=attempt.log_fields,
                     )
             self._pass_on(attempts, renewal.canceled)
 
-    def _extend(self, attempt: Attempt, seconds: float, answer: Future[bool]) -> None:
-        if not answer.running() and not answer.set_running_or_notify_cancel():
-            return  # whoever asked was cancelled meanwhile
-        held, sent_at = [(attempt.msg_id, attempt.read_ct)], time.monotonic()
-        lease = max(seconds, self._settings.visibility_timeout)
+    def _renew_now(self, attempt: Attempt, answer: Future[bool], until: float) -> None:
+        if answer.cancelled():
+            return  # whoever asked waits no more
+        held, sent_at, lease = [(attempt.msg_id, attempt.read_ct)], boottime(), self._settings.visibility_timeout
         try:
             renewal = self._link.run(renew(attempt.domain, self._worker, held, lease_seconds=lease))
         except psycopg.OperationalError:
             raise
         except Exception as error:
-            answer.set_exception(error)
+            _answer(answer, error=error)
             raise
-        if renewal.lost:
-            attempt.is_lost = True
-        else:
-            # A longer lease counts as if it had been asked for later.
-            attempt.renewed_at = sent_at + lease - self._settings.visibility_timeout
-        answer.set_result(not renewal.lost)
         self._pass_on([attempt], renewal.canceled)
+        if renewal.skipped and sent_at < until and attempt in self._held():
+            self._skipped.append(lambda: self._renew_now(attempt, answer, until))
+        elif renewal.skipped:
+            _answer(answer, error=TimeoutError(f"another transaction has held its queue row for {lease:g} s"))
+        else:
+            if renewal.lost:
+                attempt.is_lost = True
+            else:
+                attempt.renewed_at = max(attempt.renewed_at, sent_at)
+            _answer(answer, is_held=not renewal.lost)
 
     def _ask_cancels(self, domain: str, msg_id: int) -> None:
         attempts = [item for item in self._held() if item.msg_id == msg_id and item.domain == domain]
@@ -203,3 +217,12 @@ class LeaseKeeper(DatabaseService):
                     "must connect as one role",
                     pid,
                 )
+
+
+def _answer(answer: Future[bool], *, is_held: bool = False, error: Exception | None = None) -> None:
+    """Tell whoever asked, unless he waits no more."""
+    if answer.set_running_or_notify_cancel():
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(is_held)

@@ -31,6 +31,7 @@ from commandbus.model.limit import Limit
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.model.standing import Answer
 from commandbus.runtime.attempt import Attempt
+from commandbus.runtime.exhaustion import ExhaustedError, is_exhaustion
 from commandbus.runtime.handlers import HandlerRegistry
 from commandbus.settings import Settings
 
@@ -97,9 +98,18 @@ class LimitedWork:
         """The gate, made on first use."""
         with self._making:
             if self._gate is None:
-                self._gate = make_gate(self._settings, self._worker, on_error=self._on_error)
-                self._gate.start()
+                self._gate = self._open_gate()
             return self._gate
+
+    def _open_gate(self) -> Gate:
+        gate = make_gate(self._settings, self._worker, on_error=self._on_error)
+        try:
+            gate.start()
+        except RuntimeError as error:
+            if not is_exhaustion(error):
+                raise
+            raise ExhaustedError(f"the limits' thread could not be started: {error}") from error
+        return gate
 
     @property
     def services(self) -> list[DatabaseService]:
@@ -173,8 +183,8 @@ class LimitedWork:
         self.gate.leave(leaves)
 
     def is_stale(self, attempt: Attempt) -> bool:
-        """Has an API said no since its places were given?"""
-        return any(self.gate.is_stale(place) for place in attempt.places)
+        """Has an API said no since its places were given, or may one of them be somebody else's by now?"""
+        return any(not place.is_sure or self.gate.is_stale(place) for place in attempt.places)
 
     def turn_back(self, attempt: Attempt) -> None:
         """To the gate once more, before it begins."""

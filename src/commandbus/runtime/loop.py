@@ -15,12 +15,15 @@ import contextvars
 import functools
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
+from commandbus.clock import monotonic
+from commandbus.logger import safe_logger
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.places import Places
+
+logger = safe_logger("commandbus.worker")
 
 BREATH = 64  # attempts that a slot runs before it lets the loop breathe, if its handlers never await
 BEAT_SECONDS = 0.25
@@ -97,14 +100,30 @@ class AsyncSlots:
 
     def abandon_loop(self, loop: _Loop) -> None:
         """Give up a blocked loop: its places come back, new attempts get a fresh one."""
-        if loop is self._loop and not self._stopping:
-            self._loop = _Loop(self, self._name)
-            self._loop.start()
+        is_ours = loop is self._loop
         with self.moving:
             loop.is_retired = True  # from now on it takes no place
         loop.retire()
+        if is_ours:
+            self.tend()
         for slot in loop.slots:
             self.give_place(slot)
+        self.wake_one()
+
+    def tend(self) -> None:
+        """A fresh loop in place of one that was given up. If the system has no thread or file left for it, the
+        ladder's next tick tries again; what waits meanwhile is given back."""
+        if self._stopping or not self._loop.is_retired or self._loop.is_copy:
+            return
+        try:
+            fresh = _Loop(self, self._name)
+            fresh.start()
+        except (RuntimeError, OSError) as error:
+            if not self._loop.is_missed:
+                self._loop.is_missed = True
+                logger.warning("async handlers have no event loop, trying again: %s", error)
+            return
+        self._loop = fresh
         self.wake_one()
 
     def take_back(self) -> list[Attempt]:
@@ -143,10 +162,13 @@ class _Loop:
         self.lane = lane
         self.slots: list[AsyncSlot] = []
         self.loop = asyncio.new_event_loop()
+        with contextlib.suppress(AttributeError):  # a loop that is no Python object has a clock of its own
+            self.loop.time = monotonic  # type: ignore[method-assign]
         self.thread = threading.Thread(target=self._serve, name=f"{name}-loop", daemon=True)
-        self.beat_at = time.monotonic()
+        self.beat_at = monotonic()
         self.is_retired = False
         self.is_copy = False
+        self.is_missed = False  # has it been said that there is none in its place?
         self._idle: deque[tuple[AsyncSlot, asyncio.Future[None]]] = deque()
         self._wake_asked = False
         self._ready = threading.Event()
@@ -154,7 +176,11 @@ class _Loop:
 
     def start(self) -> None:
         """Start the thread; its slots are ready when this returns."""
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError:  # no thread is left
+            self.loop.close()
+            raise
         self._ready.wait()
 
     def call(self, function: Callable[..., None], *args: object) -> None:
@@ -225,7 +251,7 @@ class _Loop:
             self.loop.close()
 
     def _beat(self) -> None:
-        self.beat_at = time.monotonic()
+        self.beat_at = monotonic()
         self.loop.call_later(BEAT_SECONDS, self._beat)
 
     def _wake(self) -> None:

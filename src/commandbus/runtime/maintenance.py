@@ -7,12 +7,12 @@ holds up no lease and no outcome. It never runs user code.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 import psycopg
 
+from commandbus.clock import monotonic
 from commandbus.db.link import Link
 from commandbus.db.service import DatabaseService
 from commandbus.errors import CommandBusError
@@ -93,12 +93,12 @@ class Maintenance(DatabaseService):
         breakers.on_word = lambda: self.order(lambda: breakers.write(self._link))
         self.state = "ACTIVE"
         self._beat_at = 0.0
-        self._pruned_at = time.monotonic() - random.random() * PRUNE_SECONDS  # noqa: S311 - workers spread out
-        self._sweep_at = time.monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311
+        self._pruned_at = monotonic() - random.random() * PRUNE_SECONDS  # noqa: S311 - workers spread out
+        self._sweep_at = monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311
         self._refused = Refused(PRUNE_SECONDS, PRUNE_SECONDS)
         self._resumed: dict[int, Work[batch_operate.Canceled]] = {}
         self._last: dict[str, int] = {}
-        self._last_at = time.monotonic()
+        self._last_at = monotonic()
 
     def round(self) -> None:
         try:
@@ -120,7 +120,7 @@ class Maintenance(DatabaseService):
 
     def _tick(self) -> None:
         self._look_after()
-        now = time.monotonic()
+        now = monotonic()
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_SECONDS + self._sweep() * 20
         self._breakers.sweep(self._link)
@@ -131,14 +131,14 @@ class Maintenance(DatabaseService):
 
     def _look_after(self) -> None:
         """What comes between any two bites: orders and the heartbeat."""
-        self.moved_at = time.monotonic()
+        self.moved_at = monotonic()
         self.carry_out()
         if self.moved_at - self._beat_at >= BEAT_SECONDS:
             self._beat_at = self.moved_at
             self._beat(self.state)
 
     def _beat(self, state: str) -> None:
-        now = time.monotonic()
+        now = monotonic()
         settled = self._figures.settled()
         elapsed = max(now - self._last_at, 1e-3)
         rates = {
@@ -161,7 +161,7 @@ class Maintenance(DatabaseService):
 
         Answers how long it took, without what was refused: each batch that was is left alone for a minute.
         """
-        began = time.monotonic()
+        began = monotonic()
         try:
             found = self._link.run(batch_operate.leftovers(but=self._refused.resting()))
         except Exception as error:
@@ -169,15 +169,15 @@ class Maintenance(DatabaseService):
                 raise
             logger.warning("batches cannot be looked after now, trying again in a minute: %s", error)
             return PRUNE_SECONDS / 20
-        seconds = time.monotonic() - began
+        seconds = monotonic() - began
         for batch in found.to_fold:
-            began = time.monotonic()
+            began = monotonic()
             try:
                 self._link.run(fold([batch]))
             except Exception as error:  # noqa: BLE001 - raised again if the connection is lost
                 self._refuse(batch, error)
             else:
-                seconds += time.monotonic() - began
+                seconds += monotonic() - began
             self._look_after()
             if self._stopping.is_set():
                 return seconds
@@ -189,8 +189,8 @@ class Maintenance(DatabaseService):
 
     def _go_on(self) -> None:
         """Go on with the cancellations, for a moment: everything else must have its turn."""
-        until = time.monotonic() + SLICE_SECONDS
-        while self._resumed and time.monotonic() < until and not self._stopping.is_set():
+        until = monotonic() + SLICE_SECONDS
+        while self._resumed and monotonic() < until and not self._stopping.is_set():
             batch, work = self._resumed.popitem()  # taken up again by the next sweep if this fails
             try:
                 goes_on = work.step(self._link)

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from typing import Any
 from weakref import WeakSet
 
+from commandbus.clock import boottime, monotonic
 from commandbus.db.service import DatabaseService
 from commandbus.flow.renew import PendingCancel
 from commandbus.flow.settle import PROBE, Settlement, cancellation
@@ -76,6 +77,7 @@ class Parts:
         self._given_back = 0
         self._changing = threading.Lock()
         self._low = 0
+        self._start_seconds = settings.timeouts.late_seconds  # under an older lease nothing is started
         self._cautious_until = 0.0  # until then nothing is prefetched
         self._pause = Pause()
         self._limit_said = False
@@ -141,6 +143,7 @@ class Parts:
             size=min(most, settings.pool_max_size or most),
             lent=spec.pool,
             on_exhausted=self._exhausted,
+            on_no_thread=self._pause.begin,
             on_unreachable=lambda: spec.health.set_critical(UNREACHABLE),
             on_backend=None if self._showing is None else self._showing.backend,
             max_idle=BRIEF_IDLE_SECONDS if self._some_isolated else None,
@@ -179,6 +182,7 @@ class Parts:
             progress=services.progress,
             terminate=self._end_sessions,
             cancel_query=self._cancel_query,
+            on_exhausted=self._pause.begin,
             limits=self._limited,
             default_max_attempts=services.default_max_attempts,
         )
@@ -256,7 +260,7 @@ class Parts:
         self._maintenance.start()
         if self._spec.has_limits:
             self._limited.start()
-        self._beat(time.monotonic())  # a handler may freeze this process before the ladder's first tick
+        self._beat(monotonic())  # a handler may freeze this process before the ladder's first tick
         self.ladder.start()
         self._claimer.start()
 
@@ -305,51 +309,51 @@ class Parts:
         Claim nothing more, give back what has not started, let what runs finish, then ask it to stop, and after
         its grace fence it: it is reported as abandoned, and tried again elsewhere at once.
         """
-        started = time.monotonic()
+        started = monotonic()
         deadline = started + limit
         with self._changing:
             self.state = State.EXITING
         self._maintenance.state = "STOPPING"
         self._claimer.stop(max(0.1, limit - SETTLE_RESERVE_SECONDS))
         self._give_back()
-        self._await_starting(time.monotonic() + min(1.0, limit / 4))
+        self._await_starting(monotonic() + min(1.0, limit / 4))
         reserve = min(SETTLE_RESERVE_SECONDS, limit / 2)
         grace = min(self._settings.cancel_grace, max(0.0, limit - reserve))
         self._drain(deadline - reserve - grace, hurry)
         if self.running:
-            self._cancel_all(0.0 if hurry() else max(0.0, min(grace, deadline - reserve - time.monotonic())))
+            self._cancel_all(0.0 if hurry() else max(0.0, min(grace, deadline - reserve - monotonic())))
             self._drain(deadline - reserve + 0.3, hurry)
         if self.running:
             self._cancel_all(0.0)
-            self._drain(time.monotonic() + 0.5, lambda: False)
+            self._drain(monotonic() + 0.5, lambda: False)
         abandoned = self.ladder.abandoned + len(self.running)
         self.ladder.stop()
-        self._keeper.flush(max(0.1, deadline - time.monotonic() - 1.0))
-        self._limited.flush(max(0.1, min(reserve / 2, deadline - time.monotonic() - 0.5)))
-        self.settler.close(max(0.1, deadline - time.monotonic() - 0.5))
+        self._keeper.flush(max(0.1, deadline - monotonic() - 1.0))
+        self._limited.flush(max(0.1, min(reserve / 2, deadline - monotonic() - 0.5)))
+        self.settler.close(max(0.1, deadline - monotonic() - 0.5))
         unwritten = max(0, len(self.held) - len(self.running))
         self._slots.stop()
         self._router.stop()
         if self._loop is not None:
-            self._loop.stop(max(0.1, deadline - time.monotonic() - 0.2))
-        self._isolation.close(max(0.1, deadline - time.monotonic()))
-        self._limited.stop(max(0.1, deadline - time.monotonic()))
-        self._keeper.stop(max(0.1, deadline - time.monotonic()))
-        self._maintenance.stop(max(0.1, deadline - time.monotonic()))
+            self._loop.stop(max(0.1, deadline - monotonic() - 0.2))
+        self._isolation.close(max(0.1, deadline - monotonic()))
+        self._limited.stop(max(0.1, deadline - monotonic()))
+        self._keeper.stop(max(0.1, deadline - monotonic()))
+        self._maintenance.stop(max(0.1, deadline - monotonic()))
         self._connections.close()
         settled = sum(self.settler.settled.values()) - self._given_back - self.ladder.abandoned
         return StopReport(reason, settled, self._given_back, abandoned, unwritten)
 
     def _drain(self, until: float, hurry: Callable[[], bool]) -> None:
         """Wait until no attempt runs. The last slot to finish says so; the poll is for a hurried stop."""
-        while self.running and time.monotonic() < until and not hurry():
-            self._places.wait_until_free(min(0.1, max(0.001, until - time.monotonic())))
+        while self.running and monotonic() < until and not hurry():
+            self._places.wait_until_free(min(0.1, max(0.001, until - monotonic())))
             if self.running and not self._places.taken:
                 time.sleep(0.01)  # the last slots are on their way out
 
     def _await_starting(self, until: float) -> None:
         """Wait until those that waited for a process of their own are given back, or run."""
-        while self._starting and time.monotonic() < until:
+        while self._starting and monotonic() < until:
             time.sleep(0.01)
 
     def _cancel_all(self, grace: float) -> None:
@@ -364,9 +368,12 @@ class Parts:
                     self._return(attempt)
 
     def _return(self, attempt: Attempt) -> None:
-        self._given_back += 1
         if attempt.places:
             self._limited.never_began(attempt)
+        if attempt.is_lost:
+            self.held.discard(attempt)  # its row is somebody else's: there is nothing to give back
+            return
+        self._given_back += 1
         self.settler.add(attempt, attempt.give_back())
 
     # --- called by the ladder -----------------------------------------------------------------------------------
@@ -415,6 +422,9 @@ class Parts:
 
     def _tick(self, now: float) -> None:
         self._watch_services(now)
+        for lane in (self._slots, self._router, self._loop):
+            if lane is not None:
+                lane.tend()
         self._say_degraded()
         self._beat(now)
         if self.state is State.DRAINING and not self.running and not self._starting and not self._waiting():
@@ -490,8 +500,9 @@ class Parts:
 
     # --- called by contexts and the keeper ----------------------------------------------------------------------
 
-    def _extend(self, attempt: Attempt, seconds: float) -> Future[bool]:
-        return self._keeper.extend(attempt, seconds)
+    def _extend(self, attempt: Attempt, _seconds: float) -> Future[bool]:
+        """The lease stays one renewal long, so that a dead worker's command returns soon; the deadline moves."""
+        return self._keeper.renew_now(attempt)
 
     def _cancel_query(self, attempt: Attempt) -> None:
         self._keeper.cancel_query(attempt)
@@ -509,7 +520,7 @@ class Parts:
 
     def _exhausted(self) -> None:
         self._spec.health.record_pool_exhaustion()
-        self._pause.begin()
+        self._pause.begin("the connection pool is exhausted")
 
     # --- called by the claimer ----------------------------------------------------------------------------------
 
@@ -551,7 +562,7 @@ class Parts:
     def _room(self, prefetch: int) -> int:
         """How many attempts to claim now; nothing while more than half of what is prefetched still waits."""
         waiting = self._waiting()
-        if time.monotonic() < self._cautious_until:
+        if monotonic() < self._cautious_until:
             prefetch = 0
         self._low = prefetch // 2
         if waiting > self._low:
@@ -570,11 +581,11 @@ class Parts:
     def _return_stale(self) -> None:
         """What was prefetched should have started long ago: handlers have become slow, and another worker may
         be idle."""
-        stale_before = time.monotonic() - STALE_SECONDS
+        stale_before = boottime() - STALE_SECONDS
         for lane in (self._slots, self._router, self._loop):
             oldest = next(iter(lane.waiting.copy()), None) if lane is not None else None  # slots take from it, too
             if lane is not None and oldest is not None and oldest.renewed_at < stale_before:
-                self._cautious_until = time.monotonic() + CAUTIOUS_SECONDS
+                self._cautious_until = monotonic() + CAUTIOUS_SECONDS
                 for attempt in lane.take_back():
                     self._return(attempt)
 
@@ -629,7 +640,7 @@ class Parts:
     # --- called by the lanes ------------------------------------------------------------------------------------
 
     def _run(self, attempt: Attempt, slot: Slot) -> bool:
-        if attempt.stop is not None:
+        if attempt.stop is not None or not self._is_held(attempt):
             return self._never_start(attempt)
         if attempt.places and self._limited.is_stale(attempt):
             return self._turn_back(attempt)
@@ -638,6 +649,10 @@ class Parts:
             process = self._take_process(attempt)
             if process is None:
                 return True
+            if not self._is_held(attempt):
+                self._isolation.give_back(process)
+                self._starting.discard(attempt)
+                return self._never_start(attempt)
         self._begin(attempt, slot)
         if process is None:
             return self._end(attempt, slot, self._executor.run(attempt))
@@ -645,12 +660,17 @@ class Parts:
         return self._end(attempt, slot, self._isolation.run(attempt, process))
 
     async def _run_async(self, attempt: Attempt, slot: AsyncSlot) -> bool:
-        if attempt.stop is not None:
+        if attempt.stop is not None or not self._is_held(attempt):
             return self._never_start(attempt)
         if attempt.places and self._limited.is_stale(attempt):
             return self._turn_back(attempt)
         self._begin(attempt, slot)
         return self._end(attempt, slot, await self._executor.run_async(attempt))
+
+    def _is_held(self, attempt: Attempt) -> bool:
+        """Is it surely still ours? This process may have been stopped, or its machine suspended, since the claim
+        or the last renewal was sent."""
+        return not attempt.is_lost and boottime() - attempt.renewed_at < self._start_seconds
 
     def _begin(self, attempt: Attempt, place: Slot | AsyncSlot) -> None:
         self._executor.begin(attempt)
@@ -714,7 +734,8 @@ class Parts:
         return True
 
     def _never_start(self, attempt: Attempt) -> bool:
-        """It was asked to stop before it had begun. If somebody cancelled it, the settler hears that."""
+        """It was asked to stop before it had begun, or its lease is not sure. If somebody canceled it, the settler
+        hears that; if it is somebody else's by now, the fence refuses."""
         self._return(attempt)
         return True
 

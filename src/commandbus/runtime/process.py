@@ -17,12 +17,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Final
 
+from commandbus.clock import monotonic
 from commandbus.logger import safe_logger
 from commandbus.runtime.channel import Message, WorkerEnd
 from commandbus.runtime.memory import resident_megabytes
@@ -67,7 +67,7 @@ class ChildProcess:
             None  # the thread that imports the handlers, once it can be asked for its stack
         )
         self.looked_to = 0  # what was asked for in the memory file ends here
-        self.born_at = self.idle_since = time.monotonic()
+        self.born_at = self.idle_since = monotonic()
         self.runs = 0
         for fd in (self._pidfd, self._bell):
             self._poll.register(fd, select.POLLIN)

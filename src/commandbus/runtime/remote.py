@@ -7,7 +7,6 @@ nearest class that it knows and that says something about a command's fate; it n
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -16,9 +15,11 @@ from psycopg import errors as pg
 from psycopg_pool import PoolTimeout
 
 from commandbus import errors
+from commandbus.clock import epoch
 from commandbus.model import payload
 from commandbus.model.http import ApiFailure, api_failure, parse_retry_after
 from commandbus.model.outcome import describe
+from commandbus.runtime.exhaustion import ExhaustedError
 
 API: Final = "commandbus_api"
 """The attribute of a remade exception that says what the original one said of an API."""
@@ -26,6 +27,7 @@ API: Final = "commandbus_api"
 _KNOWN: Final[dict[str, type[BaseException]]] = {
     f"{kind.__module__}.{kind.__qualname__}": kind
     for kind in (
+        ExhaustedError,
         errors.BusinessRuleException,
         errors.PermanentCommandError,
         errors.TransientCommandError,
@@ -73,7 +75,7 @@ def remake_api(told: dict[str, Any]) -> ApiFailure | None:
     return ApiFailure(
         kind,
         status if isinstance(status, int) else None,
-        parse_retry_after(told.get("retry_after"), now=time.time()),
+        parse_retry_after(told.get("retry_after"), now=epoch()),
         payload.clean_text(str(told.get("text")), longest=200),
         limit if isinstance(limit, str) else None,
     )

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 import psycopg
 
 from commandbus import sql
+from commandbus.clock import monotonic
 from commandbus.db.passing import is_locked, is_passing
 from commandbus.db.service import DatabaseService
 from commandbus.errors import PermanentCommandError
@@ -230,13 +231,13 @@ class Settler(DatabaseService):
         self._on_settled(attempt)  # somebody else has settled it since
 
     def _note_refusal(self, attempt: Attempt, *, in_doubt: bool) -> None:
-        extra = {"domain": attempt.domain, "command_id": attempt.command_id, "attempt": attempt.number}
+        extra = attempt.log_fields
         if in_doubt:
-            text = "attempt %d of command %s was settled by the statement in which the connection was lost"
+            text = "attempt number %d of command %s was settled by the statement in which the connection was lost"
             logger.info(text, attempt.number, attempt.command_id, extra=extra)
             return
         self.refused += 1
-        text = "attempt %d of command %s was refused: it no longer held its lease"
+        text = "attempt number %d of command %s was refused: it no longer held its lease"
         logger.warning(text, attempt.number, attempt.command_id, extra=extra)
 
     def _store_the_failure_instead(self, item: Item, error: psycopg.Error) -> None:
@@ -277,12 +278,12 @@ class _Aside:
         key = needs or f"row {items[0][0].msg_id} of {items[0][0].domain}"
         _, last, before = self._waiting.get(key, (0.0, 0.0, []))
         pause = min(max(2 * last, FIRST_ASIDE_SECONDS), LONGEST_ASIDE_SECONDS)
-        self._waiting[key] = (time.monotonic() + pause, pause, [*before, *items])
+        self._waiting[key] = (monotonic() + pause, pause, [*before, *items])
         return pause
 
     def due(self) -> list[Item]:
         """Those whose time has come. Their pause is remembered until they are written."""
-        now = time.monotonic()
+        now = monotonic()
         found: list[Item] = []
         for key, (until, pause, items) in list(self._waiting.items()):
             if items and until <= now:
@@ -295,7 +296,7 @@ class _Aside:
     def pause(self, longest: float) -> float:
         """How long until the next of them is due."""
         soonest = min((until for until, _, items in self._waiting.values() if items), default=None)
-        return longest if soonest is None else max(0.0, min(longest, soonest - time.monotonic()))
+        return longest if soonest is None else max(0.0, min(longest, soonest - monotonic()))
 
 
 def _unstorable(attempt: Attempt, error: psycopg.Error) -> Settlement:

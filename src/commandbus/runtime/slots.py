@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from commandbus.clock import monotonic
 from commandbus.logger import safe_logger
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.places import Places
@@ -54,6 +55,7 @@ class Slots:
         self._on_thread = on_thread
         self._forgets_locals = forgets_locals
         self._idle: deque[Slot] = deque()
+        self._threadless: deque[Slot] = deque()  # replaced, and without a thread yet; the ladder's thread alone
         self._tick_wanted = threading.Event()
         self._stopping = False
         self._alone = True
@@ -74,7 +76,21 @@ class Slots:
             return
         slot = Slot(stuck.index, self)
         slot.wake.release()
-        self._start_thread(self._work, slot, name=f"{self._name}-slot-{slot.index}")
+        self._threadless.append(slot)
+        self.tend()
+
+    def tend(self) -> None:
+        """Start the threads of replaced slots. If the system has none left, the ladder's next tick tries again."""
+        while self._threadless:
+            slot = self._threadless[0]
+            try:
+                self._start_thread(self._work, slot, name=f"{self._name}-slot-{slot.index}")
+            except RuntimeError as error:
+                if not slot.is_missed:
+                    slot.is_missed = True
+                    logger.warning("slot %d has no thread, trying again: %s", slot.index, error)
+                return
+            self._threadless.popleft()
 
     def share_with_others(self) -> None:
         """Another lane runs beside this one: look whether it is hungry."""
@@ -152,15 +168,15 @@ class Slots:
         slot.wake.acquire()
 
     def _tick(self) -> None:
-        finished, at = self.finished, time.monotonic()
+        finished, at = self.finished, monotonic()
         while not self._stopping:
             if not self.waiting or not self._idle:
                 self._tick_wanted.clear()
                 if not self.waiting or not self._idle:
                     self._tick_wanted.wait(1.0)
-                finished, at = self.finished, time.monotonic()
+                finished, at = self.finished, monotonic()
             time.sleep(TICK_SECONDS)
-            now = time.monotonic()
+            now = monotonic()
             awake = self._places.total - len(self._idle)
             drained = self.finished - finished
             if self.waiting and (now - at) * max(awake, 1) > SLOW_SECONDS * drained:
@@ -172,11 +188,12 @@ class Slots:
 class Slot:
     """Where one attempt at a time runs: a thread, and its number on the board."""
 
-    __slots__ = ("ident", "index", "lane", "wake")
+    __slots__ = ("ident", "index", "is_missed", "lane", "wake")
 
     def __init__(self, index: int, lane: Slots) -> None:
         self.index = index
         self.lane = lane
         self.ident = 0
+        self.is_missed = False  # has it been said that it has no thread?
         self.wake = threading.Lock()
         self.wake.acquire()

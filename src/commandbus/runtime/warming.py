@@ -13,6 +13,7 @@ import re
 import time
 from typing import Final
 
+from commandbus.clock import monotonic
 from commandbus.model import payload
 from commandbus.model.postmortem import parse_dump
 from commandbus.runtime.channel import ChannelError, Message
@@ -64,9 +65,9 @@ def place_of(process: ChildProcess) -> str:
     if process.importer is None:  # the signal would end it
         return ""
     before = size = process.mark()
-    until = time.monotonic() + DUMP_SECONDS
+    until = monotonic() + DUMP_SECONDS
     process.signal(DUMP_SIGNAL)
-    while time.monotonic() < until and not process.is_dead():
+    while monotonic() < until and not process.is_dead():
         last, size = size, process.mark()
         if before < last == size:
             break

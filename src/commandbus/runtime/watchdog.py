@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
+from commandbus.clock import monotonic
 from commandbus.model.durations import format_seconds
 from commandbus.runtime.health import HealthState, HealthStatus
 from commandbus.settings import Settings
@@ -184,17 +184,17 @@ class WorkerWatchdog:
     def _may_recover(self) -> bool:
         if self.is_recovering:
             return False
-        return self._recovered_at is None or time.monotonic() - self._recovered_at >= self._cooldown
+        return self._recovered_at is None or monotonic() - self._recovered_at >= self._cooldown
 
     def _say_if_slow(self) -> None:
         """Once for each recovery: a restart that hangs needs a person, and nothing else would tell."""
-        lasted = time.monotonic() - self._recovery_began_at
+        lasted = monotonic() - self._recovery_began_at
         if not self._slow_said and lasted > max(self._cooldown, self._check_interval):
             self._slow_said = True
             logger.critical("recovery of the worker has not ended after %s", format_seconds(round(lasted, 1)))
 
     def _recover(self) -> None:
-        self._recovery_began_at = time.monotonic()
+        self._recovery_began_at = monotonic()
         self._slow_said = False
         self._recovery = threading.Thread(target=self._recover_once, name="worker-recovery", daemon=True)
         self._recovery.start()
@@ -219,4 +219,4 @@ class WorkerWatchdog:
         else:
             logger.info("recovery of the worker is done: %s", what)
         finally:
-            self._recovered_at = time.monotonic()
+            self._recovered_at = monotonic()

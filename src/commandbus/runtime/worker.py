@@ -16,13 +16,13 @@ import secrets
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from psycopg_pool import ConnectionPool
 
+from commandbus.clock import monotonic
 from commandbus.db.drive import run
 from commandbus.db.link import Link
 from commandbus.db.resolve import Database
@@ -100,7 +100,7 @@ class Worker:
     def beat_age(self) -> float | None:
         """Seconds since its ladder last looked at what runs; None if it is not running."""
         parts = self._parts
-        return None if parts is None else time.monotonic() - parts.ladder.beat_at
+        return None if parts is None else monotonic() - parts.ladder.beat_at
 
     @property
     def state(self) -> str:

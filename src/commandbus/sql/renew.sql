@@ -1,8 +1,8 @@
 -- Extends the leases that a worker still holds, and stores the progress that their handlers told of. Returns those
--- it has lost (`lost` is true), and those that somebody asked to cancel.
+-- that were not renewed (they are lost, or were skipped), and those that somebody asked to cancel.
 --
--- SKIP LOCKED: a row that a completing transaction holds must not starve the others; it is not lost, and is
--- renewed next time if it is still there. Never shortens a lease. Locks: queue rows. Index: the queue's key.
+-- SKIP LOCKED: a row that another transaction holds must not starve the others. It is not lost, and it is not renewed
+-- either: the caller tries again. Never shortens a lease. Locks: queue rows. Index: the queue's key.
 WITH input AS MATERIALIZED (
     SELECT * FROM unnest(%(msg_ids)s::bigint[], %(read_cts)s::integer[]) AS x(m, r)
 ), held AS MATERIALIZED (
@@ -17,12 +17,14 @@ WITH input AS MATERIALIZED (
                           THEN headers || jsonb_build_object('progress', %(progress)s::jsonb -> msg_id::text)
                           ELSE headers END
      WHERE msg_id = ANY (ARRAY(SELECT h.msg_id FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct))
+    RETURNING msg_id, read_ct
 )
-SELECT i.m, i.r, q.headers IS NULL, q.headers -> 'cancel' ->> 'by', q.headers -> 'cancel' ->> 'reason'
-  FROM input i
+SELECT i.m, i.r, CASE WHEN i.is_renewed THEN 'renewed' WHEN q.headers IS NULL THEN 'lost' ELSE 'skipped' END,
+       q.headers ? 'cancel', q.headers -> 'cancel' ->> 'by', q.headers -> 'cancel' ->> 'reason'
+  FROM (SELECT m, r, (m, r) IN (SELECT msg_id, read_ct FROM renewed) AS is_renewed FROM input) i
   LEFT JOIN LATERAL (
        SELECT headers
          FROM pgmq.{queue}
         WHERE msg_id = i.m AND read_ct = i.r AND headers ->> 'held_by' = %(worker)s
        OFFSET 0) q ON true
- WHERE q.headers IS NULL OR q.headers ? 'cancel'
+ WHERE NOT i.is_renewed OR q.headers ? 'cancel'

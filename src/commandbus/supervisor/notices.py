@@ -41,7 +41,7 @@ def say_culprit(worker: str, domain: str, held: Held, finding: Finding, settleme
     """An attempt is charged with its worker's death."""
     status = json.loads(settlement.row).get("s") if settlement.is_final else None
     logger.warning(
-        "attempt %d of command %s (%s) is held responsible: %s; %s",
+        "attempt number %d of command %s (%s) is held responsible: %s; %s",
         held.row.attempt_base + held.row.read_ct,
         held.row.command_id,
         held.row.command_type,

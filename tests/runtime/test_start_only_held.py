@@ -1,0 +1,155 @@
+"""Nothing is started whose lease may have run out: in every lane, and after every wait before the start.
+
+A worker that was stopped, or whose machine was suspended, wakes up with commands that it claimed long ago. Here
+commands are delivered to a running worker as if they had been claimed then. For real signals see `tests/faults`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+from commandbus import CommandBus, HandlerRegistry, Limit, Worker
+from commandbus.clock import boottime
+from commandbus.flow.claim import claim
+from commandbus.runtime.parts import Parts
+from support.waiting import one, until, until_settled, verdicts
+from support.workers import add, short_lease
+
+StartWorker = Callable[..., Worker]
+Db = psycopg.Connection[Any]
+LONG_AGO = 100.0
+
+
+@pytest.fixture
+def runs() -> list[tuple[str, int]]:
+    """(command_id, attempt number) of every start."""
+    return []
+
+
+@pytest.fixture
+def recording(handlers: HandlerRegistry, lane: str, runs: list[tuple[str, int]]) -> HandlerRegistry:
+    async def work(command: Any, ctx: Any) -> None:
+        runs.append((command.command_id, ctx.attempt_number))
+
+    add(handlers, lane, "work", work)
+    return handlers
+
+
+def claimed_by(worker: Worker, bus: CommandBus, db: Db, *names: str) -> list[tuple[Any, ...]]:
+    """Rows of new commands, claimed under this worker's name and not delivered yet."""
+    with db.transaction():  # its own claimer does not see them before
+        for name in names:
+            bus.send("orders", "work", command_id=name, conn=db)
+        db.execute("UPDATE pgmq.q_orders__commands SET vt = now()")  # they were sent after now()
+        found = bus.run(claim(domain="orders", worker=worker.id, n=10, lease_seconds=60, cursor=None), db)
+    assert len(found.ready) == len(names)
+    return list(found.ready)
+
+
+def parts_of(worker: Worker) -> Parts:
+    assert worker._parts is not None
+    return worker._parts
+
+
+def test_an_old_claim_is_given_back_uncharged_and_claimed_anew(
+    bus: CommandBus, db: Db, recording: HandlerRegistry, start_worker: StartWorker, runs: list[tuple[str, int]]
+) -> None:
+    worker = start_worker(recording)
+    rows = claimed_by(worker, bus, db, "a", "b")
+    parts_of(worker)._deliver("orders", rows, boottime() - LONG_AGO)
+    until_settled(db)
+    assert sorted(runs) == [("a", 2), ("b", 2)]
+    assert verdicts(db, "a") == [(1, "GIVEN_BACK")]
+    assert one(db, "SELECT array_agg(waived) FROM commandbus.command") == [1, 1]
+
+
+def test_a_fresh_claim_is_started(
+    bus: CommandBus, db: Db, recording: HandlerRegistry, start_worker: StartWorker, runs: list[tuple[str, int]]
+) -> None:
+    worker = start_worker(recording)
+    rows = claimed_by(worker, bus, db, "a")
+    parts_of(worker)._deliver("orders", rows, boottime())
+    until_settled(db)
+    assert runs == [("a", 1)]
+
+
+def test_what_somebody_else_has_completed_meanwhile_is_not_started(
+    bus: CommandBus, db: Db, recording: HandlerRegistry, start_worker: StartWorker, runs: list[tuple[str, int]]
+) -> None:
+    worker = start_worker(recording)
+    rows = claimed_by(worker, bus, db, "c")
+    db.execute("DELETE FROM pgmq.q_orders__commands")
+    db.execute("UPDATE commandbus.command SET status = 'COMPLETED', attempt = 2, finished_at = now()")
+    parts = parts_of(worker)
+    parts._deliver("orders", rows, boottime() - LONG_AGO)
+    until(lambda: not parts.held)
+    assert runs == []
+    assert verdicts(db, "c") == []
+
+
+def test_what_is_known_to_be_lost_is_dropped(
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waits behind a slow one. The keeper hears that it is lost, so it is neither started nor settled."""
+    monkeypatch.setattr("commandbus.runtime.parts.STALE_SECONDS", 60.0)
+    runs: list[str] = []
+
+    @handlers.handler("orders", "work", timeout=60)
+    def work(command: Any, ctx: Any) -> None:
+        runs.append(command.command_id)
+        gate.wait(20)
+
+    worker = start_worker(handlers, concurrency=1, **short_lease())
+    parts = parts_of(worker)
+    first, second = claimed_by(worker, bus, db, "a", "b")
+    parts._deliver("orders", [first], boottime())
+    until(lambda: runs)
+    db.execute(
+        "UPDATE pgmq.q_orders__commands SET headers = jsonb_build_object('held_by', 'thief', 'since', now()) "
+        "WHERE msg_id = %s",
+        (second[0],),
+    )
+    parts._deliver("orders", [second], boottime())
+    until(lambda: any(attempt.is_lost for attempt in list(parts.held)))
+    gate.set()
+    until(lambda: not parts.held)
+    assert runs == ["a"]
+    assert verdicts(db, "b") == []
+    assert one(db, "SELECT headers ->> 'held_by' FROM pgmq.q_orders__commands") == "thief"
+
+
+def test_an_old_place_of_a_limit_is_asked_for_again(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the grant and the start the process may be stopped, and the place may be somebody else's."""
+    asked: list[str] = []
+    ran: list[str] = []
+
+    @handlers.handler("orders", "work", limits=[Limit("docai", concurrency=1)])
+    def work(command: Any, ctx: Any) -> None:
+        ran.append(command.command_id)
+
+    push = Parts._push_one
+
+    def push_late(parts: Parts, attempt: Any) -> None:
+        asked.append(attempt.command_id)
+        if len(asked) == 1:
+            for place in attempt.places:
+                place.renewed_at -= LONG_AGO
+        push(parts, attempt)
+
+    monkeypatch.setattr(Parts, "_push_one", push_late)
+    start_worker(handlers)
+    bus.send("orders", "work", command_id="c")
+    until_settled(db)
+    assert (asked, ran) == (["c", "c"], ["c"])
