@@ -41,6 +41,10 @@ class Plan:
     def scans(self, relation: str) -> list[Scan]:
         return [scan for scan in _scans(self.document["Plan"]) if scan.relation == relation]
 
+    def relations(self) -> set[str]:
+        """The tables that it scans."""
+        return {scan.relation for scan in _scans(self.document["Plan"])}
+
     def visited(self, relation: str) -> float:
         """Rows of this relation that were looked at, over all scans."""
         return sum(scan.visited for scan in self.scans(relation))
@@ -63,27 +67,41 @@ def explain(conn: psycopg.Connection[Any], statement: Statement, *, generic: boo
 
 
 def _explain_generic(conn: psycopg.Connection[Any], statement: Statement) -> Any:
+    text, values = numbered(statement)
+    conn.execute("SET LOCAL plan_cache_mode = force_generic_plan")
+    conn.execute(b"PREPARE examined AS\n" + text.encode())
+    try:
+        return conn.execute(sql.SQL(EXPLAIN.decode()) + execution("examined", values)).fetchone()
+    finally:
+        conn.execute("DEALLOCATE examined")
+        conn.execute("RESET plan_cache_mode")
+
+
+def numbered(statement: Statement) -> tuple[str, list[Any]]:
+    """A statement as PREPARE wants it: $1 for the first parameter, and so on; and their values in this order."""
+    params = statement.params or {}
     names: list[str] = []
+    values: list[Any] = []
 
     def number(found: re.Match[str]) -> str:
         if found[0] == "%%":
             return "%"
-        if found[1] not in names:
+        if found[1] is None:
+            names.append("")
+            values.append(params[len(values)])  # type: ignore[index]
+        elif found[1] not in names:
             names.append(found[1])
-        return f"${names.index(found[1]) + 1}"
+            values.append(params[found[1]])  # type: ignore[call-overload]
+        return f"${len(values) if found[1] is None else names.index(found[1]) + 1}"
 
-    assert isinstance(statement.params, dict)
-    text = re.sub(r"%\((\w+)\)s|%%", number, statement.sql.decode())
-    conn.execute("SET LOCAL plan_cache_mode = force_generic_plan")
-    conn.execute(b"PREPARE examined AS\n" + text.encode())
-    try:
-        values = sql.SQL(", ").join(sql.Literal(statement.params[name]) for name in names)
-        return conn.execute(
-            sql.SQL("{} EXECUTE examined({})").format(sql.SQL(EXPLAIN.decode()), values)
-        ).fetchone()
-    finally:
-        conn.execute("DEALLOCATE examined")
-        conn.execute("RESET plan_cache_mode")
+    return re.sub(r"%\((\w+)\)s|%s|%%", number, statement.sql.decode()), values
+
+
+def execution(name: str, values: list[Any]) -> sql.Composable:
+    """EXECUTE of a prepared statement."""
+    if not values:
+        return sql.SQL("EXECUTE {}").format(sql.Identifier(name))
+    return sql.SQL("EXECUTE {}({})").format(sql.Identifier(name), sql.SQL(", ").join(map(sql.Literal, values)))
 
 
 def _scans(node: dict[str, Any]) -> Iterator[Scan]:

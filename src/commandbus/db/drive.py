@@ -3,10 +3,14 @@
 A connection of our own is in autocommit mode: a one-statement operation is one round trip, an atomic one gets a
 transaction. A connection lent by the caller (`conn=`) keeps its transaction: on one that is not in autocommit
 mode nothing is begun or committed here, so that the caller's rollback takes our rows with it.
+
+The server keeps the plans of prepared statements. It made them for the tables as they were then, and makes new
+ones only after an ANALYZE. So a connection of ours drops plans that are older than PLAN_SECONDS (ADR 15).
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Generator
 from functools import partial
@@ -19,6 +23,9 @@ from psycopg.pq.abc import PGresult
 from psycopg.rows import tuple_row
 
 IDLE = TransactionStatus.IDLE
+INERROR = TransactionStatus.INERROR
+PLAN_SECONDS = 0.1
+DROP_PLANS = b"DISCARD PLANS"
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 AnyConnection: TypeAlias = "Connection[Any]"
@@ -47,6 +54,7 @@ class OwnConnection(Connection[tuple[Any, ...]]):
 
     spare: Cursor[tuple[Any, ...]] | None = None
     checked_at: float = 0.0
+    planned_at: float = 0.0
     is_unreplicated: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,6 +67,7 @@ class OwnAsyncConnection(AsyncConnection[tuple[Any, ...]]):
 
     spare: AsyncCursor[tuple[Any, ...]] | None = None
     checked_at: float = 0.0
+    planned_at: float = 0.0
     is_unreplicated: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -110,6 +119,8 @@ def _run(conn: AnyConnection, steps: Generator[Any, list[tuple[Any, ...]], T]) -
         statement = next(steps)
         while True:
             try:
+                if own is not None and not statement.only_inserts and has_old_plans(own):
+                    cursor.execute(DROP_PLANS, prepare=False)
                 cursor.execute(statement.sql, statement.params)
                 rows = cursor.fetchall() if has_rows(cursor.pgresult) else []
             except psycopg.Error as error:
@@ -149,6 +160,8 @@ async def _run_async(conn: AnyAsyncConnection, steps: Generator[Any, list[tuple[
         statement = next(steps)
         while True:
             try:
+                if own is not None and not statement.only_inserts and has_old_plans(own):
+                    await cursor.execute(DROP_PLANS, prepare=False)
                 await cursor.execute(statement.sql, statement.params)
                 rows = await cursor.fetchall() if has_rows(cursor.pgresult) else []
             except psycopg.Error as error:
@@ -159,6 +172,20 @@ async def _run_async(conn: AnyAsyncConnection, steps: Generator[Any, list[tuple[
         if own is not None and is_small(cursor.pgresult):
             own.spare = cursor
         return cast(T, stop.value)
+
+
+def has_old_plans(conn: OwnConnection | OwnAsyncConnection) -> bool:
+    """Must the server plan the statements of this session anew? Counts the answer as done.
+
+    In a transaction that has failed nothing can be dropped, and nothing but a rollback is run.
+    """
+    now = time.monotonic()
+    if now - conn.planned_at < PLAN_SECONDS or conn.prepare_threshold is None:
+        return False
+    if conn.info.transaction_status == INERROR:
+        return False
+    conn.planned_at = now
+    return True
 
 
 def has_rows(result: PGresult | None) -> bool:

@@ -97,7 +97,9 @@ def send_chunk(domain: str, outgoing: Sequence[Outgoing]) -> Steps[list[SentComm
     statement = sql.text("send_many", domain=domain, **parts)
     unique = _unique(domain, outgoing)
     try:
-        rows = yield Statement(statement, {"domain": domain, "rows": json_rows(unique.values())})
+        rows = yield Statement(
+            statement, {"domain": domain, "rows": json_rows(unique.values())}, only_inserts=True
+        )
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
         raise explain_missing(domain, error) from None
     except pg.StatementTooComplex:
@@ -139,7 +141,7 @@ def _statement(domain: str, outgoing: Outgoing) -> Statement:
     conflict = ON_CONFLICT if has_own_id else ""
     if rest == _NOTHING_MORE:
         statement = sql.text("send_plain", domain=domain, conflict=conflict)
-        return Statement(statement, (command_id, command_type, data))
+        return Statement(statement, (command_id, command_type, data), only_inserts=True)
     return Statement(
         sql.text("send", domain=domain, conflict=conflict),
         {
@@ -155,6 +157,7 @@ def _statement(domain: str, outgoing: Outgoing) -> Statement:
             "at": outgoing.at,
             "timeout": outgoing.timeout_seconds,
         },
+        only_inserts=True,
     )
 
 

@@ -28,10 +28,14 @@ Row: TypeAlias = tuple[Any, ...]
 
 
 class Statement(NamedTuple):
-    """One round trip: SQL text and its parameters."""
+    """One round trip: SQL text and its parameters.
+
+    `only_inserts`: it looks for no existing row of a table that can become large, so its plan is good at any size.
+    """
 
     sql: bytes
     params: Mapping[str, Any] | Sequence[Any] | None = None
+    only_inserts: bool = False
 
 
 Steps: TypeAlias = Generator[Statement, list[Row], T]

@@ -2,9 +2,13 @@
 --
 -- Locks: queue rows, SKIP LOCKED, so claimers never wait for each other or for anybody; no other table's rows.
 -- Index: q_*_vt_idx by a range scan from the claimer's cursor (ordering by vt, not msg_id, keeps delayed
--- messages out of the way; now(), not clock_timestamp(), so that the index can be used at all). The update
--- goes by ctid and the command rows by their key inside a LATERAL that cannot be flattened: no estimate of the
--- backlog can turn either into a scan.
+-- messages out of the way; now(), not clock_timestamp(), so that the index can be used at all). The cursor is
+-- compared as a row: without statistics PostgreSQL takes a range with two plain bounds for a two-hundredth of the
+-- table, and would rather sort all that is visible than walk along the index.
+--
+-- The update goes by ctid and the command rows by their key inside a LATERAL that cannot be flattened: no estimate of
+-- the backlog can turn either into a scan. The domain is compared outside of it: inside it would offer the planner
+-- command_domain_command_id_key, which looks as good as the key while the table is small (ADR 15).
 --
 -- One row write each: read_ct, vt and the holder. A row that somebody still held (its worker vanished) keeps
 -- the previous holder under "before" until flow/claim.py has written the lost attempt down.
@@ -18,7 +22,7 @@ WITH picked AS MATERIALIZED (
     SELECT ctid, vt
       FROM pgmq.{queue}
      WHERE vt <= now()
-       AND vt >= %(cursor)s::timestamptz
+       AND (vt, msg_id) >= (%(cursor)s::timestamptz, 0)
        AND NOT EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = '')
      ORDER BY vt
      LIMIT %(n)s
@@ -49,6 +53,5 @@ SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, c.
          FROM commandbus.command
         WHERE id = CASE WHEN l.message ->> 'command' ~ '^[0-9]{1,18}$'
                         THEN (l.message ->> 'command')::bigint END
-          AND msg_id = l.msg_id AND domain = %(domain)s
-       OFFSET 0) c ON true
+       OFFSET 0) c ON c.msg_id = l.msg_id AND c.domain = %(domain)s
  ORDER BY l.msg_id

@@ -27,6 +27,5 @@ SELECT h.msg_id, h.read_ct, c.id, c.command_id, c.command_type, NULL, c.attempt_
          FROM commandbus.command
         WHERE id = CASE WHEN h.message ->> 'command' ~ '^[0-9]{1,18}$'
                         THEN (h.message ->> 'command')::bigint END
-          AND msg_id = h.msg_id AND domain = %(domain)s
-       OFFSET 0) c ON true
+       OFFSET 0) c ON c.msg_id = h.msg_id AND c.domain = %(domain)s
  ORDER BY h.msg_id

@@ -1,6 +1,10 @@
 -- Forgets rows of parked whose message is gone, whatever took it: they would stay at the head of the line for ever.
 -- Locks: those rows; nobody else looks at them. Indexes: parked_domain_msg_id_key, the queue's key.
-DELETE FROM commandbus.parked p
- WHERE p.domain = %(domain)s AND p.msg_id = ANY (%(msg_ids)s)
-   AND NOT EXISTS (SELECT FROM pgmq.{queue} q WHERE q.msg_id = p.msg_id)
-RETURNING p.seq
+DELETE FROM commandbus.parked
+ WHERE seq = ANY (ARRAY(
+       SELECT p.seq
+         FROM unnest(%(msg_ids)s::bigint[]) AS x(msg_id)
+        CROSS JOIN LATERAL (
+              SELECT seq FROM commandbus.parked WHERE domain = %(domain)s AND msg_id = x.msg_id OFFSET 0) p
+        WHERE (SELECT true FROM pgmq.{queue} q WHERE q.msg_id = x.msg_id) IS NULL))
+RETURNING seq

@@ -9,7 +9,8 @@ WITH forgotten AS (
             LIMIT 1000 FOR UPDATE SKIP LOCKED))
 )
 SELECT l.name, '' FROM commandbus.limits l
- WHERE EXISTS (SELECT FROM commandbus.parked p WHERE p.limit_name = l.name AND p.woken_at IS NULL)
+ WHERE (SELECT true FROM commandbus.parked p WHERE p.limit_name = l.name AND p.woken_at IS NULL
+         ORDER BY p.since LIMIT 1)
 UNION ALL
 (SELECT DISTINCT '', domain FROM commandbus.parked
   WHERE give_up_at <= now() AND woken_at IS NULL AND domain <> '')

@@ -1,11 +1,12 @@
 -- Notes whose turn has come, and under which token a place is kept for it; counts how long they have waited.
 -- Callers inside programs are told by their token. Locks: the limit's row (the caller holds it), then rows of parked.
--- Index: parked_pkey.
+-- Index: parked_pkey. PostgreSQL counts an array of a subquery as ten keys; a join, or an array whose length it knows,
+-- would make it read all of `parked`.
 WITH woken AS (
-    UPDATE commandbus.parked p SET woken_at = now(), token = x.token
-      FROM unnest(%(seqs)s::bigint[], %(tokens)s::text[]) AS x(seq, token)
-     WHERE p.seq = x.seq
-    RETURNING p.domain, p.token, extract(epoch FROM now() - p.parked_at)::float8 AS waited
+    UPDATE commandbus.parked
+       SET woken_at = now(), token = (%(tokens)s::text[])[array_position(%(seqs)s::bigint[], seq)]
+     WHERE seq = ANY (ARRAY(SELECT unnest(%(seqs)s::bigint[])))
+    RETURNING domain, token, extract(epoch FROM now() - parked_at)::float8 AS waited
 ), counted AS (
     UPDATE commandbus.limits
        SET waits = waits + (SELECT count(*) FROM woken),

@@ -1,17 +1,19 @@
 -- Replies to the steps of processes: each becomes a command of the process's type in the process's domain. A reply to a
 -- command of no process, whose sender named this queue, goes there as it is.
 --
--- Locks: new rows only. Indexes: the keys of command and process.
+-- Locks: new rows only. Indexes: the keys of command and process, inside LATERALs that cannot be flattened.
 WITH input AS MATERIALIZED (
     SELECT m.value AS message, c.process, c.step, nextval('pgmq.{queue}_msg_id_seq') AS msg_id
       FROM json_array_elements(%(messages)s::json) WITH ORDINALITY AS m(value, i)
       JOIN unnest(%(commands)s::bigint[]) WITH ORDINALITY AS k(id, i) USING (i)
-      LEFT JOIN commandbus.command c ON c.id = k.id
+      LEFT JOIN LATERAL (SELECT process, step FROM commandbus.command WHERE id = k.id OFFSET 0) c ON true
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, correlation_id, data, process, step)
     SELECT p.domain, gen_random_uuid()::text, p.process_type, i.msg_id, p.process_id,
            json_build_object('event', 'reply', 'process', p.process_id, 'step', abs(i.step), 'reply', i.message), p.id, 0
-      FROM input i JOIN commandbus.process p ON p.id = i.process
+      FROM input i
+     CROSS JOIN LATERAL (
+           SELECT id, domain, process_id, process_type FROM commandbus.process WHERE id = i.process OFFSET 0) p
     RETURNING id, msg_id
 ), queued AS (
     INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE

@@ -1,0 +1,57 @@
+"""Plans of an idle session in a burst: no statement on the path of a command goes by a plan for empty tables.
+
+The tables were new (PostgreSQL takes them for ten pages), vacuumed and empty, or held a few analyzed rows when the
+session prepared its statements and ran them. Then they are filled, and nobody analyzes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from idle import BATCH, DOMAIN, SMALL, Idler, Sample, burst, path, pause_autovacuum, take_sample
+
+from commandbus import CommandBus, Limit
+from commandbus.db.drive import OwnConnection
+from support.databases import Databases
+
+pytestmark = [pytest.mark.slow, pytest.mark.shared_setup]
+DIRECT = {"Index Scan", "Index Only Scan", "Tid Scan", "Tid Range Scan", "Bitmap Heap Scan"}
+# Rows of one table that a statement may look at: a settle reads its queue rows to lock them, to delete them and to
+# say what became of the rest.
+MOST = 4 * BATCH + 20
+COUNT = 10_000
+# Once in two seconds for a whole fleet's limits or batches: these may read a table once.
+SWEEPS = {"limit_sweep", "limit_overdue", "batch_sweep"}
+
+
+@pytest.fixture(scope="module", params=["new", "empty", "few"])
+def idler(request: pytest.FixtureRequest, databases: Databases) -> Iterator[tuple[Idler, Sample]]:
+    with databases.lend(used=False) as url, CommandBus(url) as bus:
+        bus.create_domain(DOMAIN)
+        bus.create_queue("replies")
+        bus.declare_limit(Limit("free", concurrency=10, backend="postgres"))
+        bus.declare_limit(Limit("full", concurrency=1, backend="postgres"))
+        with psycopg.connect(url, autocommit=True) as admin, OwnConnection.connect(url) as session:
+            pause_autovacuum(admin)
+            if request.param == "few":
+                burst(admin, 20)
+            if request.param != "new":
+                admin.execute("VACUUM ANALYZE")
+            idler = Idler(session)
+            burst(admin, COUNT)
+            yield idler, take_sample(admin)
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "unprepared"])
+@pytest.mark.parametrize("name", path(Sample()))
+def test_a_burst_after_idleness(idler: tuple[Idler, Sample], name: str, prepared: bool) -> None:
+    session, sample = idler
+    plan = session.explain(name, sample, prepared=prepared)
+    for relation in plan.relations() - SMALL:
+        if name in SWEEPS:
+            assert plan.visited(relation) <= 2 * COUNT, plan
+        else:
+            assert plan.kinds(relation) <= DIRECT, plan
+            assert plan.visited(relation) <= MOST, plan
