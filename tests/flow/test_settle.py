@@ -213,9 +213,18 @@ def _taken_by_the_same(orders: Bus, db: psycopg.Connection[Any], attempt: Attemp
     orders.claim_one("w1")
 
 
+def _handed_out_again(orders: Bus, db: psycopg.Connection[Any], attempt: Attempt) -> None:
+    """After a failover that lost commits: the same msg_id and read_ct, held by the same worker, another command."""
+    other = orders.send("orders", "Ship", command_id="other")
+    db.execute("DELETE FROM pgmq.q_orders__commands WHERE msg_id = %s", (attempt.msg_id + 1,))
+    message = f'{{"command": {other.id}}}'
+    db.execute("UPDATE pgmq.q_orders__commands SET message = %s WHERE msg_id = %s", (message, attempt.msg_id))
+
+
 @pytest.mark.parametrize(
     "lose",
     [
+        _handed_out_again,
         _wrong_read_ct,
         _other_worker,
         _retried,

@@ -4,7 +4,8 @@
 --
 -- Where members of batches or processes are among them, settle_groups.sql is put into the middle.
 --
--- Fence: queue row (msg_id) with this read_ct and still held by this worker. Locks: queue rows in key order,
+-- Fence: queue row (msg_id) with this read_ct, still held by this worker, and of this command: after a failover that
+-- lost commits a msg_id may have been given out again. Locks: queue rows in key order,
 -- then command rows, then process rows. Indexes: the queue's key, the command's key. Two row writes for a completion: the queue row
 -- goes, the command row is updated in place (HOT: no index names what changes here). The queue row goes by its key,
 -- not by its ctid: a renewal that commits between our snapshot and our lock has moved it, and a scan by the new ctid
@@ -13,12 +14,12 @@ WITH input AS MATERIALIZED (
     SELECT * FROM json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, s text, n integer, t float8, v json, e json)
 ), held AS MATERIALIZED (
-    SELECT msg_id, read_ct, headers ? 'cancel' AS is_canceled
+    SELECT msg_id, read_ct, message ->> 'command' AS command, headers ? 'cancel' AS is_canceled
       FROM pgmq.{queue}
      WHERE msg_id = ANY (ARRAY(SELECT m FROM input)) AND headers ->> 'held_by' = %(worker)s
        FOR UPDATE {locking}
 ), fenced AS MATERIALIZED (
-    SELECT i.* FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
+    SELECT i.* FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct AND i.c::text = h.command
      WHERE NOT h.is_canceled OR i.s IN ('COMPLETED', 'CANCELED')
 ), gone AS (
     DELETE FROM pgmq.{queue} WHERE msg_id = ANY (ARRAY(SELECT m FROM fenced))
@@ -27,7 +28,7 @@ WITH input AS MATERIALIZED (
        SET status = f.s::commandbus.command_status, result = f.v, attempt = f.n, worker = %(worker)s, started_at = to_timestamp(f.t),
            finished_at = CASE WHEN f.s <> 'IN_TROUBLESHOOTING_QUEUE' THEN now() END
       FROM fenced f
-     WHERE c.id = f.c
+     WHERE c.id = f.c AND c.msg_id = f.m
 {groups}), failed AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, error_type, error_code, error,
                                     details, traceback, rung, autopsy, duration_ms)
@@ -44,6 +45,7 @@ WITH input AS MATERIALIZED (
 SELECT m, r, COALESCE((SELECT CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = q.msg_id AND h.is_canceled)
                                      THEN 'canceled' ELSE 'busy' END
                          FROM pgmq.{queue} q
-                        WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers ->> 'held_by' = %(worker)s), 'refused')
+                        WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers ->> 'held_by' = %(worker)s
+                          AND q.message ->> 'command' = i.c::text), 'refused')
   FROM input i
  WHERE NOT EXISTS (SELECT FROM fenced f WHERE f.m = i.m AND f.r = i.r)

@@ -8,13 +8,13 @@ WITH input AS MATERIALIZED (
     SELECT * FROM json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, n integer, t float8, y text, l text, u float8, g float8, o text, e json)
 ), held AS MATERIALIZED (
-    SELECT msg_id, read_ct, headers ? 'cancel' AS is_canceled
+    SELECT msg_id, read_ct, message ->> 'command' AS command, headers ? 'cancel' AS is_canceled
       FROM pgmq.{queue}
      WHERE msg_id = ANY (ARRAY(SELECT m FROM input)) AND headers ->> 'held_by' = %(worker)s
      ORDER BY msg_id
        FOR UPDATE {locking}
 ), fenced AS MATERIALIZED (
-    SELECT i.* FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
+    SELECT i.* FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct AND i.c::text = h.command
      WHERE NOT h.is_canceled
 ), retimed AS (
     UPDATE pgmq.{queue} q
@@ -54,6 +54,7 @@ WITH input AS MATERIALIZED (
 SELECT m, r, COALESCE((SELECT CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = q.msg_id AND h.is_canceled)
                                      THEN 'canceled' ELSE 'busy' END
                          FROM pgmq.{queue} q
-                        WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers ->> 'held_by' = %(worker)s), 'refused')
+                        WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers ->> 'held_by' = %(worker)s
+                          AND q.message ->> 'command' = i.c::text), 'refused')
   FROM input i
  WHERE NOT EXISTS (SELECT FROM fenced f WHERE f.m = i.m AND f.r = i.r)
