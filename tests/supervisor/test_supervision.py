@@ -167,6 +167,28 @@ def test_no_more_workers_drain_for_long_than_there_are_processes(
     assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict = 'WAIVED'") >= 1
 
 
+def test_a_drain_does_not_hurry_work_that_is_within_its_deadline(
+    supervise: Supervise, impatient: Impatient, tasks: Path, bus: CommandBus, db: Db
+) -> None:
+    """Promise 5. In each of the workers that drain one attempt has a deadline, and one has none."""
+    impatient("crew.DRAIN_SECONDS = 0.5")
+    supervised = supervise().until_ready()
+    for n in range(2):
+        bus.send("orders", "hold_with_deadline", command_id=f"timed{n}")
+        bus.send("orders", "hold", command_id=f"endless{n}")
+        is_running(tasks, f"timed{n}", f"endless{n}")
+        supervised.signal(signal.SIGHUP)
+        supervised.until_said("1 new worker has taken over", times=n + 1)
+    supervised.until_said("so its 1 attempt without a deadline must end")
+    until(lambda: one(db, "SELECT count(*) > 0 FROM commandbus.attempt WHERE verdict = 'WAIVED'"))
+    (tasks / "go").touch()
+    until_settled(db)
+    assert statuses(db) == {"COMPLETED": 4}
+    assert {record.attempts for n in range(2) if (record := bus.get_command("orders", f"timed{n}"))} == {1}
+    until(lambda: len(supervised.workers()) == 1)
+    assert supervised.stop()[0] == 0
+
+
 def test_workers_that_die_at_once_are_restarted_ever_more_slowly(supervise: Supervise, tasks: Path) -> None:
     supervised = supervise().until_ready()
     (tasks / "tasks.py").write_text("import os\nos._exit(9)\n")
