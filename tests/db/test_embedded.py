@@ -397,7 +397,6 @@ class TestUsers:
         assert not make().running
         make().start()
 
-
     def test_an_interrupt_wins_over_a_program_that_takes_its_time(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

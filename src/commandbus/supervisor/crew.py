@@ -36,8 +36,8 @@ MEMORY_FACTOR: Final = 2
 START_SECONDS: Final = 300.0
 EXIT_SECONDS: Final = 3.0
 DRAIN_SECONDS: Final = 60.0
-"""Reloads may follow each other within seconds, and what runs should finish. Attempts that have a deadline always may:
-it ends them. Only attempts without one are hurried, after this long."""
+"""Reloads may follow each other within seconds, and what runs should finish. Attempts that have a deadline always
+may: it ends them. Only attempts without one are hurried, after this long."""
 
 
 class Crew:
