@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from psycopg import errors as pg
 
 from commandbus import sql
+from commandbus.flow.backend import Session
 from commandbus.flow.claim import ClaimedRow
 from commandbus.flow.settle import Settlement, cancellation, given_back, of_row, waived
 from commandbus.flow.statement import Statement, Steps, operation
@@ -59,14 +60,20 @@ class Scouted:
 
 
 @operation(atomic=False)
-def terminate_backends(worker: str, pids: Sequence[int] = ()) -> Steps[tuple[int, int]]:
-    """End the server's side of a worker's connections; answers how many were ended, and how many we may not end.
+def terminate_backends(worker: str, sessions: Sequence[Session] = ()) -> Steps[tuple[int, int]]:
+    """End the server's side of a worker's connections; returns how many were ended, and how many we may not end.
 
-    To be asked until nothing is left: an ended one is listed until it is gone.
+    `sessions` are those that are known to be its own, whatever their names. To be asked until nothing is left: an
+    ended one is listed until it is gone.
     """
     try:
         rows = yield Statement(
-            sql.text("terminate_backends"), {"prefix": f"commandbus {worker} ", "pids": list(pids)}
+            sql.text("terminate_backends"),
+            {
+                "prefix": f"commandbus {worker} ",
+                "pids": [session.pid for session in sessions],
+                "started": [session.started for session in sessions],
+            },
         )
     except pg.InsufficientPrivilege:
         return 0, 1

@@ -20,6 +20,7 @@ import psycopg
 
 from commandbus.db.link import Link, is_passing
 from commandbus.errors import CommandBusError
+from commandbus.flow.backend import Session
 from commandbus.flow.claim import put_right
 from commandbus.flow.limit_figures import Figures, figures
 from commandbus.flow.rescue import Held, Rule, Scouted, bury, held_by, outcome, scout, terminate_backends
@@ -202,11 +203,14 @@ class Coroner:
 
     def _end_backends(self, case: Case) -> None:
         """End what the server still does for it; wait a moment until that is over."""
-        # Behind a pooler a remembered process id is somebody else's by now.
-        pids = [slot.backend for slot in case.slots if slot.backend] if self._settings.prepared_statements else []
+        known = [
+            Session(slot.backend, slot.backend_started)
+            for slot in case.slots
+            if slot.backend and slot.backend_started  # else nobody knows whose that process id is by now
+        ]
         until = time.monotonic() + BACKEND_SECONDS
         while True:
-            ended, refused = self._link.run(terminate_backends(case.worker, pids))
+            ended, refused = self._link.run(terminate_backends(case.worker, known))
             if refused and not case.tries:
                 logger.warning("%d connections of worker %s belong to another role", refused, case.worker)
             if not ended or time.monotonic() > until or self._stopping.wait(FIRST_PAUSE_SECONDS):
