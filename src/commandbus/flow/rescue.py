@@ -20,6 +20,7 @@ from commandbus.flow.backend import Session
 from commandbus.flow.claim import ClaimedRow
 from commandbus.flow.settle import Settlement, cancellation, given_back, of_row, waived
 from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.model.client_sockets import ClientSession
 from commandbus.model.outcome import Failure, Judgement, Verdict, judge
 from commandbus.model.postmortem import Finding, Role
 from commandbus.model.retry import RetryPolicy
@@ -79,6 +80,23 @@ def terminate_backends(worker: str, sessions: Sequence[Session] = ()) -> Steps[t
         return 0, 1
     ended = sum(answer is not None for _, answer in rows)
     return ended, len(rows) - ended
+
+
+@operation(atomic=False)
+def client_sessions(
+    worker: str, ports: Sequence[int]
+) -> Steps[tuple[tuple[str, int] | None, list[ClientSession]]]:
+    """This server's address, and sessions that a worker has by name or whose client has one of these ports."""
+    rows = yield Statement(
+        sql.text("client_sessions"),
+        {
+            "prefix": f"commandbus {worker} ",
+            "isolated": f"commandbus {worker} isolated",
+            "ports": list(ports),
+        },
+    )
+    server = rows[0][-2:] if rows and rows[0][-2] is not None else None
+    return server, [ClientSession(*row[:-2]) for row in rows]
 
 
 @operation(atomic=False)

@@ -38,7 +38,7 @@ from commandbus.model.words import counted
 from commandbus.settings import Settings
 from commandbus.supervisor import view
 from commandbus.supervisor.catch import Signals
-from commandbus.supervisor.coroner import Case, Coroner
+from commandbus.supervisor.coroner import Case, Coroner, Trace
 from commandbus.supervisor.crew import Crew
 from commandbus.supervisor.notify import Notifier
 from commandbus.supervisor.probes import Probes
@@ -155,6 +155,7 @@ class Supervisor:
         for number in self._signals.take():
             self._obey(number, now)
         self._crew.look(now, blind_until=self._blind_until)
+        self._trace_condemned()
         if self._phase == STOPPING:
             if now >= self._stop_by - min(KILL_RESERVE, self._settings.shutdown_timeout / 4):
                 self._crew.kill_all(f"{self._stop_reason}, and its time was up", now)
@@ -194,6 +195,14 @@ class Supervisor:
             (tuple(worker.hello.domains) for worker in reversed(self._crew.workers) if worker.hello is not None),
             self._coroner.domains,
         )
+
+    def _trace_condemned(self) -> None:
+        """Before they are killed: which sessions have they opened?"""
+        for worker in self._crew.workers:
+            if worker.condemned is not None and worker.hello is not None and not worker.is_traced:
+                worker.is_traced = True
+                end = worker.condemned
+                self._coroner.trace(Trace(worker.hello.id, end.sockets, worker.spawned_at, end.at))
 
     def _connect(self) -> None:
         """On the thread of the `ServerWait`: is there a server that takes us and answers?"""
