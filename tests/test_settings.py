@@ -43,6 +43,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "max_extension": ("2h", 7200.0),
     "reset_thread_locals": ("false", False),
     "breakers_enabled": ("false", False),
+    "wait_for_database": ("false", False),
     "max_messages": ("10000", 10_000),
     "max_memory_mb": ("512", 512),
     "health_port": ("8080", 8080),

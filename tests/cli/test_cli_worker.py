@@ -151,12 +151,28 @@ def test_bad_settings_are_exit_code_3(database, shop, words, told):
     assert answer.err.count("\n") == 1
 
 
+AWAY = ("--database", "postgresql://a:secret@127.0.0.1:1/a")
+
+
 def test_a_server_that_is_away_or_empty_is_exit_code_6(empty_database, shop):
-    away = run("worker", "shop:registry", "--database", "postgresql://a:secret@127.0.0.1:1/a", cwd=shop)
+    away = run("worker", "shop:registry", *AWAY, "--no-wait", cwd=shop)
     assert (away.code, "secret" in away.err) == (ExitCode.DATABASE, False)
+    away = run("worker", "shop:registry", *AWAY, cwd=shop, WORKER_WAIT_FOR_DATABASE="false")
+    assert away.code == ExitCode.DATABASE
     empty = run("worker", "shop:registry", "--database", empty_database, cwd=shop)
     assert empty.code == ExitCode.DATABASE
     assert "commandbus migrate" in empty.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_away_is_waited_for_until_a_signal(shop, number):
+    with Program("worker", "shop:registry", *AWAY, "--json", cwd=shop) as program:
+        said = program.read_until("this start waits for it", stream="stderr")
+        assert ("Connection refused" in said, "secret" in said) == (True, False)
+        program.signal(number)
+        answer = program.end()
+        assert (answer.code, answer.document["reason"]) == (0, number.name)
+        assert not program.survivors()
 
 
 # --- the registry -------------------------------------------------------------------------------------------

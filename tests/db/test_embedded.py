@@ -397,6 +397,25 @@ class TestUsers:
         assert not make().running
         make().start()
 
+    def test_an_interrupt_wins_over_a_program_that_takes_its_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """That initdb needs longer than we wait for it is not what Ctrl-C raises."""
+        monkeypatch.setattr("commandbus.db.embedded.binaries._INTERRUPTED_GRACE_SECONDS", 0.2)
+        started = tmp_path / "started"
+
+        def interrupt() -> None:
+            until(lambda: started.exists() and started.read_text().strip())
+            os.kill(os.getpid(), signal.SIGINT)
+
+        asker = threading.Thread(target=interrupt)
+        asker.start()
+        with pytest.raises(KeyboardInterrupt):
+            Account.current().run(["/bin/sh", "-c", f"echo $$ > {started}; exec sleep 60"])
+        asker.join()
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(started.read_text()), 0)
+
 
 class TestCrashes:
     def test_a_killed_postmaster_recovers(self, make: Make) -> None:

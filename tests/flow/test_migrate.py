@@ -6,6 +6,7 @@ import multiprocessing
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,49 @@ def test_a_newer_schema_is_refused(bus: Bus, db: psycopg.Connection[Any]) -> Non
         with pytest.raises(SchemaError, match=f"migration {newest + 5}, newer than this release knows"):
             act()
     assert _catalog(bus.url) == before
+
+
+# --- somebody's transaction in the way ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This release has one more migration than the database: it needs every transaction out of its way."""
+    text = "ALTER TABLE commandbus.command ADD COLUMN added text"
+    found = migrations() | {max(migrations()) + 1: ("later", text)}
+    monkeypatch.setattr("commandbus.sql.migrations", lambda: found)
+
+
+@pytest.mark.usefixtures("newer")
+def test_sends_do_not_queue_up_behind_a_migration_that_waits(
+    orders: Bus, db: psycopg.Connection[Any], database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    impatient = f"{database}?options=-c%20statement_timeout%3D4s"
+    with (
+        psycopg.connect(database, application_name="report") as long,
+        CommandBus(impatient) as sender,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        long.execute("SELECT count(*) FROM commandbus.command")
+        migrating = thread.submit(orders.migrate)
+        while caplog.text.count(f"waits for the transaction of session {long.info.backend_pid} (report)") < 2:
+            sender.send("orders", "Ship")  # behind an ALTER TABLE without a limit it would end in QueryCanceled
+            assert not migrating.done()
+        long.rollback()
+        assert migrating.result(20).missing == (max(migrations()) + 1,)
+    assert one(db, "SELECT count(added) FROM commandbus.command") == 0
+
+
+@pytest.mark.usefixtures("newer")
+def test_a_migration_gives_up_when_its_time_is_over(
+    connect: Callable[..., Bus], bus: Bus, db: psycopg.Connection[Any], database: str
+) -> None:
+    with psycopg.connect(database) as long:
+        long.execute("SELECT count(*) FROM commandbus.command")
+        with pytest.raises(SchemaError, match="could not be changed within 0s: a transaction on its tables"):
+            bus.migrate(wait=0)
+        assert one(db, "SELECT max(number) FROM commandbus.migration") == max(migrations())
+        assert one(db, "SHOW lock_timeout") == "0"
 
 
 # --- roles without rights -----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from flow_harness import Bus, expire_leases, one, send_raw, sync_only
 from psycopg import sql
 
 from commandbus import CommandStatus
+from commandbus.flow.backend import Session
 from commandbus.flow.rescue import Held, Rule, bury, held_by, outcome, scout, terminate_backends
 from commandbus.model.outcome import Failure
 from commandbus.model.postmortem import Finding, Role
@@ -178,6 +179,12 @@ def is_open(db: psycopg.Connection[Any], conn: psycopg.Connection[Any]) -> bool:
     return found
 
 
+def began(db: psycopg.Connection[Any], conn: psycopg.Connection[Any]) -> int:
+    query = "SELECT (extract(epoch FROM backend_start) * 1000000)::bigint FROM pg_stat_activity WHERE pid = %s"
+    found: int = one(db, query, conn.info.backend_pid)
+    return found
+
+
 @sync_only
 def test_the_connections_of_one_worker_end(orders: Bus, db: psycopg.Connection[Any], database: str) -> None:
     with (
@@ -186,10 +193,12 @@ def test_the_connections_of_one_worker_end(orders: Bus, db: psycopg.Connection[A
         session(database, "commandbus wx1 settler") as other,
         session(database, "commandbus w_11 settler") as longer,
     ):
-        assert orders.run(terminate_backends("w_1", [known.info.backend_pid])) == (2, 0)
+        later = Session(other.info.backend_pid, began(db, other) + 1)  # of a process id that somebody else has now
+        sessions = [Session(known.info.backend_pid, began(db, known)), later]
+        assert orders.run(terminate_backends("w_1", sessions)) == (2, 0)
         while is_open(db, its) or is_open(db, known):
             pass
-        assert orders.run(terminate_backends("w_1", [known.info.backend_pid])) == (0, 0)
+        assert orders.run(terminate_backends("w_1", sessions)) == (0, 0)
         assert is_open(db, other)
         assert is_open(db, longer)
 

@@ -214,7 +214,7 @@ def _taken_by_the_same(orders: Bus, db: psycopg.Connection[Any], attempt: Attemp
 
 
 def _handed_out_again(orders: Bus, db: psycopg.Connection[Any], attempt: Attempt) -> None:
-    """After a failover that lost commits: the same msg_id and read_ct, held by the same worker, another command."""
+    """After a failover that lost commits: the same msg_id and read_ct and holder, another command."""
     other = orders.send("orders", "Ship", command_id="other")
     db.execute("DELETE FROM pgmq.q_orders__commands WHERE msg_id = %s", (attempt.msg_id + 1,))
     message = f'{{"command": {other.id}}}'

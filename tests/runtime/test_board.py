@@ -45,12 +45,13 @@ def test_attempts_come_and_go_in_their_slots(pair) -> None:
     theirs.thread(7, 2**47 - 1, 4242)
     theirs.enter(7, 3, 2**62, 5, 10.5, math.inf)
     theirs.enter(0, 0, 1, 1, 11.5, 20.5)
-    theirs.backend(7, 99)
+    theirs.backend(7, 99, 2**52)
     first, second = ours.read().slots
     assert (first.index, first.msg_id, first.stuck_at) == (0, 1, 20.5)
     assert (second.index, second.domain_index, second.msg_id, second.read_ct) == (7, 3, 2**62, 5)
     assert (second.started, second.stuck_at) == (10.5, math.inf)
-    assert (second.ident, second.native_id, second.backend) == (2**47 - 1, 4242, 99)
+    assert (second.ident, second.native_id) == (2**47 - 1, 4242)
+    assert (second.backend, second.backend_started) == (99, 2**52)
     assert ours.read().first_stuck_at == 20.5
     theirs.leave(0)
     assert ours.read().first_stuck_at is None

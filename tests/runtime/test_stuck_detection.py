@@ -550,3 +550,28 @@ def test_a_lost_lease_stops_the_attempt(
     assert stopped.wait(10)
     until_settled(db)
     assert bus.get_command("orders", "c").status is CommandStatus.COMPLETED  # type: ignore[union-attr]
+
+
+def test_a_session_that_has_a_stuck_attempts_process_id_by_now_is_spared(
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    database: str,
+    gate: threading.Event,
+) -> None:
+    """The attempt's own session ended, and the server has given its process id to somebody else."""
+    with psycopg.connect(database, application_name="innocent") as innocent:
+
+        @handlers.handler("orders", "hang", timeout=0.5)
+        def hang(command: Any, ctx: Any) -> None:
+            with ctx.connection() as conn:
+                conn.execute("SELECT 1")
+                ctx._attempt.borrowed.pid = innocent.info.backend_pid
+                gate.wait(30)
+
+        bus.send("orders", "hang", command_id="c", max_attempts=1)
+        start_worker(handlers, cancel_grace=0.3)
+        until(lambda: verdicts(db, "c"))
+        assert one(innocent, "SELECT 1") == 1
+        assert one(db, "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'innocent'") == 1

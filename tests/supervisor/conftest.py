@@ -33,6 +33,10 @@ def hold(command, ctx):
         time.sleep(0.02)
     return ctx.attempt_number
 
+@handlers.handler("orders", "hold_with_deadline", timeout=60)
+def hold_with_deadline(command, ctx):
+    return hold(command, ctx)
+
 @handlers.handler("orders", "hold_async", timeout=0)
 async def hold_async(command, ctx):
     Path(command.command_id + ".started").write_text(str(os.getpid()))

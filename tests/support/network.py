@@ -60,6 +60,12 @@ class Proxy:
             pair.is_silent = True
         return len(chosen)
 
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        with self._lock:
+            return len(self._pairs)
+
     def cut(self) -> None:
         """End every connection, without a good-bye; new ones are welcome unless `is_refusing`."""
         with self._lock:

@@ -121,9 +121,14 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
 
     # --- set-up -------------------------------------------------------------------------------------------
 
-    async def migrate(self, *, domains: Sequence[str] = ()) -> SchemaState:
-        """Bring the schema to this release, and create domains; see `flow/migrate.py`."""
-        return await self.run(migrate.migrate(domains))
+    async def migrate(
+        self, *, domains: Sequence[str] = (), wait: Duration = migrate.PATIENCE_SECONDS
+    ) -> SchemaState:
+        """Bring the schema to this release, and create domains; see `flow/migrate.py`.
+
+        While somebody's transaction is in the way, it steps back and tries again, for about as long as `wait`.
+        """
+        return await self.follow(self._migration(domains, wait))
 
     async def schema_state(self) -> SchemaState:
         """What the database has and what `migrate` would add."""

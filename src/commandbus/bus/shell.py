@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import getpass
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import islice
 from typing import Any, TypeVar
 
 from commandbus.bus.listening import Call, Listening
 from commandbus.errors import InvalidOperationError
-from commandbus.flow import call, send
+from commandbus.flow import call, migrate, send
 from commandbus.flow.breaker_operate import Guard
 from commandbus.flow.inspect import CommandQuery
+from commandbus.flow.migrate import SchemaState
 from commandbus.flow.prune import Retention
-from commandbus.flow.statement import Operation
+from commandbus.flow.statement import Operation, Plan
 from commandbus.model import names
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.settings import Settings, load_settings
 
+logger = logging.getLogger("commandbus.bus")
 T = TypeVar("T")
 CHUNK = 1000
 POOL_SIZE = 8
@@ -88,6 +91,12 @@ class Shell:
         if guard is None or not (refusable := {each for each in types if guard.may_refuse(each)}):
             return sending
         return guard.before(sending, sorted(refusable))
+
+    def _migration(self, domains: Sequence[str], wait: Duration) -> Plan[SchemaState]:
+        def told(by: str) -> None:
+            logger.warning("the migration waits for %s", by)
+
+        return migrate.migrate(domains, wait_seconds=parse_seconds(wait, name="wait"), on_wait=told)
 
     def _retention(self, age: float | str | timedelta | None, count: int | None) -> Retention:
         if age is None and count is None:

@@ -132,9 +132,12 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
 
     # --- set-up -------------------------------------------------------------------------------------------
 
-    def migrate(self, *, domains: Sequence[str] = ()) -> SchemaState:
-        """Bring the schema to this release, and create domains; see `flow/migrate.py`."""
-        return self.run(migrate.migrate(domains))
+    def migrate(self, *, domains: Sequence[str] = (), wait: Duration = migrate.PATIENCE_SECONDS) -> SchemaState:
+        """Bring the schema to this release, and create domains; see `flow/migrate.py`.
+
+        While somebody's transaction is in the way, it steps back and tries again, for about as long as `wait`.
+        """
+        return self.follow(self._migration(domains, wait))
 
     def schema_state(self) -> SchemaState:
         """What the database has and what `migrate` would add."""

@@ -8,6 +8,7 @@ import click
 
 from commandbus.bus import CommandBus
 from commandbus.cli.exits import ExitCode
+from commandbus.cli.parameters import DURATION
 from commandbus.cli.render import print_json
 from commandbus.cli.session import Command, Session
 from commandbus.flow import migrate as migrate_flow
@@ -19,12 +20,24 @@ from commandbus.model.words import counted
 @click.option("--print", "print_sql", is_flag=True, help="Print the SQL instead; needs no database.")
 @click.option("--check", is_flag=True, help="Change nothing; exit code 1 if something is missing.")
 @click.option("--domain", "domains", multiple=True, metavar="NAME", help="Create this domain too; repeatable.")
+@click.option(
+    "--wait", type=DURATION, default=migrate_flow.PATIENCE_SECONDS, metavar="DURATION", show_default="5m",
+    help="How long to try again while a transaction is in the way.",
+)  # fmt: skip
 @click.pass_context
-def migrate(ctx: click.Context, print_sql: bool, check: bool, domains: tuple[str, ...]) -> None:  # noqa: FBT001
+def migrate(
+    ctx: click.Context,
+    *,
+    print_sql: bool,
+    check: bool,
+    domains: tuple[str, ...],
+    wait: float,
+) -> None:
     """Create the schema, or bring it to this release.
 
     Safe to run again, and by any number of processes at once. PGMQ is installed by its extension where the
-    server has it, else by its published SQL.
+    server has it, else by its published SQL. Where a long transaction is in the way, it steps back so that nobody
+    waits behind it, says whose transaction that is, and tries again.
     """
     session: Session = ctx.obj
     if print_sql and check:
@@ -39,11 +52,11 @@ def migrate(ctx: click.Context, print_sql: bool, check: bool, domains: tuple[str
         if check:
             _check(ctx, bus, domains)
         else:
-            _migrate(session, bus, domains)
+            _migrate(session, bus, domains, wait)
 
 
-def _migrate(session: Session, bus: CommandBus, domains: tuple[str, ...]) -> None:
-    before = bus.migrate(domains=domains)
+def _migrate(session: Session, bus: CommandBus, domains: tuple[str, ...], wait: float) -> None:
+    before = bus.migrate(domains=domains, wait=wait)
     now = bus.schema_state()
     if session.as_json:
         print_json(_document(now) | {"newly_applied": before.missing, "domains": domains})

@@ -24,7 +24,7 @@ from commandbus.supervisor.supervisor import supervise
 
 logger = logging.getLogger("commandbus.worker")
 
-ARGUMENTS = ("handlers", "domains")
+ARGUMENTS = ("handlers", "domains", "wait_for_database")
 OPTIONS = [
     setting
     for setting in settings_in("worker", "retry", "pool", "retention", "log")
@@ -38,18 +38,27 @@ OPTIONS = [
     "--domain", "domains", multiple=True, metavar="NAME",
     help="Serve this domain; repeatable. [WORKER_DOMAINS; default: all that have handlers]",
 )  # fmt: skip
+@click.option(
+    "--no-wait", is_flag=True,
+    help="End with exit code 6 if the database is away, instead of waiting. [WORKER_WAIT_FOR_DATABASE=false]",
+)  # fmt: skip
 @setting_options(OPTIONS)
 @click.pass_context
-def worker(ctx: click.Context, /, handlers: str | None, domains: tuple[str, ...], **overrides: Any) -> None:
+def worker(
+    ctx: click.Context, /, handlers: str | None, domains: tuple[str, ...], *, no_wait: bool, **overrides: Any
+) -> None:
     """Run the handlers of a registry, until SIGTERM or Ctrl-C.
 
     MODULE is imported by the worker processes, with the working directory on the path; REGISTRY is a
     commandbus.HandlerRegistry in it (default: WORKER_HANDLERS). This process supervises them: it replaces those
     that drain, freeze or crash, and settles what they held. SIGHUP starts new ones with the code that is there
     now, and the old ones end when these are ready. A second SIGTERM or Ctrl-C ends it without waiting for what
-    runs. Exit code 7 says that something was cut off or left behind; its command is tried again.
+    runs. Exit code 7 says that something was cut off or left behind; its command is tried again. A database that
+    is away at the start is waited for.
     """
     session: Session = ctx.obj
+    if no_wait:
+        overrides["wait_for_database"] = False
 
     def load() -> Settings:
         return session.settings(handlers=handlers, domains=list(domains) or None, **overrides)
@@ -59,7 +68,8 @@ def worker(ctx: click.Context, /, handlers: str | None, domains: tuple[str, ...]
     for warning in settings.warnings:
         logger.warning("%s", warning)
     _check_reference(settings.handlers)
-    _check_reachable(settings)
+    if not settings.wait_for_database:
+        _check_reachable(settings)
     report = supervise(settings, reload=load)
     if session.as_json:
         print_json(report)

@@ -1,8 +1,11 @@
-"""backend: an attempt's database session, seen from outside: what it does, how it is cancelled and ended."""
+"""backend: an attempt's database session, seen from outside: what it does, how it is cancelled and ended.
+
+A process id that was remembered may be somebody else's by now: a session is named by it and by when it began.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from psycopg import errors as pg
 
@@ -11,24 +14,35 @@ from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model import payload
 
 
+class Session(NamedTuple):
+    """A session of the server: its process id, and its `backend_start` in microseconds since 1970."""
+
+    pid: int
+    started: int
+
+
+_IT = b""" FROM pg_stat_activity
+ WHERE pid = %(pid)s AND (extract(epoch FROM backend_start) * 1000000)::bigint = %(started)s"""
+
+
 @operation(atomic=False)
-def find_backend(pid: int, key: int | None) -> Steps[int | None]:
-    """The pid of an attempt's backend: remembered, or by its advisory lock behind PgBouncer."""
+def find_backend(pid: int, started: int, key: int | None) -> Steps[Session | None]:
+    """An attempt's session: remembered, or by its advisory lock behind PgBouncer. None if it cannot be named."""
     if key is None:
-        return pid
+        return Session(pid, started) if started else None
     rows = yield Statement(sql.text("lock_holder"), {"key": key})
-    return rows[0][0] if rows else None
+    return Session(*rows[0]) if rows else None
 
 
 @operation(atomic=False)
-def look_at_backend(pid: int) -> Steps[dict[str, Any] | None]:
-    """Query, wait event and blockers of a backend; None if it is gone."""
-    rows = yield Statement(sql.text("backend"), {"pid": pid})
+def look_at_backend(session: Session) -> Steps[dict[str, Any] | None]:
+    """Query, wait event and blockers of a session; None if it is gone."""
+    rows = yield Statement(sql.text("backend"), session._asdict())
     if not rows:
         return None
     _, state, query, wait_type, wait_event, seconds, blockers = rows[0]
     return {
-        "pid": pid,
+        "pid": session.pid,
         "state": state,
         "query": query,
         "wait_event_type": wait_type,
@@ -39,21 +53,20 @@ def look_at_backend(pid: int) -> Steps[dict[str, Any] | None]:
 
 
 @operation(atomic=False)
-def cancel_backend(pid: int) -> Steps[bool]:
-    """Cancel what a backend runs; False if this role may not, or it is gone."""
-    return (yield from _signal(b"SELECT pg_cancel_backend(%(pid)s)", pid))
+def cancel_backend(session: Session) -> Steps[bool]:
+    """Cancel what a session runs; False if this role may not, or it is gone."""
+    return (yield from _signal(b"SELECT pg_cancel_backend(pid)", session))
 
 
 @operation(atomic=False)
-def terminate_backend(pid: int) -> Steps[bool]:
-    """End a backend and wait until it is gone (2 s at most); False if this role may not, or it was gone."""
-    return (yield from _signal(b"SELECT pg_terminate_backend(%(pid)s, 2000)", pid))
+def terminate_backend(session: Session) -> Steps[bool]:
+    """End a session and wait until it is gone (2 s at most); False if this role may not, or it was gone."""
+    return (yield from _signal(b"SELECT pg_terminate_backend(pid, 2000)", session))
 
 
-def _signal(text: bytes, pid: int) -> Steps[bool]:
+def _signal(text: bytes, session: Session) -> Steps[bool]:
     try:
-        rows = yield Statement(text, {"pid": pid})
+        rows = yield Statement(text + _IT, session._asdict())
     except pg.InsufficientPrivilege:
         return False
-    found: bool = rows[0][0]
-    return found
+    return bool(rows and rows[0][0])

@@ -3,12 +3,16 @@
 Everything happens in one transaction under one advisory lock: any number of processes may run it at once, and
 a failure leaves nothing behind. No superuser is needed, only CREATE on the database. A schema newer than this
 release is refused: an old release must not guess what a new one meant.
+
+An ALTER TABLE that waits for a long transaction makes every send wait behind it. So it waits for LOCK_SECONDS at
+most; then all is rolled back, the others have their turn, and it is tried again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from psycopg import errors as pg
 
@@ -16,11 +20,18 @@ from commandbus import sql
 from commandbus.db import pgmq
 from commandbus.errors import MissingPrivilegeError, SchemaError
 from commandbus.flow.domains import create_steps
-from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.flow.statement import Plan, Statement, Steps, operation
+from commandbus.model.durations import format_seconds
 from commandbus.model.roles import grant_statements
 
 LOCK = 0x636D6462_75730001  # 'cmdbus' and a purpose; any constant would do, all releases must share it
 
+LOCK_SECONDS: Final = 1.0
+FIRST_PAUSE_SECONDS: Final = 0.5
+LONGEST_PAUSE_SECONDS: Final = 5.0
+PATIENCE_SECONDS: Final = 300.0
+
+_LIMIT = f"SET LOCAL lock_timeout = {LOCK_SECONDS * 1000:.0f}".encode()
 _BEGIN = b"""
 CREATE SCHEMA IF NOT EXISTS commandbus;
 CREATE TABLE IF NOT EXISTS commandbus.migration (
@@ -46,10 +57,66 @@ class SchemaState:
         return not self.missing
 
 
+class _BusyError(SchemaError):
+    """Somebody else's transaction holds a lock that a migration needs."""
+
+
+def migrate(
+    domains: Sequence[str] = (),
+    *,
+    wait_seconds: float = PATIENCE_SECONDS,
+    on_wait: Callable[[str], None] = lambda _: None,
+) -> Plan[SchemaState]:
+    """Apply what is missing; returns the state from before, whose `missing` is what was applied.
+
+    It is tried again for about `wait_seconds` while somebody's transaction is in its way; `on_wait` is told whose.
+    """
+    pause, waited = FIRST_PAUSE_SECONDS, 0.0
+    while True:
+        try:
+            state: SchemaState = yield _migrate_once(domains)
+        except _BusyError:
+            if waited >= wait_seconds:
+                raise SchemaError(
+                    f"the schema could not be changed within {format_seconds(wait_seconds)}: a transaction on its "
+                    f"tables does not end; end it (`commandbus doctor` names the oldest), and migrate again"
+                ) from None
+        else:
+            return state
+        on_wait((yield _who_blocks()) or "a transaction that has ended since")
+        yield _sleep(pause)
+        waited += LOCK_SECONDS + pause
+        pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+
+
+@operation(atomic=False)
+def _sleep(seconds: float) -> Steps[None]:
+    """On the server, so that the sync and the async driver both can."""
+    yield Statement(b"SELECT pg_sleep(%(seconds)s)", {"seconds": seconds})
+
+
+@operation(atomic=False)
+def _who_blocks() -> Steps[str | None]:
+    """The oldest transaction that holds something of ours, in words."""
+    rows = yield Statement(sql.text("schema_holder"))
+    if not rows:
+        return None
+    pid, application, seconds = rows[0]
+    name = f" ({application})" if application else ""
+    return f"the transaction of session {pid}{name}, open for {format_seconds(round(seconds))}"
+
+
 @operation(atomic=True)
-def migrate(domains: Sequence[str] = ()) -> Steps[SchemaState]:
-    """Apply what is missing; answers the state from before, whose `missing` is what was applied."""
-    yield Statement(b"SELECT pg_advisory_xact_lock(%(key)s)", {"key": LOCK})
+def _migrate_once(domains: Sequence[str]) -> Steps[SchemaState]:
+    yield Statement(b"SELECT pg_advisory_xact_lock(%(key)s)", {"key": LOCK})  # keeps nobody waiting but its like
+    yield Statement(_LIMIT)
+    try:
+        return (yield from _migrate(domains))
+    except pg.LockNotAvailable as error:
+        raise _BusyError(str(error)) from None
+
+
+def _migrate(domains: Sequence[str]) -> Steps[SchemaState]:
     state = yield from _look()
     _refuse_newer(state)
     if state.missing:
@@ -106,6 +173,8 @@ def script() -> str:
         "-- commandbus: the schema, as `commandbus migrate` would apply it. Safe to run again.",
         "BEGIN;",
         f"SELECT pg_advisory_xact_lock({LOCK});",
+        "-- Sends must not queue up behind an ALTER TABLE that waits for a long transaction: run it again then.",
+        f"{_LIMIT.decode()};",
         _BEGIN.decode().strip(),
         pgmq.script(),
     ]

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 from psycopg import errors as pg
 
 from commandbus import sql
+from commandbus.flow.backend import Session
 from commandbus.flow.claim import ClaimedRow
 from commandbus.flow.settle import Settlement, cancellation, given_back, of_row, waived
 from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.model.client_sockets import ClientSession
 from commandbus.model.outcome import Failure, Judgement, Verdict, judge
 from commandbus.model.postmortem import Finding, Role
 from commandbus.model.retry import RetryPolicy
@@ -59,19 +61,42 @@ class Scouted:
 
 
 @operation(atomic=False)
-def terminate_backends(worker: str, pids: Sequence[int] = ()) -> Steps[tuple[int, int]]:
-    """End the server's side of a worker's connections; answers how many were ended, and how many we may not end.
+def terminate_backends(worker: str, sessions: Sequence[Session] = ()) -> Steps[tuple[int, int]]:
+    """End the server's side of a worker's connections; returns how many were ended, and how many we may not end.
 
-    To be asked until nothing is left: an ended one is listed until it is gone.
+    `sessions` are those that are known to be its own, whatever their names. To be asked until nothing is left: an
+    ended one is listed until it is gone.
     """
     try:
         rows = yield Statement(
-            sql.text("terminate_backends"), {"prefix": f"commandbus {worker} ", "pids": list(pids)}
+            sql.text("terminate_backends"),
+            {
+                "prefix": f"commandbus {worker} ",
+                "pids": [session.pid for session in sessions],
+                "started": [session.started for session in sessions],
+            },
         )
     except pg.InsufficientPrivilege:
         return 0, 1
     ended = sum(answer is not None for _, answer in rows)
     return ended, len(rows) - ended
+
+
+@operation(atomic=False)
+def client_sessions(
+    worker: str, ports: Sequence[int]
+) -> Steps[tuple[tuple[str, int] | None, list[ClientSession]]]:
+    """This server's address, and sessions that a worker has by name or whose client has one of these ports."""
+    rows = yield Statement(
+        sql.text("client_sessions"),
+        {
+            "prefix": f"commandbus {worker} ",
+            "isolated": f"commandbus {worker} isolated",
+            "ports": list(ports),
+        },
+    )
+    server = rows[0][-2:] if rows and rows[0][-2] is not None else None
+    return server, [ClientSession(*row[:-2]) for row in rows]
 
 
 @operation(atomic=False)

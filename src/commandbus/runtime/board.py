@@ -4,7 +4,7 @@
     note  | a short text: why health is what it is       by the ladder's thread
     gone  | the last replaced threads                    when a slot gets a new thread
     slot  | msg_id, started, stuck_at, read_ct, domain, running   by the slot's thread, one record per slot
-          | ident, native_id, backend                             when they change
+          | ident, native_id, backend and when that began         when they change
 
 The memory is an inherited memfd: it survives the worker's death, which is when it matters, and nothing has to be
 unlinked. Nobody locks: `running` is the last byte of a record to be written when an attempt starts and the only
@@ -31,6 +31,7 @@ _COUNT = struct.Struct("@Q")
 _GONE = struct.Struct("@QQ")
 _ATTEMPT = struct.Struct("@qddIIB")
 _THREAD = struct.Struct("@QII")
+_BACKEND = struct.Struct("@Iq")
 _PID = struct.Struct("@I")
 _MOMENT = struct.Struct("@d")
 
@@ -41,7 +42,7 @@ _GONE_COUNT_AT = 608
 _GONE_AT = 616
 _GONE_KEPT = 64
 _SLOTS_AT = 1664
-_RECORD = 64
+_RECORD = 72
 _RUNNING_AT = _ATTEMPT.size - 1
 _STUCK_AT = 16
 _THREAD_AT = 40
@@ -70,6 +71,7 @@ class SlotView:
     ident: int
     native_id: int
     backend: int
+    backend_started: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +158,12 @@ class Board:
             self.leave(slot)
         _THREAD.pack_into(self._memory, at, ident, native_id, 0)
 
-    def backend(self, slot: int, pid: int) -> None:
-        """The slot's attempt talks to this server process; 0: to none."""
-        _PID.pack_into(self._memory, _SLOTS_AT + slot * _RECORD + _BACKEND_AT, pid)
+    def backend(self, slot: int, pid: int, started: int = 0) -> None:
+        """The slot's attempt talks to this server process, which began then; 0: to none, or nobody knows."""
+        at = _SLOTS_AT + slot * _RECORD + _BACKEND_AT
+        _PID.pack_into(self._memory, at, 0)  # a worker that dies in between leaves none
+        _BACKEND.pack_into(self._memory, at, 0, started)
+        _PID.pack_into(self._memory, at, pid)
 
     def stuck_at(self, slot: int, value: float) -> None:
         """The attempt's limit has moved."""
@@ -209,9 +214,9 @@ class Board:
             if memory[at + _RUNNING_AT]:
                 msg_id, started, stuck_at, read_ct, domain_index, _ = _ATTEMPT.unpack_from(memory, at)
                 ident, native_id, _ = _THREAD.unpack_from(memory, at + _THREAD_AT)
-                (pid,) = _PID.unpack_from(memory, at + _BACKEND_AT)
+                backend = _BACKEND.unpack_from(memory, at + _BACKEND_AT)
                 slots.append(
-                    SlotView(index, domain_index, msg_id, read_ct, started, stuck_at, ident, native_id, pid)
+                    SlotView(index, domain_index, msg_id, read_ct, started, stuck_at, ident, native_id, *backend)
                 )
         return Snapshot(
             beat_at, State(state), health, running, settled, claimed, free, stuck, rss_mb, note, slots,

@@ -278,7 +278,11 @@ class Child:
             self.has_begun = True
         elif kind == "lent":
             key = message["key"]
-            extras.borrowed = Borrowed(int(message["pid"]), None if key is None else int(key))
+            pid, started = int(message["pid"]), int(message["started"])
+            if extras.borrowed is not None and extras.borrowed.pid == pid:
+                extras.borrowed.started = started  # said again, now that it is known
+            else:
+                extras.borrowed = Borrowed(pid, None if key is None else int(key), started=started)
             if self._attempt.stop is not None:  # the ladder came before this was known
                 self._keeper.cancel_query(self._attempt)
         elif kind == "returned":

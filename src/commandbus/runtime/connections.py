@@ -8,15 +8,22 @@ statements, because the pooled connection keeps count of those.
 Every connection is handed out with statement_timeout, lock_timeout at 80% of it and
 idle_in_transaction_session_timeout for its session (a transaction-local value would be gone after the handler's
 own commit), none longer than what remains until the attempt counts as stuck. When it comes back, the session is as
-it was: of our own pool everything is reset, of a lent one what we set. The server also looks every two seconds
+it was: of our own pool everything is reset, of a lent one role and settings get the values from before (but for
+custom settings such as `app.tenant`, which the server does not list). The server also looks every two seconds
 whether we are still there (client_connection_check_interval), so that a statement of a killed process ends soon,
 whatever its handler did to the other limits. Behind PgBouncer (no prepared statements) a
 session belongs to nobody: there the limits are those of the handler's first transaction, and nothing is undone.
 
 While a handler holds a connection the attempt knows it (`Borrowed`), so that its query can be cancelled at the
 deadline and its backend terminated when it is stuck. A cancel that came late would hit the connection's next
-owner: the return to the pool waits for cancels in flight. Behind PgBouncer a remembered pid belongs to somebody
-else by now: there the transaction takes an advisory lock by which its backend is found.
+owner: the return to the pool waits for cancels in flight. A process id alone may be somebody else's by now. So the
+server is asked once per connection when that backend began, and the two together name it. Behind PgBouncer a
+remembered backend serves somebody else by now. There the transaction takes an advisory lock by which its backend
+is found. Behind a pooler that nobody told us of (its process ids are not the server's) only our end is hung up.
+
+A connection that a stuck attempt, or a thread that it left behind, does not return must not be missing in the pool
+for ever. The pool counts connections and does not know them by name: it is given a closed one in its place, and
+opens another.
 """
 
 from __future__ import annotations
@@ -26,16 +33,18 @@ import hashlib
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import psycopg
-from psycopg import AsyncConnection, Connection
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor, pq
 from psycopg.pq import TransactionStatus
 from psycopg.pq.abc import PGconn
+from psycopg.rows import tuple_row
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from commandbus.clock import monotonic
@@ -50,12 +59,16 @@ CHECK_INTERVAL_MS = "2000"
 
 
 class Borrowed:
-    """A connection while an attempt holds it. `lock` guards its return against a cancel on its way."""
+    """A connection while an attempt holds it. `lock` guards its return against a cancel on its way.
 
-    __slots__ = ("file", "is_lost", "is_returned", "key", "lock", "pgconn", "pid")
+    `started` is when its backend began, in the server's microseconds; 0 as long as nobody has asked.
+    """
 
-    def __init__(self, pid: int, key: int | None, pgconn: PGconn | None = None) -> None:
+    __slots__ = ("file", "is_lost", "is_returned", "key", "lock", "pgconn", "pid", "started")
+
+    def __init__(self, pid: int, key: int | None, pgconn: PGconn | None = None, started: int = 0) -> None:
         self.pid = pid
+        self.started = started
         self.pgconn = pgconn
         self.file = -1 if pgconn is None else pgconn.socket
         self.key = key  # of the advisory lock by which the backend is found, behind PgBouncer
@@ -93,7 +106,7 @@ class HandlerConnections:
         on_no_thread: Callable[[str], None] = lambda _: None,
         on_unreachable: Callable[[], None] = lambda: None,
         max_idle: float | None = None,
-        on_backend: Callable[[Attempt, int], None] | None = None,
+        on_backend: Callable[[Attempt, int, int], None] | None = None,
     ) -> None:
         self._settings = settings
         self._timeouts = settings.timeouts
@@ -103,11 +116,11 @@ class HandlerConnections:
         self._on_exhausted = on_exhausted
         self._on_no_thread = on_no_thread
         self._on_unreachable = on_unreachable
-        self._on_backend = on_backend  # told the backend's pid, and 0 when the connection is back
+        self._on_backend = on_backend  # told the backend's pid and start, and 0 when the connection is back
         self._max_idle = max_idle
         self._own: ConnectionPool[OwnConnection] | None = None
         self._opening = threading.Lock()
-        self._lost = 0  # connections that stuck attempts hold: the pool counts them for ever
+        self._started: WeakKeyDictionary[Connection[Any], int] = WeakKeyDictionary()  # when its backend began
         self._askers: ThreadPoolExecutor | None = None
         self._is_pooled_elsewhere = not settings.prepared_statements
 
@@ -122,13 +135,17 @@ class HandlerConnections:
             self._on_exhausted()
             raise
         habits = _habits(conn)
-        before: dict[str, Any] = {}
+        before: Remembered | None = None
         borrowed = self._lend(attempt, conn)
         try:
             _refuse_fenced(attempt)
             conn.autocommit = not self._is_pooled_elsewhere  # a lent pool's may not be
-            limits = self._limits(attempt, deadline_at, borrowed)
-            before = _named(conn.execute(_LIMIT, limits, prepare=False).fetchone())
+            with Cursor(conn, row_factory=tuple_row) as cursor:  # whatever a lent pool's own are
+                if self._remembers:
+                    before = Remembered(*_row(cursor.execute(_REMEMBER, prepare=False).fetchone()))
+                limits = self._limits(attempt, deadline_at, borrowed)
+                found = _row(cursor.execute(_LIMIT, limits, prepare=False).fetchone())
+            self._identify(attempt, borrowed, conn, found)
             if conn.autocommit:
                 conn.autocommit = False
             with conn_block(conn):
@@ -140,7 +157,9 @@ class HandlerConnections:
                 if not self._is_pooled_elsewhere:
                     with _closing_on_error(conn):
                         conn.autocommit = True
-                        conn.execute(*self._undo(before), prepare=False)
+                        with Cursor(conn) as cursor:
+                            for statement, values in _undo(before):
+                                cursor.execute(statement, values, prepare=False)
                         conn.autocommit = habits["autocommit"]
             finally:
                 self._put(pool, conn, borrowed)
@@ -156,7 +175,7 @@ class HandlerConnections:
             self._on_exhausted()
             raise
         habits = _habits(conn)
-        before: dict[str, Any] = {}
+        before: Remembered | None = None
         borrowed = self._lend(attempt, conn)
         wrapped: AsyncConnection[Any] = AsyncConnection(conn.pgconn)
         wrapped.prepare_threshold = None
@@ -164,8 +183,12 @@ class HandlerConnections:
         try:
             _refuse_fenced(attempt)
             await wrapped.set_autocommit(not self._is_pooled_elsewhere)
-            limits = self._limits(attempt, deadline_at, borrowed)
-            before = _named(await (await wrapped.execute(_LIMIT, limits)).fetchone())
+            async with AsyncCursor(wrapped, row_factory=tuple_row) as cursor:
+                if self._remembers:
+                    before = Remembered(*_row(await (await cursor.execute(_REMEMBER)).fetchone()))
+                limits = self._limits(attempt, deadline_at, borrowed)
+                found = _row(await (await cursor.execute(_LIMIT, limits)).fetchone())
+            self._identify(attempt, borrowed, conn, found)
             if not self._is_pooled_elsewhere:
                 await wrapped.set_autocommit(False)
             try:
@@ -184,13 +207,16 @@ class HandlerConnections:
                 if not self._is_pooled_elsewhere:
                     with _closing_on_error(conn):
                         await wrapped.set_autocommit(True)
-                        await wrapped.execute(*self._undo(before))
+                        async with AsyncCursor(wrapped) as cursor:
+                            for statement, values in _undo(before):
+                                await cursor.execute(statement, values)
             finally:  # the handler may be cancelled here, too
                 self._put(pool, conn, borrowed)
 
-    def _undo(self, before: dict[str, Any]) -> tuple[bytes, dict[str, Any] | None]:
-        """What makes the session as it was: everything anew in our own pool, only our limits in a lent one."""
-        return (_RESET, None) if self._lent is None else (_LIMIT, before)
+    @property
+    def _remembers(self) -> bool:
+        """Is the session somebody's, who wants it back as it was?"""
+        return self._lent is not None and not self._is_pooled_elsewhere
 
     def write_off(self, borrowed: Borrowed) -> None:
         """A stuck attempt does not return this connection: its backend was ended, the pool may open another."""
@@ -198,26 +224,15 @@ class HandlerConnections:
             if borrowed.is_returned or borrowed.is_lost:
                 return
             borrowed.is_lost = True
-        self._grow()
+        pool: ConnectionPool[Any] | None = self._lent if self._lent is not None else self._own
+        if pool is not None:
+            pool.putconn(_closed_connection_of(pool))
 
     def _put(self, pool: ConnectionPool[Any], conn: Connection[Any], borrowed: Borrowed) -> None:
-        if borrowed.is_lost and self._lent is None:
-            conn.close()  # the pool has another one in its place, and would open one more for this
+        if borrowed.is_lost:
+            _close(conn)  # the pool has had another one in its place
         else:
             pool.putconn(conn)
-
-    def _grow(self) -> None:
-        with self._opening:
-            self._lost += 1
-            own, size = self._own, self._size + self._lost
-            if own is None or own.closed:
-                return
-            least = own.min_size
-            own.resize(least, size)
-            if own.get_stats().get("requests_waiting"):
-                # A pool grows when it is asked for a connection: who queued before must be given one.
-                own.resize(least + 1, size)
-                own.resize(least, size)
 
     def _wait(self, attempt: Attempt, deadline_at: float) -> float:
         """How long to wait for a connection: never more than what remains of the attempt, or of its grace."""
@@ -234,22 +249,33 @@ class HandlerConnections:
             "check": CHECK_INTERVAL_MS,
             "local": self._is_pooled_elsewhere,
             "key": borrowed.key,
+            "asks": borrowed.started == 0 and borrowed.key is None,
         }
 
     def _lend(self, attempt: Attempt, conn: Connection[Any]) -> Borrowed:
         key = advisory_key(attempt) if self._is_pooled_elsewhere else None
-        borrowed = Borrowed(conn.pgconn.backend_pid, key, conn.pgconn)
+        borrowed = Borrowed(conn.pgconn.backend_pid, key, conn.pgconn, self._started.get(conn, 0))
         attempt.extras.borrowed = borrowed
-        if self._on_backend is not None:
-            self._on_backend(attempt, borrowed.pid)
+        self._show_backend(attempt, borrowed)
         return borrowed
+
+    def _show_backend(self, attempt: Attempt, borrowed: Borrowed) -> None:
+        if self._on_backend is not None:
+            self._on_backend(attempt, borrowed.pid, borrowed.started)
+
+    def _identify(self, attempt: Attempt, borrowed: Borrowed, conn: Connection[Any], found: Sequence[Any]) -> None:
+        """The server has said who serves this connection. Another process id than ours is a pooler's doing."""
+        pid, started = found[-2:]
+        if pid == borrowed.pid and started is not None:
+            self._started[conn] = borrowed.started = started
+            self._show_backend(attempt, borrowed)
 
     def _take_back(self, attempt: Attempt, borrowed: Borrowed) -> None:
         with borrowed.lock:  # a cancel that is on its way arrives before the next owner
             borrowed.is_returned = True
         attempt.extras.borrowed = None
         if self._on_backend is not None:
-            self._on_backend(attempt, 0)
+            self._on_backend(attempt, 0, 0)
 
     def close(self) -> None:
         """Close what was opened here."""
@@ -272,7 +298,7 @@ class HandlerConnections:
             return open_pool(
                 self._settings,
                 name=self._name,
-                max_size=self._size + self._lost,
+                max_size=self._size,
                 reconnect_failed=lambda _: self._on_unreachable(),
                 max_idle=self._max_idle,
                 for_handlers=True,
@@ -324,21 +350,64 @@ class _Question:
         return conn
 
 
-# The values from before come first: a target list is worked off from left to right.
-_LIMIT = b"""SELECT current_setting('statement_timeout'), current_setting('lock_timeout'),
-    current_setting('idle_in_transaction_session_timeout'), current_setting('client_connection_check_interval'),
+_LIMIT = b"""SELECT
     set_config('statement_timeout', %(statement)s, %(local)s), set_config('lock_timeout', %(lock)s, %(local)s),
     set_config('idle_in_transaction_session_timeout', %(idle)s, %(local)s),
     CASE WHEN version() LIKE '%%linux%%'
          THEN set_config('client_connection_check_interval', %(check)s, %(local)s) END,
-    CASE WHEN %(key)s::bigint IS NOT NULL THEN pg_advisory_xact_lock(%(key)s::bigint) END"""
-_RESET = b"RESET ALL; UNLISTEN *; SELECT pg_advisory_unlock_all()"
+    CASE WHEN %(key)s::bigint IS NOT NULL THEN pg_advisory_xact_lock(%(key)s::bigint) END,
+    CASE WHEN %(asks)s THEN pg_backend_pid() END,
+    CASE WHEN %(asks)s THEN (SELECT (extract(epoch FROM backend_start) * 1000000)::bigint
+                               FROM pg_stat_get_activity(pg_backend_pid())) END"""
+# RESET ALL spares role and session authorization.
+_RESET = b"RESET SESSION AUTHORIZATION; RESET ROLE; RESET ALL; UNLISTEN *; SELECT pg_advisory_unlock_all()"
+
+_REMEMBER = b"""SELECT session_user::text, current_setting('role'),
+    (SELECT coalesce(json_object_agg(name, setting), '{}')::text FROM pg_settings WHERE source = 'session')"""
+_WHO_IT_WAS = b"""SELECT
+    CASE WHEN session_user <> %(user)s THEN set_config('session_authorization', %(user)s, false) END,
+    CASE WHEN current_setting('role') <> %(role)s THEN set_config('role', %(role)s, false) END"""
+# What was set since and not before gets its default (NULL); what was set before gets that value.
+_AS_IT_WAS = b"""WITH was AS (SELECT key AS name, value AS setting FROM json_each_text(%(settings)s::json)),
+    is_now AS MATERIALIZED (SELECT name, setting FROM pg_settings WHERE source = 'session')
+SELECT set_config(name, was.setting, false)
+  FROM is_now FULL JOIN was USING (name)
+ WHERE is_now.setting IS DISTINCT FROM was.setting"""
 
 
-def _named(row: Any) -> dict[str, Any]:
-    found = tuple(row.values()) if isinstance(row, dict) else tuple(row)  # a lent pool has its own row factory
-    names = ("statement", "lock", "idle", "check")
-    return dict(zip(names, found, strict=False)) | {"local": False, "key": None}
+class Remembered(NamedTuple):
+    """The session of a lent connection when we got it: its user, its role, and what was set in it, as JSON."""
+
+    user: str
+    role: str
+    settings: str
+
+
+def _undo(before: Remembered | None) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """What makes the session as it was: everything anew in our own pool, the values from before in a lent one."""
+    if before is None:
+        return [(_RESET, None)]
+    return [(_WHO_IT_WAS, before._asdict()), (_AS_IT_WAS, before._asdict())]
+
+
+def _row(row: tuple[Any, ...] | None) -> tuple[Any, ...]:
+    assert row is not None  # noqa: S101 - a SELECT without FROM has one
+    return row
+
+
+def _closed_connection_of(pool: ConnectionPool[Any]) -> Connection[Any]:
+    """A connection that was never open, for a pool that takes it for one of its own and replaces it."""
+    closed: Connection[Any] = Connection(pq.PGconn.connect_start(b"nothing"))
+    closed.pgconn.finish()
+    closed._pool = pool
+    return closed
+
+
+def _close(conn: Connection[Any]) -> None:
+    """Close it, even if its pool would rather have it back (`close_returns`)."""
+    pool, conn._pool = conn._pool, None
+    conn.close()
+    conn._pool = pool
 
 
 def advisory_key(attempt: Attempt) -> int:
@@ -361,7 +430,7 @@ def _closing_on_error(conn: Connection[Any]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        conn.close()
+        _close(conn)
         if not isinstance(error, psycopg.Error):
             raise
 
@@ -410,4 +479,4 @@ def _restore(conn: Connection[Any], habits: dict[str, Any]) -> None:
                 if getattr(conn, name) != habit:
                     setattr(conn, name, habit)
     except psycopg.Error:
-        conn.close()  # the pool replaces it
+        _close(conn)  # the pool replaces it

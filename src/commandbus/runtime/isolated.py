@@ -113,8 +113,24 @@ class Connections(HandlerConnections):
 
     def _lend(self, attempt: Attempt, conn: Connection[Any]) -> Borrowed:
         borrowed = super()._lend(attempt, conn)
-        self._channel.send({"k": "lent", "n": self._run.number, "pid": borrowed.pid, "key": borrowed.key})
+        self._tell(borrowed)
         return borrowed
+
+    def _show_backend(self, attempt: Attempt, borrowed: Borrowed) -> None:
+        super()._show_backend(attempt, borrowed)
+        if borrowed.started:  # the server has said it, after the first statement
+            self._tell(borrowed)
+
+    def _tell(self, borrowed: Borrowed) -> None:
+        self._channel.send(
+            {
+                "k": "lent",
+                "n": self._run.number,
+                "pid": borrowed.pid,
+                "started": borrowed.started,
+                "key": borrowed.key,
+            }
+        )
 
     def _take_back(self, attempt: Attempt, borrowed: Borrowed) -> None:
         super()._take_back(attempt, borrowed)

@@ -187,9 +187,9 @@ class LeaseKeeper(DatabaseService):
         with borrowed.lock:  # it stays this attempt's connection until the cancel has arrived
             if borrowed.is_returned:
                 return
-            pid = self._link.run(find_backend(borrowed.pid, borrowed.key))
-            if pid is not None:
-                self._link.run(terminate_backend(pid) if end else cancel_backend(pid))
+            session = self._link.run(find_backend(borrowed.pid, borrowed.started, borrowed.key))
+            if session is not None:
+                self._link.run(terminate_backend(session) if end else cancel_backend(session))
 
     def _fence(self, borrowed: Borrowed | None, taken: Document, then: Callable[[Document], None]) -> None:
         if borrowed is not None:
@@ -204,18 +204,19 @@ class LeaseKeeper(DatabaseService):
         then(taken)
 
     def _end_session(self, borrowed: Borrowed, taken: Document) -> None:
-        pid = self._link.run(find_backend(borrowed.pid, borrowed.key))
-        if pid is None:
+        session = self._link.run(find_backend(borrowed.pid, borrowed.started, borrowed.key))
+        if session is None:
             borrowed.hang_up()
             return
-        found = self._link.run(look_at_backend(pid))
+        found = self._link.run(look_at_backend(session))
         if found is not None:
             taken["backend"] = found
-            if not self._link.run(terminate_backend(pid)) and self._link.run(look_at_backend(pid)) is not None:
+            is_ended = self._link.run(terminate_backend(session))
+            if not is_ended and self._link.run(look_at_backend(session)) is not None:
                 logger.error(
                     "the database session %d of a stuck attempt could not be ended: the worker and its handlers "
                     "must connect as one role",
-                    pid,
+                    session.pid,
                 )
 
 

@@ -28,7 +28,7 @@ from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.model.standing import Answer
 from commandbus.runtime import autopsy
-from commandbus.runtime.attempt import Attempt, Stop, Why
+from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.board import State
 from commandbus.runtime.breakers import Breakers
 from commandbus.runtime.claimer import Claimer
@@ -299,9 +299,10 @@ class Parts:
         self._give_back()
 
     def hurry(self) -> None:
-        """Cancel what runs, without charging it."""
+        """Cancel what runs and has no deadline, without charging it. What has one keeps it."""
         for attempt in list(self.running):
-            self.ladder.ask(attempt, Why.SHUTDOWN, "its worker has to end")
+            if attempt.deadline_at == NEVER:
+                self.ladder.ask(attempt, Why.SHUTDOWN, "its worker has to end")
 
     def stop(self, limit: float, reason: str, *, hurry: Callable[[], bool]) -> StopReport:
         """Take everything apart in order, within the limit; `hurry` says not to wait for what runs.

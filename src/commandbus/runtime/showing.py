@@ -49,11 +49,11 @@ class Showing:
         """The calling thread serves this slot."""
         self._board.thread(slot, threading.get_ident(), threading.get_native_id())
 
-    def backend(self, attempt: Attempt, pid: int) -> None:
+    def backend(self, attempt: Attempt, pid: int, started: int) -> None:
         """At once: a handler may change its session's name, and a crash leaves no time to look."""
         place = self._running.get(attempt)
         if place is not None:
-            self._board.backend(place.index, pid)
+            self._board.backend(place.index, pid, started)
 
     def beat(
         self, now: float, health: HealthStatus, *, state: State, settled: int, claimed: int, slots: int, stuck: int
@@ -74,7 +74,8 @@ class Showing:
         for attempt, place in list(self._running.items()):
             borrowed = attempt.borrowed
             if self._running.get(attempt) is place:  # it may have ended meanwhile, and its slot gone on
-                self._board.backend(place.index, 0 if borrowed is None else borrowed.pid)
+                pid, started = (0, 0) if borrowed is None else (borrowed.pid, borrowed.started)
+                self._board.backend(place.index, pid, started)
                 self._board.stuck_at(place.index, self._stuck_at(attempt))
 
     def _stuck_at(self, attempt: Attempt) -> float:

@@ -24,11 +24,13 @@ ROUTER_SLOTS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """What connects a worker to its supervisor: the board, its id, and whom to tell of a new state and why."""
+    """What connects a worker to its supervisor: the board, its id, whom to tell of a new state and why, and
+    whom to tell what its start waits for."""
 
     board: Board
     supervisor: str
     on_state: Callable[[str, str], None]
+    on_waiting: Callable[[str], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
     worker = Worker(handlers, domains=["orders"], concurrency=8)
     worker.run()              # until SIGTERM, SIGINT or stop(); or start() … stop() inside an application
 
+A database that is away when it starts is waited for (`wait_for_database`), until something asks it to stop.
+
 Stopping, in order: claim nothing more → give back what has not started → let what runs finish → ask it to stop
 (`shutdown_timeout` less the grace and two seconds) → grace → fence what did not → write the last outcomes → say
 good-bye in the registry. What did not finish is reported, and tried again elsewhere at once.
@@ -26,6 +28,7 @@ from commandbus.clock import monotonic
 from commandbus.db.drive import run
 from commandbus.db.link import Link
 from commandbus.db.resolve import Database
+from commandbus.db.wait_for_server import ServerWait
 from commandbus.errors import ConfigurationError, SchemaError, UnknownDomainError
 from commandbus.flow.domains import create_domain, list_domains
 from commandbus.flow.migrate import look
@@ -35,7 +38,7 @@ from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.handlers import HandlerRegistry
 from commandbus.runtime.health import HealthStatus
 from commandbus.runtime.limited import check_limits
-from commandbus.runtime.parts import Parts
+from commandbus.runtime.parts import UNREACHABLE, Parts
 from commandbus.runtime.spec import StopReport, Supervision, WorkerSpec
 from commandbus.settings import Settings, load_settings
 
@@ -78,6 +81,8 @@ class Worker:
         self._stop_reason = "stop() was called"
         self._error: BaseException | None = None
         self._parts: Parts | None = None
+        self._is_starting = False
+        self._was_stopped = False
         self._signals = 0
         self._ends_idle = False
         self._has_limits = False
@@ -89,7 +94,8 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        if self._parts is not None:  # else it was asked to stop before it had started
+            self.stop()
 
     @property
     def is_running(self) -> bool:
@@ -104,27 +110,71 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """ACTIVE, DRAINING, EXITING, or STOPPED."""
-        return "STOPPED" if self._parts is None else self._parts.state.name
+        """STARTING, ACTIVE, DRAINING, EXITING, or STOPPED."""
+        if self._parts is None:
+            return "STARTING" if self._is_starting else "STOPPED"
+        return self._parts.state.name
 
     @property
     def settled(self) -> int:
         """How many attempts this worker has settled."""
         return 0 if self._parts is None else sum(self._parts.settler.settled.values())
 
-    def start(self) -> None:
-        """Start the threads and return."""
-        if self._parts is not None:
+    def start(self) -> bool:
+        """Start the threads and return; while the database is away, wait for it.
+
+        False if something asked it to stop first: then nothing was started.
+        """
+        self._begin_anew()
+        return self._start()
+
+    def _begin_anew(self) -> None:
+        """Forget how the last run was asked to end. Who asks from now on is heard, also while it still starts."""
+        if self._parts is not None or self._is_starting:
             raise RuntimeError("this worker has been started already")
-        settings = self._database.resolve()
+        if self._was_stopped:
+            self._was_stopped = False
+            self._signals = 0
+            self._stop_asked.clear()
+        self._error = None
+        self.health_status = HealthStatus()  # what was wrong with the last run says nothing of this one
+
+    def _start(self) -> bool:
+        self._is_starting = True
         try:
-            self._check_database(settings)
+            settings = self._database.resolve()
+            if not self._await_database(settings):
+                logger.info("worker %s stops (%s) before it has started", self.id, self._stop_reason)
+                self._was_stopped = True
+                self._database.close()
+                return False
+            self._run_parts(settings)
         except BaseException:
             self._database.close()
             raise
-        self._stop_asked.clear()
-        self._error = None
-        self.health_status = HealthStatus()  # what was wrong with the last run says nothing of this one
+        finally:
+            self._is_starting = False
+        return True
+
+    def _await_database(self, settings: Settings) -> bool:
+        """Whether the database can be used; False if this worker was asked to stop before that."""
+        waiting = ServerWait(
+            lambda: self._check_database(settings),
+            is_patient=settings.wait_for_database,
+            log=logger,
+            on_reason=self._note_waiting,
+        )
+        waiting.start()
+        is_there = waiting.wait(self._stop_asked)
+        self.health_status.clear(UNREACHABLE)
+        return is_there
+
+    def _note_waiting(self, reason: str) -> None:
+        self.health_status.set_critical(UNREACHABLE, f"waiting for the database: {reason}")
+        if self._supervision is not None:
+            self._supervision.on_waiting(reason)
+
+    def _run_parts(self, settings: Settings) -> None:
         spec = WorkerSpec(
             id=self.id,
             domains=self.domains,
@@ -154,7 +204,7 @@ class Worker:
             self._parts.drain(reason)
 
     def hurry(self) -> None:
-        """Cancel what runs, without charging it: for a worker that has been draining for too long."""
+        """Cancel what runs without a deadline, and do not charge it: it has been draining for too long."""
         if self._parts is not None:
             self._parts.hurry()
 
@@ -179,8 +229,10 @@ class Worker:
     def stop(self, timeout: float | None = None) -> StopReport:
         """Stop in order, within `timeout` (default: shutdown_timeout); raises the error that ended it, if any."""
         if self._parts is None:
-            raise RuntimeError("this worker is not running")
+            hint = " yet: request_stop() ends its start" if self._is_starting else ""
+            raise RuntimeError(f"this worker is not running{hint}")
         self._stop_asked.set()
+        self._was_stopped = True
         parts, self._parts = self._parts, None
         limit = self.settings.shutdown_timeout if timeout is None else timeout
         logger.info("worker %s stops (%s): up to %g s for what runs", self.id, self._stop_reason, limit)
@@ -206,10 +258,12 @@ class Worker:
 
         `until_idle` also ends it when nothing is left that could run now: for scripts and tests.
         """
+        self._begin_anew()  # before signals are caught: none that comes from then on is forgotten
         restore = self._catch_signals()
         try:
             self._ends_idle = until_idle
-            self.start()
+            if not self._start():
+                return StopReport(self._stop_reason, 0, 0, 0, 0)
             self._stop_asked.wait()
             return self.stop()
         finally:

@@ -107,6 +107,10 @@ class Settings:
         1.0, "WORKER_POLL_INTERVAL", "worker.poll_interval", duration(zero=False),
         "How often to look for commands that no notification announced",
     )  # fmt: skip
+    wait_for_database: bool = _setting(
+        True, "WORKER_WAIT_FOR_DATABASE", "worker.wait_for_database", truth(),
+        "Wait for a database that is away at the start; false ends the start with an error",
+    )  # fmt: skip
     max_messages: int | None = _setting(
         None, "WORKER_MAX_MESSAGES", "worker.max_messages", or_word(whole(1), "off", "none"),
         "End a worker for a fresh one after this many commands",

@@ -1,4 +1,5 @@
--- What a backend is doing, and who blocks it. Locks: none. Texts of other roles' backends are hidden by the server.
+-- What a session is doing, and who blocks it. Locks: none. It is named by its process id and by when it began: the id
+-- alone may be somebody else's by now. Of other roles' sessions the server hides the text and when they began.
 SELECT a.pid, a.state, left(a.query, 4000), a.wait_event_type, a.wait_event,
        extract(epoch FROM now() - a.xact_start)::float8,
        (SELECT json_agg(json_build_object('pid', b.pid, 'query', left(b.query, 1000), 'state', b.state,
@@ -7,3 +8,4 @@ SELECT a.pid, a.state, left(a.query, 4000), a.wait_event_type, a.wait_event,
          WHERE b.pid = ANY (pg_blocking_pids(a.pid)))
   FROM pg_stat_activity a
  WHERE a.pid = %(pid)s
+   AND COALESCE((extract(epoch FROM a.backend_start) * 1000000)::bigint = %(started)s, true)

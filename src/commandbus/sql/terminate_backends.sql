@@ -1,11 +1,14 @@
 -- Ends the server's side of a dead worker's connections: a statement that it left running would still land.
 -- Returns each backend and whether it was told to end; NULL for one of another role, which we may not.
 --
--- Locks: none. By its name on every connection (`commandbus <worker id> <part>`), and by process id for those whose
--- handler has changed that name.
+-- Locks: none. By its name on every connection (`commandbus <worker id> <part>`), and by process id and start for
+-- those that are known to be its own: a handler has changed that name, or has opened them itself, perhaps to another
+-- database. A process id alone may be somebody else's by now.
 SELECT pid, CASE WHEN usename = current_user THEN pg_terminate_backend(pid) END
   FROM pg_stat_activity
- WHERE (starts_with(application_name, %(prefix)s) OR pid = ANY (%(pids)s::integer[]))
-   AND backend_type = 'client backend'
-   AND datname = current_database()
+ WHERE backend_type = 'client backend'
    AND pid <> pg_backend_pid()
+   AND (starts_with(application_name, %(prefix)s) AND datname = current_database()
+        OR EXISTS (SELECT FROM unnest(%(pids)s::integer[], %(started)s::bigint[]) AS known (pid, started)
+                    WHERE known.pid = pg_stat_activity.pid
+                      AND known.started = (extract(epoch FROM backend_start) * 1000000)::bigint))

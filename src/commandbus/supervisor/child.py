@@ -25,7 +25,7 @@ from commandbus.runtime.board import Board
 from commandbus.runtime.load import load_registry
 from commandbus.runtime.logs import set_up_logging
 from commandbus.runtime.offspring import die_with, write_stacks_to
-from commandbus.runtime.spec import Supervision
+from commandbus.runtime.spec import StopReport, Supervision
 from commandbus.runtime.worker import Worker
 from commandbus.supervisor import letter
 from commandbus.supervisor.letter import Letter
@@ -37,14 +37,15 @@ CLEAN, CONFIGURATION, DATABASE, LEFT_BEHIND, BUG = 0, 3, 6, 7, 70
 
 
 class Control:
-    """The worker's end of the control socket. Orders that come before the worker has started wait for that."""
+    """The worker's end of the control socket. What comes before the worker has started waits for that, but for the
+    order to stop: its start may be waiting for the database."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._saying = threading.Lock()
         self._obeying = threading.Lock()
         self._worker: Worker | None = None
-        self._is_starting = False
+        self._is_started = False
         self._waiting: list[dict[str, Any]] = []
 
     def start(self) -> None:
@@ -61,15 +62,19 @@ class Control:
         """The worker's state has changed."""
         self.say("state", state=state, reason=reason)
 
-    def starting(self) -> None:
+    def say_waiting(self, reason: str) -> None:
+        """The start waits for the database."""
+        self.say("doing", doing=f"waiting for the database: {reason}")
+
+    def starting(self, worker: Worker) -> None:
         """From now on something may have been claimed, and the process must not just leave."""
         with self._obeying:
-            self._is_starting = True
+            self._worker = worker
 
     def started(self, worker: Worker) -> None:
         """From now on this worker does what is said."""
         with self._obeying:
-            self._worker = worker
+            self._is_started = True
             for order in self._waiting:
                 _obey(worker, order)
 
@@ -83,12 +88,12 @@ class Control:
 
     def _take(self, order: dict[str, Any]) -> None:
         with self._obeying:
-            if self._worker is not None:
-                _obey(self._worker, order)
-            elif self._is_starting:
-                self._waiting.append(order)
-            else:
+            if self._worker is None:
                 leave(CLEAN)  # the import of the user's code may take long, and nothing was claimed yet
+            if self._is_started or order["do"] == "stop":
+                _obey(self._worker, order)
+            else:
+                self._waiting.append(order)
 
 
 def _obey(worker: Worker, order: dict[str, Any]) -> None:
@@ -123,22 +128,30 @@ def _work(told: Letter, control: Control) -> int:
             registry,
             settings=told.settings,
             supervision=Supervision(
-                board=Board.attach(told.board), supervisor=told.supervisor, on_state=control.say_state
+                board=Board.attach(told.board),
+                supervisor=told.supervisor,
+                on_state=control.say_state,
+                on_waiting=control.say_waiting,
             ),
         )
         control.say("hello", id=worker.id, domains=list(worker.domains), policies=worker.policies())
-        control.starting()
-        worker.start()
-        control.started(worker)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, frame: worker.request_stop(signal.Signals(number).name))  # noqa: ARG005
-        worker.wait()
-        report = worker.stop()
+        control.starting(worker)
+        report = _run(worker, control)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the supervisor says it
         control.say("failed", module=type(error).__module__, kind=type(error).__name__, message=str(error))
         return _code(error)
     control.say("report", is_clean=report.is_clean, **asdict(report))
     return CLEAN if report.is_clean else LEFT_BEHIND
+
+
+def _run(worker: Worker, control: Control) -> StopReport:
+    if not worker.start():
+        return StopReport("it was told to stop before it had started", 0, 0, 0, 0)
+    control.started(worker)
+    worker.wait()
+    return worker.stop()
 
 
 def _code(error: BaseException) -> int:

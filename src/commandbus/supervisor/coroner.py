@@ -21,12 +21,25 @@ import psycopg
 from commandbus.db.link import Link
 from commandbus.db.passing import is_passing
 from commandbus.errors import CommandBusError
+from commandbus.flow.backend import Session
 from commandbus.flow.claim import put_right
 from commandbus.flow.limit_figures import Figures, figures
-from commandbus.flow.rescue import Held, Rule, Scouted, bury, held_by, outcome, scout, terminate_backends
+from commandbus.flow.rescue import (
+    Held,
+    Rule,
+    Scouted,
+    bury,
+    client_sessions,
+    held_by,
+    outcome,
+    scout,
+    terminate_backends,
+)
 from commandbus.flow.settle import Settlement, settle
+from commandbus.model.client_sockets import Socket, Times, opened_by_handlers
 from commandbus.model.outcome import Judgement, Verdict
 from commandbus.model.postmortem import Cause, Death, Finding, Role, Running, examine
+from commandbus.model.words import counted
 from commandbus.runtime.board import SlotView
 from commandbus.runtime.breakers import Words, word_of
 from commandbus.settings import Settings
@@ -82,6 +95,16 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
+class Trace:
+    """The sockets that a worker had open when it was condemned; its handlers' own connections are among them."""
+
+    worker: str
+    sockets: Sequence[Socket]
+    spawned_at: float
+    read_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Look:
     """What the scout saw, and when; `lost_since` is set while the database does not answer. `figures` are those of
     limits and breakers, which the whole fleet shares."""
@@ -99,6 +122,8 @@ class Coroner:
         self._settings = settings
         self._link = Link(settings, name=f"{name} coroner")
         self._cases: list[Case] = []
+        self._traces: list[Trace] = []
+        self._opened: dict[str, list[Session]] = {}  # by a worker's handlers
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -117,6 +142,16 @@ class Coroner:
         """A worker died."""
         with self._lock:
             self._cases.append(case)
+        self._wake.set()
+
+    def trace(self, trace: Trace) -> None:
+        """A worker will be killed: find out now which sessions its handlers have opened themselves.
+
+        Afterwards nobody could tell: the worker's own sessions, which prove that the sockets can be trusted, end
+        with it.
+        """
+        with self._lock:
+            self._traces.append(trace)
         self._wake.set()
 
     @property
@@ -154,6 +189,7 @@ class Coroner:
         return max(0.0, min(min(due, default=now + 1.0) - now, 1.0))
 
     def _work(self) -> None:
+        self._look_at_traces()
         self._words.write(self._link)  # what a lost connection kept us from telling
         for case in self.open_cases:
             if self._stopping.is_set():
@@ -178,6 +214,17 @@ class Coroner:
             self._scouted_at = 0.0
             self._wake.set()
 
+    def _look_at_traces(self) -> None:
+        with self._lock:
+            traces, self._traces = self._traces, []
+        for trace in traces:  # after a lost connection there is nothing left to see, so they are not kept
+            asked_at = time.monotonic()
+            ports = sorted({socket.port for socket in trace.sockets})
+            server, sessions = self._link.run(client_sessions(trace.worker, ports))
+            times = Times(trace.spawned_at, trace.read_at, asked_at, time.monotonic())
+            if found := opened_by_handlers(trace.sockets, sessions, server, times):
+                self._opened[trace.worker] = [Session(session.pid, session.started) for session in found]
+
     # -- one case
 
     def _examine(self, case: Case) -> None:
@@ -193,6 +240,7 @@ class Coroner:
             case.next_at = time.monotonic() + pause
             return
         self._link.run(bury(case.worker))
+        self._say_opened(case)
         with self._lock:
             self._cases.remove(case)
         self.done += 1
@@ -201,13 +249,26 @@ class Coroner:
             was_planned=case.death.cause is Cause.STOPPED,
         )  # fmt: skip
 
+    def _say_opened(self, case: Case) -> None:
+        if opened := self._opened.pop(case.worker, []):
+            logger.info(
+                "%s that handlers of worker %s had opened themselves %s ended",
+                counted(len(opened), "database session"),
+                case.worker,
+                "was" if len(opened) == 1 else "were",
+            )
+
     def _end_backends(self, case: Case) -> None:
         """End what the server still does for it; wait a moment until that is over."""
-        # Behind a pooler a remembered process id is somebody else's by now.
-        pids = [slot.backend for slot in case.slots if slot.backend] if self._settings.prepared_statements else []
+        known = [
+            Session(slot.backend, slot.backend_started)
+            for slot in case.slots
+            if slot.backend and slot.backend_started  # else nobody knows whose that process id is by now
+        ]
+        known += self._opened.get(case.worker, [])
         until = time.monotonic() + BACKEND_SECONDS
         while True:
-            ended, refused = self._link.run(terminate_backends(case.worker, pids))
+            ended, refused = self._link.run(terminate_backends(case.worker, known))
             if refused and not case.tries:
                 logger.warning("%d connections of worker %s belong to another role", refused, case.worker)
             if not ended or time.monotonic() > until or self._stopping.wait(FIRST_PAUSE_SECONDS):

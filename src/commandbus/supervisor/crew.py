@@ -9,6 +9,7 @@ is complete, and stays if that cannot be.
 from __future__ import annotations
 
 import logging
+import math
 import selectors
 from collections import Counter
 from collections.abc import Callable
@@ -35,7 +36,8 @@ MEMORY_FACTOR: Final = 2
 START_SECONDS: Final = 300.0
 EXIT_SECONDS: Final = 3.0
 DRAIN_SECONDS: Final = 60.0
-"""Reloads may follow each other within seconds, and what runs should finish: only who takes longer is hurried."""
+"""Reloads may follow each other within seconds, and what runs should finish. Attempts that have a deadline always
+may: it ends them. Only attempts without one are hurried, after this long."""
 
 
 class Crew:
@@ -161,15 +163,19 @@ class Crew:
         self._hurry(wanted, now)
 
     def _hurry(self, wanted: int, now: float) -> None:
-        """Memory is bounded: no more than `wanted` may drain for longer than DRAIN_SECONDS."""
+        """Memory is bounded: of more than `wanted` that drain, the oldest must end after DRAIN_SECONDS.
+
+        Its attempts with a deadline keep it (promise 5); the others, which nothing else would end, are canceled.
+        """
         busy = [worker for worker in self.workers if worker.state is State.DRAINING and worker.snapshot.running]
         busy.sort(key=lambda worker: worker.drains_since or now)
         for worker in busy[: max(0, len(busy) - wanted)]:
             drained = now - (worker.drains_since or now)
-            if drained >= DRAIN_SECONDS and not worker.is_hurried:
+            endless = sum(math.isinf(slot.stuck_at) for slot in worker.snapshot.slots)
+            if drained >= DRAIN_SECONDS and endless and not worker.is_hurried:
                 worker.is_hurried = True
-                text = "%d workers drain, more than %d: %s, which has drained for %.0f s, must end"
-                logger.warning(text, len(busy), wanted, worker.name, drained)
+                text = "%d workers drain, more than %d: %s has drained for %.0f s, so its %s must end"
+                logger.warning(text, len(busy), wanted, worker.name, drained, _without_deadline(endless))
                 worker.tell("hurry")
 
     def _spawn(self, settings: Settings, generation: int, now: float) -> None:
@@ -303,3 +309,7 @@ class Crew:
             worker.condemn(Cause.STOPPED, reason, now)
             if at_once:
                 worker.kill()
+
+
+def _without_deadline(attempts: int) -> str:
+    return f"{counted(attempts, 'attempt')} without a deadline"

@@ -37,6 +37,10 @@ class Notifier:
         """It is up, or the reload is done; `text` is its status."""
         return self._send("READY=1", text)
 
+    def still_starting(self, seconds: float, text: str) -> bool:
+        """The start goes on: systemd's TimeoutStartSec must not end it within so many seconds from now."""
+        return self._send(f"EXTEND_TIMEOUT_USEC={round(seconds * 1_000_000)}", text)
+
     def watchdog(self) -> bool:
         """It is alive; to be said at least every half of `watchdog_seconds()`."""
         return self._send("WATCHDOG=1")

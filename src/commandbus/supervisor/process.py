@@ -14,13 +14,16 @@ import os
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from commandbus.model.client_sockets import Socket
 from commandbus.model.postmortem import Cause, Death, Dump, parse_dump
 from commandbus.runtime.board import Board, Snapshot, State
 from commandbus.runtime.offspring import DUMP_SIGNAL
 from commandbus.supervisor.said import Failed, Hello, hello, parsed
+from commandbus.supervisor.sockets import open_sockets
 from commandbus.supervisor.start import Start, described, place_of
 from commandbus.supervisor.vitals import cpu_since, is_stopped, thread_cpu
 
@@ -46,7 +49,9 @@ class Condemned:
     silent_seconds: float
     cpu_seconds: dict[int, float]
     was_stopped: bool
+    at: float
     kill_at: float
+    sockets: Sequence[Socket]  # what it had open then
 
 
 class WorkerProcess:
@@ -82,6 +87,7 @@ class WorkerProcess:
         self.failed: Failed | None = None
         self.freeze: Freeze | None = None
         self.condemned: Condemned | None = None
+        self.is_traced = False  # its sockets were handed to the coroner
         self.snapshot = board.read()
         self._crash = crash
         self._dump_read = 0
@@ -178,12 +184,19 @@ class WorkerProcess:
             self.freeze = Freeze(now, thread_cpu(self.pid))
 
     def condemn(self, cause: Cause, reason: str, now: float, *, silent_seconds: float = 0.0) -> None:
-        """Have it write down its stacks; it is killed a moment later."""
+        """Have it write down its stacks, and see whom it talks to; it is killed a moment later."""
         if self.condemned is not None:
             return
         used = cpu_since(self.freeze.cpu, thread_cpu(self.pid)) if self.freeze is not None else {}
         self.condemned = Condemned(
-            cause, reason, silent_seconds, used, is_stopped(self.pid), kill_at=now + DUMP_SECONDS
+            cause,
+            reason,
+            silent_seconds,
+            used,
+            is_stopped(self.pid),
+            at=now,
+            kill_at=now + DUMP_SECONDS,
+            sockets=open_sockets(self.pid),
         )
         self.ask_for_stacks()
 

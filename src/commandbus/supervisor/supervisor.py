@@ -3,8 +3,11 @@
     STARTING → RUNNING ⇄ RELOADING
         └─────────┴──────────┴────→ STOPPING → ended
 
+STARTING begins with a database that can be connected to. While it is away no worker is started, the probes say
+"live" and "not ready" with the reason, and a signal ends it at once.
+
 One loop on the main thread, woken by pidfds, control sockets and signals, and a few times a second by itself. It
-runs no user code and never talks to the database: that is the coroner's thread.
+runs no user code and never talks to the database: that is the coroner's thread, and before it a `ServerWait`.
 
 SIGTERM, SIGINT   stop: everything is over within shutdown_timeout, killed and examined if need be
 a second one      kill now
@@ -15,6 +18,7 @@ SIGHUP            new workers, with the code and settings that are there now, ta
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import selectors
@@ -25,14 +29,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from commandbus.db.link import Link
 from commandbus.db.resolve import Database, embedded_folder
+from commandbus.db.wait_for_server import ServerWait
 from commandbus.errors import CommandBusError
 from commandbus.model.postmortem import Death
 from commandbus.model.words import counted
 from commandbus.settings import Settings
 from commandbus.supervisor import view
 from commandbus.supervisor.catch import Signals
-from commandbus.supervisor.coroner import Case, Coroner
+from commandbus.supervisor.coroner import Case, Coroner, Trace
 from commandbus.supervisor.crew import Crew
 from commandbus.supervisor.notify import Notifier
 from commandbus.supervisor.probes import Probes
@@ -48,6 +54,10 @@ STOP_RESERVE: Final = 2.0
 EMBEDDED_RESERVE: Final = 2.0
 KILL_RESERVE: Final = 1.0
 AT_ONCE_SECONDS: Final = 1.0
+FIRST_CONNECT_SECONDS: Final = 0.5
+"""How long the first turn of the loop waits for the first connect, which mostly takes milliseconds."""
+EXTEND_EVERY_SECONDS: Final = 10.0
+EXTEND_BY_SECONDS: Final = 60.0
 STARTING, RUNNING, RELOADING, STOPPING = "STARTING", "RUNNING", "RELOADING", "STOPPING"
 
 
@@ -97,6 +107,11 @@ class Supervisor:
             on_death=self._examine,
         )
         self._phase = STARTING
+        self._server: ServerWait | None = ServerWait(
+            self._connect, is_patient=settings.wait_for_database, log=logger
+        )
+        self._extended_at = -math.inf
+        self._unusable: Exception | None = None
         self._wants_reload = False
         self._stop_reason = ""
         self._stop_by = 0.0
@@ -114,10 +129,15 @@ class Supervisor:
                 probes.start()
             self._selector.register(self._signals.socket, selectors.EVENT_READ)
             self._coroner.start()
+            if self._server is not None:
+                self._server.start()
+                self._server.tried.wait(FIRST_CONNECT_SECONDS)
             while not self._is_over():
                 self._turn()
             return self._end()
         finally:
+            if self._server is not None:
+                self._server.give_up()
             self._leave_nobody()
             self._coroner.close(0.2)
             if probes is not None:
@@ -135,6 +155,7 @@ class Supervisor:
         for number in self._signals.take():
             self._obey(number, now)
         self._crew.look(now, blind_until=self._blind_until)
+        self._trace_condemned()
         if self._phase == STOPPING:
             if now >= self._stop_by - min(KILL_RESERVE, self._settings.shutdown_timeout / 4):
                 self._crew.kill_all(f"{self._stop_reason}, and its time was up", now)
@@ -155,6 +176,8 @@ class Supervisor:
         if self._crew.fatal is not None:
             self._stop(self._crew.fatal.message, now)
             return
+        if not self._has_server(now):
+            return
         if self._phase == STARTING and self._crew.was_ready:
             self._phase = RUNNING
             workers = counted(self._crew.settings.processes, "worker")
@@ -172,6 +195,44 @@ class Supervisor:
             (tuple(worker.hello.domains) for worker in reversed(self._crew.workers) if worker.hello is not None),
             self._coroner.domains,
         )
+
+    def _trace_condemned(self) -> None:
+        """Before they are killed: which sessions have they opened?"""
+        for worker in self._crew.workers:
+            if worker.condemned is not None and worker.hello is not None and not worker.is_traced:
+                worker.is_traced = True
+                end = worker.condemned
+                self._coroner.trace(Trace(worker.hello.id, end.sockets, worker.spawned_at, end.at))
+
+    def _connect(self) -> None:
+        """On the thread of the `ServerWait`: is there a server that takes us and answers?"""
+        link = Link(self._settings, name=f"{self.id} start")
+        try:
+            link.conn.execute(b"SELECT 1")
+        finally:
+            link.close()
+
+    def _has_server(self, now: float) -> bool:
+        """Could the database be connected to? What a person must repair ends the supervisor."""
+        if self._server is None:
+            return True
+        if not self._server.over.is_set():
+            if now - self._extended_at >= EXTEND_EVERY_SECONDS:
+                self._extended_at = now
+                self._notifier.still_starting(EXTEND_BY_SECONDS, self._waits_for())
+            return False
+        try:
+            self._server.check()
+        except Exception as error:  # noqa: BLE001 - `_end` raises it
+            self._unusable = error
+            self._stop(str(error), now)
+        self._server = None
+        return self._unusable is None
+
+    def _waits_for(self) -> str:
+        if self._server is None or not self._server.reason:
+            return ""
+        return self._server.described()
 
     def _examine(self, worker: WorkerProcess, death: Death) -> None:
         if worker.hello is not None:
@@ -208,7 +269,7 @@ class Supervisor:
         self._stop_reason = reason
         self._stop_by = now + self._settings.shutdown_timeout - (self._reserve - STOP_RESERVE)
         self._notifier.stopping(reason)
-        if self._crew.fatal is None:
+        if self._crew.fatal is None and self._unusable is None:
             logger.info("supervisor %s stops (%s): up to %g s", self.id, reason, self._settings.shutdown_timeout)
         self._crew.stop(reason, now)
 
@@ -220,6 +281,8 @@ class Supervisor:
         return not self._coroner.open_cases or time.monotonic() >= self._stop_by - 0.1
 
     def _end(self) -> SupervisorReport:
+        if self._unusable is not None:
+            raise self._unusable
         if self._crew.fatal is not None:
             raise self._crew.fatal.rebuilt()
         totals = self._crew.totals
@@ -262,6 +325,7 @@ class Supervisor:
             open_postmortems=len(self._coroner.open_cases),
             claimed_at=self._claimed_at,
             look=look,
+            waits_for=self._waits_for(),
         )
 
     def _pat_watchdog(self, now: float) -> None:

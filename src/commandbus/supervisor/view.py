@@ -1,8 +1,8 @@
 """view: what the supervisor's loop last saw, and what that means for probes and metrics. Pure.
 
 live    fails when the supervisor's loop does not turn, or all workers are frozen.
-ready   fails when no worker can take work, all are critical, the database is lost, or work waits and nobody takes
-        it. Degraded is 200, and says so.
+ready   fails when no worker can take work, all are critical, the database is lost or never came, or work waits
+        and nobody takes it. Degraded is 200, and says so.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything at the last turn of the loop. Counters are since the supervisor's start, the dead included."""
+    """Everything at the last turn of the loop. Counters are since the supervisor's start, the dead included.
+    `waits_for` says what keeps it from starting the first worker."""
 
     at: float
     phase: str
@@ -58,6 +59,7 @@ class View:
     open_postmortems: int = 0
     claimed_at: float = 0.0
     look: Look = field(default_factory=Look)
+    waits_for: str = ""
 
 
 def of_worker(worker: WorkerProcess, now: float) -> WorkerView:
@@ -145,7 +147,7 @@ def metrics(view: View) -> str:
         Metric("commandbus_troubleshooting_queue", GAUGE, "Commands that need a person.",
                [Sample(seen.in_tsq, {"domain": domain}) for domain, seen in domains.items()]),
         Metric("commandbus_database_up", GAUGE, "1 while the supervisor's connection answers.",
-               [Sample(0 if view.look.lost_since is not None else 1)]),
+               [Sample(0 if view.look.lost_since is not None or view.waits_for else 1)]),
         Metric("commandbus_worker_memory_bytes", GAUGE, "Resident memory of worker processes, together.",
                [Sample(round(sum(worker.rss_mb for worker in view.workers) * 1_048_576))]),
         *shared_metrics(view.look.figures),
@@ -156,6 +158,8 @@ def _failures(view: View, serving: list[WorkerView], now: float) -> list[str]:
     found = []
     if view.phase == "STOPPING":
         found.append("it is stopping")
+    elif view.waits_for:
+        found.append(view.waits_for)
     elif not serving:
         slow = _slow_starts(view)
         found.append("no worker is ready" + (f": {'; '.join(slow)}" if slow else ""))

@@ -177,7 +177,8 @@ def _dead_clients(conn: Conn) -> Findings:
     if int(_setting(conn, "client_connection_check_interval") or 0) == 0:
         yield ok(
             "client_connection_check_interval",
-            "0: a query goes on to its end when its client has died",
+            "0: a query goes on to its end when its client has died, also one of a session that a handler opened "
+            "itself in a worker that was killed",
             "ALTER SYSTEM SET client_connection_check_interval = '10s' ends it sooner",
         )
 

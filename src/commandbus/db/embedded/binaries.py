@@ -264,13 +264,23 @@ def _clean_environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Let it finish, for a short time; then end it together with what it started and did not detach."""
+    """Let it finish, for a short time; then end it together with what it started and did not detach.
+
+    That the time is up is nobody's error: whatever interrupted us is what the caller raises.
+    """
     try:
         process.wait(_INTERRUPTED_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        _kill_group(process)
     except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process)
         raise
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()  # Popen itself does not, after a KeyboardInterrupt
 
 
 def _leading_number(name: str) -> int:

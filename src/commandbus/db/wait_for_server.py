@@ -1,0 +1,151 @@
+"""Wait for a server that is away, for whoever starts: a worker, a supervisor.
+
+A refused connection, a server that starts or shuts down, too many connections, a host that cannot be reached: that
+passes by itself, and is waited for. A wrong password, a database that does not exist, a certificate that does not
+fit: a person must repair that, and it is raised at once. Of a failed connect libpq tells no SQLSTATE but only a
+text, which may be in the server's own language. A text that nobody here knows is waited for: the log says so, and
+a person can end it.
+
+The attempts run on a thread of their own: a connect to a silent host takes seconds that a signal cannot cut short.
+Whoever waits looks at `over` and at the signals.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import psycopg
+
+from commandbus.logger import SafeLogger
+from commandbus.model.durations import format_seconds
+
+FIRST_PAUSE_SECONDS: Final = 0.1
+LONGEST_PAUSE_SECONDS: Final = 5.0
+SAY_AGAIN_SECONDS: Final = 10.0
+LONGEST_SILENCE_SECONDS: Final = 300.0
+LOOK_SECONDS: Final = 0.05
+
+_A_PERSON_MUST_REPAIR: Final = re.compile(
+    r"authentication failed|no password supplied|server login failed: wrong password|no pg_hba\.conf entry"
+    r"|\"[^\"]*\" does not exist|no such (database|user)|permission denied for database|not permitted to log in"
+    r"|does not support SSL|certificate verify failed|certificate is not|does not match host name"
+    r"|invalid [^:]*\bvalue|invalid (connection option|port number)|unrecognized configuration parameter"
+    r"|unsupported frontend protocol",
+    re.IGNORECASE,
+)
+_HINT: Final = re.compile(r"\s*Is the server running.*", re.DOTALL)
+_SQLSTATES_OF_PERSONS: Final = ("28", "3D", "54")
+
+
+def passes_by_itself(error: BaseException) -> bool:
+    """May the server be usable later, without anybody's help?"""
+    if not isinstance(error, psycopg.OperationalError):
+        return False
+    if error.sqlstate is not None:
+        return not error.sqlstate.startswith(_SQLSTATES_OF_PERSONS)
+    return _A_PERSON_MUST_REPAIR.search(str(error)) is None
+
+
+def reason_of(error: BaseException) -> str:
+    """The server's or libpq's own words, in one line. They never hold a password."""
+    return " ".join(_HINT.sub("", str(error)).split()).removeprefix("connection failed: ")
+
+
+class ServerWait:
+    """Calls `attempt` until it succeeds, fails for good, or nobody waits any more.
+
+    `over` is set when it has succeeded or failed; `check` then raises what it failed with. `reason` is what it
+    waits for, empty before the first failure. `on_reason` is told each new one, on this object's thread.
+    """
+
+    def __init__(
+        self,
+        attempt: Callable[[], None],
+        *,
+        is_patient: bool,
+        log: logging.Logger | SafeLogger,
+        on_reason: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._attempt = attempt
+        self._is_patient = is_patient
+        self._log = log
+        self._on_reason = on_reason
+        self._given_up = threading.Event()
+        self._error: BaseException | None = None
+        self._began_at = time.monotonic()
+        self._say_at = 0.0
+        self._silence = SAY_AGAIN_SECONDS
+        self.reason = ""
+        self.tried = threading.Event()  # once, at least
+        self.over = threading.Event()
+
+    def start(self) -> None:
+        """Begin to try."""
+        self._began_at = time.monotonic()
+        threading.Thread(target=self._serve, name="wait-for-server", daemon=True).start()
+
+    def give_up(self) -> None:
+        """Nobody waits any more: try no more. An attempt under way goes on, and changes nothing."""
+        self._given_up.set()
+
+    def wait(self, stopping: threading.Event) -> bool:
+        """Wait until it is over, and raise what it failed with; False if `stopping` was set first."""
+        try:
+            while not self.over.wait(LOOK_SECONDS):
+                if stopping.is_set():
+                    return False
+        finally:
+            self.give_up()
+        self.check()
+        return True
+
+    def check(self) -> None:
+        """Raise what it failed with, if it did."""
+        if self._error is not None:
+            raise self._error
+
+    def described(self) -> str:
+        """What is waited for, and for how long already."""
+        lasted = format_seconds(round(time.monotonic() - self._began_at))
+        return f"waiting for the database for {lasted}: {self.reason}"
+
+    def _serve(self) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while not self._given_up.is_set():
+            try:
+                self._attempt()
+            except BaseException as error:  # noqa: BLE001 - raised by `check`, where somebody waits for it
+                if not (self._is_patient and passes_by_itself(error)):
+                    self._error = error
+                    break
+                self._note(error)
+                self.tried.set()
+                self._given_up.wait(pause)
+                pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+            else:
+                if self.reason and not self._given_up.is_set():
+                    self._log.info("the database is there after %.1f s", time.monotonic() - self._began_at)
+                break
+        self.over.set()
+        self.tried.set()
+
+    def _note(self, error: BaseException) -> None:
+        """Tell at once what is waited for, and then at growing intervals."""
+        if self._given_up.is_set():
+            return
+        now, reason = time.monotonic(), reason_of(error)
+        if reason != self.reason:
+            self._on_reason(reason)
+        if not self.reason:
+            self._log.warning("the database cannot be used yet, so this start waits for it: %s", reason)
+            self._say_at = now + self._silence
+        elif now >= self._say_at:
+            self._log.warning("still waiting for the database after %.0f s: %s", now - self._began_at, reason)
+            self._silence = min(self._silence * 2, LONGEST_SILENCE_SECONDS)
+            self._say_at = now + self._silence
+        self.reason = reason

@@ -1,0 +1,84 @@
+"""Sessions that handlers opened themselves: they end with their killed worker, where nobody else can be meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from commandbus import CommandBus, CommandStatus
+from support.network import Proxy
+from support.supervised import Supervised
+from support.waiting import one, until
+
+Db = psycopg.Connection[Any]
+Supervise = Callable[..., Supervised]
+OPENS = '''
+import threading
+import psycopg
+
+@handlers.handler("orders", "open_and_freeze", timeout=3)
+def open_and_freeze(command, ctx):
+    """Connects by itself, leaves a long query to a thread, and holds the GIL."""
+    for name in ("mine", "idle mine"):
+        own = psycopg.connect(command.data, application_name=name, autocommit=True)
+        if name == "mine":
+            threading.Thread(target=own.execute, args=("SELECT pg_sleep(600)",), daemon=True).start()
+        globals()[name] = own
+    while not ready(command.data):
+        time.sleep(0.01)
+    re.match(r"(a+)+$", "a" * 40 + "b")
+
+def ready(url):
+    with psycopg.connect(url, application_name="asks") as conn:
+        query = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'mine' AND wait_event = 'PgSleep'"
+        return conn.execute(query).fetchone()[0]
+'''
+
+
+@pytest.fixture
+def named(db: Db) -> Callable[[str], int]:
+    """How many sessions there are under a name."""
+    query = "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s AND datname = current_database()"
+    return lambda name: int(one(db, query, name))
+
+
+def test_they_end_with_their_killed_worker_and_nobody_elses_do(
+    supervise: Supervise, tasks: Path, bus: CommandBus, database: str, named: Callable[[str], int]
+) -> None:
+    (tasks / "tasks.py").write_text((tasks / "tasks.py").read_text() + OPENS)
+    with psycopg.connect(database, application_name="innocent", autocommit=True) as innocent:
+        supervised = supervise(max_attempts=1).until_ready()
+        bus.send("orders", "open_and_freeze", database, command_id="a")
+        until(lambda: named("mine") == 1)
+        until(lambda: bus.get_command("orders", "a").status is CommandStatus.IN_TROUBLESHOOTING_QUEUE)  # type: ignore[union-attr]
+        until(lambda: named("mine") == 0, 5)
+        supervised.until_said("database sessions that handlers of worker")
+        assert one(innocent, "SELECT 1") == 1
+    assert supervised.stop()[0] == 0
+
+
+def test_with_something_in_between_nothing_is_ended(
+    tasks: Path, bus: CommandBus, db: Db, database: str, named: Callable[[str], int]
+) -> None:
+    """The server sees the addresses of what is in between, which others may use as well."""
+    (tasks / "tasks.py").write_text((tasks / "tasks.py").read_text() + OPENS)
+    found = re.search(r":(\d+)/", database)
+    assert found is not None
+    proxy = Proxy(int(found[1]))
+    supervised = Supervised(tasks, re.sub(r":\d+/", f":{proxy.port}/", database), max_attempts=1)
+    try:
+        supervised.until_ready()
+        bus.send("orders", "open_and_freeze", database, command_id="a")
+        supervised.until_said("post-mortem of worker", 30)
+        assert named("mine") == 1
+        assert "had opened themselves" not in supervised.log
+        assert supervised.stop()[0] == 0
+    finally:
+        supervised.clear_away()
+        proxy.close()
+        db.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'mine'")
