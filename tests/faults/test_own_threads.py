@@ -14,15 +14,16 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from commandbus import CommandBus, HandlerRegistry, HealthState, NewCommand, Settings, Worker
+from commandbus import CommandBus, HandlerRegistry, HealthState, Limit, NewCommand, Settings, Worker
 from commandbus.db.link import LOCK_SECONDS, STATEMENT_SECONDS, Link
+from commandbus.db.service import DatabaseService
 from support.network import Proxy
 from support.waiting import one, statuses, until, until_settled, verdicts
 from support.workers import short_lease
 
 StartWorker = Callable[..., Worker]
 Db = psycopg.Connection[Any]
-PARTS = ("claimer", "settler", "lease keeper", "maintenance")
+PARTS = ("claimer", "settler", "lease keeper", "maintenance", "gate")
 
 
 @pytest.fixture
@@ -32,15 +33,25 @@ def ran() -> list[str]:
 
 
 @pytest.fixture
-def handlers(ran: list[str]) -> HandlerRegistry:
+def handlers(ran: list[str], bus: CommandBus) -> HandlerRegistry:
+    """`work`, and `call`, which needs a permit of a limit: that is the gate's."""
+    bus.declare_limit(Limit("api", concurrency=5))
     handlers = HandlerRegistry()
 
-    @handlers.handler("orders", "work")
     def work(command: Any, ctx: Any) -> str:
         ran.append(command.command_id)
         return "done"
 
+    handlers.register("orders", "work", work)
+    handlers.register("orders", "call", work, limits=["api"])
     return handlers
+
+
+def part_of(worker: Worker, part: str) -> DatabaseService:
+    """One of its own threads."""
+    parts = worker._parts
+    assert parts is not None
+    return next(each for each in [*parts._threads, *parts._limited.services] if each.part == part)
 
 
 @contextmanager
@@ -229,10 +240,10 @@ def test_a_connection_that_falls_silent_is_named_cut_and_made_anew(
     ran: list[str],
 ) -> None:
     worker = start_worker(handlers, through)
-    bus.send("orders", "work", command_id="before")
+    bus.send("orders", "call", command_id="before")
     until_completed(bus, "before")
     assert proxy.silence(part.encode()) == 1
-    bus.send("orders", "work", command_id="after")
+    bus.send("orders", "call", command_id="after")
     reasons: set[str] = set()
     until(lambda: reasons.update(worker.health_status.critical_reasons) or part.replace(" ", "_") in reasons)
     until_completed(bus, "after", seconds=20)
@@ -248,15 +259,15 @@ def test_a_thread_that_is_blocked_is_named(
 ) -> None:
     """Blocked in our own code, not in the database."""
     worker = start_worker(handlers, database)
-    bus.send("orders", "work", command_id="before")
+    bus.send("orders", "call", command_id="before")
     until_completed(bus, "before")
-    service = next(each for each in worker._parts._threads if each.part == part)  # type: ignore[union-attr]
+    service = part_of(worker, part)
     release = threading.Event()
     service.order(lambda: (release.wait(20), None)[1])
     until(lambda: part.replace(" ", "_") in worker.health_status.critical_reasons)
     assert any("has not moved" in reason for reason in worker.health_status.reasons)
     release.set()
-    bus.send("orders", "work", command_id="after")
+    bus.send("orders", "call", command_id="after")
     until_completed(bus, "after")
     until(lambda: worker.health_status.state is HealthState.HEALTHY)
     assert ran == ["before", "after"]
@@ -304,7 +315,7 @@ def test_the_end_of_a_thread_is_critical(
     database: str, handlers: HandlerRegistry, start_worker: StartWorker, part: str, bus: CommandBus
 ) -> None:
     worker = start_worker(handlers, database)
-    service = next(each for each in worker._parts._threads if each.part == part)  # type: ignore[union-attr]
+    service = part_of(worker, part)
 
     def end() -> None:
         raise SystemExit("out of order")
