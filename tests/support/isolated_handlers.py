@@ -294,8 +294,8 @@ def leave_thread(command: Any, ctx: Any) -> None:
 @process("what_was_late")
 def what_was_late(command: Any, ctx: Any) -> Any:
     """What the thread that was left behind was told, after it has tried twice more."""
-    before = _kept["tries"]
-    until(lambda: _kept["tries"] >= before + 2)
+    before = _kept.get("tries", 0)  # it may still be about to try for the first time
+    until(lambda: _kept.get("tries", 0) >= before + 2)
     return _kept.get("late")
 
 
