@@ -16,7 +16,9 @@ import pytest
 from commandbus import CommandBus, HandlerRegistry, Limit, Worker
 from commandbus.clock import boottime
 from commandbus.flow.claim import claim
+from commandbus.runtime.children import Children
 from commandbus.runtime.parts import Parts
+from support.isolated_handlers import handlers as isolated
 from support.waiting import one, until, until_settled, verdicts
 from support.workers import add, short_lease
 
@@ -40,11 +42,13 @@ def recording(handlers: HandlerRegistry, lane: str, runs: list[tuple[str, int]])
     return handlers
 
 
-def claimed_by(worker: Worker, bus: CommandBus, db: Db, *names: str) -> list[tuple[Any, ...]]:
+def claimed_by(
+    worker: Worker, bus: CommandBus, db: Db, *names: str, command_type: str = "work"
+) -> list[tuple[Any, ...]]:
     """Rows of new commands, claimed under this worker's name and not delivered yet."""
     with db.transaction():  # its own claimer does not see them before
         for name in names:
-            bus.send("orders", "work", command_id=name, conn=db)
+            bus.send("orders", command_type, command_id=name, conn=db)
         db.execute("UPDATE pgmq.q_orders__commands SET vt = now()")  # they were sent after now()
         found = bus.run(claim(domain="orders", worker=worker.id, n=10, lease_seconds=60, cursor=None), db)
     assert len(found.ready) == len(names)
@@ -76,6 +80,44 @@ def test_a_fresh_claim_is_started(
     parts_of(worker)._deliver("orders", rows, boottime())
     until_settled(db)
     assert runs == [("a", 1)]
+
+
+def test_an_old_claim_is_not_started_in_a_process_of_its_own(
+    bus: CommandBus, db: Db, start_worker: StartWorker
+) -> None:
+    worker = start_worker(isolated, concurrency=2)
+    rows = claimed_by(worker, bus, db, "c", command_type="echo")
+    parts_of(worker)._deliver("orders", rows, boottime() - LONG_AGO)
+    until_settled(db)
+    found = bus.get_command("orders", "c")
+    assert found is not None
+    assert (found.result["attempt"], found.attempts) == (1, 2)
+    assert verdicts(db, "c") == [(1, "GIVEN_BACK")]
+
+
+def test_a_lease_that_runs_out_in_the_wait_for_a_process_is_not_started(
+    bus: CommandBus, db: Db, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process goes back, too, and runs the next attempt."""
+    take, taken = Children.take, []
+
+    def take_long(children: Children, is_wanted: Callable[[], bool]) -> Any:
+        process = take(children, is_wanted)
+        taken.append(process)
+        if len(taken) == 1:
+            for attempt in list(parts_of(worker).held):
+                attempt.renewed_at -= LONG_AGO
+        return process
+
+    monkeypatch.setattr(Children, "take", take_long)
+    worker = start_worker(isolated, concurrency=1)
+    bus.send("orders", "echo", command_id="c")
+    until_settled(db)
+    found = bus.get_command("orders", "c")
+    assert found is not None
+    assert (found.result["attempt"], found.attempts) == (1, 2)
+    assert verdicts(db, "c") == [(1, "GIVEN_BACK")]
+    assert [process.pid for process in taken] == [found.result["pid"]] * 2
 
 
 def test_what_somebody_else_has_completed_meanwhile_is_not_started(

@@ -12,6 +12,7 @@ from typing import Any
 import psycopg
 
 from commandbus import CommandBus, HandlerRegistry, RetryPolicy
+from commandbus.clock import boottime
 from commandbus.db.drive import run
 from commandbus.flow.claim import claim
 from commandbus.flow.settle import Settlement, settle
@@ -134,7 +135,7 @@ class Lab:
         """Claim a command that waits; what else waits is claimed as well, and left alone."""
         found = run(self.db, claim(domain="orders", worker=WORKER, n=20, lease_seconds=60, cursor=None))
         (row,) = [row for row in found.ready if row[3] == command_id]
-        attempt = Attempt("orders", row, self.registry.get("orders", row[4]), time.monotonic())
+        attempt = Attempt("orders", row, self.registry.get("orders", row[4]), boottime())
         self.executor.begin(attempt)
         if task_timeout is not None:
             attempt.deadline_at = attempt.started_at + task_timeout

@@ -161,7 +161,9 @@ def cancellation(by: str, reason: str | None) -> Failure:
 def given_back(domain: str, msg_id: int, read_ct: int, id_: int, *, number: int) -> Settlement:
     """Claimed but never started: back to the queue at once, and not charged."""
     failure = Failure(
-        "GivenBack", "GIVEN_BACK", "given back before it had started: its worker stopped, or was busy"
+        "GivenBack",
+        "GIVEN_BACK",
+        "given back before it had started: its worker stopped, was busy, or could not be sure of its lease",
     )
     error = _error(Verdict.GIVEN_BACK, failure, "")
     row = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":null,"d":0,"w":true,"e":{error}}}'

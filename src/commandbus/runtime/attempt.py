@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from commandbus.clock import monotonic
+from commandbus.clock import boottime, monotonic
 from commandbus.errors import AttemptCancelledError, DeadlineExceededError
 from commandbus.flow.reply import compose
 from commandbus.flow.settle import BATCH, STEP, Settlement, completed, given_back, of_row, parked, waived
@@ -306,6 +306,11 @@ class Attempt:
         """This progress is stored; a later one may have come meanwhile."""
         if self.extras.progress is text:
             self.extras.progress = None
+
+    def is_surely_held(self, late_seconds: float) -> bool:
+        """Is its lease younger than that, and not known to be lost? Since the claim or the last renewal was sent,
+        this process may have been stopped, or its machine suspended; then nobody knows whose the command is."""
+        return not self.is_lost and boottime() - self.renewed_at < late_seconds
 
     def elapsed_ms(self) -> int:
         """How long it has been running."""

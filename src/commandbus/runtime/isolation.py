@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, Final, Protocol
 
-from commandbus.clock import boottime, monotonic
+from commandbus.clock import monotonic
 from commandbus.errors import ConfigurationError
 from commandbus.flow.settle import Settlement
 from commandbus.logger import safe_logger
@@ -151,8 +151,9 @@ class Isolation:
         """Before it begins: a process that is ready for it, as soon as there is one. Its settlement if there will
         be none; None if it is not to begin: it was asked to stop, its lease is not sure, its worker lets go, or
         the system has nothing left for a process."""
+        late = self._late_seconds
         try:
-            return self._children.take(lambda: attempt.stop is None and self._is_held(attempt))
+            taken = self._children.take(lambda: attempt.stop is None and attempt.is_surely_held(late))
         except StartError as error:
             return self._fail(attempt, str(error), error.trace)
         except Exception as error:  # noqa: BLE001 - no memory, no processes, no files …
@@ -160,14 +161,10 @@ class Isolation:
                 self._on_exhausted(f"a process for a handler could not be started ({error})")
                 return None
             return self._fail(attempt, f"its process could not be started: {type(error).__name__}: {error}")
-
-    def give_back(self, process: ChildProcess) -> None:
-        """The attempt that it was taken for does not begin."""
-        self._children.give_back(process, is_usable=True)
-
-    def _is_held(self, attempt: Attempt) -> bool:
-        """Does its lease surely hold? As in `Parts`, for an attempt that waits for a process."""
-        return not attempt.is_lost and boottime() - attempt.renewed_at < self._late_seconds
+        if taken is not None and not attempt.is_surely_held(late):
+            self._children.give_back(taken, is_usable=True)  # the wait was longer than its lease
+            return None
+        return taken
 
     def run(self, attempt: Attempt, process: ChildProcess) -> Ended:
         """Run an attempt that has begun in the process that was taken for it, to its end, whatever that is."""

@@ -77,7 +77,7 @@ class Parts:
         self._given_back = 0
         self._changing = threading.Lock()
         self._low = 0
-        self._start_seconds = settings.timeouts.late_seconds  # under an older lease nothing is started
+        self._late_seconds = settings.timeouts.late_seconds  # under an older lease nothing is started
         self._cautious_until = 0.0  # until then nothing is prefetched
         self._pause = Pause()
         self._limit_said = False
@@ -641,7 +641,7 @@ class Parts:
     # --- called by the lanes ------------------------------------------------------------------------------------
 
     def _run(self, attempt: Attempt, slot: Slot) -> bool:
-        if attempt.stop is not None or not self._is_held(attempt):
+        if attempt.stop is not None or not attempt.is_surely_held(self._late_seconds):
             return self._never_start(attempt)
         if attempt.places and self._limited.is_stale(attempt):
             return self._turn_back(attempt)
@@ -650,10 +650,6 @@ class Parts:
             process = self._take_process(attempt)
             if process is None:
                 return True
-            if not self._is_held(attempt):
-                self._isolation.give_back(process)
-                self._starting.discard(attempt)
-                return self._never_start(attempt)
         self._begin(attempt, slot)
         if process is None:
             return self._end(attempt, slot, self._executor.run(attempt))
@@ -661,17 +657,12 @@ class Parts:
         return self._end(attempt, slot, self._isolation.run(attempt, process))
 
     async def _run_async(self, attempt: Attempt, slot: AsyncSlot) -> bool:
-        if attempt.stop is not None or not self._is_held(attempt):
+        if attempt.stop is not None or not attempt.is_surely_held(self._late_seconds):
             return self._never_start(attempt)
         if attempt.places and self._limited.is_stale(attempt):
             return self._turn_back(attempt)
         self._begin(attempt, slot)
         return self._end(attempt, slot, await self._executor.run_async(attempt))
-
-    def _is_held(self, attempt: Attempt) -> bool:
-        """Is it surely still ours? This process may have been stopped, or its machine suspended, since the claim
-        or the last renewal was sent."""
-        return not attempt.is_lost and boottime() - attempt.renewed_at < self._start_seconds
 
     def _begin(self, attempt: Attempt, place: Slot | AsyncSlot) -> None:
         self._executor.begin(attempt)
