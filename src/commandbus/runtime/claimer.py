@@ -35,6 +35,7 @@ from commandbus.db.link import Link
 from commandbus.errors import CommandBusError
 from commandbus.flow.claim import Claim, announce, claim, next_due, put_right, withdraw
 from commandbus.logger import safe_logger
+from commandbus.runtime.apart import Apart
 from commandbus.settings import Settings
 
 logger = safe_logger("commandbus.worker")
@@ -68,6 +69,7 @@ class Claimer:
         spare: Callable[[], int],
         finished: Callable[[], int],
         deliver: Deliver,
+        apart: Apart,
         on_cancel: Callable[[str, int], None],
         on_idle: Callable[[], bool],
         on_error: Callable[[BaseException], None],
@@ -80,6 +82,7 @@ class Claimer:
         self._spare = spare
         self._finished = finished
         self._deliver = deliver
+        self._apart = apart
         self._on_cancel = on_cancel
         self._on_idle = on_idle
         self._on_error = on_error
@@ -199,23 +202,34 @@ class Claimer:
             )
         )
         domain.advance(found)
-        rows = found.ready
         if found.odd:
+            self._deliver_odd(domain, found, now)
+        elif found.ready:
+            self._pass_on(domain, found.ready, now)
+        return len(found.ready) + len(found.odd)
+
+    def _deliver_odd(self, domain: _Domain, found: Claim, now: float) -> None:
+        """Put right what is odd, and deliver the rest with it."""
+        try:
             right, adopted = self._link.run(
                 put_right(
                     domain=domain.name,
                     worker=self._worker,
                     odd=found.odd,
                     max_bytes=self._settings.max_payload_bytes,
+                    room=self._apart.room(domain.name, found.odd),
                 )
             )
-            rows = rows + list(right)
             if adopted:
                 domain.cursor = None
+            self._pass_on(domain, found.ready + list(right), now)
+        finally:
+            self._apart.admitted()
+
+    def _pass_on(self, domain: _Domain, rows: list[tuple[Any, ...]], now: float) -> None:
         if rows:
             self.claimed += len(rows)
             self._deliver(domain.name, rows, now)
-        return len(found.ready) + len(found.odd)
 
     def _note_work(self) -> None:
         now = time.monotonic()

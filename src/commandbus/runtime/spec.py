@@ -24,11 +24,15 @@ ROUTER_SLOTS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """What connects a worker to its supervisor: the board, its id, and whom to tell of a new state and why."""
+    """What connects a worker to its supervisor: the board, its id, and whom to tell of a new state and why.
+
+    `turn` is the descriptor of a file that all its workers share: whoever has locked it may run a suspect.
+    """
 
     board: Board
     supervisor: str
     on_state: Callable[[str, str], None]
+    turn: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

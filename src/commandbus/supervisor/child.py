@@ -123,7 +123,10 @@ def _work(told: Letter, control: Control) -> int:
             registry,
             settings=told.settings,
             supervision=Supervision(
-                board=Board.attach(told.board), supervisor=told.supervisor, on_state=control.say_state
+                board=Board.attach(told.board),
+                supervisor=told.supervisor,
+                on_state=control.say_state,
+                turn=told.turn,
             ),
         )
         control.say("hello", id=worker.id, domains=list(worker.domains), policies=worker.policies())
