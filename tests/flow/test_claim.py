@@ -196,9 +196,9 @@ def test_the_same_worker_claims_its_own_lost_row_again(orders: Bus, db: psycopg.
 
 
 def marks(db: psycopg.Connection[Any], command_id: str = "k") -> tuple[Any, ...]:
-    """What the command's row says of trouble: waived, suspect, quarantine."""
+    """What the command's row says of trouble: waived, suspect, alone, quarantine."""
     row = db.execute(
-        "SELECT waived, suspect, quarantine FROM commandbus.command WHERE command_id = %s", (command_id,)
+        "SELECT waived, suspect, alone, quarantine FROM commandbus.command WHERE command_id = %s", (command_id,)
     ).fetchone()
     assert row is not None
     return tuple(row)
@@ -215,7 +215,7 @@ def test_a_loss_without_a_verdict_is_waived_and_makes_a_suspect(orders: Bus, db:
     lose(orders, db)
     again = orders.claim_one("w2")
     assert (again.charge, again.is_suspect) == (1, True), "the row that the claim answers knows it, too"
-    assert marks(db) == (1, 1, None)
+    assert marks(db) == (1, 1, True, None)
     assert "not charged" in one(db, "SELECT error FROM commandbus.attempt")
     assert one(db, "SELECT headers ->> 'alone' FROM pgmq.q_orders__commands") == "true"
 
@@ -226,7 +226,7 @@ def test_a_suspect_that_is_lost_again_is_charged(orders: Bus, db: psycopg.Connec
     lose(orders, db)
     third = orders.claim_one("w3")
     assert (third.number, third.charge, third.is_suspect) == (3, 2, True)
-    assert marks(db) == (1, 1, None)
+    assert marks(db) == (1, 1, True, None)
     assert "while it ran alone: charged" in one(db, "SELECT error FROM commandbus.attempt WHERE number = 2")
     expire_leases(db)
     assert orders.claim_one("w4").charge == 3, "and from now on every loss is charged: it cannot go on for ever"
@@ -241,7 +241,7 @@ def test_a_crash_convicts_a_suspect_and_it_pays_for_what_was_waived(
     crash = Failure("WorkerLost", "WORKER_LOST", "its process died", rung="crash")
     assert charge_of(suspect.row, crash) == 2
     assert orders.settle(suspect.fail(Judgement(Verdict.RETRY, crash)), "w2") == {}
-    assert marks(db) == (0, None, True)
+    assert marks(db) == (0, None, None, True)
     assert orders.claim_one("w2").charge == 3
 
 
@@ -250,7 +250,7 @@ def test_a_suspect_that_fails_by_itself_is_a_suspect_no_longer(orders: Bus, db: 
     lose(orders, db)
     suspect = orders.claim_one("w2")
     assert orders.settle(fail(suspect, ValueError("no")), "w2") == {}
-    assert marks(db) == (1, None, None)
+    assert marks(db) == (1, None, None, None)
     db.execute("UPDATE pgmq.q_orders__commands SET vt = now()")
     again = orders.claim_one("w3")
     assert (again.charge, again.is_suspect) == (2, False)
@@ -265,14 +265,18 @@ def test_suspects_for_whom_there_is_no_room_are_given_back_for_later(
         orders.send("orders", "Ship", command_id=name)
     lose(orders, db)
     found = orders.claim_raw("w2")
-    right, _ = orders.put_right(found, "w2", room=Room(suspects=1))
+    right, _ = orders.put_right(found, "w2", room=Room(alone=1))
     assert [row.command_id for row in right] == ["a"]
     rows = db.execute(
         "SELECT c.command_id, a.verdict, a.retry_at > a.finished_at FROM commandbus.attempt a "
         "JOIN commandbus.command c ON c.id = a.command WHERE a.number = 2 ORDER BY 1"
     ).fetchall()
     assert rows == [("b", "GIVEN_BACK", True), ("c", "GIVEN_BACK", True)]
-    assert [marks(db, name) for name in ("a", "b", "c")] == [(1, 1, None), (2, 1, None), (2, 1, None)]
+    assert [marks(db, name) for name in ("a", "b", "c")] == [
+        (1, 1, True, None),
+        (2, 1, True, None),
+        (2, 1, True, None),
+    ]
     assert one(db, "SELECT count(*) FROM pgmq.q_orders__commands WHERE vt > now() AND headers IS NULL") == 2
 
 
@@ -282,13 +286,13 @@ def test_a_suspect_that_only_waited_for_its_turn_is_not_charged(orders: Bus, db:
         orders.send("orders", "Ship", command_id=name)
     lose(orders, db)
     found = orders.claim_raw("w2")
-    orders.put_right(found, "w2", room=Room(suspects=1))
+    orders.put_right(found, "w2", room=Room(alone=1))
     db.execute("UPDATE pgmq.q_orders__commands SET vt = now() WHERE headers IS NULL")
     orders.claim_raw("w2")  # and dies before it was put right
     expire_leases(db)
     orders.claim("w3")
-    assert marks(db, "a") == (1, 1, None), "two of its three attempts are charged"
-    assert marks(db, "b") == (3, 1, None), "none but the one that it has now"
+    assert marks(db, "a") == (1, 1, True, None), "two of its three attempts are charged"
+    assert marks(db, "b") == (3, 1, True, None), "none but the one that it has now"
 
 
 def test_quarantine_is_bounded_and_the_rest_is_given_back(orders: Bus, db: psycopg.Connection[Any]) -> None:
@@ -296,11 +300,11 @@ def test_quarantine_is_bounded_and_the_rest_is_given_back(orders: Bus, db: psyco
         orders.send("orders", "Ship" if n else "Isolated", command_id=f"k{n}")
     stuck = Failure("ExecutionStuck", "EXECUTION_STUCK", "it hung", rung="stuck")
     orders.settle([attempt.fail(Judgement(Verdict.RETRY, stuck)) for attempt in orders.claim()])
-    assert [marks(db, f"k{n}") for n in range(4)] == [(0, None, True)] * 4
+    assert [marks(db, f"k{n}") for n in range(4)] == [(0, None, None, True)] * 4
     room = Room(quarantined=1, isolated=frozenset({"Isolated"}))
     right, _ = orders.put_right(orders.claim_raw("w2"), "w2", room=room)
     assert [row.command_id for row in right] == ["k0", "k1"]
-    assert [marks(db, f"k{n}") for n in range(4)] == [(0, None, True)] * 2 + [(1, None, True)] * 2
+    assert [marks(db, f"k{n}") for n in range(4)] == [(0, None, None, True)] * 2 + [(1, None, None, True)] * 2
     assert orders.claim_raw("w3").odd == [], "not before their delay is over"
 
 
@@ -312,7 +316,7 @@ def test_what_is_given_back_for_later_and_was_to_be_canceled_is_canceled(
     orders.settle(orders.claim_one("w2").give_back(), "w2")
     found = orders.claim_raw("w3")
     orders.cancel("orders", "k", operator="ann")
-    assert orders.put_right(found, "w3", room=Room(suspects=0)) == ([], 0)
+    assert orders.put_right(found, "w3", room=Room(alone=0)) == ([], 0)
     assert orders.get_command("orders", "k").status is CommandStatus.CANCELED
 
 
@@ -321,7 +325,7 @@ def test_an_operator_retries_what_got_stuck_in_quarantine(orders: Bus, db: psyco
     stuck = Failure("ExecutionStuck", "EXECUTION_STUCK", "it hung", rung="stuck")
     orders.settle(orders.claim_one().fail(Judgement(Verdict.EXHAUSTED, stuck)))
     orders.tsq.operator_retry("orders", "k", operator="ann")
-    assert marks(db) == (0, None, True)
+    assert marks(db) == (0, None, None, True)
 
 
 def test_a_claim_does_not_wait_for_a_locked_row(orders: Bus) -> None:

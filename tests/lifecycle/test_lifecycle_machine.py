@@ -106,7 +106,8 @@ class Life:
     charge: int = 0  # those since the last operator's retry that were not waived
     suspect: int | None = None  # crashes and losses that were waived: it pays for them when it is convicted
     quarantine: bool = False
-    alone: bool = False  # its holder knows that it is a suspect, and runs it alone
+    was_lost: bool = False  # so it runs alone
+    alone: bool = False  # its holder knows that, and has started it
     vanished: int = 0  # holders that are not written down yet
     ran_alone: bool = False  # the first of those did
     ended_in_crash: bool = False  # the attempt that brought it into the troubleshooting queue
@@ -122,7 +123,7 @@ class Life:
 
     def start_again(self) -> None:
         """An operator retries it. One whose last attempt got stuck or crashed something goes on in quarantine."""
-        self.charge, self.suspect = 0, None
+        self.charge, self.suspect, self.was_lost = 0, None, False
         self.quarantine = self.quarantine or self.ended_in_crash
 
     def lose(self) -> None:
@@ -133,10 +134,11 @@ class Life:
         self.alone = False
 
     def pay(self) -> None:
-        """The loss is written down: that of a suspect is charged, if it ran; others make a suspect."""
-        self.charge -= self.vanished - (self.suspect is not None and self.ran_alone)
-        self.suspect = self.suspect or 1
-        self.vanished = 0
+        """The loss is written down: that of one that ran alone is charged; the first makes a suspect."""
+        self.charge -= self.vanished - self.ran_alone
+        if not self.was_lost:
+            self.suspect = (self.suspect or 0) + 1
+        self.was_lost, self.vanished = True, 0
 
     def told(self) -> list[tuple[str, int | None]]:
         """As the trail tells it: an attempt's start, which is written last, before what was asked of it."""
@@ -227,7 +229,7 @@ class Lifecycle(RuleBasedStateMachine):
             life = self.lives[attempt.command_id]
             assert (attempt.number, attempt.charge) == (life.number, life.charge)
             assert (attempt.is_suspect, attempt.is_quarantined) == (life.suspect is not None, life.quarantine)
-            life.alone = attempt.is_suspect
+            life.alone = life.was_lost
             self._forget(attempt.command_id)
             self.held.append((worker, attempt))
             claimed.append(attempt)
@@ -359,7 +361,7 @@ class Lifecycle(RuleBasedStateMachine):
             life.suspect = (life.suspect or 0) + 1
             life.history += [*received, ("WAIVED", number)]
         elif self._charge(life, outcome) < life.limit:
-            life.suspect = None
+            life.suspect, life.was_lost = None, False
             life.quarantine = life.quarantine or outcome == "crash"
             life.history += [*received, ("FAILED", number), ("RETRY_SCHEDULED", number)]
         else:
@@ -564,7 +566,8 @@ class Lifecycle(RuleBasedStateMachine):
             for row in self.db.execute(
                 "SELECT c.command_id, c.id, c.status::text, c.msg_id, coalesce(c.attempt, c.attempt_base + "
                 "coalesce(q.read_ct, 0)), q.read_ct - c.waived, q.headers ->> 'held_by', p.seq IS NOT NULL, "
-                "t.command IS NOT NULL, q.vt <= now(), c.suspect, c.quarantine IS TRUE FROM commandbus.command c "
+                "t.command IS NOT NULL, q.vt <= now(), c.suspect, c.quarantine IS TRUE, c.alone IS TRUE "
+                "FROM commandbus.command c "
                 "LEFT JOIN pgmq.q_orders__commands q ON q.msg_id = c.msg_id "
                 "LEFT JOIN commandbus.parked p ON p.msg_id = c.msg_id AND p.domain = c.domain "
                 "LEFT JOIN commandbus.tsq t ON t.command = c.id"
@@ -577,12 +580,12 @@ class Lifecycle(RuleBasedStateMachine):
         assert len(rows) == len(set(rows))
         assert set(rows) == pending, "every command that is not settled has its queue row, and no other has one"
         for name, life in self.lives.items():
-            _, status, _, number, charge, holder, parked, troubled, visible, suspect, quarantine = commands[name]
+            _, status, _, number, charge, holder, parked, troubled, visible, *marks = commands[name]
             assert status == life.status, name
             assert number == life.number, name
             assert troubled == (life.status == "IN_TROUBLESHOOTING_QUEUE"), name
             if status == "PENDING" and not life.vanished:
-                assert (suspect, quarantine) == (life.suspect, life.quarantine), name
+                assert marks == [life.suspect, life.quarantine, life.was_lost], name
             if status == "PENDING":
                 assert (charge, holder, parked) == (life.charge, life.holder, life.parked), name
                 assert visible == (not parked and (holder is None or life.expired)), name

@@ -17,10 +17,11 @@ LATE = Failure("DeadlineExceededError", "TIMEOUT", "too late", rung="deadline")
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (Marks(), Marks(1, 1)),
-        (Marks(5, None, quarantine=True), Marks(6, 1, quarantine=True)),
-        (Marks(1, 1), Marks(1, 1)),
-        (Marks(7, 3, quarantine=True), Marks(7, 3, quarantine=True)),
+        (Marks(), Marks(1, 1, alone=True)),
+        (Marks(5, None, quarantine=True), Marks(6, 1, quarantine=True, alone=True)),
+        (Marks(2, 1), Marks(3, 2, alone=True)),
+        (Marks(1, 1, alone=True), Marks(1, 1, alone=True)),
+        (Marks(7, 3, quarantine=True, alone=True), Marks(7, 3, quarantine=True, alone=True)),
     ],
 )
 def test_a_loss_of_one_that_ran(before: Marks, after: Marks) -> None:
@@ -28,20 +29,22 @@ def test_a_loss_of_one_that_ran(before: Marks, after: Marks) -> None:
 
 
 def test_a_loss_of_a_suspect_that_had_not_started_changes_nothing_but_the_waiver() -> None:
-    assert Marks(1, 1).after_loss(ran_alone=False) == Marks(2, 1)
-    assert Marks(1, 1).after_loss(ran_alone=False, unstarted=2) == Marks(4, 1)
+    assert Marks(1, 1, alone=True).after_loss(ran_alone=False) == Marks(2, 1, alone=True)
+    assert Marks(1, 1, alone=True).after_loss(ran_alone=False, unstarted=2) == Marks(4, 1, alone=True)
 
 
 def test_holders_that_never_started_it_are_waived() -> None:
-    assert Marks().after_loss(ran_alone=False, unstarted=3) == Marks(4, 1)
-    assert Marks(1, 1).after_loss(ran_alone=True, unstarted=3) == Marks(4, 1)
+    assert Marks().after_loss(ran_alone=False, unstarted=3) == Marks(4, 1, alone=True)
+    assert Marks(1, 1, alone=True).after_loss(ran_alone=True, unstarted=3) == Marks(4, 1, alone=True)
 
 
 def test_failures() -> None:
     assert Marks().after_failure(ERROR) == Marks()
-    assert Marks(1, 1).after_failure(ERROR) == Marks(1, 1).after_failure(LATE) == Marks(1)
+    lost = Marks(1, 1, alone=True)
+    assert Marks(1, 1).after_failure(ERROR) == lost.after_failure(ERROR) == lost.after_failure(LATE) == Marks(1)
     assert Marks().after_failure(CRASH) == Marks(quarantine=True)
-    assert Marks(3, 2).after_failure(CRASH) == Marks(1, quarantine=True)
+    assert Marks(3, 2, alone=True).after_failure(CRASH) == Marks(1, quarantine=True)
+    assert Marks(1, 1, alone=True).after_suspicion() == Marks(2, 2, alone=True)
 
 
 @given(st.integers(1, 6), st.integers(0, 4))
@@ -51,7 +54,7 @@ def test_one_that_kills_every_time_starts_at_most_once_more_than_its_limit(limit
     while starts - marks.waived < limit:
         starts += 1
         lost = starts <= losses
-        marks = marks.after_loss(ran_alone=marks.suspect is not None) if lost else marks.after_failure(CRASH)
+        marks = marks.after_loss(ran_alone=marks.alone) if lost else marks.after_failure(CRASH)
     assert starts == max(limit, min(losses, limit) + 1 if losses else 1)
 
 

@@ -5,8 +5,8 @@ The claim itself is one statement and one row write a message. Odd rows are rare
 - still held by somebody when its lease ran out: that worker vanished; its attempt is recorded as LOST, and
   model/suspects.py decides what that costs the command. If somebody had asked to cancel it, it does not run again:
   it is CANCELED
-- a suspect, or in quarantine: it runs if there is room to run it apart from the others. Else it is given back for
-  later, and holds no slot meanwhile
+- lost before, or in quarantine: it runs if there is room to run it apart from the others. Else it is given back
+  for later, and holds no slot meanwhile
 - no command belongs to it: a raw message of another client is adopted, or rejected with a reason
 - its command type is paused, or the type's breaker is not closed: parked. The breaker's probe is let through
 
@@ -34,6 +34,7 @@ from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.model.suspects import Marks, delay_apart
 
 FAR_SECONDS = 1e9
+MOST_NOTED = 5  # times that a command is given back for later; after that the history has heard it often enough
 
 
 class ClaimedRow(NamedTuple):
@@ -63,17 +64,18 @@ class ClaimedRow(NamedTuple):
     batch: int | None = None
     is_probe: bool | None = None
     quarantine: bool | None = None
+    alone: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many suspects and how many commands in quarantine may start now; None is any number.
+    """How many commands that run alone, and how many in quarantine, may start now; None is any number.
 
     Commands of the types in `isolated` run in child processes anyway, and do not count as in quarantine. `spread`,
     from 0 to 1, spreads the delays of those for whom there is no room.
     """
 
-    suspects: int | None = None
+    alone: int | None = None
     quarantined: int | None = None
     isolated: frozenset[str] = frozenset()
     spread: float = 0.5
@@ -114,12 +116,12 @@ def claim(*, domain: str, worker: str, n: int, lease_seconds: float, cursor: dat
     ready = [
         row
         for row in rows
-        if row[14] is None and row[2] is not None and not row[13] and row[19] is None and not row[23]
+        if row[14] is None and row[2] is not None and not row[13] and not row[23] and not row[24]
     ]
     odd = [] if len(ready) == len(rows) else [
         ClaimedRow(*row)
         for row in rows
-        if row[14] is not None or row[2] is None or row[13] or row[19] is not None or row[23]
+        if row[14] is not None or row[2] is None or row[13] or row[23] or row[24]
     ]  # fmt: skip
     return Claim(ready, odd, len(rows) == n, rows[0][16], rows[0][17])
 
@@ -262,25 +264,24 @@ def _after_loss(row: ClaimedRow) -> Marks:
 def _marked(row: ClaimedRow, marks: Marks | None) -> ClaimedRow:
     if marks is None:
         return row
-    return row._replace(waived=marks.waived, suspect=marks.suspect, quarantine=marks.quarantine or None)
+    return row._replace(waived=marks.waived, suspect=marks.suspect, alone=marks.alone or None)
 
 
 def _mark_rows(lost: Sequence[ClaimedRow], marks: Mapping[int, Marks]) -> str:
     rows: list[dict[str, Any]] = []
     for row in lost:
         found = marks[row.msg_id]
-        quarantine = found.quarantine or None
         rows.append({"m": row.msg_id, "r": row.read_ct, "c": row.id, "v": found.waived, "x": found.suspect,
-                     "q": quarantine})  # fmt: skip
+                     "a": found.alone or None})  # fmt: skip
     return _dump(rows)
 
 
 def _lost_text(row: ClaimedRow, marks: Marks) -> str:
     text = "the worker vanished and its lease ran out"
-    if marks.waived == row.waived and row.suspect is not None:
+    if marks.waived - row.waived < len(list(_holders(row))):
         return f"{text}, while it ran alone: charged"
     return f"{text}: not charged, and its next attempt runs in a process of its own" + (
-        "" if row.suspect is None else " (it had not started)"
+        " (it had not started)" if row.alone else ""
     )
 
 
@@ -306,9 +307,9 @@ def _lost_rows(lost: Sequence[ClaimedRow], marks: Mapping[int, Marks]) -> str:
 
 
 def _admit(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -> Steps[list[ClaimedRow]]:
-    """Those that may start now: all but suspects, and commands in quarantine, for whom there is no room."""
+    """Those that may start now: all but those that run alone or in quarantine, and find no room."""
     admitted, late = _choose(rows, room)
-    if alone := [row.msg_id for row in admitted if row.suspect is not None]:
+    if alone := [row.msg_id for row in admitted if row.alone]:
         yield Statement(sql.text("run_alone", domain=domain), {"worker": worker, "msg_ids": alone})
     if late:
         yield from _put_off(domain, worker, late, room)
@@ -319,11 +320,11 @@ def _choose(rows: Sequence[ClaimedRow], room: Room) -> tuple[list[ClaimedRow], l
     """Those that may start, and those for whom there is no room."""
     admitted: list[ClaimedRow] = []
     late: list[ClaimedRow] = []
-    suspects = quarantined = 0
+    alone = quarantined = 0
     for row in rows:
-        if row.suspect is not None:
-            suspects += 1
-            is_late = room.suspects is not None and suspects > room.suspects
+        if row.alone:
+            alone += 1
+            is_late = room.alone is not None and alone > room.alone
         elif row.quarantine and row.command_type not in room.isolated:
             quarantined += 1
             is_late = room.quarantined is not None and quarantined > room.quarantined
@@ -346,9 +347,11 @@ def _put_off(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -
 
 def _later(domain: str, row: ClaimedRow, room: Room) -> Settlement:
     assert row.id is not None  # noqa: S101 - raw messages are not ours
-    why = "commands in quarantine fill the processes that this worker has for them"
-    if row.suspect is not None:
-        why = "it is a suspect, and one suspect runs at a time"
+    why: str | None = "commands in quarantine fill the processes that this worker has for them"
+    if row.alone:
+        why = "its worker was lost with it before: such commands run one at a time"
+    if row.waived > MOST_NOTED:
+        why = None
     return given_back(
         domain,
         row.msg_id,

@@ -27,6 +27,7 @@ PROBE: Final = 22  # and whether it is the probe of its type's breaker
 WAIVED: Final = 7  # and what earlier trouble has left: model/suspects.py
 SUSPECT: Final = 19
 QUARANTINE: Final = 23
+ALONE: Final = 24
 _REPLIES: Final[dict[Verdict, Outcome]] = {
     Verdict.BUSINESS_RULE: "FAILED",
     Verdict.TIMED_OUT: "FAILED",
@@ -118,7 +119,7 @@ def of_row(domain: str, row: Sequence[Any], judgement: Judgement, *, started: fl
 
 def marks_of(row: Sequence[Any]) -> Marks:
     """What earlier trouble has left; `row` is as the claim returned it."""
-    return Marks(row[WAIVED], row[SUSPECT], bool(row[QUARANTINE]))
+    return Marks(row[WAIVED], row[SUSPECT], bool(row[QUARANTINE]), bool(row[ALONE]))
 
 
 def charge_of(row: Sequence[Any], failure: Failure) -> int:
@@ -179,11 +180,16 @@ def given_back(
     *,
     number: int,
     delay: float = 0.0,
-    why: str = "its worker stopped, or was busy",
+    why: str | None = "its worker stopped, or was busy",
 ) -> Settlement:
-    """Claimed but never started: back to the queue, at once or after a delay, and not charged."""
-    failure = Failure("GivenBack", "GIVEN_BACK", f"given back before it had started: {why}")
-    error = _error(Verdict.GIVEN_BACK, failure, "")
+    """Claimed but never started: back to the queue, at once or after a delay, and not charged.
+
+    Without a reason it is not written down: what waits for long is given back time and again.
+    """
+    error = "null"
+    if why is not None:
+        failure = Failure("GivenBack", "GIVEN_BACK", f"given back before it had started: {why}")
+        error = _error(Verdict.GIVEN_BACK, failure, "")
     row = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":null,"d":{delay:.6f},"w":1,"e":{error}}}'
     return Settlement(domain, msg_id, read_ct, row, is_final=False)
 
@@ -273,8 +279,8 @@ def _change(before: Marks, after: Marks) -> str:
     if after == before:
         return '"w":0'
     suspect = "null" if after.suspect is None else after.suspect
-    quarantine = "true" if after.quarantine else "null"
-    return f'"w":{after.waived - before.waived},"k":true,"x":{suspect},"q":{quarantine}'
+    quarantine, alone = ("true" if mark else "null" for mark in (after.quarantine, after.alone))
+    return f'"w":{after.waived - before.waived},"k":true,"x":{suspect},"q":{quarantine},"a":{alone}'
 
 
 def _epoch(started: float | None) -> str:

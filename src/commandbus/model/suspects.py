@@ -3,9 +3,9 @@
 A supervisor that sees its worker die gives a verdict (`postmortem`). A loss without a verdict (kill -9 of the
 supervisor, the end of a whole container) names nobody. So:
 
-    lost, no suspect yet         waived, and a suspect from now on: its next attempt runs alone and isolated
-    lost, a suspect that ran     charged: it was the only suspect that ran, but somebody may have killed it again
-    lost, a suspect that waited  waived; it is a suspect as before
+    lost                         waived, and a suspect from now on: it runs isolated and alone, that is one such
+                                 command at a time per supervisor
+    lost again while it ran so   charged. It keeps its waiver: somebody may have killed it again from outside
     stuck, or crashed something  charged; a suspect pays for what was waived before, as well. Quarantine: its next
                                  attempts run in a child process
     failed in another way        charged; it is no suspect any more
@@ -24,7 +24,7 @@ GRAVE: Final = frozenset({"stuck", "kill", "crash"})
 """Rungs of attempts that did not end by themselves: their slot, or the process around them, was taken away."""
 
 FIRST_DELAY: Final = 0.25
-LONGEST_DELAY: Final = 30.0
+LONGEST_DELAY: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +32,20 @@ class Marks:
     """What the row of a command says of earlier trouble.
 
     `suspect` is None for a command that is no suspect; else it counts the crashes and losses that were waived for
-    it. It pays for them when a verdict convicts it: it is seen to get stuck, or to crash its process.
+    it. It pays for them when a verdict convicts it: it is seen to get stuck, or to crash its process. `alone`: it
+    was lost without a verdict.
     """
 
     waived: int = 0
     suspect: int | None = None
     quarantine: bool = False
+    alone: bool = False
 
     def after_loss(self, *, ran_alone: bool, unstarted: int = 0) -> Marks:
         """Its holder vanished without a verdict, and after it `unstarted` holders that never started it."""
         waived = self.waived + unstarted
-        if self.suspect is None:
-            return replace(self, waived=waived + 1, suspect=1)
+        if not self.alone:
+            return replace(self, waived=waived + 1, suspect=(self.suspect or 0) + 1, alone=True)
         return replace(self, waived=waived + (not ran_alone))
 
     def after_suspicion(self) -> Marks:
@@ -53,7 +55,7 @@ class Marks:
     def after_failure(self, failure: Failure) -> Marks:
         """This attempt is charged."""
         if failure.rung not in GRAVE:
-            return replace(self, suspect=None)
+            return replace(self, suspect=None, alone=False)
         return Marks(self.waived - (self.suspect or 0), None, quarantine=True)
 
 

@@ -1,8 +1,8 @@
 """Apart: which commands run apart from the others, and how many of them at once.
 
-Suspects run one at a time per supervisor, so that the next loss of everything names the one that ran. The workers
-of a supervisor share a file for that. The kernel locks it for one process at a time, and frees it when that
-process ends. A worker without a supervisor runs its suspects one at a time, too.
+Commands that were lost without a verdict run one at a time per supervisor, so that the next loss of everything
+names the one that ran. The workers of a supervisor share a file for that. The kernel locks it for one process at a
+time, and frees it when that process ends. A worker without a supervisor runs them one at a time, too.
 
 Commands in quarantine run in child processes, at most `quarantine_processes` per worker: a dead API must not fill
 every slot with processes that hang.
@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 
 from commandbus.flow.claim import ClaimedRow, Room
+from commandbus.flow.settle import ALONE
 from commandbus.model.suspects import delay_apart
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.handlers import HandlerRegistry
@@ -39,7 +40,7 @@ class Apart:
         self._turn = turn
         self._processes = processes
         self._lock = threading.Lock()
-        self._inside: dict[Attempt, bool] = {}  # to whether it is a suspect
+        self._inside: dict[Attempt, bool] = {}  # to whether it runs alone
         self._is_admitting = False
         self._has_turn = False
         self.late_until = 0.0  # by then, those that were put off here can be claimed again (monotonic)
@@ -47,27 +48,28 @@ class Apart:
     def room(self, domain: str, odd: Sequence[ClaimedRow]) -> Room:
         """How many of these may start. `admitted` is to be called when those that do have entered."""
         isolated = self._isolated.get(domain, frozenset())
-        suspects = [row for row in odd if row.suspect is not None or row.before is not None]
+        alone = [row for row in odd if row.alone or row.before is not None]
         quarantined = [row for row in odd if row.quarantine and row.command_type not in isolated]
         with self._lock:
             self._is_admitting = True
-            for_suspects = int(bool(suspects) and not any(self._inside.values()) and self._take_turn())
+            for_one = int(bool(alone) and not any(self._inside.values()) and self._take_turn())
             for_others = None
             if self._processes is not None:
                 for_others = max(0, self._processes - sum(not value for value in self._inside.values()))
-        late = suspects[for_suspects:] + ([] if for_others is None else quarantined[for_others:])
+        late = alone[for_one:] + ([] if for_others is None else quarantined[for_others:])
         for row in late:
             self.late_until = max(self.late_until, time.monotonic() + delay_apart(row.waived + 1, spread=1.0))
-        return Room(for_suspects, for_others, isolated, random.random())  # noqa: S311 - jitter
+        return Room(for_one, for_others, isolated, random.random())  # noqa: S311 - jitter
 
     def enter(self, attempt: Attempt) -> None:
         """It is about to start here."""
-        if attempt.is_suspect or attempt.command_type not in self._isolated.get(attempt.domain, frozenset()):
+        is_alone = bool(attempt.row[ALONE])
+        if is_alone or attempt.command_type not in self._isolated.get(attempt.domain, frozenset()):
             with self._lock:
-                self._inside[attempt] = attempt.is_suspect
+                self._inside[attempt] = is_alone
 
     def admitted(self) -> None:
-        """All who were admitted have entered: if there is no suspect among them, another worker may run one."""
+        """All who were admitted have entered: if none of them runs alone, another worker may run such a one."""
         with self._lock:
             self._is_admitting = False
             self._give_turn()
@@ -84,7 +86,7 @@ class Apart:
             try:
                 fcntl.lockf(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                return False  # a suspect runs in another worker
+                return False  # another worker runs one
         self._has_turn = True
         return True
 

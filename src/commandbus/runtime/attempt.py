@@ -239,7 +239,7 @@ class Attempt:
 
     @property
     def is_suspect(self) -> bool:
-        """May it have killed its worker? Then it runs alone and isolated."""
+        """May it have killed its worker? Then it runs isolated."""
         return self.row[SUSPECT] is not None
 
     @property

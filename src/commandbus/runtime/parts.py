@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 from commandbus.db.link import Link
 from commandbus.flow.renew import PendingCancel
-from commandbus.flow.settle import PROBE, QUARANTINE, SUSPECT, Settlement, cancellation
+from commandbus.flow.settle import ALONE, PROBE, QUARANTINE, SUSPECT, Settlement, cancellation
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.model.standing import Answer
@@ -578,7 +578,7 @@ class Parts:
             handler = get(domain, row[4])
             attempt = Attempt(domain, row, handler, claimed_at)
             self.held.add(attempt)
-            if row[SUSPECT] is not None or row[QUARANTINE]:
+            if row[QUARANTINE] or row[ALONE]:
                 self._apart.enter(attempt)
             if attempt.charge > 1 and self._executor.is_exhausted(attempt):
                 self.settler.add(attempt, self._executor.exhaust(attempt))

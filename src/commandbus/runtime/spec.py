@@ -26,7 +26,8 @@ ROUTER_SLOTS: Final = 2
 class Supervision:
     """What connects a worker to its supervisor: the board, its id, and whom to tell of a new state and why.
 
-    `turn` is the descriptor of a file that all its workers share: whoever has locked it may run a suspect.
+    `turn` is the descriptor of a file that all its workers share: whoever has locked it may run a command
+    that was lost before.
     """
 
     board: Board

@@ -16,9 +16,9 @@ WITH input AS MATERIALIZED (
     RETURNING msg_id, read_ct, headers -> 'cancel' AS cancel
 ), marked AS (
     UPDATE commandbus.command c
-       SET waived = i.v, suspect = i.x, quarantine = i.q
+       SET waived = i.v, suspect = i.x, alone = i.a
       FROM cleared q JOIN json_to_recordset(%(marks)s::json)
-               AS i(m bigint, r integer, c bigint, v integer, x smallint, q boolean) ON i.m = q.msg_id AND i.r = q.read_ct
+               AS i(m bigint, r integer, c bigint, v integer, x smallint, a boolean) ON i.m = q.msg_id AND i.r = q.read_ct
      WHERE c.id = i.c
 ), lost AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, error_type, error_code, error)

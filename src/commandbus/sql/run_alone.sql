@@ -1,5 +1,5 @@
--- Notes in the queue rows of suspects that they run now, alone and isolated: whoever finds that such a row was lost charges
--- the command for it.
+-- Notes in the queue rows of suspects that were lost before that they run now, alone: whoever finds such a row lost again
+-- charges the command for it.
 --
 -- Locks: queue rows that this worker holds. Index: the queue's key.
 UPDATE pgmq.{queue}

@@ -6,7 +6,7 @@
 WITH input AS MATERIALIZED (
     SELECT * FROM json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, n integer, t float8, d float8, w integer, k boolean, x smallint, q boolean,
-             e json)
+             a boolean, e json)
 ), held AS MATERIALIZED (
     SELECT msg_id, read_ct, headers ? 'cancel' AS is_canceled
       FROM pgmq.{queue}
@@ -23,7 +23,7 @@ WITH input AS MATERIALIZED (
 ), waived AS (
     UPDATE commandbus.command c
        SET waived = c.waived + f.w, suspect = CASE WHEN f.k THEN f.x ELSE c.suspect END,
-           quarantine = CASE WHEN f.k THEN f.q ELSE c.quarantine END
+           quarantine = CASE WHEN f.k THEN f.q ELSE c.quarantine END, alone = CASE WHEN f.k THEN f.a ELSE c.alone END
       FROM fenced f
      WHERE c.id = f.c AND (f.w <> 0 OR f.k)
 ), failed AS (
@@ -33,6 +33,7 @@ WITH input AS MATERIALIZED (
            e ->> 'error_type', e ->> 'error_code', e ->> 'error', e -> 'details', e ->> 'traceback',
            e ->> 'rung', e -> 'autopsy', (e ->> 'duration_ms')::bigint
       FROM fenced
+     WHERE e IS NOT NULL
 )
 SELECT m, r, COALESCE((SELECT CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = q.msg_id AND h.is_canceled)
                                      THEN 'canceled' ELSE 'busy' END

@@ -24,7 +24,7 @@ WITH picked AS MATERIALIZED (
 ), moved AS (
     UPDATE commandbus.command c
        SET status = 'PENDING', msg_id = q.msg_id, attempt_base = c.attempt, waived = 0, attempt = NULL,
-           worker = NULL, started_at = NULL, result = NULL, suspect = NULL,
+           worker = NULL, started_at = NULL, result = NULL, suspect = NULL, alone = NULL,
            quarantine = c.quarantine OR EXISTS (
                SELECT FROM commandbus.attempt a
                 WHERE a.command = c.id AND a.number = c.attempt AND a.rung IN ('stuck', 'kill', 'crash'))

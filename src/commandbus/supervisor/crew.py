@@ -67,7 +67,7 @@ class Crew:
         self._generation = 0
         self._coming: tuple[int, Settings] | None = None
         self._waits_for_database = False
-        self._turn = os.memfd_create("commandbus-turn", os.MFD_CLOEXEC)  # its lock: who may run a suspect
+        self._turn = os.memfd_create("commandbus-turn", os.MFD_CLOEXEC)  # its lock: runtime/apart.py
         weakref.finalize(self, os.close, self._turn)
 
     @property

@@ -24,7 +24,8 @@ CHILD = "commandbus.supervisor.child"
 
 
 def spawn(settings: Settings, supervisor: str, *, turn: int, generation: int = 0) -> WorkerProcess:
-    """Start a worker with these settings; `turn` is a file whose lock lets one worker at a time run a suspect."""
+    """Start a worker with these settings. `turn` is a file whose lock is the right to run a command that was lost
+    before: one at a time."""
     board = Board.create(2 * settings.concurrency + ROUTER_SLOTS)
     crash = os.memfd_create("commandbus-crash", os.MFD_CLOEXEC)
     ours, theirs = socket.socketpair()
