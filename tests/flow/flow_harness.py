@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import psycopg
 import pytest
 
-from commandbus.flow.claim import Claim, claim, put_right
+from commandbus.flow.claim import ANY_ROOM, Claim, Room, claim, put_right
 from commandbus.flow.renew import renew
 from commandbus.flow.settle import Settlement, settle
 from commandbus.model.outcome import judge_failure
@@ -48,10 +48,12 @@ class Bus:
         found: Claim = self.bus.run(claim(domain=domain, worker=worker, n=n, lease_seconds=lease, cursor=cursor))
         return found
 
-    def put_right(self, found: Claim, worker: str = "w1", *, domain: str = "orders") -> tuple[list[Any], int]:
+    def put_right(
+        self, found: Claim, worker: str = "w1", *, domain: str = "orders", room: Room = ANY_ROOM
+    ) -> tuple[list[Any], int]:
         """What a claimer does about the odd ones."""
         answer: tuple[list[Any], int] = self.bus.run(
-            put_right(domain=domain, worker=worker, odd=found.odd, max_bytes=MEBIBYTE)
+            put_right(domain=domain, worker=worker, odd=found.odd, max_bytes=MEBIBYTE, room=room)
         )
         return answer
 

@@ -10,7 +10,9 @@ import pytest
 from flow_harness import Bus, at_once, expire_leases, fail, one, queue_length, sync_only
 
 from commandbus import CommandBus, CommandStatus, NewCommand
-from commandbus.flow.claim import claim, next_due, put_right
+from commandbus.flow.claim import Room, claim, next_due, put_right
+from commandbus.flow.settle import SUSPECT, charge_of
+from commandbus.model.outcome import Failure, Judgement, Verdict
 
 
 def test_what_is_claimed_is_what_was_sent(orders: Bus, db: psycopg.Connection[Any]) -> None:
@@ -61,7 +63,7 @@ def test_a_lease_hides_and_lasts(orders: Bus, db: psycopg.Connection[Any]) -> No
     assert orders.claim("w2") == []
     expire_leases(db)
     again = orders.claim_one("w2")
-    assert (again.number, again.charge, again.read_ct) == (2, 2, 2)
+    assert (again.number, again.charge, again.read_ct) == (2, 1, 2)
 
 
 def test_n_is_a_limit_and_full_says_so(orders: Bus) -> None:
@@ -130,7 +132,7 @@ def test_a_vanished_workers_attempt_is_recorded_as_lost(orders: Bus, db: psycopg
     first = orders.claim_one("dead")
     expire_leases(db)
     second = orders.claim_one("w2")
-    assert (second.number, second.charge) == (2, 2)
+    assert (second.number, second.charge) == (2, 1)
     row = db.execute(
         "SELECT number, verdict, worker, error_type, error_code, error, started_at FROM commandbus.attempt"
     ).fetchall()
@@ -149,7 +151,8 @@ def test_a_chain_of_workers_that_vanished_before_they_wrote_it_down(
         orders.claim_raw(worker)  # and dies between the claim and put_right
         expire_leases(db)
     last = orders.claim_one("w5")
-    assert (last.number, last.charge) == (5, 5)
+    assert (last.number, last.charge) == (5, 1)
+    assert last.row[SUSPECT] == 1, "only the first of them can have started it"
     rows = db.execute("SELECT number, verdict, worker FROM commandbus.attempt ORDER BY number").fetchall()
     assert rows == [(n, "LOST", f"dead{n}") for n in (1, 2, 3, 4)]
     trail = [(entry.event.value, entry.attempt) for entry in orders.get_audit_trail("orders", "k")]
@@ -190,6 +193,139 @@ def test_the_same_worker_claims_its_own_lost_row_again(orders: Bus, db: psycopg.
     assert orders.settle(zombie.complete(None), "w1") == {(zombie.msg_id, zombie.read_ct): "refused"}
     assert orders.settle(again.complete(None), "w1") == {}
     assert queue_length(db) == 0
+
+
+def marks(db: psycopg.Connection[Any], command_id: str = "k") -> tuple[Any, ...]:
+    """What the command's row says of trouble: waived, suspect, alone, quarantine."""
+    row = db.execute(
+        "SELECT waived, suspect, alone, quarantine FROM commandbus.command WHERE command_id = %s", (command_id,)
+    ).fetchone()
+    assert row is not None
+    return tuple(row)
+
+
+def lose(orders: Bus, db: psycopg.Connection[Any], worker: str = "w1", **more: Any) -> None:
+    """A worker claims what there is, starts it, and vanishes."""
+    orders.claim(worker, **more)
+    expire_leases(db)
+
+
+def test_a_loss_without_a_verdict_is_waived_and_makes_a_suspect(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send("orders", "Ship", command_id="k", max_attempts=1)
+    lose(orders, db)
+    again = orders.claim_one("w2")
+    assert (again.charge, again.is_suspect) == (1, True), "the row that the claim answers knows it, too"
+    assert marks(db) == (1, 1, True, None)
+    assert "not charged" in one(db, "SELECT error FROM commandbus.attempt")
+    assert one(db, "SELECT headers ->> 'alone' FROM pgmq.q_orders__commands") == "true"
+
+
+def test_a_suspect_that_is_lost_again_is_charged(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send("orders", "Ship", command_id="k")
+    lose(orders, db)
+    lose(orders, db)
+    third = orders.claim_one("w3")
+    assert (third.number, third.charge, third.is_suspect) == (3, 2, True)
+    assert marks(db) == (1, 1, True, None)
+    assert "while it ran alone: charged" in one(db, "SELECT error FROM commandbus.attempt WHERE number = 2")
+    expire_leases(db)
+    assert orders.claim_one("w4").charge == 3, "and from now on every loss is charged: it cannot go on for ever"
+
+
+def test_a_crash_convicts_a_suspect_and_it_pays_for_what_was_waived(
+    orders: Bus, db: psycopg.Connection[Any]
+) -> None:
+    orders.send("orders", "Ship", command_id="k")
+    lose(orders, db)
+    suspect = orders.claim_one("w2")
+    crash = Failure("WorkerLost", "WORKER_LOST", "its process died", rung="crash")
+    assert charge_of(suspect.row, crash) == 2
+    assert orders.settle(suspect.fail(Judgement(Verdict.RETRY, crash)), "w2") == {}
+    assert marks(db) == (0, None, None, True)
+    assert orders.claim_one("w2").charge == 3
+
+
+def test_a_suspect_that_fails_by_itself_is_a_suspect_no_longer(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send("orders", "Ship", command_id="k")
+    lose(orders, db)
+    suspect = orders.claim_one("w2")
+    assert orders.settle(fail(suspect, ValueError("no")), "w2") == {}
+    assert marks(db) == (1, None, None, None)
+    db.execute("UPDATE pgmq.q_orders__commands SET vt = now()")
+    again = orders.claim_one("w3")
+    assert (again.charge, again.is_suspect) == (2, False)
+    expire_leases(db)
+    assert orders.claim_one("w4").charge == 2, "its next loss is its first"
+
+
+def test_suspects_for_whom_there_is_no_room_are_given_back_for_later(
+    orders: Bus, db: psycopg.Connection[Any]
+) -> None:
+    for name in ("a", "b", "c"):
+        orders.send("orders", "Ship", command_id=name)
+    lose(orders, db)
+    found = orders.claim_raw("w2")
+    right, _ = orders.put_right(found, "w2", room=Room(alone=1))
+    assert [row.command_id for row in right] == ["a"]
+    rows = db.execute(
+        "SELECT c.command_id, a.verdict, a.retry_at > a.finished_at FROM commandbus.attempt a "
+        "JOIN commandbus.command c ON c.id = a.command WHERE a.number = 2 ORDER BY 1"
+    ).fetchall()
+    assert rows == [("b", "GIVEN_BACK", True), ("c", "GIVEN_BACK", True)]
+    assert [marks(db, name) for name in ("a", "b", "c")] == [
+        (1, 1, True, None),
+        (2, 1, True, None),
+        (2, 1, True, None),
+    ]
+    assert one(db, "SELECT count(*) FROM pgmq.q_orders__commands WHERE vt > now() AND headers IS NULL") == 2
+
+
+def test_a_suspect_that_only_waited_for_its_turn_is_not_charged(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    """Everything dies again: the one that ran pays, and not those that were claimed with it."""
+    for name in ("a", "b"):
+        orders.send("orders", "Ship", command_id=name)
+    lose(orders, db)
+    found = orders.claim_raw("w2")
+    orders.put_right(found, "w2", room=Room(alone=1))
+    db.execute("UPDATE pgmq.q_orders__commands SET vt = now() WHERE headers IS NULL")
+    orders.claim_raw("w2")  # and dies before it was put right
+    expire_leases(db)
+    orders.claim("w3")
+    assert marks(db, "a") == (1, 1, True, None), "two of its three attempts are charged"
+    assert marks(db, "b") == (3, 1, True, None), "none but the one that it has now"
+
+
+def test_quarantine_is_bounded_and_the_rest_is_given_back(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    for n in range(4):
+        orders.send("orders", "Ship" if n else "Isolated", command_id=f"k{n}")
+    stuck = Failure("ExecutionStuck", "EXECUTION_STUCK", "it hung", rung="stuck")
+    orders.settle([attempt.fail(Judgement(Verdict.RETRY, stuck)) for attempt in orders.claim()])
+    assert [marks(db, f"k{n}") for n in range(4)] == [(0, None, None, True)] * 4
+    room = Room(quarantined=1, isolated=frozenset({"Isolated"}))
+    right, _ = orders.put_right(orders.claim_raw("w2"), "w2", room=room)
+    assert [row.command_id for row in right] == ["k0", "k1"]
+    assert [marks(db, f"k{n}") for n in range(4)] == [(0, None, None, True)] * 2 + [(1, None, None, True)] * 2
+    assert orders.claim_raw("w3").odd == [], "not before their delay is over"
+
+
+def test_what_is_given_back_for_later_and_was_to_be_canceled_is_canceled(
+    orders: Bus, db: psycopg.Connection[Any]
+) -> None:
+    orders.send("orders", "Ship", command_id="k")
+    lose(orders, db)
+    orders.settle(orders.claim_one("w2").give_back(), "w2")
+    found = orders.claim_raw("w3")
+    orders.cancel("orders", "k", operator="ann")
+    assert orders.put_right(found, "w3", room=Room(alone=0)) == ([], 0)
+    assert orders.get_command("orders", "k").status is CommandStatus.CANCELED
+
+
+def test_an_operator_retries_what_got_stuck_in_quarantine(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send("orders", "Ship", command_id="k")
+    stuck = Failure("ExecutionStuck", "EXECUTION_STUCK", "it hung", rung="stuck")
+    orders.settle(orders.claim_one().fail(Judgement(Verdict.EXHAUSTED, stuck)))
+    orders.tsq.operator_retry("orders", "k", operator="ann")
+    assert marks(db) == (0, None, None, True)
 
 
 def test_a_claim_does_not_wait_for_a_locked_row(orders: Bus) -> None:

@@ -127,7 +127,7 @@ def test_a_lost_attempt_of_a_paused_type_is_recorded_and_parked(orders: Bus, db:
     assert db.execute("SELECT number, verdict FROM commandbus.attempt").fetchall() == [(1, "LOST"), (2, "PARKED")]
     orders.resume("orders", "Ship")
     again = orders.claim_one("w2")
-    assert (again.number, again.charge) == (3, 2)
+    assert (again.number, again.charge, again.is_suspect) == (3, 1, True)
 
 
 def test_refusals(orders: Bus, db: psycopg.Connection[Any]) -> None:

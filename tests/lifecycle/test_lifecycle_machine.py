@@ -45,8 +45,8 @@ from commandbus import (
 )
 from commandbus.flow.claim import claim, put_right
 from commandbus.flow.renew import PendingCancel, Renewal, renew
-from commandbus.flow.settle import Settlement, cancellation, settle
-from commandbus.model.outcome import Judgement, Verdict, judge_failure
+from commandbus.flow.settle import Settlement, cancellation, charge_of, settle
+from commandbus.model.outcome import Failure, Judgement, Verdict, judge, judge_failure
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.attempt import Attempt
 from support.running import examples
@@ -60,7 +60,8 @@ FINAL = ("COMPLETED", "FAILED", "CANCELED")
 TABLES = ("command", "attempt", "tsq", "operator_action", "parked", "pause", "rejected_message")
 
 
-ENDS = {"COMPLETED", "FAILED", "BUSINESS_RULE_FAILED", "GIVEN_BACK", "PARKED", "CANCELED"}
+ENDS = {"COMPLETED", "FAILED", "BUSINESS_RULE_FAILED", "GIVEN_BACK", "WAIVED", "PARKED", "CANCELED"}
+CRASH = Failure("WorkerLost", "WORKER_LOST", "it died", rung="crash")
 
 
 def _fence(attempt: Attempt) -> tuple[int, int]:
@@ -73,6 +74,11 @@ def _failed(attempt: Attempt, error: Exception) -> Settlement:
     )
 
 
+def _crashed(attempt: Attempt) -> Settlement:
+    charge = charge_of(attempt.row, CRASH)
+    return attempt.fail(judge(CRASH, charge=charge, policy=POLICY, max_attempts=attempt.max_attempts))
+
+
 def _canceled(attempt: Attempt) -> Settlement:
     return attempt.fail(Judgement(Verdict.CANCELED, cancellation("ann", None)))
 
@@ -83,6 +89,8 @@ OUTCOMES: dict[str, Any] = {
     "refuse": lambda attempt: _failed(attempt, BusinessRuleException("x")),
     "break": lambda attempt: _failed(attempt, PermanentCommandError("x")),
     "give back": lambda attempt: attempt.give_back(),
+    "crash": _crashed,
+    "suspect": lambda attempt: attempt.waive(CRASH, suspect=True),
 }
 
 
@@ -96,6 +104,13 @@ class Life:
     status: str = "PENDING"
     number: int = 0  # attempts ever made
     charge: int = 0  # those since the last operator's retry that were not waived
+    suspect: int | None = None  # crashes and losses that were waived: it pays for them when it is convicted
+    quarantine: bool = False
+    was_lost: bool = False  # so it runs alone
+    alone: bool = False  # its holder knows that, and has started it
+    vanished: int = 0  # holders that are not written down yet
+    ran_alone: bool = False  # the first of those did
+    ended_in_crash: bool = False  # the attempt that brought it into the troubleshooting queue
     holder: str | None = None
     parked: bool = False
     expired: bool = False
@@ -105,6 +120,25 @@ class Life:
     @property
     def limit(self) -> int:
         return self.max_attempts or POLICY.max_attempts
+
+    def start_again(self) -> None:
+        """An operator retries it. One whose last attempt got stuck or crashed something goes on in quarantine."""
+        self.charge, self.suspect, self.was_lost = 0, None, False
+        self.quarantine = self.quarantine or self.ended_in_crash
+
+    def lose(self) -> None:
+        """Its holder vanished, and the next claim found it."""
+        if not self.vanished:
+            self.ran_alone = self.alone
+        self.vanished += 1
+        self.alone = False
+
+    def pay(self) -> None:
+        """The loss is written down: that of one that ran alone is charged; the first makes a suspect."""
+        self.charge -= self.vanished - self.ran_alone
+        if not self.was_lost:
+            self.suspect = (self.suspect or 0) + 1
+        self.was_lost, self.vanished = True, 0
 
     def told(self) -> list[tuple[str, int | None]]:
         """As the trail tells it: an attempt's start, which is written last, before what was asked of it."""
@@ -194,6 +228,8 @@ class Lifecycle(RuleBasedStateMachine):
             attempt.started = attempt.row[17].timestamp()
             life = self.lives[attempt.command_id]
             assert (attempt.number, attempt.charge) == (life.number, life.charge)
+            assert (attempt.is_suspect, attempt.is_quarantined) == (life.suspect is not None, life.quarantine)
+            life.alone = life.was_lost
             self._forget(attempt.command_id)
             self.held.append((worker, attempt))
             claimed.append(attempt)
@@ -225,6 +261,7 @@ class Lifecycle(RuleBasedStateMachine):
             life = self.lives[name]
             if life.holder is not None:  # a worker vanished; told to the history when it is written down
                 life.history.append(("lost", life.number))
+                life.lose()
             life.number += 1
             life.charge += 1
             life.holder, life.expired = worker, False
@@ -249,6 +286,8 @@ class Lifecycle(RuleBasedStateMachine):
             for event, number in life.history:
                 written += [("RECEIVED", number), ("FAILED", number)] if event == "lost" else [(event, number)]
             life.history = written
+            if life.vanished:
+                life.pay()
             if life.asked is not None:
                 life.status, life.holder, life.asked = "CANCELED", None, None
                 life.history += [("CANCELED", row.attempt_base + row.read_ct)]
@@ -298,7 +337,7 @@ class Lifecycle(RuleBasedStateMachine):
     def _settled(self, attempt: Attempt, outcome: str) -> None:
         life = self.lives[attempt.command_id]
         number = attempt.number
-        life.holder, life.expired, life.asked = None, False, None
+        life.holder, life.expired, life.asked, life.alone = None, False, None, False
         self.settles[(attempt.id, number)] += 1
         received: list[tuple[str, int | None]] = [("RECEIVED", number)]
         if outcome == "complete":
@@ -312,20 +351,35 @@ class Lifecycle(RuleBasedStateMachine):
             life.history += [*received, ("BUSINESS_RULE_FAILED", number)]
         elif outcome == "break":
             life.status = "IN_TROUBLESHOOTING_QUEUE"
+            life.ended_in_crash = False
             life.history += [*received, ("FAILED", number), ("MOVED_TO_TSQ", number)]
         elif outcome == "give back":
             life.charge -= 1
             life.history += [("GIVEN_BACK", number)]
-        elif attempt.charge < life.limit:
+        elif outcome == "suspect":
+            life.charge -= 1
+            life.suspect = (life.suspect or 0) + 1
+            life.history += [*received, ("WAIVED", number)]
+        elif self._charge(life, outcome) < life.limit:
+            life.suspect, life.was_lost = None, False
+            life.quarantine = life.quarantine or outcome == "crash"
             life.history += [*received, ("FAILED", number), ("RETRY_SCHEDULED", number)]
         else:
             life.status = "IN_TROUBLESHOOTING_QUEUE"
+            life.ended_in_crash = outcome == "crash"
             life.history += [
                 *received,
                 ("FAILED", number),
                 ("RETRY_EXHAUSTED", number),
                 ("MOVED_TO_TSQ", number),
             ]
+
+    @staticmethod
+    def _charge(life: Life, outcome: str) -> int:
+        """A crash convicts a suspect: it pays for what was waived before."""
+        if outcome == "crash":
+            life.charge += life.suspect or 0
+        return life.charge
 
     @precondition(lambda self: self._fenced())
     @rule(data=st.data())
@@ -423,7 +477,7 @@ class Lifecycle(RuleBasedStateMachine):
         life.status = {"retry": "PENDING", "cancel": "CANCELED", "complete": "COMPLETED"}[deed]
         life.history.append((f"OPERATOR_{deed.upper()}", None))
         if deed == "retry":
-            life.charge = 0
+            life.start_again()
 
     @precondition(lambda self: self._troubled())
     @rule(deed=st.sampled_from(["retry", "cancel", "complete"]), command_type=st.sampled_from([None, *TYPES]))
@@ -438,7 +492,7 @@ class Lifecycle(RuleBasedStateMachine):
             life.status = {"retry": "PENDING", "cancel": "CANCELED", "complete": "COMPLETED"}[deed]
             life.history.append((f"OPERATOR_{deed.upper()}", None))
             if deed == "retry":
-                life.charge = 0
+                life.start_again()
 
     @rule(command_id=IDS)
     def cancel(self, command_id: str) -> None:
@@ -512,7 +566,8 @@ class Lifecycle(RuleBasedStateMachine):
             for row in self.db.execute(
                 "SELECT c.command_id, c.id, c.status::text, c.msg_id, coalesce(c.attempt, c.attempt_base + "
                 "coalesce(q.read_ct, 0)), q.read_ct - c.waived, q.headers ->> 'held_by', p.seq IS NOT NULL, "
-                "t.command IS NOT NULL, q.vt <= now() FROM commandbus.command c "
+                "t.command IS NOT NULL, q.vt <= now(), c.suspect, c.quarantine IS TRUE, c.alone IS TRUE "
+                "FROM commandbus.command c "
                 "LEFT JOIN pgmq.q_orders__commands q ON q.msg_id = c.msg_id "
                 "LEFT JOIN commandbus.parked p ON p.msg_id = c.msg_id AND p.domain = c.domain "
                 "LEFT JOIN commandbus.tsq t ON t.command = c.id"
@@ -525,10 +580,12 @@ class Lifecycle(RuleBasedStateMachine):
         assert len(rows) == len(set(rows))
         assert set(rows) == pending, "every command that is not settled has its queue row, and no other has one"
         for name, life in self.lives.items():
-            _, status, _, number, charge, holder, parked, troubled, visible = commands[name]
+            _, status, _, number, charge, holder, parked, troubled, visible, *marks = commands[name]
             assert status == life.status, name
             assert number == life.number, name
             assert troubled == (life.status == "IN_TROUBLESHOOTING_QUEUE"), name
+            if status == "PENDING" and not life.vanished:
+                assert marks == [life.suspect, life.quarantine, life.was_lost], name
             if status == "PENDING":
                 assert (charge, holder, parked) == (life.charge, life.holder, life.parked), name
                 assert visible == (not parked and (holder is None or life.expired)), name

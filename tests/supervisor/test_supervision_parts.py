@@ -93,9 +93,9 @@ def test_settings_cross_over_unchanged() -> None:
         breakers={"orders/ship": Breaker(stuck=3)},
         config_file=Path("/etc/commandbus.toml"),
     )
-    fd = letter.write(Letter(settings, "s-1", 42, 5, 6, 7))
+    fd = letter.write(Letter(settings, "s-1", 42, 5, 6, 7, 8))
     read = letter.read(fd)
-    assert read == Letter(settings, "s-1", 42, 5, 6, 7)
+    assert read == Letter(settings, "s-1", 42, 5, 6, 7, 8)
     assert (read.settings.origins, read.settings.config_file) == (settings.origins, settings.config_file)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)

@@ -2,8 +2,11 @@
 
 The claim itself is one statement and one row write a message. Odd rows are rare and each kind has an operation:
 
-- still held by somebody when its lease ran out: that worker vanished; its attempt is recorded as LOST. If somebody
-  had asked to cancel it, it does not run again: it is CANCELED
+- still held by somebody when its lease ran out: that worker vanished; its attempt is recorded as LOST, and
+  model/suspects.py decides what that costs the command. If somebody had asked to cancel it, it does not run again:
+  it is CANCELED
+- lost before, or in quarantine: it runs if there is room to run it apart from the others. Else it is given back
+  for later, and holds no slot meanwhile
 - no command belongs to it: a raw message of another client is adopted, or rejected with a reason
 - its command type is paused, or the type's breaker is not closed: parked. The breaker's probe is let through
 
@@ -13,7 +16,7 @@ Until such an operation has run, the row is simply leased to this worker: a cras
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -21,14 +24,17 @@ from psycopg import errors as pg
 
 from commandbus import sql
 from commandbus.flow.breaker import OpenBreaker, hold
+from commandbus.flow.renew import pending_cancels
 from commandbus.flow.send import explain_missing
-from commandbus.flow.settle import cancellation, of_row, settle
+from commandbus.flow.settle import Settlement, cancellation, given_back, marks_of, of_row, settle
 from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model import envelope, names, payload
 from commandbus.model.command import NewCommand
 from commandbus.model.outcome import Failure, Judgement, Verdict
+from commandbus.model.suspects import Marks, delay_apart
 
 FAR_SECONDS = 1e9
+MOST_NOTED = 5  # times that a command is given back for later; after that the history has heard it often enough
 
 
 class ClaimedRow(NamedTuple):
@@ -53,10 +59,41 @@ class ClaimedRow(NamedTuple):
     last_vt: datetime
     claimed_at: datetime
     timeout: float | None = None
-    suspect: bool | None = None
+    suspect: int | None = None
     step: int | None = None
     batch: int | None = None
     is_probe: bool | None = None
+    quarantine: bool | None = None
+    alone: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many commands that run alone, and how many in quarantine, may start now; None is any number.
+
+    Commands of the types in `isolated` run in child processes anyway, and do not count as in quarantine. `spread`,
+    from 0 to 1, spreads the delays of those for whom there is no room.
+    """
+
+    alone: int | None = None
+    quarantined: int | None = None
+    isolated: frozenset[str] = frozenset()
+    spread: float = 0.5
+
+    def without(self, admitted: Sequence[ClaimedRow]) -> Room:
+        """What is left when these have been let in."""
+        alone = sum(bool(row.alone) for row in admitted)
+        quarantined = sum(
+            bool(row.quarantine) and not row.alone and row.command_type not in self.isolated for row in admitted
+        )
+        return replace(
+            self,
+            alone=None if self.alone is None else max(0, self.alone - alone),
+            quarantined=None if self.quarantined is None else max(0, self.quarantined - quarantined),
+        )
+
+
+ANY_ROOM = Room()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +125,25 @@ def claim(*, domain: str, worker: str, n: int, lease_seconds: float, cursor: dat
         raise explain_missing(domain, error) from None
     if not rows:
         return Claim([], [], False, None, None)
-    ready = [row for row in rows if row[14] is None and row[2] is not None and not row[13]]
+    ready = [
+        row
+        for row in rows
+        if row[14] is None and row[2] is not None and not row[13] and not row[23] and not row[24]
+    ]
     odd = [] if len(ready) == len(rows) else [
-        ClaimedRow(*row) for row in rows if row[14] is not None or row[2] is None or row[13]
+        ClaimedRow(*row)
+        for row in rows
+        if row[14] is not None or row[2] is None or row[13] or row[23] or row[24]
     ]  # fmt: skip
     return Claim(ready, odd, len(rows) == n, rows[0][16], rows[0][17])
 
 
 @operation(atomic=True)
 def put_right(
-    *, domain: str, worker: str, odd: Sequence[ClaimedRow], max_bytes: int
+    *, domain: str, worker: str, odd: Sequence[ClaimedRow], max_bytes: int, room: Room = ANY_ROOM
 ) -> Steps[tuple[list[ClaimedRow], int]]:
-    """Record lost attempts, adopt or reject raw messages, park what must wait, end what was to be cancelled.
+    """Record lost attempts, adopt or reject raw messages, park what must wait, end what was to be cancelled, and
+    give back what there is no room for now.
 
     Answers what is to be run now, and how many messages were adopted: those are back in the queue as ordinary
     commands, for the next claim.
@@ -111,9 +155,12 @@ def put_right(
     canceled: dict[int, Failure] = {}
     if lost := [row for row in ours if row.before is not None]:
         canceled |= _canceled_before(lost)
+        marks = {row.msg_id: _after_loss(row) for row in lost}
         asked = yield Statement(
-            sql.text("record_lost", domain=domain), {"worker": worker, "rows": _lost_rows(lost)}
+            sql.text("record_lost", domain=domain),
+            {"worker": worker, "rows": _lost_rows(lost, marks), "marks": _mark_rows(lost, marks)},
         )
+        ours = [_marked(row, marks.get(row.msg_id)) for row in ours]
         canceled |= {msg_id: cancellation(by, reason) for msg_id, by, reason in asked}
     if paused := [row for row in ours if row.is_paused and row.msg_id not in canceled]:
         broken = yield from hold(domain, [row.command_type for row in paused])
@@ -123,7 +170,8 @@ def put_right(
         )
         canceled |= {msg_id: cancellation(by, reason) for msg_id, by, reason in asked}
     yield from _cancel(domain, worker, [row for row in ours if row.msg_id in canceled], canceled)
-    return [row for row in ours if not row.is_paused and row.msg_id not in canceled], adopted
+    free = [row for row in ours if not row.is_paused and row.msg_id not in canceled]
+    return (yield from _admit(domain, worker, free, room)), adopted
 
 
 @operation(atomic=False)
@@ -219,11 +267,44 @@ def _holders(row: ClaimedRow) -> Iterator[dict[str, Any]]:
         holder = holder.get("before")
 
 
-def _lost_rows(lost: Sequence[ClaimedRow]) -> str:
+def _after_loss(row: ClaimedRow) -> Marks:
+    """What the loss costs. Whoever claimed it after the first vanished holder vanished before starting it."""
+    holders = list(_holders(row))
+    if not holders:  # headers that are none of ours
+        return marks_of(row)
+    return marks_of(row).after_loss(ran_alone=holders[-1].get("alone") is True, unstarted=len(holders) - 1)
+
+
+def _marked(row: ClaimedRow, marks: Marks | None) -> ClaimedRow:
+    if marks is None:
+        return row
+    return row._replace(waived=marks.waived, suspect=marks.suspect, alone=marks.alone or None)
+
+
+def _mark_rows(lost: Sequence[ClaimedRow], marks: Mapping[int, Marks]) -> str:
+    rows: list[dict[str, Any]] = []
+    for row in lost:
+        found = marks[row.msg_id]
+        rows.append({"m": row.msg_id, "r": row.read_ct, "c": row.id, "v": found.waived, "x": found.suspect,
+                     "a": found.alone or None})  # fmt: skip
+    return _dump(rows)
+
+
+def _lost_text(row: ClaimedRow, marks: Marks) -> str:
+    text = "the worker vanished and its lease ran out"
+    if marks.waived - row.waived < len(list(_holders(row))):
+        return f"{text}, while it ran alone: charged"
+    return f"{text}: not charged, and its next attempt runs in a process of its own" + (
+        " (it had not started)" if row.alone else ""
+    )
+
+
+def _lost_rows(lost: Sequence[ClaimedRow], marks: Mapping[int, Marks]) -> str:
     """One row per vanished holder."""
     rows = []
     for row in lost:
         last = row.attempt_base + row.read_ct - 1
+        text = _lost_text(row, marks[row.msg_id])
         for number, holder in zip(range(last, 0, -1), _holders(row), strict=False):
             rows.append(
                 {
@@ -233,10 +314,67 @@ def _lost_rows(lost: Sequence[ClaimedRow]) -> str:
                     "n": number,
                     "w": holder.get("held_by"),
                     "s": holder.get("since"),
-                    "e": "the worker vanished and its lease ran out",
+                    "e": text,
                 }
             )
     return _dump(rows)
+
+
+def _admit(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -> Steps[list[ClaimedRow]]:
+    """Those that may start now: all but those that run alone or in quarantine, and find no room."""
+    admitted, late = _choose(rows, room)
+    if alone := [row.msg_id for row in admitted if row.alone]:
+        yield Statement(sql.text("run_alone", domain=domain), {"worker": worker, "msg_ids": alone})
+    if late:
+        yield from _put_off(domain, worker, late, room)
+    return admitted
+
+
+def _choose(rows: Sequence[ClaimedRow], room: Room) -> tuple[list[ClaimedRow], list[ClaimedRow]]:
+    """Those that may start, and those for whom there is no room."""
+    admitted: list[ClaimedRow] = []
+    late: list[ClaimedRow] = []
+    alone = quarantined = 0
+    for row in rows:
+        if row.alone:
+            alone += 1
+            is_late = room.alone is not None and alone > room.alone
+        elif row.quarantine and row.command_type not in room.isolated:
+            quarantined += 1
+            is_late = room.quarantined is not None and quarantined > room.quarantined
+        else:
+            is_late = False
+        (late if is_late else admitted).append(row)
+    return admitted, late
+
+
+def _put_off(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -> Steps[None]:
+    """Give back for later, uncharged; what somebody asked to cancel meanwhile is CANCELED."""
+    answers = yield from settle(domain, worker, [_later(domain, row, room) for row in rows], waiting=True).steps
+    asked = [row for row in rows if answers.get((row.msg_id, row.read_ct)) == "canceled"]
+    if asked:
+        fences = [(row.msg_id, row.read_ct) for row in asked]
+        found = yield from pending_cancels(domain, worker, fences).steps
+        why = {cancel.msg_id: cancellation(cancel.by, cancel.reason) for cancel in found}
+        yield from _cancel(domain, worker, [row for row in asked if row.msg_id in why], why)
+
+
+def _later(domain: str, row: ClaimedRow, room: Room) -> Settlement:
+    assert row.id is not None  # noqa: S101 - raw messages are not ours
+    why: str | None = "commands in quarantine fill the processes that this worker has for them"
+    if row.alone:
+        why = "its worker was lost with it before: such commands run one at a time"
+    if row.waived > MOST_NOTED:
+        why = None
+    return given_back(
+        domain,
+        row.msg_id,
+        row.read_ct,
+        row.id,
+        number=row.attempt_base + row.read_ct,
+        delay=delay_apart(row.waived, spread=room.spread),
+        why=why,
+    )
 
 
 def _parking(row: ClaimedRow, broken: Mapping[str, OpenBreaker]) -> dict[str, Any]:

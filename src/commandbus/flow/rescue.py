@@ -18,7 +18,7 @@ from psycopg import errors as pg
 from commandbus import sql
 from commandbus.flow.backend import Session
 from commandbus.flow.claim import ClaimedRow
-from commandbus.flow.settle import Settlement, cancellation, given_back, of_row, waived
+from commandbus.flow.settle import Settlement, cancellation, charge_of, given_back, of_row, waived
 from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model.client_sockets import ClientSession
 from commandbus.model.outcome import Failure, Judgement, Verdict, judge
@@ -145,19 +145,11 @@ def outcome(
     if finding is None:
         return given_back(domain, row.msg_id, row.read_ct, row.id, number=number)
     if finding.role is not Role.CULPRIT:
-        return waived(
-            domain,
-            row.msg_id,
-            row.read_ct,
-            row.id,
-            number=number,
-            started=started,
-            failure=finding.failure,
-            suspect=finding.role is Role.SUSPECT,
-        )
+        is_suspect = finding.role is Role.SUSPECT
+        return waived(domain, row, started=started, failure=finding.failure, suspect=is_suspect)
     judgement = judge(
         finding.failure,
-        charge=row.read_ct - row.waived,
+        charge=charge_of(row, finding.failure),
         policy=rule.policy,
         max_attempts=row.max_attempts,
         is_final=rule.on_timeout == "fail" and finding.failure.error_type == "ExecutionStuck",

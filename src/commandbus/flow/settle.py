@@ -18,11 +18,16 @@ from commandbus.flow.reply import CALL, Outcome, Reply, compose, deliver
 from commandbus.flow.statement import Operation, Statement, Steps
 from commandbus.model import payload
 from commandbus.model.outcome import STATUS_AFTER, Failure, Judgement, Verdict, insist
+from commandbus.model.suspects import Marks
 
 Answer = Literal["done", "refused", "busy", "canceled"]
 STEP: Final = 20  # where a claimed row tells which step of a process it is, and its batch
 BATCH: Final = 21
 PROBE: Final = 22  # and whether it is the probe of its type's breaker
+WAIVED: Final = 7  # and what earlier trouble has left: model/suspects.py
+SUSPECT: Final = 19
+QUARANTINE: Final = 23
+ALONE: Final = 24
 _REPLIES: Final[dict[Verdict, Outcome]] = {
     Verdict.BUSINESS_RULE: "FAILED",
     Verdict.TIMED_OUT: "FAILED",
@@ -65,13 +70,16 @@ def judged(
     started: float | None,
     command_type: str,
     judgement: Judgement,
+    marks: Marks | None = None,
 ) -> Settlement:
-    """The attempt failed; the judgement says what becomes of the command."""
+    """The attempt failed; the judgement says what becomes of the command. `marks` are those that it had."""
     error = _error(judgement.verdict, judgement.failure, command_type)
     head = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":{_epoch(started)},"e":{error}'
     if judgement.verdict is Verdict.RETRY:
+        before = marks or Marks()
+        change = _change(before, before.after_failure(judgement.failure))
         return Settlement(
-            domain, msg_id, read_ct, f'{head},"d":{judgement.delay_seconds:.6f},"w":false}}', is_final=False
+            domain, msg_id, read_ct, f'{head},"d":{judgement.delay_seconds:.6f},{change}}}', is_final=False
         )
     status = STATUS_AFTER[judgement.verdict]
     return Settlement(domain, msg_id, read_ct, f'{head},"s":"{status}"}}')
@@ -89,6 +97,7 @@ def of_row(domain: str, row: Sequence[Any], judgement: Judgement, *, started: fl
         started=started,
         command_type=row[4],
         judgement=judgement,
+        marks=marks_of(row),
     )
     settlement.is_grouped = row[STEP] is not None or row[BATCH] is not None
     reply_to, verdict = row[10], judgement.verdict
@@ -108,25 +117,30 @@ def of_row(domain: str, row: Sequence[Any], judgement: Judgement, *, started: fl
     return settlement
 
 
+def marks_of(row: Sequence[Any]) -> Marks:
+    """What earlier trouble has left; `row` is as the claim returned it."""
+    return Marks(row[WAIVED], row[SUSPECT], bool(row[QUARANTINE]), bool(row[ALONE]))
+
+
+def charge_of(row: Sequence[Any], failure: Failure) -> int:
+    """What counts against max_attempts after this failure. A suspect that it convicts pays for earlier crashes."""
+    charge: int = row[1] - marks_of(row).after_failure(failure).waived
+    return charge
+
+
 def waived(
-    domain: str,
-    msg_id: int,
-    read_ct: int,
-    id_: int,
-    *,
-    number: int,
-    started: float | None,
-    failure: Failure,
-    suspect: bool = False,
+    domain: str, row: Sequence[Any], *, started: float | None, failure: Failure, suspect: bool = False
 ) -> Settlement:
     """Stopped through no fault of its own: tried again at once, and not charged.
 
-    `suspect`: it may have killed its worker, so its next attempt runs in a process of its own.
+    `row` is as the claim returned it. `suspect`: it may have killed its worker, so its next attempt runs in a
+    process of its own.
     """
     error = _error(Verdict.WAIVED, failure, "")
-    mark = ',"x":true' if suspect else ""
-    head = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":{_epoch(started)},"d":0,"w":true{mark}'
-    return Settlement(domain, msg_id, read_ct, f'{head},"e":{error}}}', is_final=False)
+    before = marks_of(row)
+    change = _change(before, before.after_suspicion()) if suspect else '"w":1'
+    head = f'{{"m":{row[0]},"r":{row[1]},"c":{row[2]},"n":{row[6] + row[1]},"t":{_epoch(started)},"d":0,{change}'
+    return Settlement(domain, row[0], row[1], f'{head},"e":{error}}}', is_final=False)
 
 
 def parked(
@@ -158,15 +172,25 @@ def cancellation(by: str, reason: str | None) -> Failure:
     return Failure("OperatorCancel", "CANCELED", f"canceled by {by}" + (f": {reason}" if reason else ""))
 
 
-def given_back(domain: str, msg_id: int, read_ct: int, id_: int, *, number: int) -> Settlement:
-    """Claimed but never started: back to the queue at once, and not charged."""
-    failure = Failure(
-        "GivenBack",
-        "GIVEN_BACK",
-        "given back before it had started: its worker stopped, was busy, or could not be sure of its lease",
-    )
-    error = _error(Verdict.GIVEN_BACK, failure, "")
-    row = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":null,"d":0,"w":true,"e":{error}}}'
+def given_back(
+    domain: str,
+    msg_id: int,
+    read_ct: int,
+    id_: int,
+    *,
+    number: int,
+    delay: float = 0.0,
+    why: str | None = "its worker stopped, was busy, or could not be sure of its lease",
+) -> Settlement:
+    """Claimed but never started: back to the queue, at once or after a delay, and not charged.
+
+    Without a reason it is not written down: what waits for long is given back time and again.
+    """
+    error = "null"
+    if why is not None:
+        failure = Failure("GivenBack", "GIVEN_BACK", f"given back before it had started: {why}")
+        error = _error(Verdict.GIVEN_BACK, failure, "")
+    row = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":null,"d":{delay:.6f},"w":1,"e":{error}}}'
     return Settlement(domain, msg_id, read_ct, row, is_final=False)
 
 
@@ -248,6 +272,15 @@ def _error(verdict: Verdict, failure: Failure, command_type: str) -> str:
     if failure.duration_ms is not None:
         parts.append(f'"duration_ms":{failure.duration_ms}')
     return "{" + ",".join(parts) + "}"
+
+
+def _change(before: Marks, after: Marks) -> str:
+    """What is to change in the command's row: nothing, as a rule."""
+    if after == before:
+        return '"w":0'
+    suspect = "null" if after.suspect is None else after.suspect
+    quarantine, alone = ("true" if mark else "null" for mark in (after.quarantine, after.alone))
+    return f'"w":{after.waived - before.waived},"k":true,"x":{suspect},"q":{quarantine},"a":{alone}'
 
 
 def _epoch(started: float | None) -> str:

@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, Any
 from commandbus.clock import boottime, monotonic
 from commandbus.errors import AttemptCancelledError, DeadlineExceededError
 from commandbus.flow.reply import compose
-from commandbus.flow.settle import BATCH, STEP, Settlement, completed, given_back, of_row, parked, waived
+from commandbus.flow.settle import (
+    BATCH,
+    QUARANTINE,
+    STEP,
+    SUSPECT,
+    Settlement,
+    completed,
+    given_back,
+    of_row,
+    parked,
+    waived,
+)
 from commandbus.model import payload
 from commandbus.model.command import Command
 from commandbus.model.durations import format_seconds
@@ -242,8 +253,13 @@ class Attempt:
 
     @property
     def is_suspect(self) -> bool:
-        """Was it running when a worker died, and nobody could be named?"""
-        return bool(self.row[19])
+        """May it have killed its worker? Then it runs isolated."""
+        return self.row[SUSPECT] is not None
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Did an earlier attempt get stuck, or crash its worker?"""
+        return bool(self.row[QUARANTINE])
 
     @property
     def extras(self) -> Extras:
@@ -383,16 +399,7 @@ class Attempt:
 
     def waive(self, failure: Failure, *, suspect: bool = False) -> Settlement:
         """The settlement of an attempt that was stopped through no fault of its own."""
-        return waived(
-            self.domain,
-            self.msg_id,
-            self.read_ct,
-            self.id,
-            number=self.number,
-            started=self.started,
-            failure=failure,
-            suspect=suspect,
-        )
+        return waived(self.domain, self.row, started=self.started, failure=failure, suspect=suspect)
 
     def park(
         self, limit: str, failure: Failure, note: str, *, until: float | None, max_wait: float | None

@@ -30,8 +30,9 @@ from commandbus.clock import boottime, monotonic
 from commandbus.db.passing import is_locked
 from commandbus.db.service import DatabaseService
 from commandbus.errors import CommandBusError
-from commandbus.flow.claim import Claim, ClaimedRow, announce, claim, next_due, put_right, withdraw
+from commandbus.flow.claim import Claim, ClaimedRow, Room, announce, claim, next_due, put_right, withdraw
 from commandbus.logger import safe_logger
+from commandbus.runtime.apart import Apart
 from commandbus.settings import Settings
 
 logger = safe_logger("commandbus.worker")
@@ -67,6 +68,7 @@ class Claimer(DatabaseService):
         spare: Callable[[], int],
         finished: Callable[[], int],
         deliver: Deliver,
+        apart: Apart,
         on_cancel: Callable[[str, int], None],
         on_idle: Callable[[], bool],
         on_error: Callable[[BaseException], None],
@@ -80,6 +82,7 @@ class Claimer(DatabaseService):
         self._spare = spare
         self._finished = finished
         self._deliver = deliver
+        self._apart = apart
         self._on_cancel = on_cancel
         self._on_idle = on_idle
         self.is_waiting_for_room = False
@@ -162,23 +165,35 @@ class Claimer(DatabaseService):
             )
         )
         domain.advance(found)
-        rows = found.ready
         if found.odd:
-            right, adopted = self._put_right(domain.name, found.odd)
-            rows = rows + list(right)
+            self._deliver_odd(domain, found, claimed_at)
+        elif found.ready:
+            self._pass_on(domain, found.ready, claimed_at)
+        return len(found.ready) + len(found.odd)
+
+    def _deliver_odd(self, domain: _Domain, found: Claim, claimed_at: float) -> None:
+        """Put right what is odd, and deliver the rest with it."""
+        try:
+            room = self._apart.room(domain.name, found.odd)
+            right, adopted = self._put_right(domain.name, found.odd, room)
             if adopted:
                 domain.cursor = None
+            self._pass_on(domain, found.ready + list(right), claimed_at)
+        finally:
+            self._apart.admitted()
+
+    def _pass_on(self, domain: _Domain, rows: list[tuple[Any, ...]], claimed_at: float) -> None:
         if rows:
             self.claimed += len(rows)
             self._deliver(domain.name, rows, claimed_at)
-        return len(found.ready) + len(found.odd)
 
-    def _put_right(self, domain: str, odd: Sequence[ClaimedRow]) -> tuple[list[ClaimedRow], int]:
+    def _put_right(self, domain: str, odd: Sequence[ClaimedRow], room: Room) -> tuple[list[ClaimedRow], int]:
         """What is odd about some rows. If somebody holds a lock that one of them needs, each is tried by itself,
         and that one stays leased: it is for later, when its lease has run out."""
         limit = self._settings.max_payload_bytes
         try:
-            return self._link.run(put_right(domain=domain, worker=self._worker, odd=odd, max_bytes=limit))
+            operation = put_right(domain=domain, worker=self._worker, odd=odd, max_bytes=limit, room=room)
+            return self._link.run(operation)
         except psycopg.OperationalError as error:
             if not is_locked(error):
                 raise
@@ -190,7 +205,7 @@ class Claimer(DatabaseService):
         for row in odd:
             if monotonic() > until:
                 break  # many are locked: the others come back, too, when their leases have run out
-            some, more = self._put_right(domain, [row])
+            some, more = self._put_right(domain, [row], room.without(right))
             right += some
             adopted += more
         return right, adopted

@@ -30,7 +30,7 @@ from commandbus.errors import (
     PermanentCommandError,
     UnknownCommandTypeError,
 )
-from commandbus.flow.settle import Settlement
+from commandbus.flow.settle import Settlement, charge_of
 from commandbus.model.durations import format_seconds
 from commandbus.model.http import ApiFailure, api_failure
 from commandbus.model.outcome import Failure, Judgement, Verdict, describe, insist, judge, judge_failure
@@ -270,7 +270,7 @@ class Executor:
         handler = attempt.handler
         return judge(
             failure,
-            charge=attempt.charge,
+            charge=charge_of(attempt.row, failure),
             policy=self._policy_of(attempt),
             max_attempts=attempt.max_attempts,
             is_final=is_timeout and handler is not None and handler.options.on_timeout == "fail",
@@ -312,7 +312,7 @@ class Executor:
         failure = judgement.failure
         fate = _FATES[judgement.verdict].format(delay=judgement.delay_seconds)
         level = logging.INFO if judgement.verdict is Verdict.BUSINESS_RULE else logging.WARNING
-        tries = f"{attempt.charge} of {most} tries used"
+        tries = f"{charge_of(attempt.row, failure)} of {most} tries used"
         _log(level, attempt, f"failed ({tries}): {failure.error_type}: {failure.error[:500]}; {fate}")
         if failure.traceback is not None:
             _log(logging.DEBUG, attempt, failure.traceback)

@@ -1,4 +1,4 @@
-"""isolation: attempts in processes of their own, for handlers with isolation="process" and for suspects.
+"""isolation: attempts in processes of their own: of isolation="process" handlers, suspects, and in quarantine.
 
 A slot's thread takes a process that is ready, and only then its attempt begins: what importing the handlers takes
 is not the attempt's. It waits for the attempt's end, does what the handler's context asks for, and judges how it
@@ -85,8 +85,10 @@ class Isolation:
         cancel_query: Callable[[Attempt], None] = lambda _: None,
         on_exhausted: Callable[[str], None] = lambda _: None,
         default_max_attempts: int,
+        quarantines: bool = False,
     ) -> None:
         refuse_in_child()
+        self._quarantines = quarantines
         self._settings = settings
         self._late_seconds = settings.timeouts.late_seconds
         self._worker = worker
@@ -127,7 +129,9 @@ class Isolation:
         handler = attempt.handler
         if handler is None or self._address is None:
             return False
-        return handler.options.isolation == "process" or attempt.is_suspect
+        if handler.options.isolation == "process" or attempt.is_suspect:
+            return True
+        return self._quarantines and attempt.is_quarantined
 
     def start(self) -> None:
         """Be ready; a first child is started if a handler asks for isolation."""

@@ -23,11 +23,12 @@ from weakref import WeakSet
 from commandbus.clock import boottime, monotonic
 from commandbus.db.service import DatabaseService
 from commandbus.flow.renew import PendingCancel
-from commandbus.flow.settle import PROBE, Settlement, cancellation
+from commandbus.flow.settle import ALONE, PROBE, QUARANTINE, SUSPECT, Settlement, cancellation
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.model.standing import Answer
 from commandbus.runtime import autopsy
+from commandbus.runtime.apart import Apart
 from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.board import State
 from commandbus.runtime.breakers import Breakers
@@ -101,6 +102,7 @@ class Parts:
             services, spec.policy, settings.timeouts, spec.handlers, spec.health, self._breakers.failed
         )
         self._isolation = self._make_isolation(services)
+        self._apart = self._make_apart()
         self.settler = self._make_settler()
         self._slots = Slots(
             self._places,
@@ -185,6 +187,20 @@ class Parts:
             on_exhausted=self._pause.begin,
             limits=self._limited,
             default_max_attempts=services.default_max_attempts,
+            quarantines=self._quarantines,
+        )
+
+    @property
+    def _quarantines(self) -> bool:
+        """Do commands that got stuck run in child processes? Without a supervisor nothing drains, nor freezes."""
+        return self._settings.quarantine and self._spec.supervision is not None
+
+    def _make_apart(self) -> Apart:
+        there_is = self._quarantines and self._isolation.is_available
+        return Apart(
+            self._handlers,
+            turn=None if self._spec.supervision is None else self._spec.supervision.turn,
+            processes=self._settings.quarantine_processes if there_is else None,
         )
 
     def _make_settler(self) -> Settler:
@@ -223,6 +239,7 @@ class Parts:
             spare=self._spare,
             finished=self._finished,
             deliver=self._deliver,
+            apart=self._apart,
             on_cancel=self._look_for_cancel,
             on_idle=self._check_idle,
             on_error=spec.fail,
@@ -392,6 +409,7 @@ class Parts:
                 self._connections.write_off(borrowed)
             if attempt.is_lost:
                 self.held.discard(attempt)
+                self._apart.leave(attempt)
             else:
                 self.settler.add(attempt, self._executor.give_up(attempt, stop, autopsy.to_json(document)))
 
@@ -537,6 +555,8 @@ class Parts:
         if not self._spec.ends_idle or self.held or self.settler.is_folding or self._limited.is_busy:
             self._was_idle = False
             return False
+        if time.monotonic() < self._apart.late_until:
+            return False
         if self._was_idle:
             self._spec.request_stop("nothing is left that could run now")
             return False
@@ -548,6 +568,7 @@ class Parts:
 
     def _settled(self, attempt: Attempt) -> None:
         self.held.discard(attempt)
+        self._apart.leave(attempt)
         if attempt.parks_at is not None:
             self._limited.settled(attempt)
 
@@ -607,6 +628,8 @@ class Parts:
             handler = get(domain, row[4])
             attempt = Attempt(domain, row, handler, claimed_at)
             self.held.add(attempt)
+            if row[QUARANTINE] or row[ALONE]:
+                self._apart.enter(attempt)
             if attempt.charge > 1 and self._executor.is_exhausted(attempt):
                 self.settler.add(attempt, self._executor.exhaust(attempt))
             elif handler is not None and handler.options.limits:
@@ -692,7 +715,9 @@ class Parts:
         return True
 
     def _is_isolated(self, attempt: Attempt) -> bool:
-        return (self._some_isolated or attempt.row[19] is not None) and self._isolation.wants(attempt)
+        row = attempt.row
+        is_apart = self._some_isolated or row[SUSPECT] is not None or row[QUARANTINE]
+        return bool(is_apart) and self._isolation.wants(attempt)
 
     def _take_process(self, attempt: Attempt) -> ChildProcess | None:
         """Wait for a process that is ready for it: until then it has not begun. None if it will not."""

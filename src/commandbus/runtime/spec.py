@@ -25,12 +25,17 @@ ROUTER_SLOTS: Final = 2
 @dataclass(frozen=True, slots=True)
 class Supervision:
     """What connects a worker to its supervisor: the board, its id, whom to tell of a new state and why, and
-    whom to tell what its start waits for."""
+    whom to tell what its start waits for.
+
+    `turn` is the descriptor of a file that all its workers share: whoever has locked it may run a command
+    that was lost before.
+    """
 
     board: Board
     supervisor: str
     on_state: Callable[[str, str], None]
     on_waiting: Callable[[str], None] = lambda _: None
+    turn: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,14 @@ class Settings:
         True, "WORKER_RESET_THREAD_LOCALS", "worker.reset_thread_locals", truth(),
         "Forget what a handler left in thread-locals before its slot runs the next one (Python 3.11, 3.12)",
     )  # fmt: skip
+    quarantine: bool = _setting(
+        True, "WORKER_QUARANTINE", "worker.quarantine", truth(),
+        "After an attempt got stuck or crashed its worker, run the command's next attempts in a child process",
+    )  # fmt: skip
+    quarantine_processes: int = _setting(
+        2, "WORKER_QUARANTINE_PROCESSES", "worker.quarantine_processes", whole(1, 10_000),
+        "Most child processes of one worker that run commands in quarantine at the same time",
+    )  # fmt: skip
     breakers_enabled: bool = _setting(
         True, "WORKER_BREAKERS", "worker.breakers", truth(),
         "Leave command types and APIs alone for a while after trouble; false switches all breakers off",

@@ -46,7 +46,8 @@ SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, c.
            OR (c.command_type = ANY (ARRAY(SELECT command_type FROM broken))
                AND c.id <> ALL (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL))),
        l.before::text, CASE WHEN c.id IS NULL THEN l.message::text END, greatest((SELECT max(vt) FROM picked), 'epoch'), now(),
-       c.timeout, c.suspect, c.step, c.batch, c.id = ANY (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL))
+       c.timeout, c.suspect, c.step, c.batch, c.id = ANY (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL)),
+       c.quarantine, c.alone
   FROM leased l
   LEFT JOIN LATERAL (
        SELECT *

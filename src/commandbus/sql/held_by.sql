@@ -19,7 +19,7 @@ WITH held AS MATERIALIZED (
 SELECT h.msg_id, h.read_ct, c.id, c.command_id, c.command_type, NULL, c.attempt_base, c.waived, c.max_attempts,
        c.correlation_id, c.reply_to, NULL, c.created_at, false, (h.headers -> 'before')::text,
        CASE WHEN c.id IS NULL THEN h.message::text END, now(), now(), c.timeout, c.suspect,
-       c.step, c.batch, false,
+       c.step, c.batch, false, c.quarantine, c.alone,
        h.headers ? 'cancel', h.headers -> 'cancel' ->> 'by', h.headers -> 'cancel' ->> 'reason'
   FROM held h
   LEFT JOIN LATERAL (

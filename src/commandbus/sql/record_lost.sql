@@ -1,8 +1,9 @@
--- Writes down the attempts of workers that vanished, found by a claim under "before" in the queue row's headers.
+-- Writes down the attempts of workers that vanished, found by a claim under "before" in the queue row's headers, and what
+-- that costs their commands (model/suspects.py).
 -- Returns those that somebody asked to cancel since this worker claimed them.
 --
--- Locks: queue rows that this worker holds (nobody else writes them but a renewal by the same worker), then new
--- attempt rows. Index: the queue's key. Idempotent: a second run finds no "before".
+-- Locks: queue rows that this worker holds (nobody else writes them but a renewal by the same worker), then
+-- command rows, then new attempt rows. Indexes: the queue's key, the command's key. Idempotent: a second run finds no "before".
 WITH input AS MATERIALIZED (
     SELECT * FROM json_to_recordset(%(rows)s::json) AS x(m bigint, r integer, c bigint, n integer, w text,
                                                          s timestamptz, e text)
@@ -13,6 +14,12 @@ WITH input AS MATERIALIZED (
        AND headers ->> 'held_by' = %(worker)s
        AND headers ? 'before'
     RETURNING msg_id, read_ct, headers -> 'cancel' AS cancel
+), marked AS (
+    UPDATE commandbus.command c
+       SET waived = i.v, suspect = i.x, alone = i.a
+      FROM cleared q JOIN json_to_recordset(%(marks)s::json)
+               AS i(m bigint, r integer, c bigint, v integer, x smallint, a boolean) ON i.m = q.msg_id AND i.r = q.read_ct
+     WHERE c.id = i.c
 ), lost AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, error_type, error_code, error)
     SELECT i.c, i.n, 'LOST', i.w, i.s, 'WorkerLost', 'WORKER_LOST', i.e

@@ -2,10 +2,11 @@
 -- Returns the rows that were not settled, as settle_final.sql does.
 --
 -- The holder is cleared, so a zombie cannot settle during its own back-off. Locks: queue rows in key order, then
--- command rows (waived ones only). Index: the queue's key, the command's key.
+-- command rows (of waived ones, and where the marks of trouble change). Index: the queue's key, the command's key.
 WITH input AS MATERIALIZED (
     SELECT * FROM json_to_recordset(%(rows)s::json)
-        AS x(m bigint, r integer, c bigint, n integer, t float8, d float8, w boolean, x boolean, e json)
+        AS x(m bigint, r integer, c bigint, n integer, t float8, d float8, w integer, k boolean, x smallint, q boolean,
+             a boolean, e json)
 ), held AS MATERIALIZED (
     SELECT msg_id, read_ct, message ->> 'command' AS command, headers ? 'cancel' AS is_canceled
       FROM pgmq.{queue}
@@ -20,9 +21,11 @@ WITH input AS MATERIALIZED (
       FROM fenced f
      WHERE q.msg_id = f.m
 ), waived AS (
-    UPDATE commandbus.command c SET waived = c.waived + 1, suspect = COALESCE(f.x, c.suspect)
+    UPDATE commandbus.command c
+       SET waived = c.waived + f.w, suspect = CASE WHEN f.k THEN f.x ELSE c.suspect END,
+           quarantine = CASE WHEN f.k THEN f.q ELSE c.quarantine END, alone = CASE WHEN f.k THEN f.a ELSE c.alone END
       FROM fenced f
-     WHERE c.id = f.c AND f.w
+     WHERE c.id = f.c AND (f.w <> 0 OR f.k)
 ), failed AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, retry_at, error_type,
                                     error_code, error, details, traceback, rung, autopsy, duration_ms)
@@ -30,6 +33,7 @@ WITH input AS MATERIALIZED (
            e ->> 'error_type', e ->> 'error_code', e ->> 'error', e -> 'details', e ->> 'traceback',
            e ->> 'rung', e -> 'autopsy', (e ->> 'duration_ms')::bigint
       FROM fenced
+     WHERE e IS NOT NULL
 )
 SELECT m, r, COALESCE((SELECT CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = q.msg_id AND h.is_canceled)
                                      THEN 'canceled' ELSE 'busy' END

@@ -1,8 +1,9 @@
 -- An operator's retry: commands leave the troubleshooting queue for their domain's queue; their attempts start
--- again (a new message, whose read_ct is 0; the number goes on from attempt_base; nothing is waived yet).
+-- again (a new message, whose read_ct is 0; the number goes on from attempt_base; nothing is waived yet). One that got stuck
+-- or crashed its worker goes on in quarantine.
 --
 -- Locks: tsq rows in key order (of two operators the second waits, then finds nothing), then the new queue rows,
--- then command rows. Index: tsq's key or tsq_domain_type.
+-- then command rows. Index: tsq's key or tsq_domain_type; attempt's key.
 WITH picked AS MATERIALIZED (
     SELECT t.command
       FROM commandbus.tsq t
@@ -23,7 +24,10 @@ WITH picked AS MATERIALIZED (
 ), moved AS (
     UPDATE commandbus.command c
        SET status = 'PENDING', msg_id = q.msg_id, attempt_base = c.attempt, waived = 0, attempt = NULL,
-           worker = NULL, started_at = NULL, result = NULL
+           worker = NULL, started_at = NULL, result = NULL, suspect = NULL, alone = NULL,
+           quarantine = c.quarantine OR EXISTS (
+               SELECT FROM commandbus.attempt a
+                WHERE a.command = c.id AND a.number = c.attempt AND a.rung IN ('stuck', 'kill', 'crash'))
       FROM queued q
      WHERE c.id = q.command
     RETURNING c.id, c.command_id, c.attempt_base, c.batch, c.process

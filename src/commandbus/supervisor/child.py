@@ -132,6 +132,7 @@ def _work(told: Letter, control: Control) -> int:
                 supervisor=told.supervisor,
                 on_state=control.say_state,
                 on_waiting=control.say_waiting,
+                turn=told.turn,
             ),
         )
         control.say("hello", id=worker.id, domains=list(worker.domains), policies=worker.policies())

@@ -22,7 +22,7 @@ from commandbus.db.link import Link
 from commandbus.db.passing import is_passing
 from commandbus.errors import CommandBusError
 from commandbus.flow.backend import Session
-from commandbus.flow.claim import put_right
+from commandbus.flow.claim import ClaimedRow, put_right
 from commandbus.flow.limit_figures import Figures, figures
 from commandbus.flow.rescue import (
     Held,
@@ -283,7 +283,9 @@ class Coroner:
         )
         if odd := [held.row for held in found if held.row.id is None or held.row.before is not None]:
             limit = case.settings.max_payload_bytes
-            self._link.run(put_right(domain=domain, worker=case.worker, odd=odd, max_bytes=limit))
+            right, _ = self._link.run(put_right(domain=domain, worker=case.worker, odd=odd, max_bytes=limit))
+            marked = {row.msg_id: row for row in right}
+            found = [held._replace(row=marked.get(held.row.msg_id, held.row)) for held in found]
         return [held for held in found if held.row.id is not None]
 
     def _findings(self, case: Case, held: dict[str, list[Held]]) -> dict[Key, Finding]:
@@ -356,6 +358,11 @@ def _running(case: Case, domain: str, held: Held, slot: SlotView, rule: Rule) ->
         slot.ident,
         slot.native_id,
         ran_for=case.died_at - slot.started,
-        is_suspect=bool(row.suspect),
-        is_isolated=bool(row.suspect) or rule.isolation == "process",
+        is_suspect=row.suspect is not None,
+        is_isolated=_is_isolated(case.settings, row, rule),
     )
+
+
+def _is_isolated(settings: Settings, row: ClaimedRow, rule: Rule) -> bool:
+    """Did it run in a process of its own?"""
+    return row.suspect is not None or rule.isolation == "process" or (settings.quarantine and bool(row.quarantine))

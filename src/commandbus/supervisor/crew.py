@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import selectors
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,6 +69,8 @@ class Crew:
         self._generation = 0
         self._coming: tuple[int, Settings] | None = None
         self._waits_for_database = False
+        self._turn = os.memfd_create("commandbus-turn", os.MFD_CLOEXEC)  # its lock: runtime/apart.py
+        weakref.finalize(self, os.close, self._turn)
 
     @property
     def was_ready(self) -> bool:
@@ -183,7 +187,7 @@ class Crew:
         spare = (settings.shutdown_timeout - settings.cancel_grace) / 2
         own = replace(settings, shutdown_timeout=settings.shutdown_timeout - min(self._reserve, spare))
         try:
-            worker = spawn(own, self._supervisor, generation=generation)
+            worker = spawn(own, self._supervisor, turn=self._turn, generation=generation)
         except OSError as error:  # no memory, no processes, no descriptors: that may pass
             pause = self._budget.died(now, lived_seconds=0.0, was_running=False)
             logger.error("a worker could not be started, tried again in %.0f s: %s", pause, error)  # noqa: TRY400

@@ -26,6 +26,7 @@ class Letter:
     board: int
     control: int
     crash: int
+    turn: int
 
 
 def write(letter: Letter) -> int:
@@ -37,7 +38,7 @@ def write(letter: Letter) -> int:
         "config_file": None if settings.config_file is None else str(settings.config_file),
         "supervisor": letter.supervisor,
         "parent": letter.parent,
-        "fds": [letter.board, letter.control, letter.crash],
+        "fds": [letter.board, letter.control, letter.crash, letter.turn],
     }
     fd = os.memfd_create("commandbus-letter", os.MFD_CLOEXEC)
     with os.fdopen(os.dup(fd), "wb") as file:

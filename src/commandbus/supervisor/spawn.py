@@ -23,18 +23,19 @@ from commandbus.supervisor.process import WorkerProcess
 CHILD = "commandbus.supervisor.child"
 
 
-def spawn(settings: Settings, supervisor: str, *, generation: int = 0) -> WorkerProcess:
-    """Start a worker with these settings."""
+def spawn(settings: Settings, supervisor: str, *, turn: int, generation: int = 0) -> WorkerProcess:
+    """Start a worker with these settings. `turn` is a file whose lock is the right to run a command that was lost
+    before: one at a time."""
     board = Board.create(2 * settings.concurrency + ROUTER_SLOTS)
     crash = os.memfd_create("commandbus-crash", os.MFD_CLOEXEC)
     ours, theirs = socket.socketpair()
-    told = letter.write(letter.Letter(settings, supervisor, os.getpid(), board.fd, theirs.fileno(), crash))
+    told = letter.write(letter.Letter(settings, supervisor, os.getpid(), board.fd, theirs.fileno(), crash, turn))
     environment = {name: value for name, value in os.environ.items() if name not in SERVICE_VARIABLES}
     try:
         process = subprocess.Popen(  # noqa: S603 - our own program, no shell
             [sys.executable, "-m", CHILD, str(told)],
             stdin=subprocess.DEVNULL,
-            pass_fds=(board.fd, theirs.fileno(), crash, told),
+            pass_fds=(board.fd, theirs.fileno(), crash, turn, told),
             env=environment,
             start_new_session=True,
         )

@@ -4,9 +4,12 @@
 -- rewrite nothing), and one scan of `attempt` to check its constraint anew. Indexes: none on columns that settling
 -- changes.
 
--- timeout: this command's own deadline in seconds (0: none). suspect: it was running when a worker died and nobody
--- could be named, so its next attempt runs in a process of its own.
-ALTER TABLE commandbus.command ADD COLUMN timeout float8, ADD COLUMN suspect boolean;
+-- timeout: this command's own deadline in seconds (0: none). suspect: it was held when a worker died and nobody could be
+-- named, so it runs isolated; how many such crashes were waived (model/suspects.py). alone: nobody was left to look who did
+-- it, so such commands run one at a time per supervisor. quarantine: an attempt got stuck or crashed its worker, so the
+-- next ones run in a child process.
+ALTER TABLE commandbus.command ADD COLUMN timeout float8, ADD COLUMN suspect smallint, ADD COLUMN alone boolean,
+    ADD COLUMN quarantine boolean;
 
 -- TIMED_OUT: a time-out that is final (the handler says so): the command is FAILED. WAIVED: stopped through no fault
 -- of its own; tried again at once and not charged.

@@ -1,0 +1,171 @@
+"""kill -9 of a supervisor: nobody is left who could say what happened, so losses make suspects that run alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from commandbus import CommandBus, CommandStatus
+from support.supervised import Supervised
+from support.waiting import one, statuses, until, until_settled, verdicts
+
+Db = psycopg.Connection[Any]
+Supervise = Callable[..., Supervised]
+
+NOTES = '''
+@handlers.handler("orders", "note", timeout=0)
+def note(command, ctx):
+    """Notes every start, who is here, and when it left; runs until a file appears."""
+    mine = f"{command.command_id}.{os.getpid()}.here"
+    Path(mine).write_text("")
+    with Path("starts").open("a") as starts:
+        starts.write(f"{command.command_id} {os.getpid()} {len(list(Path().glob('*.here')))}\\n")
+    while not Path("go").exists():
+        time.sleep(0.02)
+    Path(mine).unlink()
+
+@handlers.handler("orders", "end_all", timeout=0)
+def end_all(command, ctx):
+    """Ends the whole container, as the kernel does with memory.oom.group."""
+    with Path("starts").open("a") as starts:
+        starts.write(f"{command.command_id} {os.getpid()} 0\\n")
+    while not Path("supervisor").exists():
+        time.sleep(0.02)
+    pid = int(Path("supervisor").read_text())
+    Path("supervisor").unlink()
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(1000)
+'''
+
+
+@pytest.fixture
+def noting(tasks: Path) -> Path:
+    """The folder with handlers that note their starts."""
+    (tasks / "tasks.py").write_text((tasks / "tasks.py").read_text() + NOTES)
+    return tasks
+
+
+def starts(folder: Path) -> list[tuple[str, int, int]]:
+    """Command, process, and how many were there, start by start."""
+    file = folder / "starts"
+    lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+    return [(command, int(pid), int(count)) for command, pid, count in lines]
+
+
+def kill_all(supervised: Supervised, folder: Path) -> None:
+    """kill -9 of the supervisor; its workers and their children end with it."""
+    os.kill(supervised.process.pid, signal.SIGKILL)
+    supervised.process.wait()
+    until(lambda: not supervised.processes(), what=lambda: supervised.processes())
+    for file in folder.glob("*.here"):
+        file.unlink()
+
+
+def status_of(bus: CommandBus, command_id: str) -> CommandStatus:
+    record = bus.get_command("orders", command_id)
+    assert record is not None
+    return record.status
+
+
+def charged(db: Db, command_id: str) -> int:
+    """How many of its attempts count against its limit, without the one that runs."""
+    return int(
+        one(
+            db,
+            "SELECT q.read_ct - c.waived - (q.headers IS NOT NULL)::int FROM commandbus.command c "
+            "JOIN pgmq.q_orders__commands q ON q.msg_id = c.msg_id WHERE c.command_id = %s",
+            command_id,
+        )
+    )
+
+
+def test_three_kills_of_a_supervisor_bring_no_healthy_command_into_the_troubleshooting_queue(
+    supervise: Supervise, noting: Path, bus: CommandBus, db: Db
+) -> None:
+    names = [f"c{n}" for n in range(4)]
+    supervised = supervise(max_attempts=3, concurrency=4, visibility_timeout="1.1s", statement_timeout="1s")
+    for name in names:
+        bus.send("orders", "note", command_id=name)
+    until(lambda: len(starts(noting)) == 4, what="not all run")
+    for _ in range(2):
+        before = len(starts(noting))
+        kill_all(supervised, noting)
+        supervised = supervise(max_attempts=3, concurrency=4, visibility_timeout="1.1s", statement_timeout="1s")
+        until(lambda before=before: len(starts(noting)) > before, what="no suspect runs")
+    kill_all(supervised, noting)
+    (noting / "go").touch()
+    supervise(max_attempts=3, concurrency=4, visibility_timeout="1.1s", statement_timeout="1s")
+    until_settled(db)
+    assert statuses(db) == {"COMPLETED": 4}
+    lost = [verdict for name in names for _, verdict in verdicts(db, name) if verdict == "LOST"]
+    assert len(lost) >= 6, "four at the first kill, and at least one at each of the others"
+
+
+def test_suspects_run_one_at_a_time_in_processes_of_their_own(
+    supervise: Supervise, noting: Path, bus: CommandBus, db: Db
+) -> None:
+    """With two workers under one supervisor: the kernel's lock keeps them apart."""
+    names = [f"c{n}" for n in range(4)]
+    supervised = supervise(processes=2, concurrency=2, max_attempts=1).until_ready(2)
+    for name in names:
+        bus.send("orders", "note", command_id=name)
+    until(lambda: len(starts(noting)) == 4, what="not all run")
+    kill_all(supervised, noting)
+    again = supervise(processes=2, concurrency=2, max_attempts=1).until_ready(2)
+    until(lambda: len(starts(noting)) == 5, what="no suspect runs")
+    bus.send("orders", "quick", command_id="healthy")
+    until(lambda: status_of(bus, "healthy") is CommandStatus.COMPLETED)
+    until(lambda: one(db, "SELECT count(*) >= 5 FROM commandbus.attempt WHERE verdict = 'GIVEN_BACK'"))
+    assert len(starts(noting)) == 5, "the others hold no slot, and come again"
+    workers = set(again.workers())
+    (noting / "go").touch()
+    until_settled(db, 60)
+    assert statuses(db) == {"COMPLETED": 5}
+    later = starts(noting)[4:]
+    assert [count for _, _, count in later] == [1] * 4
+    assert not workers & {pid for _, pid, _ in later}, "in child processes"
+    assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict NOT IN ('LOST', 'GIVEN_BACK')") == 0
+
+
+def test_only_the_suspect_that_ran_is_charged_for_the_second_loss(
+    supervise: Supervise, noting: Path, bus: CommandBus, db: Db
+) -> None:
+    names = [f"c{n}" for n in range(4)]
+    supervised = supervise(concurrency=4)
+    for name in names:
+        bus.send("orders", "note", command_id=name)
+    until(lambda: len(starts(noting)) == 4, what="not all run")
+    kill_all(supervised, noting)
+    supervised = supervise(concurrency=4)
+    until(lambda: len(starts(noting)) == 5, what="no suspect runs")
+    kill_all(supervised, noting)
+    (unlucky, _, _) = starts(noting)[4]
+    supervise(concurrency=4)
+    until(lambda: (2, "LOST") in verdicts(db, unlucky) or (3, "LOST") in verdicts(db, unlucky))
+    assert {name: charged(db, name) for name in names} == {name: int(name == unlucky) for name in names}
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1, 2), (2, 3)])
+def test_a_command_that_ends_the_whole_container_does_not_loop_for_ever(
+    supervise: Supervise, noting: Path, bus: CommandBus, db: Db, limit: int, expected: int
+) -> None:
+    """The first loss is waived: it starts once more than its limit allows, and then a person must look."""
+    bus.send("orders", "end_all", command_id="poison", max_attempts=limit)
+    bus.send("orders", "note", command_id="healthy", max_attempts=1)
+    (noting / "go").touch()
+    for _ in range(expected):
+        supervised = supervise()
+        (noting / "writing").write_text(str(supervised.process.pid))
+        (noting / "writing").rename(noting / "supervisor")
+        supervised.process.wait(30)
+        assert supervised.process.returncode == -signal.SIGKILL
+    supervise()
+    until(lambda: status_of(bus, "poison") is CommandStatus.IN_TROUBLESHOOTING_QUEUE)
+    assert [name for name, _, _ in starts(noting)].count("poison") == expected
+    until(lambda: status_of(bus, "healthy") is CommandStatus.COMPLETED)
