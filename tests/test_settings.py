@@ -42,6 +42,8 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "poll_interval": ("500ms", 0.5),
     "max_extension": ("2h", 7200.0),
     "reset_thread_locals": ("false", False),
+    "quarantine": ("false", False),
+    "quarantine_processes": ("3", 3),
     "breakers_enabled": ("false", False),
     "wait_for_database": ("false", False),
     "max_messages": ("10000", 10_000),
@@ -116,6 +118,7 @@ def test_the_defaults_are_those_of_the_design(project: Path) -> None:
     settings = load_settings(environ={}, directory=project)
     assert (settings.concurrency, settings.processes, settings.poll_interval) == (4, 1, 1.0)
     assert (settings.max_messages, settings.max_memory_mb) == (None, None)
+    assert (settings.quarantine, settings.quarantine_processes) == (True, 2)
     assert (settings.health_port, settings.health_host) == (None, "127.0.0.1")
     assert (settings.pool_min_size, settings.pool_max_size) == (0, None)
     assert (settings.pool_max_lifetime, settings.pool_max_idle) == (3600, 600)

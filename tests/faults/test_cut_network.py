@@ -111,15 +111,18 @@ def test_a_worker_that_fell_silent_is_replaced_and_its_late_writes_are_refused(
     proxy.hearing.clear()
     start_worker(handlers, database, **short_lease())
     until_settled(db)
-    assert ledger(db) == [(each, 2) for each in ids]
+    finished = ledger(db)
+    assert [each for each, _ in finished] == ids, "one after the other: nobody knows why they were lost"
     proxy.hearing.set()
     gate.set()
     until(lambda: len(fenced) == 4)
     report = silent.stop()
     assert (report.is_clean, report.abandoned) == (True, 0)
-    assert ledger(db) == [(each, 2) for each in ids]
+    assert ledger(db) == finished
     assert statuses(db) == {"COMPLETED": 4}
-    assert verdicts(db, "c0") == [(1, "LOST")]
+    for each, attempt in finished:
+        given_back = [(number, "GIVEN_BACK") for number in range(2, attempt)]
+        assert verdicts(db, each) == [(1, "LOST"), *given_back]
 
 
 # --- the answer that was lost ---------------------------------------------------------------------------------

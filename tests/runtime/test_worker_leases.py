@@ -21,7 +21,7 @@ from commandbus import (
 )
 from commandbus.flow.claim import claim
 from support.waiting import one, until, until_settled, verdicts
-from support.workers import add, done, either, opened, short_lease
+from support.workers import add, done, either, opened, quick_settings, short_lease
 
 StartWorker = Callable[..., Worker]
 Db = psycopg.Connection[Any]
@@ -403,3 +403,28 @@ def test_a_cancelled_extension_does_not_end_the_renewals(
     found = bus.get_command("orders", "c")
     assert found is not None
     assert (found.result, found.attempts) == ("extended", 1)
+
+
+def test_lost_commands_run_one_at_a_time_and_until_idle_waits_for_them(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, database: str
+) -> None:
+    """A script without a supervisor, whose registry no other process can import: they run one after the other."""
+    running: list[str] = []
+    together: list[int] = []
+
+    def work(command: Any, ctx: Any) -> int:
+        running.append(command.command_id)
+        together.append(len(running))
+        ctx.sleep(0.05)
+        running.remove(command.command_id)
+        return len(together)
+
+    handlers.register("orders", "work", work)
+    for n in range(4):
+        bus.send("orders", "work", command_id=f"c{n}", max_attempts=1)
+    bus.run(claim(domain="orders", worker="dead", n=10, lease_seconds=60, cursor=None))
+    db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 s'")
+    Worker(handlers, settings=quick_settings(database, concurrency=4)).run(until_idle=True)
+    assert together == [1, 1, 1, 1]
+    assert one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 4
+    assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict NOT IN ('LOST', 'GIVEN_BACK')") == 0

@@ -45,11 +45,12 @@ def coroner(settings: Settings, bus: CommandBus) -> Iterator[Coroner]:
 def die(coroner: Coroner, settings: Settings, db: Db, worker: str, ran: int, death: Death = EXITED) -> None:
     """A worker claims, runs so many of what it got, dies, and is examined."""
     found = run(db, claim(domain="orders", worker=worker, n=10, lease_seconds=30, cursor=None))
+    rows = list(found.ready)
     if found.odd:
-        run(db, put_right(domain="orders", worker=worker, odd=found.odd, max_bytes=1000))
+        rows += run(db, put_right(domain="orders", worker=worker, odd=found.odd, max_bytes=1000))[0]
     slots = [
         SlotView(index, 0, row[0], row[1], time.monotonic(), math.inf, 100 + index, index, 0)
-        for index, row in enumerate(found.ready[:ran])
+        for index, row in enumerate(rows[:ran])
     ]
     hello = Hello(worker, ["orders"], {}, AT_ONCE)
     coroner.add(Case(hello, death, slots, time.monotonic(), settings))

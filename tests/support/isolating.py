@@ -134,7 +134,7 @@ class Lab:
     def claim_again(self, command_id: str, *, task_timeout: float | None = None) -> Attempt:
         """Claim a command that waits; what else waits is claimed as well, and left alone."""
         found = run(self.db, claim(domain="orders", worker=WORKER, n=20, lease_seconds=60, cursor=None))
-        (row,) = [row for row in found.ready if row[3] == command_id]
+        (row,) = [tuple(row) for row in (*found.ready, *found.odd) if row[3] == command_id]
         attempt = Attempt("orders", row, self.registry.get("orders", row[4]), boottime())
         self.executor.begin(attempt)
         if task_timeout is not None:

@@ -34,7 +34,6 @@ from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.model.suspects import Marks, delay_apart
 
 FAR_SECONDS = 1e9
-MOST_NOTED = 5  # times that a command is given back for later; after that the history has heard it often enough
 
 
 class ClaimedRow(NamedTuple):
@@ -361,11 +360,9 @@ def _put_off(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -
 
 def _later(domain: str, row: ClaimedRow, room: Room) -> Settlement:
     assert row.id is not None  # noqa: S101 - raw messages are not ours
-    why: str | None = "commands in quarantine fill the processes that this worker has for them"
+    why = "commands in quarantine fill the processes that this worker has for them"
     if row.alone:
         why = "its worker was lost with it before: such commands run one at a time"
-    if row.waived > MOST_NOTED:
-        why = None
     return given_back(
         domain,
         row.msg_id,

@@ -180,16 +180,11 @@ def given_back(
     *,
     number: int,
     delay: float = 0.0,
-    why: str | None = "its worker stopped, was busy, or could not be sure of its lease",
+    why: str = "its worker stopped, was busy, or could not be sure of its lease",
 ) -> Settlement:
-    """Claimed but never started: back to the queue, at once or after a delay, and not charged.
-
-    Without a reason it is not written down: what waits for long is given back time and again.
-    """
-    error = "null"
-    if why is not None:
-        failure = Failure("GivenBack", "GIVEN_BACK", f"given back before it had started: {why}")
-        error = _error(Verdict.GIVEN_BACK, failure, "")
+    """Claimed but never started: back to the queue, at once or after a delay, and not charged."""
+    failure = Failure("GivenBack", "GIVEN_BACK", f"given back before it had started: {why}")
+    error = _error(Verdict.GIVEN_BACK, failure, "")
     row = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":null,"d":{delay:.6f},"w":1,"e":{error}}}'
     return Settlement(domain, msg_id, read_ct, row, is_final=False)
 

@@ -23,7 +23,8 @@ from commandbus.model.outcome import Failure
 GRAVE: Final = frozenset({"stuck", "kill", "crash"})
 """Rungs of attempts that did not end by themselves: their slot, or the process around them, was taken away."""
 
-FIRST_DELAY: Final = 0.25
+FIRST_DELAY: Final = 0.1
+DELAY_GROWTH: Final = 1.6
 LONGEST_DELAY: Final = 4.0
 
 
@@ -61,4 +62,4 @@ class Marks:
 
 def delay_apart(waived: int, *, spread: float = 0.5) -> float:
     """Seconds until a command that found no room to run apart can be claimed again; `spread` is from 0 to 1."""
-    return min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(waived, 10)) * (0.5 + spread)
+    return min(LONGEST_DELAY, FIRST_DELAY * DELAY_GROWTH ** min(waived, 10)) * (0.5 + spread)

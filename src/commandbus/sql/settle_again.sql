@@ -33,7 +33,6 @@ WITH input AS MATERIALIZED (
            e ->> 'error_type', e ->> 'error_code', e ->> 'error', e -> 'details', e ->> 'traceback',
            e ->> 'rung', e -> 'autopsy', (e ->> 'duration_ms')::bigint
       FROM fenced
-     WHERE e IS NOT NULL
 )
 SELECT m, r, COALESCE((SELECT CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = q.msg_id AND h.is_canceled)
                                      THEN 'canceled' ELSE 'busy' END

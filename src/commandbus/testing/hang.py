@@ -263,7 +263,7 @@ def segfault(command: Command, ctx: HandlerContext) -> None:  # noqa: ARG001
 @_animal("crash", needs_supervisor=True)
 def exit_(command: Command, ctx: HandlerContext) -> None:  # noqa: ARG001
     """`os._exit(1)`. Seen: WorkerLost with the exit code; if others ran at that moment, all are suspects first,
-    and run again in processes of their own. {code}"""
+    and run again in processes of their own, where the next exit is charged twice. {code}"""
     os._exit(int(_given(command, "code", 1)))
 
 
