@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psycopg
 
-from bench import fleet, floors, limits
+from bench import burst, fleet, floors, limits
 from bench.fleet import Member, drain
 from bench.ground import DATA, Ground, ground
 from commandbus import CommandBus, Worker
@@ -32,6 +32,8 @@ WANTED = [  # figure, floor, least ratio
     ("drain_long_transaction_per_s", "drain_sync_per_s", 0.80),
     ("drain_delayed_per_s", "drain_sync_per_s", 0.90),
     ("drain_history_per_s", "drain_sync_per_s", 0.90),
+    ("burst_after_idle_fresh_per_s", "burst_filled_fresh_per_s", 0.80),
+    ("burst_after_idle_steady_per_s", "burst_filled_steady_per_s", 0.80),
     ("send_one_per_s", "floor_insert_per_s", 0.75),
     ("send_one_8_per_s", "floor_insert_8_per_s", 0.75),
 ]
@@ -123,6 +125,15 @@ class Run:
         self.note("send_one_per_s", floors.send(base, "send", 1, count))
         self.note("floor_insert_8_per_s", floors.insert(base, 8, count * 2))
         self.note("send_one_8_per_s", floors.send(base, "send", 8, count * 2))
+
+    def bursts(self) -> None:
+        """A burst on an idle worker, with new tables and with many finished commands."""
+        count, rounds = (20_000, 1) if self.quick else (50_000, 3)
+        for _ in range(rounds):
+            for kind, history in (("fresh", 0), ("steady", burst.HISTORY)):
+                idle, filled = burst.measure(self.base, count, history=history)
+                self.note(f"burst_after_idle_{kind}_per_s", idle)
+                self.note(f"burst_filled_{kind}_per_s", filled)
 
     def once(self) -> None:
         """Figures that one look gives."""
@@ -230,7 +241,7 @@ def report(medians: dict[str, float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="./dev bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer commands and rounds: under 50 s")
+    parser.add_argument("--quick", action="store_true", help="fewer commands and rounds: about a minute")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the medians there")
     parser.add_argument("--database", metavar="URL", help="measure on this empty database, not on an embedded one")
     args = parser.parse_args()
@@ -240,6 +251,7 @@ def main() -> None:
             for number in range(run.rounds):
                 print(f"round {number + 1} of {run.rounds}", file=sys.stderr)
                 run.round()
+            run.bursts()
             run.once()
             if not args.quick:
                 run.heavy()

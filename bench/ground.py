@@ -40,6 +40,11 @@ class Ground:
 
     def fill(self, domain: str, count: int, *, delay_seconds: float = 0.0, in_batch: bool = False) -> None:
         """Queue commands by one statement, and leave the tables as a settled server would have them."""
+        self.insert(domain, count, delay_seconds=delay_seconds, in_batch=in_batch)
+        self.settle_down(domain)
+
+    def insert(self, domain: str, count: int, *, delay_seconds: float = 0.0, in_batch: bool = False) -> None:
+        """Queue commands by one statement."""
         batch = None
         if in_batch:
             batch = self.one(
@@ -68,7 +73,6 @@ class Ground:
             },
         )
         self.sent[domain] = self.sent.get(domain, 0) + (0 if delay_seconds else count)
-        self.settle_down(domain)
 
     def settle_down(self, domain: str) -> None:
         """Vacuum and checkpoint, so that no round pays for the one before."""
