@@ -70,7 +70,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    with running.in_company(item):
+    with running.in_company(item), running.no_longer_than(item):
         return (yield)
 
 

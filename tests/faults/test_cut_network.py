@@ -289,12 +289,13 @@ def test_outcomes_that_could_not_be_written_are_reported(
     assert bus.get_command("orders", "c").status is CommandStatus.IN_PROGRESS  # type: ignore[union-attr]
 
 
-def test_a_server_that_is_down_at_the_start_is_a_clear_error_at_once() -> None:
+def test_a_server_that_is_down_at_the_start_is_a_clear_error_at_once_where_nobody_waits() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     handlers = HandlerRegistry()
     handlers.register("orders", "work", lambda ctx: None)
-    worker = Worker(handlers, settings=quick_settings(f"postgresql://postgres:secret@127.0.0.1:{port}/none"))
+    url = f"postgresql://postgres:secret@127.0.0.1:{port}/none"
+    worker = Worker(handlers, settings=quick_settings(url, wait_for_database=False))
     began = time.monotonic()
     with pytest.raises(psycopg.OperationalError, match=str(port)) as caught:
         worker.run()

@@ -6,11 +6,13 @@ hooks in `tests/conftest.py` call these functions.
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import functools
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 FAILURES_VARIABLE = "COMMANDBUS_TEST_FAILURES"
 THOROUGH_VARIABLE = "COMMANDBUS_TEST_THOROUGH"
+LONGEST_TEST_SECONDS = 240.0
 _GROUPS_FILE = "groups.json"
 _FOLDER_KEY = "commandbus_run_folder"
 
@@ -133,3 +136,20 @@ def in_company(item: pytest.Item) -> Iterator[None]:
     with (run_folder(item.config) / "company.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
+
+
+@contextmanager
+def no_longer_than(item: pytest.Item, seconds: float = LONGEST_TEST_SECONDS) -> Iterator[None]:
+    """A test that hangs must not hold up all others: where it hangs is printed, and it fails."""
+
+    def alarm(number: int, frame: object) -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        pytest.fail(f"{item.nodeid} has not ended after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, alarm)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
