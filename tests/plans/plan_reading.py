@@ -16,8 +16,12 @@ EXPLAIN = b"EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON)\n"
 
 
 def first_statement(operation: Operation[Any]) -> Statement:
-    """The statement that an operation begins with, with the parameters it passes."""
-    return next(operation.steps)
+    """The statement that an operation begins with, with the parameters it passes. A SET has no plan: the next
+    one."""
+    statement = next(operation.steps)
+    while statement.sql.startswith(b"SET "):
+        statement = operation.steps.send([])
+    return statement
 
 
 @dataclass(frozen=True)
