@@ -10,7 +10,6 @@ ones only after an ANALYZE. So a connection of ours drops plans that are older t
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Generator
 from functools import partial
@@ -21,6 +20,8 @@ from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
 from psycopg.pq import TransactionStatus
 from psycopg.pq.abc import PGresult
 from psycopg.rows import tuple_row
+
+from commandbus.clock import monotonic
 
 IDLE = TransactionStatus.IDLE
 INERROR = TransactionStatus.INERROR
@@ -179,7 +180,7 @@ def has_old_plans(conn: OwnConnection | OwnAsyncConnection) -> bool:
 
     In a transaction that has failed nothing can be dropped, and nothing but a rollback is run.
     """
-    now = time.monotonic()
+    now = monotonic()
     if now - conn.planned_at < PLAN_SECONDS or conn.prepare_threshold is None:
         return False
     if conn.info.transaction_status == INERROR:

@@ -15,12 +15,12 @@ from __future__ import annotations
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable
 from typing import Final
 
 import psycopg
 
+from commandbus.clock import monotonic
 from commandbus.logger import SafeLogger
 from commandbus.model.durations import format_seconds
 
@@ -77,7 +77,7 @@ class ServerWait:
         self._on_reason = on_reason
         self._given_up = threading.Event()
         self._error: BaseException | None = None
-        self._began_at = time.monotonic()
+        self._began_at = monotonic()
         self._say_at = 0.0
         self._silence = SAY_AGAIN_SECONDS
         self.reason = ""
@@ -86,7 +86,7 @@ class ServerWait:
 
     def start(self) -> None:
         """Begin to try."""
-        self._began_at = time.monotonic()
+        self._began_at = monotonic()
         threading.Thread(target=self._serve, name="wait-for-server", daemon=True).start()
 
     def give_up(self) -> None:
@@ -111,7 +111,7 @@ class ServerWait:
 
     def described(self) -> str:
         """What is waited for, and for how long already."""
-        lasted = format_seconds(round(time.monotonic() - self._began_at))
+        lasted = format_seconds(round(monotonic() - self._began_at))
         return f"waiting for the database for {lasted}: {self.reason}"
 
     def _serve(self) -> None:
@@ -129,7 +129,7 @@ class ServerWait:
                 pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
             else:
                 if self.reason and not self._given_up.is_set():
-                    self._log.info("the database is there after %.1f s", time.monotonic() - self._began_at)
+                    self._log.info("the database is there after %.1f s", monotonic() - self._began_at)
                 break
         self.over.set()
         self.tried.set()
@@ -138,7 +138,7 @@ class ServerWait:
         """Tell at once what is waited for, and then at growing intervals."""
         if self._given_up.is_set():
             return
-        now, reason = time.monotonic(), reason_of(error)
+        now, reason = monotonic(), reason_of(error)
         if reason != self.reason:
             self._on_reason(reason)
         if not self.reason:

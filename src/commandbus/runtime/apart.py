@@ -15,9 +15,9 @@ from __future__ import annotations
 import fcntl
 import random
 import threading
-import time
 from collections.abc import Sequence
 
+from commandbus.clock import monotonic
 from commandbus.flow.claim import ClaimedRow, Room
 from commandbus.flow.settle import ALONE
 from commandbus.model.suspects import delay_apart
@@ -58,7 +58,7 @@ class Apart:
                 for_others = max(0, self._processes - sum(not value for value in self._inside.values()))
         late = alone[for_one:] + ([] if for_others is None else quarantined[for_others:])
         for row in late:
-            self.late_until = max(self.late_until, time.monotonic() + delay_apart(row.waived + 1, spread=1.0))
+            self.late_until = max(self.late_until, monotonic() + delay_apart(row.waived + 1, spread=1.0))
         return Room(for_one, for_others, isolated, random.random())  # noqa: S311 - jitter
 
     def enter(self, attempt: Attempt) -> None:

@@ -555,7 +555,7 @@ class Parts:
         if not self._spec.ends_idle or self.held or self.settler.is_folding or self._limited.is_busy:
             self._was_idle = False
             return False
-        if time.monotonic() < self._apart.late_until:
+        if monotonic() < self._apart.late_until:
             return False
         if self._was_idle:
             self._spec.request_stop("nothing is left that could run now")
