@@ -43,7 +43,7 @@ class Pair:
         copy = folder / "second" / data.name
         copy.parent.mkdir()
         os.chown(copy.parent, *_owner(data))
-        shutil.copytree(data, copy, symlinks=True, copy_function=_copy_with_owner)
+        shutil.copytree(data, copy, symlinks=True)
         for path in [copy, *copy.rglob("*")]:
             os.chown(path, *_owner(data))
         self.primary = self._server("first", synchronous_standby_names="*")
@@ -86,10 +86,6 @@ class Pair:
 
 def _owner(path: Path) -> tuple[int, int]:
     return path.stat().st_uid, path.stat().st_gid
-
-
-def _copy_with_owner(source: str, target: str) -> None:
-    shutil.copy2(source, target)
 
 
 def _children(pid: int) -> list[int]:

@@ -74,6 +74,7 @@ def test_a_row_that_cannot_be_written_at_all_is_tried_again_when_its_lease_ends(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     ran: dict[str, int],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     db.execute(POISON.format(condition="true").encode())
     ids = [f"c{n}" for n in range(20)]
@@ -81,6 +82,7 @@ def test_a_row_that_cannot_be_written_at_all_is_tried_again_when_its_lease_ends(
     bus.send_many("orders", [NewCommand("work", command_id=each, max_attempts=50) for each in ids])
     start_worker(handlers, **short_lease())
     until(lambda: statuses(db) == {"COMPLETED": 19, "PENDING": 1})
+    until(lambda: "command poison stays leased" in caplog.text)  # its failure could not be stored, either
     db.execute("DROP TRIGGER poison ON commandbus.command")
     until_settled(db)
     assert statuses(db) == {"COMPLETED": 20}

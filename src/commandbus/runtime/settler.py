@@ -32,6 +32,7 @@ from commandbus.flow.settle import Answer, Settlement, cancellation, settle
 from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Judgement, Verdict, describe
+from commandbus.model.words import counted
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.execute import Note, Written
 from commandbus.runtime.folder import Folder
@@ -73,6 +74,7 @@ class Settler(DatabaseService):
         self._aside = _Aside()
         self._folder = Folder(self._link)
         self._closing = False
+        self._sleeps = False  # whoever adds an outcome must wake it
         self._in_doubt = False  # the connection was lost in a statement, which may have settled something
         self.settled: Counter[str] = Counter()
         self.refused = 0
@@ -106,8 +108,6 @@ class Settler(DatabaseService):
         self._closing = True
         self.join(timeout)
         self._stopping.set()
-
-    _sleeps = False
 
     @property
     def is_done(self) -> bool:
@@ -187,9 +187,11 @@ class Settler(DatabaseService):
         pause = self._aside.add(needs, items)
         for item in items:
             self._unwritten.pop(id(item), None)
-        text = "%d outcomes of domain %s wait for a lock%s, trying again in %.1f s: %s"
+        text = "%s of domain %s: waiting for a lock%s, trying again in %.1f s: %s"
         where = f" on {needs}" if needs else ""
-        logger.warning(text, len(items), domain, where, pause, str(error).strip().partition("\n")[0])
+        logger.warning(
+            text, counted(len(items), "outcome"), domain, where, pause, str(error).strip().partition("\n")[0]
+        )
 
     def _write_once(self, domain: str, items: Sequence[Item], *, in_doubt: bool) -> None:
         settlements = [ended for _, ended in items if isinstance(ended, Settlement)]
