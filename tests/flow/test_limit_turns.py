@@ -21,8 +21,9 @@ from commandbus.flow.limits import list_limits
 from commandbus.gate.waker import MOST_AT_ONCE
 from commandbus.model.command import NewCommand
 from commandbus.model.outcome import Failure
+from commandbus.model.standing import Answer
 from commandbus.runtime.attempt import Attempt
-from support.waiting import until, verdicts
+from support.waiting import until, verdicts, within
 from support.workers import quick_settings
 
 Db = psycopg.Connection[Any]
@@ -360,6 +361,27 @@ def test_after_a_pause_parked_commands_run(orders: Bus, db: Db, start: Start) ->
 
 
 # --- what is lost on the way -----------------------------------------------------------------------------------
+
+
+def test_a_probe_whose_turn_came_before_a_late_429_makes_room_for_another(
+    orders: Bus, db: Db, start: Start
+) -> None:
+    """The API said "at once"; the first in line was woken to find out; then an older call was refused as well."""
+    orders.declare_limit(Limit("docai", concurrency=5, breaker_failures=0))
+    work_in(db, "orders")
+    sent = park(orders, 2)
+    refused = partial(places.answer, "docai", None, Answer.RATE_LIMITED, gives=False, retry_after=0.0)
+    run(db, refused())
+    run(db, places.wake("docai", most=MOST_AT_ONCE, seconds=RESERVED, grant=None, mark="turn/"))
+    assert woken(db) == sent[:1]
+    run(db, refused())
+    handlers = HandlerRegistry()
+    handlers.register("orders", "page", lambda ctx: "read", limits=["docai"])
+    start(handlers)
+    within(
+        RESERVED / 2,
+        lambda: all(orders.get_command("orders", item).status is CommandStatus.COMPLETED for item in sent),
+    )
 
 
 def test_the_sweep_repairs_a_lost_wake(orders: Bus, db: Db, start: Start) -> None:

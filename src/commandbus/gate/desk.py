@@ -20,6 +20,7 @@ from commandbus.flow.limits import LimitRow, get_limit
 from commandbus.gate.backends import Backends
 from commandbus.gate.requests import Place
 from commandbus.logger import safe_logger
+from commandbus.model.standing import Answer
 
 logger = safe_logger("commandbus.limits")
 
@@ -104,6 +105,8 @@ class Desk:
         backend = self.backends.of(row)
         if standing.closed_until(row.now) is not None or (standing.is_probing and standing.probe != token):
             backend.give(row, [token])  # it was kept before the API said no
+            if standing.probe == token:
+                self.link.run(places.answer(name, token, Answer.UNKNOWN, gives=False))  # another one may be it
             return False
         is_held = not backend.renew(row, [token])
         if is_held and row.backend != "postgres" and standing.probe == token:
