@@ -208,8 +208,7 @@ def test_a_batch_that_is_refused_delays_no_other(
             bus.create_batch("orders", [NewCommand("Ship")], batch_id=f"b{number}")
             bus.wait_for_batch("orders", f"b{number}", timeout=20)
             seconds.append(time.monotonic() - began)
-        assert sorted(seconds)[4] < 0.5, seconds
-        assert max(seconds) < 4, f"that is what the refused one waits: {seconds}"
+        assert sorted(seconds)[4] < 2, f"the refused one waits for twice as long: {seconds}"
         conn.rollback()
     assert bus.wait_for_batch("orders", "refused", timeout=40).status == BatchStatus.COMPLETED
     until(lambda: completions)

@@ -20,7 +20,7 @@ from commandbus import (
     Worker,
 )
 from commandbus.flow.claim import claim
-from support.waiting import one, until, until_settled, verdicts
+from support.waiting import one, until, until_settled, verdicts, within
 from support.workers import add, done, either, opened, quick_settings, short_lease
 
 StartWorker = Callable[..., Worker]
@@ -278,7 +278,7 @@ def test_a_locked_queue_row_is_renewed_soon_after_it_is_free(
         locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
         until(lambda: one(db, "SELECT now() > %s - interval '3 s'", first))  # a renewal was due after 2 s
         assert one(db, "SELECT vt FROM pgmq.q_orders__commands") == first
-    until(lambda: one(db, "SELECT vt FROM pgmq.q_orders__commands") > first, 1.0)
+    within(1.0, lambda: one(db, "SELECT vt FROM pgmq.q_orders__commands") > first)
     gate.set()
     until_settled(db)
     assert one(db, "SELECT count(*) FROM commandbus.attempt") == 0

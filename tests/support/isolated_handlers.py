@@ -91,6 +91,17 @@ def progress(command: Any, ctx: Any) -> None:
     ctx.heartbeat({"done": 3})
 
 
+@process("snapshot")
+def snapshot(command: Any, ctx: Any) -> None:
+    """A transaction that keeps its snapshot for longer than its usual lease."""
+    until = time.monotonic() + command.data["seconds"]
+    with ctx.transaction(isolation="repeatable read") as tx:
+        while time.monotonic() < until:
+            tx.execute("SELECT count(*) FROM commandbus.command")
+            ctx.sleep(0.05)
+        tx.complete("kept")
+
+
 @process("extend")
 def extend(command: Any, ctx: Any) -> Any:
     before = ctx.remaining()

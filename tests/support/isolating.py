@@ -108,12 +108,23 @@ class Lab:
             max_payload_bytes=settings.max_payload_bytes,
             default_max_attempts=3,
             extend=self._extend,
+            hold=self._hold,
+            release=Attempt.release_row,
             extend_timeout=5.0,
             max_extension=settings.max_extension,
             progress=self._progress,
             limits=self.limited,
         )
-        self.executor = Executor(self.services, policy, settings.timeouts, registry, HealthStatus())
+        self.running: set[Attempt] = set()
+        self.executor = Executor(
+            self.services,
+            policy,
+            settings.timeouts,
+            registry,
+            HealthStatus(),
+            running=self.running,
+            on_failed=lambda *_: None,
+        )
         self.registry = registry
         self.isolation = Isolation(
             settings,
@@ -121,6 +132,7 @@ class Lab:
             registry,
             self.executor,
             extend=self._extend,
+            hold=self._hold,
             progress=self._progress,
             terminate=self._terminate,
             limits=self.limited,
@@ -137,6 +149,7 @@ class Lab:
         (row,) = [tuple(row) for row in (*found.ready, *found.odd) if row[3] == command_id]
         attempt = Attempt("orders", row, self.registry.get("orders", row[4]), boottime())
         self.executor.begin(attempt)
+        self.running.add(attempt)
         if task_timeout is not None:
             attempt.deadline_at = attempt.started_at + task_timeout
         return attempt
@@ -192,6 +205,9 @@ class Lab:
         answer: Future[bool] = Future()
         threading.Thread(target=lambda: answer.set_result(self.is_held)).start()
         return answer
+
+    def _hold(self, attempt: Attempt) -> Future[bool]:
+        return self._extend(attempt, 0.0)
 
     def _progress(self, attempt: Attempt, text: str) -> None:
         self.progress.append(text)

@@ -99,7 +99,7 @@ def meet_at_once(bus: CommandBus, meeting: Meeting, prefix: str) -> None:
     ids = [f"{prefix}-meet-{index}" for index in range(SLOTS)]
     data = {"port": meeting.port}
     bus.send_many(DOMAIN, [NewCommand("meet", data, command_id=item, max_attempts=1) for item in ids])
-    meeting.until_present(SLOTS, 5)
+    meeting.until_present(SLOTS, 20)
     meeting.let_go()
 
 
@@ -151,7 +151,9 @@ def test_three_stuck_are_critical_and_the_worker_still_works(
     assert (worker.is_running, worker.state) == (True, "ACTIVE")
 
 
-def test_all_slots_of_both_lanes_stuck_at_once(bus: CommandBus, db: Db, worker: Worker, meeting: Meeting) -> None:
+def test_all_slots_of_both_lanes_stuck_at_once(
+    bus: CommandBus, db: Db, worker: Worker, meeting: Meeting, caplog: pytest.LogCaptureFixture
+) -> None:
     kinds = ["sleep", "swallow_cancel", "block_loop", "spin", "double_lock", "swallow"]
     data = {"seconds": HANG_SECONDS}
     ids = [f"all-{kind}" for kind in kinds]
@@ -166,6 +168,8 @@ def test_all_slots_of_both_lanes_stuck_at_once(bus: CommandBus, db: Db, worker: 
             ("EXHAUSTED", "stuck"),
         ]
         assert late_marks(db, item) == []
+        said = [line for line in caplog.messages if f" {item} " in line and "tries used" in line]
+        assert len(said) == 2, "what has been given up says nothing more when it ends"
 
 
 def test_all_connections_in_the_hands_of_stuck_attempts(zoo_database: str, bus: CommandBus, db: Db) -> None:

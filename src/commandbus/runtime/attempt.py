@@ -87,6 +87,7 @@ class Extras:
         "has_asked",
         "has_connection",
         "has_told",
+        "holds_row",
         "is_delivered",
         "is_fenced",
         "is_reminded",
@@ -111,6 +112,7 @@ class Extras:
         self.is_fenced = False  # given up: it gets no connection any more
         self.is_reminded = False  # has its query been cancelled for the second time?
         self.has_connection = False
+        self.holds_row = False  # must its queue row be left alone, for the snapshot of its transaction?
         self.places: list[Place] = []  # of limits, which it holds
         self.answer = Answer.GOOD  # what its end says of the API that they protect
         self.api: ApiFailure | None = None
@@ -148,7 +150,8 @@ _making = threading.Lock()
 class Attempt:
     """An execution of a command by this worker.
 
-    `renewed_at` (of `clock.boottime`) is when its lease was last asked for.
+    `renewed_at` (of `clock.boottime`) is when its lease was last asked for; in the future while it was asked for
+    longer than usual.
 
     `started` is the epoch second for the record; `started_at` (0 unless it runs) and `deadline_at` are monotonic,
     for the ladder.
@@ -322,6 +325,10 @@ class Attempt:
         """This progress is stored; a later one may have come meanwhile."""
         if self.extras.progress is text:
             self.extras.progress = None
+
+    def release_row(self) -> None:
+        """Its queue row was to be left alone (`LeaseKeeper.hold`); from now on it may be renewed as always."""
+        self.renewed_at = min(self.renewed_at, boottime())
 
     def is_surely_held(self, late_seconds: float) -> bool:
         """Is its lease younger than that, and not known to be lost? Since the claim or the last renewal was sent,

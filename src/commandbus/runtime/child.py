@@ -1,6 +1,6 @@
 """child: one attempt in a child process, as the slot's thread that waits for it and the ladder see it.
 
-    begin → run is sent → messages (begun, lent, returned, progress, extend, limits, log) → ended
+    begin → run is sent → messages (begun, lent, returned, progress, extend, hold, release, limits, log) → ended
                         ↘ kill: dump signal, 0.5 s for the stacks, SIGKILL → dead
                         ↘ it dies by itself → dead
 
@@ -49,6 +49,7 @@ class Keeper:
     """What the worker does for a handler's context."""
 
     extend: Callable[[Attempt, float], Future[bool]]
+    hold: Callable[[Attempt], Future[bool]]
     progress: Callable[[Attempt, str], None]
     cancel_query: Callable[[Attempt], None]
     max_extension: float
@@ -264,6 +265,8 @@ class Child:
             log_record(message, self.pid)
         elif kind == "extend":
             self._extend(message)
+        elif kind == "hold":
+            self._hold(message)
         elif kind in ASKED:
             self._doorman.hear(message)
         elif message["n"] == self._number:  # else from a thread that an earlier attempt left behind
@@ -290,6 +293,8 @@ class Child:
                 with extras.borrowed.lock:
                     extras.borrowed.is_returned = True
                 extras.borrowed = None
+        elif kind == "release":
+            self._attempt.release_row()
         elif kind == "progress":
             progress = payload.loads(message["text"])
             self._keeper.progress(
@@ -309,6 +314,13 @@ class Child:
             self._answer(question, error=f"extend({seconds}) is more than max_extension ({format_seconds(most)})")
         else:
             self._keeper.extend(attempt, seconds).add_done_callback(partial(self._extended, question, end))
+
+    def _hold(self, message: Message) -> None:
+        question, attempt = int(message["q"]), self._attempt
+        if message["n"] != self._number or attempt.stop is not None or attempt.deadline_at == NEVER:
+            self._answer(question, is_held=False)
+        else:
+            self._keeper.hold(attempt).add_done_callback(partial(self._extended, question, 0.0))
 
     def _extended(self, question: int, end: float, asked: Future[bool]) -> None:
         error = asked.exception() if not asked.cancelled() else TimeoutError("the worker is stopping")

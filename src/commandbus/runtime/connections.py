@@ -33,15 +33,15 @@ import hashlib
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import psycopg
-from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor, pq
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor, IsolationLevel, pq
 from psycopg.pq import TransactionStatus
 from psycopg.pq.abc import PGconn
 from psycopg.rows import tuple_row
@@ -125,8 +125,19 @@ class HandlerConnections:
         self._is_pooled_elsewhere = not settings.prepared_statements
 
     @contextmanager
-    def sync(self, attempt: Attempt, *, deadline_at: float) -> Iterator[Connection[Any]]:
-        """A connection in ordinary psycopg manner: committed at the end of the block, rolled back on an error."""
+    def sync(
+        self,
+        attempt: Attempt,
+        *,
+        deadline_at: float,
+        isolation: IsolationLevel | None = None,
+        before_snapshot: Callable[[IsolationLevel], None] | None = None,
+    ) -> Iterator[Connection[Any]]:
+        """A connection in ordinary psycopg manner: committed at the end of the block, rolled back on an error.
+
+        `isolation`: of its transaction, unless the database says it. `before_snapshot` is called before the first
+        statement of a transaction that keeps its snapshot.
+        """
         _refuse_fenced(attempt)
         pool = self._pool()
         try:
@@ -140,12 +151,20 @@ class HandlerConnections:
         try:
             _refuse_fenced(attempt)
             conn.autocommit = not self._is_pooled_elsewhere  # a lent pool's may not be
+            if isolation is not None:
+                conn.isolation_level = isolation
             with Cursor(conn, row_factory=tuple_row) as cursor:  # whatever a lent pool's own are
                 if self._remembers:
                     before = Remembered(*_row(cursor.execute(_REMEMBER, prepare=False).fetchone()))
                 limits = self._limits(attempt, deadline_at, borrowed)
                 found = _row(cursor.execute(_LIMIT, limits, prepare=False).fetchone())
-            self._identify(attempt, borrowed, conn, found)
+                self._identify(attempt, borrowed, conn, found)
+                level = conn.isolation_level or _level(found[0])
+                if before_snapshot is not None and level in SNAPSHOT_LEVELS:
+                    conn.rollback()  # behind a pooler the transaction has begun already
+                    before_snapshot(level)
+                    if self._is_pooled_elsewhere:
+                        cursor.execute(_LIMIT, self._limits(attempt, deadline_at, borrowed), prepare=False)
             if conn.autocommit:
                 conn.autocommit = False
             with conn_block(conn):
@@ -165,7 +184,14 @@ class HandlerConnections:
                 self._put(pool, conn, borrowed)
 
     @asynccontextmanager
-    async def asynchronous(self, attempt: Attempt, *, deadline_at: float) -> AsyncIterator[AsyncConnection[Any]]:
+    async def asynchronous(
+        self,
+        attempt: Attempt,
+        *,
+        deadline_at: float,
+        isolation: IsolationLevel | None = None,
+        before_snapshot: Callable[[IsolationLevel], Awaitable[None]] | None = None,
+    ) -> AsyncIterator[AsyncConnection[Any]]:
         """The same for an async handler."""
         _refuse_fenced(attempt)
         pool = self._pool()
@@ -183,12 +209,20 @@ class HandlerConnections:
         try:
             _refuse_fenced(attempt)
             await wrapped.set_autocommit(not self._is_pooled_elsewhere)
+            if (own := isolation or conn.isolation_level) is not None:
+                await wrapped.set_isolation_level(own)
             async with AsyncCursor(wrapped, row_factory=tuple_row) as cursor:
                 if self._remembers:
                     before = Remembered(*_row(await (await cursor.execute(_REMEMBER)).fetchone()))
                 limits = self._limits(attempt, deadline_at, borrowed)
                 found = _row(await (await cursor.execute(_LIMIT, limits)).fetchone())
-            self._identify(attempt, borrowed, conn, found)
+                self._identify(attempt, borrowed, conn, found)
+                level = own or _level(found[0])
+                if before_snapshot is not None and level in SNAPSHOT_LEVELS:
+                    await wrapped.rollback()  # behind a pooler the transaction has begun already
+                    await before_snapshot(level)
+                    if self._is_pooled_elsewhere:
+                        await cursor.execute(_LIMIT, self._limits(attempt, deadline_at, borrowed))
             if not self._is_pooled_elsewhere:
                 await wrapped.set_autocommit(False)
             try:
@@ -350,7 +384,16 @@ class _Question:
         return conn
 
 
-_LIMIT = b"""SELECT
+SNAPSHOT_LEVELS: Final = (IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE)
+"""A transaction of these sees the database as it was at its first statement, and cannot write to what changed."""
+
+
+def _level(name: str) -> IsolationLevel:
+    """The level that a setting of the server names."""
+    return IsolationLevel[name.upper().replace(" ", "_")]
+
+
+_LIMIT = b"""SELECT current_setting('default_transaction_isolation'),
     set_config('statement_timeout', %(statement)s, %(local)s), set_config('lock_timeout', %(lock)s, %(local)s),
     set_config('idle_in_transaction_session_timeout', %(idle)s, %(local)s),
     CASE WHEN version() LIKE '%%linux%%'

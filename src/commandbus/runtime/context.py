@@ -23,7 +23,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Generic, Self, TypeVar
 
 import psycopg
-from psycopg import AsyncConnection, Connection
+from psycopg import AsyncConnection, Connection, IsolationLevel
 
 from commandbus import sql
 from commandbus.clock import monotonic
@@ -51,7 +51,12 @@ from commandbus.runtime.connections import HandlerConnections
 
 C = TypeVar("C")
 MAX_PROGRESS_BYTES = 4096
-_REFUSED = (psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable)  # the server is there, and rolled back
+_REFUSED = (  # the server is there, and rolled back
+    psycopg.errors.QueryCanceled,
+    psycopg.errors.LockNotAvailable,
+    psycopg.errors.SerializationFailure,
+    psycopg.errors.DeadlockDetected,
+)
 _LOOK_SECONDS = 0.1  # a sync handler that waits for its lease hears at most this late that it is to stop
 _LONGEST_WAIT = 3600.0  # threading cannot wait for years at a time
 logger = logging.getLogger("commandbus.handler")
@@ -66,6 +71,9 @@ class Services:
     max_payload_bytes: int
     default_max_attempts: int
     extend: Callable[[Attempt, float], Future[bool]]
+    hold: Callable[[Attempt], Future[bool]]
+    """Makes the lease last beyond the deadline, and keeps the queue row as it is until `release`."""
+    release: Callable[[Attempt], None]
     extend_timeout: float
     max_extension: float
     progress: Callable[[Attempt, str], None]
@@ -251,6 +259,11 @@ class _Context:
         self.raise_if_cancelled()
         attempt, most = self._attempt, self._services.max_extension
         wanted = parse_seconds(seconds, name="seconds")
+        if attempt.extras.holds_row:
+            raise ValueError(
+                f"extend({format_seconds(wanted)}): the transaction keeps its snapshot, and a renewed lease would "
+                f"conflict with it; extend before ctx.transaction() begins"
+            )
         end = monotonic() + wanted
         if end - attempt.started_at > most:
             raise ValueError(
@@ -273,6 +286,34 @@ class _Context:
         return TimeoutError(
             f"the lease of command {self._attempt.command_id!r} could not be renewed within {limit}: {why}; its "
             f"deadline has not moved"
+        )
+
+    def _ask_to_hold(self, level: IsolationLevel) -> Future[bool]:
+        """The transaction keeps the snapshot that it is about to take: its queue row must stay as it is."""
+        self.raise_if_cancelled()
+        if self._attempt.deadline_at == NEVER:
+            raise PermanentCommandError(
+                f"ctx.transaction() would be {_name_of(level)}, which needs a deadline: the lease is held until "
+                f"then, because a renewal would be a conflict. Give the handler a timeout, or say "
+                f'ctx.transaction(isolation="read committed")',
+                code="NO_DEADLINE",
+            )
+        self._attempt.extras.holds_row = True
+        return self._services.hold(self._attempt)
+
+    def _release_row(self) -> None:
+        if self._attempt.extras.holds_row:
+            self._attempt.extras.holds_row = False
+            self._services.release(self._attempt)
+
+    def _refused(self, error: psycopg.OperationalError) -> Exception:
+        """The settlement was refused. One that does not know that it has a snapshot is told what to do."""
+        if not isinstance(error, psycopg.errors.SerializationFailure) or self._attempt.extras.holds_row:
+            return error
+        return TransientCommandError(
+            f"the transaction could not complete the command, whose queue row has changed since its snapshot "
+            f"({error}): say at its beginning that it keeps one, with ctx.transaction(isolation=…)",
+            code="SERIALIZATION_FAILURE",
         )
 
     def _take_connection(self) -> None:
@@ -309,6 +350,21 @@ class _Context:
         self._attempt.has_committed = True
 
 
+def _level_of(isolation: IsolationLevel | str | None) -> IsolationLevel | None:
+    """What a caller says of the isolation level: psycopg's own, or SQL's words."""
+    if isolation is None or isinstance(isolation, IsolationLevel):
+        return isolation
+    known = {_name_of(level): level for level in IsolationLevel}
+    words = isolation.lower().replace("_", " ") if isinstance(isolation, str) else ""
+    if words not in known:
+        raise ValueError(f"isolation must be one of {', '.join(map(repr, known))}, not {isolation!r}")
+    return known[words]
+
+
+def _name_of(level: IsolationLevel) -> str:
+    return level.name.lower().replace("_", " ")
+
+
 @operation(atomic=False)
 def _has_committed(attempt: Attempt, worker: str) -> Steps[bool]:
     rows = yield Statement(
@@ -325,30 +381,50 @@ class HandlerContext(_Context):
     @contextmanager
     def connection(self) -> Iterator[Connection[Any]]:
         """A connection for the handler's own queries, one at a time; committed at the end of the block."""
+        with self._connection() as conn:
+            yield conn
+
+    @contextmanager
+    def _connection(self, **more: Any) -> Iterator[Connection[Any]]:
         self._take_connection()
         try:
-            with self._services.connections.sync(self._attempt, deadline_at=self._deadline_at()) as conn:
+            with self._services.connections.sync(self._attempt, deadline_at=self._deadline_at(), **more) as conn:
                 yield conn
         finally:
             self._attempt.extras.has_connection = False
 
     @contextmanager
-    def transaction(self) -> Iterator[HandlerTransaction[Connection[Any]]]:
-        """A transaction whose commit also completes the command. An attempt has one."""
+    def transaction(
+        self, *, isolation: IsolationLevel | str | None = None
+    ) -> Iterator[HandlerTransaction[Connection[Any]]]:
+        """A transaction whose commit also completes the command. An attempt has one.
+
+        `isolation`: "read committed", "repeatable read" or "serializable"; without it, the database's default. The
+        latter two need a deadline: the lease is held until then, and progress is stored when the block has ended.
+        """
         self._begin()
+        level = _level_of(isolation)
         finishing = False
         try:
-            with self.connection() as conn:
+            with self._connection(isolation=level, before_snapshot=self._hold) as conn:
                 tx = HandlerTransaction(conn, self._services.max_payload_bytes)
                 yield tx
                 finishing = True
                 self._check(run(conn, self._settlement(tx._result)))
             self._attempt.has_committed = True
         except psycopg.OperationalError as error:
-            if not finishing or isinstance(error, _REFUSED):
+            if not finishing:
                 raise
+            if isinstance(error, _REFUSED):
+                raise self._refused(error) from error
             with self.connection() as other:
                 self._uncertain(run(other, _has_committed(self._attempt, self._services.worker)), error)
+        finally:
+            self._release_row()
+
+    def _hold(self, level: IsolationLevel) -> None:
+        if not self._await_lease(self._ask_to_hold(level)):
+            raise self._fenced()
 
     def extend(self, seconds: float | str | timedelta) -> None:
         """Move the deadline to at least this long from now, up to max_extension in all.
@@ -358,16 +434,18 @@ class HandlerContext(_Context):
         renewed within its own length; then the deadline has not moved.
         """
         end, asked = self._ask_to_extend(seconds)
+        self._extended(self._await_lease(asked), end)
+
+    def _await_lease(self, asked: Future[bool]) -> bool:
         until = monotonic() + self._services.extend_timeout
         try:
             while not wait([asked], _LOOK_SECONDS).done and monotonic() < until and self._stop() is None:
                 pass
-            is_held = asked.result(0)
+            return asked.result(0)
         except TimeoutError as error:
             raise self._not_extended(error) from error
         finally:
             asked.cancel()  # whoever leaves before the answer waits no more
-        self._extended(is_held, end)
 
     def sleep(self, seconds: float | str | timedelta) -> None:
         """Sleep, but raise as soon as the handler is asked to stop."""
@@ -424,32 +502,58 @@ class AsyncHandlerContext(_Context):
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[AsyncConnection[Any]]:
         """A connection for the handler's own queries, one at a time; committed at the end of the block."""
+        async with self._connection() as conn:
+            yield conn
+
+    @asynccontextmanager
+    async def _connection(self, **more: Any) -> AsyncIterator[AsyncConnection[Any]]:
         self._take_connection()
         try:
             lend = self._services.connections.asynchronous
-            async with lend(self._attempt, deadline_at=self._deadline_at()) as conn:
+            async with lend(self._attempt, deadline_at=self._deadline_at(), **more) as conn:
                 yield conn
         finally:
             self._attempt.extras.has_connection = False
 
     @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[HandlerTransaction[AsyncConnection[Any]]]:
-        """A transaction whose commit also completes the command. An attempt has one."""
+    async def transaction(
+        self, *, isolation: IsolationLevel | str | None = None
+    ) -> AsyncIterator[HandlerTransaction[AsyncConnection[Any]]]:
+        """A transaction whose commit also completes the command. An attempt has one.
+
+        `isolation`: "read committed", "repeatable read" or "serializable"; without it, the database's default. The
+        latter two need a deadline: the lease is held until then, and progress is stored when the block has ended.
+        """
         self._begin()
+        level = _level_of(isolation)
         finishing = False
         try:
-            async with self.connection() as conn:
+            async with self._connection(isolation=level, before_snapshot=self._hold) as conn:
                 tx = HandlerTransaction(conn, self._services.max_payload_bytes)
                 yield tx
                 finishing = True
                 self._check(await run_async(conn, self._settlement(tx._result)))
             self._attempt.has_committed = True
         except psycopg.OperationalError as error:
-            if not finishing or isinstance(error, _REFUSED):
+            if not finishing:
                 raise
+            if isinstance(error, _REFUSED):
+                raise self._refused(error) from error
             async with self.connection() as other:
                 found = await run_async(other, _has_committed(self._attempt, self._services.worker))
                 self._uncertain(found, error)
+        finally:
+            self._release_row()
+
+    async def _hold(self, level: IsolationLevel) -> None:
+        if not await self._await_lease(self._ask_to_hold(level)):
+            raise self._fenced()
+
+    async def _await_lease(self, asked: Future[bool]) -> bool:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(asked), self._services.extend_timeout)
+        except TimeoutError as error:
+            raise self._not_extended(error) from error
 
     async def extend(self, seconds: float | str | timedelta) -> None:
         """Move the deadline to at least this long from now, up to max_extension in all.
@@ -459,11 +563,7 @@ class AsyncHandlerContext(_Context):
         renewed within its own length; then the deadline has not moved.
         """
         end, asked = self._ask_to_extend(seconds)
-        try:
-            is_held = await asyncio.wait_for(asyncio.wrap_future(asked), self._services.extend_timeout)
-        except TimeoutError as error:
-            raise self._not_extended(error) from error
-        self._extended(is_held, end)
+        self._extended(await self._await_lease(asked), end)
 
     async def sleep(self, seconds: float | str | timedelta) -> None:
         """Sleep, but raise as soon as the handler is asked to stop."""

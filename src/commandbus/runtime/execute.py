@@ -13,7 +13,7 @@ import inspect
 import logging
 import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,8 +94,11 @@ class Executor:
         timeouts: Timeouts,
         handlers: HandlerRegistry,
         health: HealthStatus,
-        on_failed: Callable[[Attempt, Judgement], None] = lambda *_: None,
+        *,
+        running: Container[Attempt],
+        on_failed: Callable[[Attempt, Judgement], None],
     ) -> None:
+        self._running = running
         self._on_failed = on_failed
         self._services = services
         self._policy = policy
@@ -179,6 +182,8 @@ class Executor:
 
     def failed(self, attempt: Attempt, error: BaseException, trace: str | None = None) -> Ended:
         """The handler raised; `trace` is its traceback as text, if it was raised elsewhere."""
+        if attempt not in self._running:
+            return None  # it was given up as stuck and judged then: what ends its leftovers is no news
         if trace is None and not isinstance(error, UnknownCommandTypeError):
             trace = _traceback_of(error)
         if attempt.has_committed:

@@ -212,6 +212,8 @@ class Isolated:
             max_payload_bytes=self._settings.max_payload_bytes,
             default_max_attempts=self._start["default_max_attempts"],
             extend=self._extend,
+            hold=self._hold,
+            release=self._release,
             extend_timeout=self._settings.visibility_timeout,
             max_extension=self._settings.max_extension,
             progress=self._progress,
@@ -280,10 +282,19 @@ class Isolated:
     # --- what the context asks of the worker ----------------------------------------------------------------
 
     def _extend(self, attempt: Attempt, seconds: float) -> Future[bool]:
+        return self._ask_lease(attempt, {"k": "extend", "seconds": seconds})
+
+    def _hold(self, attempt: Attempt) -> Future[bool]:
+        return self._ask_lease(attempt, {"k": "hold"})
+
+    def _release(self, attempt: Attempt) -> None:
+        self._channel.send({"k": "release", "n": self._number_of(attempt)})
+
+    def _ask_lease(self, attempt: Attempt, message: Message) -> Future[bool]:
         answer: Future[bool] = Future()
         question = next(self._questions)
         self._asked[question] = answer
-        self._channel.send({"k": "extend", "n": self._number_of(attempt), "q": question, "seconds": seconds})
+        self._channel.send(message | {"n": self._number_of(attempt), "q": question})
         return answer
 
     def _progress(self, attempt: Attempt, text: str) -> None:

@@ -79,6 +79,7 @@ class Isolation:
         executor: Ends,
         *,
         extend: Callable[[Attempt, float], Future[bool]],
+        hold: Callable[[Attempt], Future[bool]],
         progress: Callable[[Attempt, str], None],
         terminate: Callable[[list[Borrowed]], None],
         limits: Door,
@@ -92,7 +93,7 @@ class Isolation:
         self._settings = settings
         self._late_seconds = settings.timeouts.late_seconds
         self._worker = worker
-        self._keeper = Keeper(extend, progress, cancel_query, settings.max_extension, limits)
+        self._keeper = Keeper(extend, hold, progress, cancel_query, settings.max_extension, limits)
         self._default_max_attempts = default_max_attempts
         self._executor = executor
         self._terminate = terminate

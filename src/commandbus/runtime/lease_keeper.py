@@ -19,7 +19,7 @@ from concurrent.futures import Future
 
 import psycopg
 
-from commandbus.clock import boottime
+from commandbus.clock import boottime, monotonic
 from commandbus.db.service import DatabaseService
 from commandbus.flow.backend import cancel_backend, find_backend, look_at_backend, terminate_backend
 from commandbus.flow.renew import PendingCancel, pending_cancels, renew
@@ -60,9 +60,21 @@ class LeaseKeeper(DatabaseService):
 
         While another transaction holds the queue row this is tried again; TimeoutError after a whole lease.
         """
+        return self._ask_to_renew(attempt, lambda: 0.0)
+
+    def hold(self, attempt: Attempt) -> Future[bool]:
+        """Renew an attempt's lease beyond its deadline and grace, and leave its queue row alone until then.
+
+        Its transaction is about to take a snapshot that it keeps: a later change of the row would be a conflict.
+        `attempt.release_row` ends it.
+        """
+        grace = self._settings.cancel_grace
+        return self._ask_to_renew(attempt, lambda: max(0.0, attempt.deadline_at - monotonic()) + grace)
+
+    def _ask_to_renew(self, attempt: Attempt, longer: Callable[[], float]) -> Future[bool]:
         answer: Future[bool] = Future()
         until = boottime() + self._settings.visibility_timeout
-        self.order(lambda: self._renew_now(attempt, answer, until))
+        self.order(lambda: self._renew_now(attempt, answer, until, longer))
         return answer
 
     def cancel_query(self, attempt: Attempt) -> None:
@@ -146,12 +158,15 @@ class LeaseKeeper(DatabaseService):
                     )
             self._pass_on(attempts, renewal.canceled)
 
-    def _renew_now(self, attempt: Attempt, answer: Future[bool], until: float) -> None:
+    def _renew_now(
+        self, attempt: Attempt, answer: Future[bool], until: float, longer: Callable[[], float]
+    ) -> None:
         if answer.cancelled():
             return  # whoever asked waits no more
-        held, sent_at, lease = [(attempt.msg_id, attempt.read_ct)], boottime(), self._settings.visibility_timeout
+        held, lease, more = [(attempt.msg_id, attempt.read_ct)], self._settings.visibility_timeout, longer()
+        sent_at = boottime()
         try:
-            renewal = self._link.run(renew(attempt.domain, self._worker, held, lease_seconds=lease))
+            renewal = self._link.run(renew(attempt.domain, self._worker, held, lease_seconds=lease + more))
         except psycopg.OperationalError:
             raise
         except Exception as error:
@@ -159,14 +174,14 @@ class LeaseKeeper(DatabaseService):
             raise
         self._pass_on([attempt], renewal.canceled)
         if renewal.skipped and sent_at < until and attempt in self._held():
-            self._skipped.append(lambda: self._renew_now(attempt, answer, until))
+            self._skipped.append(lambda: self._renew_now(attempt, answer, until, longer))
         elif renewal.skipped:
             _answer(answer, error=TimeoutError(f"another transaction has held its queue row for {lease:g} s"))
         else:
             if renewal.lost:
                 attempt.is_lost = True
             else:
-                attempt.renewed_at = max(attempt.renewed_at, sent_at)
+                attempt.renewed_at = max(attempt.renewed_at, sent_at + more)
             _answer(answer, is_held=not renewal.lost)
 
     def _ask_cancels(self, domain: str, msg_id: int) -> None:

@@ -99,7 +99,13 @@ class Parts:
         services = self._services()
         self._breakers = Breakers(settings, spec.domains)
         self._executor = Executor(
-            services, spec.policy, settings.timeouts, spec.handlers, spec.health, self._breakers.failed
+            services,
+            spec.policy,
+            settings.timeouts,
+            spec.handlers,
+            spec.health,
+            running=self.running,
+            on_failed=self._breakers.failed,
         )
         self._isolation = self._make_isolation(services)
         self._apart = self._make_apart()
@@ -158,6 +164,8 @@ class Parts:
             max_payload_bytes=self._settings.max_payload_bytes,
             default_max_attempts=self._spec.policy.max_attempts,
             extend=self._extend,
+            hold=self._hold,
+            release=Attempt.release_row,
             extend_timeout=self._settings.visibility_timeout,
             max_extension=self._settings.max_extension,
             progress=self._note_progress,
@@ -181,6 +189,7 @@ class Parts:
             self._spec.handlers,
             self._executor,
             extend=services.extend,
+            hold=services.hold,
             progress=services.progress,
             terminate=self._end_sessions,
             cancel_query=self._cancel_query,
@@ -522,6 +531,9 @@ class Parts:
     def _extend(self, attempt: Attempt, _seconds: float) -> Future[bool]:
         """The lease stays one renewal long, so that a dead worker's command returns soon; the deadline moves."""
         return self._keeper.renew_now(attempt)
+
+    def _hold(self, attempt: Attempt) -> Future[bool]:
+        return self._keeper.hold(attempt)
 
     def _cancel_query(self, attempt: Attempt) -> None:
         self._keeper.cancel_query(attempt)

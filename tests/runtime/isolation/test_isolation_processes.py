@@ -109,7 +109,7 @@ def test_opening_and_closing_leaves_nothing(bus: CommandBus, db: psycopg.Connect
         lab.isolation.start()
         lab.isolation.close(3)
     assert children() == before_children
-    assert open_files() == before_files
+    until(lambda: open_files() <= before_files)  # an earlier test's may have been closed since
 
 
 def test_close_kills_what_still_runs(make_lab: MakeLab) -> None:

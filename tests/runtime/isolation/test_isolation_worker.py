@@ -16,6 +16,7 @@ from commandbus.runtime.child import Child
 from commandbus.runtime.isolation import Isolation
 from support.isolated_handlers import handlers
 from support.waiting import one, until, until_settled
+from support.workers import short_lease
 
 StartWorker = Callable[..., Worker]
 QUICK = {"visibility_timeout": 5.0, "statement_timeout": 4.0, "cancel_grace": 0.5, "concurrency": 2}
@@ -97,6 +98,17 @@ def test_extend_and_progress_reach_the_database(
         record = bus.get_command("orders", command_id)
         assert record is not None
         assert record.result[1] > 55
+
+
+def test_a_transaction_that_keeps_its_snapshot_has_its_queue_row_left_alone(
+    bus: CommandBus, start_worker: StartWorker, db: psycopg.Connection[Any]
+) -> None:
+    start_worker(handlers, **QUICK | short_lease())
+    sent = bus.send("orders", "snapshot", {"seconds": 2}, timeout=30, max_attempts=1).command_id
+    until_settled(db)
+    record = bus.get_command("orders", sent)
+    assert record is not None
+    assert record.result == "kept"
 
 
 def test_every_slot_may_be_isolated_at_once(
