@@ -16,195 +16,61 @@ The way of one command through this package:
 5. **operate** — people look (`flow/inspect.py`) and act (`flow/operate.py`): `troubleshooting.py`, `cli/`.
 """
 
-from commandbus.bus import AsyncCommandBus, CommandBus
-from commandbus.errors import (
-    ApiTimeoutError,
-    AttemptCancelledError,
-    AttemptFencedError,
-    BatchNotFoundError,
-    BatchTimeoutError,
-    BreakerOpenError,
-    BusClosedError,
-    BusinessRuleException,
-    CallError,
-    CallTimeoutError,
-    CommandBusError,
-    CommandCanceledError,
-    CommandFailedError,
-    CommandFailure,
-    CommandInTroubleshootingError,
-    CommandNotFoundError,
-    ConfigurationError,
-    ConnectionInUseError,
-    DeadlineExceededError,
-    DuplicateBatchError,
-    DuplicateCommandError,
-    DuplicateHandlerError,
-    DuplicateMemberError,
-    DuplicateProcessError,
-    EmbeddedPostgresError,
-    InvalidCommandError,
-    InvalidOperationError,
-    LimitTimeoutError,
-    MissingPrivilegeError,
-    PermanentCommandError,
-    ProcessNotFoundError,
-    RateLimitError,
-    SchemaError,
-    TransactionUsedError,
-    TransientCommandError,
-    UnknownCommandTypeError,
-    UnknownDomainError,
-    UnknownLimitError,
-)
-from commandbus.flow.breaker_operate import BreakerInfo
-from commandbus.flow.history import AttemptRecord, StuckAttempt
-from commandbus.flow.inspect import CommandQuery, DomainStatus, RejectedMessage, UndeliveredReply, WorkerInfo
-from commandbus.model.batch import (
-    BatchCancelReport,
-    BatchRecord,
-    BatchRetryReport,
-    BatchStatus,
-    CreatedBatch,
-    OnComplete,
-)
-from commandbus.model.breaker import Breaker
-from commandbus.model.command import (
-    AuditEntry,
-    AuditEvent,
-    CancelRequest,
-    CancelResult,
-    Command,
-    CommandRecord,
-    CommandStatus,
-    NewCommand,
-    SentCommand,
-    TsqEntry,
-)
-from commandbus.model.http import parse_retry_after, raise_for_rate_limit
-from commandbus.model.limit import Limit, Rate
-from commandbus.model.page import Page
-from commandbus.model.process import (
-    NewProcess,
-    ProcessRecord,
-    ProcessStatus,
-    StartedProcess,
-    StepRecord,
-    StepStatus,
-)
-from commandbus.model.retry import RetryPolicy
-from commandbus.process.manager import BaseProcessManager, ProcessView, StepCommand, StepReply
-from commandbus.process.saga import Saga, branch, parallel, sequence, step
-from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, HandlerTransaction
-from commandbus.runtime.handlers import HandlerRegistry, handler
-from commandbus.runtime.health import HealthState, HealthStatus
-from commandbus.runtime.reply_router import ProcessReplyRouter
-from commandbus.runtime.spec import StopReport
-from commandbus.runtime.watchdog import WorkerWatchdog
-from commandbus.runtime.worker import Worker
-from commandbus.settings import Settings, load_settings
-from commandbus.troubleshooting import AsyncTroubleshootingQueue, TroubleshootingQueue
+import importlib
 
-__all__ = [
-    "ApiTimeoutError",
-    "AsyncCommandBus",
-    "AsyncHandlerContext",
-    "AsyncTroubleshootingQueue",
-    "AttemptCancelledError",
-    "AttemptFencedError",
-    "AttemptRecord",
-    "AuditEntry",
-    "AuditEvent",
-    "BaseProcessManager",
-    "BatchCancelReport",
-    "BatchNotFoundError",
-    "BatchRecord",
-    "BatchRetryReport",
-    "BatchStatus",
-    "BatchTimeoutError",
-    "Breaker",
-    "BreakerInfo",
-    "BreakerOpenError",
-    "BusClosedError",
-    "BusinessRuleException",
-    "CallError",
-    "CallTimeoutError",
-    "CancelRequest",
-    "CancelResult",
-    "Command",
-    "CommandBus",
-    "CommandBusError",
-    "CommandCanceledError",
-    "CommandFailedError",
-    "CommandFailure",
-    "CommandInTroubleshootingError",
-    "CommandNotFoundError",
-    "CommandQuery",
-    "CommandRecord",
-    "CommandStatus",
-    "ConfigurationError",
-    "ConnectionInUseError",
-    "CreatedBatch",
-    "DeadlineExceededError",
-    "DomainStatus",
-    "DuplicateBatchError",
-    "DuplicateCommandError",
-    "DuplicateHandlerError",
-    "DuplicateMemberError",
-    "DuplicateProcessError",
-    "EmbeddedPostgresError",
-    "HandlerContext",
-    "HandlerRegistry",
-    "HandlerTransaction",
-    "HealthState",
-    "HealthStatus",
-    "InvalidCommandError",
-    "InvalidOperationError",
-    "Limit",
-    "LimitTimeoutError",
-    "MissingPrivilegeError",
-    "NewCommand",
-    "NewProcess",
-    "OnComplete",
-    "Page",
-    "PermanentCommandError",
-    "ProcessNotFoundError",
-    "ProcessRecord",
-    "ProcessReplyRouter",
-    "ProcessStatus",
-    "ProcessView",
-    "Rate",
-    "RateLimitError",
-    "RejectedMessage",
-    "RetryPolicy",
-    "Saga",
-    "SchemaError",
-    "SentCommand",
-    "Settings",
-    "StartedProcess",
-    "StepCommand",
-    "StepRecord",
-    "StepReply",
-    "StepStatus",
-    "StopReport",
-    "StuckAttempt",
-    "TransactionUsedError",
-    "TransientCommandError",
-    "TroubleshootingQueue",
-    "TsqEntry",
-    "UndeliveredReply",
-    "UnknownCommandTypeError",
-    "UnknownDomainError",
-    "UnknownLimitError",
-    "Worker",
-    "WorkerInfo",
-    "WorkerWatchdog",
-    "branch",
-    "handler",
-    "load_settings",
-    "parallel",
-    "parse_retry_after",
-    "raise_for_rate_limit",
-    "sequence",
-    "step",
-]
+# Where each name is defined (for type checkers: `__init__.pyi`). A name's module is imported when the name is
+# first asked for: a program that sends and one that runs handlers each need only a part of the package.
+_NAMES = {
+    "commandbus.bus": "AsyncCommandBus CommandBus",
+    "commandbus.errors": """
+        ApiTimeoutError AttemptCancelledError AttemptFencedError BatchNotFoundError BatchTimeoutError
+        BreakerOpenError BusClosedError BusinessRuleException CallError CallTimeoutError CommandBusError
+        CommandCanceledError CommandFailedError CommandFailure CommandInTroubleshootingError
+        CommandNotFoundError ConfigurationError ConnectionInUseError DeadlineExceededError DuplicateBatchError
+        DuplicateCommandError DuplicateHandlerError DuplicateMemberError DuplicateProcessError
+        EmbeddedPostgresError InvalidCommandError InvalidOperationError LimitTimeoutError MissingPrivilegeError
+        PermanentCommandError ProcessNotFoundError RateLimitError SchemaError TransactionUsedError
+        TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
+    """,
+    "commandbus.flow.breaker_operate": "BreakerInfo",
+    "commandbus.flow.history": "AttemptRecord StuckAttempt",
+    "commandbus.flow.inspect": "CommandQuery DomainStatus RejectedMessage UndeliveredReply WorkerInfo",
+    "commandbus.model.batch": """
+        BatchCancelReport BatchRecord BatchRetryReport BatchStatus CreatedBatch OnComplete
+    """,
+    "commandbus.model.breaker": "Breaker",
+    "commandbus.model.command": """
+        AuditEntry AuditEvent CancelRequest CancelResult Command CommandRecord CommandStatus NewCommand
+        SentCommand TsqEntry
+    """,
+    "commandbus.model.http": "parse_retry_after raise_for_rate_limit",
+    "commandbus.model.limit": "Limit Rate",
+    "commandbus.model.page": "Page",
+    "commandbus.model.process": "NewProcess ProcessRecord ProcessStatus StartedProcess StepRecord StepStatus",
+    "commandbus.model.retry": "RetryPolicy",
+    "commandbus.process.manager": "BaseProcessManager ProcessView StepCommand StepReply",
+    "commandbus.process.saga": "Saga branch parallel sequence step",
+    "commandbus.runtime.context": "AsyncHandlerContext HandlerContext HandlerTransaction",
+    "commandbus.runtime.handlers": "HandlerRegistry handler",
+    "commandbus.runtime.health": "HealthState HealthStatus",
+    "commandbus.runtime.reply_router": "ProcessReplyRouter",
+    "commandbus.runtime.spec": "StopReport",
+    "commandbus.runtime.watchdog": "WorkerWatchdog",
+    "commandbus.runtime.worker": "Worker",
+    "commandbus.settings": "Settings load_settings",
+    "commandbus.troubleshooting": "AsyncTroubleshootingQueue TroubleshootingQueue",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_MODULES)  # noqa: PLE0605 - the stub has them one by one
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

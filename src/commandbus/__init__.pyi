@@ -1,0 +1,305 @@
+"""The public names, for type checkers. `__init__.py` finds them at run time."""
+
+from commandbus.bus import (
+    AsyncCommandBus as AsyncCommandBus,
+)
+from commandbus.bus import (
+    CommandBus as CommandBus,
+)
+from commandbus.errors import (
+    ApiTimeoutError as ApiTimeoutError,
+)
+from commandbus.errors import (
+    AttemptCancelledError as AttemptCancelledError,
+)
+from commandbus.errors import (
+    AttemptFencedError as AttemptFencedError,
+)
+from commandbus.errors import (
+    BatchNotFoundError as BatchNotFoundError,
+)
+from commandbus.errors import (
+    BatchTimeoutError as BatchTimeoutError,
+)
+from commandbus.errors import (
+    BreakerOpenError as BreakerOpenError,
+)
+from commandbus.errors import (
+    BusClosedError as BusClosedError,
+)
+from commandbus.errors import (
+    BusinessRuleException as BusinessRuleException,
+)
+from commandbus.errors import (
+    CallError as CallError,
+)
+from commandbus.errors import (
+    CallTimeoutError as CallTimeoutError,
+)
+from commandbus.errors import (
+    CommandBusError as CommandBusError,
+)
+from commandbus.errors import (
+    CommandCanceledError as CommandCanceledError,
+)
+from commandbus.errors import (
+    CommandFailedError as CommandFailedError,
+)
+from commandbus.errors import (
+    CommandFailure as CommandFailure,
+)
+from commandbus.errors import (
+    CommandInTroubleshootingError as CommandInTroubleshootingError,
+)
+from commandbus.errors import (
+    CommandNotFoundError as CommandNotFoundError,
+)
+from commandbus.errors import (
+    ConfigurationError as ConfigurationError,
+)
+from commandbus.errors import (
+    ConnectionInUseError as ConnectionInUseError,
+)
+from commandbus.errors import (
+    DeadlineExceededError as DeadlineExceededError,
+)
+from commandbus.errors import (
+    DuplicateBatchError as DuplicateBatchError,
+)
+from commandbus.errors import (
+    DuplicateCommandError as DuplicateCommandError,
+)
+from commandbus.errors import (
+    DuplicateHandlerError as DuplicateHandlerError,
+)
+from commandbus.errors import (
+    DuplicateMemberError as DuplicateMemberError,
+)
+from commandbus.errors import (
+    DuplicateProcessError as DuplicateProcessError,
+)
+from commandbus.errors import (
+    EmbeddedPostgresError as EmbeddedPostgresError,
+)
+from commandbus.errors import (
+    InvalidCommandError as InvalidCommandError,
+)
+from commandbus.errors import (
+    InvalidOperationError as InvalidOperationError,
+)
+from commandbus.errors import (
+    LimitTimeoutError as LimitTimeoutError,
+)
+from commandbus.errors import (
+    MissingPrivilegeError as MissingPrivilegeError,
+)
+from commandbus.errors import (
+    PermanentCommandError as PermanentCommandError,
+)
+from commandbus.errors import (
+    ProcessNotFoundError as ProcessNotFoundError,
+)
+from commandbus.errors import (
+    RateLimitError as RateLimitError,
+)
+from commandbus.errors import (
+    SchemaError as SchemaError,
+)
+from commandbus.errors import (
+    TransactionUsedError as TransactionUsedError,
+)
+from commandbus.errors import (
+    TransientCommandError as TransientCommandError,
+)
+from commandbus.errors import (
+    UnknownCommandTypeError as UnknownCommandTypeError,
+)
+from commandbus.errors import (
+    UnknownDomainError as UnknownDomainError,
+)
+from commandbus.errors import (
+    UnknownLimitError as UnknownLimitError,
+)
+from commandbus.flow.breaker_operate import (
+    BreakerInfo as BreakerInfo,
+)
+from commandbus.flow.history import (
+    AttemptRecord as AttemptRecord,
+)
+from commandbus.flow.history import (
+    StuckAttempt as StuckAttempt,
+)
+from commandbus.flow.inspect import (
+    CommandQuery as CommandQuery,
+)
+from commandbus.flow.inspect import (
+    DomainStatus as DomainStatus,
+)
+from commandbus.flow.inspect import (
+    RejectedMessage as RejectedMessage,
+)
+from commandbus.flow.inspect import (
+    UndeliveredReply as UndeliveredReply,
+)
+from commandbus.flow.inspect import (
+    WorkerInfo as WorkerInfo,
+)
+from commandbus.model.batch import (
+    BatchCancelReport as BatchCancelReport,
+)
+from commandbus.model.batch import (
+    BatchRecord as BatchRecord,
+)
+from commandbus.model.batch import (
+    BatchRetryReport as BatchRetryReport,
+)
+from commandbus.model.batch import (
+    BatchStatus as BatchStatus,
+)
+from commandbus.model.batch import (
+    CreatedBatch as CreatedBatch,
+)
+from commandbus.model.batch import (
+    OnComplete as OnComplete,
+)
+from commandbus.model.breaker import (
+    Breaker as Breaker,
+)
+from commandbus.model.command import (
+    AuditEntry as AuditEntry,
+)
+from commandbus.model.command import (
+    AuditEvent as AuditEvent,
+)
+from commandbus.model.command import (
+    CancelRequest as CancelRequest,
+)
+from commandbus.model.command import (
+    CancelResult as CancelResult,
+)
+from commandbus.model.command import (
+    Command as Command,
+)
+from commandbus.model.command import (
+    CommandRecord as CommandRecord,
+)
+from commandbus.model.command import (
+    CommandStatus as CommandStatus,
+)
+from commandbus.model.command import (
+    NewCommand as NewCommand,
+)
+from commandbus.model.command import (
+    SentCommand as SentCommand,
+)
+from commandbus.model.command import (
+    TsqEntry as TsqEntry,
+)
+from commandbus.model.http import (
+    parse_retry_after as parse_retry_after,
+)
+from commandbus.model.http import (
+    raise_for_rate_limit as raise_for_rate_limit,
+)
+from commandbus.model.limit import (
+    Limit as Limit,
+)
+from commandbus.model.limit import (
+    Rate as Rate,
+)
+from commandbus.model.page import (
+    Page as Page,
+)
+from commandbus.model.process import (
+    NewProcess as NewProcess,
+)
+from commandbus.model.process import (
+    ProcessRecord as ProcessRecord,
+)
+from commandbus.model.process import (
+    ProcessStatus as ProcessStatus,
+)
+from commandbus.model.process import (
+    StartedProcess as StartedProcess,
+)
+from commandbus.model.process import (
+    StepRecord as StepRecord,
+)
+from commandbus.model.process import (
+    StepStatus as StepStatus,
+)
+from commandbus.model.retry import (
+    RetryPolicy as RetryPolicy,
+)
+from commandbus.process.manager import (
+    BaseProcessManager as BaseProcessManager,
+)
+from commandbus.process.manager import (
+    ProcessView as ProcessView,
+)
+from commandbus.process.manager import (
+    StepCommand as StepCommand,
+)
+from commandbus.process.manager import (
+    StepReply as StepReply,
+)
+from commandbus.process.saga import (
+    Saga as Saga,
+)
+from commandbus.process.saga import (
+    branch as branch,
+)
+from commandbus.process.saga import (
+    parallel as parallel,
+)
+from commandbus.process.saga import (
+    sequence as sequence,
+)
+from commandbus.process.saga import (
+    step as step,
+)
+from commandbus.runtime.context import (
+    AsyncHandlerContext as AsyncHandlerContext,
+)
+from commandbus.runtime.context import (
+    HandlerContext as HandlerContext,
+)
+from commandbus.runtime.context import (
+    HandlerTransaction as HandlerTransaction,
+)
+from commandbus.runtime.handlers import (
+    HandlerRegistry as HandlerRegistry,
+)
+from commandbus.runtime.handlers import (
+    handler as handler,
+)
+from commandbus.runtime.health import (
+    HealthState as HealthState,
+)
+from commandbus.runtime.health import (
+    HealthStatus as HealthStatus,
+)
+from commandbus.runtime.reply_router import (
+    ProcessReplyRouter as ProcessReplyRouter,
+)
+from commandbus.runtime.spec import (
+    StopReport as StopReport,
+)
+from commandbus.runtime.watchdog import (
+    WorkerWatchdog as WorkerWatchdog,
+)
+from commandbus.runtime.worker import (
+    Worker as Worker,
+)
+from commandbus.settings import (
+    Settings as Settings,
+)
+from commandbus.settings import (
+    load_settings as load_settings,
+)
+from commandbus.troubleshooting import (
+    AsyncTroubleshootingQueue as AsyncTroubleshootingQueue,
+)
+from commandbus.troubleshooting import (
+    TroubleshootingQueue as TroubleshootingQueue,
+)
