@@ -40,11 +40,13 @@ _TEMPLATE = "commandbus_template"
 def pytest_configure(config: pytest.Config) -> None:
     _forget_the_developers_settings()
     _leave_in_order_on_sigterm()
+    running.work_in_memory(config)
     running.make_run_folder(config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     running.remove_run_folder(config)
+    running.leave_memory(config)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -721,7 +721,7 @@ class TestAsRoot:
             extra_groups=[],
             cwd=SOURCE.parent,
             env={
-                **{name: value for name, value in os.environ.items() if name != "COMMANDBUS_TEST_POSTGRES_BIN"},
+                **{name: value for name, value in os.environ.items() if not name.startswith("COMMANDBUS_TEST_")},
                 "HOME": str(home),
                 "TMPDIR": str(home),
                 "PYTHONPATH": LIBRARIES,

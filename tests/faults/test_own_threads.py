@@ -18,7 +18,7 @@ from commandbus import CommandBus, HandlerRegistry, HealthState, Limit, NewComma
 from commandbus.db.link import LOCK_SECONDS, STATEMENT_SECONDS, Link
 from commandbus.db.service import DatabaseService
 from support.network import Proxy
-from support.waiting import one, statuses, until, until_settled, verdicts
+from support.waiting import one, statuses, until, until_settled, verdicts, within
 from support.workers import short_lease
 
 StartWorker = Callable[..., Worker]
@@ -185,7 +185,7 @@ def test_a_cancellation_that_waits_for_a_locked_row_delays_no_lease_and_no_stuck
         until(lambda: one(db, blocked))
         bus.send("orders", "long", command_id="long")
         bus.send("orders", "stuck", command_id="stuck")
-        until(lambda: verdicts(db, "stuck"), 1 + 0.5 + 2 + 2)
+        within(1 + 0.5 + 2 + 2, lambda: verdicts(db, "stuck"))
         assert verdicts(db, "long") == []
     release.set()
     until_completed(bus, "long")

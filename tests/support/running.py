@@ -25,6 +25,8 @@ from xdist.scheduler import LoadScopeScheduling
 FAILURES_VARIABLE = "COMMANDBUS_TEST_FAILURES"
 THOROUGH_VARIABLE = "COMMANDBUS_TEST_THOROUGH"
 LONGEST_TEST_SECONDS = 240.0
+MEMORY = Path("/dev/shm")  # a file system in memory, on every Linux
+MEMORY_BYTES = 6 << 30
 _GROUPS_FILE = "groups.json"
 _FOLDER_KEY = "commandbus_run_folder"
 
@@ -55,6 +57,35 @@ def _reason(report: Any) -> str:
 def is_controller(config: pytest.Config) -> bool:
     """Whether this process is not a test worker that another one started."""
     return not hasattr(config, "workerinput")
+
+
+def work_in_memory(config: pytest.Config) -> None:
+    """Whatever this run writes to a temporary folder, its servers' data too, goes to memory if there is enough.
+
+    Making and copying a thousand small files, of which a new database consists, is ten times as fast there.
+    """
+    if not is_controller(config) or "TMPDIR" in os.environ:
+        return
+    try:
+        if shutil.disk_usage(MEMORY).free < MEMORY_BYTES:
+            return
+        folder = Path(tempfile.mkdtemp(prefix="cb-", dir=MEMORY))
+    except OSError:
+        return
+    folder.chmod(0o1777)
+    config.stash[_memory] = folder
+    os.environ["TMPDIR"] = str(folder)
+    tempfile.tempdir = None  # look again
+
+
+def leave_memory(config: pytest.Config) -> None:
+    """Nothing is left in it."""
+    folder = config.stash.get(_memory, None)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_memory = pytest.StashKey[Path]()
 
 
 def make_temporary_folder() -> Path:
