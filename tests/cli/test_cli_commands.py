@@ -100,6 +100,26 @@ def test_show_and_tables_tell_charged_attempts_from_their_numbers(orders, bus):
     assert "0 of 2" in orders("show", "orders", "b").out
 
 
+@pytest.mark.parametrize(
+    ("marks", "apart", "said"),
+    [
+        ("quarantine = true", "quarantine", "an attempt of it got stuck or crashed its worker"),
+        ("suspect = 1", "suspect", "nobody could be named"),
+        ("suspect = 1, alone = true, quarantine = true", "alone", "one such command at a time"),
+    ],
+)
+def test_show_says_why_a_command_runs_in_a_child_process(orders, bus, database, marks, apart, said):
+    bus.send("orders", "ship", command_id="a")
+    assert orders("show", "a", "--json").document["apart"] is None
+    with psycopg.connect(database) as conn:
+        conn.execute(f"UPDATE commandbus.command SET {marks}")
+    text = orders("show", "orders", "a").out
+    assert re.search(rf"^runs +in a child process,.* {said}", text, re.MULTILINE)
+    assert orders("show", "a", "--json").document["apart"] == apart
+    bus.cancel("orders", "a", operator="ann")
+    assert bus.get_command("orders", "a").apart is None
+
+
 def test_show_finds_a_command_by_any_of_its_names(orders, bus):
     bus.create_domain("bills")
     sent = bus.send("orders", "ship", command_id="a")

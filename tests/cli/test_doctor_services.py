@@ -124,7 +124,13 @@ def test_a_file_with_variables_counts_where_it_can_be_read(settings, tmp_path):
         (
             {"MemoryMax": "400M"},
             "WARN",
-            ["MemoryMax (400M)", "processes (2, from the unit)", "max_memory_mb (200,", "set MemoryMax=800M"],
+            [
+                "MemoryMax (400M)",
+                "processes (2, from the unit)",
+                "max_memory_mb (200,",
+                "(1 + quarantine_processes (2))",
+                "set MemoryMax=1600M",
+            ],
         ),
         ({"TimeoutStopSec": "soon"}, "FAIL", ["TimeoutStopSec=soon is not a time span"]),
         ({"WatchdogSec": "3 moons"}, "FAIL", ["WatchdogSec=3 moons", "'moons'"]),
@@ -225,7 +231,7 @@ def at(path, value):
         (
             at(["resources", "limits", "memory"], "400Mi"),
             "WARN",
-            ["(400Mi)", "processes (2,", "max_memory_mb (200,", "800Mi"],
+            ["(400Mi)", "processes (2,", "max_memory_mb (200,", "(1 + quarantine_processes (2))", "1600Mi"],
         ),
         (variable("WORKER_STATEMENT_TIMEOUT", "60s"), "FAIL", ["statement_timeout", "visibility_timeout"]),
         (variable("WORKER_PROCESSES", "two"), "FAIL", ["its env sets WORKER_PROCESSES", "'two'"]),

@@ -99,7 +99,7 @@ def end(db: psycopg.Connection[Any], pid: int) -> None:
 
 
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "commandbus-listener"]
+    return [thread for thread in threading.enumerate() if thread.name == "bus-listener"]
 
 
 def test_it_comes_back_when_its_connection_is_ended(

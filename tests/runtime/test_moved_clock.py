@@ -21,7 +21,7 @@ from support.workers import add, done, opened, short_lease
 StartWorker = Callable[..., Worker]
 Db = psycopg.Connection[Any]
 REAL = (time.monotonic, time.time)
-FOLDERS = ("runtime", "gate", "bus", "db")
+FOLDERS = ("runtime", "gate", "bus", "db", "model", "flow")
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def coroner(database: str, bus: CommandBus) -> Iterator[Coroner]:
     coroner = Coroner(Settings(database_url=database), "test")
     coroner.start()
     yield coroner
-    coroner.close(5)
+    coroner.stop(5)
 
 
 def take(db: Db, worker: str, n: int = 10, domain: str = "orders") -> Claim:
@@ -81,6 +81,28 @@ def test_a_slot_that_shows_an_older_attempt_proves_nothing(
     found = examined(coroner, case(database, "dead", *slots, domains="orders other"))
     assert found.settled == {"culprit": 1, "given back": 1}
     assert verdicts(db, "b") == [(1, "RETRY")]
+
+
+class PoisonCase(Case):
+    """One that cannot be examined."""
+
+    def msg_ids(self, domain: str) -> list[int]:
+        raise TypeError("no list of messages")
+
+
+def test_a_case_that_cannot_be_examined_costs_no_other_anything(
+    coroner: Coroner, bus: CommandBus, db: Db, database: str
+) -> None:
+    bus.send("orders", "work")
+    take(db, "dead")
+    usual = case(database, "dead", running(0, 1))
+    poison = PoisonCase(Hello("poison", ["orders"], {}, AT_ONCE), EXITED, (), time.monotonic(), usual.settings)
+    coroner.add(poison)
+    until(lambda: poison.tries >= 2)
+    coroner.add(usual)
+    until(lambda: coroner.open_cases == [poison])
+    assert usual.settled
+    assert coroner.trouble is None
 
 
 def test_a_worker_that_held_nothing(coroner: Coroner, database: str) -> None:

@@ -6,7 +6,7 @@
 It LISTENs on a connection of its own that comes back by itself, and looks at rows on the same one: a look that
 finds nothing yet was made under a LISTEN, so what is settled later is heard. Everything is looked at that was
 registered, was notified, or waited when the connection was made (anything may have been missed before), all of it
-in one statement. Between notifications it sleeps; nothing is polled.
+in one statement. Between notifications it sleeps; it polls only behind a pooler, where nothing can be heard.
 
 It knows nothing of timeouts: a waiter goes when its time is up, whether or not the database is there. Both buses
 use it, the async one through `asyncio.wrap_future`, which resolves by `call_soon_threadsafe`.
@@ -14,8 +14,6 @@ use it, the async one through `asyncio.wrap_future`, which resolves by `call_soo
 
 from __future__ import annotations
 
-import os
-import select
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -28,9 +26,9 @@ import psycopg
 from psycopg import Connection
 
 from commandbus.clock import monotonic
-from commandbus.db.link import Link
 from commandbus.db.pool import lasting_conninfo
 from commandbus.db.resolve import Database
+from commandbus.db.service import DatabaseService
 from commandbus.errors import (
     BusClosedError,
     CallTimeoutError,
@@ -47,28 +45,22 @@ Heard: TypeAlias = "Future[CommandOutcome | None]"
 
 LOOKED_AT_ONCE = 200
 PING_SECONDS = 3.0
+POLL_SECONDS = 0.25
+IDLE_SECONDS = 3600.0
 CLOSE_SECONDS = 5.0
 LAST_LOOK_SECONDS = 2.0  # how long a caller whose time is up waits for a connection to look once more
 NOT_LIBPQ = frozenset({"autocommit", "prepare_threshold", "context", "row_factory", "cursor_factory"})
 
 
-class Listener:
+class Listener(DatabaseService):
     """One thread, one connection, any number of waiters."""
 
     def __init__(self, settings: Settings) -> None:
-        self._link = Link(settings, name="bus listener", on_connect=self._listen)
+        super().__init__(settings, name="bus", part="listener", on_end=self._end)
         self._lock = threading.Lock()
         self._waiting: dict[int, dict[Heard, SentCommand]] = {}
         self._to_look_at: set[int] = set()
         self._over: BaseException | None = None  # why nobody can wait any more
-        self._stopping = threading.Event()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._wake_fd)  # a caller may wake us after the end
-        self._thread = threading.Thread(target=self._serve, name="commandbus-listener", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread; it connects in the background."""
-        self._thread.start()
 
     @property
     def is_serving(self) -> bool:
@@ -84,57 +76,51 @@ class Listener:
                 raise self._reason(sent)
             self._waiting.setdefault(sent.id, {})[heard] = sent
             self._to_look_at.add(sent.id)
-        self._wake()
+        self.wake()
         try:
             yield heard
         finally:
             self._forget(sent.id, heard)
 
-    def stop(self) -> None:
-        """End soon: everybody who waits is told. Never waits."""
+    def end_soon(self) -> None:
+        """End: everybody who waits is told. Never waits."""
         self._stopping.set()
-        self._wake()
+        self.wake()
 
     def close(self) -> None:
         """End: everybody who waits is told, and the connection is closed when this returns."""
-        self.stop()
-        self._end(None)  # at once: the thread may be busy with a server that does not answer
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_SECONDS)
+        self.end_soon()
+        self.finish()  # at once: the thread may be busy with a server that does not answer
+        self.join(CLOSE_SECONDS)
 
-    def _serve(self) -> None:
-        failure: BaseException | None = None
-        try:
-            while not self._stopping.is_set():
-                try:
-                    self._round()
-                except psycopg.OperationalError as error:
-                    self._look_at_all()
-                    self._link.recover(self._stopping, error)
-        except BaseException as error:  # noqa: BLE001 - handed to those who wait
-            failure = error
-        finally:
-            self._link.close()
-            self._end(failure)
+    # --- the thread --------------------------------------------------------------------------------------------
 
-    def _round(self) -> None:
-        conn = self._link.conn
-        self._link.ping()
-        self._hear(conn)
+    def round(self) -> None:
+        self.hear()
         if ids := self._take():
             self._look(ids)
+        elif not self._waiting:
+            self.sleep(IDLE_SECONDS)
+        elif self.can_listen:
+            self.sleep(PING_SECONDS)  # then ask for a sign of life: the connection may be dead without a word
         else:
-            self._sleep(conn)
+            self.sleep(POLL_SECONDS)
+            self._look_at_all()
 
-    def _listen(self, conn: Connection[Any]) -> None:
-        conn.execute("LISTEN commandbus_call")
+    def connected(self, conn: Connection[Any]) -> None:
+        self.listen(conn, "commandbus_call")
         self._look_at_all()
 
-    def _hear(self, conn: Connection[Any]) -> None:
-        for notification in conn.notifies(timeout=0):
-            ids = set(_ids_in(notification.payload))
-            with self._lock:
-                self._to_look_at |= ids & self._waiting.keys()
+    def heard(self, channel: str, payload: str) -> None:  # noqa: ARG002 - it listens on one
+        ids = set(_ids_in(payload))
+        with self._lock:
+            self._to_look_at |= ids & self._waiting.keys()
+
+    def lost(self, error: psycopg.Error) -> None:  # noqa: ARG002 - the base says why
+        self._look_at_all()
+
+    def finish(self) -> None:
+        self._end(_Closed())
 
     def _take(self) -> list[int]:
         with self._lock:
@@ -155,19 +141,6 @@ class Listener:
         for heard, outcome in told:
             _resolve(heard, outcome)
 
-    def _sleep(self, conn: Connection[Any]) -> None:
-        """Until something is notified, registered or stopped; the connection's end wakes, too.
-
-        While somebody waits, the connection is asked for a sign of life now and then: it may be dead without a
-        word.
-        """
-        poll = select.poll()
-        poll.register(self._wake_fd, select.POLLIN)
-        poll.register(conn.fileno(), select.POLLIN)
-        for fd, _ in poll.poll(PING_SECONDS * 1000 if self._waiting else None):
-            if fd == self._wake_fd:
-                os.eventfd_read(self._wake_fd)
-
     def _look_at_all(self) -> None:
         with self._lock:
             self._to_look_at.update(self._waiting)
@@ -180,9 +153,10 @@ class Listener:
                 self._waiting.pop(id_, None)
                 self._to_look_at.discard(id_)
 
-    def _end(self, failure: BaseException | None) -> None:
+    def _end(self, why: BaseException) -> None:
+        """Nobody can wait any more."""
         with self._lock:
-            self._over = self._over or failure or _Closed()
+            self._over = self._over or why
             waiters = [waiter for waiters in self._waiting.values() for waiter in waiters.items()]
             self._waiting.clear()
         for heard, sent in waiters:
@@ -191,9 +165,6 @@ class Listener:
     def _reason(self, sent: SentCommand) -> BaseException:
         assert self._over is not None  # noqa: S101 - asked for only after the end
         return BusClosedError(*sent[:2]) if isinstance(self._over, _Closed) else self._over
-
-    def _wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
 
 
 class Listening:
@@ -212,7 +183,7 @@ class Listening:
                 self._listener.start()
                 if self._finalizer is not None:
                     self._finalizer.detach()
-                self._finalizer = weakref.finalize(self, self._listener.stop)  # of a bus that nobody closes
+                self._finalizer = weakref.finalize(self, self._listener.end_soon)  # of a bus that nobody closes
             return self._listener
 
     def close(self) -> None:

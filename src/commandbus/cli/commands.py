@@ -193,6 +193,7 @@ def _print_record(record: CommandRecord, part: PartOfProcess | None) -> None:
             "started": record.started_at,
             "finished": record.finished_at,
             "ready from": record.visible_at,
+            "runs": record.apart_text,
             "waits for": record.waiting_text,
             "worker": record.worker,
             "batch": record.batch_id,

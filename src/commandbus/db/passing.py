@@ -29,7 +29,7 @@ PASSING: Final = (
     "58",  # the server's own disk or system
 )
 READ_ONLY: Final = "25006"
-LOCKED: Final = "55P03"
+LOCKED: Final = ("55P03", "57014")
 _INTERNAL: Final = "XX"
 
 
@@ -44,8 +44,12 @@ def is_passing(error: BaseException, *, is_lost: bool = False) -> bool:
 
 
 def is_locked(error: BaseException) -> bool:
-    """Whether somebody else's lock was the reason: that row is for later, and its neighbors are not."""
-    return isinstance(error, psycopg.Error) and error.sqlstate == LOCKED
+    """Whether somebody else's lock was the reason: that row is for later, and its neighbors are not.
+
+    A statement that was canceled counts, too. Behind a pooler the server keeps no `lock_timeout` for us, and what
+    our own clock cancels there has mostly waited for a lock.
+    """
+    return isinstance(error, psycopg.Error) and error.sqlstate in LOCKED
 
 
 class PassingError(psycopg.OperationalError):

@@ -45,6 +45,7 @@ class DatabaseService:
         self.part = part
         self._link = Link(settings, name=f"{name} {part}", on_connect=self.connected)
         self._on_end = on_end
+        self.can_listen = settings.prepared_statements
         self._orders: deque[Callable[[], None]] = deque()
         self._stopping = threading.Event()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -133,7 +134,13 @@ class DatabaseService:
         raise NotImplementedError
 
     def connected(self, conn: Connection[Any]) -> None:
-        """A new connection: the place for LISTEN."""
+        """A new connection: the place for `listen`."""
+
+    def listen(self, conn: Connection[Any], *channels: str) -> None:
+        """LISTEN on these, where that can be: behind a pooler it would be left in a session that is others'."""
+        if self.can_listen:
+            for channel in channels:
+                conn.execute(f"LISTEN {channel}".encode())
 
     def heard(self, channel: str, payload: str) -> None:
         """A notification came. It is a hint from a stranger: anybody may notify."""

@@ -301,6 +301,7 @@ def _record(row: Row, queue_row: Row | None, line: Line | None) -> CommandRecord
         started_at=row[14], finished_at=row[15], worker=row[16], error_type=row[18], error_code=row[19],
         error=row[20], timeout=row[21], batch_id=row[22],
         charged_attempts=_charged(row[4], attempt, attempt_base, row[23]),
+        apart=None if CommandStatus(row[4]).is_final else row[24],
     )  # fmt: skip
     if queue_row is None:
         return record

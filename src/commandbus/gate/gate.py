@@ -199,7 +199,7 @@ class Gate(DatabaseService):
         return f"{self._owner}/{holder}/{next(self._numbers):x}"[-200:]
 
     def connected(self, conn: Connection[Any]) -> None:
-        conn.execute(f"LISTEN {CHANNEL}".encode())
+        self.listen(conn, CHANNEL)
         self._must_ask_line = True  # whose turn came before this was not heard
 
     @property

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from commandbus.clock import epoch
 from commandbus.model.durations import Duration, roughly
 
 
@@ -148,6 +148,13 @@ class CancelRequest:
     at: datetime
 
 
+APART = {
+    "quarantine": "in a child process, because an attempt of it got stuck or crashed its worker",
+    "suspect": "in a child process, because it ran when its worker died, and nobody could be named",
+    "alone": "in a child process, one such command at a time, because its worker was lost without a word",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class CommandRecord:
     """Everything that is known of a command at the moment of asking.
@@ -161,6 +168,9 @@ class CommandRecord:
     `waiting_for` is "pause", "breaker" or "limit", `waiting_note` says why, and `waiting_until` until when, if
     that is known. Of one that waits for a limit: which (`waiting_limit`), how many are before it
     (`waiting_ahead`), and how long that will take (`waiting_estimated_seconds`; None: nobody can say).
+
+    `apart` says why its next attempt runs in a child process, where that is possible: "quarantine", "suspect" or
+    "alone". None for a command that runs as its handler says, and for one that has ended.
     """
 
     id: int
@@ -194,6 +204,12 @@ class CommandRecord:
     waiting_ahead: int | None = None
     waiting_estimated_seconds: float | None = None
     charged_attempts: int | None = None
+    apart: str | None = None
+
+    @property
+    def apart_text(self) -> str | None:
+        """Why its next attempt runs in a child process, as a sentence; None if it does not."""
+        return None if self.apart is None else APART.get(self.apart, self.apart)
 
     @property
     def waiting_text(self) -> str | None:
@@ -247,7 +263,7 @@ os.register_at_fork(after_in_child=_random.seed)
 
 def new_command_id() -> str:
     """A UUID of version 7: ordered by time, so that the unique index grows at its end, and no two alike."""
-    stamp = (time.time_ns() // 1_000_000) & 0xFFFFFFFFFFFF
+    stamp = int(epoch() * 1000) & 0xFFFFFFFFFFFF
     rest = _random.getrandbits(74)
     value = stamp << 80 | 0x7 << 76 | (rest >> 62) << 64 | 0b10 << 62 | (rest & 0x3FFFFFFFFFFFFFFF)
     text = f"{value:032x}"

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC
@@ -24,6 +23,7 @@ from email.utils import parsedate_to_datetime
 from typing import Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
+from commandbus.clock import epoch
 from commandbus.errors import (
     BusinessRuleException,
     CommandBusError,
@@ -187,7 +187,7 @@ def _told(error: RateLimitError) -> ApiFailure:
     return ApiFailure(
         "rate_limited",
         _whole(details.get("status") if isinstance(details, dict) else None) or 429,
-        parse_retry_after(_get(error, "retry_after"), now=time.time()),
+        parse_retry_after(_get(error, "retry_after"), now=epoch()),
         _text(error) or "rate limited",
         limit if isinstance(limit, str) else None,
     )
@@ -264,7 +264,7 @@ def _retry_after_in(headers: object) -> float | None:
     try:
         served_at = _header(headers, "Date")
         now = _moment(served_at) if isinstance(served_at, str) and len(served_at) <= _LONGEST_HEADER else None
-        return parse_retry_after(_header(headers, "Retry-After"), now=time.time() if now is None else now)
+        return parse_retry_after(_header(headers, "Retry-After"), now=epoch() if now is None else now)
     except Exception:  # noqa: BLE001 - headers that cannot be read say nothing
         return None
 

@@ -106,8 +106,8 @@ class Claimer(DatabaseService):
         return min(LARGEST_PREFETCH, int(self._rate.per_second * ahead))
 
     def connected(self, conn: Connection[Any]) -> None:
+        self.listen(conn, *(f"commandbus_{domain.name}" for domain in self._domains))
         for domain in self._domains:
-            conn.execute(f"LISTEN commandbus_{domain.name}".encode())
             domain.cursor = None
         self._announced_until = 0.0
 

@@ -43,6 +43,7 @@ from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.channel import ChildEnd, Message
 from commandbus.runtime.connections import Borrowed, HandlerConnections
 from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, Services, dump_result
+from commandbus.runtime.exhaustion import is_exhaustion
 from commandbus.runtime.far_door import FarDoor
 from commandbus.runtime.logs import extras
 from commandbus.runtime.offspring import die_with, write_stacks_to
@@ -154,7 +155,10 @@ class Isolated:
 
     def serve(self) -> int:
         """Run attempts until the worker says that this was all."""
-        threading.Thread(target=self._read, name="commandbus-reader", daemon=True).start()
+        try:
+            threading.Thread(target=self._read, name="commandbus-reader", daemon=True).start()
+        except RuntimeError as error:
+            return self._cannot_start(error)
         start = self._todo.get()
         if not isinstance(start, dict):
             return 0
@@ -164,9 +168,7 @@ class Isolated:
             self._prepare(start)
             handlers = Handlers(Address(**start["address"]))
         except BaseException as error:  # noqa: BLE001 - whatever the user's modules raise, SystemExit too
-            text = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
-            self._channel.send({"k": "cannot_start", "text": text, "trace": _format(error)})
-            return 1
+            return self._cannot_start(error)
         for wanted in start["handlers"]:
             with suppress(BaseException):  # its own attempt will tell
                 handlers.get(*wanted)
@@ -181,6 +183,12 @@ class Isolated:
             self._current = None
             self._channel.send({"k": "ended", "n": run.number, **ended})
         return 0
+
+    def _cannot_start(self, error: BaseException) -> int:
+        text = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
+        told = {"text": text, "trace": _format(error), "exhausted": is_exhaustion(error)}
+        self._channel.send({"k": "cannot_start"} | told)
+        return 1
 
     # --- before the first attempt ---------------------------------------------------------------------------
 

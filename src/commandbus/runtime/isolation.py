@@ -160,6 +160,9 @@ class Isolation:
         try:
             taken = self._children.take(lambda: attempt.stop is None and attempt.is_surely_held(late))
         except StartError as error:
+            if error.is_exhaustion:
+                self._on_exhausted(str(error))
+                return None
             return self._fail(attempt, str(error), error.trace)
         except Exception as error:  # noqa: BLE001 - no memory, no processes, no files …
             if is_exhaustion(error):

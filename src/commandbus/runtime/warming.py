@@ -29,11 +29,15 @@ _FRAME: Final = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)')
 
 
 class StartError(Exception):
-    """A process is of no use: it will never be ready. `trace` is the error's own."""
+    """A process is of no use: it will never be ready. `trace` is the error's own.
 
-    def __init__(self, text: str, trace: object = None) -> None:
+    `is_exhaustion`: the machine has nothing left for it, which is no fault of the handlers that it imports.
+    """
+
+    def __init__(self, text: str, trace: object = None, *, is_exhaustion: bool = False) -> None:
         super().__init__(text)
         self.trace = trace
+        self.is_exhaustion = is_exhaustion
 
 
 def attend_start(process: ChildProcess, seconds: float, *, max_memory_mb: int | None = None) -> bool:
@@ -103,6 +107,10 @@ def _hear(process: ChildProcess, message: Message) -> None:
         case "ready":
             process.is_ready = True
         case "cannot_start":
-            raise StartError(f"its process could not start: {message.get('text')}", message.get("trace"))
+            raise StartError(
+                f"its process could not start: {message.get('text')}",
+                message.get("trace"),
+                is_exhaustion=message.get("exhausted") is True,
+            )
         case kind:
             raise ChannelError(f"a message of the kind {kind!r}")

@@ -3,7 +3,8 @@
 SELECT c.id, c.domain, c.command_id, c.command_type, c.status::text, c.data::text, c.result::text, c.correlation_id,
        c.reply_to, c.headers::text, c.max_attempts, c.attempt, c.attempt_base, c.created_at, c.started_at,
        c.finished_at, c.worker, c.msg_id, a.error_type, a.error_code, a.error, c.timeout,
-       (SELECT b.batch_id FROM commandbus.batch b WHERE b.id = c.batch), c.waived
+       (SELECT b.batch_id FROM commandbus.batch b WHERE b.id = c.batch), c.waived,
+       CASE WHEN c.alone THEN 'alone' WHEN c.suspect IS NOT NULL THEN 'suspect' WHEN c.quarantine THEN 'quarantine' END
   FROM commandbus.command c
   LEFT JOIN LATERAL (
        SELECT error_type, error_code, error FROM commandbus.attempt

@@ -1,9 +1,10 @@
-"""Coroner: settles what dead workers held, and looks for work that nobody takes. One thread, one connection.
+"""Coroner: settles what dead workers held, and looks for work that nobody takes.
 
 A case is done when the queue says that the dead worker holds nothing more. Until then it is tried again: rows that
 another transaction holds come back as busy, and a database that is away comes back some time; what other workers
 have taken meanwhile, because a lease ran out, is theirs. The supervisor's loop only hands over cases and reads
-figures; it never waits for any of this.
+figures; it never waits for any of this. A case that cannot be examined costs nobody else anything: it is tried
+again, and in the end the leases decide.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import psycopg
 
-from commandbus.db.link import Link
 from commandbus.db.passing import is_passing
-from commandbus.errors import CommandBusError
+from commandbus.db.service import DatabaseService
 from commandbus.flow.backend import Session
 from commandbus.flow.claim import ClaimedRow, put_right
 from commandbus.flow.limit_figures import Figures, figures
@@ -115,34 +116,26 @@ class Look:
     figures: Figures = field(default_factory=Figures)
 
 
-class Coroner:
+class Coroner(DatabaseService):
     """One thread. `look` and `done` are read by the supervisor's loop."""
 
     def __init__(self, settings: Settings, name: str) -> None:
-        self._settings = settings
-        self._link = Link(settings, name=f"{name} coroner")
+        super().__init__(settings, name=name, part="coroner")
         self._cases: list[Case] = []
         self._traces: list[Trace] = []
         self._opened: dict[str, list[Session]] = {}  # by a worker's handlers
         self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._stopping = threading.Event()
         self._scouted_at = 0.0
         self._words = Words(settings)
         self.domains: tuple[str, ...] = ()
         self.look = Look()
         self.done = 0
-        self._thread = threading.Thread(target=self._serve, name="coroner", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     def add(self, case: Case) -> None:
         """A worker died."""
         with self._lock:
             self._cases.append(case)
-        self._wake.set()
+        self.wake()
 
     def trace(self, trace: Trace) -> None:
         """A worker will be killed: find out now which sessions its handlers have opened themselves.
@@ -152,7 +145,7 @@ class Coroner:
         """
         with self._lock:
             self._traces.append(trace)
-        self._wake.set()
+        self.wake()
 
     @property
     def open_cases(self) -> list[Case]:
@@ -160,26 +153,16 @@ class Coroner:
         with self._lock:
             return list(self._cases)
 
-    def close(self, timeout: float) -> None:
-        """End it; what is not done then is left to the leases."""
-        self._stopping.set()
-        self._wake.set()
-        if self._thread.ident is not None:  # it was started
-            self._thread.join(timeout)
+    def round(self) -> None:
+        if self.look.lost_since is not None:  # it is back
+            self.look = replace(self.look, lost_since=None)
+            self._scouted_at = 0.0
+        self._work()
+        self.sleep(self._pause())
 
-    def _serve(self) -> None:
-        while not self._stopping.is_set():
-            self._wake.wait(self._pause())
-            self._wake.clear()
-            try:
-                self._work()
-            except psycopg.OperationalError as error:
-                self._lost()
-                self._reconnect(error)
-            except (psycopg.Error, CommandBusError):
-                logger.exception("the coroner's round failed")
-                self._stopping.wait(LONGEST_PAUSE_SECONDS)
-        self._link.close()
+    def lost(self, error: psycopg.Error) -> None:  # noqa: ARG002 - the base says why
+        if self.look.lost_since is None:
+            self.look = replace(self.look, lost_since=time.monotonic())
 
     def _pause(self) -> float:
         now = time.monotonic()
@@ -189,30 +172,32 @@ class Coroner:
         return max(0.0, min(min(due, default=now + 1.0) - now, 1.0))
 
     def _work(self) -> None:
-        self._look_at_traces()
-        self._words.write(self._link)  # what a lost connection kept us from telling
+        self._spare_others(self._look_at_traces)
+        self._spare_others(lambda: self._words.write(self._link))  # what a lost connection kept us from telling
         for case in self.open_cases:
-            if self._stopping.is_set():
+            if self.is_done:
                 return
-            if case.next_at <= time.monotonic():
-                self._examine(case)
+            if case.next_at <= time.monotonic() and not self._spare_others(partial(self._examine, case)):
+                self._postpone(case)
         now = time.monotonic()
-        if self.domains and now - self._scouted_at >= SCOUT_SECONDS and not self._stopping.is_set():
+        if self.domains and now - self._scouted_at >= SCOUT_SECONDS and not self.is_done:
             self._scouted_at = now
-            seen = {domain: self._link.run(scout(domain)) for domain in self.domains}
-            self.look = Look(time.monotonic(), seen, figures=self._link.run(figures(self.domains)))
+            self._spare_others(self._scout)
 
-    def _lost(self) -> None:
-        look = self.look
-        if look.lost_since is None:
-            self.look = replace(look, lost_since=time.monotonic())
+    def _scout(self) -> None:
+        seen = {domain: self._link.run(scout(domain)) for domain in self.domains}
+        self.look = Look(time.monotonic(), seen, figures=self._link.run(figures(self.domains)))
 
-    def _reconnect(self, error: psycopg.OperationalError) -> None:
-        """Like Link.restore; the scout's word that the database is away stands meanwhile."""
-        if self._link.recover(self._stopping, error):
-            self.look = replace(self.look, lost_since=None)
-            self._scouted_at = 0.0
-            self._wake.set()
+    def _spare_others(self, work: Callable[[], None]) -> bool:
+        """One bite: whatever is wrong with it, the others are done."""
+        try:
+            work()
+        except psycopg.OperationalError:
+            raise  # the database is away, or a row is locked: again
+        except Exception:
+            logger.exception("the coroner failed, and goes on with what else there is to do")
+            return False
+        return True
 
     def _look_at_traces(self) -> None:
         with self._lock:
@@ -235,9 +220,7 @@ class Coroner:
             case.findings = self._findings(case, held)
         left = sum(self._settle(case, domain, rows) for domain, rows in held.items() if rows)
         if left:
-            case.tries += 1
-            pause = min(FIRST_PAUSE_SECONDS * 2 ** min(case.tries, 10), LONGEST_PAUSE_SECONDS)
-            case.next_at = time.monotonic() + pause
+            self._postpone(case)
             return
         self._link.run(bury(case.worker))
         self._say_opened(case)
@@ -248,6 +231,11 @@ class Coroner:
             case.worker, case.named, after_seconds=time.monotonic() - case.died_at,
             was_planned=case.death.cause is Cause.STOPPED,
         )  # fmt: skip
+
+    def _postpone(self, case: Case) -> None:
+        case.tries += 1
+        pause = min(FIRST_PAUSE_SECONDS * 2 ** min(case.tries, 10), LONGEST_PAUSE_SECONDS)
+        case.next_at = time.monotonic() + pause
 
     def _say_opened(self, case: Case) -> None:
         if opened := self._opened.pop(case.worker, []):

@@ -139,7 +139,7 @@ class Supervisor:
             if self._server is not None:
                 self._server.give_up()
             self._leave_nobody()
-            self._coroner.close(0.2)
+            self._coroner.stop(0.2)
             if probes is not None:
                 probes.stop()
             self._selector.close()
@@ -326,6 +326,7 @@ class Supervisor:
             claimed_at=self._claimed_at,
             look=look,
             waits_for=self._waits_for(),
+            trouble=self._coroner.trouble or "",
         )
 
     def _pat_watchdog(self, now: float) -> None:

@@ -60,6 +60,7 @@ class View:
     claimed_at: float = 0.0
     look: Look = field(default_factory=Look)
     waits_for: str = ""
+    trouble: str = ""
 
 
 def of_worker(worker: WorkerProcess, now: float) -> WorkerView:
@@ -168,6 +169,8 @@ def _failures(view: View, serving: list[WorkerView], now: float) -> list[str]:
         found.append("all workers are critical" + (f": {notes}" if notes else ""))
     if now - view.at > STALL_SECONDS:
         found.append(f"the supervisor's loop has not turned for {now - view.at:.1f} s")
+    if view.trouble:
+        found.append(view.trouble)
     lost_since = view.look.lost_since
     if lost_since is not None and now - lost_since > LOST_SECONDS:
         found.append(f"the database has not answered for {now - lost_since:.0f} s")

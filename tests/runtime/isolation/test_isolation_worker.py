@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -109,6 +110,33 @@ def test_a_transaction_that_keeps_its_snapshot_has_its_queue_row_left_alone(
     record = bus.get_command("orders", sent)
     assert record is not None
     assert record.result == "kept"
+
+
+def test_a_process_that_cannot_start_a_thread_costs_its_command_nothing(
+    bus: CommandBus,
+    start_worker: StartWorker,
+    db: psycopg.Connection[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The machine has no thread left, in the child process as everywhere else."""
+    none_left, tried = tmp_path / "none_left", tmp_path / "tried"
+    none_left.touch()
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pathlib, sys, threading\n"
+        f"if 'commandbus.runtime.isolated' in sys.orig_argv and pathlib.Path({str(none_left)!r}).exists():\n"
+        "    def refuse(*_, **__):\n"
+        f"        pathlib.Path({str(tried)!r}).touch()\n"
+        '        raise RuntimeError("can\'t start new thread")\n'
+        "    threading._start_new_thread = threading._start_joinable_thread = refuse\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    start_worker(handlers, **QUICK)
+    sent = bus.send("orders", "echo", max_attempts=1).command_id
+    until(tried.exists)
+    none_left.unlink()
+    until(lambda: status(bus, sent) == "COMPLETED", 30)
+    assert {attempt.verdict for attempt in bus.get_attempts("orders", sent)} <= {"WAIVED", "GIVEN_BACK"}
 
 
 def test_every_slot_may_be_isolated_at_once(

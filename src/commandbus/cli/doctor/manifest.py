@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from commandbus.cli.doctor.findings import Findings, fail, ok, warn
-from commandbus.cli.doctor.service import MEBIBYTE, as_seen_there, memory_needed, named, with_spare
+from commandbus.cli.doctor.service import (
+    as_seen_there,
+    memory_advised,
+    memory_needed,
+    named,
+    shown_memory,
+    with_spare,
+)
 from commandbus.cli.doctor.yaml_text import UnreadableError, read_documents
 from commandbus.model.durations import format_seconds
 from commandbus.settings import Settings
@@ -206,9 +213,9 @@ def _memory(place: Place, settings: Settings) -> Findings:
     if float(match[1]) * _QUANTITIES[match[2]] <= needed:
         yield warn(
             CHECK,
-            f"{place.name}: the memory limit ({text}) is not more than {named(settings, 'processes')} × "
-            f"{named(settings, 'max_memory_mb')} MB: the kernel ends workers before they are replaced in order",
-            f"set a limit of {math.ceil(2 * needed / MEBIBYTE)}Mi (a replacement starts before the old one ends), "
+            f"{place.name}: the memory limit ({text}) is not more than {shown_memory(settings)}: "
+            f"the kernel ends workers before they are replaced in order",
+            f"set a limit of {memory_advised(settings)}Mi (a replacement starts before the old one ends), "
             "or a lower WORKER_MAX_MEMORY_MB",
         )
 

@@ -63,7 +63,23 @@ def shown_span(seconds: float) -> str:
 
 
 def memory_needed(settings: Settings) -> int | None:
-    """Bytes that workers may use before they are replaced; None where there is no such limit."""
+    """Bytes that workers, and their child processes for commands in quarantine, may use before they are replaced;
+    None where there is no such limit."""
     if settings.max_memory_mb is None:
         return None
-    return settings.max_memory_mb * settings.processes * MEBIBYTE
+    children = settings.quarantine_processes if settings.quarantine else 0
+    return settings.max_memory_mb * settings.processes * (1 + children) * MEBIBYTE
+
+
+def memory_advised(settings: Settings) -> int:
+    """Megabytes with which nobody is ended by the kernel: a replacement starts before the old worker ends."""
+    replacements = (settings.max_memory_mb or 0) * settings.processes
+    return (memory_needed(settings) or 0) // MEBIBYTE + replacements
+
+
+def shown_memory(settings: Settings) -> str:
+    """How that is counted."""
+    each = f"{named(settings, 'max_memory_mb')} MB"
+    if not settings.quarantine:
+        return f"{named(settings, 'processes')} × {each}"
+    return f"{named(settings, 'processes')} × {each} × (1 + {named(settings, 'quarantine_processes')})"

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from commandbus.cli.doctor.findings import Findings, fail, ok, warn
-from commandbus.cli.doctor.service import MEBIBYTE, as_seen_there, memory_needed, named, shown_span, with_spare
+from commandbus.cli.doctor.service import (
+    as_seen_there,
+    memory_advised,
+    memory_needed,
+    named,
+    shown_memory,
+    shown_span,
+    with_spare,
+)
 from commandbus.settings import Settings
 
 CHECK: Final = "systemd unit"
@@ -208,8 +216,8 @@ def _memory(service: Section, settings: Settings) -> Findings:
     if limit <= needed:
         yield warn(
             CHECK,
-            f"MemoryMax ({text}) is not more than {named(settings, 'processes')} × "
-            f"{named(settings, 'max_memory_mb')} MB: the kernel ends workers before they are replaced in order",
-            f"set MemoryMax={math.ceil(2 * needed / MEBIBYTE)}M (a replacement starts before the old one ends), "
+            f"MemoryMax ({text}) is not more than {shown_memory(settings)}: "
+            f"the kernel ends workers before they are replaced in order",
+            f"set MemoryMax={memory_advised(settings)}M (a replacement starts before the old one ends), "
             "or a lower WORKER_MAX_MEMORY_MB",
         )

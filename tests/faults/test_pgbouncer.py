@@ -1,0 +1,199 @@
+"""Workers behind a real PgBouncer in transaction mode: nothing is left in a session, and the limits still hold.
+
+`.ci/run` installs the program where it may; elsewhere these tests are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from commandbus import CommandBus, CommandStatus, HandlerRegistry, NewCommand, Settings, Worker
+from support.waiting import one, statuses, until, until_settled, verdicts
+
+Db = psycopg.Connection[Any]
+StartWorker = Callable[..., Worker]
+PROGRAM = shutil.which("pgbouncer") or shutil.which("/usr/sbin/pgbouncer")
+SESSIONS = 3
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="PgBouncer is not installed (Debian's package pgbouncer)")
+
+
+@pytest.fixture
+def pooled(database: str, tmp_path: Path) -> Iterator[str]:
+    """The database's address through a PgBouncer with a few server sessions."""
+    found = re.search(r":(\d+)/(\w+)", database)
+    assert found is not None
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    (tmp_path / "users").write_text('"postgres" ""\n')
+    (tmp_path / "pgbouncer.ini").write_text(
+        "[databases]\n"
+        f"* = host=127.0.0.1 port={found[1]} user=postgres\n"
+        "[pgbouncer]\n"
+        f"listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n"
+        f"auth_type = any\nauth_file = {tmp_path / 'users'}\n"
+        f"pool_mode = transaction\ndefault_pool_size = {SESSIONS}\nmax_client_conn = 100\n"
+        "ignore_startup_parameters = extra_float_digits\n"
+    )
+    user = ["-u", "nobody"] if os.geteuid() == 0 else []  # it refuses to run as root
+    with (tmp_path / "pgbouncer.log").open("wb") as log:
+        process = subprocess.Popen(
+            [str(PROGRAM), *user, str(tmp_path / "pgbouncer.ini")],
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+        )
+    address = f"postgresql://postgres@127.0.0.1:{port}/{found[2]}"
+
+    def answers() -> bool:
+        try:
+            with psycopg.connect(address, connect_timeout=2) as conn:
+                return bool(one(conn, "SELECT true"))
+        except psycopg.OperationalError:
+            return False
+
+    try:
+        until(answers, what=lambda: (tmp_path / "pgbouncer.log").read_text())
+        yield address
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@pytest.fixture
+def start_pooled(start_worker: StartWorker, pooled: str) -> StartWorker:
+    """Starts workers whose every connection goes through it."""
+
+    def start(handlers: HandlerRegistry, **changes: Any) -> Worker:
+        return start_worker(handlers, pooled, prepared_statements=False, **changes)
+
+    return start
+
+
+def leftovers(pooled: str) -> set[tuple[Any, ...]]:
+    """What the next clients find in the sessions that they get."""
+    looks = set()
+    clients = [psycopg.connect(pooled, prepare_threshold=None) for _ in range(SESSIONS)]
+    for conn in clients:  # each is in a transaction, so each has a session of its own
+        looks.add(
+            conn.execute(
+                "SELECT current_setting('statement_timeout'), current_setting('lock_timeout'), "
+                "current_setting('idle_in_transaction_session_timeout'), current_user, "
+                "(SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()), "
+                "(SELECT count(*) FROM pg_listening_channels()), "
+                "(SELECT count(*) FROM pg_prepared_statements)"
+            ).fetchone()
+        )
+    for conn in clients:
+        conn.close()
+    return looks
+
+
+def test_commands_run_and_nothing_is_left_in_a_session(
+    bus: CommandBus, db: Db, pooled: str, start_pooled: StartWorker
+) -> None:
+    handlers = HandlerRegistry()
+    db.execute("CREATE TABLE shipments (command_id text PRIMARY KEY)")
+
+    @handlers.handler("orders", "write", timeout=30)
+    def write(command: Any, ctx: Any) -> None:
+        with ctx.transaction() as tx:
+            tx.execute("INSERT INTO shipments VALUES (%s)", (command.command_id,))
+
+    @handlers.handler("orders", "write_async", timeout=30)
+    async def write_async(command: Any, ctx: Any) -> None:
+        async with ctx.transaction() as tx:
+            await tx.execute("INSERT INTO shipments VALUES (%s)", (command.command_id,))
+
+    @handlers.handler("orders", "look")
+    def look(command: Any, ctx: Any) -> Any:
+        with ctx.connection() as conn:
+            return one(conn, "SELECT current_setting('statement_timeout')")
+
+    workers = [start_pooled(handlers) for _ in range(2)]
+    with CommandBus(settings=Settings(database_url=pooled, prepared_statements=False)) as through:
+        through.send_many("orders", [NewCommand(("write", "write_async")[n % 2], n) for n in range(200)])
+        limit = through.call("orders", "look", timeout=30)
+        assert limit not in (None, "0"), "a handler's transaction has its limit"
+        until_settled(db, 60)
+    assert statuses(db) == {"COMPLETED": 201}
+    assert one(db, "SELECT count(*) FROM shipments") == 200
+    for worker in workers:
+        assert worker.stop().is_clean
+    assert leftovers(pooled) == {("0", "0", "0", "postgres", 0, 0, 0)}
+
+
+def test_what_hangs_in_a_query_is_stopped_and_nobody_elses_session_is_hit(
+    bus: CommandBus, db: Db, start_pooled: StartWorker
+) -> None:
+    """The backend is found by the attempt's lock: process ids that a client of a pooler knows are invented."""
+    handlers = HandlerRegistry()
+
+    @handlers.handler("orders", "hang", timeout=1)
+    def hang(command: Any, ctx: Any) -> None:
+        with ctx.transaction() as tx:
+            tx.execute("SELECT pg_sleep(600)")
+
+    @handlers.handler("orders", "long", timeout=60)
+    def long(command: Any, ctx: Any) -> str:
+        with ctx.transaction() as tx:
+            tx.execute("SELECT pg_sleep(3)")
+            tx.complete("slept")
+        return "slept"
+
+    start_pooled(handlers, statement_timeout=20.0, visibility_timeout=30.0)
+    bus.send("orders", "long", command_id="long", max_attempts=1)
+    bus.send("orders", "hang", command_id="hang", max_attempts=1)
+    until_settled(db, 30)
+    assert verdicts(db, "hang") == [(1, "EXHAUSTED")]
+    assert bus.get_attempts("orders", "hang")[0].rung == "deadline"
+    found = bus.get_command("orders", "long")
+    assert found is not None
+    assert (found.status, found.result) == (CommandStatus.COMPLETED, "slept")
+    assert one(db, "SELECT count(*) FROM pg_stat_activity WHERE query = 'SELECT pg_sleep(600)'") <= 1
+    until(
+        lambda: (
+            one(
+                db,
+                "SELECT count(*) FROM pg_stat_activity WHERE query = 'SELECT pg_sleep(600)' AND state = 'active'",
+            )
+            == 0
+        )
+    )
+
+
+@pytest.mark.slow
+def test_a_locked_reply_queue_holds_up_its_own_outcomes_alone(
+    bus: CommandBus, db: Db, database: str, start_pooled: StartWorker
+) -> None:
+    """No limit can be left in the session: our own clock cancels the statement that waits."""
+    handlers = HandlerRegistry()
+    handlers.register("orders", "work", lambda ctx: "done")
+    bus.create_queue("answers")
+    start_pooled(handlers)
+    with psycopg.connect(database) as holder:
+        holder.execute("LOCK TABLE pgmq.q_answers IN ACCESS EXCLUSIVE MODE")
+        bus.send("orders", "work", command_id="told", reply_to="answers")
+        ids = [sent.command_id for sent in bus.send_many("orders", [NewCommand("work") for _ in range(50)])]
+
+        def all_are() -> bool:
+            return all(
+                (found := bus.get_command("orders", id_)) is not None and found.status is CommandStatus.COMPLETED
+                for id_ in ids
+            )
+
+        until(all_are, 30)
+        holder.rollback()
+    until_settled(db, 30)
+    assert one(db, "SELECT count(*) FROM pgmq.q_answers") == 1
