@@ -39,7 +39,7 @@ def coroner(settings: Settings, bus: CommandBus) -> Iterator[Coroner]:
     coroner = Coroner(settings, "test")
     coroner.start()
     yield coroner
-    coroner.close(5)
+    coroner.stop(5)
 
 
 def die(coroner: Coroner, settings: Settings, db: Db, worker: str, ran: int, death: Death = EXITED) -> None:
