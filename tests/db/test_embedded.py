@@ -471,12 +471,12 @@ class TestCrashes:
     ) -> None:
         state = folder / "state"
         with _python("server().start()", state) as process:
-            until(lambda: any(state.glob("*.new-*")))
+            until(lambda: any(state.glob("commandbus-unfinished-*")))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(delay_seconds)
             process.kill()
         assert _query(make().start(), "SELECT 1") == 1
-        until(lambda: not any(_processes_in(path) for path in state.glob("*.new-*")))
+        until(lambda: not any(_processes_in(path) for path in state.glob("commandbus-unfinished-*")))
 
     def test_a_failed_initialisation_leaves_nothing(
         self, folder: Path, make: Make, monkeypatch: pytest.MonkeyPatch
@@ -492,7 +492,7 @@ class TestCrashes:
         with pytest.raises(EmbeddedPostgresError, match="no-such-option"):
             make(folder / "state").start()
         assert not list((folder / "state").glob("postgres-*[0-9]"))
-        assert not list((folder / "state").glob("*.new-*"))
+        assert not list((folder / "state").glob("commandbus-unfinished-*"))
 
     def test_a_server_that_does_not_start_says_why(self, make: Make) -> None:
         server = make(settings={"shared_buffers": "nonsense"})
@@ -613,6 +613,22 @@ class TestPlace:
             assert not list((disk / "state").glob("postgres-*[0-9]"))
         finally:
             subprocess.run(["umount", disk], check=True)
+
+
+class TestFoldersOfOthers:
+    def test_what_is_not_ours_is_left_alone(self, folder: Path, make: Make) -> None:
+        state = folder / "state"
+        theirs = ["data.new-2026", "postgres-15.new-abc", "commandbus-unfinished-notes"]
+        for name in theirs:
+            (state / name).mkdir(parents=True)
+            (state / name / "precious").write_text("keep")
+        left = state / "commandbus-unfinished-abc"
+        left.mkdir()
+        (left / ".commandbus-unfinished").touch()
+        server = make(state)
+        server.start()
+        assert [name for name in theirs if not (state / name / "precious").exists()] == []
+        assert not left.exists(), "what an interrupted start has left is removed"
 
 
 @root_only

@@ -122,6 +122,7 @@ def test_ac4_ten_workers_never_make_more_than_five_calls_and_all_have_their_turn
     for _ in range(WORKERS):
         start()
     until(lambda: active(db) == WORKERS, 30)
+    api.gathers = PLACES
     send(bus, api, count, ("page",), 0.03)
     until(lambda: completed(db) == count, 60, what=lambda: f"{completed(db)} done, {api.inside} inside")
     assert api.peak == PLACES, "five at once: no more, and no fewer"

@@ -524,6 +524,7 @@ def test_several_programs_never_make_more_calls_than_there_are_places(
     plain: CommandBus, database: str, db: Db, api: ApiStub
 ) -> None:
     plain.set_limit("docai", concurrency=2)
+    api.gathers = 2
     programs = [program(MANY, database, api.url, "15") for _ in range(4)]
     for process in programs:
         out, _ = process.communicate(timeout=60)

@@ -133,8 +133,8 @@ def test_raw_messages_and_lost_predecessors_are_seen(orders: Bus, db: psycopg.Co
     send_raw(db, '{"command_type": "Ship", "data": 1}')
     orders.claim_raw("w1")  # and it dies before it has put anything right
     known, raw = held(orders)
-    assert (known.row.command_id, "w0" in (known.row.before or "")) == ("a", True)
-    assert (raw.row.id, raw.row.message) == (None, '{"data": 1, "command_type": "Ship"}')
+    assert (known.row.command_id, known.row.before) == ("a", True)
+    assert (raw.row.id, raw.row.before) == (None, None)
 
 
 def test_the_registry_hears_of_the_death(orders: Bus, db: psycopg.Connection[Any]) -> None:

@@ -120,6 +120,7 @@ def test_ac2_five_calls_at_once_and_further_chunks_wait_for_a_place(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, lane: str, api: ApiStub
 ) -> None:
     bus.declare_limit(Limit("docai", concurrency=5))
+    api.gathers = 5
 
     async def page(command: Any, ctx: Any) -> None:
         async with either(ctx.limit("docai")):

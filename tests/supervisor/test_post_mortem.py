@@ -134,6 +134,7 @@ def test_an_exit_with_several_running_makes_suspects_and_isolation_convicts_the_
     assert {verdict for name in ("a", "b") for _, verdict in verdicts(db, name)} <= {"WAIVED", "GIVEN_BACK"}
 
 
+@pytest.mark.alone  # it checks how long the kill takes
 def test_a_regex_that_holds_the_gil_is_killed_at_its_limit_and_named_by_its_cpu_time(
     supervise: Supervise, tasks: Path, bus: CommandBus, db: Db
 ) -> None:

@@ -6,7 +6,7 @@ import click
 
 from commandbus.cli.render import columns, print_table, shortened
 from commandbus.cli.session import Command, Session, check_known
-from commandbus.flow.inspect import list_rejected
+from commandbus.flow.inspect import RejectedMessage, list_rejected
 
 
 @click.command(cls=Command)
@@ -24,10 +24,14 @@ def rejected(session: Session, domain: str | None, limit: int, before_id: int | 
         found,
         lambda: print_table(
             columns(":id domain rejected reason message"),
-            [(item.id, item.domain, item.rejected_at, item.reason, shortened(item.message)) for item in found],
+            [(item.id, item.domain, item.rejected_at, item.reason, _shown(item)) for item in found],
             empty="no rejected messages",
         ),
     )
+
+
+def _shown(item: RejectedMessage) -> str:
+    return "(not read)" if item.preview is None else shortened(item.message or item.preview)
 
 
 COMMANDS = [rejected]

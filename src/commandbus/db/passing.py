@@ -29,6 +29,7 @@ PASSING: Final = (
     "58",  # the server's own disk or system
 )
 READ_ONLY: Final = "25006"
+OF_A_ROW: Final = ("53200", "53400")
 LOCKED: Final = ("55P03", "57014")
 _INTERNAL: Final = "XX"
 
@@ -50,6 +51,17 @@ def is_locked(error: BaseException) -> bool:
     our own clock cancels there has mostly waited for a lock.
     """
     return isinstance(error, psycopg.Error) and error.sqlstate in LOCKED
+
+
+def is_of_the_database(error: BaseException, *, is_lost: bool) -> bool:
+    """Whether the connection or the server is the reason, and not what was asked: then everybody waits.
+
+    What a single row can bring about is none of it: a text of more than a gigabyte (53200, 54000), a document that
+    is nested too deep for the server's stack (54001).
+    """
+    if not isinstance(error, psycopg.Error):
+        return False
+    return is_lost or (is_passing(error) and error.sqlstate not in OF_A_ROW)
 
 
 class PassingError(psycopg.OperationalError):

@@ -15,7 +15,7 @@ Until such an operation has run, the row is simply leased to this worker: a cras
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from psycopg import errors as pg
 
 from commandbus import sql
+from commandbus.errors import InvalidCommandError
 from commandbus.flow.breaker import OpenBreaker, hold
 from commandbus.flow.renew import pending_cancels
 from commandbus.flow.send import explain_missing
@@ -34,10 +35,19 @@ from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.model.suspects import Marks, delay_apart
 
 FAR_SECONDS = 1e9
+BITE_BYTES = 8 << 20
+"""How much text of raw messages is read at once."""
+SPACED = 2
+"""The server's text of a document has a blank after each comma and colon."""
+OTHER_FIELDS_BYTES = 1 << 16
+PREVIEW_CHARACTERS = 2000
 
 
 class ClaimedRow(NamedTuple):
-    """A row of claim.sql, in its order. `is_paused` also says that the breaker of its type is not closed."""
+    """A row of claim.sql, in its order. `is_paused` also says that the breaker of its type is not closed.
+
+    `before` is True if somebody held it when its lease ran out.
+    """
 
     msg_id: int
     read_ct: int
@@ -53,8 +63,8 @@ class ClaimedRow(NamedTuple):
     headers: str | None
     created_at: datetime | None
     is_paused: bool | None
-    before: str | None
-    message: str | None
+    before: bool | None
+    message: None
     last_vt: datetime
     claimed_at: datetime
     timeout: float | None = None
@@ -64,6 +74,17 @@ class ClaimedRow(NamedTuple):
     is_probe: bool | None = None
     quarantine: bool | None = None
     alone: bool | None = None
+
+
+class Text(NamedTuple):
+    """A raw message as text. `text` is None if it is too long (`size` bytes), or if the message has a flaw."""
+
+    flaw: str | None
+    size: int | None
+    text: str | None
+
+
+UNREAD = Text(None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +174,12 @@ def put_right(
     adopted = yield from _take_in(domain, worker, [row for row in odd if row.id is None], max_bytes)
     canceled: dict[int, Failure] = {}
     if lost := [row for row in ours if row.before is not None]:
-        canceled |= _canceled_before(lost)
-        marks = {row.msg_id: _after_loss(row) for row in lost}
+        holders = yield from _read_holders(domain, worker, lost)
+        canceled |= _canceled_before(holders)
+        marks = {row.msg_id: _after_loss(row, holders[row.msg_id]) for row in lost}
         asked = yield Statement(
             sql.text("record_lost", domain=domain),
-            {"worker": worker, "rows": _lost_rows(lost, marks), "marks": _mark_rows(lost, marks)},
+            {"worker": worker, "rows": _lost_rows(lost, holders, marks), "marks": _mark_rows(lost, marks)},
         )
         ours = [_marked(row, marks.get(row.msg_id)) for row in ours]
         canceled |= {msg_id: cancellation(by, reason) for msg_id, by, reason in asked}
@@ -192,21 +214,66 @@ def withdraw(worker: str) -> Steps[None]:
     yield Statement(sql.text("withdraw"), {"worker": worker})
 
 
+@operation(atomic=True)
+def set_aside(*, domain: str, worker: str, row: ClaimedRow, reason: str) -> Steps[None]:
+    """A row with which something is wrong that nobody has foreseen: a raw message is rejected unread, a
+    command goes to the troubleshooting queue.
+    """
+    if row.id is None:
+        yield from _reject(domain, worker, [row], {row.msg_id: (reason, None)})
+        return
+    failure = Failure("UnreadableRow", "UNREADABLE", reason)
+    settlement = of_row(domain, row, Judgement(Verdict.PERMANENT, failure), started=None)
+    yield from settle(domain, worker, [settlement], waiting=True).steps
+
+
 def _take_in(domain: str, worker: str, raw: Sequence[ClaimedRow], max_bytes: int) -> Steps[int]:
     """Adopt what is readable, reject the rest; answers how many were adopted."""
-    if not raw:
-        return 0
+    adopted, left = 0, list(raw)
+    while left:
+        texts = yield from _read_some(domain, worker, left, max_bytes)
+        done = [row for row in left if row.msg_id in texts] or left  # what is gone meanwhile is nobody's
+        left = [row for row in left if row.msg_id not in texts] if texts else []
+        adopted += yield from _take_in_some(domain, worker, done, texts, max_bytes)
+    return adopted
+
+
+def _read_some(domain: str, worker: str, raw: Sequence[ClaimedRow], max_bytes: int) -> Steps[dict[int, Text]]:
+    """What the first of them say."""
+    asked = {
+        "worker": worker,
+        "msg_ids": [row.msg_id for row in raw],
+        "most": SPACED * max_bytes + OTHER_FIELDS_BYTES,
+        "bite": BITE_BYTES,
+    }
+    rows = yield Statement(sql.text("read_raw", domain=domain), asked)
+    return {msg_id: Text(*found) for msg_id, *found in rows}
+
+
+def _take_in_some(
+    domain: str,
+    worker: str,
+    raw: Sequence[ClaimedRow],
+    texts: Mapping[int, Text],
+    max_bytes: int,
+) -> Steps[int]:
     readable: dict[int, NewCommand] = {}
     rows: list[str] = []
-    reasons: dict[int, str] = {}
+    reasons: dict[int, tuple[str, str | None]] = {}
     for row in raw:
+        found = texts.get(row.msg_id, UNREAD)
+        text = found.text
         try:
+            if text is None:
+                raise InvalidCommandError(_why_unread(found, max_bytes))
             # Dumped here, one by one: what cannot be (too deep, too many digits) is this message's fault alone.
-            new = _read(domain, row, max_bytes)
+            new = envelope.read(
+                payload.loads(text), queue=names.queue_of(domain), msg_id=row.msg_id, max_bytes=max_bytes
+            )
             rows.append(_dump(_adoption(row, new)))
             readable[row.msg_id] = new
         except (ValueError, RecursionError) as error:
-            reasons[row.msg_id] = str(error)
+            reasons[row.msg_id] = str(error), text
     adopted: set[int] = set()
     if readable:
         answer = yield Statement(
@@ -216,17 +283,35 @@ def _take_in(domain: str, worker: str, raw: Sequence[ClaimedRow], max_bytes: int
         adopted = {msg_id for (msg_id,) in answer}
         for msg_id, new in readable.items():
             if msg_id not in adopted:
-                reasons[msg_id] = f"command_id {new.command_id!r} was sent before"
-    if reasons:
-        rejected = [
-            {"m": row.msg_id, "r": row.read_ct, "e": payload.clean_text(reasons[row.msg_id], longest=2000)}
-            for row in raw
-            if row.msg_id in reasons
-        ]
+                reasons[msg_id] = f"command_id {new.command_id!r} was sent before", texts[msg_id].text
+    yield from _reject(domain, worker, raw, reasons)
+    return len(adopted)
+
+
+def _why_unread(found: Text, max_bytes: int) -> str:
+    if found.flaw == "deep":
+        return f"the message is nested more than {envelope.MAX_NESTING} levels deep"
+    if found.size is None:
+        return "the message has a number that is far longer as text than a number may be"
+    limit = f"max_payload_bytes ({max_bytes})"
+    return f"the message has {found.size} bytes of text, more than one with {limit} can have"
+
+
+def _reject(
+    domain: str, worker: str, raw: Sequence[ClaimedRow], reasons: Mapping[int, tuple[str, str | None]]
+) -> Steps[None]:
+    rejected = []
+    for row in raw:
+        if row.msg_id in reasons:
+            reason, text = reasons[row.msg_id]
+            preview = None if text is None else payload.clean_text(text[:PREVIEW_CHARACTERS])
+            rejected.append(
+                {"m": row.msg_id, "r": row.read_ct, "e": payload.clean_text(reason, longest=2000), "p": preview}
+            )
+    if rejected:
         yield Statement(
             sql.text("reject", domain=domain), {"domain": domain, "worker": worker, "rows": _dump(rejected)}
         )
-    return len(adopted)
 
 
 def _adoption(row: ClaimedRow, new: NewCommand) -> dict[str, Any]:
@@ -235,19 +320,21 @@ def _adoption(row: ClaimedRow, new: NewCommand) -> dict[str, Any]:
             "o": envelope.timeout_seconds(new.timeout)}  # fmt: skip
 
 
-def _read(domain: str, row: ClaimedRow, max_bytes: int) -> NewCommand:
-    message = None if row.message is None else payload.loads(row.message)
-    return envelope.read(message, queue=names.queue_of(domain), msg_id=row.msg_id, max_bytes=max_bytes)
+def _read_holders(domain: str, worker: str, lost: Sequence[ClaimedRow]) -> Steps[dict[int, list[dict[str, Any]]]]:
+    """The vanished holders of each, last first; none of a row whose headers are none of ours."""
+    asked = {"worker": worker, "msg_ids": [row.msg_id for row in lost]}
+    rows = yield Statement(sql.text("read_holders", domain=domain), asked)
+    found: dict[int, list[dict[str, Any]]] = {row.msg_id: [] for row in lost}
+    return found | {msg_id: payload.loads(text) for msg_id, text in rows}
 
 
-def _canceled_before(lost: Sequence[ClaimedRow]) -> dict[int, Failure]:
+def _canceled_before(holders: Mapping[int, Sequence[dict[str, Any]]]) -> dict[int, Failure]:
     """Those whose vanished holder, or one before it, was asked to stop."""
     found: dict[int, Failure] = {}
-    for row in lost:
-        for holder in _holders(row):
-            request = holder.get("cancel")
-            if isinstance(request, dict):
-                found.setdefault(row.msg_id, cancellation(str(request.get("by")), request.get("reason")))
+    for msg_id, chain in holders.items():
+        for holder in chain:
+            if (request := holder["cancel"]) is not None:
+                found.setdefault(msg_id, cancellation(str(request["by"]), request["reason"]))
     return found
 
 
@@ -258,20 +345,11 @@ def _cancel(domain: str, worker: str, rows: Sequence[ClaimedRow], why: Mapping[i
         yield from settle(domain, worker, settlements, waiting=True).steps
 
 
-def _holders(row: ClaimedRow) -> Iterator[dict[str, Any]]:
-    """The vanished holders, last first: a worker that died before it could record its predecessor left a chain."""
-    holder: Any = payload.loads(row.before or "null")
-    while isinstance(holder, dict):
-        yield holder
-        holder = holder.get("before")
-
-
-def _after_loss(row: ClaimedRow) -> Marks:
+def _after_loss(row: ClaimedRow, holders: Sequence[dict[str, Any]]) -> Marks:
     """What the loss costs. Whoever claimed it after the first vanished holder vanished before starting it."""
-    holders = list(_holders(row))
     if not holders:  # headers that are none of ours
         return marks_of(row)
-    return marks_of(row).after_loss(ran_alone=holders[-1].get("alone") is True, unstarted=len(holders) - 1)
+    return marks_of(row).after_loss(ran_alone=holders[-1]["alone"] is True, unstarted=len(holders) - 1)
 
 
 def _marked(row: ClaimedRow, marks: Marks | None) -> ClaimedRow:
@@ -289,30 +367,32 @@ def _mark_rows(lost: Sequence[ClaimedRow], marks: Mapping[int, Marks]) -> str:
     return _dump(rows)
 
 
-def _lost_text(row: ClaimedRow, marks: Marks) -> str:
+def _lost_text(row: ClaimedRow, holders: int, marks: Marks) -> str:
     text = "the worker vanished and its lease ran out"
-    if marks.waived - row.waived < len(list(_holders(row))):
+    if marks.waived - row.waived < holders:
         return f"{text}, while it ran alone: charged"
     return f"{text}: not charged, and its next attempt runs in a process of its own" + (
         " (it had not started)" if row.alone else ""
     )
 
 
-def _lost_rows(lost: Sequence[ClaimedRow], marks: Mapping[int, Marks]) -> str:
+def _lost_rows(
+    lost: Sequence[ClaimedRow], holders: Mapping[int, Sequence[dict[str, Any]]], marks: Mapping[int, Marks]
+) -> str:
     """One row per vanished holder."""
     rows = []
     for row in lost:
         last = row.attempt_base + row.read_ct - 1
-        text = _lost_text(row, marks[row.msg_id])
-        for number, holder in zip(range(last, 0, -1), _holders(row), strict=False):
+        text = _lost_text(row, len(holders[row.msg_id]), marks[row.msg_id])
+        for number, holder in zip(range(last, 0, -1), holders[row.msg_id], strict=False):
             rows.append(
                 {
                     "m": row.msg_id,
                     "r": row.read_ct,
                     "c": row.id,
                     "n": number,
-                    "w": holder.get("held_by"),
-                    "s": holder.get("since"),
+                    "w": holder["held_by"],
+                    "s": holder["since"],
                     "e": text,
                 }
             )

@@ -91,13 +91,17 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class RejectedMessage:
-    """A raw message that was no command, and why it was moved aside."""
+    """A raw message that was no command, and why it was moved aside.
+
+    `message` is the message if its text is short; `preview` is the beginning of its text. Both are None if it was
+    moved aside unread. The whole of it is in `commandbus.rejected_message`.
+    """
 
     id: int
     domain: str
     msg_id: int
     message: Any
-    headers: Any
+    preview: str | None
     reason: str
     rejected_at: datetime
 
@@ -233,8 +237,8 @@ def list_rejected(*, domain: str | None, limit: int, before_id: int | None) -> S
     }
     rows = yield Statement(sql.text("list_rejected"), params)
     return [
-        RejectedMessage(id_, name, msg_id, _foreign(message), _foreign(headers), reason, rejected_at)
-        for id_, name, msg_id, message, headers, reason, rejected_at in rows
+        RejectedMessage(id_, name, msg_id, _whole(preview), preview, reason, rejected_at)
+        for id_, name, msg_id, preview, reason, rejected_at in rows
     ]
 
 
@@ -388,6 +392,14 @@ def no_queue(domain: str) -> Steps[CommandBusError]:
 
 def _loads(text: str | None) -> Any:
     return None if text is None else payload.loads(text)
+
+
+def _whole(preview: str | None) -> Any:
+    """The document whose beginning this is, if it is all of it."""
+    try:
+        return _loads(preview)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _foreign(text: str | None) -> Any:

@@ -44,6 +44,7 @@ class Loaded(NamedTuple):
     correlation_id: str | None
     timer: int | None
     has_state: bool
+    is_its_message: bool
     view: ProcessView[Any]
 
 
@@ -60,13 +61,14 @@ def line_up(domain: str, process_id: str) -> Steps[None]:
 
 
 @operation(atomic=False)
-def load(domain: str, process_id: str) -> Steps[Loaded | None]:
-    """A process and its steps; None if there is none."""
-    rows = yield Statement(sql.text("process_load"), {"domain": domain, "process_id": process_id})
+def load(domain: str, process_id: str, *, message: int | None = None) -> Steps[Loaded | None]:
+    """A process and its steps; None if there is none. `message`: the internal id of what may be its message."""
+    asked = {"domain": domain, "process_id": process_id, "message": message}
+    rows = yield Statement(sql.text("process_load"), asked)
     if not rows:
         return None
     (id_, process_id, process_type, status, version, is_compensating, data, state, cancel, failure, created_at,
-     deadline_at, batch, reply_to, correlation_id, timer, steps) = rows[0]  # fmt: skip
+     deadline_at, batch, reply_to, correlation_id, timer, steps, is_its_message) = rows[0]  # fmt: skip
     view = ProcessView(
         process_id,
         process_type,
@@ -80,7 +82,8 @@ def load(domain: str, process_id: str) -> Steps[Loaded | None]:
         deadline_at,
         [StepView(**{**step, "status": StepStatus(step["status"])}) for step in loads(steps) or []],
     )
-    return Loaded(id_, domain, version, batch, reply_to, correlation_id, timer, state is not None, view)
+    has_state = state is not None
+    return Loaded(id_, domain, version, batch, reply_to, correlation_id, timer, has_state, is_its_message, view)
 
 
 @operation(atomic=True)

@@ -18,7 +18,7 @@ from typing import Final, Literal
 from commandbus import sql
 from commandbus.flow.statement import Statement, Steps
 from commandbus.model import payload
-from commandbus.model.names import check_queue, is_domain_queue
+from commandbus.model.names import is_domain_queue, is_queue
 from commandbus.model.outcome import Failure
 
 Outcome = Literal["SUCCESS", "FAILED", "CANCELED"]
@@ -69,20 +69,20 @@ def deliver(replies: Sequence[Reply]) -> Steps[None]:
     """One INSERT and one NOTIFY a queue."""
     by_queue: dict[str, list[Reply]] = {}
     for reply in replies:
-        by_queue.setdefault(reply.queue if reply.queue == CALL else check_queue(reply.queue), []).append(reply)
+        by_queue.setdefault(reply.queue, []).append(reply)
     if called := by_queue.pop(CALL, None):
         ids = [str(reply.command) for reply in called]
         told = [",".join(ids[at : at + TOLD_AT_ONCE]) for at in range(0, len(ids), TOLD_AT_ONCE)]
         yield Statement(sql.text("call_settled"), {"told": told})
     if not by_queue:
         return
-    existing = yield Statement(sql.text("find_queues"), {"queues": sorted(by_queue)})
+    existing = yield Statement(sql.text("find_queues"), {"queues": sorted(filter(is_queue, by_queue))})
     found = {queue for (queue,) in existing}
     for queue, sent in sorted(by_queue.items()):
+        messages = "[" + ",".join([reply.message for reply in sent]) + "]"
+        params = {"queue": queue, "messages": messages, "commands": [reply.command for reply in sent]}
         if queue not in found:
-            name = "reply_undelivered"
+            yield Statement(sql.text("reply_undelivered"), params)
         else:
             name = "reply_to_process" if is_domain_queue(queue) else "reply"
-        messages = "[" + ",".join([reply.message for reply in sent]) + "]"
-        commands = [reply.command for reply in sent]
-        yield Statement(sql.text(name, queue=queue), {"queue": queue, "messages": messages, "commands": commands})
+            yield Statement(sql.text(name, queue=queue), params)

@@ -67,6 +67,10 @@ class Desk:
         """A row that was read on another occasion."""
         self._rows[row.name] = row
 
+    def knows(self, name: str) -> bool:
+        """Is this a limit that is used here?"""
+        return name in self._rows
+
     def forget(self, name: str) -> None:
         """It was changed, or is gone: it is asked for the next time."""
         self._rows.pop(name, None)

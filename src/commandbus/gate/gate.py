@@ -72,6 +72,7 @@ class Gate(DatabaseService):
         self._visits = Visits(self._desk, self._waker, self._exits, make_token=self._make_token)
         self._line = Line(self._desk, self._waker, self._exits)
         self._shut: dict[str, float] = {}  # when (monotonic) an API was last heard to say no
+        self._said_shut: dict[str, float] = {}  # the same, by notifications that nobody has looked into yet
         self._sweep_at = monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311 - they spread out
         self._numbers = itertools.count(secrets.randbits(40) << 20)
         self._must_ask_line = False
@@ -239,6 +240,7 @@ class Gate(DatabaseService):
 
     def _rest(self) -> None:
         self.hear()  # what came during our own statements does not wake the poll
+        self._look_who_is_shut()
         self._take_turns_if_reconnected()
         if self._orders or self._visits.asking or self._line.calls or self._exits.leaves or self._closing:
             return
@@ -246,18 +248,37 @@ class Gate(DatabaseService):
         self._is_at_work = False
         self.sleep(min(soonest - monotonic(), LONGEST_SLEEP) + 0.001)
         self._is_at_work = True
+        self._look_who_is_shut()
 
     def heard(self, channel: str, payload: str) -> None:  # noqa: ARG002 - there is one channel
+        """Anybody may notify: what is said is a reason to look, and a limit that is not used here is none. Whoever
+        waits at a limit of which nobody here knows is found by the sweep."""
         if payload.startswith(TOKEN):
             self._line.hear(payload.removeprefix(TOKEN))
-        elif payload.startswith(CLOSED):
-            self._shut[payload.removeprefix(CLOSED)] = monotonic()
-        elif payload.startswith(CHANGED):
-            name = payload.removeprefix(CHANGED)
+            return
+        kind, name = next(
+            ((kind, payload.removeprefix(kind)) for kind in (CLOSED, CHANGED, WAKE) if payload.startswith(kind)),
+            ("", ""),
+        )
+        if not self._desk.knows(name):
+            return
+        if kind == CLOSED:
+            self._said_shut[name] = monotonic()
+        elif kind == CHANGED:
             self._desk.forget(name)
             self._waker.look_at(name)
-        elif payload.startswith(WAKE) and not self._waker.is_barred:
-            self._waker.look_at(payload.removeprefix(WAKE))
+        elif not self._waker.is_barred:
+            self._waker.look_at(name)
+
+    def _look_who_is_shut(self) -> None:
+        said, self._said_shut = self._said_shut, {}
+        for name, at in said.items():
+            try:
+                standing = self._desk.row(name).standing
+            except CommandBusError:
+                continue  # it is gone
+            if standing.is_probing:
+                self._shut[name] = at
 
     def _take_turns_if_reconnected(self) -> None:
         if self._must_ask_line:

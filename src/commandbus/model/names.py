@@ -42,9 +42,14 @@ def is_domain_queue(queue: str) -> bool:
     return queue.endswith("__commands")
 
 
+def is_queue(queue: object) -> bool:
+    """Is this a name that a PGMQ queue can have?"""
+    return isinstance(queue, str) and _QUEUE.match(queue) is not None
+
+
 def check_queue(queue: object, *, what: str = "reply_to") -> str:
     """Return the name of a PGMQ queue, such as a reply queue."""
-    if isinstance(queue, str) and _QUEUE.match(queue):
+    if isinstance(queue, str) and is_queue(queue):
         return queue
     raise InvalidCommandError(
         f"{what} {shown(queue)} is not a queue name: use a lower-case letter followed by lower-case letters, "

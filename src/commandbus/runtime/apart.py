@@ -48,7 +48,7 @@ class Apart:
     def room(self, domain: str, odd: Sequence[ClaimedRow]) -> Room:
         """How many of these may start. `admitted` is to be called when those that do have entered."""
         isolated = self._isolated.get(domain, frozenset())
-        alone = [row for row in odd if row.alone or row.before is not None]
+        alone = [row for row in odd if row.id is not None and (row.alone or row.before is not None)]
         quarantined = [row for row in odd if row.quarantine and row.command_type not in isolated]
         with self._lock:
             self._is_admitting = True

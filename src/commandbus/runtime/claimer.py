@@ -27,10 +27,20 @@ import psycopg
 from psycopg import Connection
 
 from commandbus.clock import boottime, monotonic
-from commandbus.db.passing import is_locked
+from commandbus.db.passing import is_locked, is_of_the_database, is_passing
 from commandbus.db.service import DatabaseService
 from commandbus.errors import CommandBusError
-from commandbus.flow.claim import Claim, ClaimedRow, Room, announce, claim, next_due, put_right, withdraw
+from commandbus.flow.claim import (
+    Claim,
+    ClaimedRow,
+    Room,
+    announce,
+    claim,
+    next_due,
+    put_right,
+    set_aside,
+    withdraw,
+)
 from commandbus.logger import safe_logger
 from commandbus.runtime.apart import Apart
 from commandbus.settings import Settings
@@ -175,10 +185,11 @@ class Claimer(DatabaseService):
         """Put right what is odd, and deliver the rest with it."""
         try:
             room = self._apart.room(domain.name, found.odd)
+            self._pass_on(domain, found.ready, claimed_at)  # they have nothing to do with the others
             right, adopted = self._put_right(domain.name, found.odd, room)
             if adopted:
                 domain.cursor = None
-            self._pass_on(domain, found.ready + list(right), claimed_at)
+            self._pass_on(domain, list(right), claimed_at)
         finally:
             self._apart.admitted()
 
@@ -187,28 +198,48 @@ class Claimer(DatabaseService):
             self.claimed += len(rows)
             self._deliver(domain.name, rows, claimed_at)
 
-    def _put_right(self, domain: str, odd: Sequence[ClaimedRow], room: Room) -> tuple[list[ClaimedRow], int]:
-        """What is odd about some rows. If somebody holds a lock that one of them needs, each is tried by itself,
-        and that one stays leased: it is for later, when its lease has run out."""
+    def _put_right(
+        self, domain: str, odd: Sequence[ClaimedRow], room: Room, until: float | None = None
+    ) -> tuple[list[ClaimedRow], int]:
+        """What is odd about some rows. If one of them cannot be put right, they are halved until it is found. One
+        that needs a row that somebody has locked stays leased: it is for later, when its lease has run out. Any
+        other is set aside, with what went wrong: no row may cost more than itself."""
         limit = self._settings.max_payload_bytes
         try:
             operation = put_right(domain=domain, worker=self._worker, odd=odd, max_bytes=limit, room=room)
             return self._link.run(operation)
-        except psycopg.OperationalError as error:
-            if not is_locked(error):
+        except Exception as error:
+            if not is_locked(error) and is_of_the_database(error, is_lost=self._link.conn_is_lost()):
                 raise
-        if len(odd) == 1:
-            logger.warning("message %d of domain %s needs a row that somebody has locked", odd[0].msg_id, domain)
-            return [], 0
+            if len(odd) == 1:
+                self._leave_or_set_aside(domain, odd[0], error)
+                return [], 0
         right: list[ClaimedRow] = []
-        adopted, until = 0, monotonic() + LOCKED_SECONDS
-        for row in odd:
+        adopted, until = 0, until or monotonic() + LOCKED_SECONDS
+        half = len(odd) // 2
+        for some in (odd[:half], odd[half:]):
             if monotonic() > until:
-                break  # many are locked: the others come back, too, when their leases have run out
-            some, more = self._put_right(domain, [row], room.without(right))
-            right += some
-            adopted += more
+                break  # much is locked or odd: the rest comes back when its leases have run out
+            more, taken = self._put_right(domain, some, room.without(right), until)
+            right += more
+            adopted += taken
         return right, adopted
+
+    def _leave_or_set_aside(self, domain: str, row: ClaimedRow, error: Exception) -> None:
+        if is_locked(error):
+            logger.warning("message %d of domain %s needs a row that somebody has locked", row.msg_id, domain)
+            return
+        if row.id is not None and is_passing(error):
+            logger.warning("message %d of domain %s stays leased for now: %s", row.msg_id, domain, error)
+            return
+        reason = f"it could not be read: {type(error).__name__}: {str(error).strip()}"
+        logger.error("message %d of domain %s is set aside: %s", row.msg_id, domain, reason)
+        try:
+            self._link.run(set_aside(domain=domain, worker=self._worker, row=row, reason=reason))
+        except Exception as again:
+            if is_of_the_database(again, is_lost=self._link.conn_is_lost()):
+                raise
+            logger.exception("message %d of domain %s cannot be set aside; it stays leased", row.msg_id, domain)
 
     def _note_work(self) -> None:
         now = monotonic()

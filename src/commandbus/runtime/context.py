@@ -157,6 +157,11 @@ class _Context:
         return self._services.default_max_attempts
 
     @property
+    def internal_id(self) -> int:
+        """The number of the command's row, as `commandbus show` tells it (#7)."""
+        return self._attempt.id
+
+    @property
     def worker(self) -> str:
         """The id of the worker that runs this."""
         return self._services.worker

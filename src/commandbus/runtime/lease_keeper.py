@@ -14,6 +14,7 @@ settler.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
@@ -33,6 +34,7 @@ from commandbus.settings import Settings
 logger = safe_logger("commandbus.worker")
 
 PROGRESS_SECONDS = 1.0
+MOST_TO_LOOK_AT = 1000
 
 
 class LeaseKeeper(DatabaseService):
@@ -53,6 +55,8 @@ class LeaseKeeper(DatabaseService):
         self._worker = worker
         self._held = held
         self._on_cancel = on_cancel
+        self._looking = threading.Lock()
+        self._to_look_at: set[tuple[str, int]] = set()  # messages whose commands are said to be canceled
         self._skipped: list[Callable[[], None]] = []  # orders to renew whose queue row another transaction held
 
     def renew_now(self, attempt: Attempt) -> Future[bool]:
@@ -101,8 +105,13 @@ class LeaseKeeper(DatabaseService):
         return answer
 
     def look_for_cancel(self, domain: str, msg_id: int) -> None:
-        """Somebody asked to cancel a command, perhaps one of ours."""
-        self.order(lambda: self._ask_cancels(domain, msg_id))
+        """Somebody asked to cancel a command, perhaps one of ours. Anybody can say so, as often as they like."""
+        with self._looking:
+            is_first = not self._to_look_at
+            if len(self._to_look_at) < MOST_TO_LOOK_AT:  # of the others the next renewal tells
+                self._to_look_at.add((domain, msg_id))
+        if is_first:
+            self.order(self._ask_cancels)
 
     def round(self) -> None:
         self._orders.extend(self._skipped)
@@ -184,9 +193,14 @@ class LeaseKeeper(DatabaseService):
                 attempt.renewed_at = max(attempt.renewed_at, sent_at + more)
             _answer(answer, is_held=not renewal.lost)
 
-    def _ask_cancels(self, domain: str, msg_id: int) -> None:
-        attempts = [item for item in self._held() if item.msg_id == msg_id and item.domain == domain]
-        if attempts:
+    def _ask_cancels(self) -> None:
+        with self._looking:
+            said, self._to_look_at = self._to_look_at, set()
+        by_domain: dict[str, list[Attempt]] = {}
+        for attempt in self._held():
+            if (attempt.domain, attempt.msg_id) in said:
+                by_domain.setdefault(attempt.domain, []).append(attempt)
+        for domain, attempts in by_domain.items():
             held = [(attempt.msg_id, attempt.read_ct) for attempt in attempts]
             self._pass_on(attempts, self._link.run(pending_cancels(domain, self._worker, held)))
 

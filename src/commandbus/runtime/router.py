@@ -54,7 +54,7 @@ def handler_of(manager: BaseProcessManager[Any]) -> Callable[..., Any]:
         for n in range(TRIES):
             try:
                 with ctx.transaction() as tx:
-                    end = _answer(_talk(manager, command, tx, tx.max_bytes, is_again=n > 0), tx.connection)
+                    end = _answer(_talk(manager, command, ctx.internal_id, tx, is_again=n > 0), tx.connection)
             except ProcessMovedError:
                 ctx.raise_if_cancelled()
                 continue
@@ -71,7 +71,7 @@ def handler_of(manager: BaseProcessManager[Any]) -> Callable[..., Any]:
         for n in range(TRIES):
             try:
                 async with ctx.transaction() as tx:
-                    talk = _talk(manager, command, tx, tx.max_bytes, is_again=n > 0)
+                    talk = _talk(manager, command, ctx.internal_id, tx, is_again=n > 0)
                     end = await _answer_async(talk, tx.connection)
             except ProcessMovedError:
                 ctx.raise_if_cancelled()
@@ -102,18 +102,22 @@ def _contended(command: Command) -> TransientCommandError:
     )
 
 
-def _talk(manager: BaseProcessManager[Any], command: Command, tx: Any, max_bytes: int, *, is_again: bool) -> Talk:
+def _talk(manager: BaseProcessManager[Any], command: Command, row_id: int, tx: Any, *, is_again: bool) -> Talk:
     """Handle one message, up to its removal."""
-    data = command.data
+    data, max_bytes = command.data, tx.max_bytes
     process_id = data.get("process") if isinstance(data, dict) else None
     loaded: Loaded | None = None
     if isinstance(process_id, str):
         if is_again:
             yield line_up(command.domain, process_id)
-        loaded = yield load(command.domain, process_id)
+        loaded = yield load(command.domain, process_id, message=row_id)
     if loaded is None or loaded.view.process_type != command.command_type:
         what = f"there is no process {names.shown(process_id)} of type {command.command_type!r}"
         yield set_aside(command.domain, None, data, what)
+        return End()
+    if not loaded.is_its_message:
+        what = f"somebody sent it as a command: it is no message of process {names.shown(process_id)}"
+        yield set_aside(command.domain, loaded.id, data, what)
         return End()
     try:
         message = read_message(data)

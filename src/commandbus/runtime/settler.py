@@ -156,7 +156,7 @@ class Settler(DatabaseService):
         """Write these, together if that is possible; raises while the database is away."""
         try:
             self._write_once(domain, items, in_doubt=self._in_doubt)
-        except psycopg.Error as error:
+        except Exception as error:
             if is_locked(error):
                 self._write_around_locks(domain, items, error)
             elif is_passing(error, is_lost=self._link.conn_is_lost()):
@@ -169,7 +169,7 @@ class Settler(DatabaseService):
         else:
             self._in_doubt = False
 
-    def _write_around_locks(self, domain: str, items: Sequence[Item], error: psycopg.Error) -> None:
+    def _write_around_locks(self, domain: str, items: Sequence[Item], error: Exception) -> None:
         """Somebody holds a lock that one of them needs: first apart by what they need, then one by one."""
         apart: dict[str, list[Item]] = {}
         for item in items:
@@ -242,7 +242,7 @@ class Settler(DatabaseService):
         text = "attempt number %d of command %s was refused: it no longer held its lease"
         logger.warning(text, attempt.number, attempt.command_id, extra=extra)
 
-    def _store_the_failure_instead(self, item: Item, error: psycopg.Error) -> None:
+    def _store_the_failure_instead(self, item: Item, error: Exception) -> None:
         self._unwritten.pop(id(item), None)
         attempt, ended = item
         logger.error(
@@ -301,8 +301,9 @@ class _Aside:
         return longest if soonest is None else max(0.0, min(longest, soonest - monotonic()))
 
 
-def _unstorable(attempt: Attempt, error: psycopg.Error) -> Settlement:
-    reason = f"its outcome could not be stored: {error.diag.message_primary or error}"
+def _unstorable(attempt: Attempt, error: Exception) -> Settlement:
+    said = error.diag.message_primary if isinstance(error, psycopg.Error) else None
+    reason = f"its outcome could not be stored: {said or error}"
     failure = describe(PermanentCommandError(reason, code="UNSTORABLE"))
     return attempt.fail(Judgement(Verdict.PERMANENT, failure))
 

@@ -12,13 +12,13 @@ WITH input AS MATERIALIZED (
     SELECT q.msg_id, q.enqueued_at
       FROM pgmq.{queue} q
      WHERE q.msg_id = ANY (ARRAY(SELECT m FROM input))
-       AND q.headers ->> 'held_by' = %(worker)s
+       AND q.headers -> 'held_by' = to_jsonb(%(worker)s::text)
      ORDER BY q.msg_id
        FOR UPDATE
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, created_at, max_attempts,
                                     correlation_id, reply_to, headers, data, timeout, attempt_base, waived)
-    SELECT %(domain)s, i, t, msg_id, enqueued_at, x, c, r, h, d, o, -k, k
+    SELECT %(domain)s, i, t, msg_id, greatest(least(enqueued_at, now()), 'epoch'), x, c, r, h, d, o, -k, k
       FROM held JOIN input ON m = msg_id
     ON CONFLICT (domain, command_id) DO NOTHING
     RETURNING id, msg_id

@@ -18,8 +18,10 @@
 -- A command of a paused type, or of one whose breaker is not closed and whose probe it is not, is marked and gets parked
 -- by flow/claim.py. What is paused or broken is looked up once, and not at all where nothing was claimed.
 --
--- A message is a command's if the command says so too (msg_id and domain): any client can write {"command": 7}.
--- The last vt is clamped to what psycopg can load: a foreign client may send with any, -infinity too.
+-- A message is a command's if the command says so too (msg_id and domain) and waits: any client can write
+-- {"command": 7}, and with the msg_id of a command that has ended. What else a message or its headers say is not read
+-- here: 81 KB of jsonb can be a gigabyte of text. Moments and counts are clamped to what psycopg and the next claim can
+-- bear: a foreign client may write any, -infinity too.
 WITH picked AS MATERIALIZED (
     SELECT ctid, vt
       FROM pgmq.{queue}
@@ -36,26 +38,28 @@ WITH picked AS MATERIALIZED (
     SELECT command_type, probe FROM commandbus.breaker WHERE domain = %(domain)s AND state <> 'CLOSED'
 ), leased AS (
     UPDATE pgmq.{queue}
-       SET read_ct = read_ct + 1,
+       SET read_ct = least(read_ct, 100000000) + 1,
            vt = now() + make_interval(secs => %(lease)s),
            headers = CASE WHEN headers IS NULL THEN (SELECT holder FROM holder)
                           ELSE (SELECT holder FROM holder) || jsonb_build_object('before', headers) END
      WHERE ctid = ANY (ARRAY(SELECT ctid FROM picked))
-    RETURNING msg_id, read_ct, message, headers -> 'before' AS before
+    RETURNING msg_id, read_ct, message, headers ? 'before' AS is_lost
 )
-SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, c.attempt_base, c.waived,
-       c.max_attempts, c.correlation_id, c.reply_to, c.headers::text, c.created_at,
+SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, least(c.attempt_base, 2000000000), c.waived,
+       c.max_attempts, c.correlation_id, c.reply_to, c.headers::text,
+       greatest(least(c.created_at, now()), 'epoch'),
        c.command_type = ANY (ARRAY(SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s))
            OR (c.command_type = ANY (ARRAY(SELECT command_type FROM broken))
                AND c.id <> ALL (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL))),
-       l.before::text, CASE WHEN c.id IS NULL THEN l.message::text END, greatest((SELECT max(vt) FROM picked), 'epoch'), now(),
+       NULLIF(l.is_lost, false), NULL, greatest((SELECT max(vt) FROM picked), 'epoch'), now(),
        c.timeout, c.suspect, c.step, c.batch, c.id = ANY (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL)),
        c.quarantine, c.alone
   FROM leased l
   LEFT JOIN LATERAL (
        SELECT *
          FROM commandbus.command
-        WHERE id = CASE WHEN l.message ->> 'command' ~ '^[0-9]{1,18}$'
+        WHERE id = CASE WHEN jsonb_typeof(l.message -> 'command') IN ('number', 'string')
+                             AND l.message ->> 'command' ~ '^[0-9]{1,18}$'
                         THEN (l.message ->> 'command')::bigint END
-       OFFSET 0) c ON c.msg_id = l.msg_id AND c.domain = %(domain)s
+       OFFSET 0) c ON c.msg_id = l.msg_id AND c.domain = %(domain)s AND c.status = 'PENDING'
  ORDER BY l.msg_id

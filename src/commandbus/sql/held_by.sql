@@ -9,23 +9,24 @@ WITH held AS MATERIALIZED (
       FROM pgmq.{queue}
      WHERE vt > now() - make_interval(secs => %(past)s)
        AND vt <= now() + make_interval(secs => %(lease)s)
-       AND headers ->> 'held_by' = %(worker)s
+       AND headers -> 'held_by' = to_jsonb(%(worker)s::text)
     UNION
     SELECT msg_id, read_ct, message, headers
       FROM pgmq.{queue}
      WHERE msg_id = ANY (%(running)s::bigint[])
-       AND headers ->> 'held_by' = %(worker)s
+       AND headers -> 'held_by' = to_jsonb(%(worker)s::text)
 )
-SELECT h.msg_id, h.read_ct, c.id, c.command_id, c.command_type, NULL, c.attempt_base, c.waived, c.max_attempts,
-       c.correlation_id, c.reply_to, NULL, c.created_at, false, (h.headers -> 'before')::text,
-       CASE WHEN c.id IS NULL THEN h.message::text END, now(), now(), c.timeout, c.suspect,
+SELECT h.msg_id, h.read_ct, c.id, c.command_id, c.command_type, NULL, least(c.attempt_base, 2000000000), c.waived, c.max_attempts,
+       c.correlation_id, c.reply_to, NULL, greatest(least(c.created_at, now()), 'epoch'), false,
+       NULLIF(h.headers ? 'before', false), NULL, now(), now(), c.timeout, c.suspect,
        c.step, c.batch, false, c.quarantine, c.alone,
        h.headers ? 'cancel', h.headers -> 'cancel' ->> 'by', h.headers -> 'cancel' ->> 'reason'
   FROM held h
   LEFT JOIN LATERAL (
        SELECT *
          FROM commandbus.command
-        WHERE id = CASE WHEN h.message ->> 'command' ~ '^[0-9]{1,18}$'
+        WHERE id = CASE WHEN jsonb_typeof(h.message -> 'command') IN ('number', 'string')
+                             AND h.message ->> 'command' ~ '^[0-9]{1,18}$'
                         THEN (h.message ->> 'command')::bigint END
-       OFFSET 0) c ON c.msg_id = h.msg_id AND c.domain = %(domain)s
+       OFFSET 0) c ON c.msg_id = h.msg_id AND c.domain = %(domain)s AND c.status = 'PENDING'
  ORDER BY h.msg_id

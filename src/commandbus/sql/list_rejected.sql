@@ -1,5 +1,6 @@
--- Messages that were moved aside, newest first, before a given id. Locks: none. Index: the key, backwards.
-SELECT id, domain, msg_id, message::text, headers::text, reason, rejected_at
+-- Messages that were moved aside, newest first, before a given id, by their previews: nothing is expanded. Locks: none.
+-- Index: the key, backwards.
+SELECT id, domain, msg_id, preview, reason, rejected_at
   FROM commandbus.rejected_message
  WHERE (%(domain)s::text IS NULL OR domain = %(domain)s)
    AND (%(before_id)s::bigint IS NULL OR id < %(before_id)s)

@@ -14,7 +14,7 @@ WITH paused AS MATERIALIZED (
 ), held AS MATERIALIZED (
     SELECT q.msg_id, q.read_ct, q.headers -> 'cancel' AS cancel
       FROM pgmq.{queue} q
-     WHERE q.msg_id = ANY (ARRAY(SELECT m FROM input)) AND q.headers ->> 'held_by' = %(worker)s
+     WHERE q.msg_id = ANY (ARRAY(SELECT m FROM input)) AND q.headers -> 'held_by' = to_jsonb(%(worker)s::text)
      ORDER BY q.msg_id
        FOR UPDATE
 ), fenced AS MATERIALIZED (

@@ -4,5 +4,5 @@ SELECT i.m, i.r, q.headers -> 'cancel' ->> 'by', q.headers -> 'cancel' ->> 'reas
  CROSS JOIN LATERAL (
        SELECT headers
          FROM pgmq.{queue}
-        WHERE msg_id = i.m AND read_ct = i.r AND headers ->> 'held_by' = %(worker)s AND headers ? 'cancel'
+        WHERE msg_id = i.m AND read_ct = i.r AND headers -> 'held_by' = to_jsonb(%(worker)s::text) AND headers ? 'cancel'
        OFFSET 0) q

@@ -3,7 +3,8 @@
 -- since it parked a command: what it says now counts. Of a command that a limit has parked, which limit: how that stands
 -- now is asked for by the caller. One whose turn has come (woken_at) is parked no more.
 -- Locks: none. Indexes: the queue's key, parked_domain_msg_id_key, breaker_pkey.
-SELECT q.msg_id, q.vt, q.read_ct, q.headers ->> 'held_by', q.headers ->> 'since', p.reason,
+SELECT q.msg_id, q.vt, q.read_ct, CASE WHEN jsonb_typeof(q.headers -> 'held_by') = 'string' THEN q.headers ->> 'held_by' END,
+       CASE WHEN jsonb_typeof(q.headers -> 'since') = 'string' THEN q.headers ->> 'since' END, p.reason,
        (q.headers -> 'cancel')::text, (q.headers -> 'progress')::text,
        COALESCE(b.until, p.until), p.note, p.limit_name, b.state, b.is_forced, b.reason
   FROM pgmq.{queue} q

@@ -11,7 +11,7 @@ WITH input AS MATERIALIZED (
     UPDATE pgmq.{queue}
        SET headers = headers - 'before'
      WHERE msg_id = ANY (ARRAY(SELECT m FROM input))
-       AND headers ->> 'held_by' = %(worker)s
+       AND headers -> 'held_by' = to_jsonb(%(worker)s::text)
        AND headers ? 'before'
     RETURNING msg_id, read_ct, headers -> 'cancel' AS cancel
 ), marked AS (

@@ -8,7 +8,7 @@ WITH input AS MATERIALIZED (
 ), held AS MATERIALIZED (
     SELECT q.msg_id, q.read_ct
       FROM pgmq.{queue} q
-     WHERE q.msg_id = ANY (%(msg_ids)s::bigint[]) AND q.headers ->> 'held_by' = %(worker)s
+     WHERE q.msg_id = ANY (%(msg_ids)s::bigint[]) AND q.headers -> 'held_by' = to_jsonb(%(worker)s::text)
        FOR UPDATE SKIP LOCKED
 ), renewed AS (
     UPDATE pgmq.{queue}
@@ -25,6 +25,6 @@ SELECT i.m, i.r, CASE WHEN i.is_renewed THEN 'renewed' WHEN q.headers IS NULL TH
   LEFT JOIN LATERAL (
        SELECT headers
          FROM pgmq.{queue}
-        WHERE msg_id = i.m AND read_ct = i.r AND headers ->> 'held_by' = %(worker)s
+        WHERE msg_id = i.m AND read_ct = i.r AND headers -> 'held_by' = to_jsonb(%(worker)s::text)
        OFFSET 0) q ON true
  WHERE NOT i.is_renewed OR q.headers ? 'cancel'

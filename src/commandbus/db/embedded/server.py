@@ -15,7 +15,6 @@ import os
 import re
 import shlex
 import shutil
-import tempfile
 import threading
 import weakref
 from collections.abc import Mapping
@@ -33,7 +32,13 @@ from commandbus.db.embedded.addresses import (
     remembered_port,
     remove_socket_folder,
 )
-from commandbus.db.embedded.binaries import UNFINISHED, Binaries, choose_binaries, usable_by
+from commandbus.db.embedded.binaries import (
+    Binaries,
+    choose_binaries,
+    make_unfinished,
+    remove_unfinished,
+    usable_by,
+)
 from commandbus.db.embedded.locks import exclusively, open_lock_file, share, try_exclusive
 from commandbus.db.embedded.messages import explained, program_failed
 from commandbus.db.embedded.place import (
@@ -43,7 +48,6 @@ from commandbus.db.embedded.place import (
     choose_place,
     data_version,
     make_folder,
-    remove_unfinished,
 )
 from commandbus.errors import EmbeddedPostgresError
 
@@ -255,7 +259,7 @@ class EmbeddedPostgres:
         share(self._user_lock)
 
     def _initialise(self, place: Place, binaries: Binaries, data: Path) -> None:
-        unfinished = Path(tempfile.mkdtemp(prefix=data.name + UNFINISHED, dir=place.folder))
+        unfinished = make_unfinished(place.folder)
         try:
             if place.account.is_other:
                 os.chown(unfinished, place.account.uid, place.account.gid)
@@ -263,11 +267,11 @@ class EmbeddedPostgres:
             if not self._fsync:
                 arguments.append("--no-sync")
             made = place.account.run(
-                [binaries.program("initdb"), "-D", unfinished, *arguments], limit_seconds=_LIMIT_SECONDS
+                [binaries.program("initdb"), "-D", unfinished / "data", *arguments], limit_seconds=_LIMIT_SECONDS
             )
             if made.returncode != 0:
                 raise program_failed(f"initdb could not make {data}", made.stdout)
-            unfinished.rename(data)
+            (unfinished / "data").rename(data)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
         if self._fsync:

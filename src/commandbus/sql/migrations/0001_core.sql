@@ -120,13 +120,15 @@ CREATE TABLE commandbus.pause (
     PRIMARY KEY (domain, command_type)
 );
 
--- Raw messages that are no commands, moved aside by the claim that met them.
+-- Raw messages that are no commands, moved aside by the claim that met them. preview: the beginning of the message as text,
+-- none if it was not read; lists show it, because a small message may be a gigabyte of text.
 CREATE TABLE commandbus.rejected_message (
     id           bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     domain       text NOT NULL,
     msg_id       bigint NOT NULL,
     message      jsonb,
     headers      jsonb,
+    preview      text,
     reason       text NOT NULL,
     rejected_at  timestamptz NOT NULL DEFAULT now()
 );
