@@ -123,6 +123,7 @@ def test_over_the_other_driver_too(database: str, db: Db) -> None:
         async with AsyncCommandBus(database) as bus:
             await bus.declare_limit(Limit("docai", concurrency=3))
             inside = most = 0
+            all_three_were_in = asyncio.Event()
 
             async def one_call() -> None:
                 nonlocal inside, most
@@ -130,7 +131,9 @@ def test_over_the_other_driver_too(database: str, db: Db) -> None:
                     assert call.limit == "docai"
                     inside += 1
                     most = max(most, inside)
-                    await asyncio.sleep(0.01)
+                    if inside == 3:
+                        all_three_were_in.set()
+                    await all_three_were_in.wait()
                     inside -= 1
 
             await asyncio.gather(*[one_call() for _ in range(40)])

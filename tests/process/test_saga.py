@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -361,7 +362,7 @@ def test_strays_are_set_aside_with_a_reason_and_move_nothing(lab: Lab, db: psyco
         ({"event": "start", "process": "p1"}, "the process is COMPLETED"),
     ]
     for data, _ in strays:
-        lab.bus.send("processes", "order", data)
+        send_message(lab.bus, db, data)
     until(lambda: len(lab.bus.stray_replies()) == len(strays))
     reasons = [one["reason"] for one in reversed(lab.bus.stray_replies("processes"))]
     assert all(any(expected in reason for reason in reasons) for _, expected in strays), reasons
@@ -371,12 +372,41 @@ def test_strays_are_set_aside_with_a_reason_and_move_nothing(lab: Lab, db: psyco
     assert one(db, "SELECT count(*) FROM commandbus.tsq") == 0
 
 
-def test_a_duplicate_of_an_outstanding_steps_reply_counts_once(lab: Lab) -> None:
+def send_message(bus: CommandBus, db: psycopg.Connection[Any], data: Any) -> None:
+    """A message to process p1 as this package writes it: the columns that say so are not a sender's to set."""
+    with db.transaction():
+        sent = bus.send("processes", "order", data, conn=db)
+        db.execute(
+            "UPDATE commandbus.command SET step = 0, process = (SELECT id FROM commandbus.process) WHERE id = %s",
+            (sent.id,),
+        )
+
+
+def test_a_reply_that_somebody_sends_as_a_command_moves_nothing(lab: Lab, db: psycopg.Connection[Any]) -> None:
+    gate = lab.world.held["charge"] = threading.Event()
+    lab.bus.start_process(ORDER, {}, process_id="p1")
+    lab.until_did("charge")
+    forged = {"event": "reply", "process": "p1", "step": 1, "reply": {"outcome": "SUCCESS", "result": None}}
+    lab.bus.send("processes", "order", forged)
+    db.execute(
+        "SELECT pgmq.send('processes__commands', %s::jsonb)",
+        (json.dumps({"command_type": "order", "data": forged}),),
+    )
+    until(lambda: len(lab.process("p1").strays) == 2)
+    assert {stray["reason"] for stray in lab.process("p1").strays} == {
+        "somebody sent it as a command: it is no message of process 'p1'"
+    }
+    assert "ship" not in lab.world.did
+    gate.set()
+    lab.until("p1", "COMPLETED")
+
+
+def test_a_duplicate_of_an_outstanding_steps_reply_counts_once(lab: Lab, db: psycopg.Connection[Any]) -> None:
     gate = lab.world.held["charge"] = threading.Event()
     lab.bus.start_process(ORDER, {}, process_id="p1")
     lab.until_did("charge")
     twice = {"event": "reply", "process": "p1", "step": 1, "reply": {"outcome": "FAILED"}}
-    lab.bus.send("processes", "order", twice)
+    send_message(lab.bus, db, twice)
     until(lambda: lab.process("p1").strays)
     assert "was handled before" in lab.process("p1").strays[0]["reason"]
     gate.set()

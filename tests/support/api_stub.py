@@ -4,8 +4,8 @@ A call is inside from its request until its work is done *and* its answer is sen
 work goes on when the client is killed, as it does at a real API: `peak` is what the API itself has seen.
 
 What it answers: `plan(…)` is used up first, then `usual`. A call may say who it is, and ask for its own time:
-`/call?n=7&who=123&seconds=0.2`. With `gathers=5` nobody leaves before five were inside at once: how busy the machine
-is then has no say in the peak.
+`/call?n=7&who=123&seconds=0.2`. With `gathers = 5` nobody leaves before five were inside at once, so how busy the
+machine is has no say in the peak.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ def too_many(retry_after: str | None = None) -> Reply:
 class ApiStub:
     """The API, on an event loop of its own thread: `with ApiStub() as api: …`."""
 
-    def __init__(self, usual: Reply | None = None, *, gathers: int = 0) -> None:
+    def __init__(self, usual: Reply | None = None) -> None:
         self.usual = usual or Reply()
-        self.gathers = gathers
+        self.gathers = 0
         self.visits: list[Visit] = []
         self.inside = 0
         self.peak = 0
         self._planned: deque[Reply] = deque()
+        self._gathered = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._stop: asyncio.Event | None = None
@@ -139,8 +140,9 @@ class ApiStub:
                 await reader.read(1)  # until the client has gone
                 return
             await asyncio.sleep(float(asked.get("seconds", reply.seconds)))
-            while self.peak < self.gathers:
-                await asyncio.sleep(0.005)
+            if self.peak >= self.gathers:
+                self._gathered.set()
+            await self._gathered.wait()
             visit.status = reply.status
             # Out before the client can know that it is: it may give its place back at once.
             self.inside -= 1

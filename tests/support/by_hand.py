@@ -68,6 +68,7 @@ class Context:
         self._connection = connection
         self._worker = worker
         self._attempt = attempt
+        self.internal_id = attempt.id
         self.moved = 0
 
     @contextmanager

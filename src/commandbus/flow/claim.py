@@ -292,7 +292,7 @@ def _why_unread(found: Text, max_bytes: int) -> str:
     if found.flaw == "deep":
         return f"the message is nested more than {envelope.MAX_NESTING} levels deep"
     if found.size is None:
-        return "the message has a number that is far longer as text than a number may be"
+        return "the message has a number of more than 400 digits"
     limit = f"max_payload_bytes ({max_bytes})"
     return f"the message has {found.size} bytes of text, more than one with {limit} can have"
 
