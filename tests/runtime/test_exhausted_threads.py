@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -113,8 +112,9 @@ def test_the_slot_of_a_stuck_attempt_comes_back_when_there_are_threads_again(
     threads.are_left = False
     until(lambda: verdicts(db, "h") == [(1, "EXHAUSTED")])
     until(lambda: threads.refused)
+    refused = threads.refused
     bus.send("orders", "quick", command_id="q", max_attempts=1)
-    time.sleep(0.3)
+    until(lambda: threads.refused > refused)  # a slot was to be replaced again, in vain
     threads.are_left = True
     until_settled(db)
     found = bus.get_command("orders", "q")

@@ -10,12 +10,11 @@ from typing import Any
 
 import psycopg
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from commandbus import CommandBus, CommandStatus, HandlerRegistry, Limit, NewCommand, Worker
 from commandbus.flow.inspect import list_rejected
-from support.running import examples
+from support.running import drawn
 from support.waiting import one, until
 
 Db = psycopg.Connection[Any]
@@ -258,6 +257,46 @@ def test_a_stranger_cannot_stop_a_limit_by_saying_that_it_is_closed(
         liar.join()
 
 
+# What somebody with rights on the table may have done to a limit.
+LIMIT_CHANGES = {
+    "holders": """holders = '{"x": "soon", "y": null, "z": [1]}'""",
+    "holders_list": "holders = '[1, 2]'",
+    "huge_holders": f"""holders = '{{"x": {HUGE}}}'""",
+    "tat": "tat = 'nan'",
+    "infinite_tat": "tat = 'infinity'",
+    "step": "step = 2147483647, until = now()",
+    "until": "until = 'infinity', step = 1",
+    "until_long_ago": "until = '-infinity', step = 1",
+    "opened": "is_open = true, opened_at = 'infinity', open_until = '-infinity', failures = 2147483647",
+    "probe": "probe = repeat('x', 100000), probe_until = 'infinity'",
+    "counts": "granted = 9223372036854775807, waits = 9223372036854775807, waited_seconds = 'nan'",
+    "lease": "lease = 'nan'",
+    "endless_lease": "lease = 'infinity'",
+    "declared": "declared = '[1]'",
+    "no_declaration": "declared = NULL",
+    "odd_override": """override = '{"concurrency": "many"}'""",
+    "changed_at": "changed_at = 'infinity'",
+    "backoff": "backoff = '{}', step = 3, until = now()",
+}
+
+
+@pytest.mark.parametrize("name", LIMIT_CHANGES)
+def test_an_odd_limit_holds_up_its_own_commands_alone(
+    bus: CommandBus, db: Db, limited: HandlerRegistry, start_worker: StartWorker, name: str
+) -> None:
+    bus.declare_limit(Limit("odd", concurrency=5))
+    limited.register("orders", "odd", lambda ctx: "done", limits=["odd"])
+    worker = start_worker(limited)
+    until_good(bus, [bus.send("orders", "odd").command_id], worker)
+    db.execute(f"UPDATE commandbus.limits SET {LIMIT_CHANGES[name]} WHERE name = 'odd'".encode())
+    bus.send_many("orders", [NewCommand("odd") for _ in range(3)])
+    until_good(bus, send_good(bus) + [bus.send("orders", "page").command_id for _ in range(5)], worker)
+    db.execute("SELECT pg_notify('commandbus_limits', 'wake odd'), pg_notify('commandbus_limits', 'closed odd')")
+    until_good(bus, [bus.send("orders", "page").command_id for _ in range(5)], worker)
+    assert worker.health_status.critical_reasons == []
+    assert worker.stop().is_clean
+
+
 # --- arbitrary ones ---------------------------------------------------------------------------------------------
 
 scalars = (
@@ -277,25 +316,62 @@ messages = st.dictionaries(keys, documents | st.just("work"), max_size=5) | docu
 def test_arbitrary_messages_and_notifications_next_to_good_work(
     bus: CommandBus, db: Db, limited: HandlerRegistry, start_worker: StartWorker
 ) -> None:
+    rows = st.lists(st.tuples(messages, st.none() | messages, st.integers(-(2**31), 2**31 - 1)), max_size=5)
+    said = st.lists(st.tuples(st.sampled_from(CHANNELS), texts | st.sampled_from(WORDS)), max_size=5)
+    played = drawn(st.tuples(rows, said), 40, thorough=400)
     worker = start_worker(limited, visibility_timeout=30)
-
-    @settings(
-        max_examples=examples(40, thorough=400),
-        deadline=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture],
-    )
-    @given(
-        rows=st.lists(st.tuples(messages, st.none() | messages, st.integers(-(2**31), 2**31 - 1)), max_size=5),
-        said=st.lists(st.tuples(st.sampled_from(CHANNELS), texts | st.sampled_from(WORDS)), max_size=5),
-    )
-    def play(rows: list[tuple[Any, Any, int]], said: list[tuple[str, str]]) -> None:
-        for message, headers, read_ct in rows:
+    for inserted, notified in played:
+        for message, headers, read_ct in inserted:
             insert(db, (str(read_ct), "now()", "now()", json.dumps(message), json.dumps(headers)))
-        for channel, word in said:
+        for channel, word in notified:
             db.execute("SELECT pg_notify(%s, %s)", (channel, word))
         until_good(bus, send_good(bus, 2), worker)
-
-    play()
     until(lambda: one(db, "SELECT count(*) FROM pgmq.q_orders__commands") == 0)
     assert worker.health_status.critical_reasons == []
     assert worker.stop().is_clean
+
+
+numbers = st.integers(-(2**31), 2**31 - 1)
+floats = st.sampled_from(["nan", "infinity", "-infinity", "-1", "0", "1e-300", "1e300", "0.5"])
+moments = st.sampled_from(["infinity", "-infinity", "4713-01-01 BC", "200000-01-01", "1999-12-31 23:59:60"])
+COLUMNS: dict[str, st.SearchStrategy[Any]] = {
+    "reply_to": texts,
+    "correlation_id": texts,
+    "command_type": texts | st.just("work"),
+    "attempt_base": numbers,
+    "waived": numbers,
+    "max_attempts": st.none() | numbers,
+    "timeout": st.none() | floats,
+    "batch": st.none() | st.integers(-(2**63), 2**63 - 1),
+    "process": st.none() | st.integers(-(2**63), 2**63 - 1),
+    "step": st.none() | numbers,
+    "created_at": moments,
+    "headers": documents.map(json.dumps),
+    "data": documents.map(json.dumps),
+    "quarantine": st.booleans(),
+    "suspect": st.integers(-(2**15), 2**15 - 1),
+    "alone": st.booleans(),
+}
+changes = st.lists(st.sampled_from(sorted(COLUMNS)), min_size=1, max_size=4, unique=True).flatmap(
+    lambda names: st.fixed_dictionaries({name: COLUMNS[name] for name in names})
+)
+
+
+def test_arbitrary_command_rows_next_to_good_work(
+    bus: CommandBus, db: Db, limited: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    played = drawn(st.lists(changes, max_size=4), 40, thorough=400)
+    worker = start_worker(limited, visibility_timeout=30, max_attempts=1)
+    for rows in played:
+        with db.transaction():
+            for row in rows:
+                sent = bus.send("orders", "work", conn=db)
+                db.execute(
+                    f"UPDATE commandbus.command SET {', '.join(f'{name} = %s' for name in row)} "
+                    f"WHERE id = %s".encode(),
+                    (*row.values(), sent.id),
+                )
+            good = [bus.send("orders", "work", conn=db).command_id for _ in range(2)]
+        until_good(bus, good, worker)
+    until_good(bus, send_good(bus), worker)
+    assert worker.health_status.critical_reasons == []

@@ -17,10 +17,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import SearchStrategy
 from xdist.scheduler import LoadScopeScheduling
+
+T = TypeVar("T")
 
 FAILURES_VARIABLE = "COMMANDBUS_TEST_FAILURES"
 THOROUGH_VARIABLE = "COMMANDBUS_TEST_THOROUGH"
@@ -34,6 +38,20 @@ _FOLDER_KEY = "commandbus_run_folder"
 def examples(usual: int, *, thorough: int) -> int:
     """How many examples a property-based test plays: more with `./dev test --thorough`."""
     return thorough if os.environ.get(THOROUGH_VARIABLE) else usual
+
+
+def drawn(strategy: SearchStrategy[T], usual: int, *, thorough: int) -> list[T]:
+    """Examples for a test beside which a worker's threads run: those use `random`, and hypothesis would take that
+    for the strategy's doing. So they are drawn before."""
+    found: list[T] = []
+
+    @settings(max_examples=examples(usual, thorough=thorough), deadline=None, database=None)
+    @given(strategy)
+    def draw(value: T) -> None:
+        found.append(value)
+
+    draw()
+    return found
 
 
 def list_failures(reporter: Any) -> None:

@@ -64,6 +64,14 @@ def is_of_the_database(error: BaseException, *, is_lost: bool) -> bool:
     return is_lost or (is_passing(error) and error.sqlstate not in OF_A_ROW)
 
 
+def is_of_a_row(error: BaseException) -> bool:
+    """Whether a value in a row is the reason: the server or psycopg cannot take it in, or our own code cannot."""
+    if isinstance(error, psycopg.Error):
+        state = error.sqlstate or ""
+        return isinstance(error, psycopg.DataError) or state.startswith("54") or state in OF_A_ROW
+    return isinstance(error, ValueError | TypeError | LookupError | ArithmeticError | RecursionError)
+
+
 class PassingError(psycopg.OperationalError):
     """An error that passes, of a class that says otherwise. `sqlstate` and `diag` are the original's."""
 

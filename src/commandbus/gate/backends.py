@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from commandbus.db.link import Link
 from commandbus.errors import CommandBusError
 from commandbus.flow.limits import LimitRow
 from commandbus.gate.postgres_backend import PostgresBackend
+from commandbus.gate.row_link import RowLink
 from commandbus.model.limit import Look
 
 
@@ -52,7 +52,7 @@ class Elsewhere(Backend, Protocol):
 class Backends:
     """The back ends of one program."""
 
-    def __init__(self, link: Link, make_elsewhere: Callable[[], Elsewhere] | None) -> None:
+    def __init__(self, link: RowLink, make_elsewhere: Callable[[], Elsewhere] | None) -> None:
         self._postgres = PostgresBackend(link)
         self._make_elsewhere = make_elsewhere
         self._elsewhere: Elsewhere | None = None

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commandbus.clock import boottime, monotonic
-from commandbus.db.link import Link
 from commandbus.errors import CommandBusError, UnknownLimitError
 from commandbus.flow import places
 from commandbus.flow.limits import LimitRow, get_limit
 from commandbus.gate.backends import Backends
 from commandbus.gate.requests import Place
+from commandbus.gate.row_link import RowLink
 from commandbus.logger import safe_logger
 from commandbus.model.standing import Answer
 
@@ -32,7 +32,7 @@ LEAST_SECONDS = 0.05
 class Desk:
     """The limits that this program uses, and the places of them that it holds."""
 
-    def __init__(self, link: Link, backends: Backends) -> None:
+    def __init__(self, link: RowLink, backends: Backends) -> None:
         self.link = link
         self.backends = backends
         self.renew_at = 0.0

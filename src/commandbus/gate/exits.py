@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from commandbus.clock import boottime
-from commandbus.errors import CommandBusError, UnknownLimitError
+from commandbus.errors import CommandBusError
 from commandbus.flow import places
 from commandbus.flow.limits import LimitRow
 from commandbus.gate.desk import Desk
@@ -72,8 +72,8 @@ class Exits:
                     spread=random.random(),  # noqa: S311 - jitter
                 )
             )
-        except UnknownLimitError:
-            logger.warning("limit %s is not known: nobody hears of %s", name, reason)
+        except CommandBusError as error:
+            logger.warning("limit %s cannot be told of %s: %s", name, reason, error)
             return
         _log(name, holder, reason, row, standing)
 
@@ -84,14 +84,14 @@ class Exits:
             row = self._desk.known(name)
             if row.backend != "postgres":
                 self._desk.backends.of(row).give(row, tokens)
+            is_awaited, probe = self._desk.link.run(places.give(name, tokens, good=good))
+            for leave in leaves:
+                if leave.place.token == probe:
+                    self._desk.link.run(places.answer(name, probe, leave.answer, gives=True))
+                    is_awaited = True
         except CommandBusError as error:
             logger.warning("places of limit %s cannot be given back, and their leases end: %s", name, error)
             return
-        is_awaited, probe = self._desk.link.run(places.give(name, tokens, good=good))
-        for leave in leaves:
-            if leave.place.token == probe:
-                self._desk.link.run(places.answer(name, probe, leave.answer, gives=True))
-                is_awaited = True
         if is_awaited:
             self._waker.look_at(name)
 
@@ -110,8 +110,8 @@ class Exits:
                     spread=random.random(),  # noqa: S311 - jitter
                 )
             )
-        except UnknownLimitError:
-            logger.warning("limit %s is gone: nobody hears of %s", place.limit, leave.reason)
+        except CommandBusError as error:
+            logger.warning("limit %s cannot be told of %s: %s", place.limit, leave.reason, error)
             return
         self._desk.remember(row)
         if row.backend != "postgres" and not leave.keeps:

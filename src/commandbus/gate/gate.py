@@ -39,6 +39,7 @@ from commandbus.gate.desk import Desk
 from commandbus.gate.exits import Exits
 from commandbus.gate.line import Line
 from commandbus.gate.requests import Call, Leave, Limited, Place, Visit
+from commandbus.gate.row_link import RowLink
 from commandbus.gate.visits import Visits
 from commandbus.gate.waker import Waker
 from commandbus.logger import safe_logger
@@ -65,8 +66,9 @@ class Gate(DatabaseService):
         super().__init__(settings, name=owner, part="gate", on_end=self._end_with)
         self._owner = owner
         self._on_error = on_error
-        self._backends = Backends(self._link, elsewhere)
-        self._desk = Desk(self._link, self._backends)
+        link = RowLink(self._link)
+        self._backends = Backends(link, elsewhere)
+        self._desk = Desk(link, self._backends)
         self._waker = Waker(self._desk)
         self._exits = Exits(self._desk, self._waker)
         self._visits = Visits(self._desk, self._waker, self._exits, make_token=self._make_token)
@@ -172,7 +174,12 @@ class Gate(DatabaseService):
 
     def judge(self, limited: Limited) -> None:
         """Find out what becomes of a command that its API has refused; after what it left was heard."""
-        self.order(lambda: self._visits.judge(limited))
+
+        def judge() -> None:
+            self._exits.let_out()  # orders may come first in a round, and what it left begins the back-off
+            self._visits.judge(limited)
+
+        self.order(judge)
 
     def look(self, name: str) -> Future[tuple[LimitRow, Look]]:
         """How a limit stands, and who holds its places."""

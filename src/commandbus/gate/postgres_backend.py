@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commandbus.db.link import Link
 from commandbus.flow import places
 from commandbus.flow.limits import LimitRow, get_limit
+from commandbus.gate.row_link import RowLink
 from commandbus.model.limit import Look
 
 
@@ -15,7 +15,7 @@ class PostgresBackend:
 
     mode = "postgres"
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RowLink) -> None:
         self._link = link
 
     def take(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:

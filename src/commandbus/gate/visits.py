@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from commandbus.clock import monotonic
-from commandbus.errors import CommandBusError, UnknownLimitError
+from commandbus.errors import CommandBusError
 from commandbus.flow import places
 from commandbus.flow.limits import LimitRow
 from commandbus.flow.places import Turn
@@ -22,6 +22,9 @@ from commandbus.gate.desk import Desk
 from commandbus.gate.exits import Exits
 from commandbus.gate.requests import Limited, Place, Refusal, Visit, no_such, refuse
 from commandbus.gate.waker import Waker
+from commandbus.logger import safe_logger
+
+logger = safe_logger("commandbus.limits")
 
 PARKING_SECONDS = 5.0
 
@@ -72,13 +75,13 @@ class Visits:
         """Find out what becomes of a command that its API has refused."""
         try:
             row = self._desk.row(limited.limit)
-        except UnknownLimitError:
+            turn = None
+            if limited.is_known:
+                who = [(limited.msg_id, limited.id, limited.attempt_base)]
+                turn = self._desk.link.run(places.turns(limited.domain, who)).get(limited.msg_id)
+        except CommandBusError:  # it is gone, or its row cannot be used
             limited.then(None, None)
             return
-        turn = None
-        if limited.is_known:
-            who = [(limited.msg_id, limited.id, limited.attempt_base)]
-            turn = self._desk.link.run(places.turns(limited.domain, who)).get(limited.msg_id)
         if limited.then(row, turn):
             self.parking.begin(limited.limit)
 
@@ -102,9 +105,12 @@ class Visits:
                 by_domain.setdefault(visit.domain, []).append(visit)
         found: dict[Visit, Turn] = {}
         for domain, visits in by_domain.items():
-            answer = self._desk.link.run(
-                places.turns(domain, [(visit.msg_id, visit.id, visit.attempt_base) for visit in visits])
-            )
+            who = [(visit.msg_id, visit.id, visit.attempt_base) for visit in visits]
+            try:
+                answer = self._desk.link.run(places.turns(domain, who))
+            except CommandBusError as error:
+                logger.warning("turns of commands of domain %s cannot be read: %s", domain, error)
+                continue
             found |= {visit: answer[visit.msg_id] for visit in visits if visit.msg_id in answer}
         return found
 

@@ -57,7 +57,11 @@ class Waker:
 
     def sweep(self) -> None:
         """Find what nobody has asked for: limits with somebody in line, and commands that have waited too long."""
-        found = self._desk.link.run(places.sweep())
+        try:
+            found = self._desk.link.run(places.sweep())
+        except CommandBusError as error:
+            self._say_once("", error)
+            return
         for name in found.limits:
             if name not in self._due:
                 self._wake_next(name)
@@ -69,17 +73,16 @@ class Waker:
                 break
             except psycopg.errors.UndefinedTable:
                 logger.warning("domain %s is gone, and commands of it are parked", domain)
+            except CommandBusError as error:
+                self._say_once(domain, error)
 
     def _wake_next(self, name: str) -> None:
         try:
             row = self._desk.known(name)
             grant = None if row.backend == "postgres" else self._desk.backends.elsewhere(row).keep_for_others
         except CommandBusError as error:
-            if self._unreachable.get(name) != str(error):  # said once
-                self._unreachable[name] = str(error)
-                logger.warning("this program cannot wake who waits for limit %s: %s", name, error)
+            self._say_once(name, error)
             return
-        self._unreachable.pop(name, None)
         mark, barred = f"turn/{secrets.token_hex(4)}/", self.is_barred
         waking = places.wake(
             name, most=MOST_AT_ONCE, seconds=RESERVE_SECONDS, grant=grant, mark=mark, is_barred=barred
@@ -95,7 +98,16 @@ class Waker:
         except psycopg.errors.UndefinedTable as error:
             logger.warning("nobody can be woken at limit %s, a domain of who waits is gone: %s", name, error)
             return
+        except CommandBusError as error:
+            self._say_once(name, error)
+            return
+        self._unreachable.pop(name, None)
         if woken.again_seconds is not None:
             self.look_at(name, woken.again_seconds)
         elif woken.count == MOST_AT_ONCE:
             self.look_at(name)
+
+    def _say_once(self, name: str, error: CommandBusError) -> None:
+        if self._unreachable.get(name) != str(error):
+            self._unreachable[name] = str(error)
+            logger.warning("this program cannot wake who waits for limit %s: %s", name or "(any)", error)

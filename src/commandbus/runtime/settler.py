@@ -2,10 +2,10 @@
 
 Outcomes collect while a statement is under way, so batches grow with the load and a lone outcome goes at once.
 Nothing is given up: while the database is away, or read-only, outcomes wait; a row that another transaction holds
-(`busy`) is tried again. After an error that is not the database's state, rows are settled one by one, and one that
-cannot be stored is settled as a failure that says so. A refused row was settled or claimed by somebody else: the
-fence did its work, and that is logged. One that somebody asked to cancel, and that did not complete, is settled
-as CANCELED.
+(`busy`) is tried again. After an error that is not the database's state, the rows are halved until the one is
+found that cannot be stored; it is settled as a failure that says so. A refused row was settled or claimed by
+somebody else: the fence did its work, and that is logged. One that somebody asked to cancel, and that did not
+complete, is settled as CANCELED.
 
 Somebody's lock holds up the outcomes that need it, and no others: those without a reply go together, those that
 reply go by their queue, and what met a lock waits aside for a moment that grows (`_Aside`). `backlog` says how
@@ -24,7 +24,7 @@ import psycopg
 
 from commandbus import sql
 from commandbus.clock import monotonic
-from commandbus.db.passing import is_locked, is_passing
+from commandbus.db.passing import is_locked, is_of_the_database, is_passing
 from commandbus.db.service import DatabaseService
 from commandbus.errors import PermanentCommandError
 from commandbus.flow.renew import pending_cancels
@@ -159,11 +159,12 @@ class Settler(DatabaseService):
         except Exception as error:
             if is_locked(error):
                 self._write_around_locks(domain, items, error)
-            elif is_passing(error, is_lost=self._link.conn_is_lost()):
+            elif is_of_the_database(error, is_lost=self._link.conn_is_lost()):
                 raise
             elif len(items) > 1:
-                for item in items:
-                    self._write(domain, [item])
+                self._write_halves(domain, items)
+            elif is_passing(error):
+                self._put_aside(domain, "", items, error)
             else:
                 self._store_the_failure_instead(items[0], error)
         else:
@@ -180,18 +181,24 @@ class Settler(DatabaseService):
             return
         (needs,) = apart
         if len(items) > 1 and not needs:
-            half = len(items) // 2
-            self._write(domain, items[:half])
-            self._write(domain, items[half:])
-            return
+            self._write_halves(domain, items)
+        else:
+            self._put_aside(domain, needs, items, error)
+
+    def _write_halves(self, domain: str, items: Sequence[Item]) -> None:
+        """One of them cannot be written: it is found without its neighbors having to pay for it."""
+        half = len(items) // 2
+        self._write(domain, items[:half])
+        self._write(domain, items[half:])
+
+    def _put_aside(self, domain: str, needs: str, items: Sequence[Item], error: Exception) -> None:
         pause = self._aside.add(needs, items)
         for item in items:
             self._unwritten.pop(id(item), None)
-        text = "%s of domain %s: waiting for a lock%s, trying again in %.1f s: %s"
-        where = f" on {needs}" if needs else ""
-        logger.warning(
-            text, counted(len(items), "outcome"), domain, where, pause, str(error).strip().partition("\n")[0]
-        )
+        text = "%s of domain %s cannot be written now%s, trying again in %.1f s: %s"
+        where = f" to {needs}" if needs else ""
+        said = str(error).strip().partition("\n")[0]
+        logger.warning(text, counted(len(items), "outcome"), domain, where, pause, said)
 
     def _write_once(self, domain: str, items: Sequence[Item], *, in_doubt: bool) -> None:
         settlements = [ended for _, ended in items if isinstance(ended, Settlement)]
