@@ -36,7 +36,7 @@ def install(statement: Callable[..., Any]) -> Generator[Any, list[tuple[Any, ...
     present = yield from _present(statement)
     if present is not None:
         return present
-    available = yield statement(b"SELECT 1 FROM pg_available_extensions WHERE name = 'pgmq'")
+    available = yield statement(b"SELECT 1 FROM pg_catalog.pg_available_extensions WHERE name = 'pgmq'")
     if available:
         yield statement(b"SAVEPOINT commandbus_pgmq")
         try:
@@ -67,7 +67,7 @@ def script() -> str:
 
 
 def _present(statement: Callable[..., Any]) -> Generator[Any, list[tuple[Any, ...]], tuple[str, str] | None]:
-    rows = yield statement(b"SELECT extversion FROM pg_extension WHERE extname = 'pgmq'")
+    rows = yield statement(b"SELECT extversion FROM pg_catalog.pg_extension WHERE extname = 'pgmq'")
     if rows:
         version = rows[0][0]
         if _parsed(version) < OLDEST:
@@ -77,8 +77,8 @@ def _present(statement: Callable[..., Any]) -> Generator[Any, list[tuple[Any, ..
             )
         return version, "extension"
     rows = yield statement(
-        b"SELECT attname FROM pg_attribute "
-        b"WHERE attrelid = to_regclass('pgmq.message_record') AND NOT attisdropped"
+        b"SELECT attname FROM pg_catalog.pg_attribute "
+        b"WHERE attrelid = pg_catalog.to_regclass('pgmq.message_record')::oid AND NOT attisdropped"
     )
     if not rows:
         return None

@@ -34,6 +34,8 @@ ALIVE = {
     "keepalives_count": "3",
     "tcp_user_timeout": "12000",
 }
+OWN_SEARCH_PATH = "pg_catalog,pg_temp"
+"""Of our threads' sessions: nobody but the server's owner can put a function or an operator there."""
 _poolers: set[str] = set()  # addresses that refuse settings at the start of a session
 
 
@@ -71,14 +73,18 @@ def lasting_conninfo(conninfo: str | None, **more: Any) -> str:
 
 
 def connect_own(settings: Settings, *, name: str, statement_seconds: float, lock_seconds: float) -> OwnConnection:
-    """A connection for a thread of ours, with limits that the server keeps where it may."""
+    """A connection for a thread of ours, with limits that the server keeps where it may.
+
+    Behind PgBouncer no search path is set, as nothing else is: there it is enough that our statements name the
+    schema of whatever they call.
+    """
     url = check_conninfo(settings.database_url)
     address = lasting_conninfo(url)
     kwargs = connection_kwargs(settings, name=name)
     if settings.prepared_statements and url not in _poolers:
         limits = (
             f"-c statement_timeout={int(statement_seconds * 1000)} -c lock_timeout={int(lock_seconds * 1000)} "
-            "-c default_transaction_isolation=read\\ committed"
+            f"-c default_transaction_isolation=read\\ committed -c search_path={OWN_SEARCH_PATH}"
         )
         options = " ".join(filter(None, [str(conninfo_to_dict(address).get("options") or ""), limits]))
         try:

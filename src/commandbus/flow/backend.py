@@ -21,8 +21,8 @@ class Session(NamedTuple):
     started: int
 
 
-_IT = b""" FROM pg_stat_activity
- WHERE pid = %(pid)s AND (extract(epoch FROM backend_start) * 1000000)::bigint = %(started)s"""
+_IT = b""" FROM pg_catalog.pg_stat_activity
+ WHERE pid = %(pid)s AND (extract(epoch FROM backend_start) * 1000000::numeric)::bigint = %(started)s"""
 
 
 @operation(atomic=False)
@@ -55,13 +55,13 @@ def look_at_backend(session: Session) -> Steps[dict[str, Any] | None]:
 @operation(atomic=False)
 def cancel_backend(session: Session) -> Steps[bool]:
     """Cancel what a session runs; False if this role may not, or it is gone."""
-    return (yield from _signal(b"SELECT pg_cancel_backend(pid)", session))
+    return (yield from _signal(b"SELECT pg_catalog.pg_cancel_backend(pid)", session))
 
 
 @operation(atomic=False)
 def terminate_backend(session: Session) -> Steps[bool]:
     """End a session and wait until it is gone (2 s at most); False if this role may not, or it was gone."""
-    return (yield from _signal(b"SELECT pg_terminate_backend(pid, 2000)", session))
+    return (yield from _signal(b"SELECT pg_catalog.pg_terminate_backend(pid, 2000)", session))
 
 
 def _signal(text: bytes, session: Session) -> Steps[bool]:

@@ -169,7 +169,8 @@ def check_targets(definition: Definition) -> Steps[None]:
     if wanted is not None:
         queues.setdefault(wanted.get("reply_to") or names.queue_of(wanted["domain"]), wanted.get("domain"))
     rows = yield Statement(
-        b"SELECT queue FROM unnest(%(queues)s::text[]) AS queue WHERE to_regclass('pgmq.q_' || queue) IS NOT NULL",
+        b"SELECT queue FROM pg_catalog.unnest(%(queues)s::text[]) AS queue "
+        b"WHERE pg_catalog.to_regclass('pgmq.q_' || queue) IS NOT NULL",
         {"queues": list(queues)},
     )
     missing = [queue for queue in queues if (queue,) not in rows]

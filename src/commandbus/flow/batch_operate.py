@@ -30,6 +30,8 @@ from commandbus.model.batch import BatchCancelReport, BatchRetryReport
 BITE = 1000
 PASSES = 20  # then the rest is left to the workers' sweep: something is moving all the time
 _LOCK_SPACE = 0x636D6262  # "cmbb": advisory locks of cancellations
+_LOCK = b"SELECT pg_catalog.pg_advisory_xact_lock(%(space)s::bigint << 32 | %(key)s::bigint)"
+_TRY_LOCK = b"SELECT pg_catalog.pg_try_advisory_xact_lock(%(space)s::bigint << 32 | %(key)s::bigint)"
 
 
 class Canceling(NamedTuple):
@@ -80,13 +82,13 @@ def mark(domain: str, batch_id: str, what: Deed) -> Steps[Canceling]:
         found.check_isolation("cancel_batch")
     if found.cancel is not None:
         yield Statement(
-            b"UPDATE commandbus.batch SET cancel = (cancel::jsonb - 'done')::json WHERE id = %(id)s",
+            b"UPDATE commandbus.batch SET cancel = (cancel::jsonb - 'done'::text)::json WHERE id = %(id)s",
             {"id": found.id},
         )
         return Canceling(found.id, domain, found.holds, _deed_of(found.cancel))
     yield Statement(
-        b"UPDATE commandbus.batch SET is_open = false, cancel = json_build_object('by', %(by)s::text, "
-        b"'reason', %(reason)s::text, 'at', now()) WHERE id = %(id)s",
+        b"UPDATE commandbus.batch SET is_open = false, cancel = pg_catalog.json_build_object('by', %(by)s::text, "
+        b"'reason', %(reason)s::text, 'at', pg_catalog.now()) WHERE id = %(id)s",
         {"id": found.id, "by": what.operator, "reason": what.reason},
     )
     yield from ask_to_fold(found.id)
@@ -145,10 +147,8 @@ def _alone(canceling: Canceling, step: Operation[Any], *, is_sweep: bool) -> Ste
 
 def _lock(canceling: Canceling, *, is_sweep: bool) -> Steps[bool]:
     """For the rest of the transaction; a sweep does not wait."""
-    verb = b"pg_try_advisory_xact_lock" if is_sweep else b"pg_advisory_xact_lock"
     answer = yield Statement(
-        b"SELECT " + verb + b"(%(space)s::bigint << 32 | %(key)s)",
-        {"space": _LOCK_SPACE, "key": canceling.id & 0xFFFFFFFF},
+        _TRY_LOCK if is_sweep else _LOCK, {"space": _LOCK_SPACE, "key": canceling.id & 0xFFFFFFFF}
     )
     return answer[0][0] is not False
 
@@ -205,7 +205,7 @@ def done(batch: int) -> Steps[None]:
     too: one of its processes may be retried, and must not be cancelled again."""
     yield Statement(
         b"UPDATE commandbus.batch SET cancel = (cancel::jsonb || '{\"done\": true}')::json "
-        b"WHERE id = %(id)s AND cancel ->> 'done' IS NULL",
+        b"WHERE id = %(id)s AND cancel ->> 'done'::text IS NULL",
         {"id": batch},
     )
 

@@ -95,7 +95,8 @@ def open_limit(name: str, what: Deed) -> Steps[bool]:
     if is_forced:
         return False
     yield Statement(
-        b"UPDATE commandbus.limits SET is_open = true, is_forced = true, opened_at = clock_timestamp(), "
+        b"UPDATE commandbus.limits SET is_open = true, is_forced = true, "
+        b"opened_at = pg_catalog.clock_timestamp(), "
         b"open_until = NULL, open_reason = %(reason)s, probe = NULL, probe_until = NULL WHERE name = %(name)s",
         {"name": name, "reason": _by(what)},
     )
@@ -142,7 +143,8 @@ def _close_limit(name: str, what: Deed, action: str) -> Steps[int]:
     yield note_action(f"breaker {name}", action, what)
     yield tell(CHANGED + name)
     rows = yield Statement(
-        b"SELECT count(*) FROM commandbus.parked WHERE limit_name = %(name)s AND woken_at IS NULL", {"name": name}
+        b"SELECT pg_catalog.count(*) FROM commandbus.parked WHERE limit_name = %(name)s AND woken_at IS NULL",
+        {"name": name},
     )
     waiting: int = rows[0][0]
     return waiting

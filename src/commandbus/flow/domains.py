@@ -13,6 +13,9 @@ from commandbus.flow.statement import Statement, Steps, no_schema, operation
 from commandbus.model import roles
 from commandbus.model.names import check_domain, check_queue, queue_of
 
+SAFE_PATH = b"SET LOCAL search_path = pg_catalog, pg_temp"
+"""Until the transaction ends. PGMQ's functions call others by their bare names: they must meet nobody else's."""
+
 
 @dataclass(frozen=True, slots=True)
 class DomainInfo:
@@ -68,6 +71,7 @@ def create_steps(domain: str) -> Steps[bool]:
 
 
 def _create_queue(queue: str) -> Steps[None]:
+    yield Statement(SAFE_PATH)
     try:
         yield Statement(b"SELECT pgmq.create(%(queue)s)", {"queue": queue})
     except pg.InsufficientPrivilege as error:

@@ -24,8 +24,8 @@ from commandbus.model.names import check_queue, queue_of
 LOCK_TIMEOUT = b"SET LOCAL lock_timeout = '500ms'"
 ROW_TIMEOUT = b"SET LOCAL lock_timeout = '1s'"
 _LIMIT_WAITING = (
-    b"WITH before AS MATERIALIZED (SELECT current_setting('lock_timeout') AS value) "
-    b"SELECT value, set_config('lock_timeout', '500ms', true) FROM before"
+    b"WITH before AS MATERIALIZED (SELECT pg_catalog.current_setting('lock_timeout') AS value) "
+    b"SELECT value, pg_catalog.set_config('lock_timeout', '500ms', true) FROM before"
 )
 
 
@@ -86,7 +86,7 @@ def _fold(batches: Sequence[int], *, is_alone: bool) -> Steps[set[int]]:
     for id_, _, *summary in due:
         yield from _send_completion(id_, *summary)
     if before is not None:
-        yield Statement(b"SELECT set_config('lock_timeout', %(before)s, true)", {"before": before})
+        yield Statement(b"SELECT pg_catalog.set_config('lock_timeout', %(before)s, true)", {"before": before})
     return {row[0] for row in rows}
 
 
@@ -142,7 +142,9 @@ def _send_completion(
             b"VALUES (%(queue)s, %(message)s::jsonb, %(reason)s)",
             {"queue": queue, "message": aside, "reason": reason},
         )
-    yield Statement(b"UPDATE commandbus.batch SET completion_sent_at = now() WHERE id = %(id)s", {"id": id_})
+    yield Statement(
+        b"UPDATE commandbus.batch SET completion_sent_at = pg_catalog.now() WHERE id = %(id)s", {"id": id_}
+    )
 
 
 def _send(domain: str, outgoing: send.Outgoing) -> Steps[None]:

@@ -193,8 +193,9 @@ def list_workers() -> Steps[list[WorkerInfo]]:
     """The registry, youngest first."""
     rows = yield Statement(
         b"SELECT id, host, pid, domains, concurrency, version, state, started_at, heartbeat_at, "
-        b"extract(epoch FROM now() - heartbeat_at)::float8, "
-        b"state <> 'STOPPED' AND heartbeat_at > now() - make_interval(secs => %(alive)s), running, settled, "
+        b"extract(epoch FROM pg_catalog.now() - heartbeat_at)::float8, "
+        b"state <> 'STOPPED' AND heartbeat_at > pg_catalog.now() - pg_catalog.make_interval(secs => %(alive)s), "
+        b"running, settled, "
         b"supervisor, health::text "
         b"FROM commandbus.worker ORDER BY started_at DESC",
         {"alive": WORKER_ALIVE_SECONDS},
@@ -362,7 +363,7 @@ def _current(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
     """What only the queue row knows: a running attempt."""
     rows = yield Statement(
         b"SELECT msg_id, attempt_base FROM commandbus.command "
-        b"WHERE domain = %(domain)s AND command_id = %(command_id)s AND status = 'PENDING'",
+        b"WHERE domain = %(domain)s AND command_id = %(command_id)s AND status OPERATOR(pg_catalog.=) 'PENDING'",
         {"domain": domain, "command_id": command_id},
     )
     if not rows:
@@ -384,7 +385,7 @@ def _all_domains() -> Steps[list[str]]:
 def no_queue(domain: str) -> Steps[CommandBusError]:
     """A queue is missing: is it the domain, or all of commandbus?"""
     try:
-        rows = yield Statement(b"SELECT to_regclass('commandbus.domain') IS NULL")
+        rows = yield Statement(b"SELECT pg_catalog.to_regclass('commandbus.domain') IS NULL")
     except pg.InFailedSqlTransaction:  # a lent pool whose connections are not in autocommit mode
         return UnknownDomainError(domain)
     return no_schema() if rows[0][0] else UnknownDomainError(domain)

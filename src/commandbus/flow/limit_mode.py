@@ -163,7 +163,7 @@ def settle(id_: str, held: Held, *, lease: float, pace: Pace, redis: Epochs | No
     lease."""
     before = yield from _lock()
     if redis is None:
-        rows = yield Statement(b"SELECT extract(epoch FROM clock_timestamp())::float8")
+        rows = yield Statement(b"SELECT extract(epoch FROM pg_catalog.clock_timestamp())::float8")
         held = _by_the_clock(held, rows[0][0])
     yield Statement(sql.text("limit_client_say"), {"id": id_, "held": _json(held), "is_lost": redis is None})
     fleet = yield from _fleet(before, lease)

@@ -206,7 +206,7 @@ def set_limit(name: str, options: Mapping[str, Any], home: Home, what: Deed) -> 
     )
     if "max_wait" in options:  # also for those who wait already
         yield Statement(
-            b"UPDATE commandbus.parked SET give_up_at = parked_at + make_interval(secs => %(seconds)s) "
+            b"UPDATE commandbus.parked SET give_up_at = parked_at + pg_catalog.make_interval(secs => %(seconds)s) "
             b"WHERE limit_name = %(name)s AND domain <> '' AND woken_at IS NULL",
             {"name": name, "seconds": effective.max_wait_seconds},
         )
@@ -272,7 +272,7 @@ def note_action(subject: str, action: str, what: Deed, *, details: object = None
 
 def tell(text: str) -> Statement:
     """Tell all gates, when this transaction commits."""
-    return Statement(b"SELECT pg_notify(%(channel)s, %(text)s)", {"channel": CHANNEL, "text": text})
+    return Statement(b"SELECT pg_catalog.pg_notify(%(channel)s, %(text)s)", {"channel": CHANNEL, "text": text})
 
 
 def _store(
@@ -302,7 +302,9 @@ def _store(
 def _lock(name: str) -> Statement:
     """One at a time, also for a limit that is not there yet."""
     return Statement(
-        b"SELECT pg_advisory_xact_lock(hashtext('commandbus limit'), hashtext(%(name)s))", {"name": name}
+        b"SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('commandbus limit'), "
+        b"pg_catalog.hashtext(%(name)s))",
+        {"name": name},
     )
 
 

@@ -19,7 +19,7 @@ from psycopg import errors as pg
 from commandbus import sql
 from commandbus.db import pgmq
 from commandbus.errors import MissingPrivilegeError, SchemaError
-from commandbus.flow.domains import create_steps
+from commandbus.flow.domains import SAFE_PATH, create_steps
 from commandbus.flow.statement import Plan, Statement, Steps, operation
 from commandbus.model.durations import format_seconds
 from commandbus.model.roles import grant_statements
@@ -92,7 +92,7 @@ def migrate(
 @operation(atomic=False)
 def _sleep(seconds: float) -> Steps[None]:
     """On the server, so that the sync and the async driver both can."""
-    yield Statement(b"SELECT pg_sleep(%(seconds)s)", {"seconds": seconds})
+    yield Statement(b"SELECT pg_catalog.pg_sleep(%(seconds)s)", {"seconds": seconds})
 
 
 @operation(atomic=False)
@@ -108,8 +108,10 @@ def _who_blocks() -> Steps[str | None]:
 
 @operation(atomic=True)
 def _migrate_once(domains: Sequence[str]) -> Steps[SchemaState]:
-    yield Statement(b"SELECT pg_advisory_xact_lock(%(key)s)", {"key": LOCK})  # keeps nobody waiting but its like
+    # Keeps nobody waiting but its like.
+    yield Statement(b"SELECT pg_catalog.pg_advisory_xact_lock(%(key)s)", {"key": LOCK})
     yield Statement(_LIMIT)
+    yield Statement(SAFE_PATH)  # what a default or a view calls is looked up once, here
     try:
         return (yield from _migrate(domains))
     except pg.LockNotAvailable as error:
@@ -151,7 +153,7 @@ def _migrate(domains: Sequence[str]) -> Steps[SchemaState]:
 def _grant_again() -> Steps[None]:
     """Roles that were made before must be able to use what is new."""
     rows = yield Statement(
-        b"SELECT s.value FROM commandbus.setting s JOIN pg_roles r ON r.rolname = s.value "
+        b"SELECT s.value FROM commandbus.setting s JOIN pg_catalog.pg_roles r ON r.rolname = s.value "
         b"WHERE s.name = 'role.worker'"
     )
     for (name,) in rows:
@@ -172,9 +174,11 @@ def script() -> str:
     parts = [
         "-- commandbus: the schema, as `commandbus migrate` would apply it. Safe to run again.",
         "BEGIN;",
-        f"SELECT pg_advisory_xact_lock({LOCK});",
+        f"SELECT pg_catalog.pg_advisory_xact_lock({LOCK});",
         "-- Sends must not queue up behind an ALTER TABLE that waits for a long transaction: run it again then.",
         f"{_LIMIT.decode()};",
+        "-- What a default or a view calls is looked up once, here.",
+        f"{SAFE_PATH.decode()};",
         _BEGIN.decode().strip(),
         pgmq.script(),
     ]
@@ -188,9 +192,11 @@ def script() -> str:
         )
     parts.append(
         "INSERT INTO commandbus.setting (name, value)\n"
-        "SELECT 'pgmq_version', COALESCE((SELECT extversion FROM pg_extension WHERE extname = 'pgmq'),\n"
+        "SELECT 'pgmq_version', COALESCE((SELECT extversion FROM pg_catalog.pg_extension "
+        "WHERE extname = 'pgmq'),\n"
         f"                                '{pgmq.packaged_version()}')\n"
-        "UNION ALL SELECT 'pgmq_way', CASE WHEN EXISTS (SELECT FROM pg_extension WHERE extname = 'pgmq')\n"
+        "UNION ALL SELECT 'pgmq_way', CASE WHEN EXISTS (SELECT FROM pg_catalog.pg_extension "
+        "WHERE extname = 'pgmq')\n"
         "                                  THEN 'extension' ELSE 'sql' END\n"
         "ON CONFLICT (name) DO NOTHING;"
     )
@@ -210,7 +216,7 @@ def _look() -> Steps[SchemaState]:
 
 def _state() -> Steps[SchemaState]:
     known = sql.migrations()
-    (exists,) = (yield Statement(b"SELECT to_regclass('commandbus.migration') IS NOT NULL"))[0]
+    (exists,) = (yield Statement(b"SELECT pg_catalog.to_regclass('commandbus.migration') IS NOT NULL"))[0]
     if not exists:
         return SchemaState((), tuple(known), None, None)
     applied = tuple(

@@ -80,7 +80,7 @@ def act_on_all(selection: Selection, what: Deed) -> Plan[int]:
 
 @operation(atomic=False)
 def _now() -> Steps[datetime]:
-    rows = yield Statement(b"SELECT clock_timestamp()")
+    rows = yield Statement(b"SELECT pg_catalog.clock_timestamp()")
     found: datetime = rows[0][0]
     return found
 

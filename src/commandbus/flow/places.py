@@ -71,8 +71,9 @@ def take_probe(name: str, token: str, *, seconds: float | None = None) -> Steps[
     """Find out whether a back-off is over, where places are kept elsewhere; False: somebody else does."""
     rows = yield Statement(
         b"UPDATE commandbus.limits SET probe = %(token)s, "
-        b"probe_until = clock_timestamp() + make_interval(secs => COALESCE(%(seconds)s, lease)) "
-        b"WHERE name = %(name)s AND (probe IS NULL OR probe_until <= clock_timestamp()) RETURNING name",
+        b"probe_until = pg_catalog.clock_timestamp() "
+        b"+ pg_catalog.make_interval(secs => COALESCE(%(seconds)s, lease)) "
+        b"WHERE name = %(name)s AND (probe IS NULL OR probe_until <= pg_catalog.clock_timestamp()) RETURNING name",
         {"name": name, "token": token, "seconds": seconds},
     )
     return bool(rows)
@@ -243,8 +244,9 @@ def line_up(
     yield Statement(
         b"INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since, "
         b"give_up_at, token, note) VALUES ('', %(who)s, %(number)s, 0, 'call', %(name)s, "
-        b"COALESCE(%(since)s, clock_timestamp()), "
-        b"clock_timestamp() + make_interval(secs => %(seconds)s), %(token)s, 'waits inside a program')",
+        b"COALESCE(%(since)s, pg_catalog.clock_timestamp()), "
+        b"pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(seconds)s), %(token)s, "
+        b"'waits inside a program')",
         {"name": name, "token": token, "number": -number, "seconds": seconds, "who": who[:200], "since": since},
     )
 

@@ -55,7 +55,7 @@ def line_up(domain: str, process_id: str) -> Steps[None]:
     Three hundred replies to one process at once, handled by 48 threads: 4 s instead of 14, and none gives up.
     """
     yield Statement(
-        b"SELECT pg_advisory_xact_lock(%(space)s, hashtext(%(process)s))",
+        b"SELECT pg_catalog.pg_advisory_xact_lock(%(space)s, pg_catalog.hashtext(%(process)s))",
         {"space": _LOCK_SPACE, "process": f"{domain}/{process_id}"},
     )
 
@@ -283,7 +283,7 @@ def _set_timer(loaded: Loaded, data: dict[str, Any], seconds: float | None) -> S
     """A message to the process that comes later: at its deadline, or after these seconds."""
     if seconds is None:
         rows = yield Statement(
-            b"SELECT greatest(extract(epoch FROM %(at)s::timestamptz - clock_timestamp()), 0)::float8",
+            b"SELECT greatest(extract(epoch FROM %(at)s::timestamptz - pg_catalog.clock_timestamp()), 0)::float8",
             {"at": loaded.view.deadline_at},
         )
         seconds = rows[0][0]

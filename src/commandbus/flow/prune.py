@@ -87,7 +87,8 @@ def through_id(retention: Retention) -> Steps[int]:
     if retention.count is None:
         return 0
     rows = yield Statement(
-        b"SELECT id FROM commandbus.command WHERE status IN ('COMPLETED', 'FAILED', 'CANCELED') "
+        b"SELECT id FROM commandbus.command "
+        b"WHERE status OPERATOR(pg_catalog.=) ANY ('{COMPLETED,FAILED,CANCELED}') "
         b"ORDER BY id DESC OFFSET %(count)s LIMIT 1",
         {"count": retention.count},
     )

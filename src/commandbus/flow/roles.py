@@ -33,7 +33,7 @@ def print_roles(prefix: str = "commandbus") -> Steps[str]:
 def _statements(prefix: str) -> Steps[list[str]]:
     queues = yield Statement(
         b"SELECT name || '__commands' FROM commandbus.domain UNION ALL "
-        b"SELECT substr(name, 7) FROM commandbus.setting WHERE name LIKE 'queue.%%' ORDER BY 1",
+        b"SELECT pg_catalog.substr(name, 7) FROM commandbus.setting WHERE name LIKE 'queue.%%' ORDER BY 1",
         {},
     )
     statements = roles.create_statements(prefix) + roles.grant_statements(prefix)

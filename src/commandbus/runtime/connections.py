@@ -393,27 +393,31 @@ def _level(name: str) -> IsolationLevel:
     return IsolationLevel[name.upper().replace(" ", "_")]
 
 
-_LIMIT = b"""SELECT current_setting('default_transaction_isolation'),
-    set_config('statement_timeout', %(statement)s, %(local)s), set_config('lock_timeout', %(lock)s, %(local)s),
-    set_config('idle_in_transaction_session_timeout', %(idle)s, %(local)s),
-    CASE WHEN version() LIKE '%%linux%%'
-         THEN set_config('client_connection_check_interval', %(check)s, %(local)s) END,
-    CASE WHEN %(key)s::bigint IS NOT NULL THEN pg_advisory_xact_lock(%(key)s::bigint) END,
-    CASE WHEN %(asks)s THEN pg_backend_pid() END,
-    CASE WHEN %(asks)s THEN (SELECT (extract(epoch FROM backend_start) * 1000000)::bigint
-                               FROM pg_stat_get_activity(pg_backend_pid())) END"""
+_LIMIT = b"""SELECT pg_catalog.current_setting('default_transaction_isolation'),
+    pg_catalog.set_config('statement_timeout', %(statement)s, %(local)s),
+    pg_catalog.set_config('lock_timeout', %(lock)s, %(local)s),
+    pg_catalog.set_config('idle_in_transaction_session_timeout', %(idle)s, %(local)s),
+    CASE WHEN pg_catalog.version() LIKE '%%linux%%'
+         THEN pg_catalog.set_config('client_connection_check_interval', %(check)s, %(local)s) END,
+    CASE WHEN %(key)s::bigint IS NOT NULL THEN pg_catalog.pg_advisory_xact_lock(%(key)s::bigint) END,
+    CASE WHEN %(asks)s THEN pg_catalog.pg_backend_pid() END,
+    CASE WHEN %(asks)s THEN (SELECT (extract(epoch FROM backend_start) * 1000000::numeric)::bigint
+                               FROM pg_catalog.pg_stat_get_activity(pg_catalog.pg_backend_pid())) END"""
 # RESET ALL spares role and session authorization.
 _RESET = b"RESET SESSION AUTHORIZATION; RESET ROLE; RESET ALL; UNLISTEN *; SELECT pg_advisory_unlock_all()"
 
-_REMEMBER = b"""SELECT session_user::text, current_setting('role'),
-    (SELECT coalesce(json_object_agg(name, setting), '{}')::text FROM pg_settings WHERE source = 'session')"""
+_REMEMBER = b"""SELECT session_user::text, pg_catalog.current_setting('role'),
+    (SELECT coalesce(pg_catalog.json_object_agg(name, setting), '{}')::text FROM pg_catalog.pg_settings
+      WHERE source = 'session')"""
 _WHO_IT_WAS = b"""SELECT
-    CASE WHEN session_user <> %(user)s THEN set_config('session_authorization', %(user)s, false) END,
-    CASE WHEN current_setting('role') <> %(role)s THEN set_config('role', %(role)s, false) END"""
+    CASE WHEN session_user <> %(user)s THEN pg_catalog.set_config('session_authorization', %(user)s, false) END,
+    CASE WHEN pg_catalog.current_setting('role') <> %(role)s
+         THEN pg_catalog.set_config('role', %(role)s, false) END"""
 # What was set since and not before gets its default (NULL); what was set before gets that value.
-_AS_IT_WAS = b"""WITH was AS (SELECT key AS name, value AS setting FROM json_each_text(%(settings)s::json)),
-    is_now AS MATERIALIZED (SELECT name, setting FROM pg_settings WHERE source = 'session')
-SELECT set_config(name, was.setting, false)
+_AS_IT_WAS = b"""WITH was AS (SELECT key AS name, value AS setting
+             FROM pg_catalog.json_each_text(%(settings)s::json)),
+    is_now AS MATERIALIZED (SELECT name, setting FROM pg_catalog.pg_settings WHERE source = 'session')
+SELECT pg_catalog.set_config(name, was.setting, false)
   FROM is_now FULL JOIN was USING (name)
  WHERE is_now.setting IS DISTINCT FROM was.setting"""
 

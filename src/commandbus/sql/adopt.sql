@@ -6,25 +6,26 @@
 -- command_domain_command_id_key. The message goes back to the queue: the next claim finds an ordinary command,
 -- whose attempts are counted from there.
 WITH input AS MATERIALIZED (
-    SELECT * FROM json_to_recordset(%(rows)s::json) AS x(m bigint, k integer, i text, t text, x integer, c text,
-                                                         r text, h json, d json, o float8)
+    SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
+        AS x(m bigint, k integer, i text, t text, x integer, c text, r text, h json, d json, o float8)
 ), held AS MATERIALIZED (
     SELECT q.msg_id, q.enqueued_at
       FROM pgmq.{queue} q
      WHERE q.msg_id = ANY (ARRAY(SELECT m FROM input))
-       AND q.headers -> 'held_by' = to_jsonb(%(worker)s::text)
+       AND q.headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
      ORDER BY q.msg_id
        FOR UPDATE
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, created_at, max_attempts,
                                     correlation_id, reply_to, headers, data, timeout, attempt_base, waived)
-    SELECT %(domain)s, i, t, msg_id, greatest(least(enqueued_at, now()), 'epoch'), x, c, r, h, d, o, -k, k
+    SELECT %(domain)s, i, t, msg_id, greatest(least(enqueued_at, pg_catalog.now()), 'epoch'), x, c, r, h, d,
+           o, -k, k
       FROM held JOIN input ON m = msg_id
     ON CONFLICT (domain, command_id) DO NOTHING
     RETURNING id, msg_id
 ), thinned AS (
     UPDATE pgmq.{queue} q
-       SET message = jsonb_build_object('command', s.id), headers = NULL, vt = now()
+       SET message = pg_catalog.jsonb_build_object('command', s.id), headers = NULL, vt = pg_catalog.now()
       FROM sent s
      WHERE q.msg_id = s.msg_id
 )

@@ -1,11 +1,12 @@
 -- What a session is doing, and who blocks it. Locks: none. It is named by its process id and by when it began: the id
 -- alone may be somebody else's by now. Of other roles' sessions the server hides the text and when they began.
-SELECT a.pid, a.state, left(a.query, 4000), a.wait_event_type, a.wait_event,
-       extract(epoch FROM now() - a.xact_start)::float8,
-       (SELECT json_agg(json_build_object('pid', b.pid, 'query', left(b.query, 1000), 'state', b.state,
-                                          'application_name', b.application_name))::text
-          FROM pg_stat_activity b
-         WHERE b.pid = ANY (pg_blocking_pids(a.pid)))
-  FROM pg_stat_activity a
+SELECT a.pid, a.state, pg_catalog.left(a.query, 4000), a.wait_event_type, a.wait_event,
+       extract(epoch FROM pg_catalog.now() - a.xact_start)::float8,
+       (SELECT pg_catalog.json_agg(pg_catalog.json_build_object(
+                   'pid', b.pid, 'query', pg_catalog.left(b.query, 1000), 'state', b.state,
+                   'application_name', b.application_name))::text
+          FROM pg_catalog.pg_stat_activity b
+         WHERE b.pid = ANY (pg_catalog.pg_blocking_pids(a.pid)))
+  FROM pg_catalog.pg_stat_activity a
  WHERE a.pid = %(pid)s
-   AND COALESCE((extract(epoch FROM a.backend_start) * 1000000)::bigint = %(started)s, true)
+   AND COALESCE((extract(epoch FROM a.backend_start) * 1000000::numeric)::bigint = %(started)s, true)

@@ -5,17 +5,20 @@
 -- Locks and indexes as in send_many.sql; the failed commands are read in the order of command_batch. Who waited in
 -- bus.call has gone.
 WITH picked AS MATERIALIZED (
-    SELECT encode(substr(sha256(convert_to('commandbus: retry of command ' || id, 'UTF8')), 1, 16), 'hex')::uuid::text
+    SELECT pg_catalog.encode(pg_catalog.substr(pg_catalog.sha256(pg_catalog.convert_to(
+               'commandbus: retry of command ' || id::text, 'UTF8')), 1, 16), 'hex')::uuid::text
                AS command_id,
            id, command_type, max_attempts, correlation_id, nullif(reply_to, '!call') AS reply_to, headers, data, timeout
       FROM commandbus.command
-     WHERE (batch, id) > (%(batch)s, %(after_id)s) AND batch <= %(batch)s AND status = 'FAILED'
+     WHERE (batch, id) > (%(batch)s, %(after_id)s) AND batch <= %(batch)s
+       AND status OPERATOR(pg_catalog.=) 'FAILED'
      ORDER BY batch, id
      LIMIT %(bite)s
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, batch, max_attempts, correlation_id,
                                     reply_to, headers, data, timeout)
-    SELECT %(domain)s, command_id, command_type, nextval('pgmq.{queue}_msg_id_seq'), %(into)s, max_attempts,
+    SELECT %(domain)s, command_id, command_type, pg_catalog.nextval('pgmq.{queue}_msg_id_seq'), %(into)s,
+           max_attempts,
            correlation_id, reply_to, headers, data, timeout
       FROM picked
      ORDER BY id
@@ -23,13 +26,15 @@ WITH picked AS MATERIALIZED (
     RETURNING id, msg_id
 ), queued AS (
     INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
-    SELECT msg_id, clock_timestamp(), jsonb_build_object('command', id) FROM sent ORDER BY msg_id
+    SELECT msg_id, pg_catalog.clock_timestamp(), pg_catalog.jsonb_build_object('command', id) FROM sent
+     ORDER BY msg_id
     RETURNING vt
 ), woken AS MATERIALIZED (
-    SELECT pg_notify('commandbus_' || %(domain)s, extract(epoch FROM min(vt))::text)
+    SELECT pg_catalog.pg_notify('commandbus_' || %(domain)s, extract(epoch FROM pg_catalog.min(vt))::text)
       FROM queued
-     WHERE EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > now())
-    HAVING count(*) > 0
+     WHERE EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > pg_catalog.now())
+    HAVING pg_catalog.count(*) > 0
 )
-SELECT (SELECT count(*) FROM sent), (SELECT count(*) FROM picked), (SELECT max(id) FROM picked),
-       (SELECT count(*) FROM woken)
+SELECT (SELECT pg_catalog.count(*) FROM sent), (SELECT pg_catalog.count(*) FROM picked),
+       (SELECT pg_catalog.max(id) FROM picked),
+       (SELECT pg_catalog.count(*) FROM woken)

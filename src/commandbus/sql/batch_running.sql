@@ -3,10 +3,10 @@
 --
 -- Locks: none. Index: q_*_vt_idx: what is held becomes visible within a day, what is parked in years; then the
 -- command's key. process_unfinished.
-SELECT c.batch, count(*)
-  FROM (SELECT msg_id, message ->> 'command' AS command
+SELECT c.batch, pg_catalog.count(*)
+  FROM (SELECT msg_id, message ->> 'command'::text AS command
           FROM pgmq.{queue}
-         WHERE vt > now() AND vt < now() + interval '1 day' AND headers ? 'held_by'
+         WHERE vt > pg_catalog.now() AND vt < pg_catalog.now() + interval '1 day' AND headers ? 'held_by'::text
         OFFSET 0) q
   JOIN commandbus.command c
     ON c.id = CASE WHEN q.command ~ '^[0-9]{1,18}$' THEN q.command::bigint END
@@ -14,7 +14,7 @@ SELECT c.batch, count(*)
  WHERE c.batch IS NOT NULL
  GROUP BY c.batch
 UNION ALL
-SELECT batch, count(*)
+SELECT batch, pg_catalog.count(*)
   FROM commandbus.process
  WHERE domain = %(domain)s AND batch IS NOT NULL AND finished_at IS NULL AND started_at IS NOT NULL
  GROUP BY batch

@@ -7,5 +7,6 @@
 UNION ALL
 (SELECT id, domain, holds, cancel::text
    FROM commandbus.batch
-  WHERE cancel IS NOT NULL AND finished_at IS NULL AND cancel ->> 'done' IS NULL AND id <> ALL (%(but)s::bigint[])
+  WHERE cancel IS NOT NULL AND finished_at IS NULL AND cancel ->> 'done'::text IS NULL
+    AND id <> ALL (%(but)s::bigint[])
   ORDER BY id LIMIT %(limit)s)

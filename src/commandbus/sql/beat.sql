@@ -4,5 +4,6 @@ INSERT INTO commandbus.worker (id, host, pid, domains, concurrency, version, sup
 VALUES (%(id)s, %(host)s, %(pid)s, %(domains)s::text[], %(concurrency)s, %(version)s, %(supervisor)s, %(state)s,
         %(running)s, %(settled)s, %(rates)s::json, %(health)s::json)
 ON CONFLICT (id) DO UPDATE
-   SET heartbeat_at = now(), state = excluded.state, running = excluded.running, settled = excluded.settled,
+   SET heartbeat_at = pg_catalog.now(), state = excluded.state, running = excluded.running,
+       settled = excluded.settled,
        rates = excluded.rates, health = excluded.health

@@ -11,6 +11,6 @@ WITH chosen AS MATERIALIZED (
 ), freed AS (
     DELETE FROM commandbus.parked WHERE seq = (SELECT seq FROM chosen)
 ), woken AS (
-    UPDATE pgmq.{queue} SET vt = now() WHERE msg_id = (SELECT msg_id FROM chosen)
+    UPDATE pgmq.{queue} SET vt = pg_catalog.now() WHERE msg_id = (SELECT msg_id FROM chosen)
 )
-SELECT command, pg_notify('commandbus_' || %(domain)s, '0') FROM chosen
+SELECT command, pg_catalog.pg_notify('commandbus_' || %(domain)s, '0') FROM chosen

@@ -1,5 +1,6 @@
 -- The breakers of a domain for which nothing may be sent now, where the sender's settings want that.
 -- Locks: none. Index: breaker_pkey.
-SELECT command_type, state, is_forced, until, reason, clock_timestamp()
+SELECT command_type, state, is_forced, until, reason, pg_catalog.clock_timestamp()
   FROM commandbus.breaker
- WHERE domain = %(domain)s AND state <> 'CLOSED' AND (is_forced OR state = 'HALF_OPEN' OR until > clock_timestamp())
+ WHERE domain = %(domain)s AND state <> 'CLOSED'
+   AND (is_forced OR state = 'HALF_OPEN' OR until > pg_catalog.clock_timestamp())

@@ -7,10 +7,11 @@ SELECT c.id, c.domain, c.command_id, c.status::text, c.result::text, a.error_typ
   FROM commandbus.command c
   LEFT JOIN LATERAL (
        SELECT error_type, error_code, error FROM commandbus.attempt
-        WHERE command = c.id AND verdict NOT IN ('GIVEN_BACK', 'PARKED') AND c.status NOT IN ('PENDING', 'COMPLETED')
+        WHERE command = c.id AND verdict NOT IN ('GIVEN_BACK', 'PARKED') 
+          AND c.status OPERATOR(pg_catalog.<>) ALL ('{PENDING,COMPLETED}')
         ORDER BY number DESC, finished_at DESC LIMIT 1) a ON true
   LEFT JOIN LATERAL (
        SELECT operator, reason FROM commandbus.operator_action
-        WHERE command = c.id AND action = 'CANCEL' AND c.status = 'CANCELED'
+        WHERE command = c.id AND action = 'CANCEL' AND c.status OPERATOR(pg_catalog.=) 'CANCELED'
         ORDER BY id DESC LIMIT 1) o ON true
  WHERE c.id = ANY (%(ids)s::bigint[])

@@ -8,10 +8,10 @@
 -- in our snapshot.
 WITH target AS MATERIALIZED (
     SELECT id, msg_id, attempt_base FROM commandbus.command
-     WHERE domain = %(domain)s AND command_id = %(command_id)s AND status = 'PENDING'
+     WHERE domain = %(domain)s AND command_id = %(command_id)s AND status OPERATOR(pg_catalog.=) 'PENDING'
 ), found AS MATERIALIZED (
-    SELECT q.msg_id, q.read_ct, COALESCE(q.headers ? 'held_by', false) AS is_held,
-           COALESCE(q.headers ? 'cancel', false) AS is_asked
+    SELECT q.msg_id, q.read_ct, COALESCE(q.headers ? 'held_by'::text, false) AS is_held,
+           COALESCE(q.headers ? 'cancel'::text, false) AS is_asked
       FROM pgmq.{queue} q
      WHERE q.msg_id = (SELECT msg_id FROM target)
        FOR UPDATE
@@ -19,14 +19,15 @@ WITH target AS MATERIALIZED (
     DELETE FROM pgmq.{queue} WHERE msg_id IN (SELECT msg_id FROM found WHERE NOT is_held) RETURNING read_ct
 ), moved AS (
     UPDATE commandbus.command c
-       SET status = 'CANCELED', finished_at = now(), attempt_base = c.attempt_base + (SELECT read_ct FROM gone)
+       SET status = 'CANCELED', finished_at = pg_catalog.now(),
+           attempt_base = c.attempt_base + (SELECT read_ct FROM gone)
      WHERE c.id = (SELECT id FROM target) AND EXISTS (SELECT FROM gone)
     RETURNING c.id, c.command_id, c.command_type, c.correlation_id, c.reply_to, c.attempt_base,
               c.batch, c.process, c.step
 ), asked AS (
     UPDATE pgmq.{queue}
-       SET headers = headers || jsonb_build_object('cancel', jsonb_build_object(
-               'by', %(operator)s::text, 'reason', %(reason)s::text, 'at', now()))
+       SET headers = headers || pg_catalog.jsonb_build_object('cancel', pg_catalog.jsonb_build_object(
+               'by', %(operator)s::text, 'reason', %(reason)s::text, 'at', pg_catalog.now()))
      WHERE msg_id IN (SELECT msg_id FROM found WHERE is_held AND NOT is_asked)
     RETURNING read_ct
 ), noted AS (
@@ -36,7 +37,7 @@ WITH target AS MATERIALIZED (
     SELECT t.id, 'CANCEL', %(operator)s, %(reason)s, t.attempt_base, t.attempt_base + a.read_ct
       FROM asked a, target t
 ), told AS MATERIALIZED (
-    SELECT pg_notify('commandbus_' || %(domain)s, 'cancel ' || msg_id) FROM found WHERE is_held
+    SELECT pg_catalog.pg_notify('commandbus_' || %(domain)s, 'cancel ' || msg_id::text) FROM found WHERE is_held
 )
 SELECT id, command_id, command_type, correlation_id, reply_to, batch, process, step, 'CANCELED', (SELECT msg_id FROM found)
   FROM moved

@@ -25,41 +25,42 @@
 WITH picked AS MATERIALIZED (
     SELECT ctid, vt
       FROM pgmq.{queue}
-     WHERE vt <= now()
+     WHERE vt <= pg_catalog.now()
        AND (vt, msg_id) >= (%(cursor)s::timestamptz, 0)
-       AND (sign(%(n)s) = 1 OR msg_id = 0)
+       AND (pg_catalog.sign(%(n)s::float8) = 1::float8 OR msg_id = 0)
        AND NOT EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = '')
      ORDER BY vt
      LIMIT %(n)s
        FOR UPDATE SKIP LOCKED
 ), holder AS MATERIALIZED (
-    SELECT jsonb_build_object('held_by', %(worker)s::text, 'since', now()) AS holder
+    SELECT pg_catalog.jsonb_build_object('held_by', %(worker)s::text, 'since', pg_catalog.now()) AS holder
 ), broken AS MATERIALIZED (
     SELECT command_type, probe FROM commandbus.breaker WHERE domain = %(domain)s AND state <> 'CLOSED'
 ), leased AS (
     UPDATE pgmq.{queue}
        SET read_ct = least(read_ct, 100000000) + 1,
-           vt = now() + make_interval(secs => %(lease)s),
+           vt = pg_catalog.now() + pg_catalog.make_interval(secs => %(lease)s),
            headers = CASE WHEN headers IS NULL THEN (SELECT holder FROM holder)
-                          ELSE (SELECT holder FROM holder) || jsonb_build_object('before', headers) END
+                          ELSE (SELECT holder FROM holder) || pg_catalog.jsonb_build_object('before', headers) END
      WHERE ctid = ANY (ARRAY(SELECT ctid FROM picked))
-    RETURNING msg_id, read_ct, message, headers ? 'before' AS is_lost
+    RETURNING msg_id, read_ct, message, headers ? 'before'::text AS is_lost
 )
 SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, least(c.attempt_base, 2000000000), c.waived,
        c.max_attempts, c.correlation_id, c.reply_to, c.headers::text,
-       greatest(least(c.created_at, now()), 'epoch'),
+       greatest(least(c.created_at, pg_catalog.now()), 'epoch'),
        c.command_type = ANY (ARRAY(SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s))
            OR (c.command_type = ANY (ARRAY(SELECT command_type FROM broken))
                AND c.id <> ALL (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL))),
-       NULLIF(l.is_lost, false), NULL, greatest((SELECT max(vt) FROM picked), 'epoch'), now(),
+       NULLIF(l.is_lost, false), NULL, greatest((SELECT pg_catalog.max(vt) FROM picked), 'epoch'),
+       pg_catalog.now(),
        c.timeout, c.suspect, c.step, c.batch, c.id = ANY (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL)),
        c.quarantine, c.alone
   FROM leased l
   LEFT JOIN LATERAL (
        SELECT *
          FROM commandbus.command
-        WHERE id = CASE WHEN jsonb_typeof(l.message -> 'command') IN ('number', 'string')
-                             AND l.message ->> 'command' ~ '^[0-9]{1,18}$'
-                        THEN (l.message ->> 'command')::bigint END
-       OFFSET 0) c ON c.msg_id = l.msg_id AND c.domain = %(domain)s AND c.status = 'PENDING'
+        WHERE id = CASE WHEN pg_catalog.jsonb_typeof(l.message -> 'command'::text) IN ('number', 'string')
+                             AND l.message ->> 'command'::text ~ '^[0-9]{1,18}$'
+                        THEN (l.message ->> 'command'::text)::bigint END
+       OFFSET 0) c ON c.msg_id = l.msg_id AND c.domain = %(domain)s AND c.status OPERATOR(pg_catalog.=) 'PENDING'
  ORDER BY l.msg_id

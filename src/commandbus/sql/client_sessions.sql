@@ -1,11 +1,12 @@
 -- Sessions of this role over TCP that a worker has by name, or whose client has one of these ports: what a killed
 -- worker's handlers may have opened themselves. Locks: none. The last two columns are this server's own address, NULL
 -- if we have not come by TCP. Isolated attempts' sessions are other processes'.
-SELECT pid, (extract(epoch FROM backend_start) * 1000000)::bigint, host(client_addr), client_port,
-       extract(epoch FROM clock_timestamp() - backend_start)::float8,
-       starts_with(application_name, %(prefix)s), host(inet_server_addr()), inet_server_port()
-  FROM pg_stat_activity
- WHERE usename = current_user AND backend_type = 'client backend' AND pid <> pg_backend_pid()
+SELECT pid, (extract(epoch FROM backend_start) * 1000000::numeric)::bigint, pg_catalog.host(client_addr), client_port,
+       extract(epoch FROM pg_catalog.clock_timestamp() - backend_start)::float8,
+       pg_catalog.starts_with(application_name, %(prefix)s), pg_catalog.host(pg_catalog.inet_server_addr()),
+       pg_catalog.inet_server_port()
+  FROM pg_catalog.pg_stat_activity
+ WHERE usename = current_user AND backend_type = 'client backend' AND pid <> pg_catalog.pg_backend_pid()
    AND client_addr IS NOT NULL AND client_port > 0 AND backend_start IS NOT NULL
-   AND NOT starts_with(application_name, %(isolated)s)
-   AND (starts_with(application_name, %(prefix)s) OR client_port = ANY (%(ports)s::integer[]))
+   AND NOT pg_catalog.starts_with(application_name, %(isolated)s)
+   AND (pg_catalog.starts_with(application_name, %(prefix)s) OR client_port = ANY (%(ports)s::integer[]))

@@ -12,14 +12,16 @@ WITH locked AS MATERIALIZED (
      ORDER BY id
        FOR NO KEY UPDATE SKIP LOCKED
 ), moment AS MATERIALIZED (
-    SELECT clock_timestamp() AS at
+    SELECT pg_catalog.clock_timestamp() AS at
 ), gone AS (
     DELETE FROM commandbus.batch_delta WHERE batch = ANY (ARRAY(SELECT id FROM locked))
     RETURNING batch, total, completed, failed, canceled, in_tsq
 ), sums AS (
-    SELECT batch AS id, sum(total) AS total, sum(completed) AS completed, sum(failed) AS failed,
-           sum(canceled) AS canceled, sum(in_tsq) AS in_tsq, sum(completed + failed + canceled) AS finished,
-           bool_or(completed <> 0 OR failed <> 0 OR canceled <> 0 OR in_tsq <> 0) AS has_moved
+    SELECT batch AS id, pg_catalog.sum(total) AS total, pg_catalog.sum(completed) AS completed,
+           pg_catalog.sum(failed) AS failed,
+           pg_catalog.sum(canceled) AS canceled, pg_catalog.sum(in_tsq) AS in_tsq,
+           pg_catalog.sum(completed + failed + canceled) AS finished,
+           pg_catalog.bool_or(completed <> 0 OR failed <> 0 OR canceled <> 0 OR in_tsq <> 0) AS has_moved
       FROM gone
      GROUP BY batch
 ), folded AS (

@@ -3,4 +3,5 @@
 WITH settled AS MATERIALIZED (
     SELECT id, status, attempt, worker FROM commandbus.command WHERE id = %(id)s FOR SHARE
 )
-SELECT id FROM settled WHERE status = 'COMPLETED' AND attempt = %(number)s AND worker = %(worker)s
+SELECT id FROM settled
+ WHERE status OPERATOR(pg_catalog.=) 'COMPLETED' AND attempt = %(number)s AND worker = %(worker)s

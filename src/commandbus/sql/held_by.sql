@@ -7,26 +7,27 @@
 WITH held AS MATERIALIZED (
     SELECT msg_id, read_ct, message, headers
       FROM pgmq.{queue}
-     WHERE vt > now() - make_interval(secs => %(past)s)
-       AND vt <= now() + make_interval(secs => %(lease)s)
-       AND headers -> 'held_by' = to_jsonb(%(worker)s::text)
+     WHERE vt > pg_catalog.now() - pg_catalog.make_interval(secs => %(past)s)
+       AND vt <= pg_catalog.now() + pg_catalog.make_interval(secs => %(lease)s)
+       AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
     UNION
     SELECT msg_id, read_ct, message, headers
       FROM pgmq.{queue}
      WHERE msg_id = ANY (%(running)s::bigint[])
-       AND headers -> 'held_by' = to_jsonb(%(worker)s::text)
+       AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
 )
 SELECT h.msg_id, h.read_ct, c.id, c.command_id, c.command_type, NULL, least(c.attempt_base, 2000000000), c.waived, c.max_attempts,
-       c.correlation_id, c.reply_to, NULL, greatest(least(c.created_at, now()), 'epoch'), false,
-       NULLIF(h.headers ? 'before', false), NULL, now(), now(), c.timeout, c.suspect,
+       c.correlation_id, c.reply_to, NULL, greatest(least(c.created_at, pg_catalog.now()), 'epoch'), false,
+       NULLIF(h.headers ? 'before'::text, false), NULL, pg_catalog.now(), pg_catalog.now(), c.timeout, c.suspect,
        c.step, c.batch, false, c.quarantine, c.alone,
-       h.headers ? 'cancel', h.headers -> 'cancel' ->> 'by', h.headers -> 'cancel' ->> 'reason'
+       h.headers ? 'cancel'::text, h.headers -> 'cancel'::text ->> 'by'::text,
+       h.headers -> 'cancel'::text ->> 'reason'::text
   FROM held h
   LEFT JOIN LATERAL (
        SELECT *
          FROM commandbus.command
-        WHERE id = CASE WHEN jsonb_typeof(h.message -> 'command') IN ('number', 'string')
-                             AND h.message ->> 'command' ~ '^[0-9]{1,18}$'
-                        THEN (h.message ->> 'command')::bigint END
-       OFFSET 0) c ON c.msg_id = h.msg_id AND c.domain = %(domain)s AND c.status = 'PENDING'
+        WHERE id = CASE WHEN pg_catalog.jsonb_typeof(h.message -> 'command'::text) IN ('number', 'string')
+                             AND h.message ->> 'command'::text ~ '^[0-9]{1,18}$'
+                        THEN (h.message ->> 'command'::text)::bigint END
+       OFFSET 0) c ON c.msg_id = h.msg_id AND c.domain = %(domain)s AND c.status OPERATOR(pg_catalog.=) 'PENDING'
  ORDER BY h.msg_id

@@ -5,7 +5,7 @@ WITH own AS MATERIALIZED (
       FROM commandbus.command c JOIN commandbus.parked p ON p.domain = c.domain AND p.msg_id = c.msg_id
      WHERE c.domain = %(domain)s AND c.command_id = %(command_id)s AND p.limit_name = %(name)s AND p.woken_at IS NULL
 )
-SELECT (SELECT count(*) FROM commandbus.parked p
+SELECT (SELECT pg_catalog.count(*) FROM commandbus.parked p
          WHERE p.limit_name = %(name)s AND p.woken_at IS NULL
            AND (NOT EXISTS (SELECT FROM own) OR (p.since, p.command, p.seq) < (SELECT since, command, seq FROM own))),
        EXISTS (SELECT FROM own)

@@ -1,7 +1,9 @@
 -- A part of other statements: may the turn of this parked row `p` come? Not while its domain or type is paused, or nobody
 -- works there: a place that is kept for it would be kept in vain. Both lists are made once, however many rows are looked at.
 (p.domain = ''
- OR (p.domain = ANY (ARRAY(SELECT unnest(w.domains) FROM commandbus.worker w
-                            WHERE w.state = 'ACTIVE' AND w.heartbeat_at > now() - interval '15 seconds'))
+ OR (p.domain = ANY (ARRAY(SELECT pg_catalog.unnest(w.domains) FROM commandbus.worker w
+                            WHERE w.state = 'ACTIVE'
+                              AND w.heartbeat_at > pg_catalog.now() - interval '15 seconds'))
      AND NOT ARRAY[p.domain, p.domain || ' ' || p.command_type]
-             && ARRAY(SELECT rtrim(u.domain || ' ' || u.command_type) FROM commandbus.pause u)))
+             OPERATOR(pg_catalog.&&) ARRAY(SELECT pg_catalog.rtrim(u.domain || ' ' || u.command_type)
+                                             FROM commandbus.pause u)))

@@ -1,8 +1,9 @@
 -- Makes a program known, or says that it can or cannot reach Redis. What one that cannot holds is counted here from then
 -- on, so that it is told only once. Only under the lock of limit_mode. Locks: its row. Index: limit_client_pkey.
 INSERT INTO commandbus.limit_client AS c (id, beat_at, lost_at, held)
-VALUES (%(id)s, clock_timestamp(), CASE WHEN %(is_lost)s THEN clock_timestamp() END, %(held)s::jsonb)
+VALUES (%(id)s, pg_catalog.clock_timestamp(), CASE WHEN %(is_lost)s THEN pg_catalog.clock_timestamp() END,
+        %(held)s::jsonb)
 ON CONFLICT (id) DO UPDATE
-   SET beat_at = clock_timestamp(),
-       lost_at = CASE WHEN %(is_lost)s THEN COALESCE(c.lost_at, clock_timestamp()) END,
+   SET beat_at = pg_catalog.clock_timestamp(),
+       lost_at = CASE WHEN %(is_lost)s THEN COALESCE(c.lost_at, pg_catalog.clock_timestamp()) END,
        held = CASE WHEN %(is_lost)s AND c.lost_at IS NOT NULL THEN c.held ELSE excluded.held END

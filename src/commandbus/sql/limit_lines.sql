@@ -1,7 +1,8 @@
 -- How many wait for its limit before each of these commands of one domain. Walks once along the lines of those limits,
 -- however many commands are asked for. Locks: none. Index: parked_limit, in its order.
 SELECT msg_id, ahead
-  FROM (SELECT domain, msg_id, row_number() OVER (PARTITION BY limit_name ORDER BY since, seq) - 1 AS ahead
+  FROM (SELECT domain, msg_id,
+               pg_catalog.row_number() OVER (PARTITION BY limit_name ORDER BY since, seq) - 1 AS ahead
           FROM commandbus.parked
          WHERE limit_name = ANY (%(names)s::text[]) AND woken_at IS NULL) line
  WHERE domain = %(domain)s AND msg_id = ANY (%(msg_ids)s::bigint[])

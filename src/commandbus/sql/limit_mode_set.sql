@@ -2,8 +2,8 @@
 -- Locks: that row. Index: limit_mode_pkey.
 WITH changed AS (
     UPDATE commandbus.limit_mode
-       SET mode = %(mode)s, epoch = %(epoch)s, since = clock_timestamp(),
-           until = clock_timestamp() + make_interval(secs => %(seconds)s::float8)
+       SET mode = %(mode)s, epoch = %(epoch)s, since = pg_catalog.clock_timestamp(),
+           until = pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(seconds)s::float8)
      WHERE id = 1
 )
-SELECT pg_notify(%(channel)s, %(text)s)
+SELECT pg_catalog.pg_notify(%(channel)s, %(text)s)

@@ -2,8 +2,10 @@
 -- changes, and who only calls has no right to. Locks: the row (the caller has locked it). Index: limits_pkey.
 UPDATE commandbus.limits
    SET holders = holders - %(gone)s::text[], rate_limited = rate_limited + %(counts)s, step = %(step)s,
-       until = to_timestamp(%(until)s::float8), reason = %(reason)s, failures = %(failures)s, is_open = %(is_open)s,
-       opened_at = to_timestamp(%(opened_at)s::float8),
-       open_until = to_timestamp(%(open_until)s::float8), open_reason = %(open_reason)s, probe = %(probe)s,
-       probe_until = to_timestamp(%(probe_until)s::float8)
+       until = pg_catalog.to_timestamp(%(until)s::float8), reason = %(reason)s, failures = %(failures)s,
+       is_open = %(is_open)s,
+       opened_at = pg_catalog.to_timestamp(%(opened_at)s::float8),
+       open_until = pg_catalog.to_timestamp(%(open_until)s::float8), open_reason = %(open_reason)s,
+       probe = %(probe)s,
+       probe_until = pg_catalog.to_timestamp(%(probe_until)s::float8)
  WHERE name = %(name)s

@@ -4,6 +4,6 @@ SELECT p.seq, p.domain, p.msg_id, p.token, p.since,
        (SELECT c.domain || '/' || c.command_id FROM commandbus.command c WHERE c.id = p.command)
   FROM commandbus.parked p
  WHERE p.limit_name = %(name)s AND p.woken_at IS NULL AND {claimable}
-   AND NOT (p.domain = '' AND p.give_up_at <= clock_timestamp())
+   AND NOT (p.domain = '' AND p.give_up_at <= pg_catalog.clock_timestamp())
  ORDER BY {order}
  LIMIT %(most)s

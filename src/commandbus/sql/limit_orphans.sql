@@ -3,7 +3,7 @@
 DELETE FROM commandbus.parked
  WHERE seq = ANY (ARRAY(
        SELECT p.seq
-         FROM unnest(%(msg_ids)s::bigint[]) AS x(msg_id)
+         FROM pg_catalog.unnest(%(msg_ids)s::bigint[]) AS x(msg_id)
         CROSS JOIN LATERAL (
               SELECT seq FROM commandbus.parked WHERE domain = %(domain)s AND msg_id = x.msg_id OFFSET 0) p
         WHERE (SELECT true FROM pgmq.{queue} q WHERE q.msg_id = x.msg_id) IS NULL))

@@ -2,7 +2,7 @@
 -- Locks: queue rows in key order, then rows of parked. Indexes: parked_give_up, the queue's key.
 WITH overdue AS MATERIALIZED (
     SELECT seq, msg_id FROM commandbus.parked
-     WHERE domain = %(domain)s AND give_up_at <= now() AND woken_at IS NULL
+     WHERE domain = %(domain)s AND give_up_at <= pg_catalog.now() AND woken_at IS NULL
      LIMIT 500
 ), held AS MATERIALIZED (
     SELECT msg_id FROM pgmq.{queue}
@@ -10,9 +10,9 @@ WITH overdue AS MATERIALIZED (
      ORDER BY msg_id
        FOR UPDATE SKIP LOCKED
 ), noted AS (
-    UPDATE commandbus.parked SET woken_at = now()
+    UPDATE commandbus.parked SET woken_at = pg_catalog.now()
      WHERE seq = ANY (ARRAY(SELECT seq FROM overdue WHERE msg_id IN (SELECT msg_id FROM held)))
 ), woken AS (
-    UPDATE pgmq.{queue} SET vt = now() WHERE msg_id IN (SELECT msg_id FROM held) RETURNING msg_id
+    UPDATE pgmq.{queue} SET vt = pg_catalog.now() WHERE msg_id IN (SELECT msg_id FROM held) RETURNING msg_id
 )
-SELECT count(*), pg_notify('commandbus_' || %(domain)s, '0') FROM woken
+SELECT pg_catalog.count(*), pg_catalog.pg_notify('commandbus_' || %(domain)s, '0') FROM woken

@@ -2,15 +2,22 @@
 -- were given a second of late, whether anybody waits. name NULL: all of them.
 -- Locks: none, or (where `locking` is put in) the row, by who is about to change it. Indexes: limits_pkey, parked_limit.
 SELECT l.name, l.environment, l.backend, l.concurrency, l.per_second, l.burst, l.lease, l.max_wait, l.tries, l.backoff,
-       l.breaker_failures, l.breaker_reset, l.step, date_part('epoch', l.until), l.reason, l.failures, l.is_open,
-       l.is_forced, date_part('epoch', l.opened_at), date_part('epoch', l.open_until), l.open_reason,
-       l.probe, date_part('epoch', l.probe_until), date_part('epoch', clock_timestamp()), l.tat,
-       CASE WHEN l.flow_at > 0
-            THEN l.flow * exp(greatest((l.flow_at - date_part('epoch', clock_timestamp())) / 60, -50)) / 60
-                 / (1 - exp(-least(greatest(date_part('epoch', clock_timestamp()) - l.flow_since, 1), 600) / 60)) END,
-       COALESCE((SELECT jsonb_object_agg(key, value::float8 - date_part('epoch', clock_timestamp()))
-                        FILTER (WHERE value::float8 > date_part('epoch', clock_timestamp()))
-                   FROM jsonb_each(l.holders)), '{}'),
+       l.breaker_failures, l.breaker_reset, l.step, pg_catalog.date_part('epoch', l.until), l.reason, l.failures,
+       l.is_open, l.is_forced, pg_catalog.date_part('epoch', l.opened_at),
+       pg_catalog.date_part('epoch', l.open_until), l.open_reason, l.probe,
+       pg_catalog.date_part('epoch', l.probe_until), pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()),
+       l.tat,
+       CASE WHEN l.flow_at > 0::float8
+            THEN l.flow * pg_catalog.exp(greatest(
+                     (l.flow_at - pg_catalog.date_part('epoch', pg_catalog.clock_timestamp())) / 60::float8,
+                     -50)) / 60::float8
+                 / (1::float8 - pg_catalog.exp(
+                       -least(greatest(pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) - l.flow_since,
+                                       1), 600) / 60::float8)) END,
+       COALESCE((SELECT pg_catalog.jsonb_object_agg(
+                            key, value::float8 - pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()))
+                        FILTER (WHERE value::float8 > pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()))
+                   FROM pg_catalog.jsonb_each(l.holders)), '{}'),
        l.granted, l.rate_limited, l.waits, l.waited_seconds, l.declared, l.override, l.changed_at,
        (SELECT true FROM commandbus.parked p WHERE p.limit_name = l.name AND p.woken_at IS NULL AND {claimable}
          ORDER BY p.since LIMIT 1) IS NOT NULL

@@ -8,4 +8,4 @@ ON CONFLICT (name) DO UPDATE
        per_second = excluded.per_second, burst = excluded.burst, lease = excluded.lease, max_wait = excluded.max_wait,
        tries = excluded.tries, backoff = excluded.backoff, breaker_failures = excluded.breaker_failures,
        breaker_reset = excluded.breaker_reset, declared = excluded.declared, override = excluded.override,
-       changed_at = now()
+       changed_at = pg_catalog.now()

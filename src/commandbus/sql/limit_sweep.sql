@@ -5,7 +5,8 @@ WITH forgotten AS (
     DELETE FROM commandbus.parked
      WHERE seq = ANY (ARRAY(
            SELECT seq FROM commandbus.parked
-            WHERE (woken_at < now() - interval '1 minute') OR (domain = '' AND give_up_at < now() - interval '5 seconds')
+            WHERE (woken_at < pg_catalog.now() - interval '1 minute')
+                  OR (domain = '' AND give_up_at < pg_catalog.now() - interval '5 seconds')
             LIMIT 1000 FOR UPDATE SKIP LOCKED))
 )
 SELECT l.name, '' FROM commandbus.limits l
@@ -13,4 +14,4 @@ SELECT l.name, '' FROM commandbus.limits l
          ORDER BY p.since LIMIT 1)
 UNION ALL
 (SELECT DISTINCT '', domain FROM commandbus.parked
-  WHERE give_up_at <= now() AND woken_at IS NULL AND domain <> '')
+  WHERE give_up_at <= pg_catalog.now() AND woken_at IS NULL AND domain <> '')

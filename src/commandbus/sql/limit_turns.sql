@@ -2,7 +2,7 @@
 -- they were first parked, and how often the API has refused them. A row of parked has done its duty then.
 -- Locks: rows of parked, of commands that the caller holds. Indexes: parked_domain_msg_id_key, attempt_pkey.
 WITH input AS MATERIALIZED (
-    SELECT * FROM json_to_recordset(%(rows)s::json) AS x(m bigint, c bigint, b integer)
+    SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json) AS x(m bigint, c bigint, b integer)
 ), woken AS (
     DELETE FROM commandbus.parked
      WHERE domain = %(domain)s AND msg_id = ANY (ARRAY(SELECT m FROM input)) AND limit_name IS NOT NULL
@@ -12,7 +12,8 @@ SELECT i.m, w.limit_name, w.token, a.waited, a.tries
   FROM input i
   LEFT JOIN woken w ON w.msg_id = i.m
  CROSS JOIN LATERAL (
-       SELECT extract(epoch FROM now() - min(finished_at))::float8 AS waited,
-              count(*) FILTER (WHERE error_code = 'RATE_LIMITED') AS tries
+       SELECT extract(epoch FROM pg_catalog.now() - pg_catalog.min(finished_at))::float8 AS waited,
+              pg_catalog.count(*) FILTER (WHERE error_code = 'RATE_LIMITED') AS tries
          FROM commandbus.attempt
-        WHERE command = i.c AND number > i.b AND verdict = 'PARKED' AND left(error_code, 5) IN ('LIMIT', 'RATE_')) a
+        WHERE command = i.c AND number > i.b AND verdict = 'PARKED'
+          AND pg_catalog.left(error_code, 5) IN ('LIMIT', 'RATE_')) a

@@ -2,8 +2,9 @@
 -- Locks: queue rows, which the caller has locked. Index: the queue's key, by an array as in limit_woken.sql.
 WITH woken AS (
     UPDATE pgmq.{queue}
-       SET vt = least(now(), (%(since)s::timestamptz[])[array_position(%(msg_ids)s::bigint[], msg_id)])
-     WHERE msg_id = ANY (ARRAY(SELECT unnest(%(msg_ids)s::bigint[]))) AND headers IS NULL
+       SET vt = least(pg_catalog.now(),
+                      (%(since)s::timestamptz[])[pg_catalog.array_position(%(msg_ids)s::bigint[], msg_id)])
+     WHERE msg_id = ANY (ARRAY(SELECT pg_catalog.unnest(%(msg_ids)s::bigint[]))) AND headers IS NULL
     RETURNING msg_id
 )
-SELECT count(*), pg_notify('commandbus_' || %(domain)s, '0') FROM woken
+SELECT pg_catalog.count(*), pg_catalog.pg_notify('commandbus_' || %(domain)s, '0') FROM woken

@@ -4,13 +4,14 @@
 -- would make it read all of `parked`.
 WITH woken AS (
     UPDATE commandbus.parked
-       SET woken_at = now(), token = (%(tokens)s::text[])[array_position(%(seqs)s::bigint[], seq)]
-     WHERE seq = ANY (ARRAY(SELECT unnest(%(seqs)s::bigint[])))
-    RETURNING domain, token, extract(epoch FROM now() - parked_at)::float8 AS waited
+       SET woken_at = pg_catalog.now(),
+           token = (%(tokens)s::text[])[pg_catalog.array_position(%(seqs)s::bigint[], seq)]
+     WHERE seq = ANY (ARRAY(SELECT pg_catalog.unnest(%(seqs)s::bigint[])))
+    RETURNING domain, token, extract(epoch FROM pg_catalog.now() - parked_at)::float8 AS waited
 ), counted AS (
     UPDATE commandbus.limits
-       SET waits = waits + (SELECT count(*) FROM woken),
-           waited_seconds = waited_seconds + (SELECT COALESCE(sum(greatest(waited, 0)), 0) FROM woken)
+       SET waits = waits + (SELECT pg_catalog.count(*) FROM woken),
+           waited_seconds = waited_seconds + (SELECT COALESCE(pg_catalog.sum(greatest(waited, 0)), 0) FROM woken)
      WHERE name = %(name)s
 )
-SELECT pg_notify('commandbus_limits', 'token ' || token) FROM woken WHERE domain = ''
+SELECT pg_catalog.pg_notify('commandbus_limits', 'token ' || token) FROM woken WHERE domain = ''

@@ -9,12 +9,13 @@
 WITH paused AS MATERIALIZED (
     SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s FOR KEY SHARE
 ), input AS MATERIALIZED (
-    SELECT * FROM json_to_recordset(%(rows)s::json)
+    SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, n integer, t text, b text, u timestamptz)
 ), held AS MATERIALIZED (
-    SELECT q.msg_id, q.read_ct, q.headers -> 'cancel' AS cancel
+    SELECT q.msg_id, q.read_ct, q.headers -> 'cancel'::text AS cancel
       FROM pgmq.{queue} q
-     WHERE q.msg_id = ANY (ARRAY(SELECT m FROM input)) AND q.headers -> 'held_by' = to_jsonb(%(worker)s::text)
+     WHERE q.msg_id = ANY (ARRAY(SELECT m FROM input))
+       AND q.headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
      ORDER BY q.msg_id
        FOR UPDATE
 ), fenced AS MATERIALIZED (
@@ -24,7 +25,8 @@ WITH paused AS MATERIALIZED (
      WHERE h.cancel IS NULL
 ), retimed AS (
     UPDATE pgmq.{queue} q
-       SET headers = NULL, vt = CASE WHEN f.reason IS NULL THEN now() ELSE now() + interval '10 years' END
+       SET headers = NULL, vt = CASE WHEN f.reason IS NULL THEN pg_catalog.now()
+                                     ELSE pg_catalog.now() + interval '10 years' END
       FROM fenced f
      WHERE q.msg_id = f.m
 ), waived AS (
@@ -44,6 +46,6 @@ WITH paused AS MATERIALIZED (
        SET reason = excluded.reason, until = excluded.until, note = excluded.note, parked_at = excluded.parked_at,
            limit_name = NULL, since = NULL, give_up_at = NULL, woken_at = NULL, token = NULL
 )
-SELECT h.msg_id, h.cancel ->> 'by', h.cancel ->> 'reason'
+SELECT h.msg_id, h.cancel ->> 'by'::text, h.cancel ->> 'reason'::text
   FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
  WHERE h.cancel IS NOT NULL

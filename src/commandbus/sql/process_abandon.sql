@@ -6,19 +6,21 @@
 WITH locked AS MATERIALIZED (
     SELECT id FROM commandbus.process
      WHERE id IN (SELECT process FROM commandbus.command
-                   WHERE id = ANY (%(messages)s::bigint[]) AND data ->> 'event' IS DISTINCT FROM 'deadline')
+                   WHERE id = ANY (%(messages)s::bigint[]) AND data ->> 'event'::text IS DISTINCT FROM 'deadline')
        AND finished_at IS NULL
      ORDER BY id
        FOR NO KEY UPDATE
 ), failed AS (
     UPDATE commandbus.process p
-       SET status = 'FAILED', finished_at = now(), updated_at = now(), version = version + 1,
-           failure = json_build_object('type', 'MessageEnded', 'code', 'MESSAGE_ENDED', 'message', %(why)s::text)
+       SET status = 'FAILED', finished_at = pg_catalog.now(), updated_at = pg_catalog.now(), version = version + 1,
+           failure = pg_catalog.json_build_object('type', 'MessageEnded', 'code', 'MESSAGE_ENDED',
+                                                  'message', %(why)s::text)
      WHERE p.id IN (SELECT id FROM locked)
     RETURNING p.id, p.batch, p.in_tsq, p.reply_to, p.domain, p.process_id, p.process_type, p.correlation_id, p.failure,
               p.state
 )
 SELECT batch, in_tsq > 0, reply_to,
-       json_build_object('outcome', 'FAILED', 'domain', domain, 'process_id', process_id, 'process_type', process_type,
-                         'status', 'FAILED', 'correlation_id', correlation_id, 'error', failure, 'result', state)::text
+       pg_catalog.json_build_object(
+           'outcome', 'FAILED', 'domain', domain, 'process_id', process_id, 'process_type', process_type,
+           'status', 'FAILED', 'correlation_id', correlation_id, 'error', failure, 'result', state)::text
   FROM failed ORDER BY id

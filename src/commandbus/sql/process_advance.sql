@@ -7,15 +7,17 @@ WITH moved AS (
     UPDATE commandbus.process
        SET status = CASE WHEN in_tsq > 0 AND NOT %(is_final)s::boolean THEN 'WAITING_FOR_TSQ' ELSE %(status)s::text END,
            is_compensating = %(is_compensating)s, state = %(state)s::json, failure = %(failure)s::json,
-           timer = %(timer)s, version = version + 1, updated_at = now(),
-           started_at = COALESCE(started_at, now()), finished_at = CASE WHEN %(is_final)s::boolean THEN now() END
+           timer = %(timer)s, version = version + 1, updated_at = pg_catalog.now(),
+           started_at = COALESCE(started_at, pg_catalog.now()),
+           finished_at = CASE WHEN %(is_final)s::boolean THEN pg_catalog.now() END
      WHERE id = %(id)s AND version = %(version)s
     RETURNING id, batch, in_tsq
 ), closed AS (
     UPDATE commandbus.process_step s
        SET status = c.s, closed = c.k, result = c.v, error = c.e,
-           finished_at = COALESCE((SELECT finished_at FROM commandbus.command WHERE id = s.command), now())
-      FROM json_to_recordset(%(closed)s::json) AS c(n integer, s text, k integer, v json, e json)
+           finished_at = COALESCE((SELECT finished_at FROM commandbus.command WHERE id = s.command),
+                                  pg_catalog.now())
+      FROM pg_catalog.json_to_recordset(%(closed)s::json) AS c(n integer, s text, k integer, v json, e json)
      WHERE s.process = %(id)s AND s.number = c.n AND EXISTS (SELECT FROM moved)
 ), counted AS (
     INSERT INTO commandbus.batch_delta (batch, completed, failed, canceled, in_tsq)

@@ -9,10 +9,11 @@ WITH target AS MATERIALIZED (
        FOR NO KEY UPDATE
 ), asked AS (
     UPDATE commandbus.process p
-       SET cancel = COALESCE(cancel, json_build_object('by', %(operator)s::text, 'reason', %(reason)s::text, 'at', now())),
+       SET cancel = COALESCE(cancel, pg_catalog.json_build_object(
+               'by', %(operator)s::text, 'reason', %(reason)s::text, 'at', pg_catalog.now())),
            status = CASE WHEN p.started_at IS NULL THEN 'CANCELED' ELSE p.status END,
-           finished_at = CASE WHEN p.started_at IS NULL THEN now() END,
-           version = p.version + 1, updated_at = now()
+           finished_at = CASE WHEN p.started_at IS NULL THEN pg_catalog.now() END,
+           version = p.version + 1, updated_at = pg_catalog.now()
      WHERE p.id IN (SELECT id FROM target)
     RETURNING p.id, p.batch, p.finished_at, p.reply_to, p.correlation_id, p.process_type
 ), counted AS (

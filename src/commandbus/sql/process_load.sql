@@ -3,7 +3,8 @@
 -- Indexes: process_domain_process_id_key, process_step's key.
 SELECT p.id, p.process_id, p.process_type, p.status, p.version, p.is_compensating, p.data::text, p.state::text,
        p.cancel::text, p.failure::text, p.created_at, p.deadline_at, p.batch, p.reply_to, p.correlation_id, p.timer,
-       (SELECT json_agg(json_build_object('number', number, 'name', name, 'undoes', undoes, 'status', status,
+       (SELECT pg_catalog.json_agg(pg_catalog.json_build_object(
+                                          'number', number, 'name', name, 'undoes', undoes, 'status', status,
                                           'closed', closed, 'result', result, 'error', error, 'domain', domain,
                                           'command_id', command_id, 'timer', timer) ORDER BY number)
           FROM commandbus.process_step WHERE process = p.id)::text,

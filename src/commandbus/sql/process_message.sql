@@ -3,13 +3,16 @@
 -- Locks: new rows only. Indexes: command_domain_command_id_key.
 WITH sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, correlation_id, data, process, step)
-    VALUES (%(domain)s, %(command_id)s, %(process_type)s, nextval('pgmq.{queue}_msg_id_seq'), %(process_id)s,
+    VALUES (%(domain)s, %(command_id)s, %(process_type)s, pg_catalog.nextval('pgmq.{queue}_msg_id_seq'),
+            %(process_id)s,
             %(data)s::json, %(process)s, 0)
     RETURNING id, msg_id
 )
 INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
-SELECT msg_id, clock_timestamp() + make_interval(secs => %(delay)s), jsonb_build_object('command', id)
+SELECT msg_id, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(delay)s),
+       pg_catalog.jsonb_build_object('command', id)
   FROM sent
-RETURNING (message ->> 'command')::bigint,
-          CASE WHEN EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > now())
-               THEN pg_notify('commandbus_' || %(domain)s, extract(epoch FROM vt)::text) END
+RETURNING (message ->> 'command'::text)::bigint,
+          CASE WHEN EXISTS (SELECT FROM commandbus.waiting
+                             WHERE domain = %(domain)s AND expires_at > pg_catalog.now())
+               THEN pg_catalog.pg_notify('commandbus_' || %(domain)s, extract(epoch FROM vt)::text) END

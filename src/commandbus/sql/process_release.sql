@@ -3,12 +3,13 @@
 --
 -- Locks: process rows in key order. Index: the key.
 WITH left_it AS MATERIALIZED (
-    SELECT process, count(*) AS n FROM unnest(%(processes)s::bigint[]) AS process GROUP BY process
+    SELECT process, pg_catalog.count(*) AS n
+      FROM pg_catalog.unnest(%(processes)s::bigint[]) AS process GROUP BY process
 ), locked AS MATERIALIZED (
     SELECT id FROM commandbus.process WHERE id IN (SELECT process FROM left_it) ORDER BY id FOR NO KEY UPDATE
 ), released AS (
     UPDATE commandbus.process p
-       SET in_tsq = greatest(p.in_tsq - n, 0), updated_at = now(),
+       SET in_tsq = greatest(p.in_tsq - n, 0), updated_at = pg_catalog.now(),
            status = CASE WHEN p.in_tsq > n OR p.status <> 'WAITING_FOR_TSQ' THEN p.status
                          WHEN p.is_compensating THEN 'COMPENSATING'
                          WHEN EXISTS (SELECT FROM commandbus.process_step s WHERE s.process = p.id AND s.status = 'SENT')

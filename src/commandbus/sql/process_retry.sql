@@ -11,7 +11,8 @@
 WITH moved AS (
     UPDATE commandbus.process
        SET status = CASE WHEN in_tsq > 0 THEN 'WAITING_FOR_TSQ' ELSE 'IN_PROGRESS' END, finished_at = NULL,
-           failure = CASE WHEN is_compensating THEN failure END, updated_at = now(), version = version + 1
+           failure = CASE WHEN is_compensating THEN failure END, updated_at = pg_catalog.now(),
+           version = version + 1
      WHERE domain = %(domain)s AND process_id = %(process_id)s AND status = 'FAILED'
     RETURNING id, process_type, batch, in_tsq
 ), counted AS (
@@ -19,7 +20,7 @@ WITH moved AS (
     SELECT batch, -1, (in_tsq > 0)::integer FROM moved WHERE batch IS NOT NULL
 ), spared AS (
     UPDATE commandbus.batch SET cancel = (cancel::jsonb || '{"done": true}')::json
-     WHERE cancel IS NOT NULL AND cancel ->> 'done' IS NULL
+     WHERE cancel IS NOT NULL AND cancel ->> 'done'::text IS NULL
        AND id = ANY (ARRAY(
            SELECT m.batch FROM moved m
             WHERE NOT EXISTS (SELECT FROM commandbus.process p
@@ -27,7 +28,7 @@ WITH moved AS (
 ), missed AS (
     SELECT 1 AS rank, c.id, c.data AS message
       FROM moved m JOIN commandbus.command c ON c.process = m.id AND c.step = 0
-     WHERE c.status = 'CANCELED'
+     WHERE c.status OPERATOR(pg_catalog.=) 'CANCELED'
         OR EXISTS (SELECT FROM commandbus.operator_action a WHERE a.command = c.id AND a.action = 'COMPLETE')
     UNION ALL
     SELECT 2, s.id, s.message FROM moved m JOIN commandbus.stray_reply s ON s.process = m.id
@@ -35,8 +36,8 @@ WITH moved AS (
     SELECT DISTINCT ON (s.number) s.number, message
       FROM moved m
       JOIN commandbus.process_step s ON s.process = m.id AND s.status = 'SENT'
-      JOIN missed ON message ->> 'event' = 'reply' AND message ->> 'step' = s.number::text
-                 AND message #>> '{reply,outcome}' IN ('SUCCESS', 'FAILED', 'CANCELED')
+      JOIN missed ON message ->> 'event'::text = 'reply' AND message ->> 'step'::text = s.number::text
+                 AND message #>> '{reply,outcome}'::text[] IN ('SUCCESS', 'FAILED', 'CANCELED')
      ORDER BY s.number, missed.rank, missed.id
 )
-SELECT id, process_type, batch, (SELECT json_agg(message ORDER BY number)::text FROM wanted) FROM moved
+SELECT id, process_type, batch, (SELECT pg_catalog.json_agg(message ORDER BY number)::text FROM wanted) FROM moved

@@ -5,21 +5,25 @@
 WITH sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to,
                                     headers, data, timeout, process, step)
-    VALUES (%(domain)s, %(command_id)s, %(command_type)s, nextval('pgmq.{queue}_msg_id_seq'), %(max_attempts)s,
+    VALUES (%(domain)s, %(command_id)s, %(command_type)s, pg_catalog.nextval('pgmq.{queue}_msg_id_seq'),
+            %(max_attempts)s,
             %(correlation_id)s, %(reply_to)s, %(headers)s::json, %(data)s::json, %(timeout)s, %(process)s, %(step)s)
     ON CONFLICT (domain, command_id) DO NOTHING
     RETURNING id, msg_id
 ), noted AS (
     INSERT INTO commandbus.process_step (process, number, name, undoes, command, timer, domain, command_id, command_type,
                                          deadline_at)
-    SELECT %(process)s, abs(%(step)s), %(name)s, %(undoes)s, id, %(timer)s, %(domain)s, %(command_id)s, %(command_type)s,
-           clock_timestamp() + make_interval(secs => %(deadline)s)
+    SELECT %(process)s, pg_catalog.abs(%(step)s), %(name)s, %(undoes)s, id, %(timer)s, %(domain)s, %(command_id)s,
+           %(command_type)s,
+           pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(deadline)s)
       FROM sent
     ON CONFLICT (process, number) DO NOTHING
 )
 INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
-SELECT msg_id, clock_timestamp() + make_interval(secs => %(delay)s), jsonb_build_object('command', id)
+SELECT msg_id, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(delay)s),
+       pg_catalog.jsonb_build_object('command', id)
   FROM sent
-RETURNING (message ->> 'command')::bigint,
-          CASE WHEN EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > now())
-               THEN pg_notify('commandbus_' || %(domain)s, extract(epoch FROM vt)::text) END
+RETURNING (message ->> 'command'::text)::bigint,
+          CASE WHEN EXISTS (SELECT FROM commandbus.waiting
+                             WHERE domain = %(domain)s AND expires_at > pg_catalog.now())
+               THEN pg_catalog.pg_notify('commandbus_' || %(domain)s, extract(epoch FROM vt)::text) END

@@ -8,4 +8,5 @@ UNION ALL
 SELECT p.id, c.domain, c.command_id, p.finished_at IS NULL
   FROM commandbus.process p JOIN commandbus.command c ON c.process = p.id
  WHERE p.domain = %(domain)s AND p.process_id = %(process_id)s AND c.step = 0
-   AND (c.status = 'IN_TROUBLESHOOTING_QUEUE' OR (p.finished_at IS NOT NULL AND c.status = 'PENDING'))
+   AND (c.status OPERATOR(pg_catalog.=) 'IN_TROUBLESHOOTING_QUEUE'
+        OR (p.finished_at IS NOT NULL AND c.status OPERATOR(pg_catalog.=) 'PENDING'))

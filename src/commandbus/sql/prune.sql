@@ -15,12 +15,15 @@ WITH seen AS MATERIALIZED (
     SELECT c.id
       FROM commandbus.command c
      WHERE c.id IN (SELECT id FROM seen
-                     WHERE status IN ('COMPLETED', 'FAILED', 'CANCELED')
-                       AND (finished_at < now() - make_interval(secs => %(age)s::float8) OR id <= %(through_id)s::bigint))
+                     WHERE status OPERATOR(pg_catalog.=) ANY ('{COMPLETED,FAILED,CANCELED}')
+                       AND (finished_at < pg_catalog.now() - pg_catalog.make_interval(secs => %(age)s::float8)
+                            OR id <= %(through_id)s::bigint))
        AND NOT EXISTS (SELECT FROM commandbus.batch b WHERE b.id = c.batch AND b.finished_at IS NULL)
        AND NOT EXISTS (SELECT FROM commandbus.process p
                         WHERE p.id = c.process
-                          AND (p.finished_at IS NULL OR p.finished_at >= now() - make_interval(secs => %(age)s::float8)))
+                          AND (p.finished_at IS NULL
+                               OR p.finished_at >= pg_catalog.now()
+                                                   - pg_catalog.make_interval(secs => %(age)s::float8)))
        FOR UPDATE SKIP LOCKED
 ), gone AS (
     DELETE FROM commandbus.command WHERE id IN (SELECT id FROM old) RETURNING id
@@ -29,6 +32,9 @@ WITH seen AS MATERIALIZED (
 ), actions AS (
     DELETE FROM commandbus.operator_action WHERE command IN (SELECT id FROM old)
 )
-SELECT (SELECT count(*) FROM gone), (SELECT max(id) FROM seen), (SELECT count(*) FROM seen),
-       (SELECT bool_and(id > %(through_id)s AND COALESCE(created_at > now() - make_interval(secs => %(age)s::float8), true))
+SELECT (SELECT pg_catalog.count(*) FROM gone), (SELECT pg_catalog.max(id) FROM seen),
+       (SELECT pg_catalog.count(*) FROM seen),
+       (SELECT pg_catalog.bool_and(id > %(through_id)s
+                                   AND COALESCE(created_at > pg_catalog.now()
+                                                - pg_catalog.make_interval(secs => %(age)s::float8), true))
           FROM seen)

@@ -2,7 +2,7 @@
 -- Index: archived_at_idx_*.
 DELETE FROM pgmq.{archive}
  WHERE ctid = ANY (ARRAY(SELECT ctid FROM pgmq.{archive}
-                          WHERE archived_at < now() - make_interval(secs => %(age)s::float8)
+                          WHERE archived_at < pg_catalog.now() - pg_catalog.make_interval(secs => %(age)s::float8)
                           ORDER BY archived_at
                           LIMIT %(bite)s
                             FOR UPDATE SKIP LOCKED))

@@ -8,7 +8,7 @@ WITH seen AS MATERIALIZED (
     SELECT b.id
       FROM commandbus.batch b
      WHERE b.id IN (SELECT id FROM seen)
-       AND b.finished_at < now() - make_interval(secs => COALESCE(%(age)s::float8, 86400))
+       AND b.finished_at < pg_catalog.now() - pg_catalog.make_interval(secs => COALESCE(%(age)s::float8, 86400))
        AND NOT EXISTS (SELECT FROM commandbus.command c WHERE c.batch = b.id)
        AND NOT EXISTS (SELECT FROM commandbus.process p WHERE p.batch = b.id)
        AND NOT EXISTS (SELECT FROM commandbus.batch_delta d WHERE d.batch = b.id)
@@ -16,4 +16,5 @@ WITH seen AS MATERIALIZED (
 ), gone AS (
     DELETE FROM commandbus.batch WHERE id IN (SELECT id FROM old) RETURNING id
 )
-SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM seen), (SELECT max(id) FROM seen)
+SELECT (SELECT pg_catalog.count(*) FROM gone), (SELECT pg_catalog.count(*) FROM seen),
+       (SELECT pg_catalog.max(id) FROM seen)

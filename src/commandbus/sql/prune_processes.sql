@@ -9,7 +9,7 @@ WITH seen AS MATERIALIZED (
     SELECT p.id
       FROM commandbus.process p
      WHERE p.id IN (SELECT id FROM seen)
-       AND p.finished_at < now() - make_interval(secs => COALESCE(%(age)s::float8, 86400))
+       AND p.finished_at < pg_catalog.now() - pg_catalog.make_interval(secs => COALESCE(%(age)s::float8, 86400))
        AND NOT EXISTS (SELECT FROM commandbus.command c WHERE c.process = p.id)
        FOR UPDATE SKIP LOCKED
 ), gone AS (
@@ -19,4 +19,5 @@ WITH seen AS MATERIALIZED (
 ), strays AS (
     DELETE FROM commandbus.stray_reply WHERE process IN (SELECT id FROM old)
 )
-SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM seen), (SELECT max(id) FROM seen)
+SELECT (SELECT pg_catalog.count(*) FROM gone), (SELECT pg_catalog.count(*) FROM seen),
+       (SELECT pg_catalog.max(id) FROM seen)

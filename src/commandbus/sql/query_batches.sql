@@ -4,15 +4,19 @@
 -- Locks: none. Indexes: batch's key backwards, or batch_domain_batch_id_key; batch_delta_batch.
 SELECT b.id, b.domain, b.batch_id, b.name, b.holds, shown.status, b.is_open, b.total + d.total, b.completed + d.completed,
        b.failed + d.failed, b.canceled + d.canceled, greatest(b.in_tsq + d.in_tsq, 0), b.rate,
-       extract(epoch FROM clock_timestamp() - b.rate_at)::float8, b.rate_count, b.created_at, b.started_at, b.finished_at,
+       extract(epoch FROM pg_catalog.clock_timestamp() - b.rate_at)::float8, b.rate_count, b.created_at,
+       b.started_at, b.finished_at,
        b.custom_data::text, b.on_complete::text, b.cancel::text,
        (SELECT o.batch_id FROM commandbus.batch o WHERE o.id = b.retry_of)
   FROM commandbus.batch b
  CROSS JOIN LATERAL (
-       SELECT COALESCE(sum(total), 0)::bigint AS total, COALESCE(sum(completed), 0)::bigint AS completed,
-              COALESCE(sum(failed), 0)::bigint AS failed, COALESCE(sum(canceled), 0)::bigint AS canceled,
-              COALESCE(sum(in_tsq), 0)::bigint AS in_tsq,
-              COALESCE(bool_or(completed <> 0 OR failed <> 0 OR canceled <> 0 OR in_tsq <> 0), false) AS has_moved
+       SELECT COALESCE(pg_catalog.sum(total), 0)::bigint AS total,
+              COALESCE(pg_catalog.sum(completed), 0)::bigint AS completed,
+              COALESCE(pg_catalog.sum(failed), 0)::bigint AS failed,
+              COALESCE(pg_catalog.sum(canceled), 0)::bigint AS canceled,
+              COALESCE(pg_catalog.sum(in_tsq), 0)::bigint AS in_tsq,
+              COALESCE(pg_catalog.bool_or(completed <> 0 OR failed <> 0 OR canceled <> 0 OR in_tsq <> 0),
+                       false) AS has_moved
          FROM commandbus.batch_delta
         WHERE batch = b.id) d
  CROSS JOIN LATERAL (

@@ -8,7 +8,8 @@ SELECT c.id, c.domain, c.command_id, c.command_type, c.status::text, c.data::tex
   FROM commandbus.command c
   LEFT JOIN LATERAL (
        SELECT error_type, error_code, error FROM commandbus.attempt
-        WHERE command = c.id AND verdict NOT IN ('GIVEN_BACK', 'PARKED') AND c.status <> 'COMPLETED'
+        WHERE command = c.id AND verdict NOT IN ('GIVEN_BACK', 'PARKED')
+          AND c.status OPERATOR(pg_catalog.<>) 'COMPLETED'
         ORDER BY number DESC LIMIT 1) a ON true
  WHERE (%(domain)s::text IS NULL OR c.domain = %(domain)s)
    AND (%(command_id)s::text IS NULL OR c.command_id = %(command_id)s)

@@ -3,19 +3,22 @@
 SELECT p.id, p.domain, p.process_id, p.process_type, p.status, p.is_compensating, p.data::text, p.state::text,
        p.created_at, p.started_at, p.updated_at, p.finished_at, p.deadline_at, b.batch_id, p.reply_to, p.correlation_id,
        p.failure::text, p.cancel::text, p.in_tsq,
-       (SELECT json_agg(json_build_object('number', s.number, 'name', s.name, 'undoes', s.undoes, 'domain', s.domain,
-                                          'command_id', s.command_id, 'command_type', s.command_type) ORDER BY s.number)
+       (SELECT pg_catalog.json_agg(pg_catalog.json_build_object(
+                   'number', s.number, 'name', s.name, 'undoes', s.undoes, 'domain', s.domain,
+                   'command_id', s.command_id, 'command_type', s.command_type) ORDER BY s.number)
           FROM commandbus.process_step s WHERE s.process = p.id AND s.status = 'SENT')::text,
        CASE WHEN p.in_tsq > 0 THEN
-           (SELECT json_agg(json_build_object('domain', t.domain, 'command_id', c.command_id, 'command_type', c.command_type,
-                                              'step', c.step, 'error_code', t.error_code, 'error', t.error) ORDER BY c.id)
+           (SELECT pg_catalog.json_agg(pg_catalog.json_build_object(
+                       'domain', t.domain, 'command_id', c.command_id, 'command_type', c.command_type,
+                       'step', c.step, 'error_code', t.error_code, 'error', t.error) ORDER BY c.id)
               FROM commandbus.command c JOIN commandbus.tsq t ON t.command = c.id
              WHERE c.process = p.id) END::text,
        CASE WHEN p.finished_at IS NULL THEN
-           (SELECT json_build_object('command_id', c.command_id, 'number', a.number, 'error', a.error)
+           (SELECT pg_catalog.json_build_object('command_id', c.command_id, 'number', a.number, 'error', a.error)
               FROM commandbus.command c
               JOIN commandbus.attempt a ON a.command = c.id
-             WHERE c.process = p.id AND c.step = 0 AND c.status = 'PENDING' AND a.error IS NOT NULL
+             WHERE c.process = p.id AND c.step = 0
+               AND c.status OPERATOR(pg_catalog.=) 'PENDING' AND a.error IS NOT NULL
              ORDER BY a.finished_at DESC LIMIT 1) END::text
   FROM commandbus.process p LEFT JOIN commandbus.batch b ON b.id = p.batch
  WHERE (%(domain)s::text IS NULL OR p.domain = %(domain)s)

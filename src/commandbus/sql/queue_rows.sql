@@ -3,9 +3,11 @@
 -- since it parked a command: what it says now counts. Of a command that a limit has parked, which limit: how that stands
 -- now is asked for by the caller. One whose turn has come (woken_at) is parked no more.
 -- Locks: none. Indexes: the queue's key, parked_domain_msg_id_key, breaker_pkey.
-SELECT q.msg_id, q.vt, q.read_ct, CASE WHEN jsonb_typeof(q.headers -> 'held_by') = 'string' THEN q.headers ->> 'held_by' END,
-       CASE WHEN jsonb_typeof(q.headers -> 'since') = 'string' THEN q.headers ->> 'since' END, p.reason,
-       (q.headers -> 'cancel')::text, (q.headers -> 'progress')::text,
+SELECT q.msg_id, q.vt, q.read_ct, CASE WHEN pg_catalog.jsonb_typeof(q.headers -> 'held_by'::text) = 'string'
+                                       THEN q.headers ->> 'held_by'::text END,
+       CASE WHEN pg_catalog.jsonb_typeof(q.headers -> 'since'::text) = 'string'
+            THEN q.headers ->> 'since'::text END, p.reason,
+       (q.headers -> 'cancel'::text)::text, (q.headers -> 'progress'::text)::text,
        COALESCE(b.until, p.until), p.note, p.limit_name, b.state, b.is_forced, b.reason
   FROM pgmq.{queue} q
   LEFT JOIN commandbus.parked p ON p.domain = %(domain)s AND p.msg_id = q.msg_id AND p.woken_at IS NULL

@@ -5,19 +5,19 @@
 -- Locks: queue rows that this worker holds (nobody else writes them but a renewal by the same worker), then
 -- command rows, then new attempt rows. Indexes: the queue's key, the command's key. Idempotent: a second run finds no "before".
 WITH input AS MATERIALIZED (
-    SELECT * FROM json_to_recordset(%(rows)s::json) AS x(m bigint, r integer, c bigint, n integer, w text,
-                                                         s timestamptz, e text)
+    SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
+        AS x(m bigint, r integer, c bigint, n integer, w text, s timestamptz, e text)
 ), cleared AS (
     UPDATE pgmq.{queue}
-       SET headers = headers - 'before'
+       SET headers = headers - 'before'::text
      WHERE msg_id = ANY (ARRAY(SELECT m FROM input))
-       AND headers -> 'held_by' = to_jsonb(%(worker)s::text)
-       AND headers ? 'before'
-    RETURNING msg_id, read_ct, headers -> 'cancel' AS cancel
+       AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
+       AND headers ? 'before'::text
+    RETURNING msg_id, read_ct, headers -> 'cancel'::text AS cancel
 ), marked AS (
     UPDATE commandbus.command c
        SET waived = i.v, suspect = i.x, alone = i.a
-      FROM cleared q JOIN json_to_recordset(%(marks)s::json)
+      FROM cleared q JOIN pg_catalog.json_to_recordset(%(marks)s::json)
                AS i(m bigint, r integer, c bigint, v integer, x smallint, a boolean) ON i.m = q.msg_id AND i.r = q.read_ct
      WHERE c.id = i.c
 ), lost AS (
@@ -26,4 +26,4 @@ WITH input AS MATERIALIZED (
       FROM cleared q JOIN input i ON i.m = q.msg_id AND i.r = q.read_ct
     ON CONFLICT DO NOTHING
 )
-SELECT msg_id, cancel ->> 'by', cancel ->> 'reason' FROM cleared WHERE cancel IS NOT NULL
+SELECT msg_id, cancel ->> 'by'::text, cancel ->> 'reason'::text FROM cleared WHERE cancel IS NOT NULL

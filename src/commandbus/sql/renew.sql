@@ -8,23 +8,26 @@ WITH input AS MATERIALIZED (
 ), held AS MATERIALIZED (
     SELECT q.msg_id, q.read_ct
       FROM pgmq.{queue} q
-     WHERE q.msg_id = ANY (%(msg_ids)s::bigint[]) AND q.headers -> 'held_by' = to_jsonb(%(worker)s::text)
+     WHERE q.msg_id = ANY (%(msg_ids)s::bigint[])
+       AND q.headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
        FOR UPDATE SKIP LOCKED
 ), renewed AS (
     UPDATE pgmq.{queue}
-       SET vt = greatest(vt, now() + make_interval(secs => %(lease)s)),
+       SET vt = greatest(vt, pg_catalog.now() + pg_catalog.make_interval(secs => %(lease)s)),
            headers = CASE WHEN %(progress)s::jsonb ? msg_id::text
-                          THEN headers || jsonb_build_object('progress', %(progress)s::jsonb -> msg_id::text)
+                          THEN headers || pg_catalog.jsonb_build_object(
+                                   'progress', %(progress)s::jsonb -> msg_id::text)
                           ELSE headers END
      WHERE msg_id = ANY (ARRAY(SELECT h.msg_id FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct))
     RETURNING msg_id, read_ct
 )
 SELECT i.m, i.r, CASE WHEN i.is_renewed THEN 'renewed' WHEN q.headers IS NULL THEN 'lost' ELSE 'skipped' END,
-       q.headers ? 'cancel', q.headers -> 'cancel' ->> 'by', q.headers -> 'cancel' ->> 'reason'
+       q.headers ? 'cancel'::text, q.headers -> 'cancel'::text ->> 'by'::text,
+       q.headers -> 'cancel'::text ->> 'reason'::text
   FROM (SELECT m, r, (m, r) IN (SELECT msg_id, read_ct FROM renewed) AS is_renewed FROM input) i
   LEFT JOIN LATERAL (
        SELECT headers
          FROM pgmq.{queue}
-        WHERE msg_id = i.m AND read_ct = i.r AND headers -> 'held_by' = to_jsonb(%(worker)s::text)
+        WHERE msg_id = i.m AND read_ct = i.r AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
        OFFSET 0) q ON true
- WHERE NOT i.is_renewed OR q.headers ? 'cancel'
+ WHERE NOT i.is_renewed OR q.headers ? 'cancel'::text

@@ -1,7 +1,7 @@
 -- Sends replies to one queue, and wakes whoever listens for them. Locks: new queue rows.
 WITH queued AS (
     INSERT INTO pgmq.{queue} (vt, message)
-    SELECT clock_timestamp(), value FROM jsonb_array_elements(%(messages)s::jsonb)
+    SELECT pg_catalog.clock_timestamp(), value FROM pg_catalog.jsonb_array_elements(%(messages)s::jsonb)
     RETURNING msg_id
 )
-SELECT pg_notify('commandbus_r_' || %(queue)s, count(*)::text) FROM queued
+SELECT pg_catalog.pg_notify('commandbus_r_' || %(queue)s, pg_catalog.count(*)::text) FROM queued

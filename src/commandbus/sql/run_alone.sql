@@ -5,4 +5,4 @@
 UPDATE pgmq.{queue}
    SET headers = headers || '{"alone": true}'
  WHERE msg_id = ANY (%(msg_ids)s::bigint[])
-   AND headers -> 'held_by' = to_jsonb(%(worker)s::text)
+   AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)

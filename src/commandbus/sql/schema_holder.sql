@@ -1,12 +1,12 @@
 -- The oldest transaction that holds a lock on one of our tables: what a migration waits for. Locks: none.
-SELECT a.pid, a.application_name, extract(epoch FROM clock_timestamp() - a.xact_start)::float8
-  FROM pg_locks l
-  JOIN pg_class c ON c.oid = l.relation
-  JOIN pg_namespace n ON n.oid = c.relnamespace
-  JOIN pg_stat_activity a ON a.pid = l.pid
+SELECT a.pid, a.application_name, extract(epoch FROM pg_catalog.clock_timestamp() - a.xact_start)::float8
+  FROM pg_catalog.pg_locks l
+  JOIN pg_catalog.pg_class c ON c.oid = l.relation
+  JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+  JOIN pg_catalog.pg_stat_activity a ON a.pid = l.pid
  WHERE l.granted AND l.locktype = 'relation'
-   AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+   AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database())
    AND n.nspname IN ('commandbus', 'pgmq')
-   AND a.pid <> pg_backend_pid() AND a.xact_start IS NOT NULL
+   AND a.pid <> pg_catalog.pg_backend_pid() AND a.xact_start IS NOT NULL
  ORDER BY a.xact_start
  LIMIT 1

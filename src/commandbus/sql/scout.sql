@@ -5,11 +5,12 @@
 WITH claimable AS (
     SELECT vt
       FROM pgmq.{queue}
-     WHERE vt <= now()
+     WHERE vt <= pg_catalog.now()
        AND NOT EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = '')
      ORDER BY vt
      LIMIT %(most)s
 )
-SELECT (SELECT count(*) FROM claimable),
-       (SELECT extract(epoch FROM now() - min(greatest(vt, 'epoch')))::float8 FROM claimable),
-       (SELECT count(*) FROM commandbus.tsq WHERE domain = %(domain)s)
+SELECT (SELECT pg_catalog.count(*) FROM claimable),
+       (SELECT extract(epoch FROM pg_catalog.now() - pg_catalog.min(greatest(vt, 'epoch')))::float8
+          FROM claimable),
+       (SELECT pg_catalog.count(*) FROM commandbus.tsq WHERE domain = %(domain)s)

@@ -6,16 +6,18 @@
 WITH sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
                                     reply_to, headers, data, timeout)
-    VALUES (%(domain)s, %(command_id)s, %(command_type)s, nextval('pgmq.{queue}_msg_id_seq'), %(max_attempts)s,
+    VALUES (%(domain)s, %(command_id)s, %(command_type)s, pg_catalog.nextval('pgmq.{queue}_msg_id_seq'),
+            %(max_attempts)s,
             %(correlation_id)s, %(reply_to)s, %(headers)s::json, %(data)s::json, %(timeout)s)
     {conflict}
     RETURNING id, msg_id
 )
 INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
 SELECT msg_id,
-       COALESCE(%(at)s::timestamptz, clock_timestamp() + make_interval(secs => %(delay)s)),
-       jsonb_build_object('command', id)
+       COALESCE(%(at)s::timestamptz, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(delay)s)),
+       pg_catalog.jsonb_build_object('command', id)
   FROM sent
-RETURNING (message ->> 'command')::bigint,
-          CASE WHEN EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > now())
-               THEN pg_notify('commandbus_' || %(domain)s, extract(epoch FROM vt)::text) END
+RETURNING (message ->> 'command'::text)::bigint,
+          CASE WHEN EXISTS (SELECT FROM commandbus.waiting
+                             WHERE domain = %(domain)s AND expires_at > pg_catalog.now())
+               THEN pg_catalog.pg_notify('commandbus_' || %(domain)s, extract(epoch FROM vt)::text) END

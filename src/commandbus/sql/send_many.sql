@@ -7,8 +7,8 @@
 WITH ours AS (  -- never run; named first, so that a database without our schema says that, not that the queue is missing
     SELECT FROM commandbus.command
 ), input AS MATERIALIZED (
-    SELECT x.*, nextval('pgmq.{queue}_msg_id_seq') AS msg_id
-      FROM json_to_recordset(%(rows)s::json)
+    SELECT x.*, pg_catalog.nextval('pgmq.{queue}_msg_id_seq') AS msg_id
+      FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8)
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
@@ -18,14 +18,15 @@ WITH ours AS (  -- never run; named first, so that a database without our schema
     RETURNING id, msg_id, command_id
 ), queued AS (
     INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
-    SELECT msg_id, COALESCE(input.a, clock_timestamp() + make_interval(secs => COALESCE(input.s, 0))),
-           jsonb_build_object('command', sent.id)
+    SELECT msg_id, COALESCE(input.a, pg_catalog.clock_timestamp()
+                            + pg_catalog.make_interval(secs => COALESCE(input.s, 0))),
+           pg_catalog.jsonb_build_object('command', sent.id)
       FROM sent JOIN input USING (msg_id) {by_turn}
     RETURNING vt
 ), woken AS MATERIALIZED (
-    SELECT pg_notify('commandbus_' || %(domain)s, extract(epoch FROM min(vt))::text)
+    SELECT pg_catalog.pg_notify('commandbus_' || %(domain)s, extract(epoch FROM pg_catalog.min(vt))::text)
       FROM queued
-     WHERE EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > now())
-    HAVING count(*) > 0
+     WHERE EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > pg_catalog.now())
+    HAVING pg_catalog.count(*) > 0
 )
-SELECT command_id, id, (SELECT count(*) FROM woken) FROM sent
+SELECT command_id, id, (SELECT pg_catalog.count(*) FROM woken) FROM sent

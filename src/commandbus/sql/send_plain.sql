@@ -5,15 +5,16 @@
 -- them took 20 of 210 µs.
 WITH sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, data)
-    VALUES ('{domain}', %s, %s, nextval('pgmq.{queue}_msg_id_seq'), %s::json)
+    VALUES ('{domain}', %s, %s, pg_catalog.nextval('pgmq.{queue}_msg_id_seq'), %s::json)
     {conflict}
     RETURNING id, msg_id
 )
 INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
 SELECT msg_id,
-       clock_timestamp(),
-       jsonb_build_object('command', id)
+       pg_catalog.clock_timestamp(),
+       pg_catalog.jsonb_build_object('command', id)
   FROM sent
-RETURNING (message ->> 'command')::bigint,
-          CASE WHEN EXISTS (SELECT FROM commandbus.waiting WHERE domain = '{domain}' AND expires_at > now())
-               THEN pg_notify('commandbus_{domain}', extract(epoch FROM vt)::text) END
+RETURNING (message ->> 'command'::text)::bigint,
+          CASE WHEN EXISTS (SELECT FROM commandbus.waiting
+                             WHERE domain = '{domain}' AND expires_at > pg_catalog.now())
+               THEN pg_catalog.pg_notify('commandbus_{domain}', extract(epoch FROM vt)::text) END

@@ -11,12 +11,13 @@
 -- not by its ctid: a renewal that commits between our snapshot and our lock has moved it, and a scan by the new ctid
 -- would not see it.
 WITH input AS MATERIALIZED (
-    SELECT * FROM json_to_recordset(%(rows)s::json)
+    SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, s text, n integer, t float8, v json, e json)
 ), held AS MATERIALIZED (
-    SELECT msg_id, read_ct, message ->> 'command' AS command, headers ? 'cancel' AS is_canceled
+    SELECT msg_id, read_ct, message ->> 'command'::text AS command, headers ? 'cancel'::text AS is_canceled
       FROM pgmq.{queue}
-     WHERE msg_id = ANY (ARRAY(SELECT m FROM input)) AND headers -> 'held_by' = to_jsonb(%(worker)s::text)
+     WHERE msg_id = ANY (ARRAY(SELECT m FROM input))
+       AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
        FOR UPDATE {locking}
 ), fenced AS MATERIALIZED (
     SELECT i.* FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct AND i.c::text = h.command
@@ -25,27 +26,31 @@ WITH input AS MATERIALIZED (
     DELETE FROM pgmq.{queue} WHERE msg_id = ANY (ARRAY(SELECT m FROM fenced))
 ), settled AS (
     UPDATE commandbus.command c
-       SET status = f.s::commandbus.command_status, result = f.v, attempt = f.n, worker = %(worker)s, started_at = to_timestamp(f.t),
-           finished_at = CASE WHEN f.s <> 'IN_TROUBLESHOOTING_QUEUE' THEN now() END
+       SET status = f.s::commandbus.command_status, result = f.v, attempt = f.n, worker = %(worker)s,
+           started_at = pg_catalog.to_timestamp(f.t),
+           finished_at = CASE WHEN f.s <> 'IN_TROUBLESHOOTING_QUEUE' THEN pg_catalog.now() END
       FROM fenced f
      WHERE c.id = f.c AND c.msg_id = f.m
 {groups}), failed AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, error_type, error_code, error,
                                     details, traceback, rung, autopsy, duration_ms)
-    SELECT c, n, e ->> 'verdict', %(worker)s, to_timestamp(t), e ->> 'error_type', e ->> 'error_code',
-           e ->> 'error', e -> 'details', e ->> 'traceback', e ->> 'rung', e -> 'autopsy', (e ->> 'duration_ms')::bigint
+    SELECT c, n, e ->> 'verdict'::text, %(worker)s, pg_catalog.to_timestamp(t), e ->> 'error_type'::text,
+           e ->> 'error_code'::text, e ->> 'error'::text, e -> 'details'::text, e ->> 'traceback'::text, e ->> 'rung'::text,
+           e -> 'autopsy'::text, (e ->> 'duration_ms'::text)::bigint
       FROM fenced
      WHERE e IS NOT NULL
 ), troubled AS (
     INSERT INTO commandbus.tsq (command, domain, command_type, attempt, error_type, error_code, error)
-    SELECT c, %(domain)s, e ->> 'command_type', n, e ->> 'error_type', e ->> 'error_code', e ->> 'error'
+    SELECT c, %(domain)s, e ->> 'command_type'::text, n, e ->> 'error_type'::text, e ->> 'error_code'::text,
+           e ->> 'error'::text
       FROM fenced
      WHERE s = 'IN_TROUBLESHOOTING_QUEUE'
 )
 SELECT m, r, COALESCE((SELECT CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = q.msg_id AND h.is_canceled)
                                      THEN 'canceled' ELSE 'busy' END
                          FROM pgmq.{queue} q
-                        WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers -> 'held_by' = to_jsonb(%(worker)s::text)
-                          AND q.message ->> 'command' = i.c::text), 'refused')
+                        WHERE q.msg_id = i.m AND q.read_ct = i.r
+                          AND q.headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
+                          AND q.message ->> 'command'::text = i.c::text), 'refused')
   FROM input i
  WHERE NOT EXISTS (SELECT FROM fenced f WHERE f.m = i.m AND f.r = i.r)

@@ -10,13 +10,17 @@
        FOR NO KEY UPDATE
 ), halted AS (
     UPDATE commandbus.process p
-       SET status = CASE WHEN p.finished_at IS NULL THEN 'WAITING_FOR_TSQ' ELSE p.status END, updated_at = now(),
-           in_tsq = p.in_tsq + (SELECT count(*) FROM settled WHERE process = p.id AND s = 'IN_TROUBLESHOOTING_QUEUE')
+       SET status = CASE WHEN p.finished_at IS NULL THEN 'WAITING_FOR_TSQ' ELSE p.status END,
+           updated_at = pg_catalog.now(),
+           in_tsq = p.in_tsq + (SELECT pg_catalog.count(*) FROM settled
+                                 WHERE process = p.id AND s = 'IN_TROUBLESHOOTING_QUEUE')
      WHERE p.id IN (SELECT id FROM halting)
 ), counted AS (
     INSERT INTO commandbus.batch_delta (batch, completed, failed, canceled, in_tsq)
-    SELECT batch, count(*) FILTER (WHERE s = 'COMPLETED'), count(*) FILTER (WHERE s = 'FAILED'),
-           count(*) FILTER (WHERE s = 'CANCELED'), count(*) FILTER (WHERE s = 'IN_TROUBLESHOOTING_QUEUE')
+    SELECT batch, pg_catalog.count(*) FILTER (WHERE s = 'COMPLETED'),
+           pg_catalog.count(*) FILTER (WHERE s = 'FAILED'),
+           pg_catalog.count(*) FILTER (WHERE s = 'CANCELED'),
+           pg_catalog.count(*) FILTER (WHERE s = 'IN_TROUBLESHOOTING_QUEUE')
       FROM (SELECT batch, s FROM settled WHERE batch IS NOT NULL
             UNION ALL
             SELECT batch, 'IN_TROUBLESHOOTING_QUEUE' FROM halting

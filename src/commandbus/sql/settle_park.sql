@@ -5,12 +5,13 @@
 -- it is decided by when it was sent. How long it may wait counts from when it was first parked.
 -- Locks: queue rows in key order, then command rows, then rows of parked. Indexes: the keys, attempt_pkey.
 WITH input AS MATERIALIZED (
-    SELECT * FROM json_to_recordset(%(rows)s::json)
+    SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, n integer, t float8, y text, l text, u float8, g float8, o text, e json)
 ), held AS MATERIALIZED (
-    SELECT msg_id, read_ct, message ->> 'command' AS command, headers ? 'cancel' AS is_canceled
+    SELECT msg_id, read_ct, message ->> 'command'::text AS command, headers ? 'cancel'::text AS is_canceled
       FROM pgmq.{queue}
-     WHERE msg_id = ANY (ARRAY(SELECT m FROM input)) AND headers -> 'held_by' = to_jsonb(%(worker)s::text)
+     WHERE msg_id = ANY (ARRAY(SELECT m FROM input))
+       AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
      ORDER BY msg_id
        FOR UPDATE {locking}
 ), fenced AS MATERIALIZED (
@@ -18,7 +19,7 @@ WITH input AS MATERIALIZED (
      WHERE NOT h.is_canceled
 ), retimed AS (
     UPDATE pgmq.{queue} q
-       SET vt = now() + interval '10 years', headers = NULL
+       SET vt = pg_catalog.now() + interval '10 years', headers = NULL
       FROM fenced f
      WHERE q.msg_id = f.m
 ), waived AS (
@@ -29,32 +30,35 @@ WITH input AS MATERIALIZED (
 ), noted AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, error_type, error_code, error, details,
                                     traceback, duration_ms)
-    SELECT c, n, 'PARKED', %(worker)s, to_timestamp(t), e ->> 'error_type', e ->> 'error_code', e ->> 'error',
-           e -> 'details', e ->> 'traceback', (e ->> 'duration_ms')::bigint
+    SELECT c, n, 'PARKED', %(worker)s, pg_catalog.to_timestamp(t), e ->> 'error_type'::text,
+           e ->> 'error_code'::text, e ->> 'error'::text,
+           e -> 'details'::text, e ->> 'traceback'::text, (e ->> 'duration_ms'::text)::bigint
       FROM fenced
 ), parked AS (
     INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since, until, give_up_at, note, probes)
-    SELECT %(domain)s, f.y, f.m, f.c, 'limit', f.l, w.created_at, to_timestamp(f.u),
-           CASE WHEN f.g IS NOT NULL THEN make_interval(secs => f.g) + COALESCE(
-               (SELECT min(finished_at) FROM commandbus.attempt a
+    SELECT %(domain)s, f.y, f.m, f.c, 'limit', f.l, w.created_at, pg_catalog.to_timestamp(f.u),
+           CASE WHEN f.g IS NOT NULL THEN pg_catalog.make_interval(secs => f.g) + COALESCE(
+               (SELECT pg_catalog.min(finished_at) FROM commandbus.attempt a
                  WHERE a.command = f.c AND a.number > w.attempt_base AND a.verdict = 'PARKED'
-                   AND left(a.error_code, 5) IN ('LIMIT', 'RATE_')),
-               now()) END,
+                   AND pg_catalog.left(a.error_code, 5) IN ('LIMIT', 'RATE_')),
+               pg_catalog.now()) END,
            f.o,
-           CASE WHEN f.e ->> 'error_code' = 'RATE_LIMITED_PROBE' THEN 1 ELSE 0 END +
-           CASE WHEN f.r > 1 THEN (SELECT count(*) FROM commandbus.attempt a
+           CASE WHEN f.e ->> 'error_code'::text = 'RATE_LIMITED_PROBE' THEN 1 ELSE 0 END +
+           CASE WHEN f.r > 1 THEN (SELECT pg_catalog.count(*) FROM commandbus.attempt a
                                     WHERE a.command = f.c AND a.number > w.attempt_base AND a.verdict = 'PARKED'
                                       AND a.error_code = 'RATE_LIMITED_PROBE') ELSE 0 END
       FROM fenced f JOIN waived w ON w.id = f.c
      ORDER BY f.m
     ON CONFLICT (domain, msg_id) DO UPDATE
        SET reason = excluded.reason, limit_name = excluded.limit_name, since = excluded.since, until = excluded.until,
-           give_up_at = excluded.give_up_at, note = excluded.note, probes = excluded.probes, woken_at = NULL, token = NULL, parked_at = now()
+           give_up_at = excluded.give_up_at, note = excluded.note, probes = excluded.probes, woken_at = NULL,
+           token = NULL, parked_at = pg_catalog.now()
 )
 SELECT m, r, COALESCE((SELECT CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = q.msg_id AND h.is_canceled)
                                      THEN 'canceled' ELSE 'busy' END
                          FROM pgmq.{queue} q
-                        WHERE q.msg_id = i.m AND q.read_ct = i.r AND q.headers -> 'held_by' = to_jsonb(%(worker)s::text)
-                          AND q.message ->> 'command' = i.c::text), 'refused')
+                        WHERE q.msg_id = i.m AND q.read_ct = i.r
+                          AND q.headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
+                          AND q.message ->> 'command'::text = i.c::text), 'refused')
   FROM input i
  WHERE NOT EXISTS (SELECT FROM fenced f WHERE f.m = i.m AND f.r = i.r)

@@ -4,11 +4,11 @@
 -- Locks: none. By its name on every connection (`commandbus <worker id> <part>`), and by process id and start for
 -- those that are known to be its own: a handler has changed that name, or has opened them itself, perhaps to another
 -- database. A process id alone may be somebody else's by now.
-SELECT pid, CASE WHEN usename = current_user THEN pg_terminate_backend(pid) END
-  FROM pg_stat_activity
+SELECT pid, CASE WHEN usename = current_user THEN pg_catalog.pg_terminate_backend(pid) END
+  FROM pg_catalog.pg_stat_activity
  WHERE backend_type = 'client backend'
-   AND pid <> pg_backend_pid()
-   AND (starts_with(application_name, %(prefix)s) AND datname = current_database()
+   AND pid <> pg_catalog.pg_backend_pid()
+   AND (pg_catalog.starts_with(application_name, %(prefix)s) AND datname = pg_catalog.current_database()
         OR EXISTS (SELECT FROM unnest(%(pids)s::integer[], %(started)s::bigint[]) AS known (pid, started)
                     WHERE known.pid = pg_stat_activity.pid
-                      AND known.started = (extract(epoch FROM backend_start) * 1000000)::bigint))
+                      AND known.started = (extract(epoch FROM backend_start) * 1000000::numeric)::bigint))

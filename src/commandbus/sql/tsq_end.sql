@@ -18,7 +18,7 @@ WITH picked AS MATERIALIZED (
 ), moved AS (
     UPDATE commandbus.command c
        SET status = %(status)s::commandbus.command_status, result = %(result)s::json, attempt_base = c.attempt, attempt = NULL,
-           finished_at = now(), worker = NULL
+           finished_at = pg_catalog.now(), worker = NULL
      WHERE c.id IN (SELECT command FROM picked)
     RETURNING c.id, c.command_id, c.command_type, c.correlation_id, c.reply_to, c.attempt_base,
               c.batch, c.process, c.step

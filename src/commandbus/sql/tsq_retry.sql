@@ -19,8 +19,8 @@ WITH picked AS MATERIALIZED (
     DELETE FROM commandbus.tsq WHERE command IN (SELECT command FROM picked)
 ), queued AS (
     INSERT INTO pgmq.{queue} (vt, message)
-    SELECT clock_timestamp(), jsonb_build_object('command', command) FROM picked
-    RETURNING msg_id, (message ->> 'command')::bigint AS command
+    SELECT pg_catalog.clock_timestamp(), pg_catalog.jsonb_build_object('command', command) FROM picked
+    RETURNING msg_id, (message ->> 'command'::text)::bigint AS command
 ), moved AS (
     UPDATE commandbus.command c
        SET status = 'PENDING', msg_id = q.msg_id, attempt_base = c.attempt, waived = 0, attempt = NULL,
@@ -35,6 +35,6 @@ WITH picked AS MATERIALIZED (
     INSERT INTO commandbus.operator_action (command, action, operator, reason, attempt_base)
     SELECT id, 'RETRY', %(operator)s, %(reason)s, attempt_base FROM moved
 ), woken AS MATERIALIZED (
-    SELECT pg_notify('commandbus_' || %(domain)s, '0') FROM moved HAVING count(*) > 0
+    SELECT pg_catalog.pg_notify('commandbus_' || %(domain)s, '0') FROM moved HAVING pg_catalog.count(*) > 0
 )
-SELECT id, command_id, batch, process, (SELECT count(*) FROM woken) FROM moved ORDER BY id
+SELECT id, command_id, batch, process, (SELECT pg_catalog.count(*) FROM woken) FROM moved ORDER BY id

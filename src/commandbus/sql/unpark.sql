@@ -13,6 +13,6 @@ WITH waiting AS MATERIALIZED (
     DELETE FROM commandbus.parked
      WHERE domain = %(domain)s AND msg_id IN (SELECT msg_id FROM held) AND reason = %(reason)s
 ), woken AS (
-    UPDATE pgmq.{queue} SET vt = now() WHERE msg_id IN (SELECT msg_id FROM held) RETURNING msg_id
+    UPDATE pgmq.{queue} SET vt = pg_catalog.now() WHERE msg_id IN (SELECT msg_id FROM held) RETURNING msg_id
 )
-SELECT (SELECT count(*) FROM woken), pg_notify('commandbus_' || %(domain)s, '0')
+SELECT (SELECT pg_catalog.count(*) FROM woken), pg_catalog.pg_notify('commandbus_' || %(domain)s, '0')

@@ -2,5 +2,5 @@
 -- Locks: its own rows; others' only if nobody else holds them.
 DELETE FROM commandbus.waiting
  WHERE ctid = ANY (ARRAY(SELECT ctid FROM commandbus.waiting
-                          WHERE worker = %(worker)s OR expires_at < now() - interval '1 hour'
+                          WHERE worker = %(worker)s OR expires_at < pg_catalog.now() - interval '1 hour'
                             FOR UPDATE SKIP LOCKED))

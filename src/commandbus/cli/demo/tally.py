@@ -101,16 +101,18 @@ class Tally:
 def count(ids: Sequence[int]) -> Steps[Tally]:
     """Count what became of these commands."""
     rows = yield Statement(
-        b"SELECT command_type, count(*), count(*) FILTER (WHERE status = 'COMPLETED'), "
-        b"count(*) FILTER (WHERE status = 'FAILED'), "
-        b"count(*) FILTER (WHERE status = 'IN_TROUBLESHOOTING_QUEUE'), "
-        b"sum(coalesce(attempt, attempt_base)) "
+        b"SELECT command_type, pg_catalog.count(*), "
+        b"pg_catalog.count(*) FILTER (WHERE status OPERATOR(pg_catalog.=) 'COMPLETED'), "
+        b"pg_catalog.count(*) FILTER (WHERE status OPERATOR(pg_catalog.=) 'FAILED'), "
+        b"pg_catalog.count(*) FILTER (WHERE status OPERATOR(pg_catalog.=) 'IN_TROUBLESHOOTING_QUEUE'), "
+        b"pg_catalog.sum(coalesce(attempt, attempt_base)) "
         b"FROM commandbus.command WHERE id = ANY (%(ids)s::bigint[]) GROUP BY 1",
         {"ids": list(ids)},
     )
     found = {row[0]: Line(*row) for row in rows}
     waiting = (
-        f"SELECT count(*) FROM pgmq.q_{queue_of(DOMAIN)} WHERE (message ->> 'command')::bigint = ANY (%(ids)s)"
+        f"SELECT pg_catalog.count(*) FROM pgmq.q_{queue_of(DOMAIN)} "
+        f"WHERE (message ->> 'command'::text)::bigint = ANY (%(ids)s)"
     )
     queued = yield Statement(waiting.encode(), {"ids": list(ids)})
     return Tally([found.get(group.command_type, Line(group.command_type)) for group in GROUPS], queued[0][0])

@@ -80,7 +80,9 @@ def _paused(item: DomainStatus) -> str:
 
 
 def _undelivered(conn: Conn) -> Findings:
-    row = conn.execute(b"SELECT count(*), min(queue) FROM commandbus.undelivered_reply").fetchone()
+    row = conn.execute(
+        b"SELECT pg_catalog.count(*), pg_catalog.min(queue) FROM commandbus.undelivered_reply"
+    ).fetchone()
     if row is not None and row[0]:
         yield warn(
             "replies",

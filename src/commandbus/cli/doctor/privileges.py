@@ -25,7 +25,8 @@ _ALL_OF = {"ALL TABLES IN SCHEMA": ("TABLE", ["r", "v", "p"]), "ALL SEQUENCES IN
 def examine(conn: Conn) -> Findings:
     """What it may, and for what it may not: which grant is missing. Nothing, where there is no schema."""
     row = conn.execute(
-        b"SELECT current_user, to_regnamespace('commandbus') IS NOT NULL AND to_regnamespace('pgmq') IS NOT NULL"
+        b"SELECT current_user, pg_catalog.to_regnamespace('commandbus') IS NOT NULL "
+        b"AND pg_catalog.to_regnamespace('pgmq') IS NOT NULL"
     ).fetchone()
     if row is None or not row[1]:
         return
@@ -89,16 +90,16 @@ def _privileges(conn: Conn, grant: str) -> Iterator[tuple[str, str, str]]:
 def _queues(conn: Conn) -> list[str]:
     """The domains' queues, from the catalog: that is open to everybody."""
     rows = conn.execute(
-        b"SELECT substr(relname, 3) FROM pg_class WHERE relnamespace = 'pgmq'::regnamespace "
-        b"AND relkind = 'r' AND relname ~ '^q_[a-z][a-z0-9_]*__commands$' ORDER BY 1"
+        b"SELECT pg_catalog.substr(relname, 3) FROM pg_catalog.pg_class WHERE relnamespace = 'pgmq'::regnamespace "
+        b"AND relkind = 'r' AND relname ~ '^q_[a-z][a-z0-9_]*__commands$'::text ORDER BY 1"
     ).fetchall()
     return [name for (name,) in rows]
 
 
 def _members(conn: Conn, schema: str, kinds: list[str]) -> list[str]:
     rows = conn.execute(
-        b"SELECT format('%%I.%%I', nspname, relname) FROM pg_class c "
-        b"JOIN pg_namespace n ON n.oid = c.relnamespace "
+        b"SELECT pg_catalog.format('%%I.%%I', nspname, relname) FROM pg_catalog.pg_class c "
+        b"JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace "
         b'WHERE nspname = %(schema)s AND relkind = ANY (%(kinds)s::"char"[]) ORDER BY 1',
         {"schema": schema, "kinds": kinds},
     ).fetchall()
@@ -108,8 +109,10 @@ def _members(conn: Conn, schema: str, kinds: list[str]) -> list[str]:
 def _has(conn: Conn, privilege: str, sort: str, name: str) -> bool:
     if sort == "COLUMN":
         table, _, column = name.rpartition(".")
-        row = conn.execute(b"SELECT has_column_privilege(%s, %s, %s)", (table, column, privilege)).fetchone()
+        row = conn.execute(
+            b"SELECT pg_catalog.has_column_privilege(%s, %s, %s)", (table, column, privilege)
+        ).fetchone()
         return row is not None and bool(row[0])
-    statement = f"SELECT has_{sort.lower()}_privilege(%(name)s, %(privilege)s)"
+    statement = f"SELECT pg_catalog.has_{sort.lower()}_privilege(%(name)s, %(privilege)s)"
     row = conn.execute(statement.encode(), {"name": name, "privilege": privilege}).fetchone()
     return row is not None and bool(row[0])

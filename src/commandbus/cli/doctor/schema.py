@@ -52,5 +52,5 @@ def examine_domains(conn: Conn) -> Findings:
 
 def queue_exists(conn: Conn, queue: str) -> bool:
     """Has PGMQ a table for this queue?"""
-    row = conn.execute(b"SELECT to_regclass(%(name)s)", {"name": f"pgmq.q_{queue}"}).fetchone()
+    row = conn.execute(b"SELECT pg_catalog.to_regclass(%(name)s)", {"name": f"pgmq.q_{queue}"}).fetchone()
     return row is not None and row[0] is not None

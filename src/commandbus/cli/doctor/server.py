@@ -26,6 +26,7 @@ def examine(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings:
     """Everything about the server."""
     yield from _version(conn)
     yield from _role_of_server(conn)
+    yield from _creators(conn)
     yield from _pooler(conn, settings)
     yield from _limits_of_role(conn, settings)
     yield from _clock(conn)
@@ -44,7 +45,7 @@ def _one(conn: Conn, query: str, params: dict[str, Any] | None = None) -> Any:
 
 def _setting(conn: Conn, name: str) -> Any:
     """A setting in the unit that PostgreSQL keeps it in (milliseconds, for times)."""
-    return _one(conn, "SELECT setting FROM pg_settings WHERE name = %(name)s", {"name": name})
+    return _one(conn, "SELECT setting FROM pg_catalog.pg_settings WHERE name = %(name)s", {"name": name})
 
 
 def _version(conn: Conn) -> Findings:
@@ -61,7 +62,7 @@ def _version(conn: Conn) -> Findings:
 
 
 def _role_of_server(conn: Conn) -> Findings:
-    if _one(conn, "SELECT pg_is_in_recovery()"):
+    if _one(conn, "SELECT pg_catalog.pg_is_in_recovery()"):
         yield fail("server", "this is a standby: nothing can be written", "connect to the primary")
     elif _one(conn, "SHOW default_transaction_read_only") == "on":
         yield fail("server", "transactions are read-only (default_transaction_read_only)", "set it to off")
@@ -75,9 +76,28 @@ def _role_of_server(conn: Conn) -> Findings:
         yield warn("encoding", f"the database's encoding is {encoding}: not every text can be stored", "use UTF8")
 
 
+def _creators(conn: Conn) -> Findings:
+    """PUBLIC may create in `public` by default up to PostgreSQL 14, and after an upgrade from there."""
+    rows = conn.execute(
+        b"SELECT pg_catalog.quote_ident(n.nspname) "
+        b"FROM pg_catalog.pg_namespace n, pg_catalog.aclexplode(n.nspacl) a "
+        b"WHERE a.grantee = 0::oid AND a.privilege_type = 'CREATE' "
+        b"AND (n.nspname = 'public' OR n.nspname = ANY (pg_catalog.current_schemas(false))) ORDER BY 1"
+    ).fetchall()
+    for (schema,) in rows:
+        yield warn(
+            "strangers",
+            f"every login may create functions in schema {schema}: it can put one in place of a function that "
+            f"your own SQL calls without its schema, and your handlers then run it with their rights",
+            f"REVOKE CREATE ON SCHEMA {schema} FROM PUBLIC",
+        )
+    if not rows:
+        yield ok("strangers", "nobody may create in schema public without a grant")
+
+
 def _pooler(conn: Conn, settings: Settings) -> Findings:
     """A pooler invents the backend's process id; a server tells its own."""
-    if conn.info.backend_pid == _one(conn, "SELECT pg_backend_pid()"):
+    if conn.info.backend_pid == _one(conn, "SELECT pg_catalog.pg_backend_pid()"):
         return
     if settings.prepared_statements:
         yield warn(
@@ -109,7 +129,7 @@ def _limits_of_role(conn: Conn, settings: Settings) -> Findings:
 
 def _clock(conn: Conn) -> Findings:
     before = time.time()
-    server = _one(conn, "SELECT extract(epoch FROM clock_timestamp())::float8")
+    server = _one(conn, "SELECT extract(epoch FROM pg_catalog.clock_timestamp())::float8")
     after = time.time()
     difference = abs(server - (before + after) / 2)
     if difference > CLOCK_SECONDS + (after - before):
@@ -202,13 +222,18 @@ def _connections(conn: Conn, settings: Settings) -> Findings:
         int(_setting(conn, name) or 0) for name in ("superuser_reserved_connections", "reserved_connections")
     )
     most = int(_setting(conn, "max_connections")) - reserved
-    used = _one(conn, "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'")
+    used = _one(
+        conn, "SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_activity WHERE backend_type = 'client backend'"
+    )
     gate = _gate_connections(conn, settings)
     own = WORKER_CONNECTIONS + gate
     needed = settings.processes * (settings.concurrency + own) + SUPERVISOR_CONNECTIONS
     for what, limit in (
-        ("database", "SELECT datconnlimit FROM pg_database WHERE datname = current_database()"),
-        ("role", "SELECT rolconnlimit FROM pg_roles WHERE rolname = current_user"),
+        (
+            "database",
+            "SELECT datconnlimit FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database()",
+        ),
+        ("role", "SELECT rolconnlimit FROM pg_catalog.pg_roles WHERE rolname = current_user"),
     ):
         found = _one(conn, limit)
         if found is not None and 0 <= found < needed:
@@ -232,9 +257,9 @@ def _gate_connections(conn: Conn, settings: Settings) -> int:
     """Where limits are used, a worker has a connection for them, and one more if some are kept in Redis."""
     is_readable = _one(
         conn,
-        "SELECT EXISTS (SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
+        "SELECT EXISTS (SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = relnamespace "
         "WHERE nspname = 'commandbus' AND relname = 'limits' "
-        "AND has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT'))",
+        "AND pg_catalog.has_schema_privilege(n.oid, 'USAGE') AND pg_catalog.has_table_privilege(c.oid, 'SELECT'))",
     )
     kept = {settings.backend_of(limit) for limit in settings.limits}
     if is_readable:
@@ -245,17 +270,21 @@ def _gate_connections(conn: Conn, settings: Settings) -> int:
 def _transactions(conn: Conn) -> Findings:
     sees_all = _one(
         conn,
-        "SELECT pg_has_role('pg_read_all_stats', 'USAGE') OR rolsuper FROM pg_roles WHERE rolname = current_user",
+        "SELECT pg_catalog.pg_has_role('pg_read_all_stats', 'USAGE') OR rolsuper FROM pg_catalog.pg_roles "
+        "WHERE rolname = current_user",
     )
     rows = conn.execute(
-        b"SELECT pid, extract(epoch FROM clock_timestamp() - xact_start)::float8, state, application_name "
-        b"FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname = current_database() "
-        b"AND xact_start < clock_timestamp() - make_interval(secs => %(age)s) ORDER BY xact_start",
+        b"SELECT pid, extract(epoch FROM pg_catalog.clock_timestamp() - xact_start)::float8, state, "
+        b"application_name FROM pg_catalog.pg_stat_activity "
+        b"WHERE pid <> pg_catalog.pg_backend_pid() AND datname = pg_catalog.current_database() "
+        b"AND xact_start < pg_catalog.clock_timestamp() - pg_catalog.make_interval(secs => %(age)s) "
+        b"ORDER BY xact_start",
         {"age": LONG_TRANSACTION_SECONDS},
     ).fetchall()
     prepared = _one(
         conn,
-        "SELECT count(*) FROM pg_prepared_xacts WHERE prepared < now() - make_interval(secs => %(age)s)",
+        "SELECT pg_catalog.count(*) FROM pg_catalog.pg_prepared_xacts "
+        "WHERE prepared < pg_catalog.now() - pg_catalog.make_interval(secs => %(age)s)",
         {"age": LONG_TRANSACTION_SECONDS},
     )
     if rows:

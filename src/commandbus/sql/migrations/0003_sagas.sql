@@ -122,6 +122,7 @@ CREATE INDEX stray_reply_process ON commandbus.stray_reply (process) WHERE proce
 -- Members finished per second, as a moving average over some ten seconds: what it was, and what happened since.
 CREATE FUNCTION commandbus.moving_rate(rate float8, since timestamptz, count_then bigint, count_now numeric) RETURNS float8
     LANGUAGE sql STABLE AS $$
-    SELECT rate + ((count_now - count_then)::float8 / seconds - rate) * CASE WHEN count_then = 0 THEN 1 ELSE 1 - exp(-seconds / 10) END
-      FROM (SELECT greatest(extract(epoch FROM clock_timestamp() - since)::float8, 0.001) AS seconds) s
+    SELECT rate + ((count_now - count_then::numeric)::float8 / seconds - rate)
+                  * CASE WHEN count_then = 0 THEN 1::float8 ELSE 1::float8 - pg_catalog.exp(-seconds / 10::float8) END
+      FROM (SELECT greatest(extract(epoch FROM pg_catalog.clock_timestamp() - since)::float8, 0.001) AS seconds) s
 $$;

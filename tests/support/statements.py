@@ -1,0 +1,134 @@
+"""Every SQL statement of the package as text that a parser takes: the files of `sql/`, and the literals in Python.
+
+What a statement leaves open is filled in as the package does, with the longest of the choices. A literal in Python
+that begins like a statement has to parse as one.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import commandbus
+from commandbus import sql
+from commandbus.flow import backend, inspect, send
+
+PACKAGE = Path(commandbus.__file__).parent
+DOMAIN = "orders"
+
+_BEGINS = re.compile(r"\s*\(*\s*(SELECT\b(?!,)|INSERT INTO|UPDATE (?!\()\S+ |DELETE FROM|WITH \w+|VALUES)")
+_PLACEHOLDER = re.compile(r"%\((\w+)\)s|%s|%%")
+_BODY = re.compile(
+    r"CREATE (?:OR REPLACE )?FUNCTION (?P<name>\S+?)\((?P<head>.*?)\$\$(?P<body>.*?)\$\$", re.DOTALL
+)
+_PARTS_ONLY = {"limit_claimable", "settle_groups"}
+_HOLE = "hole"
+_LOCKING = {
+    "batch_lock": "UPDATE",
+    "breaker_lock": "FOR UPDATE",
+    "limit_client_list": "FOR UPDATE",
+    "limit_rows": "FOR UPDATE OF l",
+}
+_ORDER = {"limit_next": "p.probes, p.since, p.command, p.seq"}
+_JOINED = {  # what the code joins to a text when it runs
+    "SELECT pg_catalog.pg_cancel_backend(pid)": backend._IT,
+    "SELECT pg_catalog.pg_terminate_backend(pid, 2000)": backend._IT,
+}
+_ELSEWHERE = {"testing"}  # handlers that misbehave on purpose, for users' tests
+
+
+class Found(NamedTuple):
+    """A statement, and where it is."""
+
+    place: str
+    text: str
+    """With `$1`, `$2`, … for the parameters."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Does it name only what is there? Where the code puts in a name, `hole` stands."""
+        return _HOLE not in self.text
+
+
+class Body(NamedTuple):
+    """What a function of the schema is made of."""
+
+    name: str
+    head: str
+    text: str
+
+
+def statements() -> list[Found]:
+    """All of them but the migrations."""
+    return [*_in_files(), *_in_python()]
+
+
+def bodies() -> list[Body]:
+    """Those of the schema's own functions: the server reads them with the search path of whoever calls."""
+    texts = [text for _, text in sql.migrations().values()]
+    return [Body(found["name"], found["head"], found["body"]) for text in texts for found in _BODY.finditer(text)]
+
+
+def _in_files() -> Iterator[Found]:
+    for path in sorted((PACKAGE / "sql").glob("*.sql")):
+        if path.stem not in _PARTS_ONLY:
+            parts = {
+                "locking": _LOCKING.get(path.stem, "SKIP LOCKED"),
+                "order": _ORDER.get(path.stem, inspect._MEMBERS["order"]),
+                "of_batch": inspect._MEMBERS["of_batch"],
+                "claimable": sql.part("limit_claimable"),
+                "groups": sql.part("settle_groups"),
+                **send.CALLERS_IDS,
+            }
+            yield Found(path.name, _numbered(sql.text(path.stem, domain=DOMAIN, **parts).decode()))
+
+
+def _in_python() -> Iterator[Found]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        place = path.relative_to(PACKAGE)
+        if place.parts[0] not in _ELSEWHERE:
+            for line, text in _literals(ast.parse(path.read_text("utf-8"))):
+                if _BEGINS.match(text):
+                    yield Found(f"{place}:{line}", _numbered(text + _JOINED.get(text, b"").decode()))
+
+
+def _numbered(text: str) -> str:
+    """psycopg's placeholders as the server wants them."""
+    numbers: dict[str, int] = {}
+
+    def number(match: re.Match[str]) -> str:
+        if match.group() == "%%":
+            return "%"
+        name = match.group(1) or f"at {match.start()}"
+        return f"${numbers.setdefault(name, len(numbers) + 1)}"
+
+    return _PLACEHOLDER.sub(number, text)
+
+
+def _literals(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Texts, joined as the code joins them; no docstrings."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return
+    if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and (text := _rendered(node)) is not None:
+        yield node.lineno, text
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _literals(child)
+
+
+def _rendered(node: ast.expr) -> str | None:
+    """A text as far as it is written there; None for what is no text."""
+    match node:
+        case ast.Constant(value=bytes() as value):
+            return value.decode(errors="replace")
+        case ast.Constant(value=str() as value):
+            return value
+        case ast.JoinedStr(values=values):
+            return "".join(_rendered(value) or _HOLE for value in values)
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            first, second = _rendered(left), _rendered(right)
+            return None if first is None and second is None else (first or _HOLE) + (second or _HOLE)
+    return None
