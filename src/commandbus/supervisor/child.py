@@ -29,6 +29,7 @@ from commandbus.runtime.spec import StopReport, Supervision
 from commandbus.runtime.worker import Worker
 from commandbus.supervisor import letter
 from commandbus.supervisor.letter import Letter
+from commandbus.supervisor.said import LONGEST_TEXT
 
 logger = logging.getLogger("commandbus.worker")
 
@@ -53,8 +54,9 @@ class Control:
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def say(self, what: str, **more: Any) -> None:
-        """Tell the supervisor; one that is gone need not know."""
-        line = json.dumps({"say": what, **more}, default=str).encode() + b"\n"
+        """Tell the supervisor, no more of a text than it listens to; one that is gone need not know."""
+        cut = {name: value[:LONGEST_TEXT] if isinstance(value, str) else value for name, value in more.items()}
+        line = json.dumps({"say": what, **cut}, default=str).encode() + b"\n"
         with self._saying, contextlib.suppress(OSError):
             self._connection.sendall(line)
 

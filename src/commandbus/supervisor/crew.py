@@ -90,13 +90,24 @@ class Crew:
             if worker.has_ended():
                 self._bury(worker, now)
             else:
-                self._look_at(worker, now, blind_until)
+                self._look_safely_at(worker, now, blind_until)
             if worker.ready_at is not None and now - worker.spawned_at > EARLY_SECONDS:
                 self._budget.survived(worker.spawned_at)
+
+    def _look_safely_at(self, worker: WorkerProcess, now: float, blind_until: float) -> None:
+        """An error in looking at one worker is that worker's: the others are looked after."""
+        try:
+            self._look_at(worker, now, blind_until)
+        except Exception:
+            if worker.condemned is None:
+                logger.exception("worker %s could not be looked at", worker.name)
+            worker.condemn(Cause.NONSENSE, "it could not be looked at", now)
+            worker.kill()
 
     def _look_at(self, worker: WorkerProcess, now: float, blind_until: float) -> None:
         was_ready = worker.ready_at is not None
         shown = worker.look(now)
+        worker.judge_board(now)
         if worker.condemned is not None:
             if now >= worker.condemned.kill_at:
                 worker.kill()
@@ -203,7 +214,7 @@ class Crew:
         death = worker.reap(now)
         self.workers.remove(worker)
         self.forget_files(worker)
-        is_clean = worker.report is not None and bool(worker.report.get("is_clean"))
+        is_clean = worker.report is not None and worker.report.is_clean and worker.condemned is None
         if not is_clean and not (worker.ready_at is None and worker.failed is not None):
             self._on_death(worker, death)
         self._count(worker, death)
@@ -231,7 +242,7 @@ class Crew:
         self.totals["restarts"] += 1
         if worker.is_planned:
             return
-        lived, was_running = now - worker.spawned_at, bool(worker.snapshot.slots)
+        lived, was_running = now - worker.spawned_at, worker.was_running
         pause = self._budget.died(now, lived_seconds=lived, was_running=was_running)
         cause = worker.epitaph(death)
         if not was_running and lived < EARLY_SECONDS and (times := self._budget.times(cause)) > 1:
@@ -251,11 +262,11 @@ class Crew:
         if report is None:
             self.totals["settled"] += shown.settled
         else:
-            self.totals["settled"] += report.get("settled", 0)
-            self.totals["given_back"] += report.get("given_back", 0)
+            self.totals["settled"] += report.settled
+            self.totals["given_back"] += report.given_back
         if self.is_ending:
-            self.totals["abandoned"] += len(shown.slots) if report is None else report.get("abandoned", 0)
-            self.totals["unwritten"] += 0 if report is None else report.get("unwritten", 0)
+            self.totals["abandoned"] += len(shown.slots) if report is None else report.abandoned
+            self.totals["unwritten"] += 0 if report is None else report.unwritten
 
     # -- a new generation
 

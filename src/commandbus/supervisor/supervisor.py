@@ -236,8 +236,10 @@ class Supervisor:
 
     def _examine(self, worker: WorkerProcess, death: Death) -> None:
         if worker.hello is not None:
-            slots = worker.snapshot.slots
-            self._coroner.add(Case(worker.hello, death, slots, time.monotonic(), self._crew.settings))
+            slots, settings, is_spoiled = worker.snapshot.slots, self._crew.settings, worker.is_board_spoiled
+            self._coroner.add(
+                Case(worker.hello, death, slots, time.monotonic(), settings, is_board_spoiled=is_spoiled)
+            )
 
     # -- signals
 
