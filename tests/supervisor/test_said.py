@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commandbus.cli.exits import ExitCode, code_for, sentence_for
 from commandbus.runtime.spec import StopReport
 from commandbus.supervisor.said import (
     BURST_MESSAGES,
@@ -82,6 +83,24 @@ def test_a_failure_keeps_its_lines_and_shows_its_odd_characters() -> None:
     assert len(failed.message) < LONGEST_TEXT + 100
     failed.message.encode()
     assert isinstance(failed.rebuilt(), RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "code"),
+    [
+        ("psycopg.errors", "InsufficientPrivilege", ExitCode.REFUSED),
+        ("psycopg", "OperationalError", ExitCode.DATABASE),
+        ("commandbus.errors", "UnknownDomainError", ExitCode.NOT_FOUND),
+        ("commandbus.errors", "MissingPrivilegeError", ExitCode.REFUSED),
+        ("app", "OperationalError", ExitCode.BUG),
+    ],
+)
+def test_a_failure_is_rebuilt_as_an_error_that_has_a_sentence_and_an_exit_code(
+    module: str, kind: str, code: ExitCode
+) -> None:
+    error = Failed(module, kind, "no such thing").rebuilt()
+    assert "no such thing" in sentence_for(error)
+    assert code_for(error) is code
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Any, Final, NoReturn
 
 import psycopg
 
-from commandbus.errors import ConfigurationError, EmbeddedPostgresError, SchemaError
+from commandbus.errors import ConfigurationError, EmbeddedPostgresError, MissingPrivilegeError, SchemaError
 from commandbus.runtime.board import Board
 from commandbus.runtime.load import load_registry
 from commandbus.runtime.logs import set_up_logging
@@ -34,7 +34,7 @@ from commandbus.supervisor.said import LONGEST_TEXT
 logger = logging.getLogger("commandbus.worker")
 
 FLUSH_SECONDS: Final = 1.0
-CLEAN, CONFIGURATION, DATABASE, LEFT_BEHIND, BUG = 0, 3, 6, 7, 70
+CLEAN, CONFIGURATION, REFUSED, DATABASE, LEFT_BEHIND, BUG = 0, 3, 5, 6, 7, 70
 
 
 class Control:
@@ -160,6 +160,8 @@ def _run(worker: Worker, control: Control) -> StopReport:
 def _code(error: BaseException) -> int:
     if isinstance(error, ConfigurationError):
         return CONFIGURATION
+    if isinstance(error, MissingPrivilegeError):
+        return REFUSED
     return DATABASE if isinstance(error, SchemaError | EmbeddedPostgresError | psycopg.Error) else BUG
 
 

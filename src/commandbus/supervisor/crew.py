@@ -66,6 +66,7 @@ class Crew:
         self._on_death = on_death
         self._budget = RestartBudget()
         self._was_ready = False
+        self._has_lived = False  # a worker, for longer than those that fail as they begin to work
         self._generation = 0
         self._coming: tuple[int, Settings] | None = None
         self._waits_for_database = False
@@ -92,6 +93,7 @@ class Crew:
             else:
                 self._look_safely_at(worker, now, blind_until)
             if worker.ready_at is not None and now - worker.spawned_at > EARLY_SECONDS:
+                self._has_lived = True
                 self._budget.survived(worker.spawned_at)
 
     def _look_safely_at(self, worker: WorkerProcess, now: float, blind_until: float) -> None:
@@ -236,7 +238,7 @@ class Crew:
                 worker.failed.message if worker.failed is not None else worker.epitaph(death), now
             )
             return
-        if not self._was_ready and worker.failed is not None:
+        if worker.failed is not None and self._ends_all(worker.failed):
             self.fatal = worker.failed
             return
         self.totals["restarts"] += 1
@@ -252,6 +254,10 @@ class Crew:
         say_death(worker, death)
         if pause:
             logger.warning("worker %s lived for %.1f s: next in %.0f s", worker.name, lived, pause)
+
+    def _ends_all(self, failed: Failed) -> bool:
+        """Would every worker fail like this? The first ones, and for want of a right those that follow them."""
+        return not self._was_ready or (failed.needs_a_person and not self._has_lived)
 
     def _count(self, worker: WorkerProcess, death: Death) -> None:
         shown, report = worker.snapshot, worker.report

@@ -29,6 +29,7 @@ BURST_MESSAGES: Final = 100
 MESSAGES_A_SECOND: Final = 20
 _SHOWN_BYTES: Final = 60
 _LONGEST_ID: Final = 63
+_OF_PERSONS: Final = ("MissingPrivilegeError", "SchemaError", "UnknownDomainError")
 _ISOLATIONS: Final = ("thread", "process")
 _COUNTED: Final = ("settled", "given_back", "abandoned", "unwritten")
 
@@ -73,13 +74,20 @@ class Failed:
     kind: str
     message: str
 
+    @property
+    def needs_a_person(self) -> bool:
+        """Is it a schema, a right or a domain that is missing? No restart repairs that."""
+        return self.module == errors.__name__ and self.kind in _OF_PERSONS
+
     def rebuilt(self) -> Exception:
         """The error, as if it had been raised here."""
         home: Any = errors if self.module == errors.__name__ else psycopg.errors
         kind = getattr(home, self.kind, None) if self.module.startswith(("commandbus", "psycopg")) else None
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             return RuntimeError(f"{self.kind}: {self.message}")
-        error: Exception = kind.__new__(kind)
+        if issubclass(kind, psycopg.Error):
+            return kind(self.message)
+        error: Exception = kind.__new__(kind)  # some of ours are made of other things than their text
         error.args = (self.message,)
         return error
 
