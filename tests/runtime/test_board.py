@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
+import mmap
 import os
+import random
+import struct
+import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from commandbus.runtime.board import Board, Snapshot, State
+from support.running import examples
 
 
 @pytest.fixture
@@ -115,3 +123,90 @@ def test_the_page_outlives_the_process_that_wrote_it() -> None:
     os.waitpid(pid, 0)
     assert [slot.msg_id for slot in board.read().slots] == [77]
     board.close()
+
+
+# --- a worker that writes anything -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 100, 1 << 30])
+def test_the_size_cannot_be_changed_by_whoever_inherits_it(pair, size: int) -> None:
+    theirs, ours = pair
+    with pytest.raises(PermissionError):
+        os.ftruncate(theirs.fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(theirs.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    beat(theirs)
+    assert ours.read().beat_at == 1.0
+
+
+def scribble(board: Board, at: int, data: bytes) -> None:
+    with mmap.mmap(board.fd, os.fstat(board.fd).st_size) as memory:
+        memory[at : at + len(data)] = data
+
+
+@settings(max_examples=examples(300, thorough=10_000), deadline=None)
+@given(data=st.data())
+def test_whatever_is_written_the_reader_returns_a_snapshot_of_possible_values(data: st.DataObject) -> None:
+    board = Board.create(4)
+    try:
+        for slot in range(4):
+            board.enter(slot, slot, slot + 1, 1, 1.0, 2.0)
+        size = os.fstat(board.fd).st_size
+        for _ in range(data.draw(st.integers(1, 4))):
+            at = data.draw(st.integers(0, size - 1))
+            odd = st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 1e308, 5e-324]).map(
+                lambda value: struct.pack("@d", value)
+            )
+            piece = data.draw(st.binary(max_size=size) | odd)
+            scribble(board, at, piece[: size - at])
+        is_possible(board.read())
+    finally:
+        board.close()
+
+
+def is_possible(shown: Snapshot) -> None:
+    assert math.isfinite(shown.beat_at)
+    assert shown.beat_at >= 0
+    assert math.isfinite(shown.rss_mb)
+    assert isinstance(shown.state, State)
+    assert shown.health in (0, 1, 2)
+    assert 0 <= max(shown.settled, shown.claimed) <= 2**53
+    assert len(shown.note) <= 510
+    shown.note.encode()
+    assert shown.first_stuck_at is None or math.isfinite(shown.first_stuck_at)
+    for slot in shown.slots:
+        assert math.isfinite(slot.started)
+        assert slot.stuck_at >= 0
+        assert slot.read_ct < 2**31
+        assert slot.backend < 2**31
+        round((time.monotonic() - slot.started) * 1000)
+
+
+def test_random_bytes_are_seen_to_be_nonsense(pair) -> None:
+    theirs, ours = pair
+    beat(theirs)
+    assert ours.read().nonsense == ""
+    scribble(theirs, 0, random.Random(7).randbytes(os.fstat(theirs.fd).st_size))
+    assert ours.read().nonsense == "its first bytes were overwritten"
+
+
+def test_a_head_that_cannot_be_is_no_head_and_the_next_beat_puts_it_right(pair) -> None:
+    theirs, ours = pair
+    for beat_at in (math.nan, math.inf, -1.0):
+        beat(theirs, beat_at)
+        shown = ours.read()
+        assert (shown.beat_at, shown.state, shown.nonsense) == (
+            0.0, State.STARTING, "its heartbeat holds impossible numbers"
+        )  # fmt: skip
+    beat(theirs, 2.0)
+    assert (ours.read().beat_at, ours.read().nonsense) == (2.0, "")
+
+
+def test_an_attempt_that_cannot_be_is_left_out_and_its_neighbors_are_shown(pair) -> None:
+    theirs, ours = pair
+    theirs.enter(0, 0, 1, 1, 1.0, 2.0)
+    theirs.enter(1, 0, 2, 1, math.nan, 2.0)
+    theirs.enter(2, 0, -3, 1, 1.0, math.nan)
+    shown = ours.read()
+    assert [(slot.msg_id, slot.stuck_at) for slot in shown.slots] == [(1, 2.0), (-3, math.inf)]
+    assert shown.nonsense == "what it shows in slot 1 is no attempt"

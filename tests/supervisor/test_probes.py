@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import logging
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from commandbus.errors import ConfigurationError
-from commandbus.supervisor import probes as module
+from commandbus.supervisor import http_server as module
 from commandbus.supervisor.probes import Probes, Verdict
+from support.running import examples
 from support.waiting import until
+
+ESTABLISHED = "01"
 
 
 class Supervised:
@@ -62,7 +70,14 @@ def connected(probes: Probes) -> socket.socket:
 
 
 def probe_threads() -> int:
-    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+    return sum(thread.name.startswith("probes") for thread in threading.enumerate())
+
+
+def open_connections(probes: Probes) -> int:
+    """How many connections to the server are open here."""
+    wanted = f":{probes.port:04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(fields[1].endswith(wanted) and fields[3] == ESTABLISHED for fields in lines)
 
 
 def test_port_zero_takes_a_free_one_and_tells_it(served: Probes) -> None:
@@ -220,7 +235,7 @@ def test_a_silent_client_is_hung_up_on(served: Probes) -> None:
         assert Reply(served, "/health/live").code == 200
         assert hung_up(client)
         assert time.monotonic() - before < module.READ_SECONDS + 2
-    until(lambda: probe_threads() == 0)
+    until(lambda: open_connections(served) == 0)
 
 
 def test_a_client_that_sends_a_byte_at_a_time_is_hung_up_on(served: Probes) -> None:
@@ -240,31 +255,160 @@ def test_a_client_that_sends_a_byte_at_a_time_is_hung_up_on(served: Probes) -> N
     assert time.monotonic() - before < module.READ_SECONDS + 3
 
 
-def test_many_silent_clients_take_no_more_than_their_threads_and_it_recovers(served: Probes) -> None:
+@pytest.mark.parametrize("silent", [16, 200])
+def test_silent_clients_keep_nobody_waiting(served: Probes, silent: int) -> None:
+    """A connection costs no thread, and one too many closes the one that has been silent for longest."""
     with ExitStack() as stack:
-        clients = [stack.enter_context(closing(connected(served))) for _ in range(module.THREADS + 20)]
-        refused = [client.recv(4096) for client in clients[-4:]]
-        assert all(b"503" in text and b"too many probes" in text for text in refused)
-        assert probe_threads() <= module.THREADS
-        until(lambda: probe_threads() == 0)
-        assert Reply(served, "/health/ready").code == 200
+        clients = [stack.enter_context(closing(connected(served))) for _ in range(silent)]
+        for client in clients:
+            with suppress(ConnectionError):
+                client.send(b"G")
+        for path in ("/health/live", "/health/ready", "/metrics"):
+            before = time.monotonic()
+            assert Reply(served, path).code == 200
+            assert time.monotonic() - before < 1.0
+        assert probe_threads() == 3
+        until(lambda: open_connections(served) == 0)
 
 
-def test_a_client_that_goes_away_or_talks_nonsense_harms_nobody(
-    served: Probes, capfd: pytest.CaptureFixture[str]
+def test_when_full_the_one_that_was_silent_for_longest_is_closed(served: Probes) -> None:
+    with ExitStack() as stack:
+        eldest, second, *_ = [stack.enter_context(closing(connected(served))) for _ in range(module.CONNECTIONS)]
+        until(lambda: open_connections(served) == module.CONNECTIONS)
+        eldest.send(b"GET /health/live HTTP/1.1\r\n")
+        until_heard(served)
+        stack.enter_context(closing(connected(served)))
+        assert hung_up(second)
+        eldest.send(b"\r\n")
+        assert eldest.recv(4096).startswith(b"HTTP/1.0 200 OK")
+
+
+def until_heard(probes: Probes) -> None:
+    """Until the server has read all that was sent to it."""
+    wanted = f":{probes.port:04X}"
+
+    def nothing_waits() -> bool:
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        found = [fields[4] for fields in lines if fields[1].endswith(wanted) and fields[3] == ESTABLISHED]
+        return all(int(queues.partition(":")[2], 16) == 0 for queues in found)
+
+    until(nothing_waits)
+
+
+def test_a_flood_of_connections_is_borne(served: Probes) -> None:
+    """Every one that asks is answered, though hundreds that do not come and go at the same time."""
+    is_over = threading.Event()
+
+    def flood() -> None:
+        held: deque[socket.socket] = deque()
+        while not is_over.is_set():
+            held.append(connected(served))
+            with suppress(OSError):
+                held[-1].send(b"G")
+            if len(held) > 300:
+                held.popleft().close()
+        for client in held:
+            client.close()
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        for _ in range(20):
+            for path in ("/health/live", "/health/ready", "/metrics"):
+                before = time.monotonic()
+                assert Reply(served, path).code == 200
+                assert time.monotonic() - before < 2.0
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_slow_scrape_keeps_nobody_else_waiting(served: Probes, supervised: Supervised) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def slow() -> str:
+        begun.set()
+        gate.wait(20)
+        return "# x\n"
+
+    supervised.metrics = slow
+    with ExitStack() as stack:
+        clients = [stack.enter_context(closing(connected(served))) for _ in range(20)]
+        for client in clients:
+            client.send(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert begun.wait(10)
+        for path in ("/health/live", "/health/ready"):
+            assert Reply(served, path).code == 200
+        gate.set()
+        for client in clients:
+            assert client.recv(4096).startswith(b"HTTP/1.0 200 OK")
+
+
+def everything(client: socket.socket) -> bytes:
+    """What it is sent until it is hung up on."""
+    found = b""
+    with suppress(ConnectionError):
+        while chunk := client.recv(65536):
+            found += chunk
+    return found
+
+
+HOSTILE = {
+    "empty lines": b"\r\n\r\n",
+    "a word": b"GET\r\n",
+    "HTTP/0.9": b"GET /health/live\r\n\r\n",
+    "HTTP/9.9": b"GET / HTTP/9.9\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01" * 20,
+    "binary": bytes(range(256)) * 100,
+    "a long line": b"GET /" + b"x" * 70_000,
+    "a long header": b"GET / HTTP/1.0\r\nA: " + b"b" * 1_000_000,
+    "many headers": b"GET / HTTP/1.0\r\n" + b"A: b\r\n" * 200_000,
+    "a body": b"POST /health/live HTTP/1.1\r\nContent-Length: 5000000\r\n\r\n" + b"x" * 100_000,
+    "pipelined": b"GET /health/live HTTP/1.1\r\n\r\n" * 1000,
+    "odd target": b"GET /\xff\x00\x1b[31m HTTP/1.1\r\n\r\n",
+    "odd version": b"GET / HTTP/1.9999999999999999999999\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_request_gets_an_answer_or_a_close(
+    served: Probes, name: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for text in (b"", b"\r\n\r\n", b"GET\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00\x01" * 20,
-                 b"GET /" + b"x" * 70_000, b"GET / HTTP/1.0\r\n" + b"A: b\r\n" * 200 + b"\r\n",
-                 b"GET /health/live HTTP/1.0\r\n\r\n"):  # fmt: skip
-        client = connected(served)
-        client.send(text)
-        client.setsockopt(
-            socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0"
-        )  # a reset instead of a good-bye
-        client.close()
-    until(lambda: probe_threads() == 0)
+    with closing(connected(served)) as client:
+        with suppress(ConnectionError):
+            client.sendall(HOSTILE[name])
+        answer = everything(client)
+    assert answer.count(b"HTTP/1.0 ") <= 1
+    assert answer == b"" or b'"reasons"' in answer
+    until(lambda: open_connections(served) == 0)
     assert Reply(served, "/health/live").code == 200
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
     assert capfd.readouterr().err == ""
+
+
+def test_of_pipelined_requests_the_first_is_answered(served: Probes) -> None:
+    with closing(connected(served)) as client:
+        client.sendall(HOSTILE["pipelined"])
+        assert everything(client).startswith(b"HTTP/1.0 200 OK")
+
+
+@settings(max_examples=examples(50, thorough=1000), deadline=None)
+@given(text=st.binary(max_size=300) | st.binary(max_size=60).map(lambda line: b"GET /" + line + b"\r\n\r\n"))
+def test_whatever_is_sent_and_broken_off_the_next_one_is_answered(text: bytes) -> None:
+    probes = shared_probes()
+    client = connected(probes)
+    client.send(text)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not a good-bye
+    client.close()
+    assert Reply(probes, "/health/live").code == 200
+
+
+@functools.cache
+def shared_probes() -> Probes:
+    """One for all examples; its threads are daemons."""
+    probes = Probes("127.0.0.1", 0, live=lambda: Verdict(True), ready=lambda: Verdict(True), metrics=str)
+    probes.start()
+    return probes
 
 
 @pytest.mark.parametrize(
@@ -284,8 +428,25 @@ def test_a_client_that_does_not_take_its_answer_is_hung_up_on(served: Probes, su
     supervised.metrics = lambda: "# x\n" * 5_000_000
     with closing(connected(served)) as client:
         client.send(b"GET /metrics HTTP/1.0\r\n\r\n")
-        until(lambda: probe_threads() == 1)
-        until(lambda: probe_threads() == 0, module.SEND_SECONDS + 5)
+        before = time.monotonic()
+        assert client.recv(100).startswith(b"HTTP/1.0 200 OK")
+        until(lambda: open_connections(served) == 0, module.SEND_SECONDS + 5)
+        assert time.monotonic() - before > module.SEND_SECONDS / 2
+    assert Reply(served, "/health/live").code == 200
+
+
+def test_a_client_that_takes_its_answer_a_little_at_a_time_is_hung_up_on(
+    served: Probes, supervised: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TAKE_SECONDS", 3.0)
+    supervised.metrics = lambda: "# x\n" * 20_000_000
+    with closing(connected(served)) as client:
+        client.send(b"GET /metrics HTTP/1.0\r\n\r\n")
+        before = time.monotonic()
+        while open_connections(served) or time.monotonic() - before < 1.0:
+            client.recv(300_000)
+            time.sleep(0.05)
+        assert time.monotonic() - before < module.TAKE_SECONDS + 3
     assert Reply(served, "/health/live").code == 200
 
 

@@ -40,6 +40,7 @@ class Cause(StrEnum):
     SIGNALED = "signaled"
     EXITED = "exited"
     OVER_MEMORY = "over memory"  # its supervisor killed it
+    NONSENSE = "nonsense"  # what it showed or said made no sense, and its supervisor killed it
     STOPPED = "stopped"  # its supervisor wanted it gone, or it failed by itself: no attempt's doing
 
 
@@ -85,7 +86,7 @@ class Death:
                 return f"died of {signal_name(self.signal)}" + (hint if self.signal == signal.SIGKILL else "")
             case Cause.EXITED:
                 return f"ended with exit code {self.exit_code}"
-            case Cause.OVER_MEMORY:
+            case Cause.OVER_MEMORY | Cause.NONSENSE:
                 return f"was killed: {self.reason}"
             case Cause.STOPPED:
                 return f"was stopped: {self.reason}"
@@ -154,7 +155,7 @@ def parse_dump(text: str) -> Dump:
     return Dump(current, stacks)
 
 
-_THREAD = re.compile(r"(?:(?P<current>Current thread)|Thread) 0x(?P<ident>[0-9a-fA-F]+)\b")
+_THREAD = re.compile(r"(?:(?P<current>Current thread)|Thread) 0x(?P<ident>[0-9a-fA-F]{1,16})\b")
 _FRAME = re.compile(r"  (?P<frame>File .*)")
 
 
@@ -202,7 +203,7 @@ def _finding(death: Death, attempt: Running[K], roles: Mapping[K, Role]) -> Find
 
 def _failure(death: Death, attempt: Running[K], role: Role, part: str) -> Failure:
     is_stuck = role is Role.CULPRIT and death.cause is Cause.FROZEN
-    killed = death.cause in (Cause.FROZEN, Cause.OVER_MEMORY)
+    killed = death.cause in (Cause.FROZEN, Cause.OVER_MEMORY, Cause.NONSENSE)
     return Failure(
         error_type="ExecutionStuck" if is_stuck else "WorkerLost",
         error_code="EXECUTION_STUCK" if is_stuck else "WORKER_LOST",

@@ -11,17 +11,22 @@ unlinked. Nobody locks: `running` is the last byte of a record to be written whe
 one when it ends, so a worker that dies in between leaves either a whole record or none. A reader who looks at a
 living worker may see a half-written record; the fence (msg_id and read_ct) that it names then matches no row that
 the worker holds. Times are of `clock.monotonic`, one for the machine. `enter` and `leave` cost 0.2 and 0.1 µs.
+
+The worker runs code of the user's, which may write anything here. So the size of the memory is sealed: a page
+that was cut off would end whoever reads it with SIGBUS. And `read` believes nothing: it never raises, leaves out
+a record that cannot be true, and says in `Snapshot.nonsense` what was wrong.
 """
 
 from __future__ import annotations
 
+import fcntl
 import math
 import mmap
 import os
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Self
+from typing import Final, Self
 
 _MAGIC = 0x636D6462
 _FIXED = struct.Struct("@II")
@@ -47,6 +52,13 @@ _RUNNING_AT = _ATTEMPT.size - 1
 _STUCK_AT = 16
 _THREAD_AT = 40
 _BACKEND_AT = 56
+
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_LONGEST_UPTIME: Final = 2.0**40
+_MOST_COUNTED: Final = 2**53
+_MOST_MEGABYTES: Final = 2.0**40
+_LARGEST_INTEGER: Final = 2**31 - 1  # PostgreSQL's `integer`: read_ct, and a process id
+_CRITICAL: Final = 2
 
 
 class State(IntEnum):
@@ -76,7 +88,11 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the board says now. `beat_at` is 0 until the first beat; `gone`: idents of replaced threads."""
+    """What the board says now. `beat_at` is 0 until the first beat; `gone`: idents of replaced threads.
+
+    `nonsense` says what on the board cannot be true; empty if all of it can. A half-written record looks like that
+    for a moment.
+    """
 
     beat_at: float
     state: State
@@ -90,6 +106,7 @@ class Snapshot:
     note: str
     slots: list[SlotView]
     gone: frozenset[tuple[int, int]]
+    nonsense: str = ""
 
     @property
     def first_stuck_at(self) -> float | None:
@@ -109,10 +126,9 @@ class Board:
 
     @classmethod
     def create(cls, slots: int) -> Self:
-        """A new board with so many slot records."""
-        fd = os.memfd_create("commandbus-board", os.MFD_CLOEXEC)
+        """A new board with so many slot records, whose size nobody can change any more."""
         size = _SLOTS_AT + slots * _RECORD
-        os.ftruncate(fd, size)
+        fd = sealed_memory("commandbus-board", size)
         memory = mmap.mmap(fd, size)
         _FIXED.pack_into(memory, 0, _MAGIC, slots)
         return cls(fd, memory, slots)
@@ -199,31 +215,81 @@ class Board:
     # -- the supervisor's side
 
     def read(self) -> Snapshot:
-        """What the board says now."""
+        """What the board says now. Whatever the worker has written there, this returns a snapshot."""
         memory = self._memory
-        beat_at, state, health, running, free, stuck, _, rss_mb, settled, claimed = _BEAT.unpack_from(
-            memory, _BEAT_AT
-        )
-        (length,) = _NOTE.unpack_from(memory, _NOTE_AT)
-        start = _NOTE_AT + _NOTE.size
-        note = memory[start : start + min(length, _NOTE_BYTES)].decode("utf-8", "replace")
-        gone = frozenset(_GONE.iter_unpack(memory[_GONE_AT : _GONE_AT + _GONE_KEPT * _GONE.size]))
+        head, doubt = _head(memory, self.slots)
         slots = []
         for index in range(self.slots):
             at = _SLOTS_AT + index * _RECORD
             if memory[at + _RUNNING_AT]:
-                msg_id, started, stuck_at, read_ct, domain_index, _ = _ATTEMPT.unpack_from(memory, at)
-                ident, native_id, _ = _THREAD.unpack_from(memory, at + _THREAD_AT)
-                backend = _BACKEND.unpack_from(memory, at + _BACKEND_AT)
-                slots.append(
-                    SlotView(index, domain_index, msg_id, read_ct, started, stuck_at, ident, native_id, *backend)
-                )
+                slot = _slot(memory, index, at)
+                if slot is None:
+                    doubt = doubt or f"what it shows in slot {index} is no attempt"
+                else:
+                    slots.append(slot)
+        beat_at, state, health, running, free, stuck, _, rss_mb, settled, claimed = head
         return Snapshot(
-            beat_at, State(state), health, running, settled, claimed, free, stuck, rss_mb, note, slots,
-            gone - {(0, 0)},
+            beat_at, State(state), health, running, settled, claimed, free, stuck, rss_mb, _note(memory), slots,
+            _gone(memory), doubt,
         )  # fmt: skip
 
     def _remember_gone(self, ident: int, native_id: int) -> None:
         (count,) = _COUNT.unpack_from(self._memory, _GONE_COUNT_AT)
         _GONE.pack_into(self._memory, _GONE_AT + count % _GONE_KEPT * _GONE.size, ident, native_id)
         _COUNT.pack_into(self._memory, _GONE_COUNT_AT, count + 1)
+
+
+Head = tuple[float, int, int, int, int, int, int, float, int, int]
+_NO_HEAD: Final[Head] = (0.0, State.STARTING, 0, 0, 0, 0, 0, 0.0, 0, 0)
+
+
+def sealed_memory(name: str, size: int) -> int:
+    """A new memfd of this size, for a child process to inherit; the size can never change."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd
+
+
+def _head(memory: mmap.mmap, slots: int) -> tuple[Head, str]:
+    """The head of the page, or an empty one and what is wrong with it."""
+    if _FIXED.unpack_from(memory, 0) != (_MAGIC, slots):
+        return _NO_HEAD, "its first bytes were overwritten"
+    head: Head = _BEAT.unpack_from(memory, _BEAT_AT)
+    beat_at, state, health, running, free, stuck, _, rss_mb, settled, claimed = head
+    is_possible = (
+        0.0 <= beat_at <= _LONGEST_UPTIME
+        and state <= State.EXITING
+        and health <= _CRITICAL
+        and max(running, free, stuck) <= _LARGEST_INTEGER
+        and 0.0 <= rss_mb <= _MOST_MEGABYTES
+        and max(settled, claimed) <= _MOST_COUNTED
+    )
+    return (head, "") if is_possible else (_NO_HEAD, "its heartbeat holds impossible numbers")
+
+
+def _slot(memory: mmap.mmap, index: int, at: int) -> SlotView | None:
+    """A slot's record; None if it cannot be true. A limit or a session that cannot be is unknown."""
+    msg_id, started, stuck_at, read_ct, domain_index, running = _ATTEMPT.unpack_from(memory, at)
+    ident, native_id, _ = _THREAD.unpack_from(memory, at + _THREAD_AT)
+    backend, backend_started = _BACKEND.unpack_from(memory, at + _BACKEND_AT)
+    if running != 1 or read_ct > _LARGEST_INTEGER or not 0.0 <= started <= _LONGEST_UPTIME:
+        return None
+    limit = stuck_at if 0.0 <= stuck_at <= _LONGEST_UPTIME else math.inf
+    backend = backend if backend <= _LARGEST_INTEGER else 0
+    return SlotView(
+        index, domain_index, msg_id, read_ct, started, limit, ident, native_id, backend, backend_started
+    )
+
+
+def _note(memory: mmap.mmap) -> str:
+    (length,) = _NOTE.unpack_from(memory, _NOTE_AT)
+    start = _NOTE_AT + _NOTE.size
+    return memory[start : start + min(length, _NOTE_BYTES)].decode("utf-8", "replace")
+
+
+def _gone(memory: mmap.mmap) -> frozenset[tuple[int, int]]:
+    kept: frozenset[tuple[int, int]] = frozenset(
+        _GONE.iter_unpack(memory[_GONE_AT : _GONE_AT + _GONE_KEPT * _GONE.size])
+    )
+    return kept - {(0, 0)}

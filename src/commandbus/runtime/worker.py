@@ -32,6 +32,7 @@ from commandbus.db.wait_for_server import ServerWait
 from commandbus.errors import ConfigurationError, SchemaError, UnknownDomainError
 from commandbus.flow.domains import create_domain, list_domains
 from commandbus.flow.migrate import look
+from commandbus.flow.privileges import check_may_work, explained
 from commandbus.logger import safe_logger
 from commandbus.model.names import check_domain
 from commandbus.model.retry import RetryPolicy
@@ -86,6 +87,7 @@ class Worker:
         self._signals = 0
         self._ends_idle = False
         self._has_limits = False
+        self._role = "of this worker"
 
     def __enter__(self) -> Self:
         self.start()
@@ -149,9 +151,12 @@ class Worker:
                 self._database.close()
                 return False
             self._run_parts(settings)
-        except BaseException:
+        except BaseException as error:
             self._database.close()
-            raise
+            clear = explained(error, self._role)
+            if clear is error:
+                raise
+            raise clear from error
         finally:
             self._is_starting = False
         return True
@@ -271,6 +276,7 @@ class Worker:
 
     def fail(self, error: BaseException) -> None:
         """Something of ours broke: the worker ends, and `stop` raises it."""
+        error = explained(error, self._role)
         self._error = error
         logger.error("worker %s ends: %s", self.id, error, exc_info=error)
         self.request_stop(f"error: {error}")
@@ -292,15 +298,17 @@ class Worker:
         return restore
 
     def _check_database(self, settings: Settings) -> None:
-        """The schema is there and current, and every domain has its queue (created, if this role may)."""
+        """This role may work, the schema is current, every domain has its queue (created, if this role may)."""
         link = Link(settings, name="worker start")
         try:
+            permitted = run(link.conn, check_may_work(self.domains))
+            self._role = permitted.role
             state = run(link.conn, look())
             if state.missing:
                 raise SchemaError(
                     f"the schema lacks migration {state.missing[0]}; run `commandbus migrate` before the worker"
                 )
-            known = {domain.name for domain in run(link.conn, list_domains())}
+            known = {domain.name for domain in run(link.conn, list_domains())} - permitted.without_queue
             for domain in self.domains:
                 if domain not in known:
                     if domain not in self._handlers.domains:

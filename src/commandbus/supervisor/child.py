@@ -20,7 +20,7 @@ from typing import Any, Final, NoReturn
 
 import psycopg
 
-from commandbus.errors import ConfigurationError, EmbeddedPostgresError, SchemaError
+from commandbus.errors import ConfigurationError, EmbeddedPostgresError, MissingPrivilegeError, SchemaError
 from commandbus.runtime.board import Board
 from commandbus.runtime.load import load_registry
 from commandbus.runtime.logs import set_up_logging
@@ -29,11 +29,12 @@ from commandbus.runtime.spec import StopReport, Supervision
 from commandbus.runtime.worker import Worker
 from commandbus.supervisor import letter
 from commandbus.supervisor.letter import Letter
+from commandbus.supervisor.said import LONGEST_TEXT
 
 logger = logging.getLogger("commandbus.worker")
 
 FLUSH_SECONDS: Final = 1.0
-CLEAN, CONFIGURATION, DATABASE, LEFT_BEHIND, BUG = 0, 3, 6, 7, 70
+CLEAN, CONFIGURATION, REFUSED, DATABASE, LEFT_BEHIND, BUG = 0, 3, 5, 6, 7, 70
 
 
 class Control:
@@ -53,8 +54,9 @@ class Control:
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def say(self, what: str, **more: Any) -> None:
-        """Tell the supervisor; one that is gone need not know."""
-        line = json.dumps({"say": what, **more}, default=str).encode() + b"\n"
+        """Tell the supervisor, no more of a text than it listens to; one that is gone need not know."""
+        cut = {name: value[:LONGEST_TEXT] if isinstance(value, str) else value for name, value in more.items()}
+        line = json.dumps({"say": what, **cut}, default=str).encode() + b"\n"
         with self._saying, contextlib.suppress(OSError):
             self._connection.sendall(line)
 
@@ -158,6 +160,8 @@ def _run(worker: Worker, control: Control) -> StopReport:
 def _code(error: BaseException) -> int:
     if isinstance(error, ConfigurationError):
         return CONFIGURATION
+    if isinstance(error, MissingPrivilegeError):
+        return REFUSED
     return DATABASE if isinstance(error, SchemaError | EmbeddedPostgresError | psycopg.Error) else BUG
 
 

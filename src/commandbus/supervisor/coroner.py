@@ -61,13 +61,17 @@ SPARE_LEASE_SECONDS: Final = 10.0
 
 @dataclass(slots=True)
 class Case:
-    """A dead worker: who it was, how it died, and what its board showed."""
+    """A dead worker: who it was, how it died, and what its board showed.
+
+    If its board was spoiled, nobody knows what ran: then whatever it held may have, and may have spoiled it.
+    """
 
     hello: Hello
     death: Death
     slots: Sequence[SlotView]
     died_at: float
     settings: Settings
+    is_board_spoiled: bool = False
     settled: dict[str, int] = field(default_factory=dict)
     named: dict[str, list[str]] = field(default_factory=dict)
     next_at: float = 0.0
@@ -281,7 +285,7 @@ class Coroner(DatabaseService):
         for domain, rows in held.items():
             for item in rows:
                 slot = case.slot_of(domain, item)
-                if slot is not None:
+                if slot is not None or case.is_board_spoiled:
                     rule = case.hello.rule(domain, item.row.command_type)
                     running.append(_running(case, domain, item, slot, rule))
         return examine(case.death, running)
@@ -339,13 +343,13 @@ class Coroner(DatabaseService):
         return answers
 
 
-def _running(case: Case, domain: str, held: Held, slot: SlotView, rule: Rule) -> Running[Key]:
+def _running(case: Case, domain: str, held: Held, slot: SlotView | None, rule: Rule) -> Running[Key]:
     row = held.row
     return Running(
         (domain, row.msg_id, row.read_ct),
-        slot.ident,
-        slot.native_id,
-        ran_for=case.died_at - slot.started,
+        0 if slot is None else slot.ident,
+        0 if slot is None else slot.native_id,
+        ran_for=0.0 if slot is None else case.died_at - slot.started,
         is_suspect=row.suspect is not None,
         is_isolated=_is_isolated(case.settings, row, rule),
     )

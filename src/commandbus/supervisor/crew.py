@@ -66,6 +66,7 @@ class Crew:
         self._on_death = on_death
         self._budget = RestartBudget()
         self._was_ready = False
+        self._has_lived = False  # a worker, for longer than those that fail as they begin to work
         self._generation = 0
         self._coming: tuple[int, Settings] | None = None
         self._waits_for_database = False
@@ -90,13 +91,25 @@ class Crew:
             if worker.has_ended():
                 self._bury(worker, now)
             else:
-                self._look_at(worker, now, blind_until)
+                self._look_safely_at(worker, now, blind_until)
             if worker.ready_at is not None and now - worker.spawned_at > EARLY_SECONDS:
+                self._has_lived = True
                 self._budget.survived(worker.spawned_at)
+
+    def _look_safely_at(self, worker: WorkerProcess, now: float, blind_until: float) -> None:
+        """An error in looking at one worker is that worker's: the others are looked after."""
+        try:
+            self._look_at(worker, now, blind_until)
+        except Exception:
+            if worker.condemned is None:
+                logger.exception("worker %s could not be looked at", worker.name)
+            worker.condemn(Cause.NONSENSE, "it could not be looked at", now)
+            worker.kill()
 
     def _look_at(self, worker: WorkerProcess, now: float, blind_until: float) -> None:
         was_ready = worker.ready_at is not None
         shown = worker.look(now)
+        worker.judge_board(now)
         if worker.condemned is not None:
             if now >= worker.condemned.kill_at:
                 worker.kill()
@@ -203,7 +216,7 @@ class Crew:
         death = worker.reap(now)
         self.workers.remove(worker)
         self.forget_files(worker)
-        is_clean = worker.report is not None and bool(worker.report.get("is_clean"))
+        is_clean = worker.report is not None and worker.report.is_clean and worker.condemned is None
         if not is_clean and not (worker.ready_at is None and worker.failed is not None):
             self._on_death(worker, death)
         self._count(worker, death)
@@ -225,13 +238,13 @@ class Crew:
                 worker.failed.message if worker.failed is not None else worker.epitaph(death), now
             )
             return
-        if not self._was_ready and worker.failed is not None:
+        if worker.failed is not None and self._ends_all(worker.failed):
             self.fatal = worker.failed
             return
         self.totals["restarts"] += 1
         if worker.is_planned:
             return
-        lived, was_running = now - worker.spawned_at, bool(worker.snapshot.slots)
+        lived, was_running = now - worker.spawned_at, worker.was_running
         pause = self._budget.died(now, lived_seconds=lived, was_running=was_running)
         cause = worker.epitaph(death)
         if not was_running and lived < EARLY_SECONDS and (times := self._budget.times(cause)) > 1:
@@ -242,6 +255,10 @@ class Crew:
         if pause:
             logger.warning("worker %s lived for %.1f s: next in %.0f s", worker.name, lived, pause)
 
+    def _ends_all(self, failed: Failed) -> bool:
+        """Would every worker fail like this? The first ones, and for want of a right those that follow them."""
+        return not self._was_ready or (failed.needs_a_person and not self._has_lived)
+
     def _count(self, worker: WorkerProcess, death: Death) -> None:
         shown, report = worker.snapshot, worker.report
         planned = worker.is_planned and death.cause is Cause.STOPPED
@@ -251,11 +268,11 @@ class Crew:
         if report is None:
             self.totals["settled"] += shown.settled
         else:
-            self.totals["settled"] += report.get("settled", 0)
-            self.totals["given_back"] += report.get("given_back", 0)
+            self.totals["settled"] += report.settled
+            self.totals["given_back"] += report.given_back
         if self.is_ending:
-            self.totals["abandoned"] += len(shown.slots) if report is None else report.get("abandoned", 0)
-            self.totals["unwritten"] += 0 if report is None else report.get("unwritten", 0)
+            self.totals["abandoned"] += len(shown.slots) if report is None else report.abandoned
+            self.totals["unwritten"] += 0 if report is None else report.unwritten
 
     # -- a new generation
 

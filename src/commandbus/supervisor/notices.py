@@ -32,7 +32,8 @@ def say_death(worker: WorkerProcess, death: Death) -> None:
     if worker.failed is not None and worker.ready_at is None:
         logger.error("worker %s could not start: %s", worker.name, worker.failed.message)
         return
-    level = logging.ERROR if death.cause in (Cause.FROZEN, Cause.OVER_MEMORY) else logging.WARNING
+    grave = (Cause.FROZEN, Cause.OVER_MEMORY, Cause.NONSENSE)
+    level = logging.ERROR if death.cause in grave else logging.WARNING
     place = "" if worker.hello is None else f" (process {worker.pid})"
     logger.log(level, "worker %s%s %s", worker.name, place, worker.epitaph(death))
 

@@ -4,6 +4,11 @@ The control socket carries JSON lines. The worker says `doing` (while it starts)
 `report` and `failed`; it is told `stop`, `drain` and `hurry`. Nothing here waits. Death is seen by the pidfd (a
 child that a handler forked may keep the socket open for ever), and the process is reaped only after its whole
 process group was killed: until then its number cannot belong to anybody else.
+
+A worker runs code of the user's, so whatever it shows or says is checked, and none of it can raise here. Nonsense
+in the socket condemns it at once, nonsense on the board when it lasts: a record may be half-written for a moment,
+and each heartbeat puts the head right. Until then the last board that made sense counts. So a heartbeat that
+cannot be read is no heartbeat, and `heartbeat_timeout` goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,14 +28,20 @@ from commandbus.model.client_sockets import Socket
 from commandbus.model.postmortem import Cause, Death, Dump, parse_dump
 from commandbus.runtime.board import Board, Snapshot, State
 from commandbus.runtime.offspring import DUMP_SIGNAL
-from commandbus.supervisor.said import Failed, Hello, hello, parsed
+from commandbus.runtime.spec import StopReport
+from commandbus.supervisor.said import ControlReader, Doing, Failed, Hello, NonsenseError, Said, StateSaid
 from commandbus.supervisor.sockets import open_sockets
 from commandbus.supervisor.start import Start, described, place_of
 from commandbus.supervisor.vitals import cpu_since, is_stopped, thread_cpu
 
 DUMP_SECONDS: Final = 0.1
-_LONGEST_LINE: Final = 4_194_304
-_LONGEST_DUMP: Final = 4_194_304
+LONGEST_DUMP: Final = 4_194_304
+NONSENSE_SECONDS: Final = 1.0
+NONSENSE_LOOKS: Final = 4
+"""For so long, and whenever it was looked at, a board must make no sense before its worker is condemned."""
+_TURN_BYTES: Final = 262_144
+_LAST_TURNS: Final = 4
+_AHEAD_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +94,7 @@ class WorkerProcess:
         self.doing: str | None = None  # what its start is at; from then on it listens to the dump signal
         self.start = Start(now)
         self.hello: Hello | None = None
-        self.report: dict[str, Any] | None = None
+        self.report: StopReport | None = None
         self.reported_at: float | None = None
         self.failed: Failed | None = None
         self.freeze: Freeze | None = None
@@ -91,7 +103,10 @@ class WorkerProcess:
         self.snapshot = board.read()
         self._crash = crash
         self._dump_read = 0
-        self._buffer = b""
+        self._reader: ControlReader | None = ControlReader(process.pid, now)  # None: it is listened to no more
+        self._board_doubt = ""
+        self._doubted_since = now
+        self._doubted_looks = 0
         self.pidfd = _pidfd(process.pid)
 
     @property
@@ -121,11 +136,31 @@ class WorkerProcess:
     @property
     def is_planned(self) -> bool:
         """Was it meant to end, or did it say so before?"""
-        return self.told_at is not None or self.drains_since is not None or self.report is not None
+        if self.told_at is not None:
+            return True
+        talked_nonsense = self.condemned is not None and self.condemned.cause is Cause.NONSENSE
+        return not talked_nonsense and (self.drains_since is not None or self.report is not None)
+
+    @property
+    def is_board_spoiled(self) -> bool:
+        """Did its board make no sense when it was last read? Then nobody knows for sure what ran."""
+        return bool(self._board_doubt)
+
+    @property
+    def was_running(self) -> bool:
+        """Did attempts run in it, as far as can be known?"""
+        return bool(self.snapshot.slots) or (self.is_board_spoiled and self.ready_at is not None)
 
     def look(self, now: float) -> Snapshot:
-        """Read its board."""
-        self.snapshot = self.board.read()
+        """Read its board. What makes no sense is not believed: then the last one that did is returned."""
+        shown = self.board.read()
+        self._board_doubt = shown.nonsense or self._untimely(shown, max(now, time.monotonic()))
+        if self._board_doubt:
+            self._doubted_since = now if not self._doubted_looks else self._doubted_since
+            self._doubted_looks += 1
+            return self.snapshot
+        self._doubted_looks = 0
+        self.snapshot = shown
         if self.ready_at is None and self.snapshot.state is not State.STARTING and self.snapshot.beat_at > 0:
             self.ready_at = now
         if self.drains_since is None and self.snapshot.state is State.DRAINING:
@@ -134,26 +169,50 @@ class WorkerProcess:
             self.exits_since = now
         return self.snapshot
 
+    def judge_board(self, now: float) -> None:
+        """Condemn it if its board has made no sense for a while."""
+        lasted = now - self._doubted_since
+        if self._doubted_looks >= NONSENSE_LOOKS and lasted >= NONSENSE_SECONDS:
+            self.condemn(Cause.NONSENSE, f"its board makes no sense: {self._board_doubt}", now)
+
+    def _untimely(self, shown: Snapshot, now: float) -> str:
+        """What on the board happened before this worker's birth or will happen yet; empty if nothing did."""
+        first, last = self.spawned_at - _AHEAD_SECONDS, now + _AHEAD_SECONDS
+        if shown.beat_at and not first <= shown.beat_at <= last:
+            return "its heartbeat is from another time"
+        if any(not first <= slot.started <= last for slot in shown.slots):
+            return "an attempt on it started at another time"
+        return ""
+
     # -- the control socket
 
     def hear(self, now: float) -> bool:
-        """Take in what it has said since; False if it can say nothing more."""
-        is_open = True
-        while is_open:
-            try:
-                data = self.control.recv(65536)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:
-                data = b""
-            is_open = bool(data)
-            self._buffer += data
-        *lines, self._buffer = self._buffer.split(b"\n")
-        self._buffer = self._buffer[-_LONGEST_LINE:]
-        for line in lines:
-            if (message := parsed(line)) is not None:
-                self._heard(message, now)
-        return is_open
+        """Take in a bounded piece of what it has said since; False if there is nothing more to hear."""
+        try:
+            return self._hear(now)
+        except NonsenseError as nonsense:
+            self._reader = None
+            self.condemn(Cause.NONSENSE, f"it {nonsense}", now)
+            return False
+
+    def _hear(self, now: float) -> bool:
+        if self._reader is None:
+            return False
+        try:
+            data = self.control.recv(_TURN_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            return False
+        for message in self._reader.take(data, now):
+            self._heard(message, now)
+        return bool(data)
+
+    def _hear_last_words(self, now: float) -> None:
+        """The kernel keeps no more for us than a few pieces. Nonsense changes nothing any more."""
+        with contextlib.suppress(NonsenseError):
+            for _ in range(_LAST_TURNS):
+                self._hear(now)
 
     def tell(self, do: str, **more: Any) -> None:
         """Tell it what to do; one that is dead or deaf hears nothing."""
@@ -161,18 +220,18 @@ class WorkerProcess:
         with contextlib.suppress(OSError):
             self.control.send(line, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
-    def _heard(self, message: dict[str, Any], now: float) -> None:
-        match message.get("say"):
-            case "doing":
-                self.doing = str(message.get("doing"))
-            case "hello":
-                self.hello = hello(message)
-            case "state" if message.get("state") == State.DRAINING.name:
+    def _heard(self, message: Said, now: float) -> None:
+        match message:
+            case Doing():
+                self.doing = message.what
+            case Hello():
+                self.hello = message
+            case StateSaid(state=State.DRAINING.name):
                 self.drains_since = self.drains_since or now
-            case "report":
+            case StopReport():
                 self.report, self.reported_at = message, now
-            case "failed":
-                self.failed = Failed(message["module"], message["kind"], message["message"])
+            case Failed():
+                self.failed = message
 
     # -- its end
 
@@ -207,8 +266,7 @@ class WorkerProcess:
 
     def stacks(self) -> Dump:
         """What it has written down since the last time."""
-        size = min(os.fstat(self._crash).st_size - self._dump_read, _LONGEST_DUMP)
-        text = os.pread(self._crash, size, self._dump_read)
+        text = os.pread(self._crash, LONGEST_DUMP - self._dump_read, self._dump_read).partition(b"\0")[0]
         self._dump_read += len(text)
         return parse_dump(text.decode("utf-8", "replace"))
 
@@ -230,7 +288,7 @@ class WorkerProcess:
 
     def reap(self, now: float) -> Death:
         """Bury a dead one; answers what it died of. Its board can still be read."""
-        self.hear(now)  # its last words
+        self._hear_last_words(now)
         with contextlib.suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL)
         code = self.process.wait()
@@ -269,7 +327,7 @@ class WorkerProcess:
         if self.failed is not None:
             return Death(Cause.STOPPED, f"{self.failed.kind}: {self.failed.message}")
         if self.report is not None:
-            return Death(Cause.STOPPED, str(self.report.get("reason")), dump=dump)
+            return Death(Cause.STOPPED, self.report.reason, dump=dump)
         if code < 0:
             return Death(Cause.SIGNALED, signal=-code, dump=dump, gone=gone)
         if self.told_at is not None and self.hello is None:

@@ -13,12 +13,12 @@ import subprocess
 import sys
 import time
 
-from commandbus.runtime.board import Board
+from commandbus.runtime.board import Board, sealed_memory
 from commandbus.runtime.spec import ROUTER_SLOTS
 from commandbus.settings import Settings
 from commandbus.supervisor import letter
 from commandbus.supervisor.notify import SERVICE_VARIABLES
-from commandbus.supervisor.process import WorkerProcess
+from commandbus.supervisor.process import LONGEST_DUMP, WorkerProcess
 
 CHILD = "commandbus.supervisor.child"
 
@@ -27,7 +27,7 @@ def spawn(settings: Settings, supervisor: str, *, turn: int, generation: int = 0
     """Start a worker with these settings. `turn` is a file whose lock is the right to run a command that was lost
     before: one at a time."""
     board = Board.create(2 * settings.concurrency + ROUTER_SLOTS)
-    crash = os.memfd_create("commandbus-crash", os.MFD_CLOEXEC)
+    crash = sealed_memory("commandbus-crash", LONGEST_DUMP)
     ours, theirs = socket.socketpair()
     told = letter.write(letter.Letter(settings, supervisor, os.getpid(), board.fd, theirs.fileno(), crash, turn))
     environment = {name: value for name, value in os.environ.items() if name not in SERVICE_VARIABLES}

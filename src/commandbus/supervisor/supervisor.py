@@ -33,6 +33,7 @@ from commandbus.db.link import Link
 from commandbus.db.resolve import Database, embedded_folder
 from commandbus.db.wait_for_server import ServerWait
 from commandbus.errors import CommandBusError
+from commandbus.flow.privileges import check_may_work
 from commandbus.model.postmortem import Death
 from commandbus.model.words import counted
 from commandbus.settings import Settings
@@ -205,10 +206,10 @@ class Supervisor:
                 self._coroner.trace(Trace(worker.hello.id, end.sockets, worker.spawned_at, end.at))
 
     def _connect(self) -> None:
-        """On the thread of the `ServerWait`: is there a server that takes us and answers?"""
+        """On the thread of the `ServerWait`: is there a server that takes us, and may we work there?"""
         link = Link(self._settings, name=f"{self.id} start")
         try:
-            link.conn.execute(b"SELECT 1")
+            link.run(check_may_work(self._settings.domains))
         finally:
             link.close()
 
@@ -236,8 +237,10 @@ class Supervisor:
 
     def _examine(self, worker: WorkerProcess, death: Death) -> None:
         if worker.hello is not None:
-            slots = worker.snapshot.slots
-            self._coroner.add(Case(worker.hello, death, slots, time.monotonic(), self._crew.settings))
+            slots, settings, is_spoiled = worker.snapshot.slots, self._crew.settings, worker.is_board_spoiled
+            self._coroner.add(
+                Case(worker.hello, death, slots, time.monotonic(), settings, is_board_spoiled=is_spoiled)
+            )
 
     # -- signals
 

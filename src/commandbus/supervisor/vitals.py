@@ -34,8 +34,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def _stat(folder: Path) -> list[str] | None:
-    """The fields of `stat` from the state on; a command's name may hold spaces and brackets."""
+    """The fields of `stat` from the state on; a thread's name may hold any bytes, spaces and brackets too."""
     try:
-        return (folder / "stat").read_text().rpartition(")")[2].split()
+        return (folder / "stat").read_bytes().rpartition(b")")[2].decode("ascii", "replace").split()
     except OSError:
         return None
