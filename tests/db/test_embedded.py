@@ -770,10 +770,9 @@ class TestRevival:
                 _wait_for_line(worker, f"handled {name}")
                 pid = server.status().pid
                 assert pid is not None
-                if whom == "group":
-                    os.killpg(pid, signal.SIGKILL)
-                else:
-                    os.kill(pid, signal.SIGKILL)
+                (os.killpg if whom == "group" else os.kill)(pid, signal.SIGKILL)
+                # Sessions outlive the postmaster for a moment, and may do the next command even so.
+                until(lambda killed=pid: server.running and server.status().pid != killed)
             print("four", file=bus.stdin, flush=True)
             _wait_for_line(worker, "handled four")
             assert server.dsn == address
@@ -921,6 +920,7 @@ class TestPlace:
         data.mkdir()
         with pytest.raises(EmbeddedPostgresError, match=r"no PostgreSQL data folder.*move it away"):
             server.start()
+        assert data.stat().st_uid == os.geteuid(), "what is not ours keeps its owner"
 
     def test_data_of_another_version_under_our_name(self, make: Make) -> None:
         server = make()

@@ -111,9 +111,8 @@ def data_version(data: Path) -> str | None:
 def check_data(data: Path, binaries: Binaries, account: Account) -> None:
     """Raise unless the server that we are about to start can use this data."""
     owner = data.stat().st_uid
-    if account.is_other and owner == 0:
-        _give_to(account, data)
-    elif owner != account.uid:
+    is_roots = account.is_other and owner == 0
+    if not is_roots and owner != account.uid:
         raise EmbeddedPostgresError(
             f"{data} belongs to {Account(owner, 0).name}, but the server would run as {account.name}: "
             "use it as that user, or choose another folder"
@@ -128,6 +127,8 @@ def check_data(data: Path, binaries: Binaries, account: Account) -> None:
             f"{data} holds data of PostgreSQL {version}, which PostgreSQL {binaries.version} cannot read: "
             f"rename it to postgres-{version} and use PostgreSQL {version}, or choose another folder"
         )
+    if is_roots:
+        _give_to(account, data)
 
 
 def _data_folders(folder: Path) -> list[Path]:
