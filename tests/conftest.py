@@ -28,6 +28,7 @@ from psycopg import sql
 
 from commandbus.db.embedded import EmbeddedPostgres
 from support import running
+from support.access import let_roles_in, passfile_of, plain_address
 from support.databases import Databases
 
 if TYPE_CHECKING:
@@ -139,6 +140,9 @@ def server(pytestconfig: pytest.Config, postgres_binaries: Path | None) -> Itera
         keep=True,
     )
     postgres.start()
+    let_roles_in(postgres)
+    # Tests take addresses apart, and change the user in them: in these the password's file is not named.
+    os.environ["PGPASSFILE"] = passfile_of(postgres)
     try:
         yield postgres
     finally:
@@ -163,13 +167,9 @@ def _fresh_database(
     name = f"test_{uuid.uuid4().hex[:12]}"
     admin(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(template)))
     try:
-        yield _address(server, name)
+        yield plain_address(server, name)
     finally:
         admin(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
-
-
-def _address(server: EmbeddedPostgres, database: str) -> str:
-    return server.dsn.removesuffix("/postgres") + f"/{database}"
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def _make_template(server: EmbeddedPostgres, admin: psycopg.Connection[Any]) -> 
     unfinished, template = sql.Identifier(f"{_TEMPLATE}_unfinished"), sql.Identifier(_TEMPLATE)
     admin.execute(sql.SQL("DROP DATABASE IF EXISTS {}").format(unfinished))
     admin.execute(sql.SQL("CREATE DATABASE {}").format(unfinished))
-    with CommandBus(_address(server, f"{_TEMPLATE}_unfinished")) as bus:
+    with CommandBus(plain_address(server, f"{_TEMPLATE}_unfinished")) as bus:
         bus.migrate()
     # A database with connections cannot be copied; now none can come.
     admin.execute(sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(unfinished))
@@ -206,7 +206,7 @@ def _make_template(server: EmbeddedPostgres, admin: psycopg.Connection[Any]) -> 
 @pytest.fixture(scope="session")
 def databases(server: EmbeddedPostgres, migrated_template: str) -> Iterator[Databases]:
     """The test worker's own copies of the migrated database."""
-    databases = Databases(server.dsn, migrated_template)
+    databases = Databases(plain_address(server), migrated_template)
     yield databases
     databases.close()
 

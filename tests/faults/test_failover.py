@@ -18,6 +18,7 @@ import pytest
 
 from commandbus import CommandBus, HandlerRegistry, NewCommand, RetryPolicy, Worker
 from commandbus.db.embedded import EmbeddedPostgres
+from support.access import passfile_of, password_in
 from support.waiting import one, until, within
 from support.workers import short_lease
 
@@ -45,6 +46,7 @@ class Pair:
         shutil.copytree(data, copy, symlinks=True)
         for path in [copy, *copy.rglob("*")]:
             os.chown(path, *_owner(data))
+        shutil.copy(passfile_of(self.primary), copy.parent)  # with its mode
         self.primary = self._server("first", synchronous_standby_names="*")
         self.primary.start()
         self.standby = self._server("second")
@@ -52,7 +54,8 @@ class Pair:
         (copy / "standby.signal").touch()
         os.chown(copy / "standby.signal", *_owner(data))
         with (copy / "postgresql.auto.conf").open("a") as file:
-            file.write(f"primary_conninfo = 'host=127.0.0.1 port={port} user=postgres'\n")
+            password = password_in(passfile_of(self.primary))
+            file.write(f"primary_conninfo = 'host=127.0.0.1 port={port} user=postgres password={password}'\n")
         self.standby.start()
         with psycopg.connect(self.primary.dsn, autocommit=True) as conn:
             until(lambda: one(conn, "SELECT count(*) FROM pg_stat_replication WHERE sync_state = 'sync'") == 1)
@@ -61,7 +64,8 @@ class Pair:
     def url(self) -> str:
         """Both hosts. That the one that can write is wanted is added by commandbus itself."""
         ports = [server.status().port for server in (self.primary, self.standby)]
-        return f"postgresql://postgres@127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}/postgres"
+        passfile = passfile_of(self.primary)
+        return f"postgresql://postgres@127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}/postgres?passfile={passfile}"
 
     def kill_primary(self) -> None:
         """kill -9 of every process of it."""

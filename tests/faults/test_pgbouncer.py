@@ -19,6 +19,7 @@ import psycopg
 import pytest
 
 from commandbus import CommandBus, CommandStatus, HandlerRegistry, NewCommand, Settings, Worker
+from support.access import password_in
 from support.waiting import one, statuses, until, until_settled, verdicts
 
 Db = psycopg.Connection[Any]
@@ -36,10 +37,11 @@ def pooled(database: str, tmp_path: Path) -> Iterator[str]:
     assert found is not None
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
+    password = password_in(os.environ["PGPASSFILE"])
     (tmp_path / "users").write_text('"postgres" ""\n')
     (tmp_path / "pgbouncer.ini").write_text(
         "[databases]\n"
-        f"* = host=127.0.0.1 port={found[1]} user=postgres\n"
+        f"* = host=127.0.0.1 port={found[1]} user=postgres password={password}\n"
         "[pgbouncer]\n"
         f"listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n"
         f"auth_type = any\nauth_file = {tmp_path / 'users'}\n"

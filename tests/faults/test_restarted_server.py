@@ -56,7 +56,7 @@ def test_a_worker_outlives_its_server(
     name = f"restart{end.__name__}"
     with psycopg.connect(own_server.dsn, autocommit=True) as conn:
         conn.execute(f"CREATE DATABASE {name}".encode())
-    url = own_server.dsn.removesuffix("/postgres") + f"/{name}"
+    url = own_server.dsn_of(name)
     with CommandBus(url) as bus:
         bus.migrate(domains=["orders"])
         bus.send_many(

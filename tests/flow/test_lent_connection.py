@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import textwrap
@@ -318,7 +319,11 @@ def test_django(orders: Bus, binding: str) -> None:
     pytest.importorskip("django")
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(DJANGO), orders.url, binding],
-        env={"PYTHONPATH": str(Path(commandbus.__file__).parent.parent), "PATH": "/usr/bin:/bin"},
+        env={
+            "PYTHONPATH": str(Path(commandbus.__file__).parent.parent),
+            "PATH": "/usr/bin:/bin",
+            "PGPASSFILE": os.environ["PGPASSFILE"],
+        },
         capture_output=True,
         text=True,
         check=False,

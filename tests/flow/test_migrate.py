@@ -21,6 +21,7 @@ from commandbus.db.embedded.binaries import choose_binaries
 from commandbus.db.pgmq import packaged_sql, packaged_version
 from commandbus.flow.migrate import script
 from commandbus.sql import migrations
+from support.access import let_roles_in, passfile_of, plain_address
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def database(
     name = f"migrated_{uuid.uuid4().hex[:8]}"
     template = pgsql.Identifier(migrated_template)
     server_admin(pgsql.SQL("CREATE DATABASE {} TEMPLATE {}").format(pgsql.Identifier(name), template))
-    yield server.dsn.removesuffix("/postgres") + f"/{name}"
+    yield plain_address(server, name)
     server_admin(pgsql.SQL("DROP DATABASE {} WITH (FORCE)").format(pgsql.Identifier(name)))
 
 
@@ -338,6 +339,7 @@ def extended_server(
             path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))
     server = EmbeddedPostgres(home / "state", binaries=private, fsync=False)
     server.start()
+    let_roles_in(server)
     try:
         yield server
     finally:
@@ -371,7 +373,7 @@ def extended(extended_server: EmbeddedPostgres) -> Iterator[str]:
     with psycopg.connect(extended_server.dsn, autocommit=True) as admin:
         admin.execute("DROP DATABASE IF EXISTS extended WITH (FORCE)")
         admin.execute("CREATE DATABASE extended")
-    yield extended_server.dsn.removesuffix("/postgres") + "/extended"
+    yield f"{plain_address(extended_server, 'extended')}?passfile={passfile_of(extended_server)}"
     with psycopg.connect(extended_server.dsn, autocommit=True) as admin:
         admin.execute("DROP DATABASE IF EXISTS extended WITH (FORCE)")
         admin.execute("DROP ROLE IF EXISTS owner")

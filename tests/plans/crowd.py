@@ -18,6 +18,7 @@ from psycopg import sql
 
 from commandbus import CommandBus
 from commandbus.db.embedded import EmbeddedPostgres
+from support.access import plain_address
 
 DOMAINS = ["backlog", "delayed", "history", "trouble", "shadow", "calm"]
 
@@ -47,7 +48,7 @@ def crowded_database(
     name = f"crowded_{uuid.uuid4().hex[:12]}"
     copy = sql.SQL("CREATE DATABASE {} TEMPLATE {}")
     server_admin(copy.format(sql.Identifier(name), sql.Identifier(template)))
-    url = server.dsn.removesuffix("/postgres") + f"/{name}"
+    url = plain_address(server, name)
     try:
         with CommandBus(url) as bus:
             for domain in DOMAINS:

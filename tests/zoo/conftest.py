@@ -12,6 +12,7 @@ from psycopg import sql
 from commandbus import CommandBus
 from commandbus.db.embedded import EmbeddedPostgres
 from fleet import DOMAIN, Fleet, running_fleet
+from support.access import plain_address
 
 TABLES = """
 CREATE TABLE marker (command_id text, attempt integer, place text, at timestamptz DEFAULT clock_timestamp());
@@ -28,7 +29,7 @@ def zoo_database(
     name = f"zoo_{uuid.uuid4().hex[:12]}"
     template = sql.Identifier(migrated_template)
     server_admin(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), template))
-    url = server.dsn.removesuffix("/postgres") + f"/{name}"
+    url = plain_address(server, name)
     with psycopg.connect(url) as conn, CommandBus(url) as bus:
         conn.execute(TABLES)
         bus.create_domain(DOMAIN)

@@ -1,4 +1,7 @@
-"""Which database: a server by its URL, or the embedded one, which is then started and counted as in use."""
+"""Which database: a server by its URL, or the embedded one.
+
+The embedded one is started, counted as in use until `close`, and started again if it dies meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Database:
             return self._settings
         with self.lock:
             if self._embedded is None:
-                server = EmbeddedPostgres(folder)
+                server = EmbeddedPostgres(folder, revive=True)
                 server.start()
                 self._embedded = server
             return replace(self._settings, database_url=self._embedded.dsn)

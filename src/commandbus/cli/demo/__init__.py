@@ -99,7 +99,7 @@ def _place(session: Session, folder: Path | None, stage: Stage, *, keep: bool) -
             yield Place(settings, None if shown != address else address, logs, None)
         return
     stage.say(f"starting PostgreSQL in {asked} (its first start takes a few seconds)")
-    server = EmbeddedPostgres(asked)
+    server = EmbeddedPostgres(asked, revive=True)
     server.start()
     stays = False
     try:

@@ -5,25 +5,29 @@ last one out stops it:
 
     no data ──initdb──▶ stopped ──first start()──▶ running ──last stop(), stop(force=True)──▶ stopped
                            ▲                          │
-                           └──── start() recovers ────┴─ kill -9, power cut
+                           └──── start() recovers ────┴─ kill -9, power cut: users with `revive` start it again
 
     <folder>/postgres-15/         the data; the server's log and socket are in it too
     <folder>/postgres-15.users    users hold a shared flock on it: the kernel releases that of a killed one
+    <folder>/postgres-15.pgpass   the superuser's password, for the owner of the folder (and root) alone
     <folder>/postgres-15.port     the port, kept so that a DSN in somebody's shell stays true
     <folder>/postgres-15.keep     there if a user left with `keep`: the last one out leaves the server up
+    <folder>/postgres-15.died     there if a server that was killed could not be started again yet
     <folder>/binaries-…/          PostgreSQL's programs, if the server's user cannot reach them elsewhere
     <folder>/start.lock           exclusive flock while somebody starts or stops
 
 Invariants: data appears whole (made aside, then renamed) or not at all; starts and stops are serialised;
-nothing outside the folder changes owner or mode; fsync is on unless the caller gave it up. As root the server
+nothing outside the folder changes owner or mode; fsync is on unless the caller gave it up; nobody connects without
+the password, and the server's environment holds nothing of its starter's. As root the server
 runs as another user, since PostgreSQL refuses to run as root; a folder that this user cannot enter is
 replaced by one below /var/lib/commandbus.
 
 Read `server.py` first; `place.py` says where state is, `binaries.py` finds programs and the account to run
-them, `postmaster.py` looks at the server's process, `addresses.py` picks port and socket.
+them, `postmaster.py` looks at the server's process, `addresses.py` picks port and socket, `access.py` decides who
+may connect, `watch.py` notices that the server died.
 
-It does not protect the data from other users of the machine (connections from 127.0.0.1 are trusted), does
-not upgrade data between major versions, and is not meant for production.
+It does not protect the data from root and the user whom the server runs as, does not upgrade data between major
+versions, and is not meant for production.
 """
 
 from commandbus.db.embedded.server import EmbeddedPostgres, EmbeddedStatus

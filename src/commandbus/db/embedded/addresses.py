@@ -13,6 +13,9 @@ import os
 import socket
 from pathlib import Path
 from random import randrange
+from urllib.parse import quote, urlencode
+
+import psycopg
 
 from commandbus.db.embedded.binaries import Account
 from commandbus.errors import EmbeddedPostgresError
@@ -20,11 +23,17 @@ from commandbus.errors import EmbeddedPostgresError
 # Below the range from which the kernel picks local ports for outgoing connections: there, a client that
 # redials a stopped server can be given the very port it dials, connect to itself, and keep the server out.
 _PORTS = (20_000, 32_000)
+_FIRST_WITH_REQUIRE_AUTH = 160_000  # libpq 16; psycopg's own build is newer, a distribution's may not be
 _LONGEST_SOCKET_FOLDER = 107 - len("/.s.PGSQL.65535")  # sun_path holds 108 bytes with its final NUL
 
 
-def dsn(port: int) -> str:
-    return f"postgresql://postgres@127.0.0.1:{port}/postgres"
+def dsn(port: int, password_file: Path, database: str = "postgres") -> str:
+    """The address names the password's file, not the password; `access.py` says why it demands scram."""
+    parameters = {"passfile": str(password_file)}
+    if psycopg.pq.version() >= _FIRST_WITH_REQUIRE_AUTH:
+        parameters["require_auth"] = "scram-sha-256"
+    query = urlencode(parameters, safe="/", quote_via=quote)
+    return f"postgresql://postgres@127.0.0.1:{port}/{quote(database, safe='')}?{query}"
 
 
 def remembered_port(file: Path) -> int | None:

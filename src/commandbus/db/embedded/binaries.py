@@ -30,10 +30,11 @@ from commandbus.errors import EmbeddedPostgresError
 
 PROGRAMS = ("initdb", "pg_ctl", "postgres")
 _UNFINISHED = "commandbus-unfinished-"
+"""Begins the name of whatever is still being made; after a crash it is rubbish, if the marker is in it."""
 _MARKER = ".commandbus-unfinished"
-"""In the name of whatever is still being made; what carries it after a crash is rubbish."""
 
 _DEBIAN = Path("/usr/lib/postgresql")
+_KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # the time zone, and where libraries are
 _INTERRUPTED_GRACE_SECONDS = 5.0
 _NOBODY = 65534  # what the kernel and every distribution use, should the password file not list it
 
@@ -76,9 +77,9 @@ class Account:
             return f"uid {self.uid}"
 
     def run(
-        self, command: Sequence[str | Path], *, limit_seconds: float = 60.0
+        self, command: Sequence[str | Path], *, text: str = "", limit_seconds: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program as this account; its output, both streams together, is in `stdout`.
+        """Run a program as this account on this input; its output, both streams together, is in `stdout`.
 
         In a session of its own, so that Ctrl-C in the user's terminal reaches neither it nor the server that
         it starts. If *we* are interrupted it may finish first: a server that was just forked can be found and
@@ -87,8 +88,8 @@ class Account:
         process = subprocess.Popen(  # noqa: S603 - a program that we located, no shell
             [str(part) for part in command],
             cwd="/",
-            env=_clean_environment(),
-            stdin=subprocess.DEVNULL,
+            env=_minimal_environment(),
+            stdin=subprocess.PIPE if text else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -101,7 +102,7 @@ class Account:
         )
         with process:
             try:
-                output, _ = process.communicate(timeout=limit_seconds)
+                output, _ = process.communicate(text or None, timeout=limit_seconds)
             except BaseException:
                 _end(process)
                 raise
@@ -275,11 +276,15 @@ def _let_everybody_read(tree: Path) -> None:
             path.chmod(0o755 if path.is_dir() or mode & 0o100 else 0o644)
 
 
-def _clean_environment() -> dict[str, str]:
-    # PGDATA, PGPORT, PGOPTIONS … of the user's shell would change what the programs do.
-    # LC_ALL: their messages are looked at (`messages.py`), so they must be English.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
-    return {**kept, "LC_ALL": "C"}
+def _minimal_environment() -> dict[str, str]:
+    """Nothing of the user's shell that the programs do not need.
+
+    The server shows its environment to whoever may run programs there (COPY FROM PROGRAM): no secret may be in
+    it. PGDATA, PGPORT, PGOPTIONS … would change what the programs do. LC_ALL: their messages are looked at
+    (`messages.py`), so they must be English.
+    """
+    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    return {**kept, "PATH": os.defpath, "LC_ALL": "C"}
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import re
+import secrets
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ class Place:
     @property
     def majors(self) -> list[int]:
         """The major versions whose data is here."""
-        return [_major(path) for path in self.data_folders]
+        return [major_of(path) for path in self.data_folders]
 
     def with_current_account(self) -> Place:
         return replace(self, account=Account.for_data(self.data_folders))
@@ -83,6 +84,23 @@ def beside(data: Path, what: str) -> Path:
     return data.with_name(f"{data.name}.{what}")
 
 
+def write_private(file: Path, text: str, uid: int, gid: int) -> None:
+    """Put a file in place, whole, that only this user can read. Safe in a folder that another user controls."""
+    aside = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as opened:
+            if os.geteuid() == 0:
+                os.fchown(descriptor, uid, gid)
+            opened.write(text)
+            opened.flush()
+            os.fsync(descriptor)
+        aside.replace(file)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
 def data_version(data: Path) -> str | None:
     try:
         return (data / "PG_VERSION").read_text().strip()
@@ -93,9 +111,8 @@ def data_version(data: Path) -> str | None:
 def check_data(data: Path, binaries: Binaries, account: Account) -> None:
     """Raise unless the server that we are about to start can use this data."""
     owner = data.stat().st_uid
-    if account.is_other and owner == 0:
-        _give_to(account, data)
-    elif owner != account.uid:
+    is_roots = account.is_other and owner == 0
+    if not is_roots and owner != account.uid:
         raise EmbeddedPostgresError(
             f"{data} belongs to {Account(owner, 0).name}, but the server would run as {account.name}: "
             "use it as that user, or choose another folder"
@@ -110,6 +127,8 @@ def check_data(data: Path, binaries: Binaries, account: Account) -> None:
             f"{data} holds data of PostgreSQL {version}, which PostgreSQL {binaries.version} cannot read: "
             f"rename it to postgres-{version} and use PostgreSQL {version}, or choose another folder"
         )
+    if is_roots:
+        _give_to(account, data)
 
 
 def _data_folders(folder: Path) -> list[Path]:
@@ -117,10 +136,10 @@ def _data_folders(folder: Path) -> list[Path]:
         found = [path for path in folder.iterdir() if re.fullmatch(r"postgres-\d+", path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(found, key=_major)
+    return sorted(found, key=major_of)
 
 
-def _major(data: Path) -> int:
+def major_of(data: Path) -> int:
     return int(data.name.removeprefix("postgres-"))
 
 

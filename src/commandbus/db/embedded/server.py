@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from commandbus.db.embedded import postmaster
+from commandbus.db.embedded.access import guard, has_password, password_file
 from commandbus.db.embedded.addresses import (
     dsn,
     free_port,
@@ -47,8 +48,10 @@ from commandbus.db.embedded.place import (
     check_data,
     choose_place,
     data_version,
+    major_of,
     make_folder,
 )
+from commandbus.db.embedded.watch import Watcher
 from commandbus.errors import EmbeddedPostgresError
 
 log = logging.getLogger(__name__)
@@ -56,7 +59,9 @@ log = logging.getLogger(__name__)
 _LIMIT_SECONDS = 120.0
 _PORT_TRIES = 5
 _LARGE_LOG_BYTES = 16 * 1024 * 1024
-_OWN_SETTINGS = frozenset({"port", "listen_addresses", "unix_socket_directories", "fsync", "data_directory"})
+_OWN_SETTINGS = frozenset(
+    {"port", "listen_addresses", "unix_socket_directories", "fsync", "data_directory", "hba_file"}
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,8 @@ class EmbeddedPostgres:
     """A PostgreSQL server in a folder. Several threads, objects and processes may share one.
 
     `binaries` names a folder with PostgreSQL's programs; `settings` are server settings for this start (a
-    server that others have started already keeps theirs); `keep` leaves it up when its last user goes.
+    server that others have started already keeps theirs); `keep` leaves it up when its last user goes;
+    `revive` starts it again, at the same address, if it dies between `start()` and `stop()`.
     After a fork the child is no user of the server; its own `start()` makes it one.
     """
 
@@ -93,12 +99,15 @@ class EmbeddedPostgres:
         fsync: bool = True,
         settings: Mapping[str, str] | None = None,
         keep: bool = False,
+        revive: bool = False,
     ) -> None:
         self.asked_folder = Path(folder).expanduser().resolve()
         self._explicit_binaries = binaries
         self._fsync = fsync
         self._settings = dict(settings or {})
         self._keep = keep
+        self._revives = revive
+        self._watcher: Watcher | None = None
         self._mutex = threading.RLock()
         self._user_lock: int | None = None
         self._place: Place | None = None
@@ -120,11 +129,19 @@ class EmbeddedPostgres:
 
     @property
     def dsn(self) -> str:
-        """The address of the running server."""
+        """The address of the running server, for its superuser.
+
+        It holds no secret: `passfile` names the file with the password, which libpq reads as it connects. So the
+        address may be printed, logged, and given to programs of the same user, also in their command line.
+        """
+        return self.dsn_of("postgres")
+
+    def dsn_of(self, database: str) -> str:
+        """The address of one database of the running server."""
         status = self.status()
-        if status.dsn is None:
+        if status.data is None or status.port is None:
             raise EmbeddedPostgresError(f"no PostgreSQL is running in {status.folder}: call start() first")
-        return status.dsn
+        return dsn(status.port, password_file(status.data), database)
 
     @property
     def running(self) -> bool:
@@ -139,7 +156,7 @@ class EmbeddedPostgres:
                 found = EmbeddedStatus(place.folder, data, data_version(data), note=place.note)
                 server = postmaster.find(data, place.account)
                 if server is not None:
-                    address = dsn(server.port)
+                    address = dsn(server.port, password_file(data))
                     return EmbeddedStatus(
                         place.folder, data, found.version, server.pid, server.port, address, place.note
                     )
@@ -159,13 +176,22 @@ class EmbeddedPostgres:
                 except BaseException:
                     self._leave(place, data)
                     raise
-            return dsn(server.port)
+            self._watch()
+            return dsn(server.port, password_file(data))
 
     def stop(self, *, keep: bool | None = None, force: bool = False) -> bool:
         """Leave the server, and end it unless others use it or somebody asked to keep it. True if it ended.
 
         `keep` leaves it up for good; `force` ends it whoever uses it, also if this object never started it.
         """
+        watcher = self._watcher
+        try:
+            return self._stop(keep=keep, force=force)
+        finally:
+            if watcher is not None and self._watcher is None:
+                watcher.join()
+
+    def _stop(self, *, keep: bool | None, force: bool) -> bool:
         with self._mutex, explained(self.asked_folder):
             if self._data is None and not force:
                 return False
@@ -205,6 +231,9 @@ class EmbeddedPostgres:
 
     def _release(self) -> bool:
         """Returns whether nobody else uses the server; nobody can join while the start lock is held."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.end()
         descriptor, self._user_lock, self._data = self._user_lock, None, None
         if descriptor is None:
             return False
@@ -225,16 +254,60 @@ class EmbeddedPostgres:
         """In the child: without its copy of the descriptor it neither prolongs nor ends its parent's use."""
         if self._user_lock is not None:
             os.close(self._user_lock)
-        self._user_lock = self._data = None
+        if self._watcher is not None:
+            self._watcher.forget()
+        self._user_lock = self._data = self._watcher = None
         self._mutex = threading.RLock()
         atexit.unregister(self._stop_at_exit)
+
+    # A server that dies under its users.
+
+    def _watch(self) -> None:
+        if self._revives and self._watcher is None:
+            self._watcher = Watcher(self._find_server, self._revive)
+
+    def _find_server(self) -> postmaster.Postmaster | None:
+        data = self._data
+        with explained(self.asked_folder):
+            return postmaster.find(data, self._find_place().account) if data is not None else None
+
+    def _revive(self) -> None:
+        """On the watcher's thread: start the server again, unless somebody did that already, or stopped it.
+
+        The pid file outlives a server that was killed, and no other. The mark `died` takes its place before it is
+        removed, for the case that the start fails.
+        """
+        if self._data is None or not _has_died(self._data):
+            return
+        with self._mutex, explained(self.asked_folder):
+            place = self._find_place()
+            with _start_lock(place):
+                if self._data is not None and _has_died(self._data):
+                    self._start_again(place, self._data)
+
+    def _start_again(self, place: Place, data: Path) -> None:
+        if postmaster.find_settled(data, place.account, limit_seconds=_LIMIT_SECONDS) is not None:
+            return
+        beside(data, "died").touch()
+        self._fsync = self._fsync or not _runs_without_fsync(data)  # others may count on it
+        found = choose_binaries(self._explicit_binaries, [major_of(data)])
+        binaries = usable_by(place.account, found, place.folder)
+        self._make_ready(place, binaries, data)
+        server = self._launch(place, binaries, data, only_port=remembered_port(beside(data, "port")))
+        details = {"data": str(data), "port": server.port, "pid": server.pid}
+        log.warning("embedded PostgreSQL died and was started again", extra=details)
 
     # The server, with the start lock held.
 
     def _bring_up(self, place: Place, binaries: Binaries, data: Path) -> postmaster.Postmaster:
         server = postmaster.find_settled(data, place.account, limit_seconds=_LIMIT_SECONDS)
         if server is not None and self._fsync and _runs_without_fsync(data):
-            self._end_server_without_fsync(place, data)
+            # A test's server must not be handed to somebody who counts on fsync.
+            self._end_unfit_server(place, data, "runs with fsync=off")
+            server = None
+        if server is not None and not has_password(data):
+            # It may be one of a time when local users were trusted.
+            self._end_unfit_server(place, data, f"has no private password file {password_file(data)}")
             server = None
         if server is not None:
             return server
@@ -242,17 +315,20 @@ class EmbeddedPostgres:
         binaries = usable_by(place.account, binaries, place.folder)
         if not data.exists():
             self._initialise(place, binaries, data)
-        check_data(data, binaries, place.account)
-        postmaster.clear_remains(data, place.account)
         beside(data, "keep").unlink(missing_ok=True)
+        self._make_ready(place, binaries, data)
         return self._launch(place, binaries, data)
 
-    def _end_server_without_fsync(self, place: Place, data: Path) -> None:
-        """A test's server must not be handed to somebody who counts on fsync."""
+    def _make_ready(self, place: Place, binaries: Binaries, data: Path) -> None:
+        check_data(data, binaries, place.account)
+        postmaster.clear_remains(data, place.account)
+        guard(place, binaries, data, fsync=self._fsync)
+
+    def _end_unfit_server(self, place: Place, data: Path, flaw: str) -> None:
         assert self._user_lock is not None  # noqa: S101 - _join came before
         if not try_exclusive(self._user_lock):
             raise EmbeddedPostgresError(
-                f"the PostgreSQL in {place.folder} runs with fsync=off and is in use: "
+                f"the PostgreSQL in {place.folder} {flaw} and is in use: "
                 "end its other users first, or choose another folder"
             )
         _bring_down(place, data)
@@ -263,7 +339,8 @@ class EmbeddedPostgres:
         try:
             if place.account.is_other:
                 os.chown(unfinished, place.account.uid, place.account.gid)
-            arguments = ["-U", "postgres", "--auth=trust", "--encoding=UTF8", "--no-locale"]
+            # Nobody may connect until `guard` has set a password and said who may.
+            arguments = ["-U", "postgres", "--auth=reject", "--encoding=UTF8", "--no-locale"]
             if not self._fsync:
                 arguments.append("--no-sync")
             made = place.account.run(
@@ -278,7 +355,9 @@ class EmbeddedPostgres:
             _sync_folder(place.folder)
         log.info("embedded PostgreSQL initialised", extra={"data": str(data), "version": binaries.version})
 
-    def _launch(self, place: Place, binaries: Binaries, data: Path) -> postmaster.Postmaster:
+    def _launch(
+        self, place: Place, binaries: Binaries, data: Path, *, only_port: int | None = None
+    ) -> postmaster.Postmaster:
         server_log = data / postmaster.LOG_FILE
         _rotate(server_log)
         socket_folder = make_socket_folder(data, place.account)
@@ -286,6 +365,11 @@ class EmbeddedPostgres:
         for _ in range(_PORT_TRIES):
             if port is None or not is_free(port):
                 port = free_port()
+            if only_port not in {None, port}:
+                raise EmbeddedPostgresError(
+                    f"port {only_port} of the PostgreSQL in {data}, which its users know, was taken by another "
+                    "program: end that program, or restart all users of the server"
+                )
             log_start = server_log.stat().st_size if server_log.exists() else 0
             options = self._options(port, socket_folder)
             started = place.account.run(
@@ -298,6 +382,7 @@ class EmbeddedPostgres:
             server = postmaster.find(data, place.account)
             if server is not None and server.is_ready:
                 remember_port(beside(data, "port"), server.port)
+                beside(data, "died").unlink(missing_ok=True)
                 details = {"data": str(data), "version": binaries.version, "port": port, "pid": server.pid}
                 log.info("embedded PostgreSQL started", extra=details)
                 return server
@@ -335,11 +420,17 @@ def _start_lock(place: Place) -> contextlib.AbstractContextManager[None]:
 def _bring_down(place: Place, data: Path) -> bool:
     was_running = postmaster.stop(data, place.account)
     postmaster.clear_remains(data, place.account)
-    beside(data, "keep").unlink(missing_ok=True)
+    for mark in ("keep", "died"):
+        beside(data, mark).unlink(missing_ok=True)
     remove_socket_folder(data, place.account)
     if was_running:
         log.info("embedded PostgreSQL stopped", extra={"data": str(data)})
     return was_running
+
+
+def _has_died(data: Path) -> bool:
+    """Of a server that is not there: was it killed, or stopped?"""
+    return (data / postmaster.PID_FILE).exists() or beside(data, "died").exists()
 
 
 def _runs_without_fsync(data: Path) -> bool:
