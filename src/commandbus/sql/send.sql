@@ -16,6 +16,6 @@ SELECT msg_id,
        COALESCE(%(at)s::timestamptz, clock_timestamp() + make_interval(secs => %(delay)s)),
        jsonb_build_object('command', id)
   FROM sent
-RETURNING (message ->> 'command')::bigint,
+RETURNING (SELECT id FROM sent),
           CASE WHEN EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > now())
                THEN pg_notify('commandbus_' || %(domain)s, extract(epoch FROM vt)::text) END

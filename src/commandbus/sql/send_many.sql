@@ -15,7 +15,7 @@ WITH ours AS (  -- never run; named first, so that a database without our schema
                                     reply_to, headers, data, timeout)
     SELECT %(domain)s, i, t, msg_id, m, c, r, h, d, o FROM input {by_id}
     {conflict}
-    RETURNING id, msg_id, command_id
+    RETURNING id, msg_id
 ), queued AS (
     INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
     SELECT msg_id, COALESCE(input.a, clock_timestamp() + make_interval(secs => COALESCE(input.s, 0))),
@@ -28,4 +28,4 @@ WITH ours AS (  -- never run; named first, so that a database without our schema
      WHERE EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > now())
     HAVING count(*) > 0
 )
-SELECT command_id, id, (SELECT count(*) FROM woken) FROM sent
+SELECT i, id, (SELECT count(*) FROM woken) FROM sent JOIN input USING (msg_id)
