@@ -229,7 +229,7 @@ def _database_setting(database, name, value):
 
 @pytest.fixture
 def plain_role(orders, bus, database, server_admin):
-    """A role that may log in and nothing else, and the four roles to be granted to it."""
+    """A role that may log in and nothing else, and the roles to be granted to it."""
     prefix = f"t{uuid.uuid4().hex[:8]}"
     names = bus.create_roles(prefix)
     user = f"{prefix}_user"
@@ -255,7 +255,8 @@ def test_a_role_without_rights_fails_and_the_grant_is_named(bare_cli, plain_role
 
 @pytest.mark.parametrize(
     ("kind", "able"),
-    [("reader", "may look"), ("producer", "may look, send"), ("worker", "may look, send, run handlers"),
+    [("reader", "may look"), ("producer", "may send"), ("limiter", "may use limits"),
+     ("worker", "may look, send, use limits in an application, run handlers"),
      ("operator", "operate")],
 )  # fmt: skip
 def test_each_role_may_what_it_should(bare_cli, plain_role, server_admin, kind, able):
@@ -268,5 +269,5 @@ def test_each_role_may_what_it_should(bare_cli, plain_role, server_admin, kind, 
     assert able in told[0]["message"]
     if kind == "producer":
         lacking = next(item for item in told if "may not run handlers" in item["message"])
-        assert "UPDATE ON TABLE" in lacking["message"] or "INSERT ON TABLE" in lacking["message"]
+        assert "SELECT ON TABLE commandbus.command" in lacking["message"]
         assert f"GRANT commandbus_worker TO {user}" in lacking["remedy"]

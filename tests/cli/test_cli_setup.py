@@ -16,12 +16,12 @@ from commandbus.cli.exits import ExitCode
 def test_migrate_says_what_it_applied_and_how_pgmq_came(bare_cli, empty_database):
     first = bare_cli("migrate", "--domain", "orders", "--database", empty_database)
     assert first.code == 0
-    assert "applied 4 migrations: 0001, 0002, 0003, 0004" in first.out
+    assert "applied 5 migrations: 0001, 0002, 0003, 0004, 0005" in first.out
     assert "PGMQ 1." in first.out
     assert "domain orders is there" in first.out
     again = bare_cli("migrate", "--database", empty_database, "--json")
     assert again.document["newly_applied"] == []
-    assert again.document["applied"] == [1, 2, 3, 4]
+    assert again.document["applied"] == [1, 2, 3, 4, 5]
     assert again.document["pgmq_way"] in ("sql", "extension")
 
 
@@ -90,7 +90,7 @@ def test_roles_are_printed_and_created(orders, server_admin):
         assert f"CREATE ROLE {prefix}_worker" in script.out
         assert orders("roles", "--print", "--prefix", prefix, "--json").document["sql"] == script.out
         made = orders("roles", "--prefix", prefix, "--json").document
-        assert {item["kind"] for item in made} == {"reader", "producer", "worker", "operator"}
+        assert {item["kind"] for item in made} == {"reader", "producer", "limiter", "worker", "operator"}
         assert f"{prefix}_producer" in orders("roles", "--prefix", prefix).out
         assert orders("roles", "--prefix", "Bad-Prefix").code == ExitCode.USAGE
     finally:

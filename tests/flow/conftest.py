@@ -12,9 +12,11 @@ from typing import Any
 
 import psycopg
 import pytest
-from flow_harness import Bus
+from flow_harness import Bus, Roles
+from psycopg import sql as pgsql
 
 from commandbus import AsyncCommandBus, AsyncTroubleshootingQueue, CommandBus, TroubleshootingQueue
+from commandbus.model.roles import KINDS
 
 
 class _Awaited:
@@ -75,3 +77,29 @@ def db(database: str) -> Iterator[psycopg.Connection[Any]]:
     """A plain connection in autocommit mode."""
     with psycopg.connect(database, autocommit=True) as conn:
         yield conn
+
+
+@pytest.fixture
+def prefix(orders: Bus) -> Iterator[str]:
+    """A prefix of roles that are gone after the test: roles belong to the server, not to the database."""
+    name = f"r_{orders.url.rsplit('/', 1)[1]}"
+    yield name
+    with psycopg.connect(orders.url, autocommit=True) as conn:
+        for (role,) in conn.execute(
+            "SELECT rolname FROM pg_roles WHERE rolname LIKE %s", (name + "%",)
+        ).fetchall():
+            conn.execute(pgsql.SQL("DROP OWNED BY {}").format(pgsql.Identifier(role)))
+            conn.execute(pgsql.SQL("DROP ROLE {}").format(pgsql.Identifier(role)))
+
+
+@pytest.fixture
+def acting(orders: Bus, prefix: str, connect: Callable[..., Bus], db: psycopg.Connection[Any]) -> Roles:
+    """A bus of a login user that has one role."""
+    assert orders.create_roles(prefix) == {kind: f"{prefix}_{kind}" for kind in KINDS}
+
+    def acting(kind: str) -> Bus:
+        user = f"{prefix}_{kind}_user"
+        db.execute(f"CREATE ROLE {user} LOGIN IN ROLE {prefix}_{kind}".encode())
+        return connect(orders.url.replace("//postgres@", f"//{user}@", 1))
+
+    return acting

@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 import psycopg
 import pytest
 
+from commandbus.errors import SchemaError
 from commandbus.flow.claim import ANY_ROOM, Claim, Room, claim, put_right
 from commandbus.flow.renew import renew
 from commandbus.flow.settle import Settlement, settle
+from commandbus.flow.statement import Operation, Statement
 from commandbus.model.outcome import judge_failure
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.attempt import Attempt
@@ -95,6 +97,25 @@ class Bus:
         fences = [(attempt.msg_id, attempt.read_ct) for attempt in attempts]
         lost: list[tuple[int, int]] = self.bus.run(renew("orders", worker, fences, lease_seconds=lease)).lost
         return lost
+
+
+Roles = Callable[[str], Bus]
+"""A bus of a login user that has the role of this kind."""
+
+
+def assert_refused(act: Callable[[], Any]) -> None:
+    """The server, or we before it, refuse this for lack of rights."""
+    with pytest.raises((psycopg.errors.InsufficientPrivilege, SchemaError)):
+        act()
+
+
+def raw(statement: str) -> Operation[list[Any]]:
+    """Any SQL, as an operation."""
+
+    def steps() -> Any:
+        return (yield Statement(statement.encode()))
+
+    return Operation(steps(), atomic=False)
 
 
 def started(attempt: Attempt) -> Attempt:

@@ -1,21 +1,21 @@
-"""The four roles in real sessions: each can do its part, and not the others'."""
+"""The roles in real sessions: each can do its part, and not the others'."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
 import pytest
-from flow_harness import Bus, expire_leases, fail, one, send_raw, sync_only
-from psycopg import sql as pgsql
+from flow_harness import Bus, Roles, assert_refused, expire_leases, fail, one, raw, send_raw, sync_only
 
 from commandbus import (
     BatchStatus,
     BusinessRuleException,
     CommandBus,
     CommandStatus,
+    DuplicateCommandError,
     HandlerRegistry,
     InvalidCommandError,
     Limit,
@@ -27,7 +27,6 @@ from commandbus import (
     Settings,
     Worker,
 )
-from commandbus.db.embedded import EmbeddedPostgres
 from commandbus.flow.batch_operate import leftovers
 from commandbus.flow.breaker import Bad, advance, due, report
 from commandbus.flow.claim import announce, withdraw
@@ -36,58 +35,34 @@ from commandbus.flow.register import WorkerIdentity, beat
 from commandbus.flow.renew import pending_cancels
 from commandbus.flow.roles import print_roles
 from commandbus.model.breaker import Breaker
-from commandbus.model.roles import KINDS
 from support.waiting import until
 from support.workers import quick_settings
 
-Roles = Callable[[str], Bus]
-
-
-@pytest.fixture
-def prefix(orders: Bus, server: EmbeddedPostgres) -> Iterator[str]:
-    """A prefix of roles that are gone after the test: roles belong to the server, not to the database."""
-    name = f"r_{orders.url.rsplit('/', 1)[1]}"
-    yield name
-    with psycopg.connect(orders.url, autocommit=True) as conn:
-        for (role,) in conn.execute(
-            "SELECT rolname FROM pg_roles WHERE rolname LIKE %s", (name + "%",)
-        ).fetchall():
-            conn.execute(pgsql.SQL("DROP OWNED BY {}").format(pgsql.Identifier(role)))
-            conn.execute(pgsql.SQL("DROP ROLE {}").format(pgsql.Identifier(role)))
-
-
-@pytest.fixture
-def acting(orders: Bus, prefix: str, connect: Callable[..., Bus], db: psycopg.Connection[Any]) -> Roles:
-    """A bus of a login user that has one role."""
-    assert orders.create_roles(prefix) == {kind: f"{prefix}_{kind}" for kind in KINDS}
-
-    def acting(kind: str) -> Bus:
-        user = f"{prefix}_{kind}_user"
-        db.execute(f"CREATE ROLE {user} LOGIN IN ROLE {prefix}_{kind}".encode())
-        return connect(orders.url.replace("//postgres@", f"//{user}@", 1))
-
-    return acting
-
-
-def _assert_refused(act: Callable[[], Any]) -> None:
-    with pytest.raises((psycopg.errors.InsufficientPrivilege, SchemaError)):
-        act()
-
 
 def _look(bus: Bus) -> None:
-    bus.get_command("orders", "waiting")
-    bus.query_commands(status="PENDING")
-    bus.get_audit_trail("orders", "waiting")
-    bus.list_stuck()
-    bus.status()
-    bus.workers()
+    for look in _looking(bus):
+        look()
     bus.list_domains()
-    bus.pauses()
     bus.schema_state()
-    bus.tsq.list()
-    bus.tsq.count()
-    bus.limits()
-    bus.breakers()
+    assert bus.get_outcome("orders", "waiting").status is CommandStatus.PENDING
+
+
+def _looking(bus: Bus) -> list[Callable[[], Any]]:
+    return [
+        lambda: bus.get_command("orders", "waiting"),
+        lambda: bus.query_commands(status="PENDING"),
+        lambda: bus.get_audit_trail("orders", "waiting"),
+        lambda: bus.get_attempts("orders", "waiting"),
+        bus.list_stuck,
+        bus.status,
+        bus.workers,
+        bus.pauses,
+        bus.tsq.list,
+        bus.tsq.count,
+        bus.limits,
+        bus.breakers,
+        bus.query_batches,
+    ]
 
 
 def _setting_up(bus: Bus) -> list[Callable[[], Any]]:
@@ -95,11 +70,11 @@ def _setting_up(bus: Bus) -> list[Callable[[], Any]]:
         lambda: bus.create_domain("shipping"),
         lambda: bus.create_queue("more"),
         lambda: bus.create_roles("other"),
-        lambda: bus.run(_raw("DROP TABLE commandbus.command")),
-        lambda: bus.run(_raw("TRUNCATE commandbus.command")),
-        lambda: bus.run(_raw("UPDATE commandbus.setting SET value = 'x'")),
-        lambda: bus.run(_raw("DELETE FROM commandbus.migration")),
-        lambda: bus.run(_raw("DELETE FROM commandbus.domain")),
+        lambda: bus.run(raw("DROP TABLE commandbus.command")),
+        lambda: bus.run(raw("TRUNCATE commandbus.command")),
+        lambda: bus.run(raw("UPDATE commandbus.setting SET value = 'x'")),
+        lambda: bus.run(raw("DELETE FROM commandbus.migration")),
+        lambda: bus.run(raw("DELETE FROM commandbus.domain")),
     ]
 
 
@@ -132,15 +107,6 @@ def _pausing(bus: Bus) -> list[Callable[[], Any]]:
     ]
 
 
-def _raw(statement: str) -> Any:
-    from commandbus.flow.statement import Operation, Statement
-
-    def steps() -> Any:
-        yield Statement(statement.encode())
-
-    return Operation(steps(), atomic=False)
-
-
 @pytest.fixture
 def work(orders: Bus) -> Bus:
     """Something for everybody to do."""
@@ -158,23 +124,32 @@ def test_a_reader_looks(work: Bus, acting: Roles) -> None:
     reader = acting("reader")
     _look(reader)
     for act in [*_sending(reader), *_operating(reader), *_setting_up(reader)]:
-        _assert_refused(act)
-    _assert_refused(reader.claim)
-    _assert_refused(lambda: reader.prune(age=0))
+        assert_refused(act)
+    assert_refused(reader.claim)
+    assert_refused(lambda: reader.prune(age=0))
 
 
 def test_a_producer_sends(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None:
     producer = acting("producer")
-    _look(producer)
     for act in _sending(producer):
         act()
     assert not producer.send("orders", "Ship", command_id="mine").created
-    for act in [*_operating(producer), *_setting_up(producer)]:
-        _assert_refused(act)
-    _assert_refused(producer.claim)
-    _assert_refused(lambda: producer.prune(age=0))
-    _assert_refused(lambda: producer.run(_raw("UPDATE commandbus.command SET status = 'COMPLETED'")))
-    _assert_refused(lambda: producer.run(_raw("DELETE FROM pgmq.q_orders__commands")))
+    with pytest.raises(DuplicateCommandError, match="data"):
+        producer.send("orders", "Ship", {"other": 1}, command_id="mine")
+    assert [item.created for item in producer.send_many("orders", [NewCommand("Ship", command_id="two")])] == [
+        False
+    ]
+    assert producer.get_outcome("orders", "mine").status is CommandStatus.PENDING
+    assert producer.get_outcome("orders", "t1").error_type == "PermanentCommandError"
+    assert producer.get_outcome("orders", "nobody's") is None
+    assert [domain.name for domain in producer.list_domains()] == ["orders"]
+    assert producer.schema_state().is_current
+    for act in [*_operating(producer), *_setting_up(producer), *_looking(producer)]:
+        assert_refused(act)
+    assert_refused(producer.claim)
+    assert_refused(lambda: producer.prune(age=0))
+    assert_refused(lambda: producer.run(raw("UPDATE commandbus.command SET status = 'COMPLETED'")))
+    assert_refused(lambda: producer.run(raw("DELETE FROM pgmq.q_orders__commands")))
 
 
 def test_a_worker_works(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None:
@@ -213,7 +188,7 @@ def test_a_worker_works(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -
     db.execute("SELECT pgmq.archive('orders__commands', %s)", (send_raw(db, "[]"),))
     assert worker.prune(age=0).archived == 1
     for act in [*_pausing(worker), *_setting_up(worker)]:
-        _assert_refused(act)
+        assert_refused(act)
 
 
 def test_an_operator_operates(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None:
@@ -230,9 +205,9 @@ def test_an_operator_operates(work: Bus, acting: Roles, db: psycopg.Connection[A
     for act in _sending(operator):
         act()  # to send again what failed is to send
     for act in _setting_up(operator):
-        _assert_refused(act)
+        assert_refused(act)
     identity = WorkerIdentity("w1", "host", 123, ["orders"], 4, "0.1.0")
-    _assert_refused(lambda: operator.run(beat(identity, state="ACTIVE", running=2, settled=10, rates={})))
+    assert_refused(lambda: operator.run(beat(identity, state="ACTIVE", running=2, settled=10, rates={})))
 
 
 def test_queues_that_come_later_are_granted(work: Bus, acting: Roles) -> None:
@@ -282,7 +257,7 @@ def test_again_and_by_script(work: Bus, prefix: str, db: psycopg.Connection[Any]
     for _ in range(2):
         with psycopg.connect(work.url, autocommit=True) as conn:
             conn.execute(script.encode())
-    assert one(db, "SELECT count(*) FROM pg_roles WHERE rolname LIKE %s", prefix + "%") == 4
+    assert one(db, "SELECT count(*) FROM pg_roles WHERE rolname LIKE %s", prefix + "%") == 5
     before = _grants(db, prefix)
     work.create_roles(prefix)
     work.create_roles(prefix)
@@ -344,20 +319,26 @@ def test_batches(acting: Roles, orders: Bus, db: psycopg.Connection[Any]) -> Non
     producer.create_batch("orders", [], batch_id="empty", on_complete=done)
     for bus in (producer, worker, operator, reader):
         assert bus.get_batch("orders", "b").total == 5
+    for bus in (worker, operator, reader):
         assert len(bus.query_batches().items) == 2
+        assert bus.get_batch("orders", "b").on_complete["command_type"] == "Done"
+    assert producer.get_batch("orders", "b").on_complete is None
+    assert producer.get_batch("orders", "empty").status == BatchStatus.PENDING, "workers fold"
+    worker.run(fold(worker.run(leftovers()).to_fold))
+    assert producer.get_batch("orders", "empty").status == BatchStatus.COMPLETED
     made = [item for item in worker.claim() if item.command_type == "Ship"]
     worker.settle([fail(made[0], PermanentCommandError("no")), fail(made[1], BusinessRuleException("no"))])
     worker.settle(made[2].complete(None))
     worker.run(fold(worker.run(leftovers()).to_fold))
     for bus in (producer, reader):
-        _assert_refused(lambda bus=bus: bus.retry_failed("orders", "b"))
-        _assert_refused(lambda bus=bus: bus.run(_raw("DELETE FROM commandbus.batch")))
+        assert_refused(lambda bus=bus: bus.retry_failed("orders", "b"))
+        assert_refused(lambda bus=bus: bus.run(raw("DELETE FROM commandbus.batch")))
     for act in (
         lambda: reader.create_batch("orders", [], batch_id="mine"),
         lambda: reader.close_batch("orders", "b"),
         lambda: reader.cancel_batch("orders", "b"),
     ):
-        _assert_refused(act)
+        assert_refused(act)
     report = operator.retry_failed("orders", "b")
     assert (report.retried, report.sent_again) == (1, 1)
     report = operator.cancel_batch("orders", "b")
@@ -370,7 +351,7 @@ def test_batches(acting: Roles, orders: Bus, db: psycopg.Connection[Any]) -> Non
 
 
 def test_breakers(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None:
-    """Workers move them and park, operators open and close them, producers and readers only look."""
+    """Workers move them and park, operators open and close them, readers only look."""
     db.execute(
         "INSERT INTO commandbus.limits (name, environment, backend, concurrency, lease, tries, backoff, "
         "breaker_failures, breaker_reset) VALUES ('docai', 'test', 'postgres', 5, 120, 4, '{2,4}', 3, 60)"
@@ -390,15 +371,14 @@ def test_breakers(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None
         assert operator.open_breaker(**of)
         assert operator.close_breaker(**of) == 0
         assert operator.reset_breaker(**of) == 0
-    for kind in ("reader", "producer"):
-        only_looks = acting(kind)
-        assert len(only_looks.breakers()) == 2
-        _assert_refused(lambda bus=only_looks: bus.open_breaker("orders", "Break"))
-        _assert_refused(lambda bus=only_looks: bus.open_breaker(limit="docai"))
+    assert len(acting("reader").breakers()) == 2
+    for bus in (acting("producer"), acting("limiter")):
+        assert_refused(lambda bus=bus: bus.open_breaker("orders", "Break"))
+        assert_refused(lambda bus=bus: bus.open_breaker(limit="docai"))
 
 
 def test_limits(orders: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None:
-    """An operator sets them, a worker declares them; a producer and a reader can only look at what they allow."""
+    """An operator sets them, a worker declares them; a limiter and a reader can only look at what they allow."""
     operator, worker = acting("operator"), acting("worker")
     assert operator.set_limit("docai", concurrency=5, rate="120/m").concurrency == 5
     worker.declare_limit(Limit("docai", concurrency=7))
@@ -406,7 +386,7 @@ def test_limits(orders: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None
     assert operator.unset_limit("docai").concurrency == 7
     operator.set_limit("spare", rate="2/s")
     assert operator.unset_limit("spare") is None
-    for kind in ("producer", "reader"):
+    for kind in ("limiter", "reader"):
         only_looks = acting(kind)
         assert [item.name for item in only_looks.limits()] == ["docai", "vision"]
         assert only_looks.estimate("docai").ahead == 0
@@ -414,22 +394,22 @@ def test_limits(orders: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None
             lambda bus=only_looks: bus.set_limit("docai", concurrency=9),
             lambda bus=only_looks: bus.unset_limit("docai"),
             lambda bus=only_looks: bus.declare_limit(Limit("mine", concurrency=1)),
-            lambda bus=only_looks: bus.run(_raw("DELETE FROM commandbus.limits")),
+            lambda bus=only_looks: bus.run(raw("DELETE FROM commandbus.limits")),
         ):
-            _assert_refused(act)
-    _assert_refused(lambda: worker.run(_raw("DELETE FROM commandbus.limits")))
+            assert_refused(act)
+    assert_refused(lambda: worker.run(raw("DELETE FROM commandbus.limits")))
     assert one(db, "SELECT concurrency FROM commandbus.limits WHERE name = 'docai'") == 7
 
 
 @sync_only
 @pytest.mark.parametrize("backend", ["postgres", "redis"])
-def test_a_worker_runs_limited_commands_and_a_producer_has_its_turn_among_them(
+def test_a_worker_runs_limited_commands_and_an_application_has_its_turn_among_them(
     orders: Bus, acting: Roles, db: psycopg.Connection[Any], redis_url: str, backend: str
 ) -> None:
     """Each with its role alone. Who only sends may not touch queues: a worker wakes the command that is next."""
     redis = redis_url if backend == "redis" else None
     url = acting("worker").url
-    producer = CommandBus(settings=Settings(database_url=acting("producer").url, redis_url=redis))
+    producer = CommandBus(settings=Settings(database_url=acting("limiter").url, redis_url=redis))
     handlers = HandlerRegistry()
     started = []
 

@@ -21,6 +21,7 @@ CALLS: dict[str, list[Callable[[Bus], Any]]] = {
     "send_many": [lambda bus: bus.send_many("orders", [NewCommand("x"), NewCommand("x", command_id="k")])],
     "cancel": [lambda bus: bus.cancel("orders", "x")],
     "get_command": [lambda bus: bus.get_command("orders", "x")],
+    "get_outcome": [lambda bus: bus.get_outcome("orders", "x")],
     "query_commands": [
         lambda bus: bus.query_commands(),
         lambda bus: bus.query_commands(status=CommandStatus.PENDING),

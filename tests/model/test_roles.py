@@ -1,4 +1,4 @@
-"""The SQL of the four roles: names are checked before they are written into it."""
+"""The SQL of the roles: names are checked before they are written into it."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def test_a_hostile_prefix_is_refused(prefix: object) -> None:
 
 def test_a_reader_only_reads_and_only_workers_and_operators_delete() -> None:
     assert roles.queue_grants("reader", "acme_reader", "orders__commands") == [
+        "REVOKE ALL ON pgmq.q_orders__commands FROM acme_reader",
         "GRANT SELECT ON pgmq.q_orders__commands TO acme_reader",
         "GRANT SELECT ON pgmq.a_orders__commands TO acme_reader",
     ]

@@ -70,6 +70,43 @@ def explain(conn: psycopg.Connection[Any], statement: Statement, *, generic: boo
     return Plan(row[0][0])
 
 
+class Visits:
+    """What a statement whose plan is inside a function has read, by the server's counters."""
+
+    def __init__(self, rows: int, read: dict[str, tuple[int, int]]) -> None:
+        self.rows = rows
+        self._read = read
+
+    def scanned(self, relation: str) -> int:
+        """Rows that were read by scanning the whole table."""
+        return self._read[relation][0]
+
+    def fetched(self, relation: str) -> int:
+        """Rows that were found by an index."""
+        return self._read[relation][1]
+
+    def __repr__(self) -> str:
+        return f"{self.rows} rows; table: (scanned, fetched) {self._read}"
+
+
+def visits(conn: psycopg.Connection[Any], statement: Statement, *, generic: bool) -> Visits:
+    """Run a statement that calls a function, and count what it has read."""
+    before = _counters(conn)
+    mode = b"force_generic_plan" if generic else b"force_custom_plan"
+    conn.execute(b"SET LOCAL plan_cache_mode = " + mode)
+    rows = len(conn.execute(statement.sql, statement.params).fetchall())
+    after = _counters(conn)
+    return Visits(rows, {name: (after[name][0] - was[0], after[name][1] - was[1]) for name, was in before.items()})
+
+
+def _counters(conn: psycopg.Connection[Any]) -> dict[str, tuple[int, int]]:
+    rows = conn.execute(
+        "SELECT relname, seq_tup_read, COALESCE(idx_tup_fetch, 0) FROM pg_stat_xact_user_tables "
+        "WHERE schemaname IN ('commandbus', 'pgmq')"
+    )
+    return {name: (scanned, fetched) for name, scanned, fetched in rows}
+
+
 def _explain_generic(conn: psycopg.Connection[Any], statement: Statement) -> Any:
     text, values = numbered(statement)
     conn.execute("SET LOCAL plan_cache_mode = force_generic_plan")

@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 import commandbus
 from commandbus import sql
-from commandbus.flow import backend, inspect, send
+from commandbus.flow import backend, batch, inspect, send
 
 PACKAGE = Path(commandbus.__file__).parent
 DOMAIN = "orders"
 
-_BEGINS = re.compile(r"\s*\(*\s*(SELECT\b(?!,)|INSERT INTO|UPDATE (?!\()\S+ |DELETE FROM|WITH \w+|VALUES)")
+_BEGINS = re.compile(  # the column lists of GRANT, and the CHECK of a policy, are no statements
+    r"\s*\(*\s*(SELECT\b(?!,)(?! \([\w, ]+\)$)|INSERT INTO|UPDATE (?!\()\S+ |DELETE FROM|WITH (?!CHECK)\w+|VALUES)"
+)
 _PLACEHOLDER = re.compile(r"%\((\w+)\)s|%s|%%")
 _BODY = re.compile(
     r"CREATE (?:OR REPLACE )?FUNCTION (?P<name>\S+?)\((?P<head>.*?)\$\$(?P<body>.*?)\$\$", re.DOTALL
@@ -27,7 +29,6 @@ _BODY = re.compile(
 _PARTS_ONLY = {"limit_claimable", "settle_groups"}
 _HOLE = "hole"
 _LOCKING = {
-    "batch_lock": "UPDATE",
     "breaker_lock": "FOR UPDATE",
     "limit_client_list": "FOR UPDATE",
     "limit_rows": "FOR UPDATE OF l",
@@ -82,6 +83,7 @@ def _in_files() -> Iterator[Found]:
                 "claimable": sql.part("limit_claimable"),
                 "groups": sql.part("settle_groups"),
                 **send.CALLERS_IDS,
+                **batch._RETRIES,
             }
             yield Found(path.name, _numbered(sql.text(path.stem, domain=DOMAIN, **parts).decode()))
 

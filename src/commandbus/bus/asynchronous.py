@@ -25,8 +25,8 @@ from commandbus.db.drive import OwnAsyncConnection, run_async
 from commandbus.db.pool import lasting_conninfo, make_async_pool
 from commandbus.db.resolve import Database
 from commandbus.errors import CommandBusError
-from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune, roles
-from commandbus.flow.call import outcomes
+from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune
+from commandbus.flow.call import CommandOutcome, get_outcome, outcomes
 from commandbus.flow.domains import DomainInfo
 from commandbus.flow.history import AttemptRecord, StuckAttempt
 from commandbus.flow.inspect import CommandQuery, DomainStatus, RejectedMessage, UndeliveredReply, WorkerInfo
@@ -146,9 +146,17 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
         """All domains."""
         return await self.run(domains.list_domains())
 
-    async def create_roles(self, prefix: str = "commandbus") -> dict[str, str]:
-        """Create and grant the four least-privilege roles."""
-        return await self.run(roles.create_roles(prefix))
+    async def create_roles(
+        self,
+        prefix: str = "commandbus",
+        *,
+        domains: Sequence[str] = (),
+        queues: Sequence[str] = (),
+        keep: Duration | None = None,
+    ) -> dict[str, str]:
+        """Create and grant the least-privilege roles; with `domains` (and reply `queues`) those of a tenant, who
+        has these only. `keep`: for so long nothing that has finished can be pruned."""
+        return await self.run(self._roles(prefix, domains, queues, keep))
 
     # --- sending ------------------------------------------------------------------------------------------
 
@@ -220,7 +228,7 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
         if outcome is None:  # not heard of in time, or not to be heard of
             try:
                 async with (await self._pool()).connection(timeout=LAST_LOOK_SECONDS) as own:
-                    outcome = (await run_async(own, outcomes([sent.id]))).get(sent.id)
+                    outcome = (await run_async(own, outcomes([sent[:2]]))).get(sent.id)
             except psycopg.OperationalError as error:
                 raise call.timed_out(sent) from error
         return call.conclude(sent, outcome)
@@ -239,6 +247,10 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
         return await self.run(operate.cancel(names.check_domain(domain), command_id, deed), conn)
 
     # --- looking ------------------------------------------------------------------------------------------
+
+    async def get_outcome(self, domain: str, command_id: str, *, conn: object = None) -> CommandOutcome | None:
+        """What became of a command: its status, and its result or error; see CommandBus.get_outcome."""
+        return await self.run(get_outcome(domain, command_id), conn)
 
     async def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
         """What is known of a command; None if there is none."""

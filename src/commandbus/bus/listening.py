@@ -129,7 +129,7 @@ class Listener(DatabaseService):
             return ids
 
     def _look(self, ids: list[int]) -> None:
-        seen = self._link.run(outcomes(ids))
+        seen = self._link.run(outcomes(self._named(ids)))
         told: list[tuple[Heard, CommandOutcome | None]] = []
         with self._lock:
             for id_ in ids:
@@ -140,6 +140,10 @@ class Listener(DatabaseService):
                         told.append((heard, outcome))
         for heard, outcome in told:
             _resolve(heard, outcome)
+
+    def _named(self, ids: list[int]) -> list[tuple[str, str]]:
+        with self._lock:
+            return list({sent[:2] for id_ in ids for sent in self._waiting.get(id_, {}).values()})
 
     def _look_at_all(self) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from commandbus.bus.listening import Call, Listening
 from commandbus.errors import InvalidOperationError
-from commandbus.flow import call, migrate, send
+from commandbus.flow import call, migrate, roles, send
 from commandbus.flow.breaker_operate import Guard
 from commandbus.flow.inspect import CommandQuery
 from commandbus.flow.migrate import SchemaState
@@ -97,6 +97,12 @@ class Shell:
             logger.warning("the migration waits for %s", by)
 
         return migrate.migrate(domains, wait_seconds=parse_seconds(wait, name="wait"), on_wait=told)
+
+    def _roles(
+        self, prefix: str, domains: Sequence[str], queues: Sequence[str], keep: Duration | None
+    ) -> Operation[dict[str, str]]:
+        seconds = None if keep is None else parse_seconds(keep, name="keep")
+        return roles.create_roles(prefix, domains=domains, queues=queues, keep_seconds=seconds)
 
     def _retention(self, age: float | str | timedelta | None, count: int | None) -> Retention:
         if age is None and count is None:

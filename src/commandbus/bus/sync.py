@@ -25,8 +25,8 @@ from commandbus.db.drive import OwnConnection, run
 from commandbus.db.pool import lasting_conninfo, open_pool
 from commandbus.db.resolve import Database
 from commandbus.errors import CommandBusError
-from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune, roles
-from commandbus.flow.call import outcomes
+from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune
+from commandbus.flow.call import CommandOutcome, get_outcome, outcomes
 from commandbus.flow.domains import DomainInfo
 from commandbus.flow.history import AttemptRecord, StuckAttempt
 from commandbus.flow.inspect import CommandQuery, DomainStatus, RejectedMessage, UndeliveredReply, WorkerInfo
@@ -155,9 +155,17 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
         """All domains."""
         return self.run(domains.list_domains())
 
-    def create_roles(self, prefix: str = "commandbus") -> dict[str, str]:
-        """Create and grant the four least-privilege roles."""
-        return self.run(roles.create_roles(prefix))
+    def create_roles(
+        self,
+        prefix: str = "commandbus",
+        *,
+        domains: Sequence[str] = (),
+        queues: Sequence[str] = (),
+        keep: Duration | None = None,
+    ) -> dict[str, str]:
+        """Create and grant the least-privilege roles; with `domains` (and reply `queues`) those of a tenant, who
+        has these only. `keep`: for so long nothing that has finished can be pruned."""
+        return self.run(self._roles(prefix, domains, queues, keep))
 
     # --- sending ------------------------------------------------------------------------------------------
 
@@ -247,7 +255,7 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
         if outcome is None:  # not heard of in time, or not to be heard of
             try:
                 with self._pool.connection(timeout=LAST_LOOK_SECONDS) as own:
-                    outcome = run(own, outcomes([sent.id])).get(sent.id)
+                    outcome = run(own, outcomes([sent[:2]])).get(sent.id)
             except psycopg.OperationalError as error:
                 raise call.timed_out(sent) from error
         return call.conclude(sent, outcome)
@@ -270,6 +278,11 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
         return self.run(operate.cancel(names.check_domain(domain), command_id, deed), conn)
 
     # --- looking ------------------------------------------------------------------------------------------
+
+    def get_outcome(self, domain: str, command_id: str, *, conn: object = None) -> CommandOutcome | None:
+        """What became of a command: its status, and its result or error; None if there is none. A role that only
+        sends may ask this, of any command that it can name; `get_command` tells more, to roles that may read."""
+        return self.run(get_outcome(domain, command_id), conn)
 
     def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
         """What is known of a command; None if there is none."""

@@ -1,16 +1,18 @@
-"""`roles`: the four least-privilege roles, created and granted, or as SQL."""
+"""`roles`: the least-privilege roles, created and granted, or as SQL."""
 
 from __future__ import annotations
 
 import click
 
+from commandbus.cli.parameters import DURATION
 from commandbus.cli.render import columns, print_table
 from commandbus.cli.session import Command, Session
 from commandbus.flow.roles import print_roles
 
 PURPOSES = {
     "reader": "looks: status, commands, show",
-    "producer": "sends, and reads what became of it",
+    "producer": "sends, and asks what became of what it can name",
+    "limiter": "uses limits in an application (bus.limit)",
     "worker": "claims and settles; all that a producer may",
     "operator": "troubleshooting queue, cancel, pause, prune",
 }
@@ -29,19 +31,32 @@ BEHIND_A_POOLER = """\
 @click.command(cls=Command)
 @click.option("--print", "print_sql", is_flag=True, help="Print the SQL instead.")
 @click.option("--prefix", default="commandbus", show_default=True, help="How the roles' names begin.")
+@click.option("--domain", "domains", multiple=True, help="The roles have this domain only. May be repeated.")
+@click.option("--queue", "queues", multiple=True, help="A reply queue for roles with --domain. May be repeated.")
+@click.option("--keep", type=DURATION, help="For so long nothing finished can be pruned, by whomever.")
 @click.pass_obj
-def roles(session: Session, print_sql: bool, prefix: str) -> None:  # noqa: FBT001
-    """Create the roles reader, producer, worker and operator, and grant them what they need.
+def roles(
+    session: Session,
+    print_sql: bool,  # noqa: FBT001
+    prefix: str,
+    domains: tuple[str, ...],
+    queues: tuple[str, ...],
+    keep: float | None,
+) -> None:
+    """Create the roles reader, producer, limiter, worker and operator, and grant them what they need.
 
     Run it again after an upgrade. The roles cannot log in: grant them to users who can
     (GRANT commandbus_worker TO app). Domains that are created later are granted by themselves.
+
+    With --domain the roles are a tenant's: they see and touch nothing of other domains.
     """
     with session.bus() as bus:
         if print_sql:
-            script = bus.run(print_roles(prefix)) + BEHIND_A_POOLER
+            script = bus.run(print_roles(prefix, domains=domains, queues=queues, keep_seconds=keep))
+            script += BEHIND_A_POOLER
             session.answer({"sql": script}, lambda: click.echo(script, nl=False))
             return
-        names = bus.create_roles(prefix)
+        names = bus.create_roles(prefix, domains=domains, queues=queues, keep=keep)
     session.answer(
         [{"kind": kind, "role": name} for kind, name in names.items()],
         lambda: print_table(

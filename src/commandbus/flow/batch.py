@@ -32,6 +32,7 @@ from commandbus.errors import (
     UnknownDomainError,
 )
 from commandbus.flow import groups, send
+from commandbus.flow.fold import fold_now
 from commandbus.flow.send import Outgoing
 from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model import names, payload
@@ -40,6 +41,8 @@ from commandbus.model.command import NewCommand, new_command_id
 
 T = TypeVar("T")
 CHUNK_ROWS = 1000
+_NEW = {"column": "", "value": ""}
+_RETRIES = {"column": ", retry_of", "value": ", %(retry_of)s"}  # only who operates may say so
 CHUNK_CHARACTERS = 8 << 20
 
 
@@ -116,8 +119,9 @@ def close(domain: str, batch_id: str) -> Steps[bool]:
     found = yield from lock(domain, batch_id, "UPDATE")
     if found.is_open:
         found.check_isolation("close_batch")
-        yield Statement(b"UPDATE commandbus.batch SET is_open = false WHERE id = %(id)s", {"id": found.id})
-        yield from ask_to_fold(found.id)
+        yield from _fold_if_told(
+            b"SELECT commandbus.close_batch(%(domain)s, %(id)s)", found.id, {"domain": domain, "id": found.id}
+        )
     return found.is_open
 
 
@@ -156,7 +160,7 @@ def lock(domain: str, batch_id: str, locking: str) -> Steps[Locked]:
     """Lock a batch's row, or raise BatchNotFoundError."""
     names.check_domain(domain)
     batch_id = names.to_id(batch_id, "batch_id")
-    rows = yield Statement(sql.text("batch_lock", locking=locking), {"domain": domain, "batch_id": batch_id})
+    rows = yield Statement(sql.text("batch_lock"), {"domain": domain, "batch_id": batch_id, "locking": locking})
     if not rows:
         raise BatchNotFoundError(domain, batch_id)
     return Locked(domain, batch_id, *rows[0])
@@ -187,7 +191,7 @@ def check_targets(definition: Definition) -> Steps[None]:
 def insert(definition: Definition) -> Steps[int | None]:
     """The new batch's id; None if the batch_id is taken."""
     rows = yield Statement(
-        sql.text("batch_create"),
+        sql.text("batch_create", **(_RETRIES if definition.retry_of is not None else _NEW)),
         {
             "domain": definition.domain,
             "batch_id": definition.batch_id,
@@ -204,23 +208,30 @@ def insert(definition: Definition) -> Steps[int | None]:
 
 def finish(definition: Definition, id_: int, *, total: int, fingerprint: str | None) -> Steps[CreatedBatch]:
     """The members of a new batch are all there. One that is closed and empty is complete at once."""
-    yield Statement(
-        b"UPDATE commandbus.batch SET total = %(total)s, fingerprint = %(fingerprint)s WHERE id = %(id)s",
+    yield from _fold_if_told(
+        b"SELECT commandbus.fill_batch(%(id)s, %(total)s, %(fingerprint)s)",
+        id_,
         {"id": id_, "total": total, "fingerprint": fingerprint},
     )
-    if not total and not definition.is_open:
-        yield from ask_to_fold(id_)
     return CreatedBatch(definition.domain, definition.batch_id, id_, total)
 
 
 def existing(definition: Definition, fingerprint: str) -> Steps[CreatedBatch]:
     """The batch that has this batch_id, if it is the same."""
     rows = yield Statement(
-        sql.text("batch_existing"), {"domain": definition.domain, "batch_id": definition.batch_id}
+        sql.text("batch_existing"),
+        {"domain": definition.domain, "batch_id": definition.batch_id, "fingerprint": fingerprint},
     )
-    if not rows or rows[0][2] != fingerprint:
+    if not rows or not rows[0][2]:
         raise DuplicateBatchError(definition.domain, definition.batch_id)
     return CreatedBatch(definition.domain, definition.batch_id, rows[0][0], rows[0][1], created=False)
+
+
+def _fold_if_told(text: bytes, id_: int, params: Mapping[str, Any]) -> Steps[None]:
+    """Note that a batch may be complete. A role that may fold does so now; for the others a worker sweeps."""
+    rows = yield Statement(text, params)
+    if rows[0][0]:
+        yield from fold_now([id_])
 
 
 def ask_to_fold(id_: int) -> Steps[None]:
@@ -272,7 +283,7 @@ def _create(definition: Definition, outgoing: Iterator[Outgoing]) -> Steps[Creat
         return (yield from existing(definition, fingerprint.text()))
     if id_ is None:
         raise DuplicateBatchError(definition.domain, definition.batch_id)
-    total = yield from _send_all(definition.domain, id_, outgoing)
+    total = yield from _send_all(definition.domain, id_, outgoing, counts=False)
     return (
         yield from finish(
             definition, id_, total=total, fingerprint=None if fingerprint is None else fingerprint.text()
@@ -286,27 +297,29 @@ def _add(domain: str, batch_id: str, outgoing: Iterator[Outgoing]) -> Steps[int]
         raise found.refuse("add commands to", f"it holds {found.holds}")
     if not found.is_open:
         raise found.refuse("add to", None if found.is_finished else "it is closed")
-    total = yield from _send_all(domain, found.id, outgoing)
-    if total:
-        rows = payload.dump([{"b": found.id, "t": total}], what="rows")
-        yield Statement(sql.text("count_batches"), {"rows": rows})
-    return total
+    return (yield from _send_all(domain, found.id, outgoing, counts=True))
 
 
-def _send_all(domain: str, batch: int, outgoing: Iterator[Outgoing]) -> Steps[int]:
+def _send_all(domain: str, batch: int, outgoing: Iterator[Outgoing], *, counts: bool) -> Steps[int]:
+    """Send members. A batch that was there before `counts` them as they come."""
     total = 0
     for chunk in _chunks(outgoing):
-        yield from _send(domain, batch, chunk)
+        yield from _send(domain, batch, chunk, counts=counts)
         total += len(chunk)
     return total
 
 
-def _send(domain: str, batch: int, chunk: list[Outgoing]) -> Steps[None]:
-    parts = send.CALLERS_IDS if any(item.has_own_id for item in chunk) else send.OUR_IDS
+def _send(domain: str, batch: int, chunk: list[Outgoing], *, counts: bool) -> Steps[None]:
     try:
         rows = yield Statement(
-            sql.text("batch_send", domain=domain, **parts),
-            {"domain": domain, "batch": batch, "rows": send.json_rows(chunk)},
+            sql.text("batch_send"),
+            {
+                "domain": domain,
+                "batch": batch,
+                "rows": send.json_rows(chunk),
+                "own_ids": any(item.has_own_id for item in chunk),
+                "counts": counts,
+            },
         )
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
         raise send.explain_missing(domain, error) from None
@@ -314,7 +327,7 @@ def _send(domain: str, batch: int, chunk: list[Outgoing]) -> Steps[None]:
         raise InvalidCommandError(
             "the data of a command is nested too deeply for the server to read (max_stack_depth)"
         ) from None
-    sent, exists, _ = rows[0]
+    sent, exists = rows[0]
     if sent < len(chunk):
         raise DuplicateMemberError(domain, exists)
 

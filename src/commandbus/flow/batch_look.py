@@ -26,16 +26,23 @@ from commandbus.model.page import Page
 def get(domain: str, batch_id: str) -> Steps[BatchRecord | None]:
     """One batch; None if there is none."""
     params = {"domain": names.check_domain(domain), "batch_id": names.to_id(batch_id, "batch_id")}
-    rows = yield from _rows(params, limit=1)
+    rows = yield Statement(sql.text("batch_named"), params | {"running": 0})
     if not rows:
         return None
     is_finished = rows[0][17] is not None
     if is_finished:
         return _record(rows[0], {})
     # Looked at first, what runs could be in the counts as well; so the counts are read once more, after it.
-    running = yield from _running([domain])
-    rows = yield from _rows(params, limit=1, running=running)
-    return _record(rows[0], running) if rows else None
+    id_ = rows[0][0]
+    try:
+        found = yield Statement(
+            b"SELECT commandbus.running_in_batch(%(domain)s, %(id)s)", {"domain": domain, "id": id_}
+        )
+    except pg.UndefinedTable:
+        raise (yield from no_queue(domain)) from None
+    running = found[0][0]
+    rows = yield Statement(sql.text("batch_named"), params | {"running": running})
+    return _record(rows[0], {id_: running}) if rows else None
 
 
 @operation(atomic=False)

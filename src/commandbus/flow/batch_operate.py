@@ -270,10 +270,12 @@ def retry_failed(
 
 @operation(atomic=False)
 def _find(domain: str, batch_id: str) -> Steps[tuple[int, str]]:
-    params = {"domain": names.check_domain(domain), "batch_id": names.to_id(batch_id, "batch_id")}
-    rows = yield Statement(sql.text("batch_existing"), params)
+    name = names.to_id(batch_id, "batch_id")
+    rows = yield Statement(
+        sql.text("batch_existing"), {"domain": names.check_domain(domain), "batch_id": name, "fingerprint": None}
+    )
     if not rows:
-        raise BatchNotFoundError(domain, params["batch_id"])
+        raise BatchNotFoundError(domain, name)
     return rows[0][0], rows[0][3]
 
 

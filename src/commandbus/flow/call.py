@@ -30,16 +30,21 @@ from commandbus.model.durations import ACCEPTED, Duration, parse_seconds
 
 @dataclass(frozen=True, slots=True)
 class CommandOutcome:
-    """A command as its row was seen; `result` is JSON text. PENDING: there is no outcome yet."""
+    """A command as its row was seen. PENDING: there is no outcome yet."""
 
     id: int
     domain: str
     command_id: str
     status: CommandStatus
-    result: str | None = None
+    result_json: str | None = None
     error_type: str | None = None
     error_code: str | None = None
     error: str | None = None
+
+    @property
+    def result(self) -> Any:
+        """What the handler returned."""
+        return None if self.result_json is None else payload.loads(self.result_json)
 
 
 def send_call(domain: str, new: NewCommand, *, max_bytes: int) -> Operation[SentCommand]:
@@ -50,17 +55,26 @@ def send_call(domain: str, new: NewCommand, *, max_bytes: int) -> Operation[Sent
 
 
 @operation(atomic=False)
-def outcomes(ids: Sequence[int]) -> Steps[dict[int, CommandOutcome]]:
-    """What became of these commands, by the ids of their rows; those that are gone are left out."""
-    rows = yield Statement(sql.text("call_outcomes"), {"ids": list(ids)})
+def outcomes(commands: Sequence[tuple[str, str]]) -> Steps[dict[int, CommandOutcome]]:
+    """What became of these commands (domain, command_id), by the ids of their rows; those that are gone are left
+    out. Who can name a command may ask; nobody can list them by this."""
+    names_ = {"domains": [domain for domain, _ in commands], "command_ids": [id_ for _, id_ in commands]}
+    rows = yield Statement(sql.text("call_outcomes"), names_)
     return {row[0]: _outcome(row) for row in rows}
+
+
+@operation(atomic=False)
+def get_outcome(domain: str, command_id: str) -> Steps[CommandOutcome | None]:
+    """What became of one command; None if there is none."""
+    found = yield from outcomes([(names.check_domain(domain), names.to_id(command_id))]).steps
+    return next(iter(found.values()), None)
 
 
 def conclude(outcome: CommandOutcome) -> Any:
     """The result of a command that has an outcome, or the error that tells it."""
     match outcome.status:
         case CommandStatus.COMPLETED:
-            return None if outcome.result is None else payload.loads(outcome.result)
+            return outcome.result
         case CommandStatus.CANCELED:
             raise CommandCanceledError(outcome.domain, outcome.command_id, outcome.error)
         case CommandStatus.FAILED:

@@ -68,13 +68,6 @@ def count(counts: dict[int, Counter[Count]]) -> Steps[None]:
     yield from fold_now(sorted(counts))
 
 
-def count_total(batch: int, total: int) -> Steps[None]:
-    """So many members were added to an open batch."""
-    if total:
-        rows = payload.dump([{"b": batch, "t": total}], what="rows")
-        yield Statement(sql.text("count_batches"), {"rows": rows})
-
-
 def _count(members: Iterable[Member], change: dict[Count, int]) -> dict[int, Counter[Count]]:
     counts: dict[int, Counter[Count]] = {}
     for item in members:

@@ -157,9 +157,7 @@ def get_audit_trail(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
     names.check_domain(domain)
     command_id = names.to_id(command_id)
     rows = yield Statement(
-        b"SELECT a.event, a.at, a.attempt, a.worker, a.details::text FROM commandbus.command c "
-        b"JOIN commandbus.audit a ON a.command = c.id "
-        b"WHERE c.domain = %(domain)s AND c.command_id = %(command_id)s ORDER BY a.rank, a.at",
+        b"SELECT event, at, attempt, worker, details FROM commandbus.audit_trail(%(domain)s, %(command_id)s)",
         {"domain": domain, "command_id": command_id},
     )
     trail = [

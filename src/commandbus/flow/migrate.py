@@ -20,9 +20,9 @@ from commandbus import sql
 from commandbus.db import pgmq
 from commandbus.errors import MissingPrivilegeError, SchemaError
 from commandbus.flow.domains import SAFE_PATH, create_steps
+from commandbus.flow.roles import grant_again
 from commandbus.flow.statement import Plan, Statement, Steps, operation
 from commandbus.model.durations import format_seconds
-from commandbus.model.roles import grant_statements
 
 LOCK = 0x636D6462_75730001  # 'cmdbus' and a purpose; any constant would do, all releases must share it
 
@@ -138,7 +138,7 @@ def _migrate(domains: Sequence[str]) -> Steps[SchemaState]:
                     b"ON CONFLICT (name) DO UPDATE SET value = excluded.value",
                     {"key": key, "value": value},
                 )
-            yield from _grant_again()
+            yield from grant_again()
         except pg.InsufficientPrivilege as error:
             raise MissingPrivilegeError(
                 f"this role may not create the schema ({error.diag.message_primary}); run `commandbus migrate` as "
@@ -148,17 +148,6 @@ def _migrate(domains: Sequence[str]) -> Steps[SchemaState]:
     for domain in domains:
         yield from create_steps(domain)
     return state
-
-
-def _grant_again() -> Steps[None]:
-    """Roles that were made before must be able to use what is new."""
-    rows = yield Statement(
-        b"SELECT s.value FROM commandbus.setting s JOIN pg_catalog.pg_roles r ON r.rolname = s.value "
-        b"WHERE s.name = 'role.worker'"
-    )
-    for (name,) in rows:
-        for text in grant_statements(name.removesuffix("_worker")):
-            yield Statement(text.encode())
 
 
 @operation(atomic=False)

@@ -22,7 +22,6 @@ from commandbus.flow.batch import (
     insert,
     lock,
 )
-from commandbus.flow.groups import count_total
 from commandbus.flow.operate import Deed, Selection
 from commandbus.flow.process import lock_troubled
 from commandbus.flow.process_operate import cancel_process, retry_process
@@ -59,7 +58,7 @@ def _create(definition: Definition, process_type: str, starting: Iterator[Starti
         return (yield from existing(definition, fingerprint.text()))
     if id_ is None:
         raise DuplicateBatchError(definition.domain, definition.batch_id)
-    total = yield from _start_all(definition.domain, process_type, starting, id_)
+    total = yield from _start_all(definition.domain, process_type, starting, id_, counts=False)
     digest = None if fingerprint is None else fingerprint.text()
     return (yield from finish(definition, id_, total=total, fingerprint=digest))
 
@@ -70,13 +69,13 @@ def _add(domain: str, batch_id: str, process_type: str, starting: Iterator[Start
         raise found.refuse("add processes to", f"it holds {found.holds}")
     if not found.is_open:
         raise found.refuse("add to", None if found.is_finished else "it is closed")
-    total = yield from _start_all(domain, process_type, starting, found.id)
-    yield from count_total(found.id, total)
-    return total
+    return (yield from _start_all(domain, process_type, starting, found.id, counts=True))
 
 
-def _start_all(domain: str, process_type: str, starting: Iterator[Starting], batch: int) -> Steps[int]:
-    started = yield from start_now(domain, process_type, starting, batch=batch)
+def _start_all(
+    domain: str, process_type: str, starting: Iterator[Starting], batch: int, *, counts: bool
+) -> Steps[int]:
+    started = yield from start_now(domain, process_type, starting, batch=batch, counts=counts)
     for one in started:
         if not one.created:
             raise DuplicateProcessError(domain, one.process_id, "a batch starts each of its processes itself")

@@ -72,36 +72,54 @@ def start(
     domain: str, process_type: str, starting: Iterator[Starting], *, batch: int | None = None
 ) -> Steps[list[StartedProcess]]:
     """Start processes, all or none; those that were started before with the same content are left as they are."""
-    return (yield from start_now(domain, process_type, starting, batch=batch))
+    return (yield from start_now(domain, process_type, starting, batch=batch, counts=False))
 
 
 def start_now(
-    domain: str, process_type: str, starting: Iterator[Starting], *, batch: int | None
+    domain: str, process_type: str, starting: Iterator[Starting], *, batch: int | None, counts: bool
 ) -> Steps[list[StartedProcess]]:
-    """Start processes in the transaction that is under way."""
+    """Start processes in the transaction that is under way. A batch that was there before `counts` them."""
     started: list[StartedProcess] = []
     while chunk := list(islice(starting, CHUNK)):
-        started += yield from _start_chunk(domain, process_type, chunk, batch)
+        started += yield from _start_chunk(domain, process_type, chunk, batch, counts=counts)
     return started
 
 
 def _start_chunk(
-    domain: str, process_type: str, chunk: list[Starting], batch: int | None
+    domain: str, process_type: str, chunk: list[Starting], batch: int | None, *, counts: bool
 ) -> Steps[list[StartedProcess]]:
     unique: dict[str, Starting] = {}
     for item in chunk:
         if unique.setdefault(item.process_id, item) != item:
             raise DuplicateProcessError(domain, item.process_id, "in the same call")
-    found = yield from insert_new(domain, process_type, list(unique.values()), batch)
+    found = yield from insert_new(domain, process_type, list(unique.values()), batch, counts=counts)
     if missing := [item for item in unique.values() if item.process_id not in found]:
         found |= yield from _find_started(domain, process_type, missing, batch)
     return [found[item.process_id] for item in chunk]
 
 
 def insert_new(
-    domain: str, process_type: str, starting: Sequence[Starting], batch: int | None
+    domain: str, process_type: str, starting: Sequence[Starting], batch: int | None, *, counts: bool = False
 ) -> Steps[dict[str, StartedProcess]]:
     """Start those whose process_id is not taken; answers them."""
+    try:
+        answer = yield Statement(
+            sql.text("process_start"),
+            {
+                "domain": domain,
+                "process_type": process_type,
+                "batch": batch,
+                "rows": _json_rows(starting),
+                "counts": counts,
+            },
+        )
+    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+        raise explain_missing(domain, error) from None
+    return {process_id: StartedProcess(domain, process_id, id_) for process_id, id_ in answer}
+
+
+def _json_rows(starting: Sequence[Starting]) -> str:
+    """One JSON array, with the data as it was dumped."""
     rows = [
         {"i": item.process_id, "m": new_command_id(), "s": item.deadline_seconds, "r": item.reply_to,
          "c": item.correlation_id}
@@ -111,43 +129,24 @@ def insert_new(
         payload.dump(row, what="rows")[:-1] + f',"d":{item.data}}}'
         for row, item in zip(rows, starting, strict=True)
     ]
-    try:
-        answer = yield Statement(
-            sql.text("process_start", domain=domain),
-            {
-                "domain": domain,
-                "process_type": process_type,
-                "batch": batch,
-                "rows": "[" + ",".join(texts) + "]",
-            },
-        )
-    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
-        raise explain_missing(domain, error) from None
-    return {process_id: StartedProcess(domain, process_id, id_) for process_id, id_, _ in answer}
+    return "[" + ",".join(texts) + "]"
 
 
 def _find_started(
     domain: str, process_type: str, wanted: Sequence[Starting], batch: int | None
 ) -> Steps[dict[str, StartedProcess]]:
     rows = yield Statement(
-        sql.text("process_existing"), {"domain": domain, "process_ids": [item.process_id for item in wanted]}
+        sql.text("process_existing"),
+        {"domain": domain, "process_type": process_type, "batch": batch, "rows": _json_rows(wanted)},
     )
-    existing = {row[0]: row for row in rows}
+    existing = {process_id: (id_, difference) for process_id, id_, difference in rows}
     found = {}
     for item in wanted:
-        row = existing.get(item.process_id)
-        if row is None:
+        if item.process_id not in existing:
             text = "content that this transaction cannot see yet (retry the transaction)"
             raise DuplicateProcessError(domain, item.process_id, text)
-        _, id_, its_type, data, reply_to, correlation_id, its_batch = row
-        pairs = {
-            "process_type": (process_type, its_type),
-            "data": (payload.loads(item.data), payload.loads(data)),
-            "reply_to": (item.reply_to, reply_to),
-            "correlation_id": (item.correlation_id, correlation_id),
-            "batch": (batch, its_batch),
-        }
-        if difference := next((name for name, (ours, theirs) in pairs.items() if ours != theirs), None):
+        id_, difference = existing[item.process_id]
+        if difference is not None:
             raise DuplicateProcessError(domain, item.process_id, difference)
         found[item.process_id] = StartedProcess(domain, item.process_id, id_, created=False)
     return found

@@ -32,7 +32,8 @@ MAX_DELAY_SECONDS = 10 * 366 * 86400.0
 
 
 # Left out where the ids are ours: a speculative insertion costs a third of a bulk send.
-ON_CONFLICT = "ON CONFLICT (domain, command_id) DO NOTHING"
+# It names no columns: who names them must be able to read them, and a producer reads no ids of others.
+ON_CONFLICT = "ON CONFLICT DO NOTHING"
 CALLERS_IDS = {"conflict": ON_CONFLICT, "by_id": "ORDER BY i", "by_turn": "ORDER BY msg_id"}
 OUR_IDS = {"conflict": "", "by_id": "", "by_turn": ""}
 
@@ -165,10 +166,8 @@ _NOTHING_MORE = [None, None, None, None, 0.0, None, None]
 
 
 def _find_existing(domain: str, wanted: Sequence[Outgoing]) -> Steps[dict[str, SentCommand]]:
-    rows = yield Statement(
-        sql.text("find_existing"), {"domain": domain, "command_ids": [item.command_id for item in wanted]}
-    )
-    found = {row[1]: row for row in rows}
+    rows = yield Statement(sql.text("find_existing"), {"domain": domain, "rows": json_rows(wanted)})
+    found = {command_id: (id_, difference) for command_id, id_, difference in rows}
     existing = {}
     for item in wanted:
         if item.command_id not in found:
@@ -177,23 +176,23 @@ def _find_existing(domain: str, wanted: Sequence[Outgoing]) -> Steps[dict[str, S
                 item.command_id,
                 "content that this transaction cannot see yet (retry the transaction)",
             )
-        row = found[item.command_id]
-        if difference := _difference(item, row):
+        id_, difference = found[item.command_id]
+        if difference is not None:
             raise DuplicateCommandError(domain, item.command_id, difference)
-        existing[item.command_id] = SentCommand(domain, item.command_id, row[0], created=False)
+        existing[item.command_id] = SentCommand(domain, item.command_id, id_, created=False)
     return existing
 
 
-def _difference(item: Outgoing, row: tuple[Any, ...]) -> str | None:
-    _, _, command_type, data, correlation_id, reply_to, max_attempts, headers, timeout = row
+def _difference(item: Outgoing, other: Outgoing) -> str | None:
+    """Which field differs between two commands of one call; between calls the server compares."""
     pairs = {
-        "command_type": (item.command_type, command_type),
-        "data": (canonical(item.data), canonical(data)),
-        "correlation_id": (item.correlation_id, correlation_id),
-        "reply_to": (item.reply_to, reply_to),
-        "max_attempts": (item.max_attempts, max_attempts),
-        "timeout": (item.timeout_seconds, timeout),
-        "headers": (canonical(item.headers), canonical(headers)),
+        "command_type": (item.command_type, other.command_type),
+        "data": (canonical(item.data), canonical(other.data)),
+        "correlation_id": (item.correlation_id, other.correlation_id),
+        "reply_to": (item.reply_to, other.reply_to),
+        "max_attempts": (item.max_attempts, other.max_attempts),
+        "timeout": (item.timeout_seconds, other.timeout_seconds),
+        "headers": (canonical(item.headers), canonical(other.headers)),
     }
     return next((name for name, (ours, theirs) in pairs.items() if ours != theirs), None)
 
@@ -207,14 +206,9 @@ def _unique(domain: str, outgoing: Iterable[Outgoing]) -> dict[str, Outgoing]:
     unique: dict[str, Outgoing] = {}
     for item in outgoing:
         first = unique.setdefault(item.command_id, item)
-        if first is not item and (difference := _difference(item, _as_row(first))):
+        if first is not item and (difference := _difference(item, first)):
             raise DuplicateCommandError(domain, item.command_id, difference)
     return unique
-
-
-def _as_row(item: Outgoing) -> tuple[Any, ...]:
-    return (0, item.command_id, item.command_type, item.data, item.correlation_id, item.reply_to,
-            item.max_attempts, item.headers, item.timeout_seconds)  # fmt: skip
 
 
 def json_rows(outgoing: Iterable[Outgoing]) -> str:

@@ -1,8 +1,8 @@
--- A new batch, without members yet. Returns its id, or no row if the batch_id is taken.
+-- A new batch, without members yet. Returns its id, or no row if the batch_id is taken. The conflict names no columns: who
+-- names them must be able to read them, and a producer may not.
 --
 -- Locks: the new row. Index: batch_domain_batch_id_key: a second creator waits for the first one's commit.
-INSERT INTO commandbus.batch (domain, batch_id, name, holds, is_open, custom_data, on_complete, retry_of)
-VALUES (%(domain)s, %(batch_id)s, %(name)s, %(holds)s, %(is_open)s, %(custom_data)s::json, %(on_complete)s::json,
-        %(retry_of)s)
-ON CONFLICT (domain, batch_id) DO NOTHING
+INSERT INTO commandbus.batch (domain, batch_id, name, holds, is_open, custom_data, on_complete{column})
+VALUES (%(domain)s, %(batch_id)s, %(name)s, %(holds)s, %(is_open)s, %(custom_data)s::json, %(on_complete)s::json{value})
+ON CONFLICT DO NOTHING
 RETURNING id

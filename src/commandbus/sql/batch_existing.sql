@@ -1,7 +1,3 @@
--- A batch by its name, with all members that were added to it. Locks: none. Indexes: batch_domain_batch_id_key,
--- batch_delta_batch.
-SELECT b.id, b.total + COALESCE((SELECT pg_catalog.sum(d.total) FROM commandbus.batch_delta d
-                                  WHERE d.batch = b.id), 0)::bigint,
-       b.fingerprint, b.holds
-  FROM commandbus.batch b
- WHERE b.domain = %(domain)s AND b.batch_id = %(batch_id)s
+-- A batch by its name, with all members that were added to it, and whether it is the same. Locks: none.
+-- Indexes: batch_domain_batch_id_key, batch_delta_batch.
+SELECT id, total, is_same, holds FROM commandbus.compare_batch(%(domain)s, %(batch_id)s, %(fingerprint)s)

@@ -1,4 +1,4 @@
--- Processes that were started before, to compare with what is to be started. Locks: none.
-SELECT process_id, id, process_type, data::text, reply_to, correlation_id, batch
-  FROM commandbus.process
- WHERE domain = %(domain)s AND process_id = ANY (%(process_ids)s::text[])
+-- Compares processes with what is to be started under the same ids: which field differs, if any. Locks: none.
+-- Index: process_domain_process_id_key.
+SELECT process_id, id, difference
+  FROM commandbus.compare_processes(%(domain)s, %(process_type)s, %(batch)s, %(rows)s::json)

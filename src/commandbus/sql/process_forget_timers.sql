@@ -15,9 +15,5 @@ WITH held AS MATERIALIZED (
     RETURNING (message ->> 'command'::text)::bigint AS command
 ), parked AS (
     DELETE FROM commandbus.parked WHERE command IN (SELECT command FROM gone)
-), attempts AS (
-    DELETE FROM commandbus.attempt WHERE command IN (SELECT command FROM gone)
-), actions AS (
-    DELETE FROM commandbus.operator_action WHERE command IN (SELECT command FROM gone)
 )
-DELETE FROM commandbus.command WHERE id IN (SELECT command FROM gone)
+SELECT commandbus.forget_timers(ARRAY(SELECT command FROM gone))

@@ -17,7 +17,7 @@ SELECT msg_id,
        COALESCE(%(at)s::timestamptz, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(delay)s)),
        pg_catalog.jsonb_build_object('command', id)
   FROM sent
-RETURNING (message ->> 'command'::text)::bigint,
-          CASE WHEN EXISTS (SELECT FROM commandbus.waiting
-                             WHERE domain = %(domain)s AND expires_at > pg_catalog.now())
+RETURNING (SELECT id FROM sent),
+          CASE WHEN EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s
+                               AND expires_at > pg_catalog.now())
                THEN pg_catalog.pg_notify('commandbus_' || %(domain)s, extract(epoch FROM vt)::text) END

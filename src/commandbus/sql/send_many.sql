@@ -15,7 +15,7 @@ WITH ours AS (  -- never run; named first, so that a database without our schema
                                     reply_to, headers, data, timeout)
     SELECT %(domain)s, i, t, msg_id, m, c, r, h, d, o FROM input {by_id}
     {conflict}
-    RETURNING id, msg_id, command_id
+    RETURNING id, msg_id
 ), queued AS (
     INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
     SELECT msg_id, COALESCE(input.a, pg_catalog.clock_timestamp()
@@ -29,4 +29,4 @@ WITH ours AS (  -- never run; named first, so that a database without our schema
      WHERE EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > pg_catalog.now())
     HAVING pg_catalog.count(*) > 0
 )
-SELECT command_id, id, (SELECT pg_catalog.count(*) FROM woken) FROM sent
+SELECT i, id, (SELECT pg_catalog.count(*) FROM woken) FROM sent JOIN input USING (msg_id)

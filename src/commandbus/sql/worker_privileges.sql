@@ -9,6 +9,6 @@ SELECT current_user::text, w.schema, w.name, w.privilege,
             ELSE pg_catalog.has_any_column_privilege(c.oid, w.privilege) END
   FROM ROWS FROM (pg_catalog.unnest(%(schemas)s::text[]), pg_catalog.unnest(%(names)s::text[]),
                   pg_catalog.unnest(%(privileges)s::text[])) WITH ORDINALITY AS w (schema, name, privilege, place)
-  LEFT JOIN pg_catalog.pg_namespace n ON n.nspname = w.schema::name
-  LEFT JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = w.name::name
+  LEFT JOIN pg_catalog.pg_namespace n ON n.nspname = w.schema::pg_catalog.name
+  LEFT JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = w.name::pg_catalog.name
  ORDER BY w.place

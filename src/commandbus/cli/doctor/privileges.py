@@ -13,13 +13,17 @@ from commandbus.cli.doctor.findings import Conn, Findings, fail, ok, warn
 from commandbus.model.roles import KINDS, grant_statements, queue_grants, role_names
 
 PREFIX = "commandbus"
-ABILITIES = {"reader": "look", "producer": "send", "worker": "run handlers", "operator": "operate"}
+ABILITIES = {
+    "reader": "look",
+    "producer": "send",
+    "limiter": "use limits in an application",
+    "worker": "run handlers",
+    "operator": "operate",
+}
 _GRANT = re.compile(
     r"GRANT (?P<what>[A-Z, ]+?)(?: \((?P<columns>[a-z_, ]+)\))? ON "
-    r"(?:(?P<sort>SCHEMA|SEQUENCE|ALL TABLES IN SCHEMA|ALL SEQUENCES IN SCHEMA) )?"
-    r"(?P<where>[a-z0-9_., ]+) TO (?P<role>\w+)"
+    r"(?:(?P<sort>SCHEMA|SEQUENCE|FUNCTION) )?(?P<where>[a-z0-9_.,() \[\]]+) TO (?P<role>\w+)"
 )
-_ALL_OF = {"ALL TABLES IN SCHEMA": ("TABLE", ["r", "v", "p"]), "ALL SEQUENCES IN SCHEMA": ("SEQUENCE", ["S"])}
 
 
 def examine(conn: Conn) -> Findings:
@@ -56,8 +60,8 @@ def _lacking(conn: Conn, kind: str, queues: list[str]) -> list[str]:
     role = role_names(PREFIX)[kind]
     grants = [text for text in grant_statements(PREFIX) if text.endswith(f" TO {role}")]
     for queue in queues:
-        grants += queue_grants(kind, role, queue)
-    wanted = list(dict.fromkeys(item for text in grants for item in _privileges(conn, text)))
+        grants += [text for text in queue_grants(kind, role, queue) if text.startswith("GRANT")]
+    wanted = list(dict.fromkeys(item for text in grants for item in _privileges(text)))
     if kind == "reader":  # nothing that a reader does looks into an archive
         wanted = [item for item in wanted if not item[2].startswith("pgmq.a_")]
     # Without the schemas the server does not even answer about what is in them.
@@ -70,16 +74,13 @@ def _lacking(conn: Conn, kind: str, queues: list[str]) -> list[str]:
     ]
 
 
-def _privileges(conn: Conn, grant: str) -> Iterator[tuple[str, str, str]]:
+def _privileges(grant: str) -> Iterator[tuple[str, str, str]]:
     """(privilege, sort of object, its name) of everything that a GRANT names."""
     found = _GRANT.fullmatch(grant)
     if found is None:
         raise ValueError(f"cannot read this grant: {grant}")
     sort = found["sort"] or "TABLE"
-    names = found["where"].split(", ")
-    if sort in _ALL_OF:
-        sort, kinds = _ALL_OF[sort]
-        names = [name for schema in names for name in _members(conn, schema, kinds)]
+    names = [found["where"]] if sort == "FUNCTION" else found["where"].split(", ")
     if found["columns"] is not None:
         sort, names = "COLUMN", [f"{name}.{column}" for name in names for column in found["columns"].split(", ")]
     for privilege in found["what"].split(", "):
@@ -92,16 +93,6 @@ def _queues(conn: Conn) -> list[str]:
     rows = conn.execute(
         b"SELECT pg_catalog.substr(relname, 3) FROM pg_catalog.pg_class WHERE relnamespace = 'pgmq'::regnamespace "
         b"AND relkind = 'r' AND relname ~ '^q_[a-z][a-z0-9_]*__commands$'::text ORDER BY 1"
-    ).fetchall()
-    return [name for (name,) in rows]
-
-
-def _members(conn: Conn, schema: str, kinds: list[str]) -> list[str]:
-    rows = conn.execute(
-        b"SELECT pg_catalog.format('%%I.%%I', nspname, relname) FROM pg_catalog.pg_class c "
-        b"JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace "
-        b'WHERE nspname = %(schema)s AND relkind = ANY (%(kinds)s::"char"[]) ORDER BY 1',
-        {"schema": schema, "kinds": kinds},
     ).fetchall()
     return [name for (name,) in rows]
 
