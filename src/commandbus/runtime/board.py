@@ -90,6 +90,7 @@ class Snapshot:
     note: str
     slots: list[SlotView]
     gone: frozenset[tuple[int, int]]
+    claimless: int = 0
 
     @property
     def first_stuck_at(self) -> float | None:
@@ -183,10 +184,12 @@ class Board:
         free: int,
         stuck: int,
         rss_mb: float,
+        claimless: int = 0,
     ) -> None:
-        """I am alive. `settled` and `claimed` count from the worker's start; `health` is 0, 1 or 2."""
+        """I am alive. `settled` and `claimed` count from the worker's start; `health` is 0, 1 or 2. `claimless`:
+        seconds for which it has had room, and could not ask for work."""
         _BEAT.pack_into(
-            self._memory, _BEAT_AT, now, state, health, running, free, stuck, 0, rss_mb, settled, claimed
+            self._memory, _BEAT_AT, now, state, health, running, free, stuck, claimless, rss_mb, settled, claimed
         )
 
     def note(self, text: str) -> None:
@@ -201,7 +204,7 @@ class Board:
     def read(self) -> Snapshot:
         """What the board says now."""
         memory = self._memory
-        beat_at, state, health, running, free, stuck, _, rss_mb, settled, claimed = _BEAT.unpack_from(
+        beat_at, state, health, running, free, stuck, claimless, rss_mb, settled, claimed = _BEAT.unpack_from(
             memory, _BEAT_AT
         )
         (length,) = _NOTE.unpack_from(memory, _NOTE_AT)
@@ -220,7 +223,7 @@ class Board:
                 )
         return Snapshot(
             beat_at, State(state), health, running, settled, claimed, free, stuck, rss_mb, note, slots,
-            gone - {(0, 0)},
+            gone - {(0, 0)}, claimless,
         )  # fmt: skip
 
     def _remember_gone(self, ident: int, native_id: int) -> None:

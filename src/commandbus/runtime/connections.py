@@ -40,14 +40,14 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import psycopg
-from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor, IsolationLevel, pq
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor, IsolationLevel
 from psycopg.pq import TransactionStatus
 from psycopg.pq.abc import PGconn
 from psycopg.rows import tuple_row
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from commandbus.clock import monotonic
-from commandbus.db.drive import OwnConnection, has_rows
+from commandbus.db.drive import OwnConnection, has_rows, never_open
 from commandbus.db.pool import open_pool
 from commandbus.errors import AttemptFencedError
 from commandbus.runtime.attempt import NEVER, Attempt
@@ -440,8 +440,7 @@ def _row(row: tuple[Any, ...] | None) -> tuple[Any, ...]:
 
 def _closed_connection_of(pool: ConnectionPool[Any]) -> Connection[Any]:
     """A connection that was never open, for a pool that takes it for one of its own and replaces it."""
-    closed: Connection[Any] = Connection(pq.PGconn.connect_start(b"nothing"))
-    closed.pgconn.finish()
+    closed: Connection[Any] = Connection(never_open())
     closed._pool = pool
     return closed
 
