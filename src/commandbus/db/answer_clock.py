@@ -25,6 +25,7 @@ import psycopg
 from psycopg import Connection
 
 from commandbus.clock import monotonic
+from commandbus.db.drive import OwnConnection
 from commandbus.logger import safe_logger
 
 logger = safe_logger("commandbus.database")
@@ -91,6 +92,8 @@ def _cancel(conn: Connection[Any]) -> None:
 
 def _cut(conn: Connection[Any]) -> None:
     """Ends every read and write of the socket; its owner still has to close it."""
+    if isinstance(conn, OwnConnection) and not conn.has_its_socket:
+        return  # its owner sees that by itself
     with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(conn.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 

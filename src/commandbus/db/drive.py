@@ -16,12 +16,14 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import psycopg
-from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor, pq
+from psycopg.abc import PQGen
 from psycopg.pq import TransactionStatus
-from psycopg.pq.abc import PGresult
+from psycopg.pq.abc import PGconn, PGresult
 from psycopg.rows import tuple_row
 
 from commandbus.clock import monotonic
+from commandbus.db.descriptors import file_behind
 
 IDLE = TransactionStatus.IDLE
 INERROR = TransactionStatus.INERROR
@@ -46,6 +48,21 @@ class Runnable(Protocol[T_co]):
     def whole(self) -> bool: ...
 
 
+_abandoned: list[PGconn] = []
+"""Their sockets' numbers are somebody else's. Collected as garbage, they would close those."""
+
+
+def never_open() -> PGconn:
+    """libpq's part of a connection that is closed, and had no socket."""
+    pgconn = pq.PGconn.connect_start(b"nothing")
+    pgconn.finish()
+    return pgconn
+
+
+class LostSocketError(psycopg.OperationalError):
+    """Somebody else in this process has closed the socket of a connection."""
+
+
 class UnreplicatedError(psycopg.OperationalError):
     """The server committed, but somebody canceled its wait for the synchronous standby: a failover may lose it."""
 
@@ -60,7 +77,43 @@ class OwnConnection(Connection[tuple[Any, ...]]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._file = file_behind(self.pgconn.socket)
         self.add_notice_handler(partial(_note_unreplicated, weakref.ref(self)))
+
+    @property
+    def has_its_socket(self) -> bool:
+        """Is the socket still its own? Somebody may have closed it, and its number be another file's."""
+        try:
+            return file_behind(self.pgconn.socket) == self._file
+        except psycopg.OperationalError:
+            return True  # it was closed in the ordinary way
+
+    def close(self) -> None:
+        """Close it; a socket that is not its own any more is left alone."""
+        if self.has_its_socket:
+            super().close()
+        else:
+            _abandoned.append(self.pgconn)
+            self.pgconn = never_open()
+
+
+class ServiceConnection(OwnConnection):
+    """One of a thread of ours. It looks at its socket before it reads from it, too: somebody may close it while
+    the server is at work, and the next who opens a socket gets the number."""
+
+    def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
+        return super().wait(self._watch(gen), *args, **kwargs)
+
+    def _watch(self, gen: PQGen[T]) -> PQGen[T]:
+        try:
+            state = next(gen)
+            while True:
+                ready = yield state
+                if not self.has_its_socket:
+                    raise LostSocketError("somebody in this process has closed the connection's socket")
+                state = gen.send(ready)
+        except StopIteration as stop:
+            return cast(T, stop.value)
 
 
 class OwnAsyncConnection(AsyncConnection[tuple[Any, ...]]):

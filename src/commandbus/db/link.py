@@ -21,7 +21,7 @@ from psycopg import Connection
 
 from commandbus.clock import monotonic
 from commandbus.db.answer_clock import Question
-from commandbus.db.drive import OwnConnection, Runnable, run
+from commandbus.db.drive import LostSocketError, OwnConnection, Runnable, run
 from commandbus.db.passing import READ_ONLY, PassingError, is_passing
 from commandbus.db.pool import connect_own
 from commandbus.logger import safe_logger
@@ -35,6 +35,8 @@ LONGEST_PAUSE_SECONDS: Final = 2.0
 STATEMENT_SECONDS: Final = 10.0
 LOCK_SECONDS: Final = 2.0
 QUIET_SECONDS: Final = 3.0
+REFUSALS: Final = 5
+"""After so many in a row the connection itself may be the reason: it is made anew."""
 SILENT_SECONDS: Final = 12.0
 """A server that has not answered for so long is lost."""
 
@@ -53,6 +55,7 @@ class Link:
         self._failures = 0
         self._answered_at = 0.0
         self.down_since: float | None = None
+        self.sockets_lost = 0
 
     @property
     def is_down(self) -> bool:
@@ -69,6 +72,8 @@ class Link:
         """The connection; made on first use."""
         if self._conn is None or self._conn.closed:
             self._conn = self._connect()
+        elif not self._conn.has_its_socket:
+            raise LostSocketError(f"somebody in this process has closed the socket of {self._name}")
         return self._conn
 
     def run(self, operation: Runnable[T]) -> T:
@@ -96,7 +101,8 @@ class Link:
 
     def conn_is_lost(self) -> bool:
         """Was the last error the connection's end, rather than the statement's?"""
-        return self._conn is None or self._conn.closed or self._conn.broken
+        conn = self._conn
+        return conn is None or not conn.has_its_socket or conn.closed or conn.broken
 
     def recover(
         self, stopping: threading.Event, error: psycopg.Error, on_wait: Callable[[], None] = lambda: None
@@ -108,7 +114,7 @@ class Link:
         """
         pause = min(FIRST_PAUSE_SECONDS * 2**self._failures, LONGEST_PAUSE_SECONDS)
         self._failures += 1
-        if not self.conn_is_lost():
+        if self._failures % REFUSALS and not self.conn_is_lost():
             logger.error("%s was refused by the database, trying again: %s", self._name, str(error).strip())
             return not stopping.wait(pause)
         if self._failures > 1 and stopping.wait(pause):
@@ -156,5 +162,6 @@ class Link:
 
     def _drop(self) -> None:
         if self._conn is not None:
+            self.sockets_lost += not self._conn.has_its_socket
             self._conn.close()
             self._conn = None

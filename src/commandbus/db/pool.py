@@ -21,7 +21,14 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from commandbus.clock import monotonic
-from commandbus.db.drive import AnyAsyncConnection, AnyConnection, OwnAsyncConnection, OwnConnection
+from commandbus.db.drive import (
+    AnyAsyncConnection,
+    AnyConnection,
+    LostSocketError,
+    OwnAsyncConnection,
+    OwnConnection,
+    ServiceConnection,
+)
 from commandbus.errors import ConfigurationError
 from commandbus.settings import Settings
 
@@ -88,12 +95,12 @@ def connect_own(settings: Settings, *, name: str, statement_seconds: float, lock
         )
         options = " ".join(filter(None, [str(conninfo_to_dict(address).get("options") or ""), limits]))
         try:
-            return read_committed(OwnConnection.connect(address, options=options, **kwargs))
+            return read_committed(ServiceConnection.connect(address, options=options, **kwargs))
         except psycopg.OperationalError as error:
             if "startup parameter" not in str(error):
                 raise
             _poolers.add(url)  # PgBouncer: nothing may be left in a session, so the answer clock has to do
-    return read_committed(OwnConnection.connect(address, **kwargs))
+    return read_committed(ServiceConnection.connect(address, **kwargs))
 
 
 def read_committed(conn: OwnConnection) -> OwnConnection:
@@ -114,8 +121,12 @@ def check_open(conn: AnyConnection | AnyAsyncConnection) -> None:
     """Raise if the server has ended this idle connection: what it said last is waiting to be read.
 
     One look at the socket, no round trip, and none at a connection that was at work a moment ago. A restart or a
-    terminated backend thus costs nobody an error; a network that fell silent is not seen.
+    terminated backend thus costs nobody an error; a network that fell silent is not seen. A socket that somebody
+    in this process has closed is always seen: its number may be another file's by now.
     """
+    if isinstance(conn, OwnConnection) and not conn.has_its_socket:
+        conn.close()  # else the pool would keep it
+        raise LostSocketError("somebody in this process has closed the connection's socket")
     now = monotonic()
     if now - getattr(conn, "checked_at", 0.0) < CHECK_AFTER_SECONDS:
         return

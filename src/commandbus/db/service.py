@@ -10,7 +10,6 @@ database is away, and for how long a question has had no answer. `trouble` puts 
 
 from __future__ import annotations
 
-import os
 import select
 import threading
 import weakref
@@ -22,6 +21,7 @@ import psycopg
 from psycopg import Connection
 
 from commandbus.clock import monotonic
+from commandbus.db.descriptors import WakeFile
 from commandbus.db.link import Link
 from commandbus.db.passing import is_locked
 from commandbus.logger import safe_logger
@@ -34,6 +34,9 @@ STILL_SECONDS: Final = 12.0
 SILENT_SECONDS: Final = 8.0
 """So is one that has waited so long for an answer. A little later its connection is cut."""
 AWAY_SECONDS: Final = 5.0
+FAILING_SECONDS: Final = 10.0
+"""A service whose every round fails for so long, though its database is there, is named, too."""
+LOOK_SECONDS: Final = 1.0
 
 
 class DatabaseService:
@@ -48,12 +51,13 @@ class DatabaseService:
         self.can_listen = settings.prepared_statements
         self._orders: deque[Callable[[], None]] = deque()
         self._stopping = threading.Event()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = WakeFile()
         # Somebody may wake us long after the stop, and at the interpreter's end the thread still uses it.
-        weakref.finalize(self, os.close, self._wake_fd).atexit = False
+        weakref.finalize(self, self._wake.close).atexit = False
         self._thread = threading.Thread(target=self._serve, name=f"{name}-{part}", daemon=True)
         self.moved_at = monotonic()
         self.ended: BaseException | None = None
+        self._failing: tuple[float, str] | None = None  # since when, and with what, no round has succeeded
 
     # --- asked from other threads; none of these waits, but for `stop` -----------------------------------------
 
@@ -64,7 +68,7 @@ class DatabaseService:
 
     def wake(self) -> None:
         """There is something to look at."""
-        os.eventfd_write(self._wake_fd, 1)
+        self._wake.write()
 
     def order(self, order: Callable[[], None]) -> None:
         """Have something done by the thread, before its next round. It is tried again if the database is away."""
@@ -117,10 +121,17 @@ class DatabaseService:
             return None
         if (silent_for := self._link.silent_for) >= SILENT_SECONDS:
             return f"the {self.part} has had no answer from the database for {silent_for:.0f} s"
+        if (failing := self._failing) is not None and monotonic() - failing[0] >= FAILING_SECONDS:
+            return f"the {self.part} has failed for {monotonic() - failing[0]:.0f} s: {failing[1]}"
         still_for = monotonic() - self.moved_at
         if not silent_for and still_for >= STILL_SECONDS:
             return f"the {self.part} has not moved for {still_for:.0f} s"
         return None
+
+    @property
+    def descriptors_lost(self) -> int:
+        """How often somebody has closed a descriptor of this service."""
+        return self._link.sockets_lost + self._wake.times_lost
 
     @property
     def is_broken(self) -> bool:
@@ -163,24 +174,27 @@ class DatabaseService:
         """Sleep until woken, notified, or the time is up; returns whether something happened."""
         if self.hear():
             return True
-        poll = select.poll()
-        poll.register(self._wake_fd, select.POLLIN)
+        end = monotonic() + max(0.0, seconds)
+        while True:
+            left = max(0.0, end - monotonic())
+            if self._poll(min(left, LOOK_SECONDS)):
+                return True
+            if left <= LOOK_SECONDS:
+                return False
+
+    def _poll(self, seconds: float) -> bool:
+        """A poll does not end when somebody closes what it waits for, so it must not take long."""
+        poll, wake = select.poll(), self._wake.descriptor()
+        poll.register(wake, select.POLLIN)
         poll.register(self._link.conn.fileno(), select.POLLIN)
-        happened = poll.poll(max(0.0, seconds) * 1000)
+        happened = poll.poll(seconds * 1000)
         self.moved_at = monotonic()
         for fd, _ in happened:
-            if fd == self._wake_fd:
-                self.take_wake()
+            if fd == wake:
+                self._wake.take()
             else:
                 self.hear()
         return bool(happened)
-
-    def take_wake(self) -> None:
-        """Whoever woke us has been heard."""
-        try:
-            os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            return
 
     def hear(self) -> bool:
         """Take in what was notified; returns whether there was anything."""
@@ -205,9 +219,9 @@ class DatabaseService:
                     self._link.ping()
                     self.carry_out()
                     self.round()
-                except psycopg.OperationalError as error:
-                    self.lost(error)
-                    self._link.recover(self._stopping, error, on_wait=self.waited)
+                    self._failing = None
+                except (psycopg.OperationalError, OSError) as error:
+                    self._recover(error)
             self.finish()
         except BaseException as error:
             self.ended = error
@@ -217,6 +231,16 @@ class DatabaseService:
                 self._on_end(error)
         finally:
             self._link.close()
+
+    def _recover(self, error: psycopg.OperationalError | OSError) -> None:
+        """Get over it. An error of the system comes from a descriptor that is not ours any more."""
+        if isinstance(error, OSError):
+            self._link.close()
+            error = psycopg.OperationalError(str(error))
+        if self._failing is None and error.sqlstate is None:
+            self._failing = monotonic(), str(error).strip()
+        self.lost(error)
+        self._link.recover(self._stopping, error, on_wait=self.waited)
 
     def carry_out(self) -> None:
         """Work off the orders. One that met a lost database stays first in line; no other error ends the

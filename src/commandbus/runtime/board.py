@@ -107,6 +107,7 @@ class Snapshot:
     slots: list[SlotView]
     gone: frozenset[tuple[int, int]]
     nonsense: str = ""
+    claimless: int = 0
 
     @property
     def first_stuck_at(self) -> float | None:
@@ -199,10 +200,12 @@ class Board:
         free: int,
         stuck: int,
         rss_mb: float,
+        claimless: int = 0,
     ) -> None:
-        """I am alive. `settled` and `claimed` count from the worker's start; `health` is 0, 1 or 2."""
+        """I am alive. `settled` and `claimed` count from the worker's start; `health` is 0, 1 or 2. `claimless`:
+        seconds for which it has had room, and could not ask for work."""
         _BEAT.pack_into(
-            self._memory, _BEAT_AT, now, state, health, running, free, stuck, 0, rss_mb, settled, claimed
+            self._memory, _BEAT_AT, now, state, health, running, free, stuck, claimless, rss_mb, settled, claimed
         )
 
     def note(self, text: str) -> None:
@@ -227,10 +230,10 @@ class Board:
                     doubt = doubt or f"what it shows in slot {index} is no attempt"
                 else:
                     slots.append(slot)
-        beat_at, state, health, running, free, stuck, _, rss_mb, settled, claimed = head
+        beat_at, state, health, running, free, stuck, claimless, rss_mb, settled, claimed = head
         return Snapshot(
             beat_at, State(state), health, running, settled, claimed, free, stuck, rss_mb, _note(memory), slots,
-            _gone(memory), doubt,
+            _gone(memory), doubt, claimless,
         )  # fmt: skip
 
     def _remember_gone(self, ident: int, native_id: int) -> None:
@@ -256,12 +259,12 @@ def _head(memory: mmap.mmap, slots: int) -> tuple[Head, str]:
     if _FIXED.unpack_from(memory, 0) != (_MAGIC, slots):
         return _NO_HEAD, "its first bytes were overwritten"
     head: Head = _BEAT.unpack_from(memory, _BEAT_AT)
-    beat_at, state, health, running, free, stuck, _, rss_mb, settled, claimed = head
+    beat_at, state, health, running, free, stuck, claimless, rss_mb, settled, claimed = head
     is_possible = (
         0.0 <= beat_at <= _LONGEST_UPTIME
         and state <= State.EXITING
         and health <= _CRITICAL
-        and max(running, free, stuck) <= _LARGEST_INTEGER
+        and max(running, free, stuck, claimless) <= _LARGEST_INTEGER
         and 0.0 <= rss_mb <= _MOST_MEGABYTES
         and max(settled, claimed) <= _MOST_COUNTED
     )

@@ -98,6 +98,7 @@ class Claimer(DatabaseService):
         self.is_waiting_for_room = False
         self.is_ended = False  # claim nothing more: the worker drains
         self.claimed = 0
+        self._asked_at = monotonic()  # when a claim was last answered, or there was no room for one
         self._heard_at = 0.0
         self._announced_until = 0.0
         self._busy_since: float | None = None
@@ -114,6 +115,16 @@ class Claimer(DatabaseService):
         """How many attempts may wait before the slots."""
         ahead = max(PREFETCH_SECONDS, min(2 * self._claim_seconds, LONGEST_PREFETCH_SECONDS))
         return min(LARGEST_PREFETCH, int(self._rate.per_second * ahead))
+
+    @property
+    def claimless_seconds(self) -> float:
+        """For how long it should have asked for work, and could not."""
+        usual = min(self._settings.poll_interval, ANNOUNCEMENT_SECONDS / 2)
+        return max(0.0, monotonic() - self._asked_at - usual)
+
+    def lost(self, error: psycopg.Error) -> None:
+        if error.sqlstate is not None:
+            self._asked_at = monotonic()  # a refusal is an answer: another worker would get the same
 
     def connected(self, conn: Connection[Any]) -> None:
         self.listen(conn, *(f"commandbus_{domain.name}" for domain in self._domains))
@@ -138,6 +149,7 @@ class Claimer(DatabaseService):
             if room > 0 or self._stopping.is_set():
                 self.is_waiting_for_room = False
                 return room
+            self._asked_at = monotonic()
             if not self.is_ended and self._spare() > 0:
                 return 0  # and still waiting for room: a slot that becomes free wakes us
             self.sleep(0.25)
@@ -157,7 +169,8 @@ class Claimer(DatabaseService):
             total += got
             spare -= min(got, own)
             room -= got - min(got, own)
-        self._claim_seconds += (monotonic() - began - self._claim_seconds) * 0.3
+        self._asked_at = monotonic()
+        self._claim_seconds += (self._asked_at - began - self._claim_seconds) * 0.3
         return total
 
     def _claim(self, domain: _Domain, n: int) -> int:

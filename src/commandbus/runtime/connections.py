@@ -3,13 +3,12 @@
 A handler that never asks holds none; together they hold no more than there are slots. Async handlers get an
 AsyncConnection around a pooled connection's libpq handle for as long as they hold it: two pools would need two
 budgets, and idle connections of one kind would be lost to the other. Such a borrowed wrapper prepares no
-statements, because the pooled connection keeps count of those.
+statements unless its handler asks for that; the pooled connection keeps count of those.
 
 Every connection is handed out with statement_timeout, lock_timeout at 80% of it and
 idle_in_transaction_session_timeout for its session (a transaction-local value would be gone after the handler's
 own commit), none longer than what remains until the attempt counts as stuck. When it comes back, the session is as
-it was: of our own pool everything is reset, of a lent one role and settings get the values from before (but for
-custom settings such as `app.tenant`, which the server does not list). The server also looks every two seconds
+it was (`runtime/sessions.py`). The server also looks every two seconds
 whether we are still there (client_connection_check_interval), so that a statement of a killed process ends soon,
 whatever its handler did to the other limits. Behind PgBouncer (no prepared statements) a
 session belongs to nobody: there the limits are those of the handler's first transaction, and nothing is undone.
@@ -33,26 +32,27 @@ import hashlib
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import psycopg
-from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor, IsolationLevel, pq
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor, IsolationLevel
 from psycopg.pq import TransactionStatus
 from psycopg.pq.abc import PGconn
 from psycopg.rows import tuple_row
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from commandbus.clock import monotonic
-from commandbus.db.drive import OwnConnection
+from commandbus.db.drive import OwnConnection, has_rows, never_open
 from commandbus.db.pool import open_pool
 from commandbus.errors import AttemptFencedError
 from commandbus.runtime.attempt import NEVER, Attempt
 from commandbus.runtime.exhaustion import ExhaustedError, is_exhaustion
+from commandbus.runtime.sessions import REMEMBER, Ask, Habits, Remembered, Rows, put_back
 from commandbus.settings import Settings
 
 CHECK_INTERVAL_MS = "2000"
@@ -145,7 +145,7 @@ class HandlerConnections:
         except PoolTimeout:
             self._on_exhausted()
             raise
-        habits = _habits(conn)
+        habits = Habits(conn)
         before: Remembered | None = None
         borrowed = self._lend(attempt, conn)
         try:
@@ -155,16 +155,18 @@ class HandlerConnections:
                 conn.isolation_level = isolation
             with Cursor(conn, row_factory=tuple_row) as cursor:  # whatever a lent pool's own are
                 if self._remembers:
-                    before = Remembered(*_row(cursor.execute(_REMEMBER, prepare=False).fetchone()))
+                    before = Remembered(*_row(cursor.execute(REMEMBER, prepare=False).fetchone()))
                 limits = self._limits(attempt, deadline_at, borrowed)
-                found = _row(cursor.execute(_LIMIT, limits, prepare=False).fetchone())
+                found = _row(cursor.execute(_limit(borrowed), limits, prepare=False).fetchone())
                 self._identify(attempt, borrowed, conn, found)
                 level = conn.isolation_level or _level(found[0])
                 if before_snapshot is not None and level in SNAPSHOT_LEVELS:
                     conn.rollback()  # behind a pooler the transaction has begun already
                     before_snapshot(level)
                     if self._is_pooled_elsewhere:
-                        cursor.execute(_LIMIT, self._limits(attempt, deadline_at, borrowed), prepare=False)
+                        cursor.execute(
+                            _limit(borrowed), self._limits(attempt, deadline_at, borrowed), prepare=False
+                        )
             if conn.autocommit:
                 conn.autocommit = False
             with conn_block(conn):
@@ -176,10 +178,8 @@ class HandlerConnections:
                 if not self._is_pooled_elsewhere:
                     with _closing_on_error(conn):
                         conn.autocommit = True
-                        with Cursor(conn) as cursor:
-                            for statement, values in _undo(before):
-                                cursor.execute(statement, values, prepare=False)
-                        conn.autocommit = habits["autocommit"]
+                        _run_all(conn, put_back(before, conn._prepared))
+                        conn.autocommit = habits.autocommit
             finally:
                 self._put(pool, conn, borrowed)
 
@@ -200,10 +200,11 @@ class HandlerConnections:
         except PoolTimeout:
             self._on_exhausted()
             raise
-        habits = _habits(conn)
+        habits = Habits(conn)
         before: Remembered | None = None
         borrowed = self._lend(attempt, conn)
         wrapped: AsyncConnection[Any] = AsyncConnection(conn.pgconn)
+        wrapped._prepared = conn._prepared  # one session, one account of what is prepared in it
         wrapped.prepare_threshold = None
         wrapped._pool = None  # psycopg warns of what is open and in no pool
         try:
@@ -213,16 +214,16 @@ class HandlerConnections:
                 await wrapped.set_isolation_level(own)
             async with AsyncCursor(wrapped, row_factory=tuple_row) as cursor:
                 if self._remembers:
-                    before = Remembered(*_row(await (await cursor.execute(_REMEMBER)).fetchone()))
+                    before = Remembered(*_row(await (await cursor.execute(REMEMBER)).fetchone()))
                 limits = self._limits(attempt, deadline_at, borrowed)
-                found = _row(await (await cursor.execute(_LIMIT, limits)).fetchone())
+                found = _row(await (await cursor.execute(_limit(borrowed), limits)).fetchone())
                 self._identify(attempt, borrowed, conn, found)
                 level = own or _level(found[0])
                 if before_snapshot is not None and level in SNAPSHOT_LEVELS:
                     await wrapped.rollback()  # behind a pooler the transaction has begun already
                     await before_snapshot(level)
                     if self._is_pooled_elsewhere:
-                        await cursor.execute(_LIMIT, self._limits(attempt, deadline_at, borrowed))
+                        await cursor.execute(_limit(borrowed), self._limits(attempt, deadline_at, borrowed))
             if not self._is_pooled_elsewhere:
                 await wrapped.set_autocommit(False)
             try:
@@ -241,9 +242,8 @@ class HandlerConnections:
                 if not self._is_pooled_elsewhere:
                     with _closing_on_error(conn):
                         await wrapped.set_autocommit(True)
-                        async with AsyncCursor(wrapped) as cursor:
-                            for statement, values in _undo(before):
-                                await cursor.execute(statement, values)
+                        wrapped._adapters = None  # the handler's own
+                        await _run_all_async(wrapped, put_back(before, conn._prepared))
             finally:  # the handler may be cancelled here, too
                 self._put(pool, conn, borrowed)
 
@@ -299,6 +299,8 @@ class HandlerConnections:
 
     def _identify(self, attempt: Attempt, borrowed: Borrowed, conn: Connection[Any], found: Sequence[Any]) -> None:
         """The server has said who serves this connection. Another process id than ours is a pooler's doing."""
+        if borrowed.started:
+            return
         pid, started = found[-2:]
         if pid == borrowed.pid and started is not None:
             self._started[conn] = borrowed.started = started
@@ -393,48 +395,43 @@ def _level(name: str) -> IsolationLevel:
     return IsolationLevel[name.upper().replace(" ", "_")]
 
 
-_LIMIT = b"""SELECT pg_catalog.current_setting('default_transaction_isolation'),
+_LIMIT_KNOWN = b"""SELECT pg_catalog.current_setting('default_transaction_isolation'),
     pg_catalog.set_config('statement_timeout', %(statement)s, %(local)s),
     pg_catalog.set_config('lock_timeout', %(lock)s, %(local)s),
     pg_catalog.set_config('idle_in_transaction_session_timeout', %(idle)s, %(local)s),
     CASE WHEN pg_catalog.version() LIKE '%%linux%%'
-         THEN pg_catalog.set_config('client_connection_check_interval', %(check)s, %(local)s) END,
+         THEN pg_catalog.set_config('client_connection_check_interval', %(check)s, %(local)s) END"""
+_LIMIT = (
+    _LIMIT_KNOWN
+    + b""",
     CASE WHEN %(key)s::bigint IS NOT NULL THEN pg_catalog.pg_advisory_xact_lock(%(key)s::bigint) END,
     CASE WHEN %(asks)s THEN pg_catalog.pg_backend_pid() END,
     CASE WHEN %(asks)s THEN (SELECT (extract(epoch FROM backend_start) * 1000000::numeric)::bigint
                                FROM pg_catalog.pg_stat_get_activity(pg_catalog.pg_backend_pid())) END"""
-# RESET ALL spares role and session authorization.
-_RESET = b"RESET SESSION AUTHORIZATION; RESET ROLE; RESET ALL; UNLISTEN *; SELECT pg_advisory_unlock_all()"
-
-_REMEMBER = b"""SELECT session_user::text, pg_catalog.current_setting('role'),
-    (SELECT coalesce(pg_catalog.json_object_agg(name, setting), '{}')::text FROM pg_catalog.pg_settings
-      WHERE source = 'session')"""
-_WHO_IT_WAS = b"""SELECT
-    CASE WHEN session_user <> %(user)s THEN pg_catalog.set_config('session_authorization', %(user)s, false) END,
-    CASE WHEN pg_catalog.current_setting('role') <> %(role)s
-         THEN pg_catalog.set_config('role', %(role)s, false) END"""
-# What was set since and not before gets its default (NULL); what was set before gets that value.
-_AS_IT_WAS = b"""WITH was AS (SELECT key AS name, value AS setting
-             FROM pg_catalog.json_each_text(%(settings)s::json)),
-    is_now AS MATERIALIZED (SELECT name, setting FROM pg_catalog.pg_settings WHERE source = 'session')
-SELECT pg_catalog.set_config(name, was.setting, false)
-  FROM is_now FULL JOIN was USING (name)
- WHERE is_now.setting IS DISTINCT FROM was.setting"""
+)
 
 
-class Remembered(NamedTuple):
-    """The session of a lent connection when we got it: its user, its role, and what was set in it, as JSON."""
-
-    user: str
-    role: str
-    settings: str
+def _limit(borrowed: Borrowed) -> bytes:
+    """Sets the limits. To plan the question who serves us costs a quarter of it, so it is asked once."""
+    return _LIMIT_KNOWN if borrowed.started and borrowed.key is None else _LIMIT
 
 
-def _undo(before: Remembered | None) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """What makes the session as it was: everything anew in our own pool, the values from before in a lent one."""
-    if before is None:
-        return [(_RESET, None)]
-    return [(_WHO_IT_WAS, before._asdict()), (_AS_IT_WAS, before._asdict())]
+def _run_all(conn: Connection[Any], asks: Generator[Ask, Rows, None]) -> None:
+    """Ask one statement after the other, and give the rows of each to the asker."""
+    with Cursor(conn, row_factory=tuple_row) as cursor, suppress(StopIteration):
+        statement, values = next(asks)
+        while True:
+            cursor.execute(statement, values, prepare=False)
+            statement, values = asks.send(cursor.fetchall() if has_rows(cursor.pgresult) else [])
+
+
+async def _run_all_async(conn: AsyncConnection[Any], asks: Generator[Ask, Rows, None]) -> None:
+    async with AsyncCursor(conn, row_factory=tuple_row) as cursor:
+        with suppress(StopIteration):
+            statement, values = next(asks)
+            while True:
+                await cursor.execute(statement, values, prepare=False)
+                statement, values = asks.send(await cursor.fetchall() if has_rows(cursor.pgresult) else [])
 
 
 def _row(row: tuple[Any, ...] | None) -> tuple[Any, ...]:
@@ -444,8 +441,7 @@ def _row(row: tuple[Any, ...] | None) -> tuple[Any, ...]:
 
 def _closed_connection_of(pool: ConnectionPool[Any]) -> Connection[Any]:
     """A connection that was never open, for a pool that takes it for one of its own and replaces it."""
-    closed: Connection[Any] = Connection(pq.PGconn.connect_start(b"nothing"))
-    closed.pgconn.finish()
+    closed: Connection[Any] = Connection(never_open())
     closed._pool = pool
     return closed
 
@@ -501,29 +497,12 @@ def conn_block(conn: Connection[Any]) -> Iterator[None]:
             conn.commit()
 
 
-_HABITS = (
-    "autocommit",
-    "row_factory",
-    "cursor_factory",
-    "prepare_threshold",
-    "isolation_level",
-    "read_only",
-    "deferrable",
-)
-
-
-def _habits(conn: Connection[Any]) -> dict[str, Any]:
-    return {name: getattr(conn, name) for name in _HABITS}
-
-
-def _restore(conn: Connection[Any], habits: dict[str, Any]) -> None:
-    """Back to its own habits, as the pool's other users expect; a handler may have changed all."""
+def _restore(conn: Connection[Any], habits: Habits) -> None:
+    """Back to its own habits, as the pool's other users expect."""
     try:
         if not conn.closed and conn.pgconn.transaction_status != TransactionStatus.IDLE:
             conn.rollback()
         if not conn.closed:
-            for name, habit in habits.items():
-                if getattr(conn, name) != habit:
-                    setattr(conn, name, habit)
+            habits.restore(conn)
     except psycopg.Error:
         _close(conn)  # the pool replaces it

@@ -14,9 +14,11 @@ import contextlib
 import contextvars
 import functools
 import os
+import selectors
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 from commandbus.clock import monotonic
 from commandbus.logger import safe_logger
@@ -155,6 +157,10 @@ class AsyncSlots:
             self.places.give(self)
 
 
+_kept: list[object] = []
+"""Selectors whose descriptors somebody has closed: collected as garbage, they would close another's."""
+
+
 class _Loop:
     """One event loop, its thread and its slots."""
 
@@ -238,8 +244,12 @@ class _Loop:
         try:
             while not self.is_retired:
                 # A handler may stop the loop, or leave a task or a callback that raises SystemExit.
-                with contextlib.suppress(BaseException):
+                try:
                     self.loop.run_forever()
+                except OSError as error:
+                    self._repair(error)
+                except BaseException:  # noqa: BLE001, S112 - whatever it was, the next task is not to blame
+                    continue
         finally:
             if self.is_copy:
                 os._exit(0)  # its tasks, and what they would do when cancelled, are its parent's
@@ -249,6 +259,23 @@ class _Loop:
             if not asyncio.all_tasks(self.loop):  # the generators of a task that swallows its cancel are in use
                 self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
+
+    def _repair(self, error: OSError) -> None:
+        """A callback raised it, or somebody has closed the loop's own descriptors: then it gets new ones.
+
+        What handlers had registered is lost: they wait until their deadlines. The numbers of what was closed may
+        be somebody else's by now, so nothing is closed here.
+        """
+        loop: Any = self.loop
+        try:
+            loop._selector.select(0)
+        except (OSError, ValueError):
+            logger.error("the event loop lost its descriptors, and gets new ones: %s", error)  # noqa: TRY400
+            _kept.append((loop._selector, loop._ssock.detach(), loop._csock.detach()))
+            loop._selector = selectors.DefaultSelector()
+            loop._make_self_pipe()
+        except AttributeError:
+            self.is_retired = True  # a loop of another kind: the ladder makes a fresh one
 
     def _beat(self) -> None:
         self.beat_at = monotonic()

@@ -59,6 +59,8 @@ STALE_SECONDS = 0.5
 CAUTIOUS_SECONDS = 2.0
 UNREACHABLE = "database_unreachable"
 UNWRITTEN = "outcomes_unwritten"
+CLAIMLESS = "claims"
+CLAIMLESS_SECONDS = 10.0
 MOST_UNWRITTEN = 2000  # a few batches of the settler's
 BRIEF_IDLE_SECONDS = 5.0  # isolated attempts open connections of their own: idle ones here must make room
 
@@ -473,6 +475,8 @@ class Parts:
                 health.set_degraded(reason, f"the {service.part} cannot reach the database")
             else:
                 health.clear(reason)
+        self._watch_claims()
+        self._watch_descriptors()
         down = [service.down_since for service in self._threads if service.down_since is not None]
         if down and now - min(down) >= self._settings.pool_reconnect_timeout:
             health.set_critical(UNREACHABLE)
@@ -485,6 +489,27 @@ class Parts:
             health.set_critical(UNWRITTEN, unwritten)
         else:
             health.clear(UNWRITTEN)
+
+    @property
+    def _claimless_seconds(self) -> float:
+        return self._claimer.claimless_seconds if self.state is State.ACTIVE and not self._pause.is_on else 0.0
+
+    def _watch_claims(self) -> None:
+        """Whatever the reason is: a worker that has room and asks for nothing does not work."""
+        if (seconds := self._claimless_seconds) >= CLAIMLESS_SECONDS and not self._claimer.is_down:
+            self._spec.health.set_critical(
+                CLAIMLESS, f"there is room, and nothing could be claimed for {seconds:.0f} s"
+            )
+        else:
+            self._spec.health.clear(CLAIMLESS)
+
+    def _watch_descriptors(self) -> None:
+        """Each part gets over it, but the files of handlers' libraries and of this process do not: a supervised
+        worker is replaced."""
+        if self._spec.supervision is not None and self.state is State.ACTIVE:
+            services = [*self._threads, *self._limited.services]
+            if any(service.descriptors_lost for service in services):
+                self.drain("somebody in this process has closed descriptors that are not their own")
 
     def _say_degraded(self) -> None:
         is_degraded = self._limited.is_degraded
@@ -505,6 +530,7 @@ class Parts:
                 claimed=self._claimer.claimed,
                 slots=self._places.total + self._router_places.total - len(self._starting),
                 stuck=self.stuck,
+                claimless=self._claimless_seconds,
             )
 
     def _check_limits(self) -> None:

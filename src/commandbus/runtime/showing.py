@@ -56,7 +56,16 @@ class Showing:
             self._board.backend(place.index, pid, started)
 
     def beat(
-        self, now: float, health: HealthStatus, *, state: State, settled: int, claimed: int, slots: int, stuck: int
+        self,
+        now: float,
+        health: HealthStatus,
+        *,
+        state: State,
+        settled: int,
+        claimed: int,
+        slots: int,
+        stuck: int,
+        claimless: float,
     ) -> None:
         """The ladder's thread lives, and this is what it sees."""
         self._board.beat(
@@ -69,6 +78,7 @@ class Showing:
             free=max(0, slots - len(self._running)) if state is State.ACTIVE else 0,
             stuck=stuck,
             rss_mb=resident_megabytes(),
+            claimless=int(claimless),
         )
         self._board.note("; ".join(health.reasons))
         for attempt, place in list(self._running.items()):

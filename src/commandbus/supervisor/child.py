@@ -20,6 +20,7 @@ from typing import Any, Final, NoReturn
 
 import psycopg
 
+from commandbus.db.descriptors import file_behind
 from commandbus.errors import ConfigurationError, EmbeddedPostgresError, MissingPrivilegeError, SchemaError
 from commandbus.runtime.board import Board
 from commandbus.runtime.load import load_registry
@@ -43,6 +44,7 @@ class Control:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._file = file_behind(connection.fileno())
         self._saying = threading.Lock()
         self._obeying = threading.Lock()
         self._worker: Worker | None = None
@@ -58,7 +60,8 @@ class Control:
         cut = {name: value[:LONGEST_TEXT] if isinstance(value, str) else value for name, value in more.items()}
         line = json.dumps({"say": what, **cut}, default=str).encode() + b"\n"
         with self._saying, contextlib.suppress(OSError):
-            self._connection.sendall(line)
+            if file_behind(self._connection.fileno()) == self._file:  # a handler may have closed it
+                self._connection.sendall(line)
 
     def say_state(self, state: str, reason: str) -> None:
         """The worker's state has changed."""
@@ -81,12 +84,14 @@ class Control:
                 _obey(worker, order)
 
     def _listen(self) -> None:
-        with self._connection.makefile("r", encoding="utf-8") as lines:
+        with contextlib.suppress(OSError), self._connection.makefile("r", encoding="utf-8") as lines:
             for line in lines:
                 try:
                     self._take(json.loads(line))
                 except Exception:
                     logger.exception("the supervisor's order %r could not be followed", line.strip())
+                if file_behind(self._connection.fileno()) != self._file:
+                    return  # what comes now is for somebody else
 
     def _take(self, order: dict[str, Any]) -> None:
         with self._obeying:

@@ -37,6 +37,9 @@ MEMORY_SECONDS: Final = 1.0
 MEMORY_FACTOR: Final = 2
 START_SECONDS: Final = 300.0
 EXIT_SECONDS: Final = 3.0
+OBEY_SECONDS: Final = 5.0
+CLAIMLESS_SECONDS: Final = 15.0
+"""A worker that has had room for so long and could not ask for work is replaced, if it is not the database."""
 DRAIN_SECONDS: Final = 60.0
 """Reloads may follow each other within seconds, and what runs should finish. Attempts that have a deadline always
 may: it ends them. Only attempts without one are hurried, after this long."""
@@ -70,6 +73,7 @@ class Crew:
         self._generation = 0
         self._coming: tuple[int, Settings] | None = None
         self._waits_for_database = False
+        self._away_at = -math.inf  # when the database was last out of our own reach
         self._turn = os.memfd_create("commandbus-turn", os.MFD_CLOEXEC)  # its lock: runtime/apart.py
         weakref.finalize(self, os.close, self._turn)
 
@@ -136,9 +140,27 @@ class Crew:
         worker.watch_freeze(now, is_silent=now - seen_at > SILENT_SECONDS)
         if now >= kill_at:
             worker.condemn(Cause.FROZEN, "frozen", now, silent_seconds=now - shown.beat_at)
+        elif self._is_idle_by_mistake(worker, now):
+            self._replace_claimless(worker, now)
         elif now >= worker.memory_at:
             worker.memory_at = now + MEMORY_SECONDS
             self._check_memory(worker, now)
+
+    def _is_idle_by_mistake(self, worker: WorkerProcess, now: float) -> bool:
+        """It has room and cannot ask for work, though we can reach the database."""
+        shown = worker.snapshot
+        was_away = now - self._away_at < 2 * CLAIMLESS_SECONDS
+        return shown.state is State.ACTIVE and shown.claimless >= CLAIMLESS_SECONDS and not was_away
+
+    def _replace_claimless(self, worker: WorkerProcess, now: float) -> None:
+        """It is told to drain. One that does not hear that is killed: what it holds is settled by the coroner."""
+        if worker.told_at is None:
+            reason = f"it has room, and could not ask for work for {worker.snapshot.claimless} s"
+            logger.warning("worker %s is replaced: %s", worker.name, reason)
+            worker.told_at = now
+            worker.tell("drain", reason=reason)
+        elif now - worker.told_at >= OBEY_SECONDS:
+            worker.condemn(Cause.STOPPED, f"it did not drain within {OBEY_SECONDS:g} s of being told", now)
 
     def _watch_start(self, worker: WorkerProcess, now: float) -> None:
         if now - worker.spawned_at > START_SECONDS:
@@ -173,6 +195,8 @@ class Crew:
             missing = counted(wanted - serving, "worker")
             logger.warning("the database is away: %s will be started when it is back", missing)
         self._waits_for_database = waits
+        if is_database_away:
+            self._away_at = now
         for _ in range(0 if waits else wanted - serving):
             if self.fatal is not None or not self._budget.may_start(now):
                 break
