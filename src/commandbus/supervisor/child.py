@@ -21,6 +21,7 @@ from typing import Any, Final, NoReturn
 import psycopg
 
 from commandbus.errors import ConfigurationError, EmbeddedPostgresError, SchemaError
+from commandbus.logger import safe_logger
 from commandbus.runtime.board import Board
 from commandbus.runtime.load import load_registry
 from commandbus.runtime.logs import set_up_logging
@@ -30,7 +31,7 @@ from commandbus.runtime.worker import Worker
 from commandbus.supervisor import letter
 from commandbus.supervisor.letter import Letter
 
-logger = logging.getLogger("commandbus.worker")
+logger = safe_logger("commandbus.worker")
 
 FLUSH_SECONDS: Final = 1.0
 CLEAN, CONFIGURATION, DATABASE, LEFT_BEHIND, BUG = 0, 3, 6, 7, 70

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import logging
 import socket
 import threading
 import time
@@ -28,9 +27,10 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from commandbus.errors import ConfigurationError
+from commandbus.logger import safe_logger
 from commandbus.supervisor.metrics import CONTENT_TYPE
 
-logger = logging.getLogger("commandbus.supervisor")
+logger = safe_logger("commandbus.supervisor")
 
 LIVE: Final = "/health/live"
 READY: Final = "/health/ready"
