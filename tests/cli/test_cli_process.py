@@ -210,7 +210,7 @@ def test_the_trail_of_one_that_was_undone(working, bus, world):
     shown = dict(re.split(r"  +", line, maxsplit=1) for line in fields.splitlines())
     assert shown["process"] == "processes p1"
     assert (shown["type"], shown["status"]) == ("order", "COMPENSATED")
-    assert "[NO_TRUCK]: step 3 (ship) failed: no truck\\n\\u001b[31m" in shown["failure"]
+    assert "[NO_TRUCK]: step 3 (ship) failed: no truck\\n\\x1b[31m" in shown["failure"]
     assert shown["data"] == '{"order": 7}'
     assert '"reserve": {"by": "reserve"}' in shown["state"]
     assert "waits for" not in shown
@@ -223,7 +223,7 @@ def test_the_trail_of_one_that_was_undone(working, bus, world):
     assert cells[3][2:6] == ["2", "orders", record.steps[3].command_id, "refund"]
     assert cells[4][2:6] == ["1", "orders", record.steps[4].command_id, "release"]
     assert "FAILED" in lines[2]
-    assert lines[2].endswith("[NO_TRUCK]: no truck\\n\\u001b[31m")
+    assert lines[2].endswith("[NO_TRUCK]: no truck\\n\\x1b[31m")
     assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +[\d.]+m?s +COMPLETED$", lines[4])
     document = working("process", "show", "p1", "--json").document
     assert [step["undoes"] for step in document["steps"]] == [None, None, None, 2, 1]
@@ -253,7 +253,7 @@ def test_one_in_the_troubleshooting_queue_says_who_decides(working, bus, world):
     assert "\x1b" not in text
     assert re.search(rf"^waits for +command '{charge}' in the troubleshooting queue of 'orders': card", text, re.M)
     assert "SENT (IN_TROUBLESHOOTING_QUEUE)" in text
-    assert re.search(rf"^orders +{charge} +charge +charge +DOWN +card reader is \\u001bdown$", text, re.MULTILINE)
+    assert re.search(rf"^orders +{charge} +charge +charge +DOWN +card reader is \\x1bdown$", text, re.MULTILINE)
     assert f"`commandbus tsq retry|cancel|complete orders {charge}` decides" in text
     assert re.search(r" so far ", text)
     command = working("show", charge)
@@ -336,7 +336,7 @@ def test_an_id_alone_is_enough_if_it_is_unique(sagas, bus):
         assert "2 domains have a process 'p1': other, processes; say which with --domain" in answer.err
         assert sagas("process", verb, "nobody").code == ExitCode.NOT_FOUND
         assert "no process 'nobody' in domain 'other'" in sagas("process", verb, "nobody", "--domain", "other").err
-        assert sagas("process", verb, "a\nb").code == ExitCode.USAGE
+        assert sagas("process", verb, "a\nb").code == ExitCode.NOT_FOUND
     assert "other p1" in sagas("process", "show", "p1", "--domain", "other").out
     unknown = sagas("process", "show", "p1", "--domain", "nope")
     assert unknown.code == ExitCode.NOT_FOUND
@@ -360,7 +360,7 @@ def test_strays(sagas, bus):
     assert (only["process_id"], only["reason"]) == ("p1", "the step had ended\nbefore")
     assert sagas("process", "strays", "--process", "p2").out == "every reply was of use\n"
     assert "no process 'p3' in any domain" in sagas("process", "strays", "--process", "p3").err
-    assert sagas("process", "strays", "--process", "a\nb").code == ExitCode.USAGE
+    assert sagas("process", "strays", "--process", "a\nb").code == ExitCode.NOT_FOUND
     text = sagas("process", "show", "p1").out
     assert "replies that moved nothing" in text
     assert "the step had ended\\nbefore" in text
@@ -374,7 +374,7 @@ def test_nothing_that_it_prints_can_write_to_the_terminal(sagas, bus):
     texts += [sagas("process", *words).out for words in (["list"], ["show", EVIL], ["cancel", EVIL])]
     texts += [sagas("process", "retry", EVIL).err]
     for text in texts:
-        assert "p\\u009b31m\\u202e\\u2028q" in text or repr(EVIL) in text or ascii(EVIL) in text
+        assert "p\\x9b31m\\u202e\\u2028q" in text or repr(EVIL) in text or ascii(EVIL) in text
         assert not set("\x9b\u202e\u2028\x1b") & set(text)
 
 

@@ -31,8 +31,8 @@ def test_an_empty_table_is_a_sentence(capsys):
     ("value", "shown"),
     [
         ("a\nb\tc", "a\\nb\\tc"),
-        ("\x1b[31mred\x07", "\\u001b[31mred\\u0007"),
-        ("\x9b31m", "\\u009b31m"),
+        ("\x1b[31mred\x07", "\\x1b[31mred\\x07"),
+        ("\x9b31m", "\\x9b31m"),
         ("\u202egpj.exe", "\\u202egpj.exe"),
         ("\ud800", "\\ud800"),
         (True, "yes"),

@@ -159,7 +159,7 @@ def test_the_table(stuck):
         r"orders +ship +a +1 +stuck +40\.1s +w1 +ship\.py:12 in ship; its backend waits for Lock ", first
     )
     assert first.endswith("Lock transactionid, blocked by pid 815 (psql), pid 816; SIGSEGV")
-    assert re.search(r"orders +bill +b +1 +deadline +w1 +did not respond\\u001b\[2J$", second)
+    assert re.search(r"orders +bill +b +1 +deadline +w1 +did not respond\\x1b\[2J$", second)
 
 
 def test_filters(stuck):
@@ -219,10 +219,10 @@ def test_the_whole_autopsy(stuck, words):
         "  stack of slot thread test-slot-3",
         '    File "/srv/app/ship.py", line 12, in ship',
         "        conn.execute(query)",
-        "  stack of a thread it left \\u001b[31mbehind",
+        "  stack of a thread it left \\x1b[31mbehind",
         "  backend 4711, active, in a transaction for 41.2s, waiting for Lock transactionid",
         "    query: UPDATE stock",
-        "              SET n = n - 1 \\u001b[2J",
+        "              SET n = n - 1 \\x1b[2J",
         "    blocked by pid 815 (psql)",
         "      query: LOCK stock",
         "    blocked by pid 816",
@@ -306,9 +306,9 @@ def test_a_dump_does_not_tell_the_stacks_again():
 def test_the_autopsy_of_a_dead_worker():
     found = {"worker": "the worker process froze\x1b", "cpu_seconds": 4.25, "left_out": "too long\x1b"}
     assert list(autopsy.lines(found)) == [
-        "the worker process froze\\u001b",
+        "the worker process froze\\x1b",
         "CPU time of its thread meanwhile: 4.2s",
-        "left out: too long\\u001b",
+        "left out: too long\\x1b",
     ]
 
 

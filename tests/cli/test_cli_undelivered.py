@@ -26,7 +26,7 @@ def test_the_list_and_its_pages(cli, bus, database):
     head, *rows = cli("undelivered").out.splitlines()
     assert head.split() == ["ID", "QUEUE", "AT", "REASON", "MESSAGE"]
     assert [row.split()[1] for row in rows] == ["q2", "q1", "q0"]
-    assert re.search(r"^ *\d+  q2 +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +it is\\n\\u001bgone +\{\"n\": 2\}$", rows[0])
+    assert re.search(r"^ *\d+  q2 +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +it is\\n\\x1bgone +\{\"n\": 2\}$", rows[0])
     first, second = cli("undelivered", "--limit", "2", "--json").document
     assert (first["queue"], first["message"], first["reason"]) == ("q2", {"n": 2}, "it is\n\x1bgone")
     (last,) = cli("undelivered", "--before-id", str(second["id"]), "--json").document

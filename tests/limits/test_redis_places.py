@@ -178,7 +178,7 @@ def test_what_is_no_address_is_said_without_showing_it(url: str) -> None:
 
 def test_without_the_client_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'commandbus\[redis\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'commandbus-pg\[redis\]'"):
         RedisPlaces("redis://127.0.0.1:1/0", "test")
 
 

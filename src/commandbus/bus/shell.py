@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import islice
@@ -17,12 +16,13 @@ from commandbus.flow.inspect import CommandQuery
 from commandbus.flow.migrate import SchemaState
 from commandbus.flow.prune import Retention
 from commandbus.flow.statement import Operation, Plan
+from commandbus.logger import safe_logger
 from commandbus.model import names
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.settings import Settings, load_settings
 
-logger = logging.getLogger("commandbus.bus")
+logger = safe_logger("commandbus.bus")
 T = TypeVar("T")
 CHUNK = 1000
 POOL_SIZE = 8

@@ -5,6 +5,19 @@ prints tables and JSON, `exits.py` is the table of exit codes. Nothing here deci
 is `flow/`, `bus/` and `troubleshooting.py`.
 """
 
-from commandbus.cli.entry import main
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from commandbus.cli.installation import say_clash
 
 __all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command line and exit. A clash of packages is named before anything of theirs can fail."""
+    say_clash()
+    from commandbus.cli import entry
+
+    entry.main(arguments)

@@ -16,7 +16,7 @@ from commandbus.cli import batch_text, watching, where
 from commandbus.cli.exits import ExitCode
 from commandbus.cli.lines import check_unique
 from commandbus.cli.parameters import DURATION, JsonType, operator_options
-from commandbus.cli.render import age_of, columns, print_json, print_table, printable
+from commandbus.cli.render import age_of, columns, print_json, print_table, say, say_heading
 from commandbus.cli.send import read_commands
 from commandbus.cli.session import Group, Session, check_known
 from commandbus.errors import BatchNotFoundError, DuplicateMemberError, InvalidOperationError
@@ -98,7 +98,7 @@ def watch(ctx: click.Context, /, batch_id: str, domain: str | None, timeout: flo
     """
     session: Session = ctx.obj
     with session.bus() as bus:
-        of_domain = where.of_batch(bus, batch_id, domain)
+        of_domain, batch_id = where.of_batch(bus, batch_id, domain)
         with _watcher(session) as show:
             record = bus.wait_for_batch(of_domain, batch_id, timeout=timeout, on_progress=show)
     if not session.as_json:
@@ -146,7 +146,7 @@ def list_batches(
         empty="no batches",
     )  # fmt: skip
     if page.next_before_id is not None:
-        click.echo(f"more: add --before-id {page.next_before_id}")
+        say(f"more: add --before-id {page.next_before_id}")
 
 
 @batch.command()
@@ -163,7 +163,7 @@ def show(session: Session, batch_id: str, domain: str | None, limit: int) -> Non
     Of those that failed or need a person the newest are shown, with their errors, and how to see the rest.
     """
     with session.bus() as bus:
-        of_domain = where.of_batch(bus, batch_id, domain)
+        of_domain, batch_id = where.of_batch(bus, batch_id, domain)
         record = bus.get_batch(of_domain, batch_id)
         if record is None:
             check_known(bus, domain)
@@ -174,7 +174,7 @@ def show(session: Session, batch_id: str, domain: str | None, limit: int) -> Non
         return
     batch_text.print_record(record)
     if troubled:
-        click.echo("\nfailed, or in need of a person")
+        say_heading("failed, or in need of a person")
         print_table(
             columns("id type status error"), [(item.id, item.type, item.status, item.error) for item in troubled]
         )
@@ -191,7 +191,7 @@ def add(session: Session, batch_id: str, domain: str | None, source: str) -> Non
     """Add commands to an open batch: all, or none."""
     commands = _read(session, source)
     with session.bus() as bus, _told_by_line(source, commands):
-        of_domain = where.of_batch(bus, batch_id, domain)
+        of_domain, batch_id = where.of_batch(bus, batch_id, domain)
         added = bus.add_to_batch(of_domain, batch_id, list(commands.values()))
     session.answer(
         {"domain": of_domain, "batch_id": batch_id, "added": added},
@@ -209,7 +209,7 @@ def close(session: Session, batch_id: str, domain: str | None) -> None:
     An open batch can end only after that.
     """
     with session.bus() as bus:
-        of_domain = where.of_batch(bus, batch_id, domain)
+        of_domain, batch_id = where.of_batch(bus, batch_id, domain)
         changed = bus.close_batch(of_domain, batch_id)
     session.answer(
         {"domain": of_domain, "batch_id": batch_id, "closed": True, "changed": changed},
@@ -229,7 +229,7 @@ def cancel(session: Session, batch_id: str, domain: str | None, operator: str | 
     batch ends CANCELED when the last of its members has stopped.
     """
     with session.bus() as bus:
-        of_domain = where.of_batch(bus, batch_id, domain)
+        of_domain, batch_id = where.of_batch(bus, batch_id, domain)
         report = bus.cancel_batch(of_domain, batch_id, operator=operator, reason=reason)
         record = bus.get_batch(of_domain, batch_id)
     holds = "commands" if record is None else record.holds
@@ -260,7 +260,7 @@ def retry_failed(
     """
     then = completion(on_complete, reply_to)
     with session.bus() as bus:
-        of_domain = where.of_batch(bus, batch_id, domain)
+        of_domain, batch_id = where.of_batch(bus, batch_id, domain)
         report = bus.retry_failed(
             of_domain, batch_id, operator=operator, reason=reason, name=name, on_complete=then
         )
@@ -311,11 +311,11 @@ def _watcher(session: Session) -> AbstractContextManager[watching.Show]:
         return watching.changes(lambda record: print_json(batch_text.document(record), on_one_line=True))
     if sys.stdout.isatty():
         return watching.bar()
-    return watching.changes(lambda record: click.echo(watching.change_line(record)))
+    return watching.changes(lambda record: say(watching.change_line(record)))
 
 
 def _say(text: str) -> None:
-    click.echo(printable(text))
+    say(text)
 
 
 COMMANDS = [batch]

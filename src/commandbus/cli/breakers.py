@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from commandbus.cli.parameters import operator_options
-from commandbus.cli.render import columns, print_table, printable
+from commandbus.cli.render import columns, print_table, say
 from commandbus.cli.session import ListingGroup, Session
 from commandbus.flow.breaker_operate import BreakerInfo
 from commandbus.model.words import counted
@@ -69,9 +69,7 @@ def open_breaker(
         changed = bus.open_breaker(domain, command_type, limit=limit, operator=operator, reason=reason)
     session.answer(
         {"breaker": name, "state": "OPEN", "changed": changed},
-        lambda: click.echo(
-            printable(f"the breaker of {name} {'is' if changed else 'was already'} open, until somebody closes it")
-        ),
+        lambda: say(f"the breaker of {name} {'is' if changed else 'was already'} open, until somebody closes it"),
     )
 
 
@@ -92,7 +90,7 @@ def close_breaker(
         released = bus.close_breaker(domain, command_type, limit=limit, operator=operator, reason=reason)
     session.answer(
         {"breaker": name, "state": "CLOSED", "released": released},
-        lambda: click.echo(printable(f"the breaker of {name} is closed; {_released(released, limit)}")),
+        lambda: say(f"the breaker of {name} is closed; {_released(released, limit)}"),
     )
 
 
@@ -113,9 +111,7 @@ def reset_breaker(
         released = bus.reset_breaker(domain, command_type, limit=limit, operator=operator, reason=reason)
     session.answer(
         {"breaker": name, "state": "CLOSED", "released": released},
-        lambda: click.echo(
-            printable(f"the breaker of {name} is closed and has counted nothing; {_released(released, limit)}")
-        ),
+        lambda: say(f"the breaker of {name} is closed and has counted nothing; {_released(released, limit)}"),
     )
 
 

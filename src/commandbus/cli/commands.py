@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from datetime import datetime
 from typing import Any
 
@@ -22,6 +21,8 @@ from commandbus.cli.render import (
     print_table,
     printable,
     printable_lines,
+    say,
+    say_heading,
 )
 from commandbus.cli.session import Command, Session, check_known
 from commandbus.errors import CommandNotFoundError, InvalidOperationError
@@ -59,7 +60,7 @@ def commands(
     wanted = None if status is None else CommandStatus(SHORT.get(status, status))
     with session.bus() as bus:
         if batch_id is not None:
-            domain = where.of_batch(bus, batch_id, domain)
+            domain, batch_id = where.of_batch(bus, batch_id, domain)
         page = bus.query_commands(
             domain=domain, command_type=command_type, status=wanted, correlation_id=correlation_id,
             batch_id=batch_id, created_after=since, limit=limit, before_id=before_id,
@@ -81,7 +82,7 @@ def commands(
         empty="no commands",
     )  # fmt: skip
     if page.next_before_id is not None:
-        click.echo(f"more: add --before-id {page.next_before_id}")
+        say(f"more: add --before-id {page.next_before_id}")
 
 
 def _note(item: CommandRecord) -> str | None:
@@ -102,7 +103,8 @@ def _note(item: CommandRecord) -> str | None:
 def show(session: Session, words: tuple[str, ...], with_traceback: bool, with_autopsy: bool) -> None:  # noqa: FBT001
     """One command: its fields, data and result, its last error, and its life as a timeline.
 
-    ID is the command_id, looked for in every domain if none is given; '#123' is the internal id.
+    ID is the command_id, looked for in every domain if none is given; '#123' is the internal id. An id with
+    characters that are shown as escapes (\\x1b, \\u202e) may be given as it is shown.
     """
     if len(words) > 2:
         raise click.UsageError("give DOMAIN ID, or ID alone")
@@ -116,38 +118,35 @@ def show(session: Session, words: tuple[str, ...], with_traceback: bool, with_au
         print_json(_document(record, part, trail, attempts, without={name for name in without if without[name]}))
         return
     _print_record(record, part)
-    click.echo("\ntimeline")
+    say_heading("timeline")
     print_table(columns("at :after event attempt_number worker details"), _timeline(trail))
     failed = [attempt for attempt in attempts if attempt.traceback]
     if failed and not with_traceback:
-        click.echo("\n--traceback shows where it failed")
+        say_heading("--traceback shows where it failed")
     for attempt in failed if with_traceback else []:
-        click.echo(f"\ntraceback of attempt number {attempt.number}")
+        say_heading(f"traceback of attempt number {attempt.number}")
         for line in printable_lines(attempt.traceback or ""):
-            click.echo(f"  {line}")
+            say(f"  {line}")
     stopped = [attempt for attempt in attempts if attempt.autopsy is not None]
     if stopped and not with_autopsy:
-        click.echo("\n--autopsy shows what it hung in")
+        say_heading("--autopsy shows what it hung in")
     if with_autopsy and not stopped:
-        click.echo("\nno autopsy")
+        say_heading("no autopsy")
     for attempt in stopped if with_autopsy else []:
-        click.echo(f"\nautopsy of attempt number {attempt.number}")
+        say_heading(f"autopsy of attempt number {attempt.number}")
         for line in autopsy.lines(attempt.autopsy):
-            click.echo(f"  {line}")
+            say(f"  {line}")
 
 
 def _find(bus: CommandBus, words: tuple[str, ...]) -> CommandRecord:
     if len(words) == 2:
-        record = bus.get_command(*words)
+        record = where.find_command(bus, *words)
         if record is None:
             raise CommandNotFoundError(f"no command {words[1]!r} in domain {words[0]!r}")
         return record
-    if numbered := re.fullmatch(r"#(\d{1,18})", words[0]):
-        page = bus.query_commands(limit=1, before_id=int(numbered[1]) + 1)
-        if not page.items or page.items[0].id != int(numbered[1]):
-            raise CommandNotFoundError(f"no command has the internal id {words[0]}")
-        return page.items[0]
-    found = [record for item in bus.list_domains() if (record := bus.get_command(item.name, words[0]))]
+    if words[0].startswith("#") and (record := where.numbered_command(bus, words[0])) is not None:
+        return record
+    found = [record for item in bus.list_domains() if (record := where.find_command(bus, item.name, words[0]))]
     if not found:
         raise CommandNotFoundError(f"no command {words[0]!r} in any domain")
     if len(found) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from commandbus.cli.render import columns, print_json, print_table
+from commandbus.cli.render import columns, print_json, print_table, say
 from commandbus.cli.session import Command, Session
 from commandbus.model.durations import format_seconds
 from commandbus.settings import SETTINGS, Settings
@@ -32,7 +32,7 @@ def config(session: Session, changed: bool) -> None:  # noqa: FBT001
         empty="every setting has its default",
     )
     for warning in settings.warnings:
-        click.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}", is_error=True)
 
 
 def _document(settings: Settings, names: list[str]) -> list[dict[str, object]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from commandbus.cli.render import columns, print_json, print_table
+from commandbus.cli.render import columns, print_json, print_table, say
 from commandbus.cli.session import Group, Session
 
 
@@ -24,7 +24,7 @@ def create_domain(session: Session, names: tuple[str, ...]) -> None:
         print_json(made)
         return
     for item in made:
-        click.echo(f"domain {item['domain']} {'created' if item['created'] else 'was there already'}")
+        say(f"domain {item['domain']} {'created' if item['created'] else 'was there already'}")
 
 
 @domain.command("list")
@@ -55,7 +55,7 @@ def create_queue(session: Session, name: str) -> None:
     """Create a queue, to be named in `send --reply-to`."""
     with session.bus() as bus:
         bus.create_queue(name)
-    session.answer({"queue": name}, lambda: click.echo(f"queue {name} is there"))
+    session.answer({"queue": name}, lambda: say(f"queue {name} is there"))
 
 
 COMMANDS = [domain, queue]

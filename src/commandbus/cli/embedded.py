@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from commandbus.cli.render import print_fields
+from commandbus.cli.render import print_fields, say
 from commandbus.cli.session import Group, Session
 from commandbus.db.resolve import DEFAULT_FOLDER, embedded_folder
 from commandbus.embedded import EmbeddedPostgres, EmbeddedStatus
@@ -50,7 +50,7 @@ def stop(session: Session, folder: Path | None) -> None:
     where = server.status().folder
     session.answer(
         {"stopped": was_running, "folder": where},
-        lambda: click.echo(f"{'stopped' if was_running else 'not running'}; the data is in {where}"),
+        lambda: say(f"{'stopped' if was_running else 'not running'}; the data is in {where}"),
     )
 
 

@@ -40,7 +40,7 @@ from commandbus.cli import (
 )
 from commandbus.cli.exits import ExitCode, code_for, one_line, sentence_for
 from commandbus.cli.release import release
-from commandbus.cli.render import printable
+from commandbus.cli.render import printable_lines, say
 from commandbus.cli.session import Group, Session
 from commandbus.cli.signals import TerminatedError, as_exceptions
 
@@ -98,7 +98,8 @@ def run(arguments: Sequence[str]) -> int:
         return _hush()
     except Exception as error:  # noqa: BLE001 - the last place where an error can become a sentence
         if session.debug:
-            traceback.print_exception(error)
+            for line in printable_lines("".join(traceback.format_exception(error))):
+                say(line, is_error=True)
         return _complain(sentence_for(error), code_for(error))
     return ExitCode.OK
 
@@ -126,7 +127,7 @@ def _usage(error: click.UsageError) -> int:
 
 def _complain(sentence: str, code: ExitCode) -> int:
     with contextlib.suppress(BrokenPipeError):
-        click.echo(f"commandbus: error: {printable(one_line(sentence))}", err=True)
+        say(f"commandbus: error: {one_line(sentence)}", is_error=True)
     return code
 
 

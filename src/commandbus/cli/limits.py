@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from commandbus.cli.parameters import DURATION, AnyType, operator_options
-from commandbus.cli.render import age, columns, moment, print_fields, print_table, printable
+from commandbus.cli.render import age, columns, moment, print_fields, print_table, say, say_heading
 from commandbus.cli.session import ListingGroup, Session
 from commandbus.errors import ConfigurationError
 from commandbus.flow.limit_look import ControlAction, Estimate, LimitInfo, list_actions
@@ -102,7 +102,7 @@ def set_limit(session: Session, /, name: str, operator: str | None, reason: str 
             info = bus.set_limit(name, operator=operator, reason=reason, **given)
         except ConfigurationError as error:
             raise click.UsageError(str(error)) from None
-    session.answer(_document(info), lambda: click.echo(printable(f"limit {name}: {_allows(info)}")))
+    session.answer(_document(info), lambda: say(f"limit {name}: {_allows(info)}"))
 
 
 @limits.command(context_settings={"ignore_unknown_options": True})
@@ -127,7 +127,7 @@ def unset(session: Session, name: str, options: tuple[str, ...], operator: str |
     gone = f"limit {name} is gone: nobody declares it"
     session.answer(
         {"name": name, "removed": info is None, "limit": None if info is None else _document(info)},
-        lambda: click.echo(printable(gone if info is None else f"limit {name}: {_allows(info)}")),
+        lambda: say(gone if info is None else f"limit {name}: {_allows(info)}"),
     )
 
 
@@ -142,7 +142,7 @@ def estimate(session: Session, name: str, domain: str | None, command_id: str | 
         raise click.UsageError("a command is named by both: --domain D --command-id ID")
     with session.bus() as bus:
         found = bus.estimate(name, domain=domain, command_id=command_id)
-    session.answer(found, lambda: click.echo(printable(f"limit {name}: {_estimated(found)}")))
+    session.answer(found, lambda: say(f"limit {name}: {_estimated(found)}"))
 
 
 def _print(found: list[LimitInfo], undeclared: list[str]) -> None:
@@ -158,7 +158,7 @@ def _print(found: list[LimitInfo], undeclared: list[str]) -> None:
         empty=HOW_TO,
     )  # fmt: skip
     if undeclared:
-        click.echo(f"in the settings, and not known yet (a worker makes it known): {', '.join(undeclared)}")
+        say(f"in the settings, and not known yet (a worker makes it known): {', '.join(undeclared)}")
 
 
 def _print_one(info: LimitInfo, estimate: Estimate, done: list[ControlAction]) -> None:
@@ -187,10 +187,10 @@ def _print_one(info: LimitInfo, estimate: Estimate, done: list[ControlAction]) -
         }
     )
     if info.holders:
-        click.echo("\nplaces")
+        say_heading("places")
         print_table(columns(":left holder"), [(f"{left:.0f}s", token) for token, left in _sorted(info)])
     if done:
-        click.echo("\nchanges")
+        say_heading("changes")
         print_table(
             columns("at what action by reason details"),
             [

@@ -9,7 +9,7 @@ import click
 from commandbus.bus import CommandBus
 from commandbus.cli.exits import ExitCode
 from commandbus.cli.parameters import DURATION
-from commandbus.cli.render import print_json
+from commandbus.cli.render import print_json, say
 from commandbus.cli.session import Command, Session
 from commandbus.flow import migrate as migrate_flow
 from commandbus.flow.migrate import SchemaState
@@ -62,12 +62,12 @@ def _migrate(session: Session, bus: CommandBus, domains: tuple[str, ...], wait: 
         print_json(_document(now) | {"newly_applied": before.missing, "domains": domains})
         return
     if before.missing:
-        click.echo(f"applied {counted(len(before.missing), 'migration')}: {_numbers(before.missing)}")
+        say(f"applied {counted(len(before.missing), 'migration')}: {_numbers(before.missing)}")
     else:
-        click.echo(f"nothing to apply: the schema is at migration {max(now.applied)}")
-    click.echo(_pgmq(now))
+        say(f"nothing to apply: the schema is at migration {max(now.applied)}")
+    say(_pgmq(now))
     for domain in domains:
-        click.echo(f"domain {domain} is there")
+        say(f"domain {domain} is there")
 
 
 def _check(ctx: click.Context, bus: CommandBus, domains: tuple[str, ...]) -> None:
@@ -79,12 +79,12 @@ def _check(ctx: click.Context, bus: CommandBus, domains: tuple[str, ...]) -> Non
     else:
         if state.missing:
             what = counted(len(state.missing), "migration")
-            click.echo(f"missing {what}: {_numbers(state.missing)}; run `commandbus migrate`")
+            say(f"missing {what}: {_numbers(state.missing)}; run `commandbus migrate`")
         else:
-            click.echo(f"the schema is at migration {max(state.applied)}, as this release needs it")
-            click.echo(_pgmq(state))
+            say(f"the schema is at migration {max(state.applied)}, as this release needs it")
+            say(_pgmq(state))
         for domain in absent:
-            click.echo(f"missing domain {domain}; run `commandbus domain create {domain}`")
+            say(f"missing domain {domain}; run `commandbus domain create {domain}`")
     if state.missing or absent:
         ctx.exit(ExitCode.NO)
 

@@ -7,9 +7,10 @@ import time
 import click
 
 from commandbus.bus import CommandBus
+from commandbus.cli import where
 from commandbus.cli.exits import ExitCode
 from commandbus.cli.parameters import DURATION, operator_options
-from commandbus.cli.render import columns, print_table
+from commandbus.cli.render import columns, print_table, say
 from commandbus.cli.session import Command, Session
 from commandbus.errors import CommandNotFoundError
 from commandbus.model.command import CancelResult, CommandRecord, CommandStatus
@@ -45,13 +46,14 @@ def cancel(
     """
     status, worker = CommandStatus.CANCELED, None
     with ctx.obj.bus() as bus:
+        command_id = where.of_command(bus, domain, command_id)
         result = bus.cancel(domain, command_id, operator=operator, reason=reason)
         if result is CancelResult.REQUESTED:
             record = _wait_for_end(bus, domain, command_id, wait or 0.0)
             status, worker = record.status, record.worker
     ctx.obj.answer(
         {"domain": domain, "command_id": command_id, "result": result, "status": status},
-        lambda: click.echo(_outcome(f"{domain} {command_id}", status, worker, wait)),
+        lambda: say(_outcome(f"{domain} {command_id}", status, worker, wait)),
     )
     if wait is not None and status is not CommandStatus.CANCELED:
         ctx.exit(ExitCode.NO)
@@ -92,7 +94,7 @@ def pause(
         changed = bus.pause(domain, command_type, operator=operator, reason=reason)
     session.answer(
         {"domain": domain, "command_type": command_type, "paused": True, "changed": changed},
-        lambda: click.echo(f"{_what(domain, command_type)} {'is' if changed else 'was already'} paused"),
+        lambda: say(f"{_what(domain, command_type)} {'is' if changed else 'was already'} paused"),
     )
 
 
@@ -106,7 +108,7 @@ def resume(session: Session, domain: str, command_type: str | None) -> None:
         released = bus.resume(domain, command_type)
     session.answer(
         {"domain": domain, "command_type": command_type, "paused": False, "released": released},
-        lambda: click.echo(
+        lambda: say(
             f"{_what(domain, command_type)} goes on; {counted(released, 'parked command')} went back to the queue"
         ),
     )

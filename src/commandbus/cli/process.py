@@ -13,7 +13,7 @@ from commandbus.cli import process_text, where
 from commandbus.cli.batch import completion
 from commandbus.cli.lines import check_unique, read_items
 from commandbus.cli.parameters import DURATION, JsonType, operator_options
-from commandbus.cli.render import age_of, columns, print_json, print_table, printable, shortened
+from commandbus.cli.render import age_of, columns, print_json, print_table, say, shortened
 from commandbus.cli.session import Group, Session, check_known
 from commandbus.errors import (
     DuplicateProcessError,
@@ -24,6 +24,7 @@ from commandbus.errors import (
 from commandbus.flow import process_start
 from commandbus.model import names
 from commandbus.model.process import DEFAULT_DOMAIN, NewProcess, ProcessRecord, ProcessStatus
+from commandbus.model.safe_text import unescaped
 
 DOMAIN = click.option("--domain", metavar="NAME", help="Its domain, if several have a process of this id.")
 UNDONE = "nothing was started"
@@ -83,7 +84,7 @@ def _start_one(session: Session, process_type: str, domain: str, *, data: Any, *
     with session.bus() as bus:
         receipt = bus.start_process(process_type, data, domain=domain, **fields)
     done = "started" if receipt.created else "was there already"
-    session.answer(receipt, lambda: click.echo(printable(f"{done}: {receipt.domain} {receipt.process_id}")))
+    session.answer(receipt, lambda: say(f"{done}: {receipt.domain} {receipt.process_id}"))
 
 
 def _start_batch(
@@ -109,7 +110,7 @@ def _start_batch(
         )  # fmt: skip
     done = "started" if receipt.created else "was there already"
     many = "1 process" if receipt.total == 1 else f"{receipt.total} processes"
-    session.answer(receipt, lambda: click.echo(printable(f"{done}: batch {domain} {receipt.batch_id} ({many})")))
+    session.answer(receipt, lambda: say(f"{done}: batch {domain} {receipt.batch_id} ({many})"))
 
 
 def _read(session: Session, source: str) -> dict[int, NewProcess]:
@@ -167,6 +168,8 @@ def list_processes(
     # is the internal id, for --before-id; PROCESS ID is what `process show` and the others take.
     """
     with session.bus() as bus:
+        if batch_id is not None and unescaped(batch_id) != batch_id:
+            domain, batch_id = where.of_batch(bus, batch_id, domain)
         page = bus.query_processes(
             domain=domain, process_type=process_type, status=status, batch_id=batch_id, limit=limit,
             before_id=before_id,
@@ -185,7 +188,7 @@ def list_processes(
         ),
     )  # fmt: skip
     if page.next_before_id is not None and not session.as_json:
-        click.echo(f"more: add --before-id {page.next_before_id}")
+        say(f"more: add --before-id {page.next_before_id}")
 
 
 @process.command()
@@ -217,13 +220,11 @@ def cancel(
 ) -> None:
     """Stop a process: what is outstanding is canceled, what was done is undone, and it ends CANCELED."""
     with session.bus() as bus:
-        of_domain = where.of_process(bus, process_id, domain)
+        of_domain, process_id = where.of_process(bus, process_id, domain)
         status = bus.cancel_process(of_domain, process_id, operator=operator, reason=reason)
     session.answer(
         {"domain": of_domain, "process_id": process_id, "was": status},
-        lambda: click.echo(
-            printable(f"asked process {process_id} of domain {of_domain} to stop; it was {status}")
-        ),
+        lambda: say(f"asked process {process_id} of domain {of_domain} to stop; it was {status}"),
     )
 
 
@@ -235,11 +236,11 @@ def cancel(
 def retry(session: Session, process_id: str, domain: str | None, operator: str | None, reason: str | None) -> None:
     """Let a FAILED process go on from the step, or the compensation, that failed."""
     with session.bus() as bus:
-        of_domain = where.of_process(bus, process_id, domain)
+        of_domain, process_id = where.of_process(bus, process_id, domain)
         bus.retry_process(of_domain, process_id, operator=operator, reason=reason)
     session.answer(
         {"domain": of_domain, "process_id": process_id, "action": "retried"},
-        lambda: click.echo(printable(f"process {process_id} of domain {of_domain} goes on")),
+        lambda: say(f"process {process_id} of domain {of_domain} goes on"),
     )
 
 
@@ -268,7 +269,7 @@ def strays(session: Session, domain: str | None, process_id: str | None, limit: 
 
 
 def _find(bus: CommandBus, process_id: str, domain: str | None) -> ProcessRecord:
-    of_domain = where.of_process(bus, process_id, domain)
+    of_domain, process_id = where.of_process(bus, process_id, domain)
     record = bus.get_process(of_domain, process_id)
     if record is None:
         check_known(bus, domain)

@@ -6,8 +6,6 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-import click
-
 from commandbus.cli.render import (
     age,
     age_of,
@@ -16,7 +14,8 @@ from commandbus.cli.render import (
     moment,
     print_fields,
     print_table,
-    printable,
+    say,
+    say_heading,
     shortened,
 )
 from commandbus.model.process import ProcessRecord, ProcessStatus, StepRecord, StepStatus
@@ -60,7 +59,7 @@ def print_record(record: ProcessRecord) -> None:
 
 def print_trail(record: ProcessRecord) -> None:
     """What it has sent, what of it needs a person, and what moved nothing."""
-    click.echo("\ntrail")
+    say_heading("trail")
     print_table(
         columns(":no step :undoes domain command_id type sent :took outcome error"),
         [(step.number, step.name, step.undoes, step.domain, step.command_id, step.command_type, step.sent_at,
@@ -68,7 +67,7 @@ def print_trail(record: ProcessRecord) -> None:
         empty="nothing was sent yet",
     )  # fmt: skip
     if record.troubles:
-        click.echo("\nin the troubleshooting queue")
+        say_heading("in the troubleshooting queue")
         print_table(
             columns("domain command_id type step code error"),
             [(item["domain"], item["command_id"], item["command_type"], _step_name(record, item["step"]),
@@ -76,9 +75,9 @@ def print_trail(record: ProcessRecord) -> None:
         )  # fmt: skip
         first = record.troubles[0]
         name = f"{first['domain']} {shlex.quote(first['command_id'])}"
-        click.echo(printable(f"`commandbus tsq retry|cancel|complete {name}` decides"))
+        say(f"`commandbus tsq retry|cancel|complete {name}` decides")
     if record.strays:
-        click.echo("\nreplies that moved nothing")
+        say_heading("replies that moved nothing")
         print_table(
             columns("at reason message"),
             [(stray["at"], stray["reason"], shortened(stray["message"])) for stray in record.strays],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from commandbus.cli.parameters import DURATION
+from commandbus.cli.render import say
 from commandbus.cli.session import Command, Session
 from commandbus.model.words import counted
 
@@ -22,7 +23,7 @@ def prune(session: Session, age: float | None, count: int | None) -> None:
         report = bus.prune(age=age, count=count)
     session.answer(
         report,
-        lambda: click.echo(
+        lambda: say(
             f"forgotten: {counted(report.commands, 'command')}, {counted(report.archived, 'archived message')}, "
             f"{counted(report.asides, 'thing')} put aside"
         ),

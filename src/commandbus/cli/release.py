@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from commandbus.cli.installation import DISTRIBUTION
+
 
 def release() -> str:
     """The installed version; `unknown` in a source tree that was never installed."""
     try:
-        return version("commandbus")
+        return version(DISTRIBUTION)
     except PackageNotFoundError:
         return "unknown"

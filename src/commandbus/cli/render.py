@@ -1,14 +1,14 @@
 """What commands print: tables for people, JSON for programs.
 
-A table is plain aligned text; on a terminal `rich` draws it, if it is installed. What comes from a database is
-shown with its control characters escaped: an error text must not be able to write to somebody's terminal.
+A table is plain aligned text; on a terminal `rich` draws it, if it is installed. Whatever is printed goes through
+`printable` (`model/safe_text.py`): an error text must not be able to write to somebody's terminal. JSON has its
+own escapes for the same characters, so that it stays the same value.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shutil
 import sys
 import unicodedata
@@ -21,9 +21,9 @@ from typing import Any
 import click
 
 from commandbus.model.durations import format_seconds
+from commandbus.model.safe_text import escaped, escaped_json, escaped_lines
 
 GAP = "  "
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,26 @@ def columns(text: str) -> list[Column]:
 def print_json(value: Any, *, on_one_line: bool = False) -> None:
     """One JSON document."""
     is_utf8 = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
-    click.echo(json.dumps(_plain(value), indent=None if on_one_line else 2, ensure_ascii=not is_utf8))
+    text = json.dumps(_plain(value), indent=None if on_one_line else 2, ensure_ascii=not is_utf8)
+    click.echo(escaped_json(text))
+
+
+def say(sentence: str = "", *, is_error: bool = False) -> None:
+    """One line for people; what stands in it may be anybody's text."""
+    click.echo(escaped(sentence), err=is_error)
+
+
+def say_heading(text: str) -> None:
+    """What follows is about this."""
+    say()
+    say(text)
 
 
 def print_table(heads: Sequence[Column], rows: Iterable[Sequence[object]], *, empty: str = "nothing") -> None:
     """A table; `empty` is what is said when it would have no rows."""
     cells = [[printable(cell) for cell in row] for row in rows]
     if not cells:
-        click.echo(empty)
+        say(empty)
     elif not (sys.stdout.isatty() and _print_with_rich(heads, cells)):
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         for line in _aligned(heads, cells):
@@ -61,7 +73,7 @@ def print_fields(fields: Mapping[str, object]) -> None:
     shown = {name: printable(value) for name, value in fields.items() if value is not None}
     width = max(map(len, shown), default=0)
     for name, value in shown.items():
-        click.echo(f"{name:<{width}}{GAP}{value}".rstrip())
+        say(f"{name:<{width}}{GAP}{value}".rstrip())
 
 
 def printable(value: object) -> str:
@@ -79,17 +91,17 @@ def printable(value: object) -> str:
             text = compact(value)
         case _:
             text = str(value)
-    return _CONTROL.sub(_escaped, text)
+    return escaped(text)
 
 
 def printable_lines(text: str) -> list[str]:
     """A text of several lines, each made printable."""
-    return [printable(line.expandtabs(4)) for line in text.splitlines()]
+    return escaped_lines(text.removesuffix("\n")) if text else []
 
 
 def compact(value: Any) -> str:
     """JSON on one line, for people."""
-    return json.dumps(_plain(value), ensure_ascii=False)
+    return escaped_json(json.dumps(_plain(value), ensure_ascii=False))
 
 
 def shortened(value: Any, longest: int = 100) -> str:
@@ -142,10 +154,6 @@ def _plain(value: Any) -> Any:
         case Path():
             return str(value)
     return value
-
-
-def _escaped(match: re.Match[str]) -> str:
-    return {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(match[0], f"\\u{ord(match[0]):04x}")
 
 
 def _aligned(heads: Sequence[Column], rows: Sequence[Sequence[str]]) -> Iterable[str]:

@@ -11,7 +11,7 @@ import click
 from commandbus.bus import CommandBus
 from commandbus.cli.lines import STDIN, read_items, read_text
 from commandbus.cli.parameters import DURATION, INSTANT, parse_instant, parse_json
-from commandbus.cli.render import print_json
+from commandbus.cli.render import print_json, say
 from commandbus.cli.session import Command, Session
 from commandbus.errors import InvalidCommandError
 from commandbus.flow import send as send_flow
@@ -72,7 +72,7 @@ def send(
         receipt = _send_one(bus, domain, new)
     session.answer(
         receipt,
-        lambda: click.echo(f"{'sent' if receipt.created else 'was there already'}: {domain} {receipt.command_id}"),
+        lambda: say(f"{'sent' if receipt.created else 'was there already'}: {domain} {receipt.command_id}"),
     )
 
 
@@ -91,7 +91,7 @@ def _send_file(session: Session, domain: str, commands: list[NewCommand]) -> Non
         print_json(sent)
         return
     known = sum(not receipt.created for receipt in sent)
-    click.echo(
+    say(
         f"sent {counted(len(sent) - known, 'command')} to {domain}"
         + (f"; {known} {'was' if known == 1 else 'were'} there" if known else "")
     )

@@ -9,7 +9,7 @@ import click
 
 from commandbus.cli import autopsy
 from commandbus.cli.parameters import SINCE
-from commandbus.cli.render import age, columns, print_table, printable
+from commandbus.cli.render import age, columns, print_table, say, say_heading
 from commandbus.cli.session import Command, Session, check_known
 from commandbus.flow.history import StuckAttempt, list_stuck
 from commandbus.model.outcome import Verdict
@@ -75,13 +75,13 @@ def _print(found: list[StuckAttempt], *, with_autopsy: bool) -> None:
         empty="no attempt had to be stopped",
     )  # fmt: skip
     for item in found if with_autopsy else []:
-        title = f"\n{printable(item.domain)} {printable(item.command_id)}, attempt number {item.number}"
+        title = f"{item.domain} {item.command_id}, attempt number {item.number}"
         if item.autopsy is None:
-            click.echo(f"{title}: no autopsy")
+            say_heading(f"{title}: no autopsy")
             continue
-        click.echo(title)
+        say_heading(title)
         for line in autopsy.lines(item.autopsy):
-            click.echo(f"  {line}")
+            say(f"  {line}")
 
 
 def _what(item: StuckAttempt) -> str:

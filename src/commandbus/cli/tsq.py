@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 import click
 
+from commandbus.cli import where
 from commandbus.cli.exits import ExitCode
 from commandbus.cli.parameters import JsonType, operator_options
-from commandbus.cli.render import age_of, columns, print_table
+from commandbus.cli.render import age_of, columns, print_table, say
 from commandbus.cli.session import Group, Session, check_known
 from commandbus.errors import InvalidOperationError
 from commandbus.model.words import counted
@@ -23,7 +24,7 @@ from commandbus.troubleshooting import TroubleshootingQueue
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Target:
     """What an action is for: one command, or all that match."""
 
@@ -85,7 +86,7 @@ def list_entries(
         ),
     )  # fmt: skip
     if len(found) == limit and not session.as_json:
-        click.echo(f"more: add --after-id {found[-1].id}")
+        say(f"more: add --after-id {found[-1].id}")
 
 
 @tsq.command()
@@ -116,6 +117,7 @@ def retry(ctx: click.Context, /, operator: str | None, reason: str | None, **wor
     with ctx.obj.bus() as bus:
         queue = TroubleshootingQueue(bus)
         if target.command_id is not None:
+            target.command_id = where.of_command(bus, target.domain, target.command_id)
             queue.operator_retry(target.domain, target.command_id, operator=operator, reason=reason)
             moved = 1
         else:
@@ -135,6 +137,7 @@ def cancel(ctx: click.Context, /, operator: str | None, reason: str | None, **wo
     with ctx.obj.bus() as bus:
         queue = TroubleshootingQueue(bus)
         if target.command_id is not None:
+            target.command_id = where.of_command(bus, target.domain, target.command_id)
             queue.operator_cancel(target.domain, target.command_id, reason, operator=operator)
             moved = 1
         else:
@@ -155,6 +158,7 @@ def complete(ctx: click.Context, /, operator: str | None, reason: str | None, re
     with ctx.obj.bus() as bus:
         queue = TroubleshootingQueue(bus)
         if target.command_id is not None:
+            target.command_id = where.of_command(bus, target.domain, target.command_id)
             queue.operator_complete(target.domain, target.command_id, result, operator=operator, reason=reason)
             moved = 1
         else:
@@ -192,7 +196,7 @@ def _confirm(ctx: click.Context, queue: TroubleshootingQueue, target: Target, ve
             f"this would {verb} {counted(number, 'command')}, and nobody can be asked; add --yes"
         )
     if not click.confirm(f"{verb} {counted(number, 'command')} of domain {target.domain}?", err=True):
-        click.echo("nothing was done", err=True)
+        say("nothing was done", is_error=True)
         ctx.exit(ExitCode.NO)
 
 
@@ -205,7 +209,7 @@ def _say(session: Session, target: Target, done: str, moved: int) -> None:
     what = counted(moved, "command") if target.command_id is None else target.command_id
     session.answer(
         {"domain": target.domain, "command_id": target.command_id, "action": done, "count": moved},
-        lambda: click.echo(f"{done} {what} of domain {target.domain}"),
+        lambda: say(f"{done} {what} of domain {target.domain}"),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from commandbus.cli.render import age
+from commandbus.cli.render import age, say
 from commandbus.model.batch import BatchRecord
 
 Show = Callable[[BatchRecord], None]
@@ -40,7 +40,7 @@ def bar() -> Iterator[Show]:
         yield draw
     finally:
         if drawn:
-            click.echo()
+            say()
 
 
 @contextmanager

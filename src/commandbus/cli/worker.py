@@ -6,7 +6,6 @@ no user code. The workers are its children.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from commandbus.cli.render import print_json
 from commandbus.cli.session import Command, Session, connect
 from commandbus.db.resolve import embedded_folder
 from commandbus.errors import ConfigurationError
+from commandbus.logger import safe_logger
 from commandbus.runtime.logs import set_up_logging
 from commandbus.settings import Settings
 from commandbus.supervisor.supervisor import supervise
 
-logger = logging.getLogger("commandbus.worker")
+logger = safe_logger("commandbus.worker")
 
 ARGUMENTS = ("handlers", "domains", "wait_for_database")
 OPTIONS = [

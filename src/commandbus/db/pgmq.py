@@ -2,12 +2,18 @@
 
 The package `pgmq` carries the SQL; it installs as a plain database owner. What is there already is used as it
 is, if it is 1.5 or newer (older ones have no `headers`).
+
+The SQL is run with all the rights of the database's owner. So it is run only if it is, byte for byte, the one that
+this release was tested with: `pyproject.toml` pins the package, and `PACKAGED_SHA256` is checked here before
+anything of it is sent to a server. Whoever wants another PGMQ installs it before `commandbus migrate`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Generator
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any
 
@@ -16,16 +22,35 @@ from psycopg import errors as pg
 from commandbus.errors import SchemaError
 
 OLDEST = (1, 5)
+PACKAGE = "pgmq==1.1.4"
+PACKAGED_VERSION = "1.13.0"
+PACKAGED_SHA256 = "bf7e66c75ed771df0c5f7cb2b9f0123ca77992daacd56e3911d1894a3efa99de"
 
 
 def packaged_version() -> str:
     """The version of PGMQ's SQL that the package carries."""
-    return files("pgmq").joinpath("sql", "VERSION").read_text("utf-8").split()[0]
+    return PACKAGED_VERSION
 
 
 def packaged_sql() -> str:
-    """PGMQ's SQL."""
-    return files("pgmq").joinpath("sql", "pgmq.sql").read_text("utf-8")
+    """PGMQ's SQL, if it is the one that we know."""
+    content = files("pgmq").joinpath("sql", "pgmq.sql").read_bytes()
+    found = hashlib.sha256(content).hexdigest()
+    if found != PACKAGED_SHA256:
+        raise SchemaError(
+            f"the installed package pgmq {_installed()} carries SQL that this release does not know (SHA-256 "
+            f"{found}, expected {PACKAGED_SHA256}), and it would run with the rights of the database's owner: run "
+            f"`pip install --force-reinstall {PACKAGE}`, or install a PGMQ of your choice into the database first "
+            f"(CREATE EXTENSION pgmq, or its SQL): what is there is used as it is"
+        )
+    return content.decode()
+
+
+def _installed() -> str:
+    try:
+        return version("pgmq")
+    except PackageNotFoundError:
+        return "(of an unknown version)"
 
 
 def install(statement: Callable[..., Any]) -> Generator[Any, list[tuple[Any, ...]], tuple[str, str]]:

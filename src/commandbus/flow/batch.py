@@ -78,7 +78,7 @@ def define(
         raise InvalidCommandError(f"is_open must be True or False, not {names.shown(is_open)}")
     return Definition(
         names.check_domain(domain),
-        new_command_id() if batch_id is None else names.to_id(batch_id, "batch_id"),
+        new_command_id() if batch_id is None else names.to_new_id(batch_id, "batch_id"),
         batch_id is not None,
         None if name is None else names.check_id(name, "name"),
         dump_json(custom_data, "custom_data", max_bytes),

@@ -58,11 +58,11 @@ def prepare_start(new: NewProcess, *, deadline: object, max_bytes: int) -> Start
     except ValueError as error:
         raise InvalidCommandError(str(error)) from None
     return Starting(
-        new_command_id() if new.process_id is None else names.to_id(new.process_id, "process_id"),
+        new_command_id() if new.process_id is None else names.to_new_id(new.process_id, "process_id"),
         payload.dump(new.data, what="data", max_bytes=max_bytes),
         seconds or None,
         None if new.reply_to is None else names.check_queue(new.reply_to),
-        None if new.correlation_id is None else names.to_id(new.correlation_id, "correlation_id"),
+        None if new.correlation_id is None else names.to_new_id(new.correlation_id, "correlation_id"),
         new.process_id is not None,
     )
 

@@ -62,7 +62,7 @@ class RedisPlaces:
             import redis
         except ImportError:
             raise ConfigurationError(
-                "limits are to be kept in Redis, but its client is not installed: pip install 'commandbus[redis]'"
+                "limits are to be kept in Redis, but its client is missing: pip install 'commandbus-pg[redis]'"
             ) from None
         self._failure = redis.RedisError
         self._unknown_script = redis.exceptions.NoScriptError

@@ -20,6 +20,7 @@ MAX_ID_LENGTH = 255
 _DOMAIN = re.compile(r"[a-z][a-z0-9_]{0,36}\Z")
 _QUEUE = re.compile(r"[a-z][a-z0-9_]{0,46}\Z")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+_UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")
 
 
 def check_domain(domain: object) -> str:
@@ -67,9 +68,17 @@ def check_id(value: object, what: str = "command_id") -> str:
     return _check_text(value, what, MAX_ID_LENGTH)
 
 
-def to_id(value: object, what: str = "command_id") -> str:
-    """The same for a look-up, where a UUID will do."""
+def to_new_id(value: object, what: str = "command_id") -> str:
+    """The same, and a UUID will do."""
     return check_id(str(value) if isinstance(value, UUID) else value, what)
+
+
+def to_id(value: object, what: str = "command_id") -> str:
+    """An identifier for a look-up: whatever text a row can have, because somebody may have written it with SQL."""
+    text = str(value) if isinstance(value, UUID) else value
+    if isinstance(text, str) and text and not _UNSTORABLE.search(text):
+        return text
+    raise InvalidCommandError(f"{what} {shown(value)} is not valid: no row can have it")
 
 
 def check_count(value: object, what: str, *, least: int = 1, most: int = 10_000) -> int:

@@ -24,8 +24,10 @@ from functools import partial
 from typing import Any, Final
 
 from commandbus.clock import monotonic
+from commandbus.logger import safe_logger
 from commandbus.model import payload
 from commandbus.model.durations import format_seconds
+from commandbus.model.safe_text import block
 from commandbus.runtime.attempt import NEVER, Attempt, Stop
 from commandbus.runtime.blocks import Door
 from commandbus.runtime.channel import ChannelError, Message
@@ -35,7 +37,7 @@ from commandbus.runtime.far_door import ASKED, Doorman
 from commandbus.runtime.offspring import DUMP_SIGNAL
 from commandbus.runtime.process import ChildProcess
 
-logger = logging.getLogger("commandbus.worker")
+logger = safe_logger("commandbus.worker")
 
 DUMP_SECONDS: Final = 0.5
 DYING_SECONDS: Final = 2.0
@@ -350,4 +352,6 @@ def log_record(message: Message, pid: int) -> None:
             path, line, function = str(where.get("path")), int(where.get("line") or 0), str(where.get("function"))
             record = log.makeRecord(name, level, path, line, text, (), None, function, extra)
             record.process = pid
+            if trace := message.get("trace"):
+                record.exc_text = block(payload.clean_text(str(trace)))
             log.handle(record)

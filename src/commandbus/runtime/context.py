@@ -44,6 +44,7 @@ from commandbus.model import payload
 from commandbus.model.command import Command
 from commandbus.model.durations import format_seconds, parse_seconds
 from commandbus.model.limit import WAIT_SECONDS
+from commandbus.model.safe_text import escaped
 from commandbus.model.timeouts import SHORTEST
 from commandbus.runtime.attempt import CHILD_LATE, NEVER, Attempt, Scope, Stop
 from commandbus.runtime.blocks import AsyncBlock, Door, async_block, sync_block
@@ -173,8 +174,8 @@ class _Context:
             attempt = self._attempt
             extra = {
                 "domain": attempt.domain,
-                "command_type": attempt.command_type,
-                "command_id": attempt.command_id,
+                "command_type": escaped(attempt.command_type),
+                "command_id": escaped(attempt.command_id),
                 "attempt": attempt.charge,
                 "attempt_number": attempt.number,
             }

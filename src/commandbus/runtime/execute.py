@@ -31,6 +31,7 @@ from commandbus.errors import (
     UnknownCommandTypeError,
 )
 from commandbus.flow.settle import Settlement, charge_of
+from commandbus.logger import safe_logger
 from commandbus.model.durations import format_seconds
 from commandbus.model.http import ApiFailure, api_failure
 from commandbus.model.outcome import Failure, Judgement, Verdict, describe, insist, judge, judge_failure
@@ -45,7 +46,7 @@ from commandbus.runtime.health import HealthStatus
 from commandbus.runtime.limited import RateLimited
 from commandbus.runtime.remote import API
 
-logger = logging.getLogger("commandbus.worker")
+logger = safe_logger("commandbus.worker")
 
 
 _FATES = {
@@ -320,7 +321,7 @@ class Executor:
         tries = f"{charge_of(attempt.row, failure)} of {most} tries used"
         _log(level, attempt, f"failed ({tries}): {failure.error_type}: {failure.error[:500]}; {fate}")
         if failure.traceback is not None:
-            _log(logging.DEBUG, attempt, failure.traceback)
+            _log(logging.DEBUG, attempt, "failed at", trace=failure.traceback)
 
     def _policy_of(self, attempt: Attempt) -> RetryPolicy:
         handler = attempt.handler
@@ -329,12 +330,12 @@ class Executor:
         return self._policy
 
 
-def _log(level: int, attempt: Attempt, text: str) -> None:
+def _log(level: int, attempt: Attempt, text: str, *, trace: str | None = None) -> None:
     """Say something of an attempt, in safe text and without exc_info. Whatever a log's handler does (raise, or
     format the hostile exception that is being handled here) must not cost us the outcome or the slot."""
     with suppress(Exception):
         what = (attempt.command_type, attempt.command_id, attempt.domain)
-        logger.log(level, "%s %s of domain %s %s", *what, text, extra=attempt.log_fields)
+        logger.log(level, "%s %s of domain %s %s", *what, text, extra=attempt.log_fields, trace=trace)
 
 
 def _traceback_of(error: BaseException) -> str:

@@ -393,12 +393,13 @@ class _Forward(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = record.getMessage()
-            if record.exc_info:
-                text += "\n" + logging.Formatter().formatException(record.exc_info)
+            trace = (
+                logging.Formatter().formatException(record.exc_info) if record.exc_info else record.exc_text or ""
+            )
             more = {name: _plain(value) for name, value in extras(record).items()}
             where = {"path": record.pathname, "line": record.lineno, "function": record.funcName}
             message = {"k": "log", "name": record.name, "level": record.levelno, "text": text[-_LONGEST_LOG:]}
-            message |= {"where": where, "extra": more}
+            message |= {"where": where, "extra": more, "trace": trace[-_LONGEST_LOG:]}
             with suppress(OSError):  # of a process that was forked off: it has no part in this
                 self._channel.send(message)
         except Exception:  # noqa: BLE001 - as logging does: a log costs nobody his outcome

@@ -2,6 +2,9 @@
 
 What a record carries in `extra` (the command's id, its domain …) is part of the line in both. Only processes that
 are ours are set up like this; a worker inside an application uses the application's logging.
+
+Whatever a record says is escaped (`model/safe_text.py`): a record is one line, and only a traceback has more. Its
+lines are indented, so that nothing in the text of an error looks like a record of its own.
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import textwrap
 from datetime import UTC, datetime
 from typing import Any
 
+from commandbus.model.safe_text import block, escaped, escaped_json
 from commandbus.settings import Settings
 
 _KNOWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -36,7 +41,8 @@ class TextFormatter(logging.Formatter):
         """One line, and the traceback beneath it."""
         more = ", ".join(f"{name}={value}" for name, value in extras(record).items())
         line = f"{_moment(record)} {record.levelname} {record.name}: {record.getMessage()}"
-        return "\n".join([f"{line} ({more})" if more else line, *_traceback(self, record)])
+        shown = escaped(f"{line} ({more})" if more else line)
+        return "\n".join([shown, *(block(trace) for trace in _traceback(self, record))])
 
 
 class JsonFormatter(logging.Formatter):
@@ -53,7 +59,7 @@ class JsonFormatter(logging.Formatter):
         }
         if trace := _traceback(self, record):
             document["exception"] = "\n".join(trace)
-        return json.dumps(document, default=str, ensure_ascii=False)
+        return escaped_json(json.dumps(document, default=str, ensure_ascii=False))
 
 
 def _moment(record: logging.LogRecord) -> str:
@@ -65,6 +71,8 @@ def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> list[
     found = []
     if record.exc_info:
         found.append(formatter.formatException(record.exc_info))
+    elif record.exc_text:
+        found.append(textwrap.dedent(record.exc_text))
     if record.stack_info:
         found.append(formatter.formatStack(record.stack_info))
     return found

@@ -75,7 +75,7 @@ class StopReport:
 def identity(spec: WorkerSpec, settings: Settings) -> WorkerIdentity:
     """What the registry is told of a worker."""
     try:
-        release = version("commandbus")
+        release = version("commandbus-pg")
     except PackageNotFoundError:
         release = "unknown"
     return WorkerIdentity(

@@ -22,11 +22,12 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from commandbus.clock import monotonic
+from commandbus.logger import safe_logger
 from commandbus.model.durations import format_seconds
 from commandbus.runtime.health import HealthState, HealthStatus
 from commandbus.settings import Settings
 
-logger = logging.getLogger("commandbus.watchdog")
+logger = safe_logger("commandbus.watchdog")
 
 FROZEN = "frozen"
 LOOK_AGAIN_SECONDS = 1.0

@@ -22,6 +22,7 @@ import psycopg
 
 from commandbus.db.descriptors import file_behind
 from commandbus.errors import ConfigurationError, EmbeddedPostgresError, MissingPrivilegeError, SchemaError
+from commandbus.logger import safe_logger
 from commandbus.runtime.board import Board
 from commandbus.runtime.load import load_registry
 from commandbus.runtime.logs import set_up_logging
@@ -32,7 +33,7 @@ from commandbus.supervisor import letter
 from commandbus.supervisor.letter import Letter
 from commandbus.supervisor.said import LONGEST_TEXT
 
-logger = logging.getLogger("commandbus.worker")
+logger = safe_logger("commandbus.worker")
 
 FLUSH_SECONDS: Final = 1.0
 CLEAN, CONFIGURATION, REFUSED, DATABASE, LEFT_BEHIND, BUG = 0, 3, 5, 6, 7, 70

@@ -9,7 +9,6 @@ again, and in the end the leases decide.
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 import time
@@ -37,6 +36,7 @@ from commandbus.flow.rescue import (
     terminate_backends,
 )
 from commandbus.flow.settle import Settlement, settle
+from commandbus.logger import safe_logger
 from commandbus.model.client_sockets import Socket, Times, opened_by_handlers
 from commandbus.model.outcome import Judgement, Verdict
 from commandbus.model.postmortem import Cause, Death, Finding, Role, Running, examine
@@ -47,7 +47,7 @@ from commandbus.settings import Settings
 from commandbus.supervisor.notices import say_culprit, say_done
 from commandbus.supervisor.said import Hello
 
-logger = logging.getLogger("commandbus.supervisor")
+logger = safe_logger("commandbus.supervisor")
 
 Key = tuple[str, int, int]
 

@@ -8,7 +8,6 @@ is complete, and stays if that cannot be.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import selectors
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from commandbus.logger import safe_logger
 from commandbus.model.postmortem import Cause, Death
 from commandbus.model.words import counted
 from commandbus.runtime.board import State
@@ -30,7 +30,7 @@ from commandbus.supervisor.said import Failed
 from commandbus.supervisor.spawn import spawn
 from commandbus.supervisor.start import place_of
 
-logger = logging.getLogger("commandbus.supervisor")
+logger = safe_logger("commandbus.supervisor")
 
 SILENT_SECONDS: Final = 0.6
 MEMORY_SECONDS: Final = 1.0

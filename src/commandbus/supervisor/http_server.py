@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import re
 import selectors
 import socket
@@ -32,8 +31,9 @@ from http import HTTPStatus
 from typing import Final
 
 from commandbus.clock import monotonic
+from commandbus.logger import safe_logger
 
-logger = logging.getLogger("commandbus.supervisor")
+logger = safe_logger("commandbus.supervisor")
 
 CONNECTIONS: Final = 128
 READ_SECONDS: Final = 2.0

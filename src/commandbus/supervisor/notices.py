@@ -12,12 +12,13 @@ from typing import Final
 
 from commandbus.flow.rescue import Held
 from commandbus.flow.settle import Settlement
+from commandbus.logger import safe_logger
 from commandbus.model.command import CommandStatus
 from commandbus.model.postmortem import Cause, Death, Finding
 from commandbus.model.words import counted
 from commandbus.supervisor.process import WorkerProcess
 
-logger = logging.getLogger("commandbus.supervisor")
+logger = safe_logger("commandbus.supervisor")
 
 NAMED: Final = 5
 _AFTERWARDS: Final[dict[str | None, str]] = {

@@ -7,14 +7,15 @@ speak for its supervisor: `SERVICE_VARIABLES` are what to leave out of its envir
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import time
 from collections.abc import Mapping
 from typing import Final
 
-logger = logging.getLogger("commandbus.supervisor")
+from commandbus.logger import safe_logger
+
+logger = safe_logger("commandbus.supervisor")
 
 SERVICE_VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 SEND_SECONDS: Final = 1.0

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -22,10 +21,11 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from commandbus.errors import ConfigurationError
+from commandbus.logger import safe_logger
 from commandbus.supervisor.http_server import Answer, HttpServer
 from commandbus.supervisor.metrics import CONTENT_TYPE
 
-logger = logging.getLogger("commandbus.supervisor")
+logger = safe_logger("commandbus.supervisor")
 
 LIVE: Final = "/health/live"
 READY: Final = "/health/ready"

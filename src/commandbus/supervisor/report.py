@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from commandbus.logger import safe_logger
 from commandbus.model.words import counted
 
-logger = logging.getLogger("commandbus.supervisor")
+logger = safe_logger("commandbus.supervisor")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ SIGHUP            new workers, with the code and settings that are there now, ta
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import secrets
@@ -34,6 +33,7 @@ from commandbus.db.resolve import Database, embedded_folder
 from commandbus.db.wait_for_server import ServerWait
 from commandbus.errors import CommandBusError
 from commandbus.flow.privileges import check_may_work
+from commandbus.logger import safe_logger
 from commandbus.model.postmortem import Death
 from commandbus.model.words import counted
 from commandbus.settings import Settings
@@ -47,7 +47,7 @@ from commandbus.supervisor.process import WorkerProcess
 from commandbus.supervisor.report import SupervisorReport
 from commandbus.supervisor.view import View
 
-logger = logging.getLogger("commandbus.supervisor")
+logger = safe_logger("commandbus.supervisor")
 
 TICK_SECONDS: Final = 0.2
 BLIND_SECONDS: Final = 1.0

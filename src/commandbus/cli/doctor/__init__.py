@@ -13,10 +13,12 @@ from typing import TextIO
 import click
 import psycopg
 
+from commandbus.cli import installation
 from commandbus.cli.doctor import configuration, fleet, limits, manifest, privileges, schema, server, unit
 from commandbus.cli.doctor.findings import Conn, Finding, Findings, Level, fail, ok, warn
 from commandbus.cli.exits import ExitCode, one_line
-from commandbus.cli.render import print_json, printable
+from commandbus.cli.release import release
+from commandbus.cli.render import print_json, say, say_heading
 from commandbus.cli.session import Command, Session, connect
 from commandbus.db.resolve import Database, embedded_folder
 from commandbus.errors import CommandBusError, ConfigurationError
@@ -58,8 +60,8 @@ def doctor(ctx: click.Context, unit_file: TextIO | None, manifest_file: TextIO |
         print_json(found)
     else:
         counts = {level: sum(item.level is level for item in found) for level in Level}
-        click.echo(
-            f"\n{counts[Level.OK]} ok, {counted(counts[Level.WARN], 'warning')}, "
+        say_heading(
+            f"{counts[Level.OK]} ok, {counted(counts[Level.WARN], 'warning')}, "
             f"{counted(counts[Level.FAIL], 'failure')}"
         )
     if any(item.level is Level.FAIL for item in found):
@@ -68,6 +70,7 @@ def doctor(ctx: click.Context, unit_file: TextIO | None, manifest_file: TextIO |
 
 def examine(session: Session, unit_file: TextIO | None = None, manifest_file: TextIO | None = None) -> Findings:
     """All findings, as they are made."""
+    yield from _installation()
     settings, findings = configuration.load(session)
     yield from findings
     if settings is None:
@@ -90,6 +93,12 @@ def examine(session: Session, unit_file: TextIO | None = None, manifest_file: Te
             yield from _on_server(conn, resolved, is_embedded=embedded_folder(settings) is not None)
     finally:
         database.close()
+
+
+def _installation() -> Findings:
+    problems = [fail("installation", text, remedy) for text, remedy in installation.findings()]
+    alone = ok("installation", f"{installation.DISTRIBUTION} {release()}, and no other package in its folder")
+    yield from problems or [alone]
 
 
 def _on_server(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings:
@@ -132,9 +141,9 @@ def _address(settings: Settings) -> str:
 
 
 def _print(finding: Finding) -> None:
-    click.echo(f"{finding.level.value:<{WIDTH}} {finding.check}: {printable(finding.message)}")
+    say(f"{finding.level.value:<{WIDTH}} {finding.check}: {finding.message}")
     if finding.remedy is not None:
-        click.echo(f"{'':<{WIDTH}} → {printable(finding.remedy)}")
+        say(f"{'':<{WIDTH}} → {finding.remedy}")
 
 
 COMMANDS = [doctor]

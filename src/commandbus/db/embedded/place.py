@@ -11,7 +11,6 @@ It does not run PostgreSQL's programs.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
 import secrets
@@ -21,8 +20,9 @@ from pathlib import Path
 
 from commandbus.db.embedded.binaries import Account, Binaries
 from commandbus.errors import EmbeddedPostgresError
+from commandbus.logger import safe_logger
 
-log = logging.getLogger(__name__)
+log = safe_logger(__name__)
 
 _FALLBACK = Path("/var/lib/commandbus")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import re
 import shlex
@@ -53,8 +52,9 @@ from commandbus.db.embedded.place import (
 )
 from commandbus.db.embedded.watch import Watcher
 from commandbus.errors import EmbeddedPostgresError
+from commandbus.logger import safe_logger
 
-log = logging.getLogger(__name__)
+log = safe_logger(__name__)
 
 _LIMIT_SECONDS = 120.0
 _PORT_TRIES = 5

@@ -14,7 +14,6 @@ starts it, and nobody does after a stop.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import select
 import threading
@@ -22,8 +21,9 @@ from collections.abc import Callable
 
 from commandbus.db.embedded.postmaster import Postmaster
 from commandbus.errors import EmbeddedPostgresError
+from commandbus.logger import safe_logger
 
-log = logging.getLogger(__name__)
+log = safe_logger(__name__)
 
 _LOOK_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS = 0.5

@@ -1,0 +1,95 @@
+"""installation: is what is imported as `commandbus` this package, and nothing but this package?
+
+The distribution is called `commandbus-pg`. One that is called `commandbus` exists, too, and is somebody else's.
+Both write into the same folder, so whoever installs both has a mixture of two packages.
+
+Everything here needs the standard library only: it must be able to speak when an import of ours fails. The command
+line asks `clash()` at its start, which is one look for one name; `doctor` looks at everything.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import sys
+from collections.abc import Iterator
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.metadata import PackagePath
+
+DISTRIBUTION = "commandbus-pg"
+PACKAGE = "commandbus"
+REPAIR = f"pip uninstall {{name}} {DISTRIBUTION} && pip install {DISTRIBUTION}"
+
+
+def clash() -> str | None:
+    """What to say if somebody else's `commandbus` is installed beside this one; cheap."""
+    try:
+        other = distribution(PACKAGE)
+    except PackageNotFoundError:
+        return None
+    return clash_text(other)
+
+
+def clash_text(other: Distribution) -> str:
+    """Two packages are one too many: which, and what to do."""
+    name = other.metadata["Name"]
+    return (
+        f"another package is installed over this one: {name} {other.version} provides {PACKAGE}, too, and "
+        f"is not {DISTRIBUTION}; run {REPAIR.format(name=name)}"
+    )
+
+
+def say_clash() -> None:
+    """A warning on standard error, if there is reason for one."""
+    text = clash()
+    if text is not None and sys.stderr is not None:
+        print(f"{PACKAGE}: warning: {ascii(text)[1:-1]}", file=sys.stderr)
+
+
+def others() -> list[Distribution]:
+    """All distributions but ours that have files in our package. It reads the file list of each: slow."""
+    found = {}
+    for other in distributions():
+        name = (other.metadata["Name"] or "").lower().replace("_", "-")
+        if name != DISTRIBUTION and (name == PACKAGE or any(_is_in_package(path) for path in other.files or ())):
+            found[name] = other
+    return list(found.values())
+
+
+def changed_files() -> list[str]:
+    """Files of our package that are not as they were installed: overwritten, changed by hand, or gone."""
+    try:
+        ours = distribution(DISTRIBUTION)
+    except PackageNotFoundError:
+        return []
+    return sorted(str(path) for path in ours.files or () if _is_in_package(path) and not _is_unchanged(path))
+
+
+def _is_in_package(path: PackagePath) -> bool:
+    return path.parts[:1] == (PACKAGE,) and path.suffix != ".pyc"
+
+
+def _is_unchanged(path: PackagePath) -> bool:
+    if path.hash is None:
+        return True
+    try:
+        digest = hashlib.new(path.hash.mode, path.read_binary()).digest()
+    except (OSError, ValueError):
+        return False
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == path.hash.value
+
+
+def findings() -> Iterator[tuple[str, str]]:
+    """What is wrong, and what to do about it."""
+    for other in others():
+        text, _, remedy = clash_text(other).partition("; run ")
+        yield text, f"run {remedy}"
+    if changed := changed_files():
+        few = ", ".join(changed[:3]) + (", …" if len(changed) > 3 else "")
+        yield (
+            f"{len(changed)} of its files are not as they were installed: {few}",
+            f"run pip install --force-reinstall --no-deps {DISTRIBUTION}",
+        )
