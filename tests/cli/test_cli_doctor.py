@@ -150,6 +150,29 @@ def test_what_needs_a_look(troubled, database):
         assert expected in told
 
 
+def test_a_schema_in_which_every_login_may_create_is_named_with_the_statement_that_mends_it(orders, database):
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute("GRANT CREATE ON SCHEMA public TO PUBLIC")  # as PostgreSQL 14 does by itself
+        conn.execute('CREATE SCHEMA "App"; GRANT ALL ON SCHEMA "App" TO PUBLIC')
+        conn.execute("CREATE SCHEMA apart; GRANT ALL ON SCHEMA apart TO PUBLIC")
+        name = conn.info.dbname
+        conn.execute(f'ALTER DATABASE "{name}" SET search_path = "App", public'.encode())
+        found = [item for item in orders("doctor", "--json").document if item["check"] == "strangers"]
+        assert [item["level"] for item in found] == ["WARN", "WARN"]
+        for item in found:
+            conn.execute(item["remedy"].encode())
+    assert findings(orders("doctor", "--json"), "OK")["strangers"]
+
+
+def test_a_search_path_with_pg_catalog_behind_others_is_named(orders, database):
+    with psycopg.connect(database, autocommit=True) as conn:
+        set_path = f'ALTER DATABASE "{conn.info.dbname}" SET search_path = '
+        conn.execute((set_path + "pg_catalog, public").encode())
+        assert "search path" not in findings(orders("doctor", "--json"), "WARN")
+        conn.execute((set_path + "public, pg_catalog").encode())
+        assert "public, pg_catalog" in findings(orders("doctor", "--json"), "WARN")["search path"]["message"]
+
+
 def test_a_lost_queue_fails(orders, database):
     with psycopg.connect(database) as conn:
         conn.execute("SELECT pgmq.drop_queue('orders__commands')")

@@ -27,6 +27,7 @@ def examine(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings:
     yield from _version(conn)
     yield from _role_of_server(conn)
     yield from _creators(conn)
+    yield from _search_path(conn)
     yield from _pooler(conn, settings)
     yield from _limits_of_role(conn, settings)
     yield from _clock(conn)
@@ -93,6 +94,19 @@ def _creators(conn: Conn) -> Findings:
         )
     if not rows:
         yield ok("strangers", "nobody may create in schema public without a grant")
+
+
+def _search_path(conn: Conn) -> Findings:
+    """Where pg_catalog is not named, it comes first."""
+    path = _one(conn, "SHOW search_path")
+    names = [name.strip() for name in path.split(",")]
+    if "pg_catalog" in names[1:]:
+        yield warn(
+            "search path",
+            f"search_path is {path}: whoever may create in a schema before pg_catalog can replace any operator, "
+            f"also those of our statements",
+            "name pg_catalog first, or not at all: then PostgreSQL puts it first",
+        )
 
 
 def _pooler(conn: Conn, settings: Settings) -> Findings:
