@@ -144,6 +144,11 @@ def test_a_producer_sends(work: Bus, acting: Roles, db: psycopg.Connection[Any])
     assert producer.get_outcome("orders", "nobody's") is None
     assert [domain.name for domain in producer.list_domains()] == ["orders"]
     assert producer.schema_state().is_current
+    producer.run(
+        raw("""SELECT pgmq.send('orders__commands', '{"command_type": "Ship", "command_id": "other"}')""")
+    )
+    work.claim()
+    assert producer.get_outcome("orders", "other").status is CommandStatus.PENDING
     for act in [*_operating(producer), *_setting_up(producer), *_looking(producer)]:
         assert_refused(act)
     assert_refused(producer.claim)

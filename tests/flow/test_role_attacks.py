@@ -51,7 +51,6 @@ FORGERIES = (
     "INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason) VALUES ('', 'x', 1, 0, 'call')",
     "DELETE FROM commandbus.parked",
     "DELETE FROM commandbus.batch_delta",
-    "INSERT INTO pgmq.q_orders__commands (vt, message, headers) VALUES (now(), '{}', '{\"held_by\": \"w1\"}')",
     "INSERT INTO pgmq.q_orders__commands (vt, message, read_ct) VALUES (now(), '{}', 2147483647)",
     "UPDATE pgmq.q_orders__commands SET vt = 'infinity'",
     "SELECT setval('pgmq.q_orders__commands_msg_id_seq', 1)",

@@ -411,3 +411,14 @@ def test_errors_are_of_one_family(orders: Bus) -> None:
     for act in (lambda: orders.send("Bad", "x"), lambda: orders.send("nowhere", "x")):
         with pytest.raises(CommandBusError):
             act()
+
+
+def test_the_receipts_of_many_name_the_rows_that_were_made(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    """With ids of ours, of the caller's, and of both; of a thousand and more."""
+    for ids in ([None] * 1100, [f"own-{1100 - n:04d}" for n in range(1100)], [None, "x", None, "own-0007", None]):
+        sent = orders.send_many("orders", [NewCommand("Ship", command_id=id_) for id_ in ids])
+        rows = db.execute(
+            "SELECT id, command_id FROM commandbus.command WHERE id = ANY (%s)", ([s.id for s in sent],)
+        )
+        assert dict(rows.fetchall()) == {receipt.id: receipt.command_id for receipt in sent}
+        assert [receipt.command_id for receipt in sent if receipt.command_id in ids] == [id_ for id_ in ids if id_]

@@ -34,8 +34,18 @@ MAX_DELAY_SECONDS = 10 * 366 * 86400.0
 # Left out where the ids are ours: a speculative insertion costs a third of a bulk send.
 # It names no columns: who names them must be able to read them, and a producer reads no ids of others.
 ON_CONFLICT = "ON CONFLICT DO NOTHING"
-CALLERS_IDS = {"conflict": ON_CONFLICT, "by_id": "ORDER BY i", "by_turn": "ORDER BY msg_id"}
-OUR_IDS = {"conflict": "", "by_id": "", "by_turn": ""}
+CALLERS_IDS = {
+    "conflict": ON_CONFLICT,
+    "by_id": "ORDER BY i",
+    "by_turn": "ORDER BY msg_id",
+    "answer": "i, id, (SELECT count(*) FROM woken) FROM sent JOIN input USING (msg_id)",
+}
+OUR_IDS = {
+    "conflict": "",
+    "by_id": "",
+    "by_turn": "",
+    "answer": "NULL, id, (SELECT count(*) FROM woken) FROM sent ORDER BY msg_id",  # the join costs a twentieth
+}
 
 
 class Outgoing(NamedTuple):
@@ -107,7 +117,8 @@ def send_chunk(domain: str, outgoing: Sequence[Outgoing]) -> Steps[list[SentComm
         raise InvalidCommandError(
             "the data is nested too deeply for the server to read (max_stack_depth)"
         ) from None
-    sent = {command_id: SentCommand(domain, command_id, id_) for command_id, id_, _ in rows}
+    ids = [row[0] for row in rows] if parts is CALLERS_IDS else list(unique)
+    sent = {command_id: SentCommand(domain, command_id, row[1]) for command_id, row in zip(ids, rows, strict=True)}
     if len(sent) < len(unique):
         missing = [item for item in unique.values() if item.command_id not in sent]
         sent |= yield from _find_existing(domain, missing)

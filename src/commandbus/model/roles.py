@@ -126,7 +126,7 @@ _TENANT_GRANTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
 
 _QUEUE = {
     "reader": ("SELECT",),
-    "producer": ("INSERT (msg_id, vt, message)", "SELECT (msg_id, vt)"),
+    "producer": ("INSERT (msg_id, vt, message, headers)", "SELECT (msg_id, vt)"),  # headers: pgmq.send names them
     "limiter": (),
     "worker": ("SELECT, INSERT, UPDATE, DELETE",),
     "operator": ("SELECT, INSERT, UPDATE, DELETE",),

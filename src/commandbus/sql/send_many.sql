@@ -3,7 +3,8 @@
 -- Locks and indexes as in send.sql. Rows whose command_id exists are left out: the caller (flow/send.py) looks
 -- at those and decides. Ids of the caller's are inserted in their own order, so that two senders of the same ids
 -- in different orders wait for each other instead of deadlocking; the queue keeps the caller's order. One NOTIFY
--- for all, with the earliest vt.
+-- for all, with the earliest vt. The ids are not read from the command rows, which a producer may not read: they come
+-- from the input, or, where all are ours and none can be left out, the answer is in the order of the input.
 WITH ours AS (  -- never run; named first, so that a database without our schema says that, not that the queue is missing
     SELECT FROM commandbus.command
 ), input AS MATERIALIZED (
@@ -29,4 +30,4 @@ WITH ours AS (  -- never run; named first, so that a database without our schema
      WHERE EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > pg_catalog.now())
     HAVING pg_catalog.count(*) > 0
 )
-SELECT i, id, (SELECT pg_catalog.count(*) FROM woken) FROM sent JOIN input USING (msg_id)
+SELECT {answer}
