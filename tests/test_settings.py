@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import re
 import traceback
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -64,6 +66,8 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "pool_reconnect_timeout": ("1m", 60.0),
     "retention_age": ("7d", 604_800.0),
     "retention_count": ("1000", 1000),
+    "retention_asides_count": ("500", 500),
+    "retention_asides_bytes": ("64MiB", 64 << 20),
     "max_attempts": ("5", 5),
     "backoff_schedule": ("1s, 500ms, 2m", (1.0, 0.5, 120.0)),
     "backoff_jitter": ("0.25", 0.25),
@@ -658,3 +662,74 @@ def test_settings_are_compared_by_value_and_not_by_origin(project: Path) -> None
     assert load_settings(environ=environ, directory=project) == load_settings(
         {"concurrency": 8}, environ={}, directory=project
     )
+
+
+# --- whose file it is -----------------------------------------------------------------------------------------
+
+STRANGER = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
+
+
+@pytest.fixture
+def below(project: Path) -> Path:
+    folder = project / "shared" / "mine"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("commandbus.toml", 'environment = "theirs"\n'),
+        ("pyproject.toml", '[tool.commandbus]\nenvironment = "theirs"\n'),
+    ],
+)
+@as_root
+def test_a_strangers_file_in_a_parent_folder_is_refused_by_name(below: Path, name: str, text: str) -> None:
+    file = below.parent / name
+    file.write_text(text)
+    assert load_settings(environ={}, directory=below).environment == "theirs"
+    os.chown(file, STRANGER, STRANGER)
+    with pytest.raises(
+        ConfigurationError, match=rf"{re.escape(str(file))}: belongs to user .*{STRANGER}.*--config"
+    ):
+        load_settings(environ={}, directory=below)
+    named = load_settings(environ={}, directory=below, config_file=file)
+    assert named.environment == "theirs"
+
+
+@as_root
+def test_a_strangers_pyproject_without_settings_is_none_of_our_business(below: Path) -> None:
+    file = below.parent / "pyproject.toml"
+    file.write_text("[tool.other]\n")
+    os.chown(file, STRANGER, STRANGER)
+    load_settings(environ={}, directory=below)
+
+
+@as_root
+def test_a_strangers_link_to_a_file_of_ours_is_refused(below: Path) -> None:
+    (below.parent / "mine.toml").write_text('environment = "mine"\n')
+    link = below.parent / "commandbus.toml"
+    link.symlink_to("mine.toml")
+    assert load_settings(environ={}, directory=below).environment == "mine"
+    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    with pytest.raises(ConfigurationError, match="belongs to user"):
+        load_settings(environ={}, directory=below)
+
+
+@as_root
+def test_root_reads_the_file_of_the_user_who_called_sudo(below: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = below.parent / "commandbus.toml"
+    file.write_text('environment = "mine"\n')
+    os.chown(file, STRANGER, STRANGER)
+    monkeypatch.setenv("SUDO_UID", str(STRANGER))
+    assert load_settings(environ={}, directory=below).environment == "mine"
+
+
+def test_a_file_that_everybody_may_write_to_is_refused(below: Path) -> None:
+    file = below.parent / "commandbus.toml"
+    file.write_text('environment = "anybodys"\n')
+    file.chmod(0o666)
+    with pytest.raises(ConfigurationError, match=r"everybody may write to it.*chmod o-w"):
+        load_settings(environ={}, directory=below)
+    assert load_settings(environ={}, directory=below, config_file=file).environment == "anybodys"

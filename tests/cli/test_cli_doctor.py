@@ -173,6 +173,19 @@ def test_a_search_path_with_pg_catalog_behind_others_is_named(orders, database):
         assert "public, pg_catalog" in findings(orders("doctor", "--json"), "WARN")["search path"]["message"]
 
 
+def test_where_the_oldest_of_what_was_put_aside_is_dropped(orders, database, monkeypatch):
+    with psycopg.connect(database) as conn:
+        conn.execute(
+            "INSERT INTO commandbus.rejected_message (domain, msg_id, reason) "
+            "SELECT 'orders', n, 'no command' FROM generate_series(1, 50) n"
+        )
+    assert "the oldest are dropped" not in orders("doctor").out
+    monkeypatch.setenv("COMMANDBUS_RETENTION_ASIDES_COUNT", "50")
+    found = findings(orders("doctor", "--json"), "WARN")["rejected messages"]
+    assert "50 are kept" in found["message"]
+    assert "the oldest are dropped" in found["message"]
+
+
 def test_a_lost_queue_fails(orders, database):
     with psycopg.connect(database) as conn:
         conn.execute("SELECT pgmq.drop_queue('orders__commands')")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import commandbus
 from commandbus import sql
-from commandbus.flow import backend, batch, inspect, send
+from commandbus.flow import backend, batch, claim, inspect, send
 
 PACKAGE = Path(commandbus.__file__).parent
 DOMAIN = "orders"
@@ -84,6 +84,8 @@ def _in_files() -> Iterator[Found]:
                 "groups": sql.part("settle_groups"),
                 **send.CALLERS_IDS,
                 **batch._RETRIES,
+                "kind": claim.OURS,
+                "table": "rejected_message",
             }
             yield Found(path.name, _numbered(sql.text(path.stem, domain=DOMAIN, **parts).decode()))
 

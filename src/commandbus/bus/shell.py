@@ -106,7 +106,7 @@ class Shell:
 
     def _retention(self, age: float | str | timedelta | None, count: int | None) -> Retention:
         if age is None and count is None:
-            return Retention(self.settings.retention_age, self.settings.retention_count)
+            return Retention.of(self.settings)
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
             raise ValueError(f"count must be a whole number of at least 0, not {count!r}")
         return Retention(None if age is None else parse_seconds(age, name="age"), count)

@@ -25,7 +25,7 @@ def prune(session: Session, age: float | None, count: int | None) -> None:
         report,
         lambda: say(
             f"forgotten: {counted(report.commands, 'command')}, {counted(report.archived, 'archived message')}, "
-            f"{counted(report.asides, 'thing')} put aside"
+            f"{counted(report.asides + sum(report.dropped.values()), 'thing')} put aside"
         ),
     )
 

@@ -41,6 +41,12 @@ SPACED = 2
 """The server's text of a document has a blank after each comma and colon."""
 OTHER_FIELDS_BYTES = 1 << 16
 PREVIEW_CHARACTERS = 2000
+EVERY = "true"
+"""Which messages are claimed: all of them …"""
+OURS = "(pg_catalog.pg_column_size(message) <= 80 AND message OPERATOR(pg_catalog.?) 'command')"
+"""… those that look like a command of ours (the size is known without reading a large message) …"""
+RAW = f"{OURS} IS NOT TRUE"
+"""… or the others."""
 
 
 class ClaimedRow(NamedTuple):
@@ -128,11 +134,13 @@ class Claim:
 
 
 @operation(atomic=False)
-def claim(*, domain: str, worker: str, n: int, lease_seconds: float, cursor: datetime | None) -> Steps[Claim]:
+def claim(
+    *, domain: str, worker: str, n: int, lease_seconds: float, cursor: datetime | None, kind: str = EVERY
+) -> Steps[Claim]:
     """Claim up to n messages that became visible at or after the cursor (None: from the beginning)."""
     try:
         rows = yield Statement(
-            sql.text("claim", domain=domain),
+            sql.text("claim", domain=domain, kind=kind),
             {
                 "domain": domain,
                 "worker": worker,

@@ -7,22 +7,41 @@ batches and processes themselves go when nothing of them is left.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from commandbus import sql
 from commandbus.flow.domains import list_domains
 from commandbus.flow.statement import Plan, Statement, Steps, operation
 from commandbus.model.names import queue_of
+from commandbus.settings import Settings
 
 BITE = 1000
+ASIDES = {
+    "rejected_message": "rejected messages",
+    "undelivered_reply": "undelivered replies",
+    "stray_reply": "stray replies",
+}
+"""Tables of things put aside, which strangers can fill, and what people call these things."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What is kept: commands that finished within `age_seconds`, and the newest `count` in all."""
+    """What is kept: commands that finished within `age_seconds`, and the newest `count` in all. Of each kind of
+    things put aside the newest `asides_count`, and no more than `asides_bytes`."""
 
     age_seconds: float | None = None
     count: int | None = None
+    asides_count: int | None = None
+    asides_bytes: int | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> Retention:
+        """What the settings say."""
+        return cls(
+            settings.retention_age, settings.retention_count,
+            settings.retention_asides_count, settings.retention_asides_bytes,
+        )  # fmt: skip
 
     @property
     def is_off(self) -> bool:
@@ -49,12 +68,15 @@ class PruneReport:
     asides: int = 0
     batches: int = 0
     processes: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Things put aside that were dropped because there were too many, by their kind."""
 
 
 def prune_all(retention: Retention) -> Plan[PruneReport]:
     """Bite by bite until nothing is left to forget."""
+    dropped = yield from _prune_excess(retention)
     if retention.is_off:
-        return PruneReport()
+        return PruneReport(dropped=dropped)
     through = yield through_id(retention)
     bite = Bite(0, 0, False)
     commands = archived = asides = 0
@@ -69,7 +91,18 @@ def prune_all(retention: Retention) -> Plan[PruneReport]:
                 archived += gone
         while gone := (yield prune_asides(retention.age_seconds)):
             asides += gone
-    return PruneReport(commands, archived, asides, batches, processes)
+    return PruneReport(commands, archived, asides, batches, processes, dropped)
+
+
+def _prune_excess(retention: Retention) -> Plan[dict[str, int]]:
+    """Of each kind of things put aside the oldest, where there are too many, or too many bytes of them."""
+    dropped: dict[str, int] = {}
+    if retention.asides_count is None or retention.asides_bytes is None:
+        return dropped
+    for table, kind in ASIDES.items():
+        while gone := (yield prune_excess(table, retention.asides_count, retention.asides_bytes)):
+            dropped[kind] = dropped.get(kind, 0) + gone
+    return dropped
 
 
 def _prune_walk(name: str, retention: Retention) -> Plan[int]:
@@ -118,6 +151,13 @@ def prune_groups(name: str, retention: Retention, *, after_id: int = 0, bite: in
 def prune_archive(domain: str, age_seconds: float, *, bite: int = BITE) -> Steps[int]:
     """One bite of a domain's PGMQ archive (we archive nothing; other clients may)."""
     rows = yield Statement(sql.text("prune_archive", queue=queue_of(domain)), {"age": age_seconds, "bite": bite})
+    return len(rows)
+
+
+@operation(atomic=False)
+def prune_excess(table: str, count: int, size: int, *, bite: int = BITE) -> Steps[int]:
+    """One bite of the oldest rows of a table of things put aside, where it has too many."""
+    rows = yield Statement(sql.text("prune_excess", table=table), {"count": count, "bytes": size, "bite": bite})
     return len(rows)
 
 

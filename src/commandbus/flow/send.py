@@ -38,13 +38,14 @@ CALLERS_IDS = {
     "conflict": ON_CONFLICT,
     "by_id": "ORDER BY i",
     "by_turn": "ORDER BY msg_id",
-    "answer": "i, id, (SELECT count(*) FROM woken) FROM sent JOIN input USING (msg_id)",
+    "answer": "i, id, (SELECT pg_catalog.count(*) FROM woken) FROM sent JOIN input USING (msg_id)",
 }
 OUR_IDS = {
     "conflict": "",
     "by_id": "",
     "by_turn": "",
-    "answer": "NULL, id, (SELECT count(*) FROM woken) FROM sent ORDER BY msg_id",  # the join costs a twentieth
+    # The join costs a twentieth.
+    "answer": "NULL, id, (SELECT pg_catalog.count(*) FROM woken) FROM sent ORDER BY msg_id",
 }
 
 

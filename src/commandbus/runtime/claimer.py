@@ -12,6 +12,10 @@ next delayed message, or the poll interval. It takes the announcement back after
 Messages of processes have slots of their own beside the others (`spare`), so that a worker whose handlers are
 all busy still moves processes; domains that hold nothing else are asked while only those are free.
 
+A flood of raw messages does not keep commands waiting. Once a full claim brought mostly such messages, commands
+are claimed by themselves, past the flood, and raw messages in bites of their own that last about a quarter of a
+second and take at most half of the time while there are commands to claim.
+
 The cursor: a long-open transaction elsewhere keeps dead index entries, and every claim would walk over all that
 were settled since. So a claim begins where the last one ended; once a second, and after anything that may have
 become visible in the past, it begins at the beginning.
@@ -31,6 +35,10 @@ from commandbus.db.passing import is_locked, is_of_the_database, is_passing
 from commandbus.db.service import DatabaseService
 from commandbus.errors import CommandBusError
 from commandbus.flow.claim import (
+    ANY_ROOM,
+    EVERY,
+    OURS,
+    RAW,
     Claim,
     ClaimedRow,
     Room,
@@ -57,6 +65,10 @@ ANNOUNCEMENT_SECONDS = 60.0
 BUSY_SECONDS = 1.0
 HEAR_SECONDS = 0.25
 LOCKED_SECONDS = 1.0
+LARGEST_SIEVE = 500
+SMALLEST_SIEVE = 20
+SIEVE_SECONDS = 0.25
+FORGED_FACTOR = 4
 CANCEL = "cancel "
 MARGIN = timedelta(milliseconds=5)
 
@@ -163,6 +175,8 @@ class Claimer(DatabaseService):
             if room + own <= 0:
                 continue
             got = self._claim(domain, min(room + own, LARGEST_CLAIM))
+            if domain.is_flooded:
+                total += self._sift(domain, is_busy=got > 0)
             if got:
                 self._domains.remove(domain)
                 self._domains.append(domain)
@@ -175,24 +189,47 @@ class Claimer(DatabaseService):
 
     def _claim(self, domain: _Domain, n: int) -> int:
         now, claimed_at = monotonic(), boottime()
-        if now - domain.swept_at >= SWEEP_SECONDS:
+        sweeps = now - domain.swept_at >= domain.sweep_seconds
+        if sweeps:
             domain.cursor = None
             domain.swept_at = now
-        found = self._link.run(
-            claim(
-                domain=domain.name,
-                worker=self._worker,
-                n=n,
-                lease_seconds=self._settings.visibility_timeout,
-                cursor=domain.cursor,
-            )
-        )
+        if domain.is_forged:  # of such rows none needs a slot
+            n = min(n * FORGED_FACTOR, LARGEST_CLAIM)
+        found = self._ask(domain, n, domain.cursor, OURS if domain.is_flooded else EVERY)
+        if sweeps:  # over a flood it is a long walk
+            walked = monotonic() - now if domain.is_flooded else 0.0
+            domain.sweep_seconds = max(SWEEP_SECONDS, 10 * walked)
         domain.advance(found)
+        domain.note(found)
         if found.odd:
             self._deliver_odd(domain, found, claimed_at)
         elif found.ready:
             self._pass_on(domain, found.ready, claimed_at)
         return len(found.ready) + len(found.odd)
+
+    def _ask(self, domain: _Domain, n: int, cursor: datetime | None, kind: str) -> Claim:
+        return self._link.run(
+            claim(
+                domain=domain.name,
+                worker=self._worker,
+                n=n,
+                lease_seconds=self._settings.visibility_timeout,
+                cursor=cursor,
+                kind=kind,
+            )
+        )
+
+    def _sift(self, domain: _Domain, *, is_busy: bool) -> int:
+        """A bite of a flood of raw messages; answers how many it had. The last one ends the flood."""
+        began = monotonic()
+        if is_busy and began < domain.sift_at:
+            return 0
+        found = self._ask(domain, domain.sieve, domain.raw_cursor, RAW)
+        domain.raw_cursor = found.last_vt
+        if found.odd and self._put_right(domain.name, found.odd, ANY_ROOM)[1]:
+            domain.cursor = None
+        domain.sifted(found, began, monotonic())
+        return len(found.odd)
 
     def _deliver_odd(self, domain: _Domain, found: Claim, claimed_at: float) -> None:
         """Put right what is odd, and deliver the rest with it."""
@@ -317,6 +354,31 @@ class _Domain:
         self.is_routed = is_routed
         self.cursor: datetime | None = None
         self.swept_at = 0.0
+        self.sweep_seconds = SWEEP_SECONDS
+        self.is_flooded = False
+        self.is_forged = False
+        self.raw_cursor: datetime | None = None
+        self.sieve = LARGEST_CLAIM
+        self.sift_at = 0.0
+
+    def note(self, found: Claim) -> None:
+        """Is it a flood: of raw messages, or of messages that only say that they are ours?"""
+        raw = sum(row.id is None for row in found.odd)
+        count = len(found.ready) + len(found.odd)
+        self.is_forged = found.full and raw == count
+        if found.full and 2 * raw >= count and not self.is_flooded:
+            self.is_flooded, self.raw_cursor = True, None
+
+    def sifted(self, found: Claim, began: float, ended: float) -> None:
+        """After a bite of the flood: is it over, how large is the next bite, and when?"""
+        took = ended - began
+        self.sift_at = ended + took
+        if not found.full:
+            self.is_flooded, self.cursor, self.sweep_seconds = False, None, SWEEP_SECONDS
+        elif took > SIEVE_SECONDS:
+            self.sieve = max(SMALLEST_SIEVE, self.sieve // 2)
+        elif took < SIEVE_SECONDS / 2:
+            self.sieve = min(LARGEST_SIEVE, self.sieve * 2)
 
     def advance(self, found: Claim) -> None:
         """Begin the next claim where this one ended: at the last vt of a full one, else at its own time.

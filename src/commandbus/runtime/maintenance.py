@@ -209,10 +209,14 @@ class Maintenance(DatabaseService):
         logger.warning("batch %d cannot be looked after now, trying again in %.0f s: %s", batch, pause, error)
 
     def _prune(self) -> None:
-        plan = prune_all(Retention(self._settings.retention_age, self._settings.retention_count))
+        plan = prune_all(Retention.of(self._settings))
         report = self._follow(plan)
         if report is not None and report.commands:
             logger.info("retention: %d finished commands were forgotten", report.commands)
+        for kind, count in ({} if report is None else report.dropped).items():
+            text = "retention: the oldest %d %s were dropped: over asides_count (%d) or asides_bytes (%d)"
+            most = (self._settings.retention_asides_count, self._settings.retention_asides_bytes)
+            logger.warning(text, count, kind, *most)
 
     def _follow(self, plan: Plan[T]) -> T | None:
         """Long work in small bites, and the heartbeat in between; None if the worker stops on the way."""

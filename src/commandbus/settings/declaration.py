@@ -208,6 +208,14 @@ class Settings:
         None, "COMMANDBUS_RETENTION_COUNT", "retention.count", or_word(whole(1), "off", "none"),
         "Most finished commands kept, of all domains together",
     )  # fmt: skip
+    retention_asides_count: int = _setting(
+        100_000, "COMMANDBUS_RETENTION_ASIDES_COUNT", "retention.asides_count", whole(1),
+        "Most rejected messages kept, and undelivered replies, and stray replies; the oldest are dropped",
+    )  # fmt: skip
+    retention_asides_bytes: int = _setting(
+        1 << 30, "COMMANDBUS_RETENTION_ASIDES_BYTES", "retention.asides_bytes", byte_size(1 << 50),
+        "Most bytes of each of these kept; the oldest are dropped",
+    )  # fmt: skip
 
     max_attempts: int = _setting(
         _RETRY.max_attempts, "WORKER_MAX_ATTEMPTS", "retry.max_attempts", whole(1, 10_000),

@@ -114,15 +114,15 @@ _BYTE_UNITS: Final = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1, "": 1}
 _MAX_JSONB_BYTES: Final = 255 * 2**20  # PostgreSQL refuses a jsonb value whose parts exceed 2^28 - 1 bytes
 
 
-def byte_size() -> Kind:
+def byte_size(most: int = _MAX_JSONB_BYTES) -> Kind:
     def parse(value: object, name: str) -> int:
         text = value.strip() if isinstance(value, str) else shown(value)
         matched = re.fullmatch(r"(\d{1,12})\s*([KMG]iB|B|)", text, re.ASCII)
         size = int(matched[1]) * _BYTE_UNITS[matched[2]] if matched else 0
-        if not 1 <= size <= _MAX_JSONB_BYTES:
+        if not 1 <= size <= most:
             raise ValueError(
                 f"{name}: {shown(value)} is not accepted; give bytes (1048576) or a size with a unit "
-                f"(512KiB, 1MiB), at most {_MAX_JSONB_BYTES // 2**20}MiB"
+                f"(512KiB, 1MiB), at most {most // 2**20}MiB"
             )
         return size
 

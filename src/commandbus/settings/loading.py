@@ -1,13 +1,20 @@
-"""Where values come from: arguments > environment > commandbus.toml > [tool.commandbus] > defaults."""
+"""Where values come from: arguments > environment > commandbus.toml > [tool.commandbus] > defaults.
+
+Files are searched for in the working directory and its parents, some of which others may write to (/tmp). Settings
+name the database and the code that is run, so a file that was found must be this user's own or root's, and
+writable by nobody else; else it is refused by name, as git does. A file that somebody named is read as it is.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
 import os
+import pwd
 import re
+import stat
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -207,7 +214,7 @@ def _search(directory: Path) -> _Tables:
     tables: dict[Path, Mapping[str, object]] = {}
     for name in (CONFIG_NAME, PYPROJECT_NAME):
         for path in (folder / name for folder in folders):
-            if path.is_file() and (table := _read(path)) is not None:
+            if path.is_file() and (table := _read(path, is_found=True)) is not None:
                 tables[path] = table
                 break
     return tables
@@ -223,10 +230,11 @@ def _folders(directory: Path) -> Iterator[Path]:
             return
 
 
-def _read(path: Path) -> Mapping[str, object] | None:
-    """The settings in a file; None for a pyproject.toml that has none."""
+def _read(path: Path, *, is_found: bool = False) -> Mapping[str, object] | None:
+    """The settings in a file; None for a pyproject.toml that has none. One that was only found must be trusted."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content, about = file.read(), [os.fstat(file.fileno()), path.lstat()]
         document = tomllib.loads(content.decode())
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
@@ -235,10 +243,46 @@ def _read(path: Path) -> Mapping[str, object] | None:
         raise ConfigurationError(f"{path}, line {line}: is not UTF-8 text") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigurationError(f"{path}: is not TOML: {error}") from error
-    if path.name != PYPROJECT_NAME:
-        return document
+    table = document if path.name != PYPROJECT_NAME else _tool_table(path, document)
+    if table is not None and is_found:
+        _check_trusted(path, about)
+    return table
+
+
+def _tool_table(path: Path, document: Mapping[str, object]) -> Mapping[str, object] | None:
     tool = document.get("tool", {})
     table = tool.get("commandbus") if isinstance(tool, dict) else None
     if table is not None and not isinstance(table, dict):
         raise ConfigurationError(f"{path}: tool.commandbus must be a section, [tool.commandbus]")
     return table
+
+
+def _check_trusted(path: Path, about: Iterable[os.stat_result]) -> None:
+    """The file, and the link to it if it is one, belong to this user or to root; nobody else may write to it."""
+    remedy = f"if it is meant, name it (--config {path}, or config_file=); else move or remove it"
+    for found in about:
+        if found.st_uid not in _trusted_users():
+            raise ConfigurationError(
+                f"{path}: belongs to user {_user_name(found.st_uid)}, not to {_user_name(os.geteuid())}, and is "
+                f"not read: {remedy}"
+            )
+        if found.st_mode & stat.S_IWOTH and not stat.S_ISLNK(found.st_mode):
+            raise ConfigurationError(
+                f"{path}: everybody may write to it, so it is not read: chmod o-w, or {remedy}"
+            )
+
+
+def _trusted_users() -> set[int]:
+    """This user and root; for root also the one who called sudo."""
+    trusted = {0, os.geteuid()}
+    caller = os.environ.get("SUDO_UID", "")
+    if os.geteuid() == 0 and caller.isascii() and caller.isdigit():
+        trusted.add(int(caller))
+    return trusted
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return str(uid)

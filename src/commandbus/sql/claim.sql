@@ -12,6 +12,8 @@
 -- the backlog can turn either into a scan. The domain is compared outside of it: inside it would offer the planner
 -- command_domain_command_id_key, which looks as good as the key while the table is small (ADR 15).
 --
+-- `kind` is always true, or tells commands from raw messages while a flood of the latter is in the queue (flow/claim.py).
+--
 -- One row write each: read_ct, vt and the holder. A row that somebody still held (its worker vanished) keeps
 -- the previous holder under "before" until flow/claim.py has written the lost attempt down.
 --
@@ -29,6 +31,7 @@ WITH picked AS MATERIALIZED (
        AND (vt, msg_id) >= (%(cursor)s::timestamptz, 0)
        AND (pg_catalog.sign(%(n)s::float8) = 1::float8 OR msg_id = 0)
        AND NOT EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = '')
+       AND {kind}
      ORDER BY vt
      LIMIT %(n)s
        FOR UPDATE SKIP LOCKED

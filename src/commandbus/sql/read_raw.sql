@@ -1,22 +1,26 @@
 -- The text of raw messages that this worker has just claimed: as many of them, in their order, as fit into one bite. Of a
 -- message that is too long only its length is told. One that is nested too deep for the server's own stack ('deep'), or
 -- has a number whose text is far longer than itself (1e131071: 'number'), is not made text of at all.
+-- A text that is too long is dropped before anything sorts or copies it: of large messages the server holds one at a time.
 -- Locks: none. Index: the queue's key.
-SELECT msg_id, flaw, size, CASE WHEN size <= %(most)s::bigint THEN text END
-  FROM (SELECT msg_id, flaw, text, pg_catalog.octet_length(text)::bigint AS size,
-               pg_catalog.sum(least(pg_catalog.octet_length(text), %(most)s::bigint))
-                   OVER (ORDER BY msg_id) AS so_far,
+SELECT msg_id, flaw, size, text
+  FROM (SELECT msg_id, flaw, size, text,
+               pg_catalog.sum(least(size, %(most)s::bigint)) OVER (ORDER BY msg_id) AS so_far,
                pg_catalog.row_number() OVER (ORDER BY msg_id) AS place
-          FROM (SELECT msg_id, flaw,
-                       CASE WHEN flaw IS NULL THEN COALESCE(message, 'null')::text END AS text
-                  FROM (SELECT msg_id, message,
-                               CASE WHEN pg_catalog.jsonb_path_exists(message, '$.**{300}') THEN 'deep'
-                                    WHEN pg_catalog.jsonb_path_exists(
-                                             message, '$.**{0 to 300} ? (@.type() == "number" &&
-                                             (@.abs() > 1e400 || @ != 0 && @.abs() < 1e-400))') THEN 'number' END AS flaw
-                          FROM pgmq.{queue}
-                         WHERE msg_id = ANY (%(msg_ids)s::bigint[])
-                           AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
-                        OFFSET 0) q
-                OFFSET 0) r) s
+          FROM (SELECT msg_id, flaw, pg_catalog.octet_length(text)::bigint AS size,
+                       CASE WHEN pg_catalog.octet_length(text) <= %(most)s::bigint THEN text END AS text
+                  FROM (SELECT msg_id, flaw,
+                               CASE WHEN flaw IS NULL THEN COALESCE(message, 'null')::text END AS text
+                          FROM (SELECT msg_id, message,
+                                       CASE WHEN pg_catalog.jsonb_path_exists(message, '$.**{300}') THEN 'deep'
+                                            WHEN pg_catalog.jsonb_path_exists(message,
+                                                     '$.**{0 to 300} ? (@.type() == "number" &&
+                                                     (@.abs() > 1e400 || @ != 0 && @.abs() < 1e-400))') THEN 'number'
+                                       END AS flaw
+                                  FROM pgmq.{queue}
+                                 WHERE msg_id = ANY (%(msg_ids)s::bigint[])
+                                   AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
+                                OFFSET 0) q
+                        OFFSET 0) r
+                OFFSET 0) s) t
  WHERE place = 1 OR so_far IS NULL OR so_far <= %(bite)s::numeric

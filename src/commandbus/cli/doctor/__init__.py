@@ -110,7 +110,7 @@ def _on_server(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings
         return
     yield from _guarded("domains", schema.examine_domains(conn))
     if state.is_current:
-        yield from _guarded("fleet", fleet.examine(conn))
+        yield from _guarded("fleet", fleet.examine(conn, settings))
         yield from _guarded("limits", limits.examine(conn, settings))
 
 

@@ -6,10 +6,12 @@ from commandbus.cli.doctor.findings import Conn, Findings, ok, warn
 from commandbus.cli.render import age
 from commandbus.db.drive import run
 from commandbus.flow.inspect import DomainStatus, WorkerInfo, domain_status, list_workers
+from commandbus.flow.prune import ASIDES
 from commandbus.model.words import counted
+from commandbus.settings import Settings
 
 
-def examine(conn: Conn) -> Findings:
+def examine(conn: Conn, settings: Settings) -> Findings:
     """Workers first, then what waits."""
     workers = run(conn, list_workers())
     yield from _workers(workers)
@@ -17,6 +19,7 @@ def examine(conn: Conn) -> Findings:
     yield from _unserved(domains, [worker for worker in workers if worker.is_alive])
     yield from _waiting(domains)
     yield from _undelivered(conn)
+    yield from _full(conn, settings)
 
 
 def _workers(workers: list[WorkerInfo]) -> Findings:
@@ -77,6 +80,23 @@ def _paused(item: DomainStatus) -> str:
     if len(item.paused_types) == 1:
         return f"command type {names} of domain {item.domain} is paused"
     return f"command types {names} of domain {item.domain} are paused"
+
+
+def _full(conn: Conn, settings: Settings) -> Findings:
+    """Where the oldest of what was put aside is dropped, because there is too much of it."""
+    for table, kind in ASIDES.items():
+        row = conn.execute(
+            f"SELECT pg_catalog.max(id) - pg_catalog.min(id) + 1::bigint, "
+            f"pg_catalog.pg_table_size('commandbus.{table}') FROM commandbus.{table}".encode()
+        ).fetchone()
+        count, size = row or (None, 0)
+        if count and (count >= settings.retention_asides_count or size >= settings.retention_asides_bytes):
+            yield warn(
+                kind,
+                f"{count} are kept, {size >> 20} MiB: as many as retention.asides_count and asides_bytes allow; "
+                f"the oldest are dropped",
+                "find out who sends them; raise these settings if all are to be kept",
+            )
 
 
 def _undelivered(conn: Conn) -> Findings:

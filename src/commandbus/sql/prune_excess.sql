@@ -1,0 +1,19 @@
+-- Removes a bite of the oldest things put aside in one table, where it holds more than `count` rows (told by its ids) or
+-- more than `bytes` (as they are stored, without reading them). Sizes are added up only where the table is that large.
+-- Locks: the rows themselves. Index: the key.
+WITH newest AS MATERIALIZED (
+    SELECT pg_catalog.max(id) AS id FROM commandbus.{table}
+), beyond AS MATERIALIZED (
+    SELECT greatest(
+        (SELECT id FROM newest) - %(count)s::bigint,
+        CASE WHEN pg_catalog.pg_table_size('commandbus.{table}') > %(bytes)s::bigint THEN
+            (SELECT pg_catalog.max(id)
+               FROM (SELECT id, pg_catalog.sum(COALESCE(pg_catalog.pg_column_size(message), 0)
+                                    + pg_catalog.pg_column_size(reason) + 100) OVER (ORDER BY id DESC) AS so_far
+                       FROM commandbus.{table}) sized
+              WHERE so_far > %(bytes)s::bigint) END) AS id
+)
+DELETE FROM commandbus.{table}
+ WHERE id = ANY (ARRAY(SELECT id FROM commandbus.{table}
+                        WHERE id <= (SELECT id FROM beyond) ORDER BY id LIMIT %(bite)s))
+RETURNING id
