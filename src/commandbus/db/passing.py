@@ -30,7 +30,8 @@ PASSING: Final = (
 )
 READ_ONLY: Final = "25006"
 OF_A_ROW: Final = ("53200", "53400")
-LOCKED: Final = ("55P03", "57014")
+CANCELED: Final = "57014"
+LOCKED: Final = ("55P03", CANCELED)
 _INTERNAL: Final = "XX"
 
 

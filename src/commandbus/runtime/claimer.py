@@ -12,9 +12,9 @@ next delayed message, or the poll interval. It takes the announcement back after
 Messages of processes have slots of their own beside the others (`spare`), so that a worker whose handlers are
 all busy still moves processes; domains that hold nothing else are asked while only those are free.
 
-A flood of raw messages does not keep commands waiting. Once a full claim brought mostly such messages, commands
-are claimed by themselves, past the flood, and raw messages in bites of their own that last about a quarter of a
-second and take at most half of the time while there are commands to claim.
+Raw messages are claimed here and read elsewhere (`runtime/adopter.py`). While some are being read, and once a full
+claim brought mostly such messages, commands are claimed by themselves, past the others, and raw messages in bites
+of their own, each when the last one has been read.
 
 The cursor: a long-open transaction elsewhere keeps dead index entries, and every claim would walk over all that
 were settled since. So a claim begins where the last one ended; once a second, and after anything that may have
@@ -31,26 +31,22 @@ import psycopg
 from psycopg import Connection
 
 from commandbus.clock import boottime, monotonic
-from commandbus.db.passing import is_locked, is_of_the_database, is_passing
 from commandbus.db.service import DatabaseService
 from commandbus.errors import CommandBusError
 from commandbus.flow.claim import (
-    ANY_ROOM,
     EVERY,
     OURS,
     RAW,
     Claim,
-    ClaimedRow,
-    Room,
     announce,
     claim,
     next_due,
-    put_right,
-    set_aside,
     withdraw,
 )
 from commandbus.logger import safe_logger
+from commandbus.runtime.adopter import Adopter
 from commandbus.runtime.apart import Apart
+from commandbus.runtime.odd_rows import OddRows
 from commandbus.settings import Settings
 
 logger = safe_logger("commandbus.worker")
@@ -91,6 +87,7 @@ class Claimer(DatabaseService):
         finished: Callable[[], int],
         deliver: Deliver,
         apart: Apart,
+        adopter: Adopter,
         on_cancel: Callable[[str, int], None],
         on_idle: Callable[[], bool],
         on_error: Callable[[BaseException], None],
@@ -105,6 +102,11 @@ class Claimer(DatabaseService):
         self._finished = finished
         self._deliver = deliver
         self._apart = apart
+        self._adopter = adopter
+        adopter.on_read = lambda domain, seconds: self.order(lambda: self._read(domain, seconds))
+        self._odd = OddRows(
+            self._link, worker, max_bytes=settings.max_payload_bytes, keeps_lock_timeout=self.can_listen
+        )
         self._on_cancel = on_cancel
         self._on_idle = on_idle
         self.is_waiting_for_room = False
@@ -175,8 +177,8 @@ class Claimer(DatabaseService):
             if room + own <= 0:
                 continue
             got = self._claim(domain, min(room + own, LARGEST_CLAIM))
-            if domain.is_flooded:
-                total += self._sift(domain, is_busy=got > 0)
+            if domain.is_flooded and not self._adopter.is_busy:
+                total += self._sift(domain)
             if got:
                 self._domains.remove(domain)
                 self._domains.append(domain)
@@ -195,7 +197,8 @@ class Claimer(DatabaseService):
             domain.swept_at = now
         if domain.is_forged:  # of such rows none needs a slot
             n = min(n * FORGED_FACTOR, LARGEST_CLAIM)
-        found = self._ask(domain, n, domain.cursor, OURS if domain.is_flooded else EVERY)
+        is_picky = domain.is_flooded or self._adopter.is_busy
+        found = self._ask(domain, n, domain.cursor, OURS if is_picky else EVERY)
         if sweeps:  # over a flood it is a long walk
             walked = monotonic() - now if domain.is_flooded else 0.0
             domain.sweep_seconds = max(SWEEP_SECONDS, 10 * walked)
@@ -219,77 +222,40 @@ class Claimer(DatabaseService):
             )
         )
 
-    def _sift(self, domain: _Domain, *, is_busy: bool) -> int:
+    def _sift(self, domain: _Domain) -> int:
         """A bite of a flood of raw messages; answers how many it had. The last one ends the flood."""
-        began = monotonic()
-        if is_busy and began < domain.sift_at:
-            return 0
         found = self._ask(domain, domain.sieve, domain.raw_cursor, RAW)
         domain.raw_cursor = found.last_vt
-        if found.odd and self._put_right(domain.name, found.odd, ANY_ROOM)[1]:
-            domain.cursor = None
-        domain.sifted(found, began, monotonic())
+        if found.odd:
+            self._adopter.take(domain.name, found.odd)
+        if not found.full:
+            domain.end_flood()
         return len(found.odd)
+
+    def _read(self, name: str, seconds: float) -> None:
+        """Raw messages of a domain were read: some may be commands now, and others may have been passed by."""
+        for domain in self._domains:
+            domain.cursor = None
+            if domain.name == name:
+                domain.size_sieve(seconds)
 
     def _deliver_odd(self, domain: _Domain, found: Claim, claimed_at: float) -> None:
         """Put right what is odd, and deliver the rest with it."""
-        try:
-            room = self._apart.room(domain.name, found.odd)
-            self._pass_on(domain, found.ready, claimed_at)  # they have nothing to do with the others
-            right, adopted = self._put_right(domain.name, found.odd, room)
-            if adopted:
-                domain.cursor = None
-            self._pass_on(domain, list(right), claimed_at)
-        finally:
-            self._apart.admitted()
+        self._pass_on(domain, found.ready, claimed_at)  # they have nothing to do with the others
+        if raw := [row for row in found.odd if row.id is None]:
+            self._adopter.take(domain.name, raw)
+        if ours := [row for row in found.odd if row.id is not None]:
+            try:
+                room = self._apart.room(domain.name, ours)
+                right, _ = self._odd.put_right(domain.name, ours, room, until=monotonic() + LOCKED_SECONDS)
+                self._pass_on(domain, list(right), claimed_at)
+            finally:
+                self._apart.admitted()
 
     def _pass_on(self, domain: _Domain, rows: list[tuple[Any, ...]], claimed_at: float) -> None:
         if rows:
             self.claimed += len(rows)
             self._deliver(domain.name, rows, claimed_at)
-
-    def _put_right(
-        self, domain: str, odd: Sequence[ClaimedRow], room: Room, until: float | None = None
-    ) -> tuple[list[ClaimedRow], int]:
-        """What is odd about some rows. If one of them cannot be put right, they are halved until it is found. One
-        that needs a row that somebody has locked stays leased: it is for later, when its lease has run out. Any
-        other is set aside, with what went wrong: no row may cost more than itself."""
-        limit = self._settings.max_payload_bytes
-        try:
-            operation = put_right(domain=domain, worker=self._worker, odd=odd, max_bytes=limit, room=room)
-            return self._link.run(operation)
-        except Exception as error:
-            if not is_locked(error) and is_of_the_database(error, is_lost=self._link.conn_is_lost()):
-                raise
-            if len(odd) == 1:
-                self._leave_or_set_aside(domain, odd[0], error)
-                return [], 0
-        right: list[ClaimedRow] = []
-        adopted, until = 0, until or monotonic() + LOCKED_SECONDS
-        half = len(odd) // 2
-        for some in (odd[:half], odd[half:]):
-            if monotonic() > until:
-                break  # much is locked or odd: the rest comes back when its leases have run out
-            more, taken = self._put_right(domain, some, room.without(right), until)
-            right += more
-            adopted += taken
-        return right, adopted
-
-    def _leave_or_set_aside(self, domain: str, row: ClaimedRow, error: Exception) -> None:
-        if is_locked(error):
-            logger.warning("message %d of domain %s needs a row that somebody has locked", row.msg_id, domain)
-            return
-        if row.id is not None and is_passing(error):
-            logger.warning("message %d of domain %s stays leased for now: %s", row.msg_id, domain, error)
-            return
-        reason = f"it could not be read: {type(error).__name__}: {str(error).strip()}"
-        logger.error("message %d of domain %s is set aside: %s", row.msg_id, domain, reason)
-        try:
-            self._link.run(set_aside(domain=domain, worker=self._worker, row=row, reason=reason))
-        except Exception as again:
-            if is_of_the_database(again, is_lost=self._link.conn_is_lost()):
-                raise
-            logger.exception("message %d of domain %s cannot be set aside; it stays leased", row.msg_id, domain)
 
     def _note_work(self) -> None:
         now = monotonic()
@@ -359,7 +325,6 @@ class _Domain:
         self.is_forged = False
         self.raw_cursor: datetime | None = None
         self.sieve = LARGEST_CLAIM
-        self.sift_at = 0.0
 
     def note(self, found: Claim) -> None:
         """Is it a flood: of raw messages, or of messages that only say that they are ours?"""
@@ -369,15 +334,15 @@ class _Domain:
         if found.full and 2 * raw >= count and not self.is_flooded:
             self.is_flooded, self.raw_cursor = True, None
 
-    def sifted(self, found: Claim, began: float, ended: float) -> None:
-        """After a bite of the flood: is it over, how large is the next bite, and when?"""
-        took = ended - began
-        self.sift_at = ended + took
-        if not found.full:
-            self.is_flooded, self.cursor, self.sweep_seconds = False, None, SWEEP_SECONDS
-        elif took > SIEVE_SECONDS:
+    def end_flood(self) -> None:
+        """Its last message was claimed."""
+        self.is_flooded, self.cursor, self.sweep_seconds = False, None, SWEEP_SECONDS
+
+    def size_sieve(self, seconds: float) -> None:
+        """To read a bite of the flood took so long: how large is the next one?"""
+        if seconds > SIEVE_SECONDS:
             self.sieve = max(SMALLEST_SIEVE, self.sieve // 2)
-        elif took < SIEVE_SECONDS / 2:
+        elif seconds < SIEVE_SECONDS / 2:
             self.sieve = min(LARGEST_SIEVE, self.sieve * 2)
 
     def advance(self, found: Claim) -> None:

@@ -28,6 +28,7 @@ from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.model.standing import Answer
 from commandbus.runtime import autopsy
+from commandbus.runtime.adopter import Adopter
 from commandbus.runtime.apart import Apart
 from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.board import State
@@ -128,6 +129,7 @@ class Parts:
             first=2 * settings.concurrency,
         )
         self._loop = self._make_loop() if any(handler.is_async for handler in spec.handlers) else None
+        self._adopter = Adopter(settings, spec.id, on_error=spec.fail, name=spec.id)
         self._claimer = self._make_claimer()
         self._keeper = LeaseKeeper(
             settings, spec.id, held=self.held.copy, on_cancel=self._cancel, on_error=spec.fail, name=spec.id
@@ -141,7 +143,9 @@ class Parts:
             on_error=spec.fail,
             name=spec.id,
         )
-        self._threads: list[DatabaseService] = [self._claimer, self.settler, self._keeper, self._maintenance]
+        self._threads: list[DatabaseService] = [
+            *(self._claimer, self._adopter, self.settler, self._keeper, self._maintenance)
+        ]
         self.ladder = self._make_ladder()
 
     def _make_connections(self) -> HandlerConnections:
@@ -251,6 +255,7 @@ class Parts:
             finished=self._finished,
             deliver=self._deliver,
             apart=self._apart,
+            adopter=self._adopter,
             on_cancel=self._look_for_cancel,
             on_idle=self._check_idle,
             on_error=spec.fail,
@@ -344,6 +349,7 @@ class Parts:
             self.state = State.EXITING
         self._maintenance.state = "STOPPING"
         self._claimer.stop(max(0.1, limit - SETTLE_RESERVE_SECONDS))
+        self._adopter.stop(max(0.1, deadline - monotonic() - SETTLE_RESERVE_SECONDS))
         self._give_back()
         self._await_starting(monotonic() + min(1.0, limit / 4))
         reserve = min(SETTLE_RESERVE_SECONDS, limit / 2)
@@ -590,7 +596,7 @@ class Parts:
     def _check_idle(self) -> bool:
         """Nothing was there to claim; answers whether to look once more. What ran during that look may have sent
         something: only a look that finds nothing while nothing is held is the last."""
-        if not self._spec.ends_idle or self.held or self.settler.is_folding or self._limited.is_busy:
+        if not self._spec.ends_idle or self._is_at_work:
             self._was_idle = False
             return False
         if monotonic() < self._apart.late_until:
@@ -600,6 +606,11 @@ class Parts:
             return False
         self._was_idle = True
         return True
+
+    @property
+    def _is_at_work(self) -> bool:
+        """Is there anything from which a command may come?"""
+        return bool(self.held) or self._adopter.is_busy or self.settler.is_folding or self._limited.is_busy
 
     def _settle(self, attempt: Attempt, settlement: Settlement) -> None:
         self.settler.add(attempt, settlement)
