@@ -9,11 +9,13 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from commandbus import BusinessRuleException, HandlerRegistry, PermanentCommandError, TransientCommandError
@@ -259,6 +261,52 @@ def fork_and_stay(command: Any, ctx: Any) -> int:
     if child == 0:
         time.sleep(1000)
     return child
+
+
+@process("daemonize")
+def daemonize(command: Any, ctx: Any) -> int:
+    """Leave a process behind as daemons do: two forks, a session of its own, perhaps without an environment."""
+    pids = Path(command.data["file"])
+    clears = ["env", "-i"] if command.data.get("clears") else []
+    if (first := os.fork()) == 0:
+        os.setsid()
+        sleeper = subprocess.Popen([*clears, "/bin/sleep", "1000"], start_new_session=True)
+        pids.write_text(str(sleeper.pid))
+        os._exit(0)
+    os.waitpid(first, 0)
+    if (then := command.data.get("then")) == "hang":
+        ctx.heartbeat("left it")
+        time.sleep(1000)
+    if then == "exit":
+        os._exit(0)
+    return int(pids.read_text())
+
+
+@process("zombies")
+def zombies(command: Any, ctx: Any) -> int:
+    """How many dead children nobody has buried; and leave one orphan that dies soon."""
+    if os.fork() == 0:
+        if os.fork() == 0:
+            time.sleep(0.05)
+        os._exit(0)
+    time.sleep(0.2)
+    mine, found = f" {os.getpid()} ", 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text().rpartition(")")[2]
+        except OSError:
+            continue
+        found += text.startswith(f" Z{mine}")
+    return found
+
+
+@process("name_session")
+def name_session(command: Any, ctx: Any) -> None:
+    """Say that a session of somebody else is its own, and die."""
+    channel = ctx._services.connections._channel
+    channel.send({"k": "lent", "n": 1, "key": None, **command.data})
+    time.sleep(0.2)
+    os._exit(1)
 
 
 @process("change")

@@ -5,7 +5,7 @@ A process id that was remembered may be somebody else's by now: a session is nam
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from psycopg import errors as pg
 
@@ -20,6 +20,9 @@ class Session(NamedTuple):
     pid: int
     started: int
 
+
+LONGEST_NAME: Final = 63  # of an application_name
+SLACK_SECONDS: Final = 0.5  # of the clocks
 
 _IT = b""" FROM pg_catalog.pg_stat_activity
  WHERE pid = %(pid)s AND (extract(epoch FROM backend_start) * 1000000::numeric)::bigint = %(started)s"""
@@ -50,6 +53,15 @@ def look_at_backend(session: Session) -> Steps[dict[str, Any] | None]:
         "xact_seconds": seconds,
         "blocked_by": [] if blockers is None else payload.loads(blockers),
     }
+
+
+@operation(atomic=False)
+def is_of_child(session: Session, *, worker: str, youngest_seconds: float) -> Steps[bool]:
+    """Whether a child process of this worker, which began so long ago, may have opened this session."""
+    name = f"commandbus {worker} isolated"[:LONGEST_NAME]
+    values = {**session._asdict(), "name": name, "seconds": youngest_seconds + SLACK_SECONDS}
+    rows = yield Statement(sql.text("child_session"), values)
+    return bool(rows)
 
 
 @operation(atomic=False)

@@ -11,6 +11,7 @@ may be running another attempt by then.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -23,7 +24,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Final
 
-from commandbus.clock import monotonic
+from commandbus.clock import boottime, monotonic
 from commandbus.logger import safe_logger
 from commandbus.model import payload
 from commandbus.model.durations import format_seconds
@@ -31,7 +32,7 @@ from commandbus.model.safe_text import block
 from commandbus.runtime.attempt import NEVER, Attempt, Stop
 from commandbus.runtime.blocks import Door
 from commandbus.runtime.channel import ChannelError, Message
-from commandbus.runtime.connections import Borrowed
+from commandbus.runtime.connections import Borrowed, advisory_key
 from commandbus.runtime.context import MAX_PROGRESS_BYTES
 from commandbus.runtime.far_door import ASKED, Doorman
 from commandbus.runtime.offspring import DUMP_SIGNAL
@@ -40,9 +41,17 @@ from commandbus.runtime.process import ChildProcess
 logger = safe_logger("commandbus.worker")
 
 DUMP_SECONDS: Final = 0.5
+HELD_UP_SECONDS: Final = 1.0  # the slot's thread ends what the process has started, too, if it gets to it
 DYING_SECONDS: Final = 2.0
 _HANG_UP_SECONDS: Final = 0.5
 _LOOK_SECONDS: Final = 0.005
+_LONGEST_NAME: Final = 200
+_DEEPEST_NAME: Final = 20  # each part of a name is a logger, too
+_MOST_NAMES: Final = 500
+_MOST_EXTRAS: Final = 50
+_HIGHEST_LEVEL: Final = 100
+_OTHER_NAMES: Final = "commandbus.isolated"
+_names: set[str] = set()
 _RESERVED: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -91,6 +100,7 @@ class Child:
         process.runs += 1
         self._number = process.runs
         self._mark = process.mark()
+        self._since = boottime()  # its database session is younger than that
         self._doorman = Doorman(keeper.limits, attempt, run=self._number, send=process.channel.send)
         self._lock = threading.Lock()
         self._is_cancelled = False
@@ -121,8 +131,8 @@ class Child:
                 self._process.channel.send({"k": "cancel", "n": self._number, **told})
 
     def kill(self, reason: str = "") -> None:
-        """Take its stacks, then kill it. To be called again until the attempt has ended: from the end of the time
-        for the stacks on this kills at once, should the slot's thread be held up."""
+        """Take its stacks, then kill it. To be called again until the attempt has ended: a second after the time
+        for the stacks this kills at once, should the slot's thread be held up."""
         self._kill(Cause.KILLED, reason)
 
     def end_now(self, reason: str) -> None:
@@ -158,7 +168,7 @@ class Child:
                 self._cause, self._reason = cause, reason
                 self._process.signal(DUMP_SIGNAL)
                 self._process.wake()
-            elif monotonic() >= self._killed_at + DUMP_SECONDS:
+            elif monotonic() >= self._killed_at + DUMP_SECONDS + HELD_UP_SECONDS:
                 self._process.kill()
 
     # --- the slot's thread ------------------------------------------------------------------------------------
@@ -240,7 +250,7 @@ class Child:
 
     def _shoot(self) -> None:
         self._shot_at = self._shot_at or monotonic()
-        self._process.kill()
+        self._process.kill_with_descendants()
 
     def _wait_for_dump(self, until: float) -> None:
         """Until the stacks are all there: they come within a millisecond, if the machine has time for it."""
@@ -255,7 +265,7 @@ class Child:
         exit_code = None
         dump = self._process.dump_since(self._mark)
         if self._process.is_dead():
-            exit_code = self._process.reap()
+            exit_code = self._process.reap(in_attempt=True)
         return Dead(self._cause, self._reason, exit_code, dump)
 
     # --- what it says -----------------------------------------------------------------------------------------
@@ -284,10 +294,12 @@ class Child:
         elif kind == "lent":
             key = message["key"]
             pid, started = int(message["pid"]), int(message["started"])
+            if key is not None and key != advisory_key(self._attempt):
+                raise ChannelError("the lock of a database session that is not its own")
             if extras.borrowed is not None and extras.borrowed.pid == pid:
                 extras.borrowed.started = started  # said again, now that it is known
             else:
-                extras.borrowed = Borrowed(pid, None if key is None else int(key), started=started)
+                extras.borrowed = Borrowed(pid, key, started=started, told_since=self._since)
             if self._attempt.stop is not None:  # the ladder came before this was known
                 self._keeper.cancel_query(self._attempt)
         elif kind == "returned":
@@ -342,10 +354,15 @@ def _finite(moment: float) -> float | None:
 
 
 def log_record(message: Message, pid: int) -> None:
-    """A record of the child, as one of ours."""
-    name, level, text = str(message["name"])[:200], int(message["level"]), payload.clean_text(str(message["text"]))
+    """A record of the child, as one of ours.
+
+    Python keeps every logger, and every level that it was asked about, for ever: what a child may name is bounded.
+    """
+    name, text = _logger_name(str(message["name"])), payload.clean_text(str(message["text"]))
+    level = max(0, min(int(message["level"]), _HIGHEST_LEVEL))
     where: dict[str, Any] = dict(message["where"])
-    extra = {str(key)[:100]: value for key, value in dict(message["extra"]).items() if key not in _RESERVED}
+    told = itertools.islice(dict(message["extra"]).items(), _MOST_EXTRAS)
+    extra = {str(key)[:100]: value for key, value in told if key not in _RESERVED}
     log = logging.getLogger(name)
     if log.isEnabledFor(level):
         with suppress(Exception):  # a log costs nobody his outcome
@@ -355,3 +372,13 @@ def log_record(message: Message, pid: int) -> None:
             if trace := message.get("trace"):
                 record.exc_text = block(payload.clean_text(str(trace)))
             log.handle(record)
+
+
+def _logger_name(name: str) -> str:
+    """The name that a child gave, if the worker has that logger or there are not too many; else one for all."""
+    if name in _names or name in logging.root.manager.loggerDict:
+        return name
+    if len(_names) >= _MOST_NAMES or len(name) > _LONGEST_NAME or name.count(".") >= _DEEPEST_NAME:
+        return _OTHER_NAMES
+    _names.add(name)
+    return name

@@ -64,11 +64,19 @@ class Borrowed:
     `started` is when its backend began, in the server's microseconds; 0 as long as nobody has asked.
     """
 
-    __slots__ = ("file", "is_lost", "is_returned", "key", "lock", "pgconn", "pid", "started")
+    __slots__ = ("file", "is_lost", "is_returned", "key", "lock", "pgconn", "pid", "started", "told_since")
 
-    def __init__(self, pid: int, key: int | None, pgconn: PGconn | None = None, started: int = 0) -> None:
+    def __init__(
+        self,
+        pid: int,
+        key: int | None,
+        pgconn: PGconn | None = None,
+        started: int = 0,
+        told_since: float | None = None,
+    ) -> None:
         self.pid = pid
         self.started = started
+        self.told_since = told_since  # a child process says so: its session began after this (by `boottime`)
         self.pgconn = pgconn
         self.file = -1 if pgconn is None else pgconn.socket
         self.key = key  # of the advisory lock by which the backend is found, behind PgBouncer

@@ -43,10 +43,11 @@ from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.channel import ChildEnd, Message
 from commandbus.runtime.connections import Borrowed, HandlerConnections
 from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, Services, dump_result
+from commandbus.runtime.descendants import reap_adopted
 from commandbus.runtime.exhaustion import is_exhaustion
 from commandbus.runtime.far_door import FarDoor
 from commandbus.runtime.logs import extras
-from commandbus.runtime.offspring import die_with, write_stacks_to
+from commandbus.runtime.offspring import adopt_orphans, die_with, write_stacks_to
 from commandbus.runtime.remote import describe_error
 from commandbus.runtime.tidy import ProcessState, forget_new_locals, thread_locals
 from commandbus.settings import Settings
@@ -180,6 +181,7 @@ class Isolated:
             ended = self._end_of(run, handlers)
             self._die_if_forked()
             surroundings.restore()
+            reap_adopted()
             self._current = None
             self._channel.send({"k": "ended", "n": run.number, **ended})
         return 0
@@ -425,6 +427,7 @@ def main(arguments: list[str]) -> int:
     """Serve on inherited files: the socket, the memory file for dumps (stderr until now), and the real stderr."""
     channel_fd, crash_fd, stderr_fd, parent = map(int, arguments[:4])
     die_with(parent)
+    adopt_orphans()
     os.dup2(stderr_fd, 2)
     os.close(stderr_fd)
     for fd in (channel_fd, crash_fd):

@@ -11,7 +11,9 @@ the COMMIT of a `ctx.transaction()`, the fence decides: a settlement after it is
 
 from __future__ import annotations
 
+import itertools
 import logging
+import secrets
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -33,6 +35,7 @@ from commandbus.runtime.child import Cause, Child, Dead, Keeper
 from commandbus.runtime.children import Children
 from commandbus.runtime.connections import Borrowed
 from commandbus.runtime.deaths import failure_of, no_process, worker_stopped
+from commandbus.runtime.descendants import kill_marked
 from commandbus.runtime.execute import Ended
 from commandbus.runtime.exhaustion import is_exhaustion
 from commandbus.runtime.far_door import verdict_of_stop
@@ -87,8 +90,12 @@ class Isolation:
         on_exhausted: Callable[[str], None] = lambda _: None,
         default_max_attempts: int,
         quarantines: bool = False,
+        fleet: str | None = None,
     ) -> None:
         refuse_in_child()
+        self._is_fleet = fleet is None  # no supervisor has other workers beside this one
+        self._mark = f"{fleet or worker}/{worker}/{secrets.token_hex(8)}/"
+        self._numbers = itertools.count(1)
         self._quarantines = quarantines
         self._settings = settings
         self._late_seconds = settings.timeouts.late_seconds
@@ -145,6 +152,8 @@ class Isolation:
     def close(self, timeout: float) -> None:
         """End all children: idle ones politely, those that still run an attempt at once."""
         self._children.close(timeout)
+        if self._is_fleet and next(self._numbers) > 1:
+            kill_marked(self._mark)  # what attempts left that ended in order
 
     def pids(self) -> list[int]:
         """The live child processes."""
@@ -302,7 +311,8 @@ class Isolation:
         """On the spawner's thread."""
         assert self._address is not None  # noqa: S101 - `wants` says no without one
         largest = 2 * self._settings.max_payload_bytes + 2**20
-        return ChildProcess(self._start_message(self._address), max_message_bytes=largest)
+        mark = f"{self._mark}{next(self._numbers)}/"
+        return ChildProcess(self._start_message(self._address), max_message_bytes=largest, mark=mark)
 
     def _start_message(self, address: Address) -> Message:
         settings = self._settings

@@ -22,7 +22,14 @@ import psycopg
 
 from commandbus.clock import boottime, monotonic
 from commandbus.db.service import DatabaseService
-from commandbus.flow.backend import cancel_backend, find_backend, look_at_backend, terminate_backend
+from commandbus.flow.backend import (
+    Session,
+    cancel_backend,
+    find_backend,
+    is_of_child,
+    look_at_backend,
+    terminate_backend,
+)
 from commandbus.flow.renew import PendingCancel, pending_cancels, renew
 from commandbus.logger import safe_logger
 from commandbus.model.timeouts import MONITOR_TICK
@@ -217,8 +224,19 @@ class LeaseKeeper(DatabaseService):
             if borrowed.is_returned:
                 return
             session = self._link.run(find_backend(borrowed.pid, borrowed.started, borrowed.key))
-            if session is not None:
+            if session is not None and self._may_end(borrowed, session):
                 self._link.run(terminate_backend(session) if end else cancel_backend(session))
+
+    def _may_end(self, borrowed: Borrowed, session: Session) -> bool:
+        """Whether it is what a child process says it is. Behind PgBouncer the lock of its attempt proves it."""
+        if borrowed.told_since is None or borrowed.key is not None:
+            return True
+        age = boottime() - borrowed.told_since
+        is_its_own = self._link.run(is_of_child(session, worker=self._worker, youngest_seconds=age))
+        if not is_its_own:
+            text = "a handler's process names the database session %d, which is not its own or is gone"
+            logger.warning(text, session.pid)
+        return is_its_own
 
     def _fence(self, borrowed: Borrowed | None, taken: Document, then: Callable[[Document], None]) -> None:
         if borrowed is not None:
@@ -234,7 +252,7 @@ class LeaseKeeper(DatabaseService):
 
     def _end_session(self, borrowed: Borrowed, taken: Document) -> None:
         session = self._link.run(find_backend(borrowed.pid, borrowed.started, borrowed.key))
-        if session is None:
+        if session is None or not self._may_end(borrowed, session):
             borrowed.hang_up()
             return
         found = self._link.run(look_at_backend(session))

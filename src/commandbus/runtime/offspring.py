@@ -14,6 +14,7 @@ from typing import Final
 
 DUMP_SIGNAL: Final = signal.SIGRTMIN + 7
 _SET_PARENT_DEATH_SIGNAL: Final = 1
+_SET_CHILD_SUBREAPER: Final = 36
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -21,6 +22,11 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Whatever is below us and loses its parent becomes our child, and not that of process 1."""
+    ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def write_stacks_to(file: int) -> None:

@@ -203,6 +203,7 @@ class Parts:
             limits=self._limited,
             default_max_attempts=services.default_max_attempts,
             quarantines=self._quarantines,
+            fleet=None if self._spec.supervision is None else self._spec.supervision.supervisor,
         )
 
     @property

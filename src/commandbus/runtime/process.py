@@ -25,6 +25,7 @@ from typing import Final
 from commandbus.clock import monotonic
 from commandbus.logger import safe_logger
 from commandbus.runtime.channel import Message, WorkerEnd
+from commandbus.runtime.descendants import MARK, kill_below, kill_marked
 from commandbus.runtime.memory import resident_megabytes
 
 logger = safe_logger("commandbus.worker")
@@ -35,7 +36,7 @@ MAX_DUMP_BYTES: Final = 64 * 1024
 class ChildProcess:
     """A running `commandbus.runtime.isolated`. One thread at a time waits for it; any may signal it."""
 
-    def __init__(self, start: Message, *, max_message_bytes: int) -> None:
+    def __init__(self, start: Message, *, max_message_bytes: int, mark: str = "") -> None:
         ours, theirs = socket.socketpair()
         dumps = os.memfd_create("commandbus-dumps")
         stderr = _own_stderr()
@@ -46,6 +47,7 @@ class ChildProcess:
                 stderr=dumps,
                 pass_fds=(theirs.fileno(), dumps, stderr),
                 process_group=0,
+                env=os.environ | {MARK: mark} if mark else None,
             )
         except BaseException:
             ours.close()
@@ -55,6 +57,8 @@ class ChildProcess:
             theirs.close()
             os.close(stderr)
         self.pid = self._popen.pid
+        self._mark = mark
+        self._is_killed = False
         self._dumps = dumps
         self._pidfd = os.pidfd_open(self.pid)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -95,7 +99,17 @@ class ChildProcess:
             if not self.is_reaped:
                 self._kill_group()
 
+    def kill_with_descendants(self) -> None:
+        """The same, and first what it started and what has left the group. Takes some milliseconds."""
+        self.signal(signal.SIGSTOP)  # it starts nothing more, and goes on adopting
+        with self._lock:
+            pid = None if self.is_reaped else self.pid
+        if pid is not None:
+            kill_below(pid)
+        self.kill()
+
     def _kill_group(self) -> None:
+        self._is_killed = True
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         with suppress(ProcessLookupError):
@@ -143,9 +157,14 @@ class ChildProcess:
         text = os.pread(self._dumps, MAX_DUMP_BYTES, max(mark, size - MAX_DUMP_BYTES))
         return text.decode("utf-8", "backslashreplace")
 
-    def reap(self) -> int:
-        """Kill what is left of its group, and take its exit code (negative: the signal). It must be dead."""
+    def reap(self, *, in_attempt: bool = False) -> int:
+        """Kill what is left of its group, and take its exit code (negative: the signal). It must be dead.
+
+        What has left the group is killed, too, unless it ended in order: then an attempt that completed may have
+        wanted it.
+        """
         with self._lock:
+            was_reaped, was_killed = self.is_reaped, self._is_killed
             if not self.is_reaped:
                 self._kill_group()
                 self.is_reaped = True
@@ -153,7 +172,10 @@ class ChildProcess:
                 self.channel.close()
                 for fd in (self._pidfd, self._bell, self._dumps):
                     os.close(fd)
-        return int(self._popen.returncode)
+        code = int(self._popen.returncode)
+        if self._mark and not was_reaped and (in_attempt or was_killed or code):
+            kill_marked(self._mark)
+        return code
 
 
 def _own_stderr() -> int:

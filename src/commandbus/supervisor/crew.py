@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import selectors
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from commandbus.logger import safe_logger
 from commandbus.model.postmortem import Cause, Death
 from commandbus.model.words import counted
 from commandbus.runtime.board import State
+from commandbus.runtime.descendants import kill_marked
 from commandbus.runtime.memory import resident_megabytes
 from commandbus.settings import Settings
 from commandbus.supervisor.budget import EARLY_SECONDS, RestartBudget
@@ -243,12 +245,21 @@ class Crew:
         is_clean = worker.report is not None and worker.report.is_clean and worker.condemned is None
         if not is_clean and not (worker.ready_at is None and worker.failed is not None):
             self._on_death(worker, death)
+        if not is_clean and worker.hello is not None:
+            self.end_descendants(f"{self._supervisor}/{worker.hello.id}/")
         self._count(worker, death)
         if worker.is_planned and not is_clean and worker.ready_at is not None:
             say_death(worker, death)
         if not self.is_ending:
             self._draw_conclusions(worker, death, now)
         worker.close()
+
+    @staticmethod
+    def end_descendants(mark: str) -> threading.Thread:
+        """End what isolated attempts have started, on a thread of its own: /proc may be slow."""
+        ending = threading.Thread(target=kill_marked, args=(mark,), name="descendants", daemon=True)
+        ending.start()
+        return ending
 
     def forget_files(self, worker: WorkerProcess) -> None:
         """Wait for nothing of it any more."""

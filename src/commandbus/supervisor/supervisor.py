@@ -56,6 +56,7 @@ EMBEDDED_RESERVE: Final = 2.0
 KILL_RESERVE: Final = 1.0
 AT_ONCE_SECONDS: Final = 1.0
 FIRST_CONNECT_SECONDS: Final = 0.5
+DESCENDANTS_SECONDS: Final = 1.0
 """How long the first turn of the loop waits for the first connect, which mostly takes milliseconds."""
 EXTEND_EVERY_SECONDS: Final = 10.0
 EXTEND_BY_SECONDS: Final = 60.0
@@ -308,6 +309,7 @@ class Supervisor:
             worker.kill()
             worker.reap(time.monotonic())
             worker.close()
+        self._crew.end_descendants(f"{self.id}/").join(DESCENDANTS_SECONDS)
 
     # -- what others see
 

@@ -1,0 +1,11 @@
+-- Whether a session may be the one that a handler's child process names as its own: of our role and database, younger
+-- than the attempt, and no other part of commandbus. A handler may have renamed it. Locks: none.
+SELECT pid
+  FROM pg_catalog.pg_stat_activity
+ WHERE pid = %(pid)s
+   AND (extract(epoch FROM backend_start) * 1000000)::bigint = %(started)s
+   AND backend_type = 'client backend'
+   AND usename = current_user
+   AND datname = pg_catalog.current_database()
+   AND (application_name = %(name)s OR NOT pg_catalog.starts_with(application_name, 'commandbus '))
+   AND pg_catalog.clock_timestamp() - backend_start <= pg_catalog.make_interval(secs => %(seconds)s::float8)
