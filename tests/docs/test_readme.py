@@ -84,9 +84,10 @@ def test_the_configuration_file_loads_and_each_line_of_it_counts(tmp_path: Path)
 
 
 def test_the_extras_that_are_to_be_installed_exist() -> None:
-    extras = re.findall(r"commandbus\[(\w+)\]", README)
-    known = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
-    assert set(extras) == {"embedded", "redis"} <= known.keys()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = re.findall(rf"{project['name']}\[(\w+)\]", README)
+    assert set(extras) == {"embedded", "redis"} <= project["optional-dependencies"].keys()
+    assert not re.search(r"commandbus\[|pip install '?commandbus(?!-pg)", README)
 
 
 def test_the_fates_of_odd_handlers_are_as_in_the_table(bus: CommandBus, database: str) -> None:

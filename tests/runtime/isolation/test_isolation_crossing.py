@@ -95,7 +95,8 @@ def test_log_records_become_the_workers_own(make_lab: MakeLab, caplog: pytest.Lo
     assert first.process != os.getpid()
     assert first.funcName == "log"
     assert second.levelno == logging.ERROR
-    assert "OSError: broken" in second.getMessage()
+    assert second.getMessage() == "it broke"
+    assert "OSError: broken" in (second.exc_text or "")
 
 
 def test_heartbeat_crosses_over(lab: Lab) -> None:
