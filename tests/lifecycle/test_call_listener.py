@@ -243,12 +243,12 @@ def test_what_it_may_not_read_is_told_at_once(
     driver: str, database: str, bus: CommandBus, db: psycopg.Connection[Any]
 ) -> None:
     producer = bus.create_roles(f"call_{uuid.uuid4().hex[:8]}")["producer"]
-    db.execute(f"REVOKE SELECT ON commandbus.attempt FROM {producer}".encode())
+    db.execute(f"REVOKE EXECUTE ON FUNCTION commandbus.outcomes FROM {producer}".encode())
     with caller_of(driver, f"{database}?options=-crole%3D{producer}") as caller:
         for _ in range(2):
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 caller.call("orders", "echo").result(SOON)
-        db.execute(f"GRANT SELECT ON commandbus.attempt TO {producer}".encode())
+        db.execute(f"GRANT EXECUTE ON FUNCTION commandbus.outcomes TO {producer}".encode())
         with pytest.raises(CallTimeoutError):
             caller.call("orders", "echo", timeout=0.2).result(SOON)
 

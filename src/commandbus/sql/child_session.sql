@@ -3,7 +3,7 @@
 SELECT pid
   FROM pg_catalog.pg_stat_activity
  WHERE pid = %(pid)s
-   AND (extract(epoch FROM backend_start) * 1000000)::bigint = %(started)s
+   AND (extract(epoch FROM backend_start) * 1000000::numeric)::bigint = %(started)s
    AND backend_type = 'client backend'
    AND usename = current_user
    AND datname = pg_catalog.current_database()

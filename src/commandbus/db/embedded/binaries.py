@@ -22,9 +22,12 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from commandbus.errors import EmbeddedPostgresError
 
@@ -85,23 +88,25 @@ class Account:
         it starts. If *we* are interrupted it may finish first: a server that was just forked can be found and
         stopped only once it has written its pid file.
         """
-        process = subprocess.Popen(  # noqa: S603 - a program that we located, no shell
-            [str(part) for part in command],
-            cwd="/",
-            env=_minimal_environment(),
-            stdin=subprocess.PIPE if text else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            umask=0o077,
-            user=self.uid if self.is_other else None,
-            group=self.gid if self.is_other else None,
-            extra_groups=[] if self.is_other else None,
-        )
+        with _interrupts_noted() as raise_interrupt:
+            process = subprocess.Popen(  # noqa: S603 - a program that we located, no shell
+                [str(part) for part in command],
+                cwd="/",
+                env=_minimal_environment(),
+                stdin=subprocess.PIPE if text else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+                umask=0o077,
+                user=self.uid if self.is_other else None,
+                group=self.gid if self.is_other else None,
+                extra_groups=[] if self.is_other else None,
+            )
         with process:
             try:
+                raise_interrupt()
                 output, _ = process.communicate(text or None, timeout=limit_seconds)
             except BaseException:
                 _end(process)
@@ -113,6 +118,28 @@ class Account:
         if not self.is_other:
             return True
         return self.run(["/bin/sh", "-c", 'cd -- "$1"', "sh", folder]).returncode == 0
+
+
+@contextmanager
+def _interrupts_noted() -> Iterator[Callable[[], None]]:
+    """While a program is being started, Ctrl-C is only noted: it would leave a process that nobody knows. Yields
+    a function that lets it take effect."""
+    noted: list[tuple[int, FrameType | None]] = []
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield lambda: None
+        return
+    handler = before
+
+    def take_effect() -> None:
+        if noted:
+            handler(*noted[0])
+
+    signal.signal(signal.SIGINT, lambda number, frame: noted.append((number, frame)))
+    try:
+        yield take_effect
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @dataclass(frozen=True)
