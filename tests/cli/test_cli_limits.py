@@ -358,7 +358,7 @@ def test_a_worker_whose_redis_is_gone_says_that_it_is_degraded(database, bus, mo
     bus.create_domain("orders")
     registry = HandlerRegistry()
 
-    @registry.handler("orders", "page", limits=[Limit("docai", concurrency=5)])
+    @registry.handler("orders", "page", limits=[Limit("docai", concurrency=5, lease=3)])
     def page(command: object, ctx: object) -> None:
         return None
 
