@@ -549,6 +549,15 @@ def redis_bus(database: str, redis_url: str) -> Iterator[CommandBus]:
         yield bus
 
 
+def test_a_redis_that_is_first_used_later_is_looked_after_at_once(redis_bus: CommandBus) -> None:
+    redis_bus.declare_limit(Limit("local", concurrency=1, backend="postgres"))
+    with redis_bus.limit("local"):
+        pass  # a round of the gate in which there was no Redis to look after
+    redis_bus.declare_limit(Limit("later", concurrency=2, lease=600))
+    with redis_bus.limit("later"):
+        until(lambda: redis_bus.get_limit("later").granted == 1, 8)
+
+
 class TestRedisSemaphore:
     def test_limits_concurrent_calls(self, redis_bus: CommandBus) -> None:
         with ExitStack() as stack:

@@ -56,6 +56,7 @@ class Backends:
         self._postgres = PostgresBackend(link)
         self._make_elsewhere = make_elsewhere
         self._elsewhere: Elsewhere | None = None
+        self.is_untended = False  # the one outside PostgreSQL is new, and `tick` was not called yet
 
     def of(self, row: LimitRow) -> Backend:
         """The one that keeps the places of this limit."""
@@ -70,6 +71,7 @@ class Backends:
                     f'COMMANDBUS_REDIS_URL, or declare one under another name with backend="postgres"'
                 )
             self._elsewhere = self._make_elsewhere()
+            self.is_untended = True
         return self._elsewhere
 
     @property
@@ -81,6 +83,7 @@ class Backends:
         """Look after the one outside PostgreSQL; False: there is none."""
         if self._elsewhere is None:
             return False
+        self.is_untended = False
         self._elsewhere.tick()
         return True
 

@@ -238,7 +238,7 @@ class Gate(DatabaseService):
         now = monotonic()
         self._line.give_up_late(now)
         self._waker.wake_due(now)
-        if now >= self._desk.renew_at:
+        if now >= self._desk.renew_at or self._backends.is_untended:
             self._desk.renew()
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_SECONDS * (0.75 + random.random() / 2)  # noqa: S311
