@@ -99,9 +99,9 @@ class Proxy:
                 continue
             server.settimeout(None)
             pair = _Pair(self, client, server)
-            with self._lock:
+            with self._lock:  # whoever cuts it must find a thread to wait for
+                pair.start()
                 self._pairs.add(pair)
-            pair.start()
 
 
 class _Pair:
