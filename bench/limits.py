@@ -53,12 +53,14 @@ def measure(base: Ground, count: int) -> dict[str, float]:
     figures: dict[str, float] = {}
     link = Link(load_settings({"database_url": base.url}), name="bench")
     conn = link.conn
-    conn.execute("CREATE TABLE IF NOT EXISTS bare_limit (id integer PRIMARY KEY, n bigint) WITH (fillfactor = 30)")
-    conn.execute("INSERT INTO bare_limit VALUES (1, 0) ON CONFLICT DO NOTHING")
+    conn.execute(
+        "CREATE TABLE IF NOT EXISTS public.bare_limit (id integer PRIMARY KEY, n bigint) WITH (fillfactor = 30)"
+    )
+    conn.execute("INSERT INTO public.bare_limit VALUES (1, 0) ON CONFLICT DO NOTHING")
 
     def bare() -> None:
         for _ in range(2):
-            conn.execute(b"UPDATE bare_limit SET n = n + 1 WHERE id = %s RETURNING n", (1,)).fetchone()
+            conn.execute(b"UPDATE public.bare_limit SET n = n + 1 WHERE id = %s RETURNING n", (1,)).fetchone()
 
     def postgres() -> None:
         assert link.run(places.take("bench", ["bench/token"]))
