@@ -36,8 +36,10 @@ def test_a_worker_that_can_open_no_connection_is_replaced(
     (tasks / "tasks.py").write_text((tasks / "tasks.py").read_text() + STARVE)
     supervised = supervise().until_ready()
     (first,) = supervised.workers()
+    bus.send("orders", "quick", command_id="before")
+    until(lambda: is_completed(bus, "before"))  # all modules that it needs are loaded: they are files, too
     bus.send("orders", "starve", command_id="starve")
-    until(lambda: is_completed(bus, "starve"))
+    until(lambda: is_completed(bus, "starve"), what=lambda: supervised.log)
     assert one(db, END_SESSIONS, "% claimer") == 1
     bus.send("orders", "quick", command_id="after")
     until(lambda: is_completed(bus, "after"), 40, what=lambda: supervised.log)

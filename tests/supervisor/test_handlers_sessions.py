@@ -47,6 +47,7 @@ def named(db: Db) -> Callable[[str], int]:
     return lambda name: int(one(db, query, name))
 
 
+@pytest.mark.alone  # the server is asked whose they are in the moment before the kill, if there is time
 def test_they_end_with_their_killed_worker_and_nobody_elses_do(
     supervise: Supervise, tasks: Path, bus: CommandBus, database: str, named: Callable[[str], int]
 ) -> None:
