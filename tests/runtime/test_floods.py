@@ -13,6 +13,7 @@ import psycopg
 import pytest
 
 from commandbus import CommandBus, HandlerRegistry, NewCommand, Worker, sql
+from commandbus.runtime.adopter import Adopter
 from support.waiting import one, until
 
 Db = psycopg.Connection[Any]
@@ -83,6 +84,29 @@ def test_a_flood_of_any_kind_is_set_aside_to_its_last_message(
     until(lambda: waiting(db) == 0)
     assert completed(db) == 50
     assert one(db, "SELECT count(*) FROM commandbus.rejected_message") == 1000
+    assert worker.stop().is_clean
+
+
+def test_forged_messages_that_wait_to_be_read_are_bounded(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They look like commands of ours, so they are claimed; then nothing is, until some of them were read."""
+    monkeypatch.setattr("commandbus.runtime.adopter.MOST_ROWS", 50)
+    flood(db, INVALID["forged"], 3000)
+    bus.send_many("orders", [NewCommand("work") for _ in range(50)])
+    seen: list[int] = []
+    take = Adopter.take
+
+    def counted(adopter: Adopter, domain: str, raw: Any) -> None:
+        assert not adopter.is_full
+        take(adopter, domain, raw)
+        seen.append(adopter._taken - adopter._read)
+
+    monkeypatch.setattr(Adopter, "take", counted)
+    worker = start_worker(handlers)
+    until(lambda: waiting(db) == 0)
+    assert completed(db) == 50
+    assert max(seen) < 50 + 200  # what one claim may bring
     assert worker.stop().is_clean
 
 

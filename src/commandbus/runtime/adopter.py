@@ -22,6 +22,7 @@ from commandbus.settings import Settings
 logger = safe_logger("commandbus.worker")
 
 LONGEST_SLEEP = 1.0
+MOST_ROWS = 2000
 
 
 class Adopter(DatabaseService):
@@ -37,6 +38,8 @@ class Adopter(DatabaseService):
         self._lease = settings.visibility_timeout
         self._queue: deque[tuple[str, Sequence[ClaimedRow], float]] = deque()
         self._is_started = False
+        self._taken = 0  # rows, by the claimer's thread
+        self._read = 0  # by ours
         self.on_read: Callable[[str, float], None] | None = None
         """Told of a domain whose messages were read, and how long that took; on this thread."""
 
@@ -45,15 +48,23 @@ class Adopter(DatabaseService):
         """Are there messages that it has not read yet?"""
         return bool(self._queue)
 
+    @property
+    def is_full(self) -> bool:
+        """Is there as much to read as it may have in hand? Messages that are forged look like commands of ours, so
+        the claimer cannot pass them by."""
+        return self._taken - self._read >= MOST_ROWS
+
     def take(self, domain: str, raw: Sequence[ClaimedRow]) -> None:
         """The claimer has claimed these. Called by its thread alone; never waits."""
         self._queue.append((domain, raw, monotonic() + self._lease / 2))
+        self._taken += len(raw)
         if not self._is_started:
             try:
                 self.start()
             except RuntimeError as error:  # no thread is left; a later message tries again
                 logger.warning("raw messages cannot be read now, and come back with their leases: %s", error)
                 self._queue.clear()
+                self._read = self._taken
                 return
             self._is_started = True
         self.wake()
@@ -67,5 +78,6 @@ class Adopter(DatabaseService):
         if began < until:  # else their leases may have run out while the database was away
             self._rows.put_right(domain, raw, ANY_ROOM, until=until)
         self._queue.popleft()
+        self._read += len(raw)
         if self.on_read is not None:
             self.on_read(domain, monotonic() - began)

@@ -61,6 +61,7 @@ ANNOUNCEMENT_SECONDS = 60.0
 BUSY_SECONDS = 1.0
 HEAR_SECONDS = 0.25
 LOCKED_SECONDS = 1.0
+FULL_SECONDS = 0.25
 LARGEST_SIEVE = 500
 SMALLEST_SIEVE = 20
 SIEVE_SECONDS = 0.25
@@ -174,7 +175,7 @@ class Claimer(DatabaseService):
         began = monotonic()
         for domain in list(self._domains):
             own = spare if domain.is_routed else 0
-            if room + own <= 0:
+            if room + own <= 0 or self._adopter.is_full:
                 continue
             got = self._claim(domain, min(room + own, LARGEST_CLAIM))
             if domain.is_flooded and not self._adopter.is_busy:
@@ -271,6 +272,9 @@ class Claimer(DatabaseService):
     def _idle(self) -> None:
         """Nothing was there. Announce, look again, sleep."""
         self._busy_since = None
+        if self._adopter.is_full:
+            self.sleep(FULL_SECONDS)  # it wakes us when it has read some
+            return
         if monotonic() > self._announced_until - ANNOUNCEMENT_SECONDS / 2:
             self._announce()
             for pause in LOOKS_SECONDS:
