@@ -7,6 +7,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,9 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ import pytest
 
 from support.examples import EXAMPLES, run, start, survivors
 from support.redis_server import RedisServer
+from support.running import make_temporary_folder
 from support.waiting import until
 
 NAME = "ocr_pipeline"
@@ -67,30 +72,63 @@ def assert_sentences(out: str, chunks: int) -> None:
         assert re.search(sentence, out), f"{sentence} is nowhere in\n{out}"
 
 
-@pytest.mark.slow
-def test_the_document_is_whole_and_the_api_saw_no_more_than_it_allows(folder: Path) -> None:
-    code, out, err = run(NAME, folder)
-    assert (code, err) == (0, ""), out + err
-    assert "places are kept in PostgreSQL" in out
-    assert_whole(out, 17)
+@dataclass(frozen=True)
+class Ended:
+    """How a run of the example ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+RUNS: dict[str, list[str]] = {
+    "postgres": [],
+    "redis": ["--seed", "2"],
+    "too much": ["--concurrency", "9", "--rate", "400/m", "--chunks", "12"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[str, Ended]]:
+    """Each takes half a minute and waits for most of it, so that all of them run at once."""
+    with ExitStack() as stack:
+        redis = RedisServer()
+        stack.callback(redis.close)
+        redis.start()
+
+        def play(name: str) -> Ended:
+            more = ["--redis", redis.url] if name == "redis" else []
+            folder = make_temporary_folder()
+            try:
+                return Ended(*run(NAME, folder, *RUNS[name], *more))
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+        pool = stack.enter_context(ThreadPoolExecutor(len(RUNS)))
+        yield dict(zip(RUNS, pool.map(play, RUNS), strict=True))
 
 
 @pytest.mark.slow
-def test_the_same_with_places_in_redis(folder: Path, own_redis: RedisServer) -> None:
-    code, out, err = run(NAME, folder, "--redis", own_redis.url, "--seed", "2")
-    assert (code, err) == (0, ""), out + err
-    assert "places are kept in Redis" in out
-    assert_whole(out, 17)
+@pytest.mark.shared_setup
+@pytest.mark.parametrize(("name", "place"), [("postgres", "PostgreSQL"), ("redis", "Redis")])
+def test_the_document_is_whole_and_the_api_saw_no_more_than_it_allows(
+    runs: dict[str, Ended], name: str, place: str
+) -> None:
+    ended = runs[name]
+    assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
+    assert f"places are kept in {place}" in ended.out
+    assert_whole(ended.out, 17)
 
 
 @pytest.mark.slow
-def test_it_fails_when_the_workers_call_more_than_the_api_allows(folder: Path) -> None:
+@pytest.mark.shared_setup
+def test_it_fails_when_the_workers_call_more_than_the_api_allows(runs: dict[str, Ended]) -> None:
     """The record can tell: without this, the two above would prove little."""
-    code, out, err = run(NAME, folder, "--concurrency", "9", "--rate", "400/m", "--chunks", "12")
-    assert (code, err) == (1, ""), out + err
-    assert re.search(r"WRONG: the API saw \d+ calls (at once|within 5 s), and allows (5|10)\n", out)
-    assert re.search(r"WRONG: \d+ calls were refused because a limit was exceeded\n", out)
-    assert "The document is whole" in out, "what was refused was tried again all the same"
+    ended = runs["too much"]
+    assert (ended.code, ended.err) == (1, ""), ended.out + ended.err
+    assert re.search(r"WRONG: the API saw \d+ calls (at once|within 5 s), and allows (5|10)\n", ended.out)
+    assert re.search(r"WRONG: \d+ calls were refused because a limit was exceeded\n", ended.out)
+    assert "The document is whole" in ended.out, "what was refused was tried again all the same"
 
 
 def test_it_cleans_up_when_it_is_interrupted(folder: Path) -> None:
