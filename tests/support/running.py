@@ -145,37 +145,61 @@ _folder = pytest.StashKey[Path]()
 # Order.
 
 
+# Tests of the first folders start processes and wait for them, those of the last ones keep a processor busy.
+_FOLDERS = (
+    *("zoo", "faults", "supervisor", "runtime", "limits", "process", "cli", "db", "docs", "testing"),
+    *("lifecycle", "plans", "sql", "flow", "model"),
+)
+
+
 def put_in_order(items: list[pytest.Item]) -> None:
     """The longest tests first, so that no test worker is left alone with one at the end; `alone` tests last."""
     items.sort(key=_turn)
 
 
 def list_groups(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test worker tells the controller which tests share an expensive fixture: a module, or all that name it."""
+    """A test worker tells the controller which tests share an expensive fixture (a module, or all that name it),
+    and which run alone."""
     groups = {}
     for item in items:
         if marker := item.get_closest_marker("shared_setup"):
             groups[item.nodeid] = marker.args[0] if marker.args else item.path.stem
+    alone = [item.nodeid for item in items if item.get_closest_marker("alone")]
     if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":  # they have all collected the same
-        (run_folder(config) / _GROUPS_FILE).write_text(json.dumps(groups))
+        (run_folder(config) / _GROUPS_FILE).write_text(json.dumps({"groups": groups, "alone": alone}))
 
 
 class OneByOne(LoadScopeScheduling):  # type: ignore[misc]
-    """The controller hands out one test at a time, in order; tests of a group go to one test worker."""
+    """The controller hands out one test at a time; tests of a group go to one test worker.
+
+    One test worker begins with the last tests and all others with the first. So there is always somebody who
+    computes while the others wait, and never everybody at once.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return self._groups.get(nodeid, nodeid)
+        groups: dict[str, str] = self._told["groups"]
+        return groups.get(nodeid, nodeid)
+
+    def _assign_work_unit(self, node: Any) -> None:
+        if node.gateway.id == "gw0":
+            alone = set(self._told["alone"])
+            last = next((unit for unit in reversed(self.workqueue) if unit not in alone), None)
+            if last is not None:
+                self.workqueue.move_to_end(last, last=False)
+        super()._assign_work_unit(node)
 
     @functools.cached_property
-    def _groups(self) -> dict[str, str]:
-        found: dict[str, str] = json.loads((run_folder(self.config) / _GROUPS_FILE).read_text())
+    def _told(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((run_folder(self.config) / _GROUPS_FILE).read_text())
         return found
 
 
-def _turn(item: pytest.Item) -> int:
+def _turn(item: pytest.Item) -> tuple[int, int]:
+    folder = item.nodeid.removeprefix("tests/").partition("/")[0]
+    place = _FOLDERS.index(folder) if folder in _FOLDERS else len(_FOLDERS)
     if item.get_closest_marker("alone"):
-        return 2
-    return 0 if item.get_closest_marker("slow") or item.get_closest_marker("shared_setup") else 1
+        return 2, place
+    return 0 if item.get_closest_marker("slow") or item.get_closest_marker("shared_setup") else 1, place
 
 
 @contextmanager

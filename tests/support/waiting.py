@@ -1,8 +1,8 @@
 """Wait for a condition, never for a time: what is awaited is looked at again and again, until a deadline.
 
-A machine that is busy, or stands still for seconds, says nothing about the product. `until` therefore counts its
-looks, too: as long as it gets to look less often than it would on an idle machine, what it waits for may take
-longer as well. A limit that is a promise of the product belongs to `within`.
+A machine that is busy, or stands still for seconds, says nothing about the product. `until` therefore measures how
+much longer than on an idle machine each of its looks takes: what it waits for may take as much longer. A limit
+that is a promise of the product belongs to `within`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import psycopg
 
 T = TypeVar("T")
 LOOK_SECONDS = 0.01
-LOOKS_A_SECOND = 50  # an idle machine manages 70 to 95, with a query in each
+LONGEST_PAUSE = 0.03  # between two looks, from about a second on: looking costs what others need to get on
+LOOK_TAKES = 0.01  # a look with a query, at most, on an idle machine: it is one to four milliseconds
 PATIENCE = 6  # how much slower than an idle machine may this one be?
 
 
@@ -30,16 +31,20 @@ def within(seconds: float, condition: Callable[[], T], *, what: str | Callable[[
 
 
 def _wait(condition: Callable[[], T], least: float, most: float, what: str | Callable[[], object]) -> T:
-    began, looks = monotonic(), 0
+    began = last = monotonic()
+    pause, looks, idle = LOOK_SECONDS, 0, 0.0  # idle: how long an idle machine would have taken until here
     while True:
         if answer := condition():
             return answer
         looks += 1
         passed = monotonic() - began
-        if passed > most or (passed > least and looks > least * LOOKS_A_SECOND):
+        if passed > most or (passed > least and idle > least):
             said = what() if callable(what) else what
             raise AssertionError(f"did not happen within {passed:.1f} s, in {looks} looks: {said or condition}")
-        sleep(LOOK_SECONDS)
+        pause = min(LONGEST_PAUSE, max(LOOK_SECONDS, passed / 30))
+        sleep(pause)
+        took, last = (now := monotonic()) - last, now
+        idle += took * min(1.0, (LOOK_SECONDS + LOOK_TAKES) / (LOOK_SECONDS + took - pause))
 
 
 def until_settled(db: psycopg.Connection[Any], seconds: float = 20.0) -> None:

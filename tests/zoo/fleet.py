@@ -285,19 +285,31 @@ def _count(pid: int, what: str) -> int:
 
 def children(pid: int) -> list[int]:
     """The live children of a process."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError, IndexError):
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                if int(fields[1]) == pid and fields[0] not in "ZX":
-                    found.append(int(entry))
-    return found
+    return _families().get(pid, [])
 
 
 def descendants(pid: int) -> list[int]:
     """Its children, and theirs."""
-    return [found for child in children(pid) for found in (child, *descendants(child))]
+    families = _families()
+
+    def below(parent: int) -> Iterator[int]:
+        for child in families.get(parent, []):
+            yield child
+            yield from below(child)
+
+    return list(below(pid))
+
+
+def _families() -> dict[int, list[int]]:
+    """Parent to its live children, of all processes."""
+    found: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                if fields[0] not in "ZX":
+                    found.setdefault(int(fields[1]), []).append(int(entry))
+    return found
 
 
 @contextlib.contextmanager

@@ -18,15 +18,16 @@ pytestmark = pytest.mark.shared_setup
 ENDED = {"IN_TROUBLESHOOTING_QUEUE", "COMPLETED"}
 CHEAP = ("hang.pg_sleep", "hang.double_lock", "isolated.sleep")
 MEMORY_SLACK_MB = 8.0
+STEADY_LOOKS = 25  # more than half a second
 SLOTS = 10
-ROUNDS = examples(2, thorough=5)
+ROUNDS = examples(1, thorough=5)
 MANY = examples(12, thorough=50)
 
 
 @pytest.fixture(scope="module")
 def fleet(zoo_database: str) -> Iterator[Fleet]:
     """A wider fleet with shorter limits, so that many rounds take little time."""
-    limits = {"WORKER_TASK_TIMEOUT": "0.6", "CANCEL_GRACE_SECONDS": "0.3"}
+    limits = {"WORKER_TASK_TIMEOUT": "0.6", "CANCEL_GRACE_SECONDS": "0.6"}
     with running_fleet(zoo_database, slots=SLOTS, **limits) as fleet:
         yield fleet
 
@@ -60,7 +61,7 @@ def steady(fleet: Fleet) -> dict[str, int]:
 
     def is_steady() -> bool:
         last.append(fleet.holdings())
-        return len(last) > 60 and all(found == last[-1] for found in last[-60:])
+        return len(last) > STEADY_LOOKS and all(found == last[-1] for found in last[-STEADY_LOOKS:])
 
     until(is_steady, 20, what=lambda: last[-3:])
     return last[-1]
@@ -81,10 +82,7 @@ def test_many_rounds_leave_nothing_behind(fleet: Fleet) -> None:
 def test_many_rounds_in_one_and_the_same_worker_leave_nothing_behind(fleet: Fleet) -> None:
     """What neither drains nor kills a worker leaves no thread, file or connection in it."""
     kinds = ["hang.pg_sleep", "hang.close_connection", "hang.leave_thread", "isolated.sleep"]
-    for _ in range(2):  # all slots, connections and processes that it will ever need at once
-        run_rounds(fleet, ["hang.pg_sleep", "isolated.sleep"], 2 * SLOTS)
-        fleet.meet_at_once(10)
-    (worker,) = fleet.workers()
+    worker = warm_worker(fleet)
     at_first = own_holdings(worker)
     for kind in kinds:
         run_rounds(fleet, [kind], 3 if kind.endswith("thread") else MANY)
@@ -93,6 +91,21 @@ def test_many_rounds_in_one_and_the_same_worker_leave_nothing_behind(fleet: Flee
     allowed = at_first["threads"] + 3  # the threads that leave_thread has left
     until(lambda: own_holdings(worker)["threads"] <= allowed, 10, what=lambda: (at_first, names_of(worker)))
     until(lambda: own_holdings(worker)["files"] <= at_first["files"], 10, what=lambda: own_holdings(worker))
+
+
+def warm_worker(fleet: Fleet) -> int:
+    """A worker with all slots, connections and processes that it will ever need at once.
+
+    On a busy machine a canceled query may take longer than the grace. Then another worker takes over: it is new.
+    """
+    rounds: dict[int, int] = {}
+    while max(rounds.values(), default=0) < 2:
+        before = fleet.workers()
+        run_rounds(fleet, ["hang.pg_sleep", "isolated.sleep"], 2 * SLOTS)
+        fleet.meet_at_once(10)
+        if fleet.workers() == before and len(before) == 1:
+            rounds[before[0]] = rounds.get(before[0], 0) + 1
+    return max(rounds, key=lambda pid: rounds[pid])
 
 
 def names_of(pid: int) -> list[str]:
