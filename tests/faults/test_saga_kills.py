@@ -16,6 +16,7 @@ import psycopg
 import pytest
 
 from commandbus import CommandBus, InvalidOperationError, TroubleshootingQueue
+from support.running import examples
 from support.saga_worker import LEDGER, UNDONE_BY, fate, order
 from support.waiting import one, until
 
@@ -74,7 +75,7 @@ def start_worker(database: str) -> Iterator[Callable[[str], Process]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", range(1, 1 + examples(1, thorough=3)))
 def test_the_ledger_balances_whoever_is_killed(
     bus: CommandBus, db: Db, start_worker: Callable[[str], Process], seed: int
 ) -> None:

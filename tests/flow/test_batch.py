@@ -30,6 +30,7 @@ from commandbus import (
     handler,
 )
 from commandbus.flow.fold import fold
+from support.running import examples
 
 Db = psycopg.Connection[Any]
 
@@ -625,8 +626,8 @@ def test_waiting_for_a_batch(orders: Bus) -> None:
 
 
 @sync_only
-def test_a_hundred_thousand(orders: Bus, db: Db) -> None:
-    count = 100_000
+def test_a_large_batch(orders: Bus, db: Db) -> None:
+    count = examples(20_000, thorough=100_000)
     members = (NewCommand("Ship", {"n": n, "text": "x" * 100}) for n in range(count))
     made = orders.create_batch("orders", members, batch_id="large")
     assert made.total == count

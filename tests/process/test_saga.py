@@ -25,6 +25,7 @@ from commandbus import (
     branch,
     step,
 )
+from support.running import examples
 from support.sagas import BARE, ORDER, TYPES, WIDE, Lab, World
 from support.waiting import one, until
 from support.workers import quick_settings
@@ -113,12 +114,14 @@ def test_it_starts_with_the_callers_transaction(lab: Lab, database: str) -> None
     lab.until("p2", "COMPLETED")
 
 
-def test_a_thousand_and_one_at_once(lab: Lab) -> None:
-    started = lab.bus.start_processes(BARE, [{"data": {"n": n}} for n in range(1001)])
-    assert len({one.process_id for one in started}) == 1001
-    until(lambda: len(lab.world.did) >= 2002, 60, what=lambda: f"{len(lab.world.did)}")
+def test_more_at_once_than_go_into_one_statement(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = examples(201, thorough=1001)
+    monkeypatch.setattr("commandbus.flow.process_start.CHUNK", count - 1)
+    started = lab.bus.start_processes(BARE, [{"data": {"n": n}} for n in range(count)])
+    assert len({one.process_id for one in started}) == count
+    until(lambda: len(lab.world.did) >= 2 * count, 60, what=lambda: f"{len(lab.world.did)}")
     until(lambda: not lab.bus.query_processes(status="WAITING_FOR_REPLY", limit=1))
-    assert len(lab.bus.query_processes(status="COMPLETED", process_type="bare", limit=10000)) == 1001
+    assert len(lab.bus.query_processes(status="COMPLETED", process_type="bare", limit=10000)) == count
 
 
 def test_it_tells_its_starter_how_it_ended(lab: Lab, db: psycopg.Connection[Any]) -> None:

@@ -441,7 +441,7 @@ def test_hostile_exceptions_become_readable_records(
         bus.send("orders", "fail", name, command_id=name, max_attempts=1)
     worker = start_worker(handlers)
     until_settled(db)
-    made = {name: attempts(bus, name)[0] for name in HOSTILE}
+    made = {name: attempts(bus, name)[-1] for name in HOSTILE}  # a busy worker may give some back first
     assert {each.verdict for each in made.values()} <= {"EXHAUSTED", "PERMANENT"}
     assert all(each.error_type and each.error is not None for each in made.values())
     assert made["broken_str"].error == "<BrokenStrError.__str__ raised RuntimeError>"

@@ -88,11 +88,11 @@ def charged(db: Db, command_id: str) -> int:
 def test_three_kills_of_a_supervisor_bring_no_healthy_command_into_the_troubleshooting_queue(
     supervise: Supervise, noting: Path, bus: CommandBus, db: Db
 ) -> None:
-    names = [f"c{n}" for n in range(4)]
+    names = [f"c{n}" for n in range(3)]
     supervised = supervise(max_attempts=3, concurrency=4, visibility_timeout="1.1s", statement_timeout="1s")
     for name in names:
         bus.send("orders", "note", command_id=name)
-    until(lambda: len(starts(noting)) == 4, what="not all run")
+    until(lambda: len(starts(noting)) == 3, what="not all run")
     for _ in range(2):
         before = len(starts(noting))
         kill_all(supervised, noting)
@@ -101,10 +101,10 @@ def test_three_kills_of_a_supervisor_bring_no_healthy_command_into_the_troublesh
     kill_all(supervised, noting)
     (noting / "go").touch()
     supervise(max_attempts=3, concurrency=4, visibility_timeout="1.1s", statement_timeout="1s")
-    until_settled(db)
-    assert statuses(db) == {"COMPLETED": 4}
+    until_settled(db, 60)
+    assert statuses(db) == {"COMPLETED": 3}
     lost = [verdict for name in names for _, verdict in verdicts(db, name) if verdict == "LOST"]
-    assert len(lost) >= 6, "four at the first kill, and at least one at each of the others"
+    assert len(lost) >= 5, "three at the first kill, and at least one at each of the others"
 
 
 def test_suspects_run_one_at_a_time_in_processes_of_their_own(

@@ -236,7 +236,7 @@ def test_in_a_process_of_its_own_it_does_not_even_drain_the_worker(fleet: Fleet,
     """The worker goes on, and nobody else notices anything."""
     assert isolated.workers_after == isolated.workers_before
     assert set(fleet.statuses(isolated.healthy).values()) == {COMPLETED}
-    assert fleet.history(isolated.healthy) == []
+    assert {row[2] for row in fleet.history(isolated.healthy)} <= {"GIVEN_BACK"}, "a busy worker may do that"
 
 
 def test_all_slots_stuck_at_once(fleet: Fleet) -> None:
