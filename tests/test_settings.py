@@ -703,7 +703,7 @@ def test_a_strangers_pyproject_without_settings_is_none_of_our_business(below: P
     file = below.parent / "pyproject.toml"
     file.write_text("[tool.other]\n")
     os.chown(file, STRANGER, STRANGER)
-    load_settings(environ={}, directory=below)
+    assert load_settings(environ={}, directory=below).warnings == ()
 
 
 @as_root

@@ -18,6 +18,7 @@ import pytest
 from commandbus import CommandBus, CommandStatus, Limit, Settings
 from commandbus.model.command import NewCommand
 from support.api_stub import ApiStub, Reply, too_many
+from support.running import examples
 from support.waiting import one, until
 
 Db = psycopg.Connection[Any]
@@ -144,7 +145,7 @@ def test_ac4_never_above_the_limit_while_holders_are_killed(
     bus: CommandBus, database: str, db: Db, api: ApiStub, start: Callable[[], Process], backend: dict[str, Any]
 ) -> None:
     """A killed holder's call goes on at the API; its place is free when its lease has ended, and not before."""
-    count, kills = 160, 6
+    count, kills = 100, examples(4, thorough=10)
     dice = random.Random(7)
     fleet = {process.pid: process for process in (start() for _ in range(WORKERS))}
     until(lambda: active(db) == WORKERS, 30)

@@ -218,9 +218,11 @@ def test_shadows_on_the_search_path_are_not_called(
         )
         conn.execute("SET search_path = evil, pg_catalog, public")
         conn.execute("CREATE TEMP TABLE command (id bigint)")
-        conn.execute("""SELECT * FROM commandbus.compare_commands('orders', '[{"i": "x", "t": "Ship"}]')""")
+        same = """SELECT * FROM commandbus.compare_commands('orders', '[{"i": "x", "t": "Ship"}]')"""
+        assert conn.execute(same.encode()).fetchall() == []
         row = """'[{"i": "p", "m": "m"}]'"""
-        conn.execute(f"SELECT * FROM commandbus.start_processes('orders', 'order', NULL, {row}, false)".encode())
+        start = f"SELECT * FROM commandbus.start_processes('orders', 'order', NULL, {row}, false)"
+        assert len(conn.execute(start.encode()).fetchall()) == 1
     db.execute("DROP SCHEMA evil CASCADE")
 
 

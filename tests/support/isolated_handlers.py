@@ -284,12 +284,17 @@ def daemonize(command: Any, ctx: Any) -> int:
 
 @process("zombies")
 def zombies(command: Any, ctx: Any) -> int:
-    """How many dead children nobody has buried; and leave one orphan that dies soon."""
+    """How many dead children nobody has buried, its own and an orphan's that has just died among them."""
+    ended, inherited = os.pipe()
     if os.fork() == 0:
+        parent = os.getpid()
         if os.fork() == 0:
-            time.sleep(0.05)
+            while os.getppid() == parent:
+                time.sleep(0.001)
         os._exit(0)
-    time.sleep(0.2)
+    os.close(inherited)
+    os.read(ended, 1)  # both have ended, and with them the other end
+    os.close(ended)
     mine, found = f" {os.getpid()} ", 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -305,8 +310,7 @@ def name_session(command: Any, ctx: Any) -> None:
     """Say that a session of somebody else is its own, and die."""
     channel = ctx._services.connections._channel
     channel.send({"k": "lent", "n": 1, "key": None, **command.data})
-    time.sleep(0.2)
-    os._exit(1)
+    os._exit(1)  # what was sent is read all the same
 
 
 @process("change")

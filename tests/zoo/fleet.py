@@ -191,11 +191,11 @@ class Fleet:
         self.bus.send(DOMAIN, kind, told, command_id=command_id, **more)
         return command_id
 
-    def meet_at_once(self, seconds: float) -> float:
+    def meet_at_once(self, seconds: float, kind: str = "meet") -> float:
         """Show that as many healthy commands run at once as there are slots; answers when (epoch)."""
-        ids = self.new_ids("meet", self.slots)
+        ids = self.new_ids(kind, self.slots)
         data = {"port": self.meeting.port}
-        self.bus.send_many(DOMAIN, [NewCommand("meet", data, command_id=item, max_attempts=1) for item in ids])
+        self.bus.send_many(DOMAIN, [NewCommand(kind, data, command_id=item, max_attempts=1) for item in ids])
         try:
             return self.meeting.until_present(self.slots, seconds)
         finally:

@@ -90,7 +90,9 @@ def test_many_rounds_in_one_and_the_same_worker_leave_nothing_behind(fleet: Flee
     assert fleet.workers() == [worker]
     allowed = at_first["threads"] + 3  # the threads that leave_thread has left
     until(lambda: own_holdings(worker)["threads"] <= allowed, 10, what=lambda: (at_first, names_of(worker)))
-    until(lambda: own_holdings(worker)["files"] <= at_first["files"], 10, what=lambda: own_holdings(worker))
+    until(
+        lambda: own_holdings(worker)["files"] <= at_first["files"], 10, what=lambda: (at_first, names_of(worker))
+    )
 
 
 def warm_worker(fleet: Fleet) -> int:
@@ -102,7 +104,7 @@ def warm_worker(fleet: Fleet) -> int:
     while max(rounds.values(), default=0) < 2:
         before = fleet.workers()
         run_rounds(fleet, ["hang.pg_sleep", "isolated.sleep"], 2 * SLOTS)
-        fleet.meet_at_once(10)
+        fleet.meet_at_once(10, "meet_with_connection")
         if fleet.workers() == before and len(before) == 1:
             rounds[before[0]] = rounds.get(before[0], 0) + 1
     return max(rounds, key=lambda pid: rounds[pid])

@@ -54,6 +54,13 @@ def meet(command: Any, ctx: Any) -> None:
         peer.recv(1)
 
 
+@handlers.handler(DOMAIN, "meet_with_connection", timeout=60)
+def meet_with_connection(command: Any, ctx: Any) -> None:
+    """The same, with a connection in its hands."""
+    with ctx.connection():
+        meet(command, ctx)
+
+
 @handlers.handler(DOMAIN, "traces")
 def traces(ctx: Any) -> dict[str, str]:
     """What is left of `pollute`."""
