@@ -1,4 +1,4 @@
-"""Breakers and the volume of a type, in running workers: a few that hang among many open nothing, all that hang do."""
+"""Breakers and the volume of a type, in running workers: a few that hang among many open nothing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_five_hanging_among_a_thousand_good_park_nobody(
 def test_after_very_many_successes_the_first_full_round_of_stuck_slots_opens_it(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
 ) -> None:
-    """More of them than a worker remembers, as after an hour. Then as many hang as there are slots, and no more."""
+    """More of them than a worker remembers, as after an hour. Then as many hang as there are slots."""
     is_bad = threading.Event()
 
     @handlers.handler("orders", "ship")
@@ -171,7 +171,7 @@ def test_after_the_last_fault_everything_drains_and_nothing_stays_parked(
 def test_very_many_parked_commands_delay_no_lease(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
 ) -> None:
-    """More than a bite: a probe closes the breaker, the rest is woken bite by bite, and a lease is renewed meanwhile."""
+    """More than a bite: a probe closes the breaker, the rest is woken bite by bite, and a lease is renewed."""
     begun = threading.Event()
 
     @handlers.handler("orders", "slow", timeout=60)
