@@ -1,13 +1,14 @@
 -- Lets one command that a breaker has parked go, as its probe; no row if none is parked. The one that was parked first
 -- and was not the probe in vain (`vain`, one entry for each time); else the one with the fewest vain probes.
--- Locks: its queue row (one that somebody is cancelling is passed over), then its parked row. Indexes: parked_reason, the
--- queue's key.
+-- Locks: its queue row (one that somebody is cancelling is passed over), then its parked row. Indexes: parked_reason, in its
+-- order, the queue's key. (Were the type given by `=`, the planner might read and sort all that is parked.)
 WITH fresh AS MATERIALIZED (
     SELECT p.seq, p.command, q.msg_id
       FROM commandbus.parked p JOIN pgmq.{queue} q ON q.msg_id = p.msg_id
-     WHERE p.reason = 'breaker' AND p.domain = %(domain)s AND p.command_type = %(type)s
+     WHERE (p.reason, p.domain, p.command_type, p.seq) > ('breaker'::text, %(domain)s::text, %(type)s::text, 0::bigint)
+       AND (p.reason, p.domain, p.command_type) <= ('breaker'::text, %(domain)s::text, %(type)s::text)
        AND p.command <> ALL (%(vain)s::bigint[])
-     ORDER BY p.seq
+     ORDER BY p.reason, p.domain, p.command_type, p.seq
      LIMIT 1
        FOR UPDATE OF q SKIP LOCKED
 ), tired AS MATERIALIZED (
