@@ -34,7 +34,7 @@ from commandbus.flow.fold import fold
 from commandbus.flow.register import WorkerIdentity, beat
 from commandbus.flow.renew import pending_cancels
 from commandbus.flow.roles import print_roles
-from commandbus.flow.unpark import leftovers
+from commandbus.flow.unpark import unkept
 from commandbus.model.breaker import Breaker
 from support.waiting import until
 from support.workers import quick_settings
@@ -375,7 +375,7 @@ def test_breakers(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None
     assert worker.run(report("orders", "Break", Breaker(), good=[probe])).state == "CLOSED"
     assert worker.run(report("orders", "Break", Breaker(), bad=bad)) is None
     assert worker.run(judge("orders", "Break", Breaker())).is_final
-    assert worker.run(leftovers(["orders"])) == []
+    assert worker.run(unkept(["orders"])) == []
     for of in ({"domain": "orders", "command_type": "Break"}, {"limit": "docai"}):
         assert operator.open_breaker(**of)
         assert operator.close_breaker(**of) == 0

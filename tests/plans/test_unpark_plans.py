@@ -11,7 +11,7 @@ from plan_reading import explain, first_statement
 
 from commandbus.flow.breaker import Row, _probe
 from commandbus.flow.statement import Operation
-from commandbus.flow.unpark import BITE, Parked, leftovers, wake_some
+from commandbus.flow.unpark import BITE, Parked, unkept, wake_some
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]
@@ -42,7 +42,7 @@ def test_a_bite(conn: Conn, generic: bool, is_first: bool) -> None:
 
 
 def test_what_is_left_is_found_without_reading_it(conn: Conn, generic: bool) -> None:
-    plan = explain(conn, first_statement(leftovers(["delayed", "backlog"])), generic=generic)
+    plan = explain(conn, first_statement(unkept(["delayed", "backlog"])), generic=generic)
     assert plan.rows == 1
     assert plan.kinds("parked") <= DIRECT, plan
     assert plan.visited("parked") <= 10, plan

@@ -2,7 +2,7 @@
 
 A million commands may be parked. Whoever ends the pause, or closes the breaker, wakes the first bite in its own
 transaction, and goes on in transactions of their own, so that no claim waits for a lock. What is left because
-somebody was killed on the way, `leftovers` finds: the maintenance of every worker looks for that.
+somebody was killed on the way, `unkept` finds: the maintenance of every worker looks for that.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def wake_rest(parked: Parked, first: Operation[Bite] | None = None) -> Plan[int]
 
 
 @operation(atomic=False)
-def leftovers(domains: Sequence[str]) -> Steps[list[Parked]]:
+def unkept(domains: Sequence[str]) -> Steps[list[Parked]]:
     """What is parked in these domains although nothing keeps it."""
-    rows = yield Statement(sql.text("unpark_leftovers"), {"domains": list(domains)})
+    rows = yield Statement(sql.text("unkept"), {"domains": list(domains)})
     return [Parked(*row) for row in rows]

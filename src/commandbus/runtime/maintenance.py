@@ -21,7 +21,7 @@ from commandbus.flow.fold import fold
 from commandbus.flow.prune import Retention, prune_all
 from commandbus.flow.register import WorkerIdentity, beat
 from commandbus.flow.statement import Operation, Plan
-from commandbus.flow.unpark import Parked, leftovers, wake_rest
+from commandbus.flow.unpark import Parked, unkept, wake_rest
 from commandbus.logger import safe_logger
 from commandbus.runtime.breakers import Breakers
 from commandbus.runtime.folder import Refused
@@ -215,7 +215,7 @@ class Maintenance(DatabaseService):
         """Wake what nothing keeps parked any more, for a moment: of very many only the first went at once."""
         if now >= self._unpark_at:
             self._unpark_at = now + SWEEP_SECONDS
-            for parked in self._link.run(leftovers(self._identity.domains)):
+            for parked in self._link.run(unkept(self._identity.domains)):
                 self._unparked.setdefault(parked, Work(wake_rest(parked)))
         until = monotonic() + SLICE_SECONDS
         while self._unparked and monotonic() < until and not self._stopping.is_set():
