@@ -29,9 +29,9 @@ class Breaker:
     """When the breaker of a command type opens, and what happens then.
 
     `stuck`: at least so many attempts, of at least three commands, that were stuck (had to be given up) within the
-    `window` open it, if they are half of all that ended. `failures`: so many failed ones do. 0: they are not counted.
-    `reset`: how long it stays open before one command is tried.
-    `on_open`: "park" keeps commands until it closes; "refuse" also makes `send` raise `BreakerOpenError`.
+    `window` open it, if they are half of all that ended. `failures`: so many failed ones do. 0: they are not
+    counted. `reset`: how long it stays open before one command is tried. `on_open`: "park" keeps commands until it
+    closes; "refuse" also makes `send` raise `BreakerOpenError`.
     """
 
     stuck: int = 5

@@ -213,16 +213,23 @@ class Maintenance(DatabaseService):
 
     def _unpark(self, now: float) -> None:
         """Wake what nothing keeps parked any more, for a moment: of very many only the first went at once."""
-        if now >= self._unpark_at:
-            self._unpark_at = now + SWEEP_SECONDS
-            for parked in self._link.run(unkept(self._identity.domains)):
-                self._unparked.setdefault(parked, Work(wake_rest(parked)))
-        until = monotonic() + SLICE_SECONDS
-        while self._unparked and monotonic() < until and not self._stopping.is_set():
-            parked, work = self._unparked.popitem()  # found again by the next look if this fails
-            if work.step(self._link):
-                self._unparked[parked] = work
-            self._look_after()
+        try:
+            if now >= self._unpark_at:
+                self._unpark_at = now + SWEEP_SECONDS
+                for parked in self._link.run(unkept(self._identity.domains)):
+                    self._unparked.setdefault(parked, Work(wake_rest(parked)))
+            until = monotonic() + SLICE_SECONDS
+            while self._unparked and monotonic() < until and not self._stopping.is_set():
+                parked, work = self._unparked.popitem()  # found again by the next look if this fails
+                if work.step(self._link):
+                    self._unparked[parked] = work
+                self._look_after()
+        except psycopg.OperationalError:
+            raise
+        except Exception as error:  # noqa: BLE001 - everything else must have its turn
+            self._unparked.clear()
+            self._unpark_at = now + PRUNE_SECONDS
+            logger.warning("parked commands cannot be woken now, trying again in a minute: %s", error)
 
     def _refuse(self, batch: int, error: Exception) -> None:
         """In the handling of an error."""
