@@ -6,8 +6,9 @@
 -- without a message that waits is removed: nobody else would.
 -- Locks: queue rows in key order, those that nobody else holds, then their parked rows (cancel.sql takes them in this order
 -- too). A message that waits becomes visible in years: one that somebody else has woken since our snapshot is left alone.
--- Indexes: parked_reason, in its order, the queue's key, parked_pkey. (Were the type given by `=`, the planner might read and
--- sort all that is parked: it does not know how much that is just now.)
+-- Indexes: parked_reason, in its order, the queue's key, parked_pkey. (Were the type given by `=`, or the end of its range, the
+-- planner might read and sort all that is parked: it does not know how much that is just now. So the end is compared
+-- outside.)
 WITH turn AS MATERIALIZED (
     SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtextextended(
                pg_catalog.concat_ws(' ', 'commandbus unpark', %(reason)s::text, %(domain)s::text, %(type)s::text), 0::bigint))
@@ -17,12 +18,15 @@ WITH turn AS MATERIALIZED (
                             WHERE domain = %(domain)s AND command_type = %(type)s AND state <> 'CLOSED'
                               AND %(reason)s::text = 'breaker'::text) AS is_ours
 ), waiting AS MATERIALIZED (
-    SELECT seq, msg_id FROM commandbus.parked
-     WHERE (reason, domain, command_type, seq) > (%(reason)s::text, %(domain)s::text, %(type)s::text, %(after)s::bigint)
-       AND (reason, domain, command_type) <= (%(reason)s::text, %(domain)s::text, %(type)s::text)
-       AND (SELECT is_ours FROM turn)
-     ORDER BY reason, domain, command_type, seq
-     LIMIT %(bite)s
+    SELECT seq, msg_id
+      FROM (SELECT seq, msg_id, reason, domain, command_type
+              FROM commandbus.parked
+             WHERE (reason, domain, command_type, seq)
+                   > (%(reason)s::text, %(domain)s::text, %(type)s::text, %(after)s::bigint)
+               AND (SELECT is_ours FROM turn)
+             ORDER BY reason, domain, command_type, seq
+             LIMIT %(bite)s) p
+     WHERE reason = %(reason)s AND domain = %(domain)s AND command_type = %(type)s
 ), held AS MATERIALIZED (
     SELECT msg_id FROM pgmq.{queue}
      WHERE msg_id = ANY (ARRAY(SELECT msg_id FROM waiting)) AND vt > pg_catalog.now() + interval '1 year'
