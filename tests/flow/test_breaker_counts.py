@@ -81,6 +81,22 @@ def test_counts_from_before_the_last_bad_attempt_do_not_do(orders: Bus) -> None:
     assert judged(orders) == Judged(None, is_final=False)
 
 
+def test_bad_attempts_that_keep_coming_do_not_put_the_verdict_off(orders: Bus, db: Db) -> None:
+    """There is always one that is newer than what the workers have told: those before it are judged."""
+    heartbeat(orders, "w1")
+    tell(orders, stuck(), stuck(), stuck())
+    says(orders, "w1", 3)
+    assert tell(orders, stuck()) is not None
+    assert state(db) == "OPEN"
+    orders.close_breaker("orders", "Ship")
+    tell(orders, stuck(), stuck(), stuck())
+    says(orders, "w1", 4)
+    assert tell(orders, stuck()) is None
+    assert judged(orders) == Judged(None, is_final=False), "the fourth has to be told of"
+    says(orders, "w1", 5)
+    assert judged(orders) == Judged(None, is_final=True)
+
+
 def test_one_that_does_not_tell_is_waited_for_only_for_a_while(orders: Bus, db: Db) -> None:
     heartbeat(orders, "silent")
     tell(orders, stuck(), stuck(), stuck())

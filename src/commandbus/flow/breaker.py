@@ -7,9 +7,9 @@
 
 `model/trouble.py` says when a type is in trouble. Workers report attempts that ended badly (`report`); those are
 in the breaker's row. How many ended otherwise each worker counts in memory, and tells with its heartbeat while a
-type has a bad attempt in the window: nothing is written per attempt. `judge` puts both together. It waits, for a
-while, until every live worker of the domain has told its counts as of the last bad attempt. Until then nobody
-knows.
+type has a bad attempt in the window: nothing is written per attempt. `judge` puts both together. Of a bad attempt
+nobody knows what it means until every live worker of the domain has told its counts since: that is waited for, for
+a while.
 
 Workers look after breakers (`watch`): they `judge` those that have news, and `advance` those that are not closed.
 Who moves a breaker holds its row, so of any number of workers one opens it, and one chooses the probe. The probe
@@ -24,6 +24,7 @@ written down in control_action. What people do is in `flow/breaker_operate.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -214,11 +215,11 @@ def _judge(row: Row, rule: Breaker) -> Steps[Judged]:
             "alive": ALIVE_SECONDS,
         },
     )
-    counts = Counts([_Count(*found) for found in rows], told_at=row.recent[-1].ended)
-    is_final = counts.is_complete or row.now.timestamp() - row.recent[-1].ended > PATIENCE_SECONDS
-    trouble = find_trouble(rule, row.recent, counts.others) if is_final else None
+    counts = Counts([_Count(*found) for found in rows], row.recent, row.now.timestamp())
+    known = [item for item in row.recent if item.ended <= counts.known_until]
+    trouble = find_trouble(rule, known, counts.others)
     if trouble is None:
-        return Judged(is_final=is_final)
+        return Judged(is_final=len(known) == len(row.recent))
     reason = ", ".join(part for part in (_words(trouble), row.reason) if part)
     return Judged((yield from move(row.opened(reason))))
 
@@ -232,14 +233,19 @@ class _Count(NamedTuple):
 
 
 class Counts:
-    """What the workers of a domain have told of one command type. `told_at`: when the last bad attempt ended."""
+    """What the workers of a domain have told of one command type.
 
-    def __init__(self, counts: Sequence[_Count], *, told_at: float) -> None:
+    `known_until`: of bad attempts that ended until then, all live workers have told what else ended. While
+    attempts keep ending badly there are always some that are too new. A worker that has been silent for long is
+    not waited for.
+    """
+
+    def __init__(self, counts: Sequence[_Count], recent: Sequence[BadAttempt], now: float) -> None:
         tallies = [(count, None if count.tally is None else Tally.from_json(count.tally)) for count in counts]
         self._tallies = [(count, tally) for count, tally in tallies if tally is not None]
-        self.is_complete = all(
-            tally is not None and tally.told_at >= told_at for count, tally in tallies if count.is_live
-        )
+        patient = max((item.ended for item in recent if item.ended < now - PATIENCE_SECONDS), default=-math.inf)
+        told = [-math.inf if tally is None else tally.told_at for count, tally in tallies if count.is_live]
+        self.known_until = max(patient, min(told, default=math.inf))
 
     def others(self, since: float) -> float:
         """How many attempts ended and were not stuck since a moment, in all workers."""
