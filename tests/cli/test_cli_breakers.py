@@ -22,7 +22,8 @@ def park(bus):
 def broken(orders, bus):
     """`orders` with an open breaker of `ship`, and a command that waits for it."""
     bus.send("orders", "ship", command_id="s1")
-    bus.run(report("orders", "ship", Breaker(stuck=2), bad=[Bad(1, True, "ExecutionStuck: \x1b[31mhangs")] * 2))
+    bad = [Bad(n, True, "ExecutionStuck: \x1b[31mhangs") for n in (1, 2)]
+    bus.run(report("orders", "ship", Breaker(stuck=2), bad=bad))
     park(bus)
     return orders
 
@@ -36,16 +37,17 @@ def test_the_list(broken):
     answer = broken("breakers")
     assert answer.code == ExitCode.OK
     head, line = answer.out.splitlines()
-    assert head.split() == ["OF", "NAME", "STATE", "UNTIL", "STUCK", "FAILURES", "PARKED", "REASON"]
+    assert head.split() == ["OF", "NAME", "STATE", "UNTIL", "STUCK", "FAILURES", "OTHERS", "PARKED", "REASON"]
     assert line.startswith("type  orders/ship  open   ")
-    assert "2 stuck attempts within 1h, the last: ExecutionStuck: " in line
+    assert "2 of 2 attempts stuck since " in line
+    assert "(2 commands), the last: ExecutionStuck: " in line
     assert "\x1b" not in line
     (document,) = broken("breakers", "--json").document
     assert document.pop("opened_at") < document.pop("until")
+    assert document.pop("reason").endswith(" UTC (2 commands), the last: ExecutionStuck: \x1b[31mhangs")
     assert document == {
         "kind": "type", "name": "orders/ship", "state": "OPEN", "probe": None, "stuck": 2, "failures": 0,
-        "parked": 1, "is_forced": False,
-        "reason": "2 stuck attempts within 1h, the last: ExecutionStuck: \x1b[31mhangs",
+        "others": 0, "parked": 1, "is_forced": False,
     }  # fmt: skip
 
 
@@ -53,13 +55,13 @@ def test_show_and_commands_say_why_a_command_waits_and_until_when(broken, bus):
     shown = broken("show", "orders", "s1").out
     assert "waits for" in shown
     assert "(in about " in shown
-    assert ": breaker open: 2 stuck attempts within 1h, the last: ExecutionStuck" in shown
+    assert ": breaker open: 2 of 2 attempts stuck since " in shown
     assert "PARKED" in shown
     assert "parked until " in broken("commands").out
     document = broken("show", "orders", "s1", "--json").document
     assert document["waiting_for"] == "breaker"
     assert document["waiting_until"] is not None
-    assert document["waiting_note"].startswith("breaker open: 2 stuck")
+    assert document["waiting_note"].startswith("breaker open: 2 of 2 attempts stuck")
 
 
 def test_close_open_and_reset(broken, bus):

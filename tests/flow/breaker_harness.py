@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import psycopg
@@ -12,16 +13,17 @@ from commandbus.model.breaker import Breaker
 
 Db = psycopg.Connection[Any]
 THREE = Breaker(stuck=3, reset=60.0)
+_others = itertools.count(1_000_000)
 
 
-def stuck(command: int = 0, text: str = "ExecutionStuck: it hangs") -> Bad:
-    """An attempt that was stuck."""
-    return Bad(command, is_stuck=True, text=text)
+def stuck(command: int | None = None, text: str = "ExecutionStuck: it hangs", ago: float = 0.0) -> Bad:
+    """An attempt that was stuck, of a command of its own unless one is given; it began so many seconds ago."""
+    return Bad(next(_others) if command is None else command, is_stuck=True, text=text, began_ago=ago)
 
 
-def failed(command: int = 0, text: str = "ValueError: no") -> Bad:
+def failed(command: int | None = None, text: str = "ValueError: no", ago: float = 0.0) -> Bad:
     """An attempt that failed."""
-    return Bad(command, is_stuck=False, text=text)
+    return Bad(next(_others) if command is None else command, is_stuck=False, text=text, began_ago=ago)
 
 
 def tell(

@@ -28,12 +28,13 @@ from commandbus import (
     Worker,
 )
 from commandbus.flow.batch_operate import leftovers
-from commandbus.flow.breaker import Bad, advance, due, report
+from commandbus.flow.breaker import Bad, advance, judge, report, watch
 from commandbus.flow.claim import announce, withdraw
 from commandbus.flow.fold import fold
 from commandbus.flow.register import WorkerIdentity, beat
 from commandbus.flow.renew import pending_cancels
 from commandbus.flow.roles import print_roles
+from commandbus.flow.unpark import unkept
 from commandbus.model.breaker import Breaker
 from support.waiting import until
 from support.workers import quick_settings
@@ -368,10 +369,13 @@ def test_breakers(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None
     worker.claim()
     assert worker.get_command("orders", "b").waiting_for == "breaker"
     db.execute("UPDATE commandbus.breaker SET until = now()")
-    assert [item.command_type for item in worker.run(due(["orders"]))] == ["Break"]
+    assert [item.command_type for item in worker.run(watch(["orders"])).due] == ["Break"]
     assert worker.run(advance("orders", "Break")).state == "HALF_OPEN"
     probe = worker.claim_one().id
     assert worker.run(report("orders", "Break", Breaker(), good=[probe])).state == "CLOSED"
+    assert worker.run(report("orders", "Break", Breaker(), bad=bad)) is None
+    assert worker.run(judge("orders", "Break", Breaker())).is_final
+    assert worker.run(unkept(["orders"])) == []
     for of in ({"domain": "orders", "command_type": "Break"}, {"limit": "docai"}):
         assert operator.open_breaker(**of)
         assert operator.close_breaker(**of) == 0

@@ -17,8 +17,10 @@ from commandbus import (
     Worker,
 )
 from commandbus.db.drive import run
+from commandbus.flow.breaker import Bad, report
 from commandbus.flow.claim import claim
 from commandbus.flow.settle import Settlement, settle
+from commandbus.model.breaker import Breaker
 from commandbus.model.outcome import judge_failure
 from commandbus.model.retry import RetryPolicy
 from commandbus.runtime.attempt import Attempt
@@ -103,6 +105,26 @@ def test_a_worker_makes_no_other_writes_for_a_command(database: str, bus: Comman
     tables = ("command", "q_orders__commands")
     until(lambda: written(db, *tables) >= 5000)
     assert written(db, *tables) == 5000
+    assert written(db) - before - 5000 < 30
+
+
+def test_counting_for_a_breaker_writes_nothing_per_attempt(database: str, bus: CommandBus, db: Db) -> None:
+    """A stuck attempt is in the window, so the counts of its type ride on the heartbeat: one row a second."""
+    handlers = HandlerRegistry()
+    handlers.register("orders", "work", lambda ctx: "done")
+    bus.run(report("orders", "work", Breaker(), bad=[Bad(1, True, "ExecutionStuck: it hangs")]))
+    before = written(db)
+    bus.send_many("orders", [NewCommand("work", {"n": n}) for n in range(1000)])
+    with Worker(handlers, settings=quick_settings(database, breakers_enabled=True)):
+        until_settled(db)
+        counted = "SELECT (counts -> 'orders/work' -> 'others') IS NOT NULL FROM commandbus.worker"
+        until(lambda: one(db, counted))
+        until(lambda: [info.others for info in bus.breakers()] == [1000])
+    bus.close()
+    tables = ("command", "q_orders__commands")
+    until(lambda: written(db, *tables) >= 5000)
+    assert written(db, *tables) == 5000
+    assert written(db, "breaker") == 2, "the report of the stuck attempt: made, and saved"
     assert written(db) - before - 5000 < 30
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -63,14 +64,26 @@ def test_culprits_count_and_open_it(
     bus.send("orders", "ship", command_id="a")
     die(coroner, settings, db, "w1", 1)
     assert [(info.state, info.stuck) for info in bus.breakers()] == [("CLOSED", 1)]
+    bus.cancel("orders", "a")
+    bus.send("orders", "ship", command_id="b")
     die(coroner, settings, db, "w2", 1)
     (info,) = bus.breakers()
     assert (info.state, info.stuck) == ("OPEN", 2)
     assert info.reason is not None
-    assert info.reason.startswith(
-        "2 stuck attempts within 1h, the last: WorkerLost: the worker process ended with"
+    assert re.match(
+        r"2 of 2 attempts stuck since .* UTC \(2 commands\), the last: WorkerLost: the worker process ended with",
+        info.reason,
     )
     assert any("the breaker of orders/ship is open" in line for line in caplog.messages)
+
+
+def test_one_command_that_kills_every_worker_is_no_trouble_of_its_type(
+    coroner: Coroner, settings: Settings, bus: CommandBus, db: Db
+) -> None:
+    bus.send("orders", "ship", command_id="a")
+    for worker in ("w1", "w2", "w3"):
+        die(coroner, settings, db, worker, 1)
+    assert [(info.state, info.stuck) for info in bus.breakers()] == [("CLOSED", 3)]
 
 
 def test_suspects_bystanders_and_those_that_did_not_run_do_not_count(

@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from commandbus import CommandBus, Limit, Settings
 from commandbus.flow.breaker import Bad, report
-from commandbus.flow.limit_figures import Figures, LimitFigures, figures
+from commandbus.flow.claim import claim, put_right
+from commandbus.flow.limit_figures import BreakerFigures, Figures, LimitFigures, figures
 from commandbus.flow.places import answer
 from commandbus.model.breaker import Breaker
 from commandbus.model.command import NewCommand
@@ -55,7 +56,8 @@ def of_limit(text: str, name: str = "docai") -> dict[str, float]:
 def test_every_figure_has_its_metric() -> None:
     docai = LimitFigures("docai", 5, 3, 17, 2, 12.5, True, True, 100, 4, 40, 61.25)
     free = replace(docai, name="free", places=None, is_open=False, is_degraded=False)
-    shared = Figures((docai, free), {("orders", "ship"): True, ("orders", "bill"): False})
+    breakers = {("orders", "ship"): BreakerFigures(True, 5, 212), ("orders", "bill"): BreakerFigures(False, 1, 0)}
+    shared = Figures((docai, free), breakers)
     text = metrics(View(1.0, "RUNNING", look=Look(1.0, figures=shared)))
     assert of_limit(text) == {
         "places": 5, "in_use": 3, "parked": 17, "callers": 2, "backoff_seconds": 12.5, "breaker_open": 1,
@@ -67,6 +69,8 @@ def test_every_figure_has_its_metric() -> None:
     found = parsed(text)
     assert found["commandbus_breaker_open", "orders/ship"] == 1
     assert found["commandbus_breaker_open", "orders/bill"] == 0
+    assert found["commandbus_breaker_stuck", "orders/ship"] == 5
+    assert found["commandbus_breaker_parked", "orders/ship"] == 212
     kinds = {family.name: family.type for family in text_string_to_metric_families(text)}
     assert kinds["commandbus_limit_in_use"] == "gauge"
     assert kinds["commandbus_limit_granted"] == "counter"
@@ -93,7 +97,12 @@ def test_the_figures_are_those_of_the_database(bus: CommandBus, db: psycopg.Conn
     assert docai.is_open
     assert 400 < docai.backoff_seconds <= 500
     bus.run(report("orders", "ship", Breaker(stuck=1), bad=[Bad(1, is_stuck=True, text="it hangs")]))
-    assert bus.run(figures(["orders"])).breakers == {("orders", "ship"): True}
+    assert bus.run(figures(["orders"])).breakers == {("orders", "ship"): BreakerFigures(True, 1, 0)}
+    bus.send("orders", "ship")
+    found = bus.run(claim(domain="orders", worker="w", n=10, lease_seconds=30, cursor=None))
+    bus.run(put_right(domain="orders", worker="w", odd=found.odd, max_bytes=1000))
+    db.execute("UPDATE commandbus.breaker SET recent = '[[1, true, 0, 0]]'")
+    assert bus.run(figures(["orders"])).breakers == {("orders", "ship"): BreakerFigures(True, 0, 1)}
     assert bus.run(figures(["bills"])).breakers == {}
 
 

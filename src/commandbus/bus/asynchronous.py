@@ -326,7 +326,7 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
 
     async def resume(self, domain: str, command_type: str | None = None) -> int:
         """Resume; answers how many parked commands went back to the queue."""
-        return await self.run(pause.resume(names.check_domain(domain), command_type))
+        return await self.follow(pause.resume(names.check_domain(domain), command_type))
 
     async def pauses(self) -> list[PauseInfo]:
         """What is paused."""

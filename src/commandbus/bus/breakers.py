@@ -10,7 +10,7 @@ from commandbus.errors import InvalidOperationError
 from commandbus.flow import breaker_operate, operate
 from commandbus.flow.breaker_operate import BreakerInfo
 from commandbus.flow.operate import Deed
-from commandbus.flow.statement import Operation
+from commandbus.flow.statement import Operation, Plan
 from commandbus.model import names
 from commandbus.model.limit import check_limit_name
 
@@ -31,18 +31,18 @@ class _BreakerShell(Shell):
 
     def _closing(
         self, domain: str | None, command_type: str | None, limit: str | None, who: str | None, why: str | None
-    ) -> Operation[int]:
+    ) -> Plan[int]:
         what = _deed(who, why)
         if limit is not None:
-            return breaker_operate.close_limit(_limit(domain, command_type, limit), what)
+            return _one(breaker_operate.close_limit(_limit(domain, command_type, limit), what))
         return breaker_operate.close_type(*_type(domain, command_type), what)
 
     def _resetting(
         self, domain: str | None, command_type: str | None, limit: str | None, who: str | None, why: str | None
-    ) -> Operation[int]:
+    ) -> Plan[int]:
         what = _deed(who, why)
         if limit is not None:
-            return breaker_operate.reset_limit(_limit(domain, command_type, limit), what)
+            return _one(breaker_operate.reset_limit(_limit(domain, command_type, limit), what))
         return breaker_operate.reset_type(*_type(domain, command_type), what)
 
 
@@ -51,6 +51,9 @@ class Breakers(_BreakerShell):
 
     @abstractmethod
     def run(self, operation: Operation[T], conn: object = None) -> T: ...
+
+    @abstractmethod
+    def follow(self, plan: Plan[T], conn: object = None) -> T: ...
 
     def breakers(self) -> list[BreakerInfo]:
         """The breakers of command types that have counted something, and those of all limits."""
@@ -82,7 +85,7 @@ class Breakers(_BreakerShell):
     ) -> int:
         """Close a breaker that is open; answers how many parked commands go on (for a limit: as there is
         place)."""
-        return self.run(self._closing(domain, command_type, limit, operator, reason))
+        return self.follow(self._closing(domain, command_type, limit, operator, reason))
 
     def reset_breaker(
         self,
@@ -94,7 +97,7 @@ class Breakers(_BreakerShell):
         reason: str | None = None,
     ) -> int:
         """Forget what a breaker has counted, and close it if it is open; answers as `close_breaker` does."""
-        return self.run(self._resetting(domain, command_type, limit, operator, reason))
+        return self.follow(self._resetting(domain, command_type, limit, operator, reason))
 
 
 class AsyncBreakers(_BreakerShell):
@@ -102,6 +105,9 @@ class AsyncBreakers(_BreakerShell):
 
     @abstractmethod
     async def run(self, operation: Operation[T], conn: object = None) -> T: ...
+
+    @abstractmethod
+    async def follow(self, plan: Plan[T], conn: object = None) -> T: ...
 
     async def breakers(self) -> list[BreakerInfo]:
         """The breakers of command types that have counted something, and those of all limits."""
@@ -129,7 +135,7 @@ class AsyncBreakers(_BreakerShell):
         reason: str | None = None,
     ) -> int:
         """Close a breaker; see CommandBus.close_breaker."""
-        return await self.run(self._closing(domain, command_type, limit, operator, reason))
+        return await self.follow(self._closing(domain, command_type, limit, operator, reason))
 
     async def reset_breaker(
         self,
@@ -141,11 +147,16 @@ class AsyncBreakers(_BreakerShell):
         reason: str | None = None,
     ) -> int:
         """Forget what a breaker has counted; see CommandBus.reset_breaker."""
-        return await self.run(self._resetting(domain, command_type, limit, operator, reason))
+        return await self.follow(self._resetting(domain, command_type, limit, operator, reason))
 
 
 def _deed(operator: str | None, reason: str | None) -> Deed:
     return operate.deed("CANCEL", operator or whoami(), reason)
+
+
+def _one(operation: Operation[T]) -> Plan[T]:
+    result: T = yield operation
+    return result
 
 
 def _type(domain: str | None, command_type: str | None) -> tuple[str, str]:

@@ -354,7 +354,7 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
 
     def resume(self, domain: str, command_type: str | None = None) -> int:
         """Resume; answers how many parked commands went back to the queue."""
-        return self.run(pause.resume(names.check_domain(domain), command_type))
+        return self.follow(pause.resume(names.check_domain(domain), command_type))
 
     def pauses(self) -> list[PauseInfo]:
         """What is paused."""

@@ -76,9 +76,7 @@ def status(record: BatchRecord) -> str:
 def document(record: BatchRecord) -> dict[str, Any]:
     """A batch for programs: with what follows from its counts."""
     stored = {field: getattr(record, field) for field in BatchRecord.__dataclass_fields__}
-    return stored | {
-        field: getattr(record, field) for field in ("finished", "remaining", "progress", "eta_seconds")
-    }
+    return stored | {field: getattr(record, field) for field in ("finished", "remaining", "progress")}
 
 
 def print_record(record: BatchRecord) -> None:

@@ -33,8 +33,9 @@ def _which(function: F) -> F:
 def breakers(ctx: click.Context) -> None:
     """The breakers of command types and limits: their state, why they are open, and until when.
 
-    One that opens leaves a command type, or an API, alone for a while; then a single command is tried, and if that
-    goes well, it is closed again. A command type is listed once it has counted something.
+    One that opens leaves a command type, or an API, alone for a while; then a single command is tried, and if
+    that goes well, it is closed again. A command type is listed once it has counted something. OTHERS are its
+    attempts that ended otherwise since the first bad one began: it opens only if they are not the majority.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -44,9 +45,9 @@ def breakers(ctx: click.Context) -> None:
     session.answer(
         found,
         lambda: print_table(
-            columns("of name state until :stuck :failures :parked reason"),
-            [(item.kind, item.name, _state(item), _until(item), item.stuck, item.failures, item.parked,
-              item.reason) for item in found],
+            columns("of name state until :stuck :failures :others :parked reason"),
+            [(item.kind, item.name, _state(item), _until(item), item.stuck, item.failures,
+              item.others if item.kind == "type" else None, item.parked, item.reason) for item in found],
             empty="no breaker has counted anything, and there are no limits",
         ),
     )  # fmt: skip

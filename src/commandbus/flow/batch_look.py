@@ -7,6 +7,7 @@ alone, so a look at batches that are not finished begins with one look at what i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -17,7 +18,7 @@ from commandbus.errors import InvalidCommandError
 from commandbus.flow.inspect import MAX_ID, no_queue
 from commandbus.flow.statement import Row, Statement, Steps, operation
 from commandbus.model import names, payload
-from commandbus.model.batch import BatchRecord, BatchStatus, rate_now
+from commandbus.model.batch import MOST_LOOKED_AT, BatchRecord, BatchStatus, Pace, Waits, eta, rate_now
 from commandbus.model.command import CancelRequest
 from commandbus.model.page import Page
 
@@ -31,7 +32,7 @@ def get(domain: str, batch_id: str) -> Steps[BatchRecord | None]:
         return None
     is_finished = rows[0][17] is not None
     if is_finished:
-        return _record(rows[0], {})
+        return (yield from _with_eta(rows[0], {}))
     # Looked at first, what runs could be in the counts as well; so the counts are read once more, after it.
     id_ = rows[0][0]
     try:
@@ -42,7 +43,7 @@ def get(domain: str, batch_id: str) -> Steps[BatchRecord | None]:
         raise (yield from no_queue(domain)) from None
     running = found[0][0]
     rows = yield Statement(sql.text("batch_named"), params | {"running": running})
-    return _record(rows[0], {id_: running}) if rows else None
+    return (yield from _with_eta(rows[0], {id_: running})) if rows else None
 
 
 @operation(atomic=False)
@@ -62,7 +63,10 @@ def query(
     if wanted is None or not wanted.is_final:
         running = yield from _running((yield from _domains()) if domain is None else [domain])
     rows = yield from _rows(params, limit=limit + 1, running=running)
-    items = [_record(row, running) for row in rows[:limit]]
+    items: list[BatchRecord] = []
+    for row in rows[:limit]:
+        record = yield from _with_eta(row, running)
+        items.append(record)
     return Page(items, items[-1].id if len(rows) > limit else None)
 
 
@@ -95,6 +99,43 @@ def _domains() -> Steps[list[str]]:
         b"SELECT DISTINCT domain FROM commandbus.batch WHERE finished_at IS NULL ORDER BY domain"
     )
     return [row[0] for row in rows]
+
+
+def _with_eta(row: Row, running: Mapping[int, int]) -> Steps[BatchRecord]:
+    """With how long the rest takes, as far as that is known."""
+    record = _record(row, running)
+    if record.is_finished:
+        return replace(record, eta_seconds=0.0)
+    left = record.remaining - record.in_tsq
+    if record.is_open or left <= 0:
+        return record
+    found = yield Statement(
+        b"SELECT kind, members, seconds, ahead, rate FROM commandbus.batch_waits(%(domain)s, %(id)s, %(most)s)",
+        {"domain": record.domain, "id": record.id, "most": MOST_LOOKED_AT},
+    )
+    waits = _waits(found)
+    pace = Pace(row[12], row[13], record.rate_per_second)
+    return replace(record, eta_seconds=eta(left, record.running, pace, waits))
+
+
+def _waits(rows: Sequence[Row]) -> Waits:
+    limits = [row[1:] for row in rows if row[0] == "limit"]
+    others = {kind: (members, seconds) for kind, members, seconds, *_ in rows if kind != "limit"}
+    turns = [_turn(seconds, ahead, rate) for _, seconds, ahead, rate in limits]
+    delayed, delay = others.get("delayed", (0, 0.0))
+    return Waits(
+        running=others.get("running", (0, None))[0],
+        could=others.get("unknown", (0, None))[0],
+        delayed=delayed,
+        delay_seconds=delay,
+        limited=sum(members for members, *_ in limits),
+        limit_seconds=None if None in turns else max((turn for turn in turns if turn is not None), default=0.0),
+    )
+
+
+def _turn(backoff: float | None, ahead: int, rate: float | None) -> float | None:
+    """How long the last in line waits for its turn; None: a person has to act, or nothing was measured."""
+    return None if backoff is None or rate is None else backoff + (ahead + 1) / rate
 
 
 def _record(row: Row, running: Mapping[int, int]) -> BatchRecord:

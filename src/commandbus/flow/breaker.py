@@ -1,15 +1,22 @@
-"""breaker: when attempts of a command type keep hanging or failing, its commands wait instead of running.
+"""breaker: when the attempts of a command type hang or fail, its commands wait instead of running.
 
-    CLOSED ── enough bad attempts within the window ──► OPEN ── reset has passed ──► HALF_OPEN: one probe
-      ▲                                                  ▲                              │
-      └───────────────── the probe went well ────────────┼──────────────────────────────┤
-                                                         └──── it went badly ───────────┘
+    CLOSED ── the type is in trouble ──► OPEN ── reset has passed ──► HALF_OPEN: one probe
+      ▲                                   ▲                              │
+      └───────── the probe went well ─────┼──────────────────────────────┤
+                                          └──── it went badly ───────────┘
 
-Workers report what counts (`report`), and look after breakers that are not closed (`due`, `advance`). Who moves
-a breaker holds its row, so of any number of reporters one opens it, and of any number of workers one chooses the
-probe. The probe is a command, not an attempt: it may be given back or lose its worker, and stays the probe while
-its message is there. If the message is gone and nobody has told how it ended, the command says so (COMPLETED is
-well), or another one is chosen after a while.
+`model/trouble.py` says when a type is in trouble. Workers report attempts that ended badly (`report`); those are
+in the breaker's row. How many ended otherwise each worker counts in memory, and tells with its heartbeat while a
+type has a bad attempt in the window: nothing is written per attempt. `judge` puts both together. Of a bad attempt
+nobody knows what it means until every live worker of the domain has told its counts since: that is waited for, for
+a while.
+
+Workers look after breakers (`watch`): they `judge` those that have news, and `advance` those that are not closed.
+Who moves a breaker holds its row, so of any number of workers one opens it, and one chooses the probe. The probe
+is a command, not an attempt: it may be given back or lose its worker, and stays the probe while its message is
+there. If the message is gone and nobody has told how it ended, the command says so (COMPLETED is well), or
+another one is chosen after a while. Probes rotate: the next one is the parked command that was the probe in vain
+least often.
 
 While a breaker is not closed, claims park its commands, all but the probe (`claim.sql`, `park.sql`). Every move is
 written down in control_action. What people do is in `flow/breaker_operate.py`.
@@ -17,37 +24,40 @@ written down in control_action. What people do is in `flow/breaker_operate.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from typing import Final, Literal, NamedTuple
-
-from psycopg import errors as pg
+from typing import Any, Final, Literal, NamedTuple
 
 from commandbus import sql
 from commandbus.flow.limits import note_action
 from commandbus.flow.operate import Deed
-from commandbus.flow.send import explain_missing
 from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.flow.unpark import Bite, Parked, wake
 from commandbus.model import payload
 from commandbus.model.breaker import Breaker
-from commandbus.model.durations import format_seconds
-from commandbus.model.words import counted
+from commandbus.model.trouble import BadAttempt, Tally, Trouble, find_trouble, kept
 
 State = Literal["CLOSED", "OPEN", "HALF_OPEN"]
 SILENCE_SECONDS: Final = 10.0  # how long to wait for word of a probe whose message is gone
+PATIENCE_SECONDS: Final = 10.0  # how long to wait for the counts of a worker that lives
+ALIVE_SECONDS: Final = 15.0  # a worker that has not beaten for so long does not
 OURSELVES: Final = "commandbus"
 WELL: Final = "its probe went well"
 _ACTIONS: Final = {"OPEN": "OPEN", "HALF_OPEN": "HALF_OPEN", "CLOSED": "CLOSE"}
 _TEXT_KEPT: Final = 300
+_VAIN_KEPT: Final = 1000
 
 
 class Bad(NamedTuple):
-    """An attempt that counts: of which command, whether it was stuck, and its error."""
+    """An attempt that counts: of which command, whether it was stuck, its error, and how many seconds ago it
+    began."""
 
     command: int
     is_stuck: bool
     text: str
+    began_ago: float = 0.0
 
 
 class OpenBreaker(NamedTuple):
@@ -60,13 +70,17 @@ class OpenBreaker(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A breaker has moved: to which state, why, and how many parked commands went back to the queue."""
+    """A breaker has moved: to which state, why, and how many parked commands went back to the queue at once.
+
+    `rest_after`: there may be more of them, after this parked row.
+    """
 
     domain: str
     command_type: str
     state: State
     reason: str
     released: int = 0
+    rest_after: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,38 +94,55 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """What there is to look after: breakers that are `due`, and the bad attempts of closed ones, by (domain,
+    command_type). `now` is the server's clock, in epoch seconds; None if there is nothing."""
+
+    due: Sequence[Due] = ()
+    recent: Mapping[tuple[str, str], Sequence[BadAttempt]] = field(default_factory=dict)
+    now: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What became of it: it moved, or not; `is_final`: no worker's counts are missing, so nothing changes until
+    there is another bad attempt."""
+
+    moved: Moved | None = None
+    is_final: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """A row of the table that this transaction has locked, and the time (by the server's clock)."""
 
     domain: str
     command_type: str
     state: State
-    stuck_at: list[datetime]
-    failed_at: list[datetime]
+    recent: Sequence[BadAttempt]
     is_forced: bool
     opened_at: datetime | None
     until: datetime | None
     reason: str | None
     probe: int | None
     probe_until: datetime | None
+    vain: Sequence[int]
     reset: float
     now: datetime
 
     def count(self, rule: Breaker, bad: Sequence[Bad]) -> Row:
-        """With these attempts counted, and what has left the window forgotten."""
-        since = self.now - timedelta(seconds=rule.window_seconds)
-        stuck = [at for at in self.stuck_at if at > since] + [self.now for item in bad if item.is_stuck]
-        failed = [at for at in self.failed_at if at > since] + [self.now for _ in bad]
-        return replace(self, stuck_at=_last(stuck, rule.stuck), failed_at=_last(failed, rule.failures))
+        """With these attempts counted, and what has left the window forgotten.
 
-    def trouble(self, rule: Breaker) -> str | None:
-        """Why it must open, if it must."""
-        window = format_seconds(rule.window_seconds)
-        if rule.stuck and len(self.stuck_at) >= rule.stuck:
-            return f"{counted(len(self.stuck_at), 'stuck attempt')} within {window}"
-        if rule.failures and len(self.failed_at) >= rule.failures:
-            return f"{counted(len(self.failed_at), 'failed attempt')} within {window}"
-        return None
+        They have ended now: the last end always changes, by which everybody knows that there is something new.
+        """
+        now = self.now.timestamp()
+        ended = max([now, *(item.ended + 1e-6 for item in self.recent)])
+        more = [BadAttempt(item.command, item.is_stuck, now - item.began_ago, ended) for item in bad]
+        return replace(self, recent=kept(rule, [*self.recent, *more], now))
+
+    def tired(self) -> Row:
+        """Its probe was one in vain."""
+        return self if self.probe is None else replace(self, vain=[*self.vain, self.probe][-_VAIN_KEPT:])
 
     def opened(self, reason: str) -> Row:
         """Open from now on, for as long as it says."""
@@ -124,8 +155,8 @@ class Row:
     def closed(self) -> Row:
         """Closed; nothing counts that was before."""
         return replace(
-            self, state="CLOSED", stuck_at=[], failed_at=[], is_forced=False, opened_at=None, until=None,
-            reason=None, probe=None, probe_until=None,
+            self, state="CLOSED", recent=[], is_forced=False, opened_at=None, until=None, reason=None, probe=None,
+            probe_until=None, vain=[],
         )  # fmt: skip
 
 
@@ -144,26 +175,98 @@ def report(
     if row is None:
         return None
     now = row.count(rule, bad)
-    if row.state == "CLOSED" and bad and (trouble := now.trouble(rule)):
-        return (yield from move(now.opened(f"{trouble}, the last: {_short(bad[-1].text)}")))
     if row.state == "HALF_OPEN" and (ended := next((item for item in bad if item.command == row.probe), None)):
         how = "got stuck" if ended.is_stuck else "failed"
-        return (yield from move(now.opened(f"its probe {how}: {_short(ended.text)}"), of_probe=row.probe))
+        reason = f"its probe {how}: {_short(ended.text)}"
+        return (yield from move(now.tired().opened(reason), of_probe=row.probe))
     if row.state == "HALF_OPEN" and row.probe in good:
         return (yield from move(row.closed(), WELL, of_probe=row.probe))
-    if bad:
+    if not bad:
+        return None
+    reason = f"the last: {_short(bad[-1].text)}"
+    if row.state != "CLOSED":
         yield _save(now)
-    return None
+        return None
+    judged = yield from _judge(replace(now, reason=reason), rule)
+    if judged.moved is None:
+        yield _save(replace(now, reason=reason))
+    return judged.moved
+
+
+@operation(atomic=True)
+def judge(domain: str, command_type: str, rule: Breaker) -> Steps[Judged]:
+    """Open it if its type is in trouble, as far as that is known."""
+    row = yield from lock(domain, command_type, "SKIP LOCKED")
+    if row is None or row.state != "CLOSED":
+        return Judged(is_final=row is not None)  # who holds it may be about to move it
+    return (yield from _judge(row.count(rule, ()), rule))
+
+
+def _judge(row: Row, rule: Breaker) -> Steps[Judged]:
+    """The row is closed and counted, and its `reason` tells of the last bad attempt."""
+    if find_trouble(rule, row.recent) is None:
+        return Judged()
+    rows = yield Statement(
+        sql.text("breaker_counts"),
+        {
+            "domain": row.domain,
+            "name": f"{row.domain}/{row.command_type}",
+            "since": min(item.began for item in row.recent),
+            "alive": ALIVE_SECONDS,
+        },
+    )
+    counts = Counts([_Count(*found) for found in rows], row.recent, row.now.timestamp())
+    known = [item for item in row.recent if item.ended <= counts.known_until]
+    trouble = find_trouble(rule, known, counts.others)
+    if trouble is None:
+        return Judged(is_final=len(known) == len(row.recent))
+    reason = ", ".join(part for part in (_words(trouble), row.reason) if part)
+    return Judged((yield from move(row.opened(reason))))
+
+
+class _Count(NamedTuple):
+    """What one worker said: is it live, when did it say so, and its tally (None: it said nothing of this type)."""
+
+    is_live: bool
+    at: float
+    tally: Mapping[str, Any] | None
+
+
+class Counts:
+    """What the workers of a domain have told of one command type.
+
+    `known_until`: of bad attempts that ended until then, all live workers have told what else ended. While
+    attempts keep ending badly there are always some that are too new. A worker that has been silent for long is
+    not waited for.
+    """
+
+    def __init__(self, counts: Sequence[_Count], recent: Sequence[BadAttempt], now: float) -> None:
+        tallies = [(count, None if count.tally is None else Tally.from_json(count.tally)) for count in counts]
+        self._tallies = [(count, tally) for count, tally in tallies if tally is not None]
+        patient = max((item.ended for item in recent if item.ended < now - PATIENCE_SECONDS), default=-math.inf)
+        told = [-math.inf if tally is None else tally.told_at for count, tally in tallies if count.is_live]
+        self.known_until = max(patient, min(told, default=math.inf))
+
+    def others(self, since: float) -> float:
+        """How many attempts ended and were not stuck since a moment, in all workers."""
+        return sum(tally.after(since) or 0.0 for count, tally in self._tallies if count.at >= since)
+
+
+def _words(trouble: Trouble) -> str:
+    return trouble.text(f"{datetime.fromtimestamp(trouble.since, UTC):%H:%M:%S} UTC")
 
 
 @operation(atomic=False)
-def due(domains: Sequence[str]) -> Steps[list[Due]]:
-    """The breakers of these domains that will move by themselves."""
+def watch(domains: Sequence[str]) -> Steps[Watch]:
+    """What there is to look after in these domains."""
     rows = yield Statement(sql.text("breaker_due"), {"domains": list(domains)})
-    return [
+    due = [
         Due(domain, command_type, 0.0 if seconds is None or state == "HALF_OPEN" else seconds, status == "PENDING")
-        for domain, command_type, state, seconds, status in rows
+        for domain, command_type, state, seconds, status, _, _ in rows
+        if state != "CLOSED"
     ]
+    recent = {(row[0], row[1]): _recent(row[5]) for row in rows if row[2] == "CLOSED"}
+    return Watch(due, recent, rows[0][6] if rows else None)
 
 
 @operation(atomic=True)
@@ -186,12 +289,13 @@ def advance(domain: str, command_type: str) -> Steps[Moved | None]:
     if row.probe_until is None:
         yield _save(replace(row, probe_until=row.now + timedelta(seconds=SILENCE_SECONDS)))
         return None
-    return (yield from _probe(row)) if row.probe_until <= row.now else None
+    return (yield from _probe(row.tired())) if row.probe_until <= row.now else None
 
 
 def _probe(row: Row) -> Steps[Moved | None]:
     chosen = yield Statement(
-        sql.text("breaker_probe", domain=row.domain), {"domain": row.domain, "type": row.command_type}
+        sql.text("breaker_probe", domain=row.domain),
+        {"domain": row.domain, "type": row.command_type, "vain": list(row.vain)},
     )
     if chosen:
         half_open = replace(row, state="HALF_OPEN", probe=chosen[0][0], probe_until=None)
@@ -236,7 +340,7 @@ def explain(
 def lock(domain: str, command_type: str, locking: str = "") -> Steps[Row | None]:
     """Lock a breaker, if there is one."""
     rows = yield Statement(sql.text("breaker_lock", locking=locking), {"domain": domain, "type": command_type})
-    return Row(domain, command_type, *rows[0]) if rows else None
+    return _row(domain, command_type, rows[0]) if rows else None
 
 
 def make(domain: str, command_type: str, rule: Breaker) -> Steps[Row]:
@@ -251,7 +355,7 @@ def make(domain: str, command_type: str, rule: Breaker) -> Steps[Row]:
             "refuses": rule.refuses,
         },
     )
-    return Row(domain, command_type, *rows[0])
+    return _row(domain, command_type, rows[0])
 
 
 def move(
@@ -262,30 +366,32 @@ def move(
     action: str | None = None,
     of_probe: int | None = None,
 ) -> Steps[Moved]:
-    """Write the new state, and that it has moved. One that closes lets everything go that it had parked."""
+    """Write the new state, and that it has moved. One that closes lets go what it had parked: the first bite of it
+    at once (`flow/unpark.py`)."""
     why = reason or row.reason or ""
     yield _save(row)
-    released = (yield from _release(row)) if row.state == "CLOSED" else 0
+    parked = Parked("breaker", row.domain, row.command_type)
+    released = (yield from wake(parked)) if row.state == "CLOSED" else Bite(0)
     until = row.until.isoformat() if row.until is not None and row.state == "OPEN" else None
-    details = {"stuck": len(row.stuck_at), "failures": len(row.failed_at), "released": released, "probe": of_probe}
+    stuck = sum(item.is_stuck for item in row.recent)
+    failures = len(row.recent) - stuck
+    details = {"stuck": stuck, "failures": failures, "released": released.count, "probe": of_probe}
     yield note_action(
         f"breaker {row.domain}/{row.command_type}",
         action or _ACTIONS[row.state],
         what or Deed("CANCEL", OURSELVES, why),
         details={name: value for name, value in {**details, "until": until}.items() if value},
     )
-    return Moved(row.domain, row.command_type, row.state, why, released)
+    return Moved(row.domain, row.command_type, row.state, why, released.count, released.after)
 
 
-def _release(row: Row) -> Steps[int]:
-    # A statement of its own: its snapshot sees what was parked by those that our lock waited for.
-    params = {"domain": row.domain, "type": row.command_type, "reason": "breaker"}
-    try:
-        rows = yield Statement(sql.text("unpark", domain=row.domain), params)
-    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
-        raise explain_missing(row.domain, error) from None
-    released: int = rows[0][0]
-    return released
+def _row(domain: str, command_type: str, found: Sequence[Any]) -> Row:
+    state, recent, *rest = found
+    return Row(domain, command_type, state, _recent(recent), *rest)
+
+
+def _recent(found: Sequence[Sequence[Any]]) -> list[BadAttempt]:
+    return [BadAttempt(*item) for item in found]
 
 
 def _save(row: Row) -> Statement:
@@ -295,20 +401,17 @@ def _save(row: Row) -> Statement:
             "domain": row.domain,
             "type": row.command_type,
             "state": row.state,
-            "stuck_at": row.stuck_at,
-            "failed_at": row.failed_at,
+            "recent": payload.dump([list(item) for item in row.recent], what="bad attempts"),
+            "last": row.recent[-1].ended if row.recent else None,
             "is_forced": row.is_forced,
             "opened_at": row.opened_at,
             "until": row.until,
             "reason": row.reason,
             "probe": row.probe,
             "probe_until": row.probe_until,
+            "vain": list(row.vain),
         },
     )
-
-
-def _last(moments: list[datetime], most: int) -> list[datetime]:
-    return moments[-most:] if most else []
 
 
 def _short(text: str) -> str:

@@ -17,7 +17,8 @@ from commandbus.flow.breaker import Row, explain, lock, make, move
 from commandbus.flow.limits import CHANGED, note_action, tell
 from commandbus.flow.operate import Deed
 from commandbus.flow.send import Outgoing
-from commandbus.flow.statement import Operation, Statement, Steps, operation
+from commandbus.flow.statement import Operation, Plan, Statement, Steps, operation
+from commandbus.flow.unpark import Bite, Parked, wake_rest
 from commandbus.model import names
 from commandbus.model.breaker import Breaker
 
@@ -29,8 +30,9 @@ class BreakerInfo:
     """A breaker for people. `kind` is "type" (`name` is "DOMAIN/COMMAND_TYPE") or "limit" (`name` is the limit's).
 
     `until`: when one command is tried; None while it is closed, or a person has opened it (`is_forced`). `probe`:
-    the command_id, or the place's token, that is tried. `stuck` and `failures` are what it has counted, `parked`
-    is how many wait.
+    the command_id, or the place's token, that is tried. `stuck` and `failures` are the attempts that it has
+    counted within its window, `others` those of the type that ended otherwise since the first of these began, as
+    the workers said last. `parked` is how many wait.
     """
 
     kind: str
@@ -42,6 +44,7 @@ class BreakerInfo:
     probe: str | None
     stuck: int
     failures: int
+    others: int
     parked: int
     is_forced: bool
 
@@ -68,24 +71,36 @@ def open_type(domain: str, command_type: str, rule: Breaker, what: Deed) -> Step
     return True
 
 
+def close_type(domain: str, command_type: str, what: Deed) -> Plan[int]:
+    """Close it, whoever has opened it; returns how many parked commands went back to the queue, in bites."""
+    return (yield from _wake(domain, command_type, _close(domain, command_type, what)))
+
+
+def reset_type(domain: str, command_type: str, what: Deed) -> Plan[int]:
+    """Forget what was counted, and close it if it is open; returns how many commands went back to the queue."""
+    return (yield from _wake(domain, command_type, _reset(domain, command_type, what)))
+
+
+def _wake(domain: str, command_type: str, closing: Operation[Bite]) -> Plan[int]:
+    return (yield from wake_rest(Parked("breaker", domain, command_type), closing))
+
+
 @operation(atomic=True)
-def close_type(domain: str, command_type: str, what: Deed) -> Steps[int]:
-    """Close it, whoever has opened it; answers how many parked commands went back to the queue."""
+def _close(domain: str, command_type: str, what: Deed) -> Steps[Bite]:
     row = yield from _known(domain, command_type)
     if row.state == "CLOSED":
         raise InvalidOperationError(
             f"the breaker of command_type {command_type!r} of domain {domain!r} is not open"
         )
     moved = yield from move(row.closed(), _by(what), what=what)
-    return moved.released
+    return Bite(moved.released, moved.rest_after)
 
 
 @operation(atomic=True)
-def reset_type(domain: str, command_type: str, what: Deed) -> Steps[int]:
-    """Forget what was counted, and close it if it is open; answers how many commands went back to the queue."""
+def _reset(domain: str, command_type: str, what: Deed) -> Steps[Bite]:
     row = yield from _known(domain, command_type)
     moved = yield from move(row.closed(), _by(what), what=what, action="RESET")
-    return moved.released
+    return Bite(moved.released, moved.rest_after)
 
 
 @operation(atomic=True)

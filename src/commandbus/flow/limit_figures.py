@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from commandbus import sql
 from commandbus.flow.limit_mode import Pace, Program
@@ -32,12 +33,20 @@ class LimitFigures:
     waited_seconds: float
 
 
+class BreakerFigures(NamedTuple):
+    """The breaker of one command type: is it open, what does it count as stuck, how many commands does it keep?"""
+
+    is_open: bool
+    stuck: int
+    parked: int
+
+
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """All limits, and the breakers of command types: (domain, command_type) → is it open?"""
+    """All limits, and the breakers of command types, by (domain, command_type)."""
 
     limits: tuple[LimitFigures, ...] = ()
-    breakers: Mapping[tuple[str, str], bool] = field(default_factory=dict)
+    breakers: Mapping[tuple[str, str], BreakerFigures] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +62,9 @@ class RedisFleet:
 def figures(domains: Sequence[str]) -> Steps[Figures]:
     """All limits, and the breakers of these domains."""
     rows = yield Statement(sql.text("limit_figures"), {"most": MOST_COUNTED, "alive": Pace().live})
-    found = yield Statement(
-        b"SELECT domain, command_type, state <> 'CLOSED' FROM commandbus.breaker "
-        b"WHERE domain = ANY (%(domains)s::text[]) ORDER BY 1, 2",
-        {"domains": list(domains)},
-    )
-    return Figures(tuple(LimitFigures(*row) for row in rows), {(row[0], row[1]): row[2] for row in found})
+    found = yield Statement(sql.text("breaker_figures"), {"domains": list(domains), "most": MOST_COUNTED})
+    breakers = {(domain, command_type): BreakerFigures(*rest) for domain, command_type, *rest in found}
+    return Figures(tuple(LimitFigures(*row) for row in rows), breakers)
 
 
 @operation(atomic=False)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from psycopg import errors as pg
-
-from commandbus import sql
 from commandbus.errors import InvalidOperationError, UnknownDomainError
 from commandbus.flow.operate import Deed
-from commandbus.flow.send import explain_missing
-from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.flow.statement import Plan, Statement, Steps, operation
+from commandbus.flow.unpark import Bite, Parked, wake, wake_rest
 from commandbus.model import names
 
 
@@ -42,9 +39,14 @@ def pause(domain: str, command_type: str | None, what: Deed) -> Steps[bool]:
     return bool(rows)
 
 
+def resume(domain: str, command_type: str | None) -> Plan[int]:
+    """Resume; returns how many parked commands went back to the queue, in bites."""
+    parked = Parked("pause", domain, command_type or "")
+    return (yield from wake_rest(parked, _resume(domain, command_type)))
+
+
 @operation(atomic=True)
-def resume(domain: str, command_type: str | None) -> Steps[int]:
-    """Resume; answers how many parked commands went back to the queue."""
+def _resume(domain: str, command_type: str | None) -> Steps[Bite]:
     if command_type is not None:
         names.check_type(command_type)
     params = {"domain": domain, "type": command_type or ""}
@@ -55,13 +57,7 @@ def resume(domain: str, command_type: str | None) -> Steps[int]:
     if not gone:
         what = f"command_type {command_type!r} of domain {domain!r}" if command_type else f"domain {domain!r}"
         raise InvalidOperationError(f"{what} is not paused")
-    # A statement of its own: its snapshot sees what was parked by those that the DELETE waited for.
-    try:
-        rows = yield Statement(sql.text("unpark", domain=domain), params | {"reason": "pause"})
-    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
-        raise explain_missing(domain, error) from None
-    count: int = rows[0][0]
-    return count
+    return (yield from wake(Parked("pause", domain, command_type or "")))
 
 
 @operation(atomic=False)

@@ -33,8 +33,12 @@ def beat(
     settled: int,
     rates: Mapping[str, float],
     health: Mapping[str, Any] | None = None,
+    counts: Mapping[str, Any] | None = None,
 ) -> Steps[None]:
-    """Write the worker's row; `health` is what `{"state": "HEALTHY", "reasons": []}` looks like."""
+    """Write the worker's row; `health` is what `{"state": "HEALTHY", "reasons": []}` looks like.
+
+    `counts` are those that breakers need, by 'DOMAIN/COMMAND_TYPE' (model/trouble.py); None as a rule.
+    """
     yield Statement(
         sql.text("beat"),
         {
@@ -50,5 +54,6 @@ def beat(
             "settled": settled,
             "rates": payload.dump(dict(rates), what="rates"),
             "health": None if health is None else payload.dump(dict(health), what="health"),
+            "counts": None if not counts else payload.dump(dict(counts), what="counts"),
         },
     )

@@ -25,6 +25,9 @@ from commandbus.model.command import CancelRequest
 
 ADDRESSES = "__commandbus_addresses__"  # attribute of a registered handler: the (domain, command_type)s it is for
 RATE_WINDOW_SECONDS = 10.0  # as in commandbus.moving_rate
+QUIET_SECONDS = 20.0
+QUIET_GAPS = 3
+MOST_LOOKED_AT = 200
 
 
 class BatchStatus(StrEnum):
@@ -75,9 +78,10 @@ class BatchRecord:
     """Everything that is known of a batch at the moment of asking.
 
     `running` is how many members somebody holds just now (0 when it is finished). `rate_per_second` is a moving
-    average over some ten seconds of members that became final, and falls while nothing happens. `on_complete` is
-    `{"domain", "command_type", "data", "command_id"}` or `{"reply_to"}`. `retry_of` is the batch_id of the batch
-    whose failed members were sent again in this one. `cancel` says who asked to cancel it.
+    average over some ten seconds of members that became final, and falls while nothing happens. `eta_seconds` is
+    how long the rest takes, as far as that is known (`eta`); None if nobody can say. `on_complete` is `{"domain",
+    "command_type", "data", "command_id"}` or `{"reply_to"}`. `retry_of` is the batch_id of the batch whose failed
+    members were sent again in this one. `cancel` says who asked to cancel it.
     """
 
     id: int
@@ -101,6 +105,7 @@ class BatchRecord:
     on_complete: Mapping[str, Any] | None = None
     retry_of: str | None = None
     cancel: CancelRequest | None = None
+    eta_seconds: float | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -123,19 +128,6 @@ class BatchRecord:
         if self.total == 0:
             return 1.0 if self.is_finished else 0.0
         return min(self.finished / self.total, 1.0)
-
-    @property
-    def eta_seconds(self) -> float | None:
-        """How long the rest takes at this rate; None if that cannot be said (it is open, or nothing moves).
-
-        What is in the troubleshooting queue waits for a person, so it is not counted.
-        """
-        if self.is_finished:
-            return 0.0
-        left = self.remaining - self.in_tsq
-        if self.is_open or self.rate_per_second <= 0 or left <= 0:
-            return None
-        return left / self.rate_per_second
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,3 +237,62 @@ def rate_now(rate: float, seconds: float | None, count_then: int, count_now: int
         return rate if rate > 0 else float(count_now - count_then)
     weight = 1.0 if count_then == 0 else 1 - math.exp(-seconds / RATE_WINDOW_SECONDS)
     return rate + ((count_now - count_then) / seconds - rate) * weight
+
+
+class Pace(NamedTuple):
+    """How fast a batch moves: the rate when something last became final, how many seconds ago that was, and the
+    moving average as of now. `seconds` is None if nothing has become final yet."""
+
+    rate_then: float = 0.0
+    seconds: float | None = None
+    rate_now: float = 0.0
+
+    @property
+    def expected(self) -> float | None:
+        """Members a second that may be expected; None if it stands still, or nothing was measured.
+
+        Where a member takes minutes, some minutes without one are no standstill.
+        """
+        if self.seconds is None or self.seconds <= QUIET_SECONDS:
+            return self.rate_now if self.rate_now > 0 else None
+        is_usual = self.rate_then > 0 and self.seconds <= QUIET_GAPS / self.rate_then
+        return self.rate_then if is_usual else None
+
+
+class Waits(NamedTuple):
+    """What some members of a batch wait for: how many are `running`, how many `could` run or need a person, how
+    many are delayed and for how many seconds at most, and how many wait for limits. `limit_seconds` is how long
+    the last of these waits for its turn; None if nobody can say."""
+
+    running: int = 0
+    could: int = 0
+    delayed: int = 0
+    delay_seconds: float = 0.0
+    limited: int = 0
+    limit_seconds: float | None = 0.0
+
+    @property
+    def known(self) -> int:
+        """How many members wait for something whose end is known."""
+        return self.delayed + (0 if self.limit_seconds is None else self.limited)
+
+
+def eta(left: int, running: int, pace: Pace, waits: Waits) -> float | None:
+    """How many seconds it takes until `left` members are final; None if nobody can say.
+
+    While a batch moves, that is the rest at its pace, and no less than what some of it has to wait for. While it
+    stands still, only what is known counts: if all of the rest waits for the end of a back-off or for its turn at
+    a limit, then that. Of a large batch `MOST_LOOKED_AT` members speak for all.
+    """
+    if left <= 0:
+        return None
+    wait = max(waits.delay_seconds, waits.limit_seconds or 0.0)
+    if pace.expected is not None:
+        return max(left / pace.expected, wait)
+    if running or waits.running or waits.could or waits.known < min(left, MOST_LOOKED_AT):
+        return None
+    if not waits.delayed:
+        return waits.limit_seconds
+    if pace.rate_then <= 0:
+        return None  # how long they take after their back-off was never measured
+    return max(waits.delay_seconds + waits.delayed / pace.rate_then, waits.limit_seconds or 0.0)

@@ -1,4 +1,4 @@
-"""A breaker: after how much trouble a command type is left alone for a while.
+"""A breaker: after how much trouble a command type is left alone for a while (`model/trouble.py`).
 
     closed ──enough attempts stuck, or failed, within the window──► open ──reset──► half open: one probe
        ▲                                                             ▲                  │
@@ -28,9 +28,10 @@ _SHORTEST: Final = 0.1
 class Breaker:
     """When the breaker of a command type opens, and what happens then.
 
-    `stuck`: so many attempts that were stuck (had to be given up) within the `window` open it. `failures`: so many
-    failed ones do. 0: they are not counted. `reset`: how long it stays open before one command is tried.
-    `on_open`: "park" keeps commands until it closes; "refuse" also makes `send` raise `BreakerOpenError`.
+    `stuck`: at least so many attempts, of at least three commands, that were stuck (had to be given up) within the
+    `window` open it, if they are half of all that ended. `failures`: so many failed ones do. 0: they are not
+    counted. `reset`: how long it stays open before one command is tried. `on_open`: "park" keeps commands until it
+    closes; "refuse" also makes `send` raise `BreakerOpenError`.
     """
 
     stuck: int = 5

@@ -46,7 +46,11 @@ _SENDING = (
     "start_processes(text, text, bigint, json, boolean)",
     "compare_processes(text, text, bigint, json)",
 )
-_NAMED = ("batch_named(text, text, bigint)", "running_in_batch(text, bigint)")
+_NAMED = (
+    "batch_named(text, text, bigint)",
+    "running_in_batch(text, bigint)",
+    "batch_waits(text, bigint, integer)",
+)
 _READING = ("audit_trail(text, text)", "outcomes(text[], text[])", *_NAMED)
 _PRUNING = (
     "prune_commands(bigint, integer, bigint, double precision)",

@@ -21,6 +21,7 @@ from commandbus.flow.fold import fold
 from commandbus.flow.prune import Retention, prune_all
 from commandbus.flow.register import WorkerIdentity, beat
 from commandbus.flow.statement import Operation, Plan
+from commandbus.flow.unpark import Parked, unkept, wake_rest
 from commandbus.logger import safe_logger
 from commandbus.runtime.breakers import Breakers
 from commandbus.runtime.folder import Refused
@@ -31,6 +32,7 @@ logger = safe_logger("commandbus.worker")
 T = TypeVar("T")
 
 BEAT_SECONDS = 3.0
+COUNTING_BEAT_SECONDS = 1.0  # while a breaker needs the counts: a worker that dies takes the last ones with it
 SWEEP_SECONDS = 2.0
 PRUNE_SECONDS = 60.0
 BITE_PAUSE_SECONDS = 0.02
@@ -97,6 +99,9 @@ class Maintenance(DatabaseService):
         self._sweep_at = monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311
         self._refused = Refused(PRUNE_SECONDS, PRUNE_SECONDS)
         self._resumed: dict[int, Work[batch_operate.Canceled]] = {}
+        self._unparked: dict[Parked, Work[int]] = {}
+        self._unpark_at = self._sweep_at
+        self._rates: dict[str, float] = {}
         self._last: dict[str, int] = {}
         self._last_at = monotonic()
 
@@ -108,12 +113,13 @@ class Maintenance(DatabaseService):
         except Exception:
             logger.exception("a round of the maintenance failed")
             self.sleep(TROUBLED_SECONDS)
-        if not self._orders and not self._resumed:
+        if not self._orders and not self._resumed and not self._unparked:
             self.sleep(TICK_SECONDS)
 
     def finish(self) -> None:
         try:
             self.carry_out()
+            self._breakers.sweep_now(self._link, lambda: None)  # what this worker has counted stays of use
             self._beat("STOPPED")
         except psycopg.Error as error:
             logger.info("the registry could not be told of the stop: %s", error)
@@ -123,7 +129,8 @@ class Maintenance(DatabaseService):
         now = monotonic()
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_SECONDS + self._sweep() * 20
-        self._breakers.sweep(self._link)
+        self._breakers.sweep(self._link, lambda: self._beat(self.state))
+        self._unpark(now)
         self._go_on()
         if now - self._pruned_at >= PRUNE_SECONDS:
             self._pruned_at = now
@@ -133,26 +140,29 @@ class Maintenance(DatabaseService):
         """What comes between any two bites: orders and the heartbeat."""
         self.moved_at = monotonic()
         self.carry_out()
-        if self.moved_at - self._beat_at >= BEAT_SECONDS:
-            self._beat_at = self.moved_at
+        pause = COUNTING_BEAT_SECONDS if self._breakers.is_counting else BEAT_SECONDS
+        if self.moved_at - self._beat_at >= pause:
             self._beat(self.state)
 
     def _beat(self, state: str) -> None:
-        now = monotonic()
+        now = self._beat_at = monotonic()
         settled = self._figures.settled()
         elapsed = max(now - self._last_at, 1e-3)
-        rates = {
-            domain: round((count - self._last.get(domain, 0)) / elapsed, 3) for domain, count in settled.items()
-        }
-        self._last, self._last_at = dict(settled), now
+        if elapsed >= COUNTING_BEAT_SECONDS or not self._rates:
+            self._rates = {
+                domain: round((count - self._last.get(domain, 0)) / elapsed, 3)
+                for domain, count in settled.items()
+            }
+            self._last, self._last_at = dict(settled), now
         self._link.run(
             beat(
                 self._identity,
                 state=state,
                 running=self._figures.running(),
                 settled=sum(settled.values()),
-                rates=rates,
+                rates=self._rates,
                 health={"state": self._health.state.value, "reasons": list(self._health.reasons)},
+                counts=self._breakers.counts(),
             )
         )
 
@@ -200,6 +210,26 @@ class Maintenance(DatabaseService):
             if goes_on:
                 self._resumed[batch] = work
             self._look_after()
+
+    def _unpark(self, now: float) -> None:
+        """Wake what nothing keeps parked any more, for a moment: of very many only the first went at once."""
+        try:
+            if now >= self._unpark_at:
+                self._unpark_at = now + SWEEP_SECONDS
+                for parked in self._link.run(unkept(self._identity.domains)):
+                    self._unparked.setdefault(parked, Work(wake_rest(parked)))
+            until = monotonic() + SLICE_SECONDS
+            while self._unparked and monotonic() < until and not self._stopping.is_set():
+                parked, work = self._unparked.popitem()  # found again by the next look if this fails
+                if work.step(self._link):
+                    self._unparked[parked] = work
+                self._look_after()
+        except psycopg.OperationalError:
+            raise
+        except Exception as error:  # noqa: BLE001 - everything else must have its turn
+            self._unparked.clear()
+            self._unpark_at = now + PRUNE_SECONDS
+            logger.warning("parked commands cannot be woken now, trying again in a minute: %s", error)
 
     def _refuse(self, batch: int, error: Exception) -> None:
         """In the handling of an error."""

@@ -23,7 +23,7 @@ from weakref import WeakSet
 from commandbus.clock import boottime, monotonic
 from commandbus.db.service import DatabaseService
 from commandbus.flow.renew import PendingCancel
-from commandbus.flow.settle import ALONE, PROBE, QUARANTINE, SUSPECT, Settlement, cancellation
+from commandbus.flow.settle import ALONE, QUARANTINE, SUSPECT, Settlement, cancellation
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.model.standing import Answer
@@ -752,7 +752,7 @@ class Parts:
             self._take_from_leftover(attempt, attempt.borrowed)
         if self._showing is not None:
             self._showing.end(place.index)
-        if attempt.row[PROBE] and (not isinstance(ended, Settlement) or ended.is_completion):
+        if not isinstance(ended, Settlement) or ended.is_completion:
             self._breakers.completed(attempt)
         if attempt.places:
             self._limited.ended(attempt)

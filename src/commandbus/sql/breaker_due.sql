@@ -1,7 +1,10 @@
--- The breakers of some domains that will move by themselves: in how many seconds they are due, and what became of their
--- probe's command. Locks: none. Indexes: breaker_pkey, the command's key.
-SELECT b.domain, b.command_type, b.state, extract(epoch FROM b.until - pg_catalog.clock_timestamp())::float8,
-       c.status::text
+-- The breakers of some domains that somebody has to look after: those that will move by themselves (in how many seconds
+-- they are due, and what became of their probe's command), and closed ones that have counted something within the window.
+-- Locks: none. Indexes: breaker_pkey, the command's key.
+SELECT b.domain, b.command_type, b.state, extract(epoch FROM b.until - t.at)::float8, c.status::text, b.recent,
+       extract(epoch FROM t.at)::float8
   FROM commandbus.breaker b
+ CROSS JOIN (SELECT pg_catalog.clock_timestamp() AS at) t
   LEFT JOIN commandbus.command c ON c.id = b.probe
- WHERE b.domain = ANY (%(domains)s) AND b.state <> 'CLOSED' AND NOT b.is_forced
+ WHERE b.domain = ANY (%(domains)s)
+   AND ((b.state <> 'CLOSED' AND NOT b.is_forced) OR (b.state = 'CLOSED' AND b.counted_until > t.at))

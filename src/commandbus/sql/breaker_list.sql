@@ -1,18 +1,28 @@
 -- All breakers for people: of command types, and of limits. What lies outside the window does not count any more.
--- Locks: none. Indexes: parked_reason, parked_limit, the command's key.
-SELECT 'type', b.domain || '/' || b.command_type, b.state, b.reason, b.opened_at, b.until, c.command_id,
-       (SELECT pg_catalog.count(*) FROM pg_catalog.unnest(b.stuck_at) AS at
-         WHERE at > pg_catalog.now() - pg_catalog.make_interval(secs => b.window_seconds)),
-       (SELECT pg_catalog.count(*) FROM pg_catalog.unnest(b.failed_at) AS at
-         WHERE at > pg_catalog.now() - pg_catalog.make_interval(secs => b.window_seconds)),
+-- `others`: the attempts of a type that ended otherwise since the first bad one began, as its workers said last; a worker
+-- that says "more than I remember" counts as 1000.
+-- Locks: none. Indexes: parked_reason, parked_limit, the command's key. `worker` has a row for each worker of a day.
+SELECT 'type', b.domain || '/' || b.command_type, b.state,
+       CASE WHEN b.state <> 'CLOSED' OR pg_catalog.count(r.at) > 0 THEN b.reason END, b.opened_at, b.until, c.command_id,
+       pg_catalog.count(r.at) FILTER (WHERE r.is_stuck), pg_catalog.count(r.at) FILTER (WHERE NOT r.is_stuck),
+       (SELECT COALESCE(pg_catalog.sum(COALESCE((w.counts -> (b.domain || '/' || b.command_type) -> 'others'::text
+                                                          ->> 0)::bigint, 1000)), 0)::bigint
+          FROM commandbus.worker w
+         WHERE w.heartbeat_at >= pg_catalog.to_timestamp(pg_catalog.min(r.began))
+           AND w.counts ? (b.domain || '/' || b.command_type)),
        (SELECT pg_catalog.count(*) FROM commandbus.parked p
          WHERE p.reason = 'breaker' AND p.domain = b.domain AND p.command_type = b.command_type),
        b.is_forced
   FROM commandbus.breaker b
   LEFT JOIN commandbus.command c ON c.id = b.probe
+  LEFT JOIN LATERAL (
+       SELECT (x ->> 1)::boolean AS is_stuck, (x ->> 2)::float8 AS began, (x ->> 3)::float8 AS at
+         FROM pg_catalog.jsonb_array_elements(b.recent) x
+        WHERE (x ->> 3)::float8 > extract(epoch FROM pg_catalog.now())::float8 - b.window_seconds) r ON true
+ GROUP BY b.domain, b.command_type, c.command_id
 UNION ALL
 SELECT 'limit', l.name, CASE WHEN NOT l.is_open THEN 'CLOSED' WHEN l.probe IS NULL THEN 'OPEN' ELSE 'HALF_OPEN' END,
-       l.open_reason, l.opened_at, l.open_until, CASE WHEN l.is_open THEN l.probe END, 0, l.failures,
+       l.open_reason, l.opened_at, l.open_until, CASE WHEN l.is_open THEN l.probe END, 0, l.failures, 0,
        (SELECT pg_catalog.count(*) FROM commandbus.parked p WHERE p.limit_name = l.name AND p.woken_at IS NULL),
        l.is_forced
   FROM commandbus.limits l

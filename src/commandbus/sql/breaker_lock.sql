@@ -1,7 +1,6 @@
 -- Locks one breaker for who is about to move it; no row if there is none (or, with SKIP LOCKED, somebody else is at it).
 -- Locks: the row. Index: breaker_pkey.
-SELECT state, stuck_at, failed_at, is_forced, opened_at, until, reason, probe, probe_until, reset,
-       pg_catalog.clock_timestamp()
+SELECT state, recent, is_forced, opened_at, until, reason, probe, probe_until, vain, reset, pg_catalog.clock_timestamp()
   FROM commandbus.breaker
  WHERE domain = %(domain)s AND command_type = %(type)s
    FOR NO KEY UPDATE {locking}

@@ -4,5 +4,5 @@ INSERT INTO commandbus.breaker AS b (domain, command_type, window_seconds, reset
 VALUES (%(domain)s, %(type)s, %(window)s, %(reset)s, %(refuses)s)
 ON CONFLICT (domain, command_type) DO UPDATE
    SET window_seconds = excluded.window_seconds, reset = excluded.reset, refuses = excluded.refuses
-RETURNING b.state, b.stuck_at, b.failed_at, b.is_forced, b.opened_at, b.until, b.reason, b.probe, b.probe_until, b.reset,
+RETURNING b.state, b.recent, b.is_forced, b.opened_at, b.until, b.reason, b.probe, b.probe_until, b.vain, b.reset,
           pg_catalog.clock_timestamp()

@@ -1,13 +1,29 @@
--- Lets the command that has been parked longest by a breaker go, as its probe; no row if none is parked.
--- Locks: its queue row (one that somebody is cancelling is passed over), then its parked row. Indexes: parked_reason, the
--- queue's key.
-WITH chosen AS MATERIALIZED (
+-- Lets one command that a breaker has parked go, as its probe; no row if none is parked. The one that was parked first
+-- and was not the probe in vain (`vain`, one entry for each time); else the one with the fewest vain probes.
+-- Locks: its queue row (one that somebody is cancelling is passed over), then its parked row. Indexes: parked_reason, in its
+-- order, the queue's key. (Were the type given by `=`, the planner might read and sort all that is parked.)
+WITH fresh AS MATERIALIZED (
     SELECT p.seq, p.command, q.msg_id
       FROM commandbus.parked p JOIN pgmq.{queue} q ON q.msg_id = p.msg_id
-     WHERE p.reason = 'breaker' AND p.domain = %(domain)s AND p.command_type = %(type)s
-     ORDER BY p.seq
+     WHERE (p.reason, p.domain, p.command_type, p.seq) > ('breaker'::text, %(domain)s::text, %(type)s::text, 0::bigint)
+       AND (p.reason, p.domain, p.command_type) <= ('breaker'::text, %(domain)s::text, %(type)s::text)
+       AND p.command <> ALL (%(vain)s::bigint[])
+     ORDER BY p.reason, p.domain, p.command_type, p.seq
      LIMIT 1
        FOR UPDATE OF q SKIP LOCKED
+), tired AS MATERIALIZED (
+    SELECT p.seq, p.command, q.msg_id
+      FROM (SELECT command, pg_catalog.count(*) AS times FROM pg_catalog.unnest(%(vain)s::bigint[]) command
+             GROUP BY command) v
+      JOIN commandbus.parked p ON p.command = v.command
+      JOIN pgmq.{queue} q ON q.msg_id = p.msg_id
+     WHERE p.reason = 'breaker' AND p.domain = %(domain)s AND p.command_type = %(type)s
+       AND NOT EXISTS (SELECT FROM fresh)
+     ORDER BY v.times, p.seq
+     LIMIT 1
+       FOR UPDATE OF q SKIP LOCKED
+), chosen AS MATERIALIZED (
+    SELECT * FROM fresh UNION ALL SELECT * FROM tired
 ), freed AS (
     DELETE FROM commandbus.parked WHERE seq = (SELECT seq FROM chosen)
 ), woken AS (

@@ -22,6 +22,7 @@ import psycopg
 from commandbus.db.passing import is_passing
 from commandbus.db.service import DatabaseService
 from commandbus.flow.backend import Session
+from commandbus.flow.breaker import PATIENCE_SECONDS, watch
 from commandbus.flow.claim import ClaimedRow, put_right
 from commandbus.flow.limit_figures import Figures, figures
 from commandbus.flow.rescue import (
@@ -42,7 +43,7 @@ from commandbus.model.outcome import Judgement, Verdict
 from commandbus.model.postmortem import Cause, Death, Finding, Role, Running, examine
 from commandbus.model.words import counted
 from commandbus.runtime.board import SlotView
-from commandbus.runtime.breakers import Words, word_of
+from commandbus.runtime.breakers import Judge, Words, word_of
 from commandbus.settings import Settings
 from commandbus.supervisor.notices import say_culprit, say_done
 from commandbus.supervisor.said import Hello
@@ -57,6 +58,7 @@ LONGEST_PAUSE_SECONDS: Final = 1.0
 BACKEND_SECONDS: Final = 0.5
 PAST_SECONDS: Final = 10.0
 SPARE_LEASE_SECONDS: Final = 10.0
+JUDGING_SECONDS: Final = 2 * PATIENCE_SECONDS
 
 
 @dataclass(slots=True)
@@ -131,6 +133,8 @@ class Coroner(DatabaseService):
         self._lock = threading.Lock()
         self._scouted_at = 0.0
         self._words = Words(settings)
+        self._judge = Judge(settings)
+        self._judging: dict[str, float] = {}  # domains with new culprits, and until when to judge their breakers
         self.domains: tuple[str, ...] = ()
         self.look = Look()
         self.done = 0
@@ -178,6 +182,7 @@ class Coroner(DatabaseService):
     def _work(self) -> None:
         self._spare_others(self._look_at_traces)
         self._spare_others(lambda: self._words.write(self._link))  # what a lost connection kept us from telling
+        self._spare_others(self._judge_breakers)
         for case in self.open_cases:
             if self.is_done:
                 return
@@ -316,9 +321,20 @@ class Coroner(DatabaseService):
         row = held.row
         if held.cancel is None and row.id is not None:
             judgement = Judgement(Verdict.RETRY, finding.failure)
-            word = word_of(case.settings, domain, row.command_type, row.id, judgement, is_probe=False)
+            slot = case.slot_of(domain, held)
+            ran_for = 0.0 if slot is None else time.monotonic() - slot.started
+            where = (domain, row.command_type, row.id)
+            word = word_of(case.settings, *where, judgement, is_probe=False, ran_for=ran_for)
             if word is not None:
                 self._words.add(word)
+                self._judging[domain] = time.monotonic() + JUDGING_SECONDS
+
+    def _judge_breakers(self) -> None:
+        """Open breakers of types that kill their workers: those that come instead may not live long enough to."""
+        now = time.monotonic()
+        self._judging = {domain: until for domain, until in self._judging.items() if until > now}
+        if self._judging:
+            self._judge.judge(self._link, self._link.run(watch(sorted(self._judging))))
 
     def _outcome(
         self, case: Case, domain: str, held: Held, finding: Finding | None, started: float | None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from commandbus.flow.limit_figures import Figures, LimitFigures
+from commandbus.flow.limit_figures import BreakerFigures, Figures, LimitFigures
 from commandbus.supervisor.metrics import COUNTER, GAUGE, Metric, MetricKind, Sample
 
 
@@ -19,6 +19,13 @@ def shared_metrics(figures: Figures) -> list[Metric]:
         found = [(item.name, value(item)) for item in figures.limits]
         samples = [Sample(number, {"limit": label}) for label, number in found if number is not None]
         return Metric(f"commandbus_limit_{name}", kind, about, samples)
+
+    def breaker(name: str, about: str, value: Callable[[BreakerFigures], int]) -> Metric:
+        samples = [
+            Sample(value(item), {"domain": domain, "command_type": command_type})
+            for (domain, command_type), item in figures.breakers.items()
+        ]
+        return Metric(f"commandbus_breaker_{name}", GAUGE, about, samples)
 
     return [
         limit("places", GAUGE, "How many may be in use at once; absent if any number may.",
@@ -35,7 +42,10 @@ def shared_metrics(figures: Figures) -> list[Metric]:
         limit("rate_limited_total", COUNTER, "Refusals by the API (429).", lambda item: item.rate_limited),
         limit("waits_total", COUNTER, "Waits for a place that are over.", lambda item: item.waits),
         limit("wait_seconds_total", COUNTER, "How long they took, together.", lambda item: item.waited_seconds),
-        Metric("commandbus_breaker_open", GAUGE, "1 while the breaker of a command type is open or half open.",
-               [Sample(int(is_open), {"domain": domain, "command_type": command_type})
-                for (domain, command_type), is_open in figures.breakers.items()]),
+        breaker("open", "1 while the breaker of a command type is open or half open.",
+                lambda item: int(item.is_open)),
+        breaker("stuck", "Attempts of a command type that its breaker counts as stuck, within its window.",
+                lambda item: item.stuck),
+        breaker("parked", "Commands that wait until the breaker of their type closes, counted up to 10000.",
+                lambda item: item.parked),
     ]  # fmt: skip

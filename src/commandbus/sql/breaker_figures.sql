@@ -1,0 +1,12 @@
+-- Breakers of command types in figures, for metrics: whether each is open, how many attempts it counts as stuck within its
+-- window, and how many commands it keeps (counted up to `most`). Locks: none. Indexes: breaker_pkey, parked_reason.
+SELECT b.domain, b.command_type, b.state <> 'CLOSED',
+       (SELECT pg_catalog.count(*) FROM pg_catalog.jsonb_array_elements(b.recent) x
+         WHERE (x ->> 1)::boolean
+           AND (x ->> 3)::float8 > extract(epoch FROM pg_catalog.now())::float8 - b.window_seconds),
+       (SELECT pg_catalog.count(*) FROM (SELECT FROM commandbus.parked p
+                               WHERE p.reason = 'breaker' AND p.domain = b.domain AND p.command_type = b.command_type
+                               LIMIT %(most)s) x)
+  FROM commandbus.breaker b
+ WHERE b.domain = ANY (%(domains)s::text[])
+ ORDER BY 1, 2
