@@ -28,7 +28,8 @@ _NAMES = {
         CommandCanceledError CommandFailedError CommandFailure CommandInTroubleshootingError
         CommandNotFoundError ConfigurationError ConnectionInUseError DeadlineExceededError DuplicateBatchError
         DuplicateCommandError DuplicateHandlerError DuplicateMemberError DuplicateProcessError
-        EmbeddedPostgresError InvalidCommandError InvalidOperationError LimitTimeoutError MissingPrivilegeError
+        EmbeddedPostgresError InvalidCommandError InvalidOperationError LimitLostError LimitTimeoutError
+        MissingPrivilegeError
         PermanentCommandError ProcessNotFoundError RateLimitError SchemaError TransactionUsedError
         TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
     """,

@@ -88,6 +88,9 @@ from commandbus.errors import (
     InvalidOperationError as InvalidOperationError,
 )
 from commandbus.errors import (
+    LimitLostError as LimitLostError,
+)
+from commandbus.errors import (
     LimitTimeoutError as LimitTimeoutError,
 )
 from commandbus.errors import (

@@ -219,6 +219,18 @@ class DeadlineExceededError(AttemptCancelledError, TimeoutError):
     """The attempt's deadline, or that of a child context, has passed."""
 
 
+class LimitLostError(AttemptCancelledError):
+    """The place of a limit is lost: its lease could not be renewed in time, and somebody else may have it now.
+
+    Whoever hears this in a `limit` block must call no more under that place. In a handler the attempt is asked to
+    stop and is not charged.
+    """
+
+    def __init__(self, message: str, *, limit: str | None = None) -> None:
+        super().__init__(message)
+        self.limit = limit
+
+
 class ApiTimeoutError(DeadlineExceededError):
     """The one call in a `ctx.limit(..., timeout=...)` block took too long."""
 

@@ -102,7 +102,7 @@ def test_show_has_everything(full, bus):
     text = shown.out
     assert re.search(r"^state +open: 1 of 1 places in use, at most 120/m$", text, re.MULTILINE), fields
     for name, value in {
-        "kept in": "postgres", "at once": "1", "rate": "120/m, burst 5", "lease": "2m", "longest wait": "none",
+        "kept in": "postgres", "at once": "1", "rate": "120/m, burst 5", "lease": "2m", "longest wait": "1d",
         "back-off": "2s, 4s, 8s, 16s, 30s", "in use": "1/1", "set here": '{"tries": 7}',
         "breaker": r"opens after 3 bad answers in a row \(now 0\), for 1m",
         "waiting": r"4 commands, 0 callers, the first for .*", "estimate": r"in about .*: 4 ahead at docai",
@@ -289,8 +289,14 @@ def test_places_in_redis_are_seen_without_taking_part(cli, in_redis, database):
 def test_from_where_redis_is_out_of_reach_nobody_guesses(cli, in_redis, monkeypatch):
     monkeypatch.setenv("COMMANDBUS_REDIS_URL", "redis://127.0.0.1:1/0")
     assert cli("limits").out.splitlines()[1].split()[:3] == ["docai", "unknown", "?/2"]
+    said = "2 places in Redis, which is out of reach from here (redis_url): use unknown"
+    assert said in " ".join(cli("limits", "show", "docai").out.split())
+    assert cli("limits", "--json").document[0]["in_use"] is None
     monkeypatch.delenv("COMMANDBUS_REDIS_URL")
     assert cli("limits").out.splitlines()[1].split()[:3] == ["docai", "unknown", "?/2"]
+    said = "2 places in Redis, which is out of reach from here (redis_url): use unknown"
+    assert said in " ".join(cli("limits", "show", "docai").out.split())
+    assert cli("limits", "--json").document[0]["in_use"] is None
 
 
 # --- the doctor -------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_the_settings_of_a_limit_are_what_the_page_calls_defaults(tmp_path: Path
     (tmp_path / "commandbus.toml").write_text(block("toml", "[limits.docai]"))
     settings = load_settings(environ={}, directory=tmp_path)
     (limit,) = settings.limits
-    assert limit == Limit("docai", concurrency=5, rate="120/m", max_wait="1h")
+    assert limit == Limit("docai", concurrency=5, rate="120/m")
     assert limit.backoff == BACKOFF_SECONDS
     options = {field.name for field in fields(Limit)} - {"name", "backend", "environment"}
     assert set(re.findall(r"^(\w+) = ", block("toml", "[limits.docai]"), re.M)) == options | {"environment"}

@@ -248,8 +248,8 @@ def test_tables_that_come_with_an_upgrade_are_granted(
         "DROP TABLE commandbus.limits, commandbus.breaker, commandbus.control_action, commandbus.limit_client, "
         "commandbus.limit_mode; "
         "ALTER TABLE commandbus.parked DROP COLUMN limit_name, DROP COLUMN since, DROP COLUMN until, "
-        "DROP COLUMN give_up_at, DROP COLUMN woken_at, DROP COLUMN token, DROP COLUMN probes, DROP COLUMN note; "
-        "DELETE FROM commandbus.migration WHERE number = 4"
+        "DROP COLUMN give_up_at, DROP COLUMN woken_at, DROP COLUMN token, DROP COLUMN probes, DROP COLUMN note, "
+        "DROP COLUMN first_parked_at; DELETE FROM commandbus.migration WHERE number IN (4, 8)"
     )
     work.migrate()
     for table in ("limits", "breaker", "control_action", "limit_client", "limit_mode"):

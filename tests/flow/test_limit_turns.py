@@ -70,7 +70,7 @@ def park(
     full = Failure("Limit", "LIMIT_FULL", "full")
     for begin in range(0, count, 500):
         part = attempts[begin : begin + 500]
-        orders.settle([attempt.park(limit, full, "full", until=None, max_wait=None) for attempt in part])
+        orders.settle([attempt.park(limit, full, "full", until=None) for attempt in part])
     return [item.command_id for item in sent]
 
 
@@ -193,9 +193,7 @@ def test_a_command_that_is_parked_again_keeps_its_turn(orders: Bus, db: Db) -> N
     (turn,) = run(db, places.turns("orders", [(attempt.msg_id, attempt.id, 0)])).values()
     assert turn.limit == "docai"
     assert run(db, places.renew("docai", [turn.token or ""])) == [turn.token]
-    orders.settle(
-        attempt.park("docai", Failure("Limit", "LIMIT_FULL", "full"), "full", until=None, max_wait=None), "w2"
-    )
+    orders.settle(attempt.park("docai", Failure("Limit", "LIMIT_FULL", "full"), "full", until=None), "w2")
     db.execute("UPDATE commandbus.limits SET holders = '{}'")
     assert wake(db) == 1
     assert woken(db) == [first]

@@ -119,7 +119,7 @@ def test_any_text_is_a_rate_or_is_refused(text: str) -> None:
 
 def test_the_defaults_are_those_of_the_design() -> None:
     limit = Limit("docai", concurrency=5)
-    assert (limit.lease, limit.max_wait, limit.tries, limit.burst) == (120.0, None, 4, 1)
+    assert (limit.lease, limit.max_wait, limit.tries, limit.burst) == (120.0, 86_400.0, 4, 1)
     assert limit.backoff == BACKOFF_SECONDS == (2.0, 4.0, 8.0, 16.0, 30.0)
     assert (limit.breaker_failures, limit.breaker_reset) == (3, 60.0)
     assert (limit.backend, limit.environment, limit.rate, limit.per_second) == (None, None, None, None)

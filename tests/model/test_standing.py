@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from commandbus.model.limit import BACKOFF_JITTER, BACKOFF_SECONDS, Limit
-from commandbus.model.standing import Answer, Standing, after_bad, after_good, after_unknown
+from commandbus.model.standing import (
+    MOST_VAIN,
+    Answer,
+    Standing,
+    after_bad,
+    after_good,
+    after_unknown,
+    caller_of,
+    token_of,
+)
 
 NO_BREAKER = Limit("docai", concurrency=5, breaker_failures=0)
 USUAL = Limit("docai", concurrency=5)
@@ -28,9 +37,18 @@ def bad(
     limit: Limit = NO_BREAKER,
     spread: float = 0.0,
     reason: str = "429 from docai",
+    callers: tuple[str, ...] = (),
 ) -> Standing:
     return after_bad(
-        standing, limit, answer, token=token, reason=reason, retry_after=retry_after, now=now, spread=spread
+        standing,
+        limit,
+        answer,
+        token=token,
+        reason=reason,
+        retry_after=retry_after,
+        now=now,
+        spread=spread,
+        callers=callers,
     )
 
 
@@ -193,6 +211,86 @@ def test_what_a_person_has_closed_stays_closed_whatever_comes(
     ):
         assert after.is_forced
         assert after.closed_until(now) == float("inf")
+
+
+# --- callers ---------------------------------------------------------------------------------------------------
+
+
+def test_a_token_tells_which_command_calls() -> None:
+    assert caller_of(token_of("worker/orders/c#7/1f", 42)) == "42"
+    assert caller_of(token_of("x" * 500, 42)) == "42"
+    assert len(token_of("x" * 500, 42)) == 200
+    block = token_of("host-1-bus/pid-7/1f", None)
+    assert caller_of(block) == block
+
+
+@pytest.mark.parametrize(
+    ("failing", "others", "opens"),
+    [
+        ([1, 1, 1], [], True),  # alone
+        ([1, 1, 1, 1, 1], [2], False),  # the other one is not to suffer
+        ([1, 2, 1], [], True),  # both that call
+        ([1, 1, 2], [3], False),
+        ([1, 1, 2, 3], [4, 5, 6], True),
+    ],
+)
+def test_different_commands_open_the_breaker_where_several_call(
+    failing: list[int], others: list[int], opens: bool
+) -> None:
+    standing = Standing()
+    for number, command in enumerate(failing):
+        assert not standing.is_open
+        token, callers = f"t{number}#{command}", tuple(str(other) for other in others)
+        standing = bad(standing, 1000.0, token=token, answer=Answer.BROKEN, limit=USUAL, callers=callers)
+    assert standing.is_open == opens
+
+
+def test_a_good_answer_forgets_who_failed() -> None:
+    standing = bad(Standing(), 1000.0, token="a#1", answer=Answer.BROKEN, limit=USUAL, callers=("2",))
+    assert standing.blamed == ("1",)
+    assert after_good(standing, token="b#2") == Standing()
+
+
+def test_vain_probes_are_counted_by_command_over_its_retries() -> None:
+    standing = bad(Standing(), 1000.0, token="x#9")
+    for number, answer in enumerate([*BAD, None]):
+        probing = probed(standing, f"try-{number}#7", standing.until or 0.0)
+        now = standing.until or 0.0
+        token = f"try-{number}#7"
+        standing = (
+            after_unknown(probing, token=token)
+            if answer is None
+            else bad(probing, now, token=token, answer=answer)
+        )
+    assert standing.vain == {"7": 4}
+    never_began = probed(standing, "y#8", 5000.0)
+    assert after_unknown(never_began, token="y#8", has_begun=False).vain == {"7": 4}
+    assert after_good(probed(standing, "z#9", 5000.0), token="z#9").vain == {}
+
+
+def test_vain_probes_of_very_many_begin_anew() -> None:
+    standing = Standing(step=1, vain={str(number): 1 for number in range(MOST_VAIN)})
+    again = replace(standing, probe="x#5").without_probe()
+    assert (len(again.vain), again.vain["5"]) == (MOST_VAIN, 2)
+    assert replace(standing, probe=f"x#{MOST_VAIN}").without_probe().vain == {str(MOST_VAIN): 1}
+
+
+@pytest.mark.parametrize("answer", BAD)
+def test_an_hour_of_outage_refuses_none_of_forty_as_often_as_it_may_be(answer: Answer) -> None:
+    """By the model's clock, with the usual settings."""
+    standing, now, refused = Standing(), 0.0, dict.fromkeys(map(str, range(40)), 0)
+    for command in list(refused)[:5]:  # those who call when it begins
+        standing = bad(standing, now, token=f"t#{command}", answer=Answer.RATE_LIMITED, limit=USUAL)
+        refused[command] += 1
+    while (now := standing.closed_until(now) or now) < 3600:
+        command = min(refused, key=lambda each: (standing.vain.get(each, 0), int(each)))
+        token = f"t#{command}"
+        standing = bad(probed(standing, token, now), now, token=token, answer=answer, limit=USUAL)
+        refused[command] += 1
+    assert sum(refused.values()) > 60
+    assert max(refused.values()) < USUAL.tries
+    vain = [standing.vain.get(each, 0) for each in refused]
+    assert max(vain) - min(vain) <= 1
 
 
 # --- a fleet ---------------------------------------------------------------------------------------------------

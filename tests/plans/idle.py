@@ -155,11 +155,16 @@ def _limits(sample: Sample) -> Named:
     yield "limit_renew", first_statement(places.renew("free", ["token"]))
     yield "limit_rows", select_limits("free", locking=True)
     claimable = texts.part("limit_claimable")
+    vain = "%(vain)s::jsonb ? p.command::text"
     order = "p.since, p.command, p.seq"
     yield (
         "limit_next",
-        Statement(texts.text("limit_next", claimable=claimable, order=order), {"name": "full", "most": 10}),
+        Statement(
+            texts.text("limit_next", claimable=claimable, chosen=f"NOT ({vain})", order=order),
+            {"name": "full", "most": 10, "vain": '{"1": 1}'},
+        ),
     )
+    yield "limit_calling", Statement(texts.text("limit_calling", claimable=claimable), {"name": "full", "most": 3})
     msg_ids = [msg_id for _, msg_id, _ in sample.parked]
     seqs = [seq for seq, _, _ in sample.parked]
     yield "limit_lock_waiting", Statement(texts.text("limit_lock_waiting", domain=DOMAIN), {"msg_ids": msg_ids})
@@ -188,8 +193,7 @@ def _limits(sample: Sample) -> Named:
 
 def _park(attempt: Attempt) -> Settlement:
     failure = Failure("LimitReached", "LIMIT_REACHED", "x")
-    return parked(DOMAIN, attempt.row, started=None, limit="full", failure=failure, note="x", until=None,
-                  max_wait=60.0)  # fmt: skip
+    return parked(DOMAIN, attempt.row, started=None, limit="full", failure=failure, note="x", until=None)
 
 
 def _groups(sample: Sample) -> Named:
@@ -283,8 +287,8 @@ WITH sent AS (
     INSERT INTO pgmq.q_orders__commands (msg_id, vt, message) OVERRIDING SYSTEM VALUE
     SELECT msg_id, now() + make_interval(secs => %(due)s), jsonb_build_object('command', id) FROM sent
 )
-INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since, give_up_at)
-SELECT 'orders', 'work', msg_id, id, 'limit', 'full', created_at, now() + interval '1 hour' FROM sent
+INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since, first_parked_at)
+SELECT 'orders', 'work', msg_id, id, 'limit', 'full', created_at, now() FROM sent
  WHERE %(kind)s::text = 'parked'
 """
 HISTORY = """

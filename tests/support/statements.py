@@ -31,9 +31,10 @@ _HOLE = "hole"
 _LOCKING = {
     "breaker_lock": "FOR UPDATE",
     "limit_client_list": "FOR UPDATE",
-    "limit_rows": "FOR UPDATE OF l",
+    "limit_rows": "FOR NO KEY UPDATE OF l",
 }
-_ORDER = {"limit_next": "p.probes, p.since, p.command, p.seq"}
+_ORDER = {"limit_next": "(%(vain)s::jsonb ->> p.command::text)::integer, p.since, p.command, p.seq"}
+_CHOSEN = {"limit_next": "NOT (%(vain)s::jsonb ? p.command::text)"}
 _JOINED = {  # what the code joins to a text when it runs
     "SELECT pg_catalog.pg_cancel_backend(pid)": backend._IT,
     "SELECT pg_catalog.pg_terminate_backend(pid, 2000)": backend._IT,
@@ -79,6 +80,7 @@ def _in_files() -> Iterator[Found]:
             parts = {
                 "locking": _LOCKING.get(path.stem, "SKIP LOCKED"),
                 "order": _ORDER.get(path.stem, inspect._MEMBERS["order"]),
+                "chosen": _CHOSEN.get(path.stem, "true"),
                 "of_batch": inspect._MEMBERS["of_batch"],
                 "claimable": sql.part("limit_claimable"),
                 "groups": sql.part("settle_groups"),

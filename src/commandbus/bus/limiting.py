@@ -35,6 +35,7 @@ from commandbus.gate.holding import (
     TIMED_OUT,
     Hold,
     check_terms,
+    lost,
     verdict,
 )
 from commandbus.gate.looking import look_at
@@ -144,7 +145,8 @@ class Limiting(_LimitShell):
         """A place of a limit for the block: `with bus.limit("docai", timeout=60) as call: …`.
 
         Waits up to `wait`, then raises LimitTimeoutError. Nothing interrupts the call after `timeout`:
-        `call.remaining()` is for the client that makes it.
+        `call.remaining()` is for the client that makes it. It raises LimitLostError if the place is lost
+        (`call.is_lost`), because its lease could not be renewed in time.
         """
         most, seconds = check_terms(name, wait, timeout)
         gate = self._ready_gate()
@@ -243,11 +245,13 @@ class AsyncLimiting(_LimitShell):
         """A place of a limit for the block: `async with bus.limit("docai", timeout=60): …`.
 
         Waits up to `wait`, then raises LimitTimeoutError. After `timeout` what is awaited in the block is
-        cancelled, and the block raises ApiTimeoutError.
+        cancelled, and the block raises ApiTimeoutError. If the place is lost, because its lease could not be
+        renewed in time, it is cancelled too, and the block raises LimitLostError.
         """
         most, seconds = check_terms(name, wait, timeout)
         gate = await self._ready_gate()
-        asked = gate.acquire(name, wait=most, holder=f"pid-{os.getpid()}")
+        losing = _Losing(asyncio.get_running_loop())
+        asked = gate.acquire(name, wait=most, holder=f"pid-{os.getpid()}", on_lost=losing)
         waiting = asyncio.wrap_future(asked.answer)
         try:
             place = await asyncio.wait_for(asyncio.shield(waiting), most + LEAST_SECONDS)
@@ -262,10 +266,11 @@ class AsyncLimiting(_LimitShell):
         try:
             try:
                 async with asyncio.timeout(None if seconds == math.inf else seconds) as timer:
+                    losing.watch(place, timer)
                     yield Hold(place, monotonic() + seconds)
             except TimeoutError as error:
                 if timer.expired():
-                    raise ApiTimeoutError(LATE) from error
+                    raise lost(name) if place.is_lost else ApiTimeoutError(LATE) from error
                 raise
         except BaseException as error:
             answer, api, keeps = verdict(error)
@@ -323,6 +328,29 @@ class AsyncLimiting(_LimitShell):
             return kept
         fleet = await self.run(look_at_fleet())
         return kept | await asyncio.to_thread(look_at, self.settings, elsewhere, fleet)
+
+
+class _Losing:
+    """Ends the timer of an `async with` when its place is lost; called on the gate's or the clock's thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._timer: asyncio.Timeout | None = None
+
+    def __call__(self, place: Place) -> None:  # noqa: ARG002 - there is one
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._end)
+
+    def watch(self, place: Place, timer: asyncio.Timeout) -> None:
+        """The block has begun."""
+        self._timer = timer
+        if place.is_lost:
+            self._end()
+
+    def _end(self) -> None:
+        if self._timer is not None:
+            with suppress(RuntimeError):  # the block is over
+                self._timer.reschedule(self._loop.time())
 
 
 def _by_backend(rows: Sequence[LimitRow]) -> tuple[dict[str, Look], list[LimitRow]]:

@@ -82,7 +82,7 @@ def show(session: Session, name: str, actions: int) -> None:
 @click.option("--burst", type=int, metavar="N", help="How many of them at one moment.")
 @click.option("--lease", type=DURATION, metavar="120s", help="How long a place is kept for one that is silent.")
 @click.option("--max-wait", type=_DurationOrNoneType(), metavar="1h|none",
-              help="How long a command waits before it needs a person.")  # fmt: skip
+              help="How long a command waits, without a good call of anybody; then a person.")  # fmt: skip
 @click.option("--tries", type=int, metavar="N", help="How often the API may refuse a command (429).")
 @click.option("--backoff", type=_DurationsType(), metavar="2,4,8", help="How long nobody calls after a 429.")
 @click.option("--breaker-failures", type=int, metavar="N", help="Bad answers in a row that open it; 0: never.")
@@ -213,7 +213,7 @@ def _state(info: LimitInfo) -> str:
 
 
 def _used(info: LimitInfo) -> str:
-    used = "?" if info.mode == "unknown" else str(info.in_use)
+    used = "?" if info.in_use is None else str(info.in_use)
     return used if info.concurrency is None else f"{used}/{info.concurrency}"
 
 

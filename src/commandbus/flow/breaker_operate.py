@@ -152,7 +152,8 @@ def _limit(name: str) -> Steps[tuple[bool, bool]]:
 def _close_limit(name: str, what: Deed, action: str) -> Steps[int]:
     yield Statement(
         b"UPDATE commandbus.limits SET is_open = false, is_forced = false, opened_at = NULL, open_until = NULL, "
-        b"open_reason = NULL, failures = 0, probe = NULL, probe_until = NULL WHERE name = %(name)s",
+        b"open_reason = NULL, failures = 0, blamed = '{}', vain = '{}', probe = NULL, probe_until = NULL "
+        b"WHERE name = %(name)s",
         {"name": name},
     )
     yield note_action(f"breaker {name}", action, what)

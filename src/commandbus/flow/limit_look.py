@@ -15,6 +15,8 @@ from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model.durations import roughly
 from commandbus.model.limit import Look, until_next
 
+UNKNOWN = "unknown"
+"""The mode of a look from where the places are out of reach."""
 PROBING = "one call finds out whether it is over"
 
 
@@ -34,7 +36,7 @@ class LimitInfo:
     `state`: OPEN (places are given), BACKING_OFF, BREAKER_OPEN, or PROBING (one call finds out whether it is
     over). `until` is when that ends, `text` says all of it in a sentence. `mode`: where its places are kept now:
     postgres, redis, degraded (every program keeps to its share), joining (Redis is back, and holders register) or
-    unknown (in Redis, which is out of reach from here: `holders` is empty then).
+    unknown (in Redis, which is out of reach from here: `holders` is empty then, and `in_use` None).
     """
 
     name: str
@@ -57,7 +59,7 @@ class LimitInfo:
     backoff_step: int
     failures: int
     holders: Mapping[str, float]
-    in_use: int
+    in_use: int | None
     parked: int
     callers: int
     oldest_seconds: float | None
@@ -219,7 +221,7 @@ def describe(row: LimitRow, look: Look, waiting: Waiting) -> LimitInfo:
         backoff_step=standing.step,
         failures=standing.failures,
         holders=dict(look.holders),
-        in_use=len(look.holders),
+        in_use=None if look.mode == UNKNOWN else len(look.holders),
         parked=waiting.commands,
         callers=waiting.callers,
         oldest_seconds=waiting.oldest_seconds,
@@ -243,7 +245,7 @@ def estimate(row: LimitRow, look: Look, ahead: int, *, is_waiting: bool) -> Esti
             row.name, None, 0.0, ahead, look.flow, f"{standing.explain(row.name)}; a person has to close it"
         )
     backoff = 0.0 if closed is None else closed - row.now
-    has_place = row.concurrency is None or (look.mode != "unknown" and len(look.holders) < row.concurrency)
+    has_place = row.concurrency is None or (look.mode != UNKNOWN and len(look.holders) < row.concurrency)
     pace = 0.0
     if row.per_second is not None and row.backend == "postgres":
         pace = until_next(row.now, row.tat, row.per_second, row.burst)
@@ -264,5 +266,7 @@ def estimate(row: LimitRow, look: Look, ahead: int, *, is_waiting: bool) -> Esti
 
 def _in_use(row: LimitRow, look: Look) -> str:
     used = f"{len(look.holders)} of {row.concurrency} places in use" if row.concurrency is not None else ""
+    if used and look.mode == UNKNOWN:
+        used = f"{row.concurrency} places in Redis, which is out of reach from here (redis_url): use unknown"
     rate = "" if row.per_second is None else f"at most {row.limit.rate}"
     return ", ".join(part for part in (used, rate) if part)

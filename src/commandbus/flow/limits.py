@@ -7,7 +7,7 @@ person sets at run time lies above what is declared, over deployments too, until
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -49,6 +49,12 @@ class LimitRow:
     override: Mapping[str, Any] | None
     changed_at: datetime
     is_awaited: bool
+    good_at: float | None = None  # when a call last succeeded
+    stalled_seconds: float | None = None  # for how long none has, while somebody waited and was looked after
+
+    def waited_in_vain(self, seconds: float | None) -> float:
+        """How much of such a wait counts against `max_wait`: the time without a successful call of anybody."""
+        return min(seconds or 0.0, self.stalled_seconds or 0.0)
 
     @property
     def name(self) -> str:
@@ -97,7 +103,7 @@ def read_rows(rows: Sequence[Row]) -> list[LimitRow]:
 def select_limits(name: str | None, *, locking: bool = False) -> Statement:
     """The statement for `read_rows`; `locking` locks the row, for who is about to change it."""
     text = sql.text(
-        "limit_rows", claimable=sql.part("limit_claimable"), locking="FOR UPDATE OF l" if locking else ""
+        "limit_rows", claimable=sql.part("limit_claimable"), locking="FOR NO KEY UPDATE OF l" if locking else ""
     )
     return Statement(text, {"name": name})
 
@@ -106,6 +112,15 @@ def select_limits(name: str | None, *, locking: bool = False) -> Statement:
 def list_limits(name: str | None = None) -> Steps[list[LimitRow]]:
     """All limits, or one."""
     return read_rows((yield select_limits(name)))
+
+
+@operation(atomic=False)
+def is_awaited() -> Steps[bool]:
+    """Does anybody wait for a limit? Perhaps for one that is gone."""
+    rows = yield Statement(
+        b"SELECT EXISTS (SELECT FROM commandbus.parked WHERE limit_name IS NOT NULL AND woken_at IS NULL)"
+    )
+    return bool(rows[0][0])
 
 
 @operation(atomic=False)
@@ -204,12 +219,6 @@ def set_limit(name: str, options: Mapping[str, Any], home: Home, what: Deed) -> 
         declared=declared,
         override=_in_json(effective, wanted),
     )
-    if "max_wait" in options:  # also for those who wait already
-        yield Statement(
-            b"UPDATE commandbus.parked SET give_up_at = parked_at + pg_catalog.make_interval(secs => %(seconds)s) "
-            b"WHERE limit_name = %(name)s AND domain <> '' AND woken_at IS NULL",
-            {"name": name, "seconds": effective.max_wait_seconds},
-        )
     yield note_action(f"limit {name}", "SET", what, details=_in_json(effective, options))
     yield tell(CHANGED + name)
     return read_rows((yield select_limits(name)))[0]
@@ -318,18 +327,19 @@ def _in_json(limit: Limit, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _read(row: Row) -> LimitRow:
-    (name, environment, backend, *_, declared, override, changed_at, is_awaited) = row
+    (name, environment, backend, *_, declared, override, changed_at, is_awaited, good_at, stalled) = row
     limit = Limit.from_json(name, declared, override)
-    standing = Standing(*row[12:23])
-    look = Look(row[26], row[25], "postgres")
-    granted, rate_limited, waits, waited_seconds = row[27:31]
+    *moved, blamed, vain = row[12:25]
+    standing = replace(Standing(*moved), blamed=tuple(blamed), vain=vain)
+    look = Look(row[28], row[27], "postgres")
+    granted, rate_limited, waits, waited_seconds = row[29:33]
     return LimitRow(
         limit=limit,
         environment=environment,
         backend=backend,
         standing=standing,
-        now=row[23],
-        tat=row[24],
+        now=row[25],
+        tat=row[26],
         look=look,
         granted=granted,
         rate_limited=rate_limited,
@@ -339,4 +349,6 @@ def _read(row: Row) -> LimitRow:
         override=override,
         changed_at=changed_at,
         is_awaited=is_awaited,
+        good_at=good_at,
+        stalled_seconds=stalled,
     )

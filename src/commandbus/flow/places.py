@@ -6,20 +6,28 @@ that lock: it keeps a place for the first in line, then makes its queue row visi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby, takewhile
-from typing import Any
 
 from commandbus import sql
 from commandbus.errors import UnknownLimitError
 from commandbus.flow.limits import CLOSED, ITSELF, WAKE, LimitRow, note_action, read_rows, select_limits, tell
 from commandbus.flow.operate import Deed
-from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.flow.statement import Row, Statement, Steps, operation
 from commandbus.model import payload
 from commandbus.model.limit import until_next
-from commandbus.model.standing import Answer, Standing, after_bad, after_good, after_unknown
+from commandbus.model.standing import (
+    MOST_BLAMED,
+    Answer,
+    Standing,
+    after_bad,
+    after_good,
+    after_unknown,
+    caller_of,
+    token_of,
+)
 
 CALL_SECONDS = 3.0
 """How long a place is kept for who waits inside a program."""
@@ -36,6 +44,20 @@ class Turn:
     token: str | None
     waited_seconds: float | None
     tries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What a limit made of an answer: its row as it was, how it stands now, and whether that call was the probe.
+
+    `is_waived`: the command is not charged. It failed for all who wait: as the probe, while others waited, and no
+    call had succeeded since the breaker opened.
+    """
+
+    row: LimitRow
+    standing: Standing
+    was_probe: bool
+    is_waived: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +78,15 @@ class Swept:
 
 @operation(atomic=False)
 def take(
-    name: str, tokens: Sequence[str], *, seconds: float | None = None, newcomers: bool = True
+    name: str, tokens: Sequence[str], *, seconds: float | None = None, newcomers: bool = True, probes: bool = True
 ) -> Steps[list[str]]:
-    """Take places for a lease (or for so many seconds), as far as there are any: the tokens that have one."""
+    """Take places for a lease (or for so many seconds), as far as there are any: the tokens that have one.
+    `probes`: the first of them may find out whether a back-off is over."""
     if len(tokens) == 1 and newcomers and seconds is None:
         rows = yield Statement(sql.text("limit_take_one"), {"name": name, "token": tokens[0]})
         if rows:
             return list(tokens)
-    return (yield from _take(name, tokens, seconds=seconds, newcomers=newcomers))
+    return (yield from _take(name, tokens, seconds=seconds, newcomers=newcomers, probes=probes))
 
 
 @operation(atomic=False)
@@ -107,15 +130,19 @@ def answer(
     reason: str = "",
     retry_after: float | None = None,
     spread: float = 0.5,
-) -> Steps[tuple[LimitRow, Standing, bool]]:
-    """Tell a limit how a call went; `gives`: its place is free too. Answers the row as it was, how it stands now,
-    and whether that call was the probe."""
+    caller: str | None = None,
+    others: Iterable[str] = (),
+    has_begun: bool = True,
+) -> Steps[Answered]:
+    """Tell a limit how a call went; `gives`: its place is free too. `caller`: who called, if it held no place;
+    `others`: tokens of those who hold one elsewhere."""
     rows = read_rows((yield select_limits(name, locking=True)))
     if not rows:
         raise UnknownLimitError(name)
     (row,) = rows
     before = row.standing
     if how.is_bad:
+        callers = yield from _callers(row, others)
         after = after_bad(
             before,
             row.limit,
@@ -125,19 +152,41 @@ def answer(
             retry_after=retry_after,
             now=row.now,
             spread=spread,
+            caller=caller,
+            callers=callers,
         )
+    elif how is Answer.GOOD:
+        after = after_good(before, token=token)
     else:
-        after = (after_good if how is Answer.GOOD else after_unknown)(before, token=token)
-    yield _move(
-        name, after, gone=[token] if gives and token is not None else [], counts=how is Answer.RATE_LIMITED
-    )
+        after = after_unknown(before, token=token, has_begun=has_begun)
+    yield _move(name, after, how, gone=[token] if gives and token is not None else [])
     if after.is_open != before.is_open or (after.is_open and after.open_until != before.open_until):
         action = "OPEN" if after.is_open else "CLOSE"
         why = after.open_reason if after.is_open else "its probe went well"
         yield note_action(f"breaker {name}", action, Deed("CANCEL", ITSELF, why))
     if after.is_probing and after.closed_until(row.now) != before.closed_until(row.now):
         yield tell(CLOSED + name)
-    return row, after, token is not None and before.probe == token
+    was_probe = token is not None and before.probe == token
+    return Answered(row, after, was_probe, is_waived=was_probe and _fails_for_all(row, how))
+
+
+def _fails_for_all(row: LimitRow, how: Answer) -> bool:
+    """Does a probe that ended so say more of the API than of its command? 429s have a count of their own."""
+    opened = row.standing.opened_at
+    has_worked = opened is not None and row.good_at is not None and row.good_at > opened
+    return how in (Answer.BROKEN, Answer.TIMEOUT) and row.is_awaited and not has_worked
+
+
+def _callers(row: LimitRow, others: Iterable[str]) -> Steps[set[str]]:
+    """Who calls an API, or waits to, as far as it matters for its breaker."""
+    most = min(row.limit.breaker_failures, MOST_BLAMED)
+    callers = {caller_of(token) for token in (*row.look.holders, *others)}
+    if len(callers) < most and row.is_awaited:
+        found = yield Statement(
+            sql.text("limit_calling", claimable=sql.part("limit_claimable")), {"name": row.name, "most": most}
+        )
+        callers |= {str(command) for (command,) in found}
+    return callers
 
 
 @operation(atomic=True)
@@ -151,7 +200,7 @@ def wake(
     """
     rows = read_rows((yield select_limits(name, locking=True)))
     if not rows:
-        return Woken(0)
+        return (yield from _dismiss(name, most, is_barred=is_barred))
     (row,) = rows
     standing = row.standing
     if (closed := standing.closed_until(row.now)) is not None:
@@ -159,33 +208,22 @@ def wake(
     if standing.is_probing:
         if standing.is_probed(row.now):
             return Woken(0, (standing.probe_until or row.now) - row.now)
+        if standing.probe is not None:  # nothing was heard of it any more: its worker may have died of it
+            standing = standing.without_probe()
+            yield _note_vain(name, standing)
         most = 1
-    order = "p.since, p.command, p.seq"
-    if standing.is_probing:
-        order = f"p.probes, {order}"
-    parts = {"claimable": sql.part("limit_claimable"), "order": order}
-    waiting = yield Statement(sql.text("limit_next", **parts), {"name": name, "most": most})
+    waiting = yield from _first_in_line(name, most, standing.vain if standing.is_probing else {})
     if is_barred and any(item[1] for item in waiting):
         yield tell(WAKE + name)
         waiting = list(takewhile(lambda item: not item[1], waiting))
     if not waiting:
         return Woken(0)
-    free: set[tuple[str, int]] = set()
-    orphans: list[tuple[Any, ...]] = []
-    for domain in sorted({item[1] for item in waiting} - {""}):
-        msg_ids = [item[2] for item in waiting if item[1] == domain]
-        locked = yield Statement(sql.text("limit_lock_waiting", domain=domain), {"msg_ids": msg_ids})
-        free |= {(domain, msg_id) for (msg_id,) in locked}
-        if len(locked) < len(msg_ids):
-            orphans += yield Statement(
-                sql.text("limit_orphans", domain=domain), {"domain": domain, "msg_ids": msg_ids}
-            )
-    ready = [item for item in waiting if item[1] == "" or (item[1], item[2]) in free]
-    chosen: list[tuple[tuple[Any, ...], str]] = []
+    ready, has_orphans = yield from _lock(waiting)
+    chosen: list[tuple[Row, str | None]] = []
     for is_call, group in groupby(ready, key=lambda item: item[1] == ""):
         # Who waits inside a program answers at once; if it died, its place must not be kept for long.
         kept = CALL_SECONDS if is_call else seconds
-        items = {item[3] or f"{mark}{item[0]}/{item[5]}"[:200]: item for item in group}
+        items = {item[3] or token_of(f"{mark}{item[0]}/{item[5]}"[:170], item[6]): item for item in group}
         if grant is None:
             granted = yield from _take(name, list(items), seconds=kept, newcomers=False)
         else:
@@ -197,13 +235,65 @@ def wake(
             break
     if chosen:
         yield from _let_go(name, chosen)
-    if orphans:
+    if has_orphans:
         return Woken(len(chosen), 0.0)
     is_more = len(chosen) < len(ready) or len(waiting) == most
     return Woken(len(chosen), _next_look(row, len(chosen)) if is_more else None)
 
 
-def _let_go(name: str, chosen: Sequence[tuple[tuple[Any, ...], str]]) -> Steps[None]:
+def _first_in_line(name: str, most: int, vain: Mapping[str, int]) -> Steps[list[Row]]:
+    """Who comes next. `vain`: a probe is wanted, and who was one in vain comes after those who were not."""
+    line = "p.since, p.command, p.seq"
+    values = {"name": name, "most": most, "vain": payload.dump(dict(vain), what="vain")}
+    known = "(%(vain)s::jsonb ? p.command::text)"
+
+    def ask(chosen: str, order: str) -> Statement:
+        parts = {"claimable": sql.part("limit_claimable"), "chosen": chosen, "order": order}
+        return Statement(sql.text("limit_next", **parts), values)
+
+    waiting = yield ask(f"NOT {known}", line)
+    if waiting or not vain:
+        return list(waiting)
+    return list((yield ask(known, f"(%(vain)s::jsonb ->> p.command::text)::integer, {line}")))
+
+
+def _lock(waiting: Sequence[Row]) -> Steps[tuple[list[Row], bool]]:
+    """Lock the queue rows of those who wait: who is ready, and whether there were some whose message is gone."""
+    free: set[tuple[str, int]] = set()
+    has_orphans = False
+    for domain in sorted({item[1] for item in waiting} - {""}):
+        msg_ids = [item[2] for item in waiting if item[1] == domain]
+        locked = yield Statement(sql.text("limit_lock_waiting", domain=domain), {"msg_ids": msg_ids})
+        free |= {(domain, msg_id) for (msg_id,) in locked}
+        if len(locked) < len(msg_ids):
+            gone = yield Statement(
+                sql.text("limit_orphans", domain=domain), {"domain": domain, "msg_ids": msg_ids}
+            )
+            has_orphans = has_orphans or bool(gone)
+    return [item for item in waiting if item[1] == "" or (item[1], item[2]) in free], has_orphans
+
+
+def _dismiss(name: str, most: int, *, is_barred: bool) -> Steps[Woken]:
+    """The limit is gone, and somebody waits for it: a command that was refused just before, and parked just after.
+    Wake them all: they are told that there is no such limit."""
+    waiting = yield from _first_in_line(name, most, {})
+    if is_barred:
+        waiting = [item for item in waiting if not item[1]]
+    ready, has_orphans = yield from _lock(waiting)
+    if ready:
+        yield from _let_go(name, [(item, item[3]) for item in ready])
+    return Woken(len(ready), 0.0 if has_orphans or len(waiting) == most else None)
+
+
+def _note_vain(name: str, standing: Standing) -> Statement:
+    return Statement(
+        b"UPDATE commandbus.limits SET probe = NULL, probe_until = NULL, vain = %(vain)s::jsonb "
+        b"WHERE name = %(name)s",
+        {"name": name, "vain": payload.dump(dict(standing.vain), what="vain")},
+    )
+
+
+def _let_go(name: str, chosen: Sequence[tuple[Row, str | None]]) -> Steps[None]:
     yield Statement(
         sql.text("limit_woken"),
         {"name": name, "seqs": [item[0] for item, _ in chosen], "tokens": [token for _, token in chosen]},
@@ -237,17 +327,32 @@ def turns(domain: str, visitors: Sequence[tuple[int, int, int]]) -> Steps[dict[i
 
 @operation(atomic=False)
 def line_up(
-    name: str, token: str, *, number: int, seconds: float, who: str, since: datetime | None = None
+    name: str,
+    token: str,
+    *,
+    number: int,
+    seconds: float,
+    who: str,
+    since: datetime | None = None,
+    command: int | None = None,
 ) -> Steps[None]:
     """Wait in line inside a program: `token` is told on the channel when the turn comes. `since`: from when on it
-    counts; None is now."""
+    counts; None is now. `command`: whose handler waits."""
     yield Statement(
         b"INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since, "
-        b"give_up_at, token, note) VALUES ('', %(who)s, %(number)s, 0, 'call', %(name)s, "
+        b"give_up_at, token, note) VALUES ('', %(who)s, %(number)s, %(command)s, 'call', %(name)s, "
         b"COALESCE(%(since)s, pg_catalog.clock_timestamp()), "
         b"pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(seconds)s), %(token)s, "
         b"'waits inside a program')",
-        {"name": name, "token": token, "number": -number, "seconds": seconds, "who": who[:200], "since": since},
+        {
+            "name": name,
+            "token": token,
+            "number": -number,
+            "seconds": seconds,
+            "who": who[:200],
+            "since": since,
+            "command": command or 0,
+        },
     )
 
 
@@ -275,27 +380,30 @@ def stand_again(number: int) -> Steps[bool]:
 @operation(atomic=False)
 def sweep() -> Steps[Swept]:
     """Find what is due, and forget what is of no use."""
-    rows = yield Statement(sql.text("limit_sweep"))
+    rows = yield Statement(sql.text("limit_sweep", claimable=sql.part("limit_claimable")))
     return Swept([row[0] for row in rows if row[0]], [row[1] for row in rows if row[1]])
 
 
 @operation(atomic=False)
 def wake_overdue(domain: str) -> Steps[int]:
     """Wake commands that have waited as long as they may."""
-    rows = yield Statement(sql.text("limit_overdue", domain=domain), {"domain": domain})
+    text = sql.text("limit_overdue", domain=domain, claimable=sql.part("limit_claimable"))
+    rows = yield Statement(text, {"domain": domain})
     count: int = rows[0][0]
     return count
 
 
-def _take(name: str, tokens: Sequence[str], *, seconds: float | None, newcomers: bool) -> Steps[list[str]]:
+def _take(
+    name: str, tokens: Sequence[str], *, seconds: float | None, newcomers: bool, probes: bool = True
+) -> Steps[list[str]]:
     rows = yield Statement(
         sql.text("limit_take", claimable=sql.part("limit_claimable")),
-        {"name": name, "tokens": list(tokens), "seconds": seconds, "newcomers": newcomers},
+        {"name": name, "tokens": list(tokens), "seconds": seconds, "newcomers": newcomers, "probes": probes},
     )
     return rows[0][0] if rows else []
 
 
-def _move(name: str, after: Standing, *, gone: Sequence[str], counts: bool) -> Statement:
+def _move(name: str, after: Standing, how: Answer, *, gone: Sequence[str]) -> Statement:
     times: Mapping[str, float | None] = {
         "until": after.until,
         "opened_at": after.opened_at,
@@ -307,7 +415,10 @@ def _move(name: str, after: Standing, *, gone: Sequence[str], counts: bool) -> S
         {
             "name": name,
             "gone": list(gone),
-            "counts": int(counts),
+            "counts": int(how is Answer.RATE_LIMITED),
+            "good": how is Answer.GOOD,
+            "blamed": list(after.blamed),
+            "vain": payload.dump(dict(after.vain), what="vain"),
             "step": after.step,
             "reason": after.reason,
             "failures": after.failures,

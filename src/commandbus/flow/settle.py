@@ -9,7 +9,7 @@ transaction. One bad row must not fail its neighbours: the caller settles one by
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from commandbus import sql
@@ -71,13 +71,16 @@ def judged(
     command_type: str,
     judgement: Judgement,
     marks: Marks | None = None,
+    is_waived: bool = False,
 ) -> Settlement:
-    """The attempt failed; the judgement says what becomes of the command. `marks` are those that it had."""
+    """The attempt failed; the judgement says what becomes of the command. `marks` are those that it had;
+    `is_waived`: the retry is not charged."""
     error = _error(judgement.verdict, judgement.failure, command_type)
     head = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":{_epoch(started)},"e":{error}'
     if judgement.verdict is Verdict.RETRY:
         before = marks or Marks()
-        change = _change(before, before.after_failure(judgement.failure))
+        after = before.after_failure(judgement.failure)
+        change = _change(before, replace(after, waived=after.waived + is_waived))
         return Settlement(
             domain, msg_id, read_ct, f'{head},"d":{judgement.delay_seconds:.6f},{change}}}', is_final=False
         )
@@ -85,7 +88,9 @@ def judged(
     return Settlement(domain, msg_id, read_ct, f'{head},"s":"{status}"}}')
 
 
-def of_row(domain: str, row: Sequence[Any], judgement: Judgement, *, started: float | None) -> Settlement:
+def of_row(
+    domain: str, row: Sequence[Any], judgement: Judgement, *, started: float | None, is_waived: bool = False
+) -> Settlement:
     """The settlement, with its reply, of an attempt that did not complete; `row` is as the claim returned it."""
     judgement = insist(judgement, row[STEP])
     settlement = judged(
@@ -98,6 +103,7 @@ def of_row(domain: str, row: Sequence[Any], judgement: Judgement, *, started: fl
         command_type=row[4],
         judgement=judgement,
         marks=marks_of(row),
+        is_waived=is_waived,
     )
     settlement.is_grouped = row[STEP] is not None or row[BATCH] is not None
     reply_to, verdict = row[10], judgement.verdict
@@ -152,16 +158,15 @@ def parked(
     failure: Failure,
     note: str,
     until: float | None,
-    max_wait: float | None,
 ) -> Settlement:
     """It waits for a limit, outside the queue's sight, and is not charged; `row` is as the claim returned it.
 
-    `until` is the epoch second at which it was told to expect its turn; `max_wait` how long it may wait in all.
+    `until` is the epoch second at which it was told to expect its turn.
     """
     quote = payload.quote
     parts = [
         f'{{"m":{row[0]},"r":{row[1]},"c":{row[2]},"n":{row[6] + row[1]},"t":{_epoch(started)}',
-        f'"y":{quote(row[4])},"l":{quote(limit)},"u":{_epoch(until)},"g":{_epoch(max_wait)}',
+        f'"y":{quote(row[4])},"l":{quote(limit)},"u":{_epoch(until)}',
         f'"o":{quote(note)},"e":{_error(Verdict.PARKED, failure, row[4])}}}',
     ]
     return Settlement(domain, row[0], row[1], ",".join(parts), is_final=False, is_parked=True)

@@ -39,6 +39,15 @@ class Backend(Protocol):
 class Elsewhere(Backend, Protocol):
     """A back end outside PostgreSQL, which must be looked after."""
 
+    def renew_beside(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
+        """Renew leases on another thread than all else, without PostgreSQL; answers the tokens that were."""
+
+    def renewed_at(self, limit: LimitRow, token: str) -> float | None:
+        """When (of `clock.boottime`) the lease of this token was last asked for; None: it is not known here."""
+
+    def close_backstop(self) -> None:
+        """Close what `renew_beside` uses, on its thread."""
+
     def keep_for_others(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:
         """Take places that others will adopt; answers the tokens that have one."""
 
@@ -52,9 +61,15 @@ class Elsewhere(Backend, Protocol):
 class Backends:
     """The back ends of one program."""
 
-    def __init__(self, link: RowLink, make_elsewhere: Callable[[], Elsewhere] | None) -> None:
+    def __init__(
+        self,
+        link: RowLink,
+        make_elsewhere: Callable[[], Elsewhere] | None,
+        on_elsewhere: Callable[[Elsewhere], None] = lambda _: None,
+    ) -> None:
         self._postgres = PostgresBackend(link)
         self._make_elsewhere = make_elsewhere
+        self._on_elsewhere = on_elsewhere
         self._elsewhere: Elsewhere | None = None
         self.is_untended = False  # the one outside PostgreSQL is new, and `tick` was not called yet
 
@@ -72,6 +87,7 @@ class Backends:
                 )
             self._elsewhere = self._make_elsewhere()
             self.is_untended = True
+            self._on_elsewhere(self._elsewhere)
         return self._elsewhere
 
     @property

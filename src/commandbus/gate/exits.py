@@ -37,7 +37,7 @@ class Exits:
 
     def hand_back(self, unused: Iterable[Place]) -> None:
         """Places with which nothing was begun."""
-        self.leaves.extend(Leave(place, Answer.UNKNOWN) for place in unused)
+        self.leaves.extend(Leave(place, Answer.UNKNOWN, has_begun=False) for place in unused)
 
     def let_out(self) -> None:
         """Give back everything that was left."""
@@ -56,12 +56,12 @@ class Exits:
             if not leave.stays:
                 self._desk.let_go(leave.place)
             if leave.then is not None:
-                leave.then()
+                leave.then(leave)
 
-    def tell(self, name: str, holder: str, reason: str, retry_after: float | None) -> None:
+    def tell(self, name: str, holder: str, reason: str, retry_after: float | None, caller: str) -> None:
         """An API has refused a call that held no place of its limit."""
         try:
-            row, standing, _ = self._desk.link.run(
+            answered = self._desk.link.run(
                 places.answer(
                     name,
                     None,
@@ -70,12 +70,13 @@ class Exits:
                     reason=reason,
                     retry_after=retry_after,
                     spread=random.random(),  # noqa: S311 - jitter
+                    caller=caller,
                 )
             )
         except CommandBusError as error:
             logger.warning("limit %s cannot be told of %s: %s", name, reason, error)
             return
-        _log(name, holder, reason, row, standing)
+        _log(name, holder, reason, answered.row, answered.standing)
 
     def _give(self, name: str, leaves: Sequence[Leave]) -> None:
         tokens = [leave.place.token for leave in leaves]
@@ -87,7 +88,9 @@ class Exits:
             is_awaited, probe = self._desk.link.run(places.give(name, tokens, good=good))
             for leave in leaves:
                 if leave.place.token == probe:
-                    self._desk.link.run(places.answer(name, probe, leave.answer, gives=True))
+                    self._desk.link.run(
+                        places.answer(name, probe, leave.answer, gives=True, has_begun=leave.has_begun)
+                    )
                     is_awaited = True
         except CommandBusError as error:
             logger.warning("places of limit %s cannot be given back, and their leases end: %s", name, error)
@@ -99,7 +102,8 @@ class Exits:
         """A bad answer, or a call that may go on on the other side."""
         place = leave.place
         try:
-            row, standing, was_probe = self._desk.link.run(
+            others = self._others(leave) if leave.answer.is_bad else ()
+            answered = self._desk.link.run(
                 places.answer(
                     place.limit,
                     place.token,
@@ -108,11 +112,13 @@ class Exits:
                     reason=leave.reason,
                     retry_after=leave.retry_after,
                     spread=random.random(),  # noqa: S311 - jitter
+                    others=others,
                 )
             )
         except CommandBusError as error:
             logger.warning("limit %s cannot be told of %s: %s", place.limit, leave.reason, error)
             return
+        row, standing = answered.row, answered.standing
         self._desk.remember(row)
         if row.backend != "postgres" and not leave.keeps:
             self._give_elsewhere(row, place.token)
@@ -122,7 +128,12 @@ class Exits:
             self._waker.look_at(place.limit, place.renewed_at + place.lease - boottime())
         closed = standing.closed_until(row.now)
         self._waker.look_at(place.limit, 0.0 if closed is None or standing.is_forced else closed - row.now)
-        leave.was_probe = was_probe
+        leave.is_waived = answered.is_waived
+
+    def _others(self, leave: Leave) -> Iterable[str]:
+        """Who else calls, where the limit's row does not say that."""
+        row = self._desk.known(leave.place.limit)
+        return () if row.backend == "postgres" else self._desk.backends.of(row).look(row).holders
 
     def _give_elsewhere(self, row: LimitRow, token: str) -> None:
         try:

@@ -35,6 +35,7 @@ from commandbus.errors import CommandBusError
 from commandbus.flow.limits import CHANGED, CHANNEL, CLOSED, TOKEN, WAKE, LimitRow
 from commandbus.flow.statement import explain_absence
 from commandbus.gate.backends import Backends, Elsewhere
+from commandbus.gate.backstop import Backstop
 from commandbus.gate.desk import Desk
 from commandbus.gate.exits import Exits
 from commandbus.gate.line import Line
@@ -44,6 +45,7 @@ from commandbus.gate.visits import Visits
 from commandbus.gate.waker import Waker
 from commandbus.logger import safe_logger
 from commandbus.model.limit import Look
+from commandbus.model.standing import token_of
 from commandbus.settings import Settings
 
 logger = safe_logger("commandbus.limits")
@@ -67,8 +69,9 @@ class Gate(DatabaseService):
         self._owner = owner
         self._on_error = on_error
         link = RowLink(self._link)
-        self._backends = Backends(link, elsewhere)
-        self._desk = Desk(link, self._backends)
+        self._backends = Backends(link, elsewhere, on_elsewhere=self._renew_beside)
+        self._desk = Desk(link, self._backends, name=owner)
+        self._backstop = Backstop(owner, self._desk)
         self._waker = Waker(self._desk)
         self._exits = Exits(self._desk, self._waker)
         self._visits = Visits(self._desk, self._waker, self._exits, make_token=self._make_token)
@@ -143,15 +146,17 @@ class Gate(DatabaseService):
         on_lost: Callable[[Place], None] | None = None,
         command: tuple[str, int, int, int] | None = None,
         since: datetime | None = None,
+        caller: int | None = None,
     ) -> Call:
         """Ask for a place inside a program; `call.answer` is resolved with it, or with an error.
 
         `command` (domain, msg_id, id, attempt_base): for whom a place may be kept, because it was parked.
-        `since`: from when on its turn counts; None is now.
+        `since`: from when on its turn counts; None is now. `caller`: the id of the command whose handler asks.
         """
         number = next(self._numbers)
-        token = f"{self._owner}/{holder}/{number:x}"[-200:]
-        call = Call(name, token, number, monotonic() + wait, wait, holder, Future(), on_lost, command, since)
+        token = token_of(f"{self._owner}/{holder}/{number:x}", caller)
+        until = monotonic() + wait
+        call = Call(name, token, number, until, wait, holder, Future(), on_lost, command, since, caller)
         if not self.is_serving:
             call.answer.set_exception(self._over or CommandBusError("the gate of this program is closed"))
             return call
@@ -164,16 +169,16 @@ class Gate(DatabaseService):
         call.answer.cancel()  # orders come before calls: one that has not been looked at yet must not be answered
         self.order(lambda: self._line.forget(call))
 
-    def tell(self, name: str, holder: str, reason: str, retry_after: float | None) -> None:
+    def tell(self, name: str, holder: str, reason: str, retry_after: float | None, *, caller: int) -> None:
         """An API has refused a call that held no place of its limit."""
-        self.order(lambda: self._exits.tell(name, holder, reason, retry_after))
+        self.order(lambda: self._exits.tell(name, holder, reason, retry_after, str(caller)))
 
     def is_stale(self, place: Place) -> bool:
         """Was the place given before the API said no? Then nothing may begin with it."""
         return place.taken_at < self._shut.get(place.limit, 0.0)
 
     def judge(self, limited: Limited) -> None:
-        """Find out what becomes of a command that its API has refused; after what it left was heard."""
+        """Find out what becomes of a command whose call went badly; after what it left was heard."""
 
         def judge() -> None:
             self._exits.let_out()  # orders may come first in a round, and what it left begins the back-off
@@ -200,11 +205,29 @@ class Gate(DatabaseService):
         self._closing = True
         self.join(timeout)
         self._stopping.set()
+        self._stop_beside()
 
     # --- the thread --------------------------------------------------------------------------------------------
 
-    def _make_token(self, holder: str) -> str:
-        return f"{self._owner}/{holder}/{next(self._numbers):x}"[-200:]
+    def start(self) -> None:
+        """Start the thread, and the clock of what it holds."""
+        self._desk.clock.start()
+        try:
+            super().start()
+        except BaseException:
+            self._stop_beside()
+            raise
+
+    def _renew_beside(self, elsewhere: Elsewhere) -> None:
+        self._backstop.start(elsewhere)
+
+    def _stop_beside(self) -> None:
+        """What is still held ends with its lease."""
+        self._backstop.stop()
+        self._desk.clock.stop()
+
+    def _make_token(self, holder: str, command: int) -> str:
+        return token_of(f"{self._owner}/{holder}/{next(self._numbers):x}", command)
 
     def connected(self, conn: Connection[Any]) -> None:
         self.listen(conn, CHANNEL)
@@ -223,6 +246,7 @@ class Gate(DatabaseService):
         if isinstance(error, psycopg.errors.UndefinedTable | psycopg.errors.InvalidSchemaName):
             error = explain_absence(error)
         self._over = error
+        self._stop_beside()
         self._line.fail_all(error)
         if self._on_error is not None:
             self._on_error(error)

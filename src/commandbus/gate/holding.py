@@ -7,7 +7,7 @@ import math
 from datetime import timedelta
 
 from commandbus.clock import monotonic
-from commandbus.errors import ApiTimeoutError, AttemptCancelledError
+from commandbus.errors import ApiTimeoutError, AttemptCancelledError, LimitLostError
 from commandbus.gate.requests import Place
 from commandbus.model.durations import parse_seconds
 from commandbus.model.http import ApiFailure, api_failure
@@ -39,14 +39,25 @@ class Hold:
 
     @property
     def is_lost(self) -> bool:
-        """Was the place lost? Its lease could not be renewed in time, and somebody else may have it."""
+        """Is the place lost? Its lease could not be renewed in time, and somebody else may have it."""
         return self._place.is_lost
 
     def remaining(self) -> float | None:
         """Seconds left for the call, at least a millisecond, to hand to clients as their time-out; None: no
-        limit."""
+        limit. Raises LimitLostError if the place is lost: there must be no further call."""
+        if self._place.is_lost:
+            raise lost(self._place.limit)
         left = self._until - monotonic()
         return None if left == math.inf else max(0.001, left)
+
+
+def lost(name: str) -> LimitLostError:
+    """The error of who uses a place that is lost."""
+    return LimitLostError(
+        f"the place of limit {name!r} is lost: its lease could not be renewed in time, and somebody else may have "
+        f"it; call no more in this block",
+        limit=name,
+    )
 
 
 def check_terms(

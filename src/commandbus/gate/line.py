@@ -14,7 +14,7 @@ import math
 from collections import deque
 from contextlib import suppress
 
-from commandbus.clock import monotonic
+from commandbus.clock import boottime, monotonic
 from commandbus.errors import CommandBusError, LimitTimeoutError
 from commandbus.flow import places
 from commandbus.gate.desk import Desk
@@ -86,6 +86,7 @@ class Line:
             _fail(call, error)
 
     def _begin(self, call: Call) -> None:
+        asked_at = boottime()
         try:
             if call.command is not None and self._has_turn(call, call.command):
                 return
@@ -95,7 +96,7 @@ class Line:
             _fail(call, error)
             return
         if granted:
-            self._resolve(call)
+            self._resolve(call, asked_at)
             return
         left = call.until - monotonic()
         if left <= 0:
@@ -103,7 +104,13 @@ class Line:
             return
         self._desk.link.run(
             places.line_up(
-                call.name, call.token, number=call.number, seconds=left, who=call.holder, since=call.since
+                call.name,
+                call.token,
+                number=call.number,
+                seconds=left,
+                who=call.holder,
+                since=call.since,
+                command=call.caller,
             )
         )
         call.is_in_line = True
@@ -116,14 +123,16 @@ class Line:
         turn = self._desk.link.run(places.turns(domain, [(who[0], who[1], who[2])])).get(who[0])
         if turn is None or turn.token is None or turn.limit != call.name:
             return False
+        asked_at = boottime()
         if not self._desk.adopt(call.name, turn.token):
             return False
         call.token = turn.token
-        self._resolve(call)
+        self._resolve(call, asked_at)
         return True
 
     def _take_turn(self, call: Call) -> None:
         """It was told that its turn has come, or may have missed that."""
+        asked_at = boottime()
         try:
             is_held = self._desk.adopt(call.name, call.token)
         except CommandBusError as error:
@@ -133,19 +142,20 @@ class Line:
         if is_held:
             self._desk.link.run(places.step_out(call.number))
             self._waiting.pop(call.token, None)
-            self._resolve(call)
+            self._resolve(call, asked_at)
         elif self._desk.link.run(places.stand_again(call.number)):
             self._waker.look_at(call.name)  # the place was gone again, but not the turn
 
     def _give_up(self, call: Call) -> None:
         """Its time is up; but if its turn has come at this moment, it has its place."""
+        asked_at = boottime()
         try:
             is_held = self._desk.link.run(places.step_out(call.number)) and self._desk.adopt(call.name, call.token)
         except CommandBusError:
             is_held = False
         self._waiting.pop(call.token, None)
         if is_held:
-            self._resolve(call)
+            self._resolve(call, asked_at)
         else:
             _fail(call, self._in_vain(call))
 
@@ -156,9 +166,11 @@ class Line:
             why = str(error)
         return waited_in_vain(call.name, call.wait, why)
 
-    def _resolve(self, call: Call) -> None:
+    def _resolve(self, call: Call, asked_at: float) -> None:
         lease = self._desk.known(call.name).lease
-        place = self._desk.hold(Place(call.name, call.token, lease, holder=call.holder, on_lost=call.on_lost))
+        place = self._desk.hold(
+            Place(call.name, call.token, lease, holder=call.holder, on_lost=call.on_lost, asked_at=asked_at)
+        )
         if not call.answer.set_running_or_notify_cancel():
             self._exits.hand_back([place])
         else:

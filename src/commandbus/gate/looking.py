@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commandbus.flow.limit_figures import RedisFleet
+from commandbus.flow.limit_look import UNKNOWN
 from commandbus.flow.limits import LimitRow
 from commandbus.limits.redis_places import EpochError, RedisLostError, RedisPlaces, StaleError
 from commandbus.model.limit import Look
 from commandbus.settings import Settings
-
-UNKNOWN = "unknown"
 
 
 def look_at(settings: Settings, rows: Sequence[LimitRow], fleet: RedisFleet) -> dict[str, Look]:

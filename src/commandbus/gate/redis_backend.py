@@ -10,7 +10,8 @@ The mode is the fleet's, and followed in `redis_fleet`; what this program has, a
 
 Called by one thread. It has a connection of its own: `take` is called in the middle of the gate's transactions,
 and neither their locks nor their rollback may reach what is said here. Neither Redis nor PostgreSQL being away
-raises anything: then nobody gets a place.
+raises anything: then nobody gets a place. `renew_beside` is another thread's, with a connection to Redis of its
+own, so that a lease does not run out there while this thread waits for PostgreSQL.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from commandbus.errors import ConfigurationError
 from commandbus.flow import limit_mode
 from commandbus.flow.limit_figures import count_granted
 from commandbus.flow.limit_mode import DEGRADED, REDIS, Pace
-from commandbus.gate.redis_fleet import Follower
+from commandbus.gate.redis_fleet import NO_LEAVE, Follower
 from commandbus.gate.redis_holdings import Holdings
 from commandbus.gate.redis_link import PatientLink
-from commandbus.limits.redis_places import RedisPlaces
+from commandbus.limits.redis_places import EpochError, RedisLostError, RedisPlaces, StaleError
 from commandbus.limits.terms import Terms
 from commandbus.model.limit import Look
 from commandbus.settings import Settings
@@ -46,6 +47,7 @@ class RedisBackend:
                 "limits are to be kept in Redis, and redis_url is not set: COMMANDBUS_REDIS_URL"
             )
         self._places = RedisPlaces(settings.redis_url, settings.environment)
+        self._places_beside = RedisPlaces(settings.redis_url, settings.environment)
         self._link = PatientLink(settings, name=f"{client} limits")
         self._pace = pace or Pace()
         self._holdings = Holdings()
@@ -87,6 +89,30 @@ class RedisBackend:
             lost = self._holdings.ending(limit, tokens, limit.lease * 0.4)
         self._holdings.lose(limit, lost)
         return lost
+
+    def renewed_at(self, limit: Terms, token: str) -> float | None:
+        """When the lease of this token was last asked for with success; None: we do not have it."""
+        place = self._holdings.held[limit.name].get(token)
+        return None if place is None else place.ends - place.seconds
+
+    def renew_beside(self, limit: Terms, tokens: Sequence[str]) -> list[str]:
+        """Renew leases without PostgreSQL, as long as Redis lets this program; answers the tokens that were."""
+        life, epoch, leave = self._holdings.lives, self._fleet.epoch, self._fleet.leave
+        held = self._holdings.held[limit.name]
+        known = [token for token in tokens if (place := held.get(token)) is not None and place.epoch == epoch]
+        if not known or leave == NO_LEAVE:
+            return []
+        began = boottime()
+        try:
+            lost = self._places_beside.renew(limit, known, epoch=epoch, leave=leave)
+        except (RedisLostError, EpochError, StaleError):
+            return []
+        renewed = [token for token in known if token not in lost]
+        return self._holdings.renewed_beside(limit, renewed, began, epoch, life)
+
+    def close_backstop(self) -> None:
+        """Close the other thread's connection, on that thread."""
+        self._places_beside.close()
 
     def give(self, limit: Terms, tokens: Sequence[str]) -> None:
         """Give places back. If nobody can be told now, Redis is when it is back."""

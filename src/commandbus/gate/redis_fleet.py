@@ -30,7 +30,7 @@ logger = safe_logger("commandbus.limits")
 LOST: Final = "lost"
 SEARCH_SECONDS: Final = 0.05
 _MICRO: Final = 1_000_000
-_NO_LEAVE: Final = 1  # a moment that has passed
+NO_LEAVE: Final = 1  # a moment that has passed
 
 
 class Follower:
@@ -47,7 +47,7 @@ class Follower:
         self._seen: Mode | None = None
         self._lost: str | None = "not asked yet"  # why Redis is out of reach; None: it is not
         self.is_marked = False  # does PostgreSQL know that, and count our tokens?
-        self.leave = _NO_LEAVE  # until when, on Redis' clock, it may be asked
+        self.leave = NO_LEAVE  # until when, on Redis' clock, it may be asked
         self._due = 0.0
         self._search: Search | None = None
         self._said: str | None = None
@@ -180,7 +180,8 @@ class Follower:
             self._say(fleet)
 
     def _lose(self, error: RedisLostError) -> None:
-        self.leave = _NO_LEAVE
+        self.leave = NO_LEAVE
+        self._holdings.begin_life()
         if self._lost is None or self._seen is None:
             self._lost = str(error)
 
@@ -207,7 +208,7 @@ class Follower:
         if self._places.renew(
             limit, [token], epoch=self.epoch, leave=self.leave, register=register, seconds=seconds
         ):
-            del self._holdings.held[limit.name][token]
+            self._holdings.lose(limit, [token])
         else:
             self._holdings.held[limit.name][token] = HeldPlace(began + seconds, place.seconds, self.epoch)
 

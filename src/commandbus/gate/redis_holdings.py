@@ -4,11 +4,14 @@
               └──► its lease ends
 
 PostgreSQL knows, for each limit, the most that this program may hold: at least as much as it does hold, at any
-moment. It asks nobody anything; `redis_backend` and `redis_fleet` do. Called by one thread.
+moment. It asks nobody anything; `redis_backend` and `redis_fleet` do. Called by one thread, but for
+`renewed_beside`: what is renewed there counts only if Redis was not lost meanwhile (`lives`), because then
+PostgreSQL was told of shorter leases.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +41,8 @@ class Holdings:
         self.owed: defaultdict[str, dict[str, float]] = defaultdict(dict)
         self._most: dict[str, int] = {}  # what PostgreSQL knows that we may hold, by limit
         self._peak: defaultdict[str, int] = defaultdict(int)  # what we did hold since it was told
+        self._lock = threading.Lock()
+        self.lives = 0  # how often Redis was lost
 
     def __bool__(self) -> bool:
         return any(self.held.values())
@@ -45,22 +50,43 @@ class Holdings:
     def keep(self, limit: Terms, tokens: Sequence[str], began: float, seconds: float, epoch: str | None) -> None:
         """Remember what we have: from before it was asked for, so that our own lease never ends last."""
         held = self.held[limit.name]
-        for token in tokens:
-            held[token] = HeldPlace(began + seconds, seconds, epoch)
+        with self._lock:
+            for token in tokens:
+                held[token] = HeldPlace(began + seconds, seconds, epoch)
         self._peak[limit.name] = max(self._peak[limit.name], len(held))
+
+    def begin_life(self) -> None:
+        """Redis is lost: what was asked of it before counts no more."""
+        with self._lock:
+            self.lives += 1
+
+    def renewed_beside(
+        self, limit: Terms, tokens: Sequence[str], began: float, epoch: str, life: int
+    ) -> list[str]:
+        """Remember what another thread has renewed; answers the tokens for which that counts."""
+        with self._lock:
+            held = self.held[limit.name]
+            if life != self.lives:
+                return []
+            counted = [token for token in tokens if token in held and held[token].epoch == epoch]
+            for token in counted:
+                held[token] = HeldPlace(began + limit.lease, limit.lease, epoch)
+            return counted
 
     def give(self, limit: Terms, tokens: Sequence[str]) -> None:
         """They are ours no more; what Redis knows of, or may know of, it must be told."""
         ends, held = boottime() + limit.lease, self.held[limit.name]
         for token in tokens:
-            place = held.pop(token, None)
+            with self._lock:
+                place = held.pop(token, None)
             if place is None or place.epoch is not None:
                 self.owed[limit.name][token] = ends
 
     def lose(self, limit: Terms, tokens: Sequence[str]) -> None:
         """Others may have them now."""
-        for token in tokens:
-            self.held[limit.name].pop(token, None)
+        with self._lock:
+            for token in tokens:
+                self.held[limit.name].pop(token, None)
 
     def ending(self, limit: Terms, tokens: Sequence[str], seconds: float) -> list[str]:
         """Which of them end within so many seconds, or are not ours at all?"""
@@ -77,9 +103,10 @@ class Holdings:
     def forget_old(self) -> None:
         """Places whose lease has ended, such as those that were kept for another program."""
         now = boottime()
-        for held in self.held.values():
-            for token in [token for token, place in held.items() if place.ends <= now]:
-                del held[token]
+        with self._lock:
+            for held in self.held.values():
+                for token in [token for token, place in held.items() if place.ends <= now]:
+                    del held[token]
         for owed in self.owed.values():
             for token in [token for token, ends in owed.items() if ends <= now]:
                 del owed[token]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Final
 
 from commandbus.clock import boottime, monotonic
 from commandbus.errors import CommandBusError, LimitTimeoutError, UnknownLimitError
@@ -15,15 +16,26 @@ from commandbus.flow.places import Turn
 from commandbus.model.durations import format_seconds
 from commandbus.model.standing import Answer
 
+EARLY: Final = 0.1
+MOST_EARLY_SECONDS: Final = 5.0
+"""By how much of its lease a hold ends early, so that who hears of it has stopped before somebody else begins."""
+
 
 class Place:
     """A place of a limit that somebody holds here. `taken_at` is monotonic; `renewed_at` (of `clock.boottime`) is
-    when its lease was last asked for."""
+    when its lease was last asked for: before that was sent, so that it never ends later here than elsewhere."""
 
-    __slots__ = ("holder", "is_lost", "lease", "limit", "on_lost", "renewed_at", "taken_at", "token")
+    __slots__ = ("holder", "is_left", "is_lost", "lease", "limit", "on_lost", "renewed_at", "taken_at", "token")
 
     def __init__(
-        self, limit: str, token: str, lease: float, *, holder: str, on_lost: Callable[[Place], None] | None = None
+        self,
+        limit: str,
+        token: str,
+        lease: float,
+        *,
+        holder: str,
+        on_lost: Callable[[Place], None] | None = None,
+        asked_at: float | None = None,
     ) -> None:
         self.limit = limit
         self.token = token
@@ -31,8 +43,14 @@ class Place:
         self.holder = holder
         self.on_lost = on_lost
         self.is_lost = False
+        self.is_left = False  # was it left for whoever holds it, because nobody waits for that one any more?
         self.taken_at = monotonic()
-        self.renewed_at = boottime()
+        self.renewed_at = boottime() if asked_at is None else asked_at
+
+    @property
+    def ends_at(self) -> float:
+        """When (of `clock.boottime`) it is lost unless it is renewed: a little before its lease ends."""
+        return self.renewed_at + self.lease - min(self.lease * EARLY, MOST_EARLY_SECONDS)
 
     @property
     def is_sure(self) -> bool:
@@ -51,7 +69,6 @@ class Refusal:
     code: str
     note: str
     until: float | None
-    max_wait: float | None
     gives_up: bool = False
 
 
@@ -67,20 +84,26 @@ def refuse(row: LimitRow, *, waited_seconds: float | None) -> Refusal:
             until = None
     else:
         code, note = "LIMIT_FULL", full(row)
-    gives_up = max_wait is not None and waited_seconds is not None and waited_seconds >= max_wait
+    waited = row.waited_in_vain(waited_seconds)
+    gives_up = max_wait is not None and waited >= max_wait
     if gives_up:
         code = "LIMIT_WAIT" if code == "LIMIT_FULL" else "RATE_LIMITED"
-        note = f"has waited {format_seconds(round(waited_seconds or 0.0))} for limit {name}, and max_wait is "
-        note += (
-            f"{format_seconds(max_wait or 0.0)}: {standing.explain(name) if code == 'RATE_LIMITED' else full(row)}"
-        )
-    return Refusal(name, code, note, until, max_wait, gives_up=gives_up)
+        note = f"{too_long(row, waited)}: {standing.explain(name) if code == 'RATE_LIMITED' else full(row)}"
+    return Refusal(name, code, note, until, gives_up=gives_up)
+
+
+def too_long(row: LimitRow, waited: float) -> str:
+    """That a command has waited for a limit as long as it may."""
+    return (
+        f"has waited {format_seconds(round(waited, 1))} for limit {row.name} without a successful call of anybody,"
+        f" and max_wait is {format_seconds(row.limit.max_wait_seconds or 0.0)}"
+    )
 
 
 def no_such(name: str, error: CommandBusError) -> Refusal:
     """A limit that is declared no more, or cannot be used from here (then another worker may)."""
     is_gone = isinstance(error, UnknownLimitError)
-    return Refusal(name, "LIMIT_UNKNOWN" if is_gone else "LIMIT_BACKEND", str(error), None, None, gives_up=is_gone)
+    return Refusal(name, "LIMIT_UNKNOWN" if is_gone else "LIMIT_BACKEND", str(error), None, gives_up=is_gone)
 
 
 def waited_in_vain(name: str, wait: float, why: str | None = None) -> LimitTimeoutError:
@@ -120,15 +143,17 @@ class Call:
     on_lost: Callable[[Place], None] | None
     command: tuple[str, int, int, int] | None = None
     since: datetime | None = None
+    caller: int | None = None  # the id of the command whose handler asks
     is_in_line: bool = False
     on_forgotten: Callable[[], None] | None = None  # instead of giving the place back
+    on_given_up: Callable[[Place], object] | None = None  # beside giving the place back
 
 
 @dataclass(slots=True, eq=False)
 class Leave:
     """A place is needed no more, and how the call went. `keeps`: the call may still be under way on the other
     side, so the place stays taken until its lease ends. `stays`: the place is used further, only the answer is
-    told."""
+    told. `has_begun`: False if nothing was done with it."""
 
     place: Place
     answer: Answer
@@ -136,14 +161,15 @@ class Leave:
     retry_after: float | None = None
     keeps: bool = False
     stays: bool = False
-    then: Callable[[], None] | None = None
-    was_probe: bool = False  # said by the gate
+    has_begun: bool = True
+    then: Callable[[Leave], None] | None = None
+    is_waived: bool = False  # said by the gate: the command failed for all who wait, and pays nothing
 
 
 @dataclass(slots=True, eq=False)
 class Limited:
-    """A command whose call was refused by the API (a 429). `then` is told how the limit stands (None: it is gone)
-    and what is known of the command, and answers whether it will be parked."""
+    """A command whose call went badly. `then` is told how the limit stands (None: it is gone) and what is known of
+    the command, and answers whether it will be parked."""
 
     limit: str
     domain: str

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from commandbus.clock import monotonic
+from commandbus.clock import boottime, monotonic
 from commandbus.errors import CommandBusError
 from commandbus.flow import places
 from commandbus.flow.limits import LimitRow
@@ -32,7 +32,7 @@ PARKING_SECONDS = 5.0
 class Visits:
     """Commands at the gate."""
 
-    def __init__(self, desk: Desk, waker: Waker, exits: Exits, *, make_token: Callable[[str], str]) -> None:
+    def __init__(self, desk: Desk, waker: Waker, exits: Exits, *, make_token: Callable[[str, int], str]) -> None:
         self._desk = desk
         self._waker = waker
         self._exits = exits
@@ -72,7 +72,7 @@ class Visits:
         self._waker.look_at(name)
 
     def judge(self, limited: Limited) -> None:
-        """Find out what becomes of a command that its API has refused."""
+        """Find out what becomes of a command whose call went badly."""
         try:
             row = self._desk.row(limited.limit)
             turn = None
@@ -141,31 +141,35 @@ class Visits:
     ) -> None:
         newcomers = []
         for visit in group:
+            asked_at = boottime()
             turn = turns.get(visit)
             token = turn.token if turn is not None and turn.limit == name else None
             if token is not None and self._desk.adopt(name, token):
-                got[visit].append(self._place(name, token, visit))
+                got[visit].append(self._place(name, token, visit, asked_at))
             else:
                 newcomers.append(visit)
         if not newcomers:
             return
-        tokens = {self._make_token(visit.holder): visit for visit in newcomers}
+        tokens = {self._make_token(visit.holder, visit.id): visit for visit in newcomers}
         granted: list[str] = []
         row: LimitRow | None = None
+        asked_at = boottime()
         if not self.parking.is_under_way(name):
-            granted, row = self._desk.take(name, list(tokens))
+            # Not as the probe: that is chosen among those in line.
+            granted, row = self._desk.take(name, list(tokens), probes=False)
         for token in granted:
             visit = tokens.pop(token)
-            got[visit].append(self._place(name, token, visit))
+            got[visit].append(self._place(name, token, visit, asked_at))
         if tokens:
             row = row or self._desk.row(name)
             for visit in tokens.values():
                 turn = turns.get(visit)
                 refused[visit] = refuse(row, waited_seconds=turn.waited_seconds if turn is not None else None)
 
-    def _place(self, name: str, token: str, visit: Visit) -> Place:
+    def _place(self, name: str, token: str, visit: Visit, asked_at: float) -> Place:
         lease = self._desk.known(name).lease
-        return self._desk.hold(Place(name, token, lease, holder=visit.holder, on_lost=visit.on_lost))
+        place = Place(name, token, lease, holder=visit.holder, on_lost=visit.on_lost, asked_at=asked_at)
+        return self._desk.hold(place)
 
 
 class Parking:

@@ -15,7 +15,7 @@ import secrets
 import psycopg
 
 from commandbus.clock import monotonic
-from commandbus.errors import CommandBusError
+from commandbus.errors import CommandBusError, UnknownLimitError
 from commandbus.flow import places
 from commandbus.gate.desk import Desk
 from commandbus.logger import safe_logger
@@ -77,9 +77,13 @@ class Waker:
                 self._say_once(domain, error)
 
     def _wake_next(self, name: str) -> None:
+        grant = None
         try:
             row = self._desk.known(name)
-            grant = None if row.backend == "postgres" else self._desk.backends.elsewhere(row).keep_for_others
+            if row.backend != "postgres":
+                grant = self._desk.backends.elsewhere(row).keep_for_others
+        except UnknownLimitError:
+            pass  # it is gone: who waits for it is told that
         except CommandBusError as error:
             self._say_once(name, error)
             return

@@ -25,6 +25,7 @@ BACKOFF_SECONDS: Final = (2.0, 4.0, 8.0, 16.0, 30.0)
 BACKOFF_JITTER: Final = 0.1
 LEASE_SECONDS: Final = 120.0
 WAIT_SECONDS: Final = 30.0
+MAX_WAIT_SECONDS: Final = 86_400.0
 TRIES: Final = 4
 GRAIN_SECONDS: Final = 1e-6
 FLOW_SECONDS: Final = 60.0
@@ -112,11 +113,12 @@ class Limit:
 
     `concurrency`: how many at once. `rate`: how many in a time (`"120/m"`), with `burst` of them at one moment; at
     least one of the two. `lease`: how long a place is kept for a holder of whom nothing is heard. `max_wait`: how
-    long a command may wait in all before it needs a person; None for ever. `tries`: how many 429s it may see.
+    long a command waits before it needs a person; only time without a successful call of anybody counts, so a line
+    that moves never expires. None or 0 is for ever. `tries`: how many 429s a command may see.
 
     `backoff`: seconds that everybody waits after the first 429, the second and so on; the last one repeats.
-    `breaker_failures`: how many 429s, 5xx and time-outs in a row close the API off, for `breaker_reset` seconds; 0
-    for never.
+    `breaker_failures`: after how many 429s, 5xx and time-outs in a row nobody calls for `breaker_reset` seconds; 0
+    for never. Where several commands call, they must be of so many different ones.
 
     `backend`: "redis" or "postgres"; None is Redis if `redis_url` is set. `environment`: part of the key's name;
     None is the deployment's.
@@ -127,7 +129,7 @@ class Limit:
     rate: Rate | str | None = None
     burst: int = 1
     lease: Duration = LEASE_SECONDS
-    max_wait: Duration | None = None
+    max_wait: Duration | None = MAX_WAIT_SECONDS
     tries: int = TRIES
     backoff: Sequence[Duration] = BACKOFF_SECONDS
     breaker_failures: int = 3
@@ -156,7 +158,7 @@ class Limit:
         self._set("lease", self._seconds("lease", self.lease, lowest=1.0))
         self._set("breaker_reset", self._seconds("breaker_reset", self.breaker_reset, lowest=0.1))
         if self.max_wait is not None:
-            self._set("max_wait", self._seconds("max_wait", self.max_wait, lowest=0.001))
+            self._set("max_wait", self._seconds("max_wait", self.max_wait, lowest=0.0) or None)
         items = self.backoff
         if isinstance(items, str | bytes | bytearray) or not isinstance(items, Sequence) or not items:
             raise self._wrong("backoff", items, "a list of durations such as [2, 4, 8, 16, 30]")

@@ -82,7 +82,8 @@ _LIMITER = [
     ("SELECT (id, domain, command_id, msg_id)", ("command",)),  # whose turn it is, in words
     (  # the state of limits, not what they allow, and not what a person has decided
         "UPDATE (holders, tat, flow, flow_at, flow_since, step, until, reason, failures, is_open, opened_at, "
-        "open_until, open_reason, probe, probe_until, granted, rate_limited, waits, waited_seconds)",
+        "open_until, open_reason, probe, probe_until, granted, rate_limited, waits, waited_seconds, blamed, vain, "
+        "good_at, tended_at, tended_since)",
         ("limits",),
     ),
     ("INSERT", ("control_action",)),  # its call may open the breaker of a limit
@@ -109,7 +110,6 @@ _OPERATOR = [
     ("INSERT, DELETE", ("batch_delta", "pause")),
     ("INSERT", ("operator_action", "control_action", "undelivered_reply")),
     ("UPDATE, DELETE", ("tsq",)),
-    ("UPDATE (give_up_at)", ("parked",)),
     ("DELETE", ("parked",)),
     ("INSERT, UPDATE, DELETE", ("limits",)),
 ]

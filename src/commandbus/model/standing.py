@@ -5,14 +5,40 @@
 
 Bad answers are 429s, 5xx and time-outs. Calls that were under way when a back-off began say nothing new: they
 neither lengthen it nor count twice. Everything here is pure; all times are seconds of one clock, the database's.
+
+A **caller** is a command, however often it is tried, or one block of a program. The breaker opens when different
+callers fail, as far as several are calling: one bad command among good ones does not block them. A probe that does
+not end well was in vain (`vain`); the next one is the caller with the fewest vain probes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Final
 
 from commandbus.model.limit import Limit, backoff
+
+MOST_BLAMED: Final = 100
+"""How many callers of a row of bad answers are remembered."""
+MOST_VAIN: Final = 1000
+"""How many callers with vain probes are remembered; with more, the rotation begins anew."""
+
+_COMMAND = re.compile(r"#(\d+)\Z")
+
+
+def token_of(text: str, command: int | None) -> str:
+    """The token of a permit: who holds it, in words, and, for a command, the id of its row."""
+    mark = "" if command is None else f"#{command}"
+    return text[-(200 - len(mark)) :] + mark
+
+
+def caller_of(token: str) -> str:
+    """Who holds a permit: the id of a command's row as text, or the token itself, which no other block has."""
+    found = _COMMAND.search(token)
+    return found[1] if found else token
 
 
 class Answer(StrEnum):
@@ -45,6 +71,8 @@ class Standing:
     open_reason: str | None = None
     probe: str | None = None
     probe_until: float | None = None
+    blamed: tuple[str, ...] = ()  # callers of the bad answers in a row
+    vain: Mapping[str, int] = field(default_factory=dict)  # caller → probes that did not end well, since it began
 
     def closed_until(self, now: float) -> float | None:
         """Until when nobody begins; None if somebody may now. A person's breaker is closed without end."""
@@ -61,6 +89,14 @@ class Standing:
     def is_probed(self, now: float) -> bool:
         """Is the probe under way?"""
         return self.probe is not None and (self.probe_until or 0.0) > now
+
+    def without_probe(self) -> Standing:
+        """After a probe that did not end well: another caller comes first the next time."""
+        if self.probe is None:
+            return self
+        caller = caller_of(self.probe)
+        kept = self.vain if caller in self.vain or len(self.vain) < MOST_VAIN else {}
+        return replace(self, probe=None, probe_until=None, vain={**kept, caller: kept.get(caller, 0) + 1})
 
     def explain(self, name: str) -> str:
         """Why nobody begins, for people."""
@@ -79,17 +115,20 @@ def after_bad(
     retry_after: float | None,
     now: float,
     spread: float,
+    caller: str | None = None,
+    callers: Collection[str] = (),
 ) -> Standing:
-    """After a bad answer to the call that held `token`."""
+    """After a bad answer to the call that held `token`. `caller`: who called, if it held none; `callers`: who else
+    calls, or waits to."""
     is_probe = token is not None and standing.probe == token
     if standing.closed_until(now) is not None and not is_probe:
         # It was under way when this began. The API may still ask for more patience than we had planned.
         if answer is Answer.RATE_LIMITED and retry_after is not None:
             return replace(standing, until=max(standing.until or 0.0, now + retry_after))
         return standing
-    after = replace(standing, failures=standing.failures + 1)
+    after = _blame(standing, caller or (None if token is None else caller_of(token)))
     if is_probe:
-        after = replace(after, probe=None, probe_until=None)
+        after = after.without_probe()
     if answer is Answer.RATE_LIMITED or (is_probe and standing.step > 0):
         step = standing.step + 1
         wait = backoff(limit.backoff_seconds, step, spread=spread)
@@ -97,7 +136,7 @@ def after_bad(
         least = 0.0 if step == 1 else min(1.0, wait)
         until = now + (wait if retry_after is None else max(retry_after, least))
         after = replace(after, step=step, until=until, reason=reason)
-    if limit.breaker_failures and (after.failures >= limit.breaker_failures or standing.is_open):
+    if limit.breaker_failures and (standing.is_open or _is_enough(after, limit.breaker_failures, callers)):
         count = f"{after.failures} bad answers in a row" if after.failures > 1 else "a bad answer"
         after = replace(
             after,
@@ -109,6 +148,19 @@ def after_bad(
     return after
 
 
+def _blame(standing: Standing, caller: str | None) -> Standing:
+    blamed = standing.blamed
+    if caller is not None and caller not in blamed and len(blamed) < MOST_BLAMED:
+        blamed = (*blamed, caller)
+    return replace(standing, failures=standing.failures + 1, blamed=blamed)
+
+
+def _is_enough(standing: Standing, needed: int, callers: Collection[str]) -> bool:
+    """Do so many bad answers in a row speak against the API, and not against one command?"""
+    calling = len({*standing.blamed, *callers})
+    return standing.failures >= needed and len(standing.blamed) >= min(needed, calling, MOST_BLAMED)
+
+
 def after_good(standing: Standing, *, token: str | None) -> Standing:
     """After a good answer: the probe's ends back-off and breaker; anybody else's breaks the row of bad ones."""
     if token is not None and standing.probe == token:
@@ -117,11 +169,12 @@ def after_good(standing: Standing, *, token: str | None) -> Standing:
         return Standing()
     if standing.is_probing or not standing.failures:
         return standing
-    return replace(standing, failures=0)
+    return replace(standing, failures=0, blamed=())
 
 
-def after_unknown(standing: Standing, *, token: str | None) -> Standing:
-    """After a call of which nobody knows how it ended: if it was the probe, another one may follow."""
-    if token is not None and standing.probe == token:
-        return replace(standing, probe=None, probe_until=None)
-    return standing
+def after_unknown(standing: Standing, *, token: str | None, has_begun: bool = True) -> Standing:
+    """After a call of which nobody knows how it ended, or that never began: if it was the probe, another one
+    may follow."""
+    if token is None or standing.probe != token:
+        return standing
+    return standing.without_probe() if has_begun else replace(standing, probe=None, probe_until=None)

@@ -46,6 +46,11 @@ NEVER = math.inf
 CHILD_LATE = "the deadline of a child context has passed"
 
 
+def lost_text(limit: str) -> str:
+    """Why an attempt is asked to stop that has lost its place of a limit."""
+    return f"it has lost its place of limit {limit}"
+
+
 class Why(StrEnum):
     """Who asks an attempt to stop."""
 
@@ -81,9 +86,11 @@ class Extras:
         "answer",
         "api",
         "blamed",
+        "blocks",
         "borrowed",
         "child",
         "event",
+        "failed_at",
         "has_asked",
         "has_connection",
         "has_told",
@@ -91,6 +98,7 @@ class Extras:
         "is_delivered",
         "is_fenced",
         "is_reminded",
+        "is_waived",
         "keeps",
         "late_text",
         "lent",
@@ -99,7 +107,6 @@ class Extras:
         "progress",
         "scopes",
         "told",
-        "was_probe",
     )
 
     def __init__(self) -> None:
@@ -114,6 +121,9 @@ class Extras:
         self.has_connection = False
         self.holds_row = False  # must its queue row be left alone, for the snapshot of its transaction?
         self.places: list[Place] = []  # of limits, which it holds
+        self.blocks: list[Place] = []  # of limits, which blocks of its handler hold
+        self.failed_at: str | None = None  # the limit at which a call of it went badly, other than by a 429
+        self.is_waived = False  # does it pay nothing for that? Said by the gate
         self.answer = Answer.GOOD  # what its end says of the API that they protect
         self.api: ApiFailure | None = None
         self.blamed: str | None = None  # the limit whose API has refused it
@@ -122,7 +132,6 @@ class Extras:
         self.has_asked = False  # for the place that was kept for it
         self.told: set[str] = set()  # limits that have heard that their API refused it
         self.lent: set[str] = set()  # tokens of its places that blocks use now
-        self.was_probe = False
         self.parks_at: str | None = None
         self.late_text: str | None = None  # what its deadline is called, while that of one call is nearer
 
@@ -279,6 +288,17 @@ class Attempt:
         return [] if self._extras is None else self._extras.places
 
     @property
+    def lost_limit(self) -> str | None:
+        """A limit of which it has lost its place."""
+        return next((place.limit for place in self.places if place.is_lost), None)
+
+    @property
+    def was_calling(self) -> bool:
+        """Does it hold a place of a limit, or did a call of it go badly?"""
+        extras = self._extras
+        return extras is not None and bool(extras.places or extras.blocks or extras.failed_at)
+
+    @property
     def blamed(self) -> str | None:
         """The limit whose API has refused it, in a block of its handler."""
         return None if self._extras is None else self._extras.blamed
@@ -400,17 +420,15 @@ class Attempt:
             )
         return settlement
 
-    def fail(self, judgement: Judgement) -> Settlement:
-        """The settlement of a failure."""
-        return of_row(self.domain, self.row, judgement, started=self.started)
+    def fail(self, judgement: Judgement, *, is_waived: bool = False) -> Settlement:
+        """The settlement of a failure; `is_waived`: its retry is not charged."""
+        return of_row(self.domain, self.row, judgement, started=self.started, is_waived=is_waived)
 
     def waive(self, failure: Failure, *, suspect: bool = False) -> Settlement:
         """The settlement of an attempt that was stopped through no fault of its own."""
         return waived(self.domain, self.row, started=self.started, failure=failure, suspect=suspect)
 
-    def park(
-        self, limit: str, failure: Failure, note: str, *, until: float | None, max_wait: float | None
-    ) -> Settlement:
+    def park(self, limit: str, failure: Failure, note: str, *, until: float | None) -> Settlement:
         """The settlement of an attempt that waits for a limit."""
         return parked(
             self.domain,
@@ -420,7 +438,6 @@ class Attempt:
             failure=failure,
             note=note,
             until=until,
-            max_wait=max_wait,
         )
 
     def give_back(self) -> Settlement:

@@ -27,6 +27,7 @@ from commandbus.errors import (
     AttemptFencedError,
     BusinessRuleException,
     DeadlineExceededError,
+    LimitLostError,
     PermanentCommandError,
     UnknownCommandTypeError,
 )
@@ -43,7 +44,7 @@ from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, Serv
 from commandbus.runtime.exhaustion import ExhaustedError
 from commandbus.runtime.handlers import HandlerRegistry
 from commandbus.runtime.health import HealthStatus
-from commandbus.runtime.limited import RateLimited
+from commandbus.runtime.limited import CallFailed, RateLimited
 from commandbus.runtime.remote import API
 
 logger = safe_logger("commandbus.worker")
@@ -81,8 +82,8 @@ class Note:
 Written = Settlement | Note | None
 """What is left to write about an attempt; None if its own transaction wrote everything."""
 
-Ended = Written | RateLimited
-"""How an attempt ended: what becomes of one that an API has refused is decided by its limit."""
+Ended = Written | RateLimited | CallFailed
+"""How an attempt ended: what becomes of one that an API has refused or failed is decided by its limit."""
 
 
 class Executor:
@@ -201,9 +202,14 @@ class Executor:
                 attempt.extras.keeps = True
                 attempt.extras.api = ApiFailure("timeout", None, None, "timeout") if late else None
             return self._stopped(attempt, stop, trace)
+        if isinstance(error, LimitLostError):
+            if attempt.places:
+                attempt.extras.answer, attempt.extras.keeps = Answer.UNKNOWN, True
+            return self.waive(attempt, replace(describe(error, trace), duration_ms=attempt.elapsed_ms()))
         if isinstance(error, ExhaustedError):
             return self.waive(attempt, replace(describe(error, trace), duration_ms=attempt.elapsed_ms()))
-        if (limited := self._ask_api(attempt, error, trace)) is not None:
+        api = self._api_of(error)
+        if api is not None and (limited := self._ask_api(attempt, api, error, trace)) is not None:
             return limited
         if isinstance(error, BusinessRuleException | PermanentCommandError | UnknownCommandTypeError):
             judgement = judge_failure(
@@ -215,16 +221,19 @@ class Executor:
         is_timeout = failure.rung is not None
         if is_timeout:
             failure = replace(failure, duration_ms=attempt.elapsed_ms())
-        return self._fail(attempt, self._judge(attempt, failure, is_timeout=is_timeout))
+        return self._conclude(attempt, failure, is_timeout=is_timeout, is_calls=api is not None)
 
-    def _ask_api(self, attempt: Attempt, error: BaseException, trace: str | None) -> RateLimited | None:
-        """What the error says of the API that a limit protects; the answer, if it was a 429."""
-        limits = attempt.handler.options.limits if attempt.handler is not None else ()
+    @staticmethod
+    def _api_of(error: BaseException) -> ApiFailure | None:
+        """What the error says of the API that was called."""
         api = getattr(error, API, None)
-        if not isinstance(api, ApiFailure):
-            api = api_failure(error)
-        if api is None:
-            return None
+        return api if isinstance(api, ApiFailure) else api_failure(error)
+
+    def _ask_api(
+        self, attempt: Attempt, api: ApiFailure, error: BaseException, trace: str | None
+    ) -> RateLimited | None:
+        """Note what the API that a limit protects has said; the answer, if it was a 429."""
+        limits = attempt.handler.options.limits if attempt.handler is not None else ()
         name = api.limit or attempt.blamed or (limits[0] if limits else None)
         if attempt.places:
             attempt.extras.api = api
@@ -238,14 +247,14 @@ class Executor:
         failure = replace(describe(error, trace), duration_ms=attempt.elapsed_ms())
         return RateLimited(attempt, name, failure, api)
 
-    def _stopped(self, attempt: Attempt, stop: Stop, trace: str | None) -> Settlement:
+    def _stopped(self, attempt: Attempt, stop: Stop, trace: str | None) -> Settlement | CallFailed:
         """It gave in within its grace."""
         kind = "OperatorCancel" if stop.why is Why.CANCEL else type(stop.error()).__name__
         code = {Why.DEADLINE: "TIMEOUT", Why.CANCEL: "CANCELED"}.get(stop.why, stop.why.upper())
         failure = Failure(kind, code, stop.text, trace, rung=stop.why, duration_ms=attempt.elapsed_ms())
         return self.end_stopped(attempt, stop, failure)
 
-    def give_up(self, attempt: Attempt, stop: Stop, autopsy: str | None) -> Settlement:
+    def give_up(self, attempt: Attempt, stop: Stop, autopsy: str | None) -> Settlement | CallFailed:
         """It did not give in within its grace: the settlement of a stuck attempt."""
         grace = f"{max(0.0, stop.until - stop.asked_at):.3g} seconds"
         elapsed = attempt.elapsed_ms()
@@ -254,14 +263,32 @@ class Executor:
         failure = Failure("ExecutionStuck", "EXECUTION_STUCK", text, None, None, "stuck", autopsy, elapsed)
         return self.end_stopped(attempt, stop, failure)
 
-    def end_stopped(self, attempt: Attempt, stop: Stop, failure: Failure) -> Settlement:
+    def end_stopped(self, attempt: Attempt, stop: Stop, failure: Failure) -> Settlement | CallFailed:
         """What becomes of an attempt that was asked to stop and did not complete."""
         if stop.why is Why.CANCEL:
             return self._fail(attempt, Judgement(Verdict.CANCELED, failure))
         if stop.why is Why.DEADLINE:
             self._health.record_failure(TimeoutError(failure.error))
-            return self._fail(attempt, self._judge(attempt, failure, is_timeout=True))
+            return self._conclude(attempt, failure, is_timeout=True, is_calls=True)
         return self.waive(attempt, failure)
+
+    def _conclude(
+        self, attempt: Attempt, failure: Failure, *, is_timeout: bool, is_calls: bool
+    ) -> Settlement | CallFailed:
+        """The settlement of a failure that may pass. If a call to a limited API failed (`is_calls`), that may have
+        been the limit's probe, and its limit says whether the command is charged."""
+
+        def charge() -> Settlement:
+            return self._fail(attempt, self._judge(attempt, failure, is_timeout=is_timeout))
+
+        if is_calls and attempt.was_calling and not self._is_final(attempt, is_timeout=is_timeout):
+            return CallFailed(attempt, failure, charge)
+        return charge()
+
+    @staticmethod
+    def _is_final(attempt: Attempt, *, is_timeout: bool) -> bool:
+        """Does its handler want no time-out to be tried again?"""
+        return is_timeout and attempt.handler is not None and attempt.handler.options.on_timeout == "fail"
 
     def lost(self, attempt: Attempt, failure: Failure) -> Settlement:
         """The process that ran it died of it."""
@@ -273,13 +300,12 @@ class Executor:
         return attempt.waive(failure, suspect=suspect)
 
     def _judge(self, attempt: Attempt, failure: Failure, *, is_timeout: bool) -> Judgement:
-        handler = attempt.handler
         return judge(
             failure,
             charge=charge_of(attempt.row, failure),
             policy=self._policy_of(attempt),
             max_attempts=attempt.max_attempts,
-            is_final=is_timeout and handler is not None and handler.options.on_timeout == "fail",
+            is_final=self._is_final(attempt, is_timeout=is_timeout),
             spread=random.random(),  # noqa: S311 - jitter
         )
 

@@ -64,7 +64,7 @@ class Ends(Protocol):
     def failed(self, attempt: Attempt, error: BaseException, trace: str | None = None) -> Ended:
         """It raised this."""
 
-    def end_stopped(self, attempt: Attempt, stop: Stop, failure: Failure) -> Settlement:
+    def end_stopped(self, attempt: Attempt, stop: Stop, failure: Failure) -> Ended:
         """It was asked to stop, and did not complete."""
 
     def lost(self, attempt: Attempt, failure: Failure) -> Settlement:

@@ -23,7 +23,7 @@ from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.model.timeouts import MONITOR_TICK, Timeouts
 from commandbus.runtime import autopsy
-from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
+from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why, lost_text
 from commandbus.runtime.health import HealthStatus
 from commandbus.runtime.loop import AsyncSlot, AsyncSlots
 from commandbus.runtime.slots import Slot
@@ -155,6 +155,8 @@ class Ladder:
         if attempt.is_lost:
             text = "its lease was lost: somebody else may be running the command (layer 3: visibility_timeout)"
             return Stop(Why.LEASE, text, now, now + limits.cancel_grace)
+        if (limit := attempt.lost_limit) is not None:
+            return Stop(Why.LEASE, lost_text(limit), now, now + limits.cancel_grace)
         age = boottime() - attempt.renewed_at
         if age >= self._late_seconds:
             text = (

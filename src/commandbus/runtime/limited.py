@@ -2,8 +2,9 @@
 
 Claimed commands whose handler names limits pass the gate before they reach a slot. When an attempt ends, its
 places are given back with what its end says of the API. One that the API has refused (a 429) is parked until the
-back-off of the limit is over; at its cap it goes to the troubleshooting queue. An attempt that does not stop, or
-was stopped from outside, keeps its place until the lease ends: its call may still be under way on the other side.
+back-off of the limit is over; at its cap it goes to the troubleshooting queue. One whose call failed otherwise is
+charged, unless it was the probe for all who wait. An attempt that does not stop, or was stopped from outside,
+keeps its place until the lease ends: its call may still be under way on the other side.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from commandbus.db.drive import run
 from commandbus.db.link import Link
 from commandbus.db.service import DatabaseService
 from commandbus.errors import ConfigurationError, UnknownLimitError
-from commandbus.flow.limits import LimitRow, declare, home_of, list_limits
+from commandbus.flow.limits import LimitRow, declare, home_of, is_awaited, list_limits
 from commandbus.flow.places import Turn
 from commandbus.flow.settle import Settlement
 from commandbus.gate.build import make_gate, settle_limits
 from commandbus.gate.gate import Gate
-from commandbus.gate.requests import Call, Leave, Limited, Place, Refusal, Visit
+from commandbus.gate.requests import Call, Leave, Limited, Place, Refusal, Visit, too_long
 from commandbus.logger import safe_logger
-from commandbus.model.durations import format_seconds
 from commandbus.model.http import ApiFailure
 from commandbus.model.limit import Limit
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.model.standing import Answer
-from commandbus.runtime.attempt import Attempt
+from commandbus.model.suspects import GRAVE
+from commandbus.runtime.attempt import Attempt, lost_text
 from commandbus.runtime.exhaustion import ExhaustedError, is_exhaustion
 from commandbus.runtime.handlers import HandlerRegistry
 from commandbus.settings import Settings
@@ -51,6 +52,16 @@ class RateLimited:
     api: ApiFailure
 
 
+@dataclass(frozen=True, slots=True)
+class CallFailed:
+    """How an attempt ended whose call to a limited API failed: a 5xx, or no answer in time. `charge` makes the
+    settlement if it is charged for that."""
+
+    attempt: Attempt
+    failure: Failure
+    charge: Callable[[], Settlement]
+
+
 def check_limits(link: Link, settings: Settings, handlers: HandlerRegistry) -> bool:
     """Declare the limits of settings and handlers, and see that every limit that a handler names is known. Answers
     whether there are any: somebody may be parked since the last worker stopped."""
@@ -67,7 +78,7 @@ def check_limits(link: Link, settings: Settings, handlers: HandlerRegistry) -> b
                     f"handler {handler.name}: limit {name!r} is kept in Redis, and redis_url is not set; set "
                     f'COMMANDBUS_REDIS_URL, or give the limit backend = "postgres"'
                 )
-    return bool(rows)
+    return bool(rows) or run(link.conn, is_awaited())
 
 
 class LimitedWork:
@@ -178,8 +189,7 @@ class LimitedWork:
             leave = Leave(place, own, reason, None if api is None else api.retry_after, keeps)
             if own is Answer.RATE_LIMITED:
                 attempt.extras.told.add(place.limit)
-                leave.then = _remember_probe(attempt, leave)
-            leaves.append(leave)
+            leaves.append(_watched(attempt, leave))
         self.gate.leave(leaves)
 
     def is_stale(self, attempt: Attempt) -> bool:
@@ -195,15 +205,58 @@ class LimitedWork:
         """It had its places, and was given back before it began."""
         places, attempt.extras.places = attempt.extras.places, []
         if places:
-            self.gate.leave([Leave(place, Answer.UNKNOWN) for place in places])
+            self.gate.leave([Leave(place, Answer.UNKNOWN, has_begun=False) for place in places])
 
     def abandoned(self, attempt: Attempt, answer: Answer, reason: str) -> None:
-        """It was given up: its calls may go on, so its places are taken until their leases end."""
-        places, attempt.extras.places = attempt.extras.places, []
+        """It was given up: its calls may go on, so its places, and those of its blocks, are taken until their
+        leases end."""
+        with self._lending:
+            places = [*attempt.extras.places, *attempt.extras.blocks]
+            attempt.extras.places, attempt.extras.blocks = [], []
+            for place in places:
+                place.is_left = True
         if places:
-            self.gate.leave([Leave(place, answer, reason, keeps=True) for place in places])
+            self.gate.leave([_watched(attempt, Leave(place, answer, reason, keeps=True)) for place in places])
 
-    def park(self, limited: RateLimited) -> None:
+    def judge(self, ended: RateLimited | CallFailed) -> None:
+        """A call of it went badly: its limit decides what becomes of it."""
+        if isinstance(ended, RateLimited):
+            self._judge_refused(ended)
+        else:
+            self._judge_failed(ended)
+
+    def _judge_failed(self, failed: CallFailed) -> None:
+        """It is charged, unless it was the probe for all who wait. Then it waits, too, and pays nothing."""
+        attempt = failed.attempt
+        name = attempt.extras.failed_at
+        if name is None:  # no limit was told of it
+            self._settle(attempt, failed.charge())
+            return
+
+        def decide(row: LimitRow | None, _: Turn | None) -> bool:
+            if row is not None and attempt.extras.is_waived:
+                settlement = self._waive(failed, row)
+            else:
+                settlement = failed.charge()
+            self._settle(attempt, settlement)
+            return settlement.is_parked
+
+        claimed = attempt.row
+        self.gate.judge(Limited(name, attempt.domain, claimed[0], claimed[2], claimed[6], False, decide))
+
+    def _waive(self, failed: CallFailed, row: LimitRow) -> Settlement:
+        attempt, standing = failed.attempt, row.standing
+        note = f"not charged: it was the probe of limit {row.name}, for all who wait"
+        logger.info("%s %s: %s; %s", attempt.command_type, attempt.command_id, failed.failure.error, note)
+        failure = replace(failed.failure, error=f"{failed.failure.error} ({note})")
+        if failure.rung in GRAVE:  # its next attempt runs in quarantine: that mark is the retry's
+            return attempt.fail(Judgement(Verdict.RETRY, failure), is_waived=True)
+        attempt.extras.parks_at = row.name
+        until = None if standing.is_forced else standing.closed_until(row.now)
+        failure = replace(failure, error_code="LIMIT_PROBE")
+        return attempt.park(row.name, failure, standing.explain(row.name), until=until)
+
+    def _judge_refused(self, limited: RateLimited) -> None:
         """Its API has refused it: park it until the back-off is over, or hand it to a person at its cap."""
         attempt = limited.attempt
 
@@ -214,7 +267,8 @@ class LimitedWork:
 
         row = attempt.row
         if limited.limit not in attempt.extras.told:
-            self.gate.tell(limited.limit, _holder(attempt), limited.api.at(limited.limit), limited.api.retry_after)
+            said = limited.api.at(limited.limit)
+            self.gate.tell(limited.limit, _holder(attempt), said, limited.api.retry_after, caller=attempt.id)
         self.gate.judge(
             Limited(limited.limit, attempt.domain, row[0], row[2], row[6], row[1] > 1, decide),
         )
@@ -243,21 +297,39 @@ class LimitedWork:
         if attempt.row[1] > 1 and not extras.has_asked:
             extras.has_asked = True
             command = (attempt.domain, attempt.msg_id, attempt.id, attempt.row[6])
-        return self.gate.acquire(
+        call = self.gate.acquire(
             name,
             wait=wait,
             holder=_holder(attempt),
             on_lost=self._losing(attempt),
             command=command,
             since=attempt.row[12],
+            caller=attempt.id,
         )
+        call.on_given_up = partial(self._leave_block, attempt)
+        call.answer.add_done_callback(partial(self._enter_block, attempt))
+        return call
 
     def forget(self, call: Call) -> None:
         """Who asked waits no more."""
         if call.on_forgotten is not None:
             call.on_forgotten()
-        else:
-            self.gate.forget(call)
+            return
+        self.gate.forget(call)
+        answer = call.answer
+        is_given = answer.done() and not answer.cancelled() and answer.exception() is None
+        if is_given and call.on_given_up is not None:
+            call.on_given_up(answer.result())
+
+    def _enter_block(self, attempt: Attempt, answer: Future[Place]) -> None:
+        if not answer.cancelled() and answer.exception() is None:
+            with self._lending:
+                attempt.extras.blocks.append(answer.result())
+
+    def _leave_block(self, attempt: Attempt, place: Place) -> None:
+        with self._lending:
+            if place in attempt.extras.blocks:
+                attempt.extras.blocks.remove(place)
 
     def note_deadline(self, attempt: Attempt) -> None:
         """The ladder reads it where it was changed."""
@@ -276,11 +348,13 @@ class LimitedWork:
                 return
             leave.keeps = leave.stays = True
             attempt.extras.has_told = True
+        elif place.is_left:
+            return  # when the attempt was given up
+        self._leave_block(attempt, place)
         if answer is Answer.RATE_LIMITED:
             attempt.extras.blamed = place.limit
             attempt.extras.told.add(place.limit)
-            leave.then = _remember_probe(attempt, leave)
-        self.gate.leave([leave])
+        self.gate.leave([_watched(attempt, leave)])
 
     # --- the gate's answers ------------------------------------------------------------------------------------
 
@@ -313,12 +387,13 @@ class LimitedWork:
         attempt.extras.parks_at = refusal.limit
         self._settle(
             attempt,
-            attempt.park(refusal.limit, failure, refusal.note, until=refusal.until, max_wait=refusal.max_wait),
+            attempt.park(refusal.limit, failure, refusal.note, until=refusal.until),
         )
 
     def _losing(self, attempt: Attempt) -> Callable[[Place], None]:
         def lose(place: Place) -> None:
-            self._on_lost(attempt, f"it has lost its place of limit {place.limit}")
+            if attempt.started_at:  # else it asks again before it begins; the ladder sees one that begins just now
+                self._on_lost(attempt, lost_text(place.limit))
 
         return lose
 
@@ -327,15 +402,14 @@ class LimitedWork:
         if row is None:
             note = f"its API has refused it, and limit {limited.limit} is declared no more"
             return attempt.fail(Judgement(Verdict.EXHAUSTED, replace(failure, error=f"{failure.error}; {note}")))
-        is_probe = attempt.extras.was_probe
-        tries = (turn.tries if turn is not None else 0) + (0 if is_probe else 1)
-        waited = (turn.waited_seconds if turn is not None else None) or 0.0
+        tries = (turn.tries if turn is not None else 0) + 1
+        waited = row.waited_in_vain(turn.waited_seconds if turn is not None else None)
         limit: Limit = row.limit
         cap = None
-        if tries >= limit.tries and not is_probe:
+        if tries >= limit.tries:
             cap = f"refused {tries} times, and tries of limit {limit.name} is {limit.tries}"
         elif limit.max_wait_seconds is not None and waited >= limit.max_wait_seconds:
-            cap = f"has waited {format_seconds(round(waited))} for limit {limit.name}, and that is its max_wait"
+            cap = too_long(row, waited)
         if cap is not None:
             logger.warning(
                 "%s %s: %s; to the troubleshooting queue", attempt.command_type, attempt.command_id, cap
@@ -346,15 +420,20 @@ class LimitedWork:
         standing = row.standing
         until = None if standing.is_forced else standing.closed_until(row.now)
         note = standing.explain(limit.name) if standing.is_probing else limited.api.at(limit.name)
-        failure = replace(failure, error_code="RATE_LIMITED_PROBE" if is_probe else "RATE_LIMITED")
-        return attempt.park(limited.limit, failure, note, until=until, max_wait=limit.max_wait_seconds)
+        return attempt.park(limited.limit, replace(failure, error_code="RATE_LIMITED"), note, until=until)
 
 
-def _remember_probe(attempt: Attempt, leave: Leave) -> Callable[[], None]:
-    def note() -> None:
-        attempt.extras.was_probe = leave.was_probe
+def _watched(attempt: Attempt, leave: Leave) -> Leave:
+    """If the call failed, what the limit says of that is noted for the attempt's settlement."""
+    if leave.answer in (Answer.BROKEN, Answer.TIMEOUT):
+        attempt.extras.failed_at = leave.place.limit
+        leave.then = partial(_note_waived, attempt)
+    return leave
 
-    return note
+
+def _note_waived(attempt: Attempt, leave: Leave) -> None:
+    if leave.is_waived:
+        attempt.extras.failed_at, attempt.extras.is_waived = leave.place.limit, True
 
 
 def _holder(attempt: Attempt) -> str:

@@ -40,7 +40,7 @@ from commandbus.runtime.execute import Ended, Executor
 from commandbus.runtime.isolation import Isolation
 from commandbus.runtime.ladder import Document, Ladder, Running
 from commandbus.runtime.lease_keeper import LeaseKeeper
-from commandbus.runtime.limited import LIMITS_DEGRADED, LimitedWork, RateLimited
+from commandbus.runtime.limited import LIMITS_DEGRADED, CallFailed, LimitedWork, RateLimited
 from commandbus.runtime.loop import AsyncSlot, AsyncSlots
 from commandbus.runtime.maintenance import Figures, Maintenance
 from commandbus.runtime.memory import resident_megabytes
@@ -417,7 +417,7 @@ class Parts:
     def _fence(self, attempt: Attempt, stop: Stop, taken: Document) -> None:
         borrowed = attempt.borrowed
 
-        if attempt.places:
+        if attempt.was_calling:
             late = stop.why is Why.DEADLINE
             answer = Answer.TIMEOUT if late else Answer.UNKNOWN
             self._limited.abandoned(attempt, answer, "timeout: the attempt is stuck")
@@ -429,7 +429,7 @@ class Parts:
                 self.held.discard(attempt)
                 self._apart.leave(attempt)
             else:
-                self.settler.add(attempt, self._executor.give_up(attempt, stop, autopsy.to_json(document)))
+                self._settle_end(attempt, self._executor.give_up(attempt, stop, autopsy.to_json(document)))
 
         self._keeper.fence(attempt, taken, settle)
 
@@ -438,7 +438,7 @@ class Parts:
         borrowed = attempt.borrowed
         if self._showing is not None:
             self._showing.leave(place.index)
-        if attempt.places:
+        if attempt.was_calling:
             self._limited.abandoned(attempt, Answer.UNKNOWN, "a neighbour blocked the event loop")
 
         def settle(_: Document) -> None:
@@ -756,13 +756,16 @@ class Parts:
             self._breakers.completed(attempt)
         if attempt.places:
             self._limited.ended(attempt)
-        if isinstance(ended, RateLimited):
-            self._limited.park(ended)
-        else:
-            self.settler.add(attempt, ended)
+        self._settle_end(attempt, ended)
         if self._claimer.is_waiting_for_room:
             self._offer_room()
         return True
+
+    def _settle_end(self, attempt: Attempt, ended: Ended) -> None:
+        if isinstance(ended, RateLimited | CallFailed):
+            self._limited.judge(ended)
+        else:
+            self.settler.add(attempt, ended)
 
     def _is_isolated(self, attempt: Attempt) -> bool:
         row = attempt.row

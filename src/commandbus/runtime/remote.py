@@ -34,6 +34,7 @@ _KNOWN: Final[dict[str, type[BaseException]]] = {
         errors.CommandFailure,
         errors.AttemptFencedError,
         errors.DeadlineExceededError,
+        errors.LimitLostError,
         errors.AttemptCancelledError,
         errors.CommandBusError,
         asyncio.CancelledError,

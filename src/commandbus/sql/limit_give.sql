@@ -1,13 +1,20 @@
--- Gives places back, and breaks the row of bad answers after a good one. Says whether somebody waits, and who
+-- Gives places back, and breaks the row of bad answers after a good one, which is noted: at once where the row is written
+-- anyway, else every second or so, and when it is the first since the breaker opened. Says whether somebody waits, and who
 -- is the probe.
 -- Locks: the limit's row, if anything changes in it. Indexes: limits_pkey, parked_limit (the ORDER BY keeps
 -- the planner on it, whatever it believes of how many wait).
 WITH given AS (
     UPDATE commandbus.limits l
        SET holders = l.holders - %(tokens)s::text[],
-           failures = CASE WHEN %(good)s AND l.step = 0 AND NOT l.is_open THEN 0 ELSE l.failures END
+           failures = CASE WHEN %(good)s AND l.step = 0 AND NOT l.is_open THEN 0 ELSE l.failures END,
+           blamed = CASE WHEN %(good)s AND l.step = 0 AND NOT l.is_open THEN '{}' ELSE l.blamed END,
+           good_at = CASE WHEN %(good)s THEN pg_catalog.clock_timestamp() ELSE l.good_at END
      WHERE l.name = %(name)s
-       AND (l.holders ?| %(tokens)s::text[] OR (%(good)s AND l.failures > 0 AND l.step = 0 AND NOT l.is_open))
+       AND (l.holders ?| %(tokens)s::text[]
+            OR (%(good)s AND l.failures > 0 AND l.step = 0 AND NOT l.is_open)
+            OR (%(good)s AND (l.good_at IS NULL OR (l.is_open AND l.good_at < l.opened_at)
+                              OR l.good_at < pg_catalog.clock_timestamp() - pg_catalog.make_interval(
+                                     secs => least(1::float8, l.max_wait / 10::float8)))))
 )
 SELECT (SELECT true FROM commandbus.parked p
          WHERE p.limit_name = %(name)s AND p.woken_at IS NULL AND {claimable}

@@ -7,5 +7,7 @@ UPDATE commandbus.limits
        opened_at = pg_catalog.to_timestamp(%(opened_at)s::float8),
        open_until = pg_catalog.to_timestamp(%(open_until)s::float8), open_reason = %(open_reason)s,
        probe = %(probe)s,
-       probe_until = pg_catalog.to_timestamp(%(probe_until)s::float8)
+       probe_until = pg_catalog.to_timestamp(%(probe_until)s::float8),
+       blamed = %(blamed)s::text[], vain = %(vain)s::jsonb,
+       good_at = CASE WHEN %(good)s THEN pg_catalog.clock_timestamp() ELSE good_at END
  WHERE name = %(name)s

@@ -1,8 +1,15 @@
--- Wakes commands that have waited for a limit as long as they may: who claims them sees that, and hands them to a person.
--- Locks: queue rows in key order, then rows of parked. Indexes: parked_give_up, the queue's key.
+-- Wakes commands that have waited for a limit as long as they may, without a successful call of anybody: who claims them sees
+-- that, and hands them to a person.
+-- Locks: queue rows in key order, then rows of parked. Indexes: parked_waiting, the queue's key; limits is small.
 WITH overdue AS MATERIALIZED (
-    SELECT seq, msg_id FROM commandbus.parked
-     WHERE domain = %(domain)s AND give_up_at <= pg_catalog.now() AND woken_at IS NULL
+    SELECT w.seq, w.msg_id
+      FROM commandbus.limits l
+     CROSS JOIN LATERAL (
+           SELECT p.seq, p.msg_id FROM commandbus.parked p
+            WHERE p.limit_name = l.name AND p.woken_at IS NULL AND p.domain <> '' AND p.domain = %(domain)s
+              AND p.first_parked_at <= pg_catalog.now() - pg_catalog.make_interval(secs => l.max_wait) AND {claimable}
+            ORDER BY p.first_parked_at LIMIT 500) w
+     WHERE greatest(l.good_at, l.tended_since) <= pg_catalog.now() - pg_catalog.make_interval(secs => l.max_wait)
      LIMIT 500
 ), held AS MATERIALIZED (
     SELECT msg_id FROM pgmq.{queue}

@@ -1,11 +1,13 @@
 -- The rows of limits, with what follows from them at this moment: who holds a place and for how long, how many places
--- were given a second of late, whether anybody waits. name NULL: all of them.
+-- were given a second of late, whether anybody waits, when a call last succeeded, and for how long none has while somebody
+-- waited. name NULL: all of them.
 -- Locks: none, or (where `locking` is put in) the row, by who is about to change it. Indexes: limits_pkey, parked_limit.
 SELECT l.name, l.environment, l.backend, l.concurrency, l.per_second, l.burst, l.lease, l.max_wait, l.tries, l.backoff,
        l.breaker_failures, l.breaker_reset, l.step, pg_catalog.date_part('epoch', l.until), l.reason, l.failures,
        l.is_open, l.is_forced, pg_catalog.date_part('epoch', l.opened_at),
        pg_catalog.date_part('epoch', l.open_until), l.open_reason, l.probe,
-       pg_catalog.date_part('epoch', l.probe_until), pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()),
+       pg_catalog.date_part('epoch', l.probe_until), l.blamed, l.vain,
+       pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()),
        l.tat,
        CASE WHEN l.flow_at > 0::float8
             THEN l.flow * pg_catalog.exp(greatest(
@@ -20,7 +22,9 @@ SELECT l.name, l.environment, l.backend, l.concurrency, l.per_second, l.burst, l
                    FROM pg_catalog.jsonb_each(l.holders)), '{}'),
        l.granted, l.rate_limited, l.waits, l.waited_seconds, l.declared, l.override, l.changed_at,
        (SELECT true FROM commandbus.parked p WHERE p.limit_name = l.name AND p.woken_at IS NULL AND {claimable}
-         ORDER BY p.since LIMIT 1) IS NOT NULL
+         ORDER BY p.since LIMIT 1) IS NOT NULL,
+       pg_catalog.date_part('epoch', l.good_at),
+       extract(epoch FROM pg_catalog.clock_timestamp() - greatest(l.good_at, l.tended_since))::float8
   FROM commandbus.limits l
  WHERE %(name)s::text IS NULL OR l.name = %(name)s
  ORDER BY l.name

@@ -1,6 +1,7 @@
 -- Takes places of a limit for as many of the tokens as there are places, as its rate allows, and as its standing does:
--- none during a back-off or while its breaker is open, one (the probe) after it. Newcomers take none while somebody
--- waits. Returns which tokens have one now; no row if somebody waits, or there is no such limit.
+-- none during a back-off or while its breaker is open, one after it if the callers may be the probe (`probes`): commands
+-- that come may not, they stand in line, where the one with the fewest vain probes is chosen. Newcomers take none while
+-- somebody waits. Returns which tokens have one now; no row if somebody waits, or there is no such limit.
 --
 -- Everything is decided in the one row: an UPDATE that waited for another computes all of this anew from what that one
 -- left (a sub-select over other tables would not). The clock is read at that moment, and is the server's.
@@ -39,7 +40,7 @@ UPDATE commandbus.limits l
         CROSS JOIN LATERAL (
               SELECT least(l.tat, t.at + l.burst::float8 / l.per_second) AS tat) r
         CROSS JOIN LATERAL (
-              SELECT CASE WHEN s.closed OR (s.probing AND s.probed) THEN 0
+              SELECT CASE WHEN s.closed OR (s.probing AND (s.probed OR NOT %(probes)s)) THEN 0
                           ELSE greatest(0, least(
                                    CASE WHEN s.probing THEN 1 ELSE pg_catalog.cardinality(%(tokens)s::text[]) END,
                                    COALESCE(l.concurrency, 2147483647) - live.n,

@@ -44,7 +44,7 @@ WITH paused AS MATERIALIZED (
       FROM fenced WHERE reason IS NOT NULL ORDER BY m
     ON CONFLICT (domain, msg_id) DO UPDATE
        SET reason = excluded.reason, until = excluded.until, note = excluded.note, parked_at = excluded.parked_at,
-           limit_name = NULL, since = NULL, give_up_at = NULL, woken_at = NULL, token = NULL
+           limit_name = NULL, since = NULL, first_parked_at = NULL, give_up_at = NULL, woken_at = NULL, token = NULL
 )
 SELECT h.msg_id, h.cancel ->> 'by'::text, h.cancel ->> 'reason'::text
   FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct

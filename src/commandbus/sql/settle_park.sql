@@ -6,7 +6,7 @@
 -- Locks: queue rows in key order, then command rows, then rows of parked. Indexes: the keys, attempt_pkey.
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
-        AS x(m bigint, r integer, c bigint, n integer, t float8, y text, l text, u float8, g float8, o text, e json)
+        AS x(m bigint, r integer, c bigint, n integer, t float8, y text, l text, u float8, o text, e json)
 ), held AS MATERIALIZED (
     SELECT msg_id, read_ct, message ->> 'command'::text AS command, headers ? 'cancel'::text AS is_canceled
       FROM pgmq.{queue}
@@ -35,23 +35,19 @@ WITH input AS MATERIALIZED (
            e -> 'details'::text, e ->> 'traceback'::text, (e ->> 'duration_ms'::text)::bigint
       FROM fenced
 ), parked AS (
-    INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since, until, give_up_at, note, probes)
+    INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since, until, first_parked_at,
+                                   note)
     SELECT %(domain)s, f.y, f.m, f.c, 'limit', f.l, w.created_at, pg_catalog.to_timestamp(f.u),
-           CASE WHEN f.g IS NOT NULL THEN pg_catalog.make_interval(secs => f.g) + COALESCE(
-               (SELECT pg_catalog.min(finished_at) FROM commandbus.attempt a
-                 WHERE a.command = f.c AND a.number > w.attempt_base AND a.verdict = 'PARKED'
-                   AND pg_catalog.left(a.error_code, 5) IN ('LIMIT', 'RATE_')),
-               pg_catalog.now()) END,
-           f.o,
-           CASE WHEN f.e ->> 'error_code'::text = 'RATE_LIMITED_PROBE' THEN 1 ELSE 0 END +
-           CASE WHEN f.r > 1 THEN (SELECT pg_catalog.count(*) FROM commandbus.attempt a
-                                    WHERE a.command = f.c AND a.number > w.attempt_base AND a.verdict = 'PARKED'
-                                      AND a.error_code = 'RATE_LIMITED_PROBE') ELSE 0 END
+           COALESCE(CASE WHEN f.r > 1 THEN (
+               SELECT pg_catalog.min(finished_at) FROM commandbus.attempt a
+                WHERE a.command = f.c AND a.number > w.attempt_base AND a.verdict = 'PARKED'
+                  AND pg_catalog.left(a.error_code, 5) IN ('LIMIT', 'RATE_')) END, pg_catalog.now()),
+           f.o
       FROM fenced f JOIN waived w ON w.id = f.c
      ORDER BY f.m
     ON CONFLICT (domain, msg_id) DO UPDATE
        SET reason = excluded.reason, limit_name = excluded.limit_name, since = excluded.since, until = excluded.until,
-           give_up_at = excluded.give_up_at, note = excluded.note, probes = excluded.probes, woken_at = NULL,
+           first_parked_at = excluded.first_parked_at, give_up_at = NULL, note = excluded.note, woken_at = NULL,
            token = NULL, parked_at = pg_catalog.now()
 )
 SELECT m, r, COALESCE((SELECT CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = q.msg_id AND h.is_canceled)
