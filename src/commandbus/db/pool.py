@@ -11,6 +11,7 @@ Where the address names several hosts, the one that can write is chosen. Whateve
 
 from __future__ import annotations
 
+import math
 import select
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,7 @@ ALIVE = {
 }
 OWN_SEARCH_PATH = "pg_catalog,pg_temp"
 """Of our threads' sessions: nobody but the server's owner can put a function or an operator there."""
+BY_KEYS = "-c plan_cache_mode=force_generic_plan -c enable_seqscan=off -c enable_bitmapscan=off"
 _poolers: set[str] = set()  # addresses that refuse settings at the start of a session
 
 
@@ -79,8 +81,13 @@ def lasting_conninfo(conninfo: str | None, **more: Any) -> str:
     return make_conninfo(**(ALIVE | several | given))
 
 
-def connect_own(settings: Settings, *, name: str, statement_seconds: float, lock_seconds: float) -> OwnConnection:
+def connect_own(
+    settings: Settings, *, name: str, statement_seconds: float, lock_seconds: float, keeps_plans: bool = False
+) -> OwnConnection:
     """A connection for a thread of ours, with limits that the server keeps where it may.
+
+    `keeps_plans`: it runs only statements that go by keys. Whatever the size of a table was when they were
+    planned, an index is right, so they are planned once (ADR 15).
 
     Behind PgBouncer no search path is set, as nothing else is: there it is enough that our statements name the
     schema of whatever they call.
@@ -93,9 +100,12 @@ def connect_own(settings: Settings, *, name: str, statement_seconds: float, lock
             f"-c statement_timeout={int(statement_seconds * 1000)} -c lock_timeout={int(lock_seconds * 1000)} "
             f"-c default_transaction_isolation=read\\ committed -c search_path={OWN_SEARCH_PATH}"
         )
-        options = " ".join(filter(None, [str(conninfo_to_dict(address).get("options") or ""), limits]))
+        given = str(conninfo_to_dict(address).get("options") or "")
+        options = " ".join(filter(None, [given, limits, BY_KEYS if keeps_plans else ""]))
         try:
-            return read_committed(ServiceConnection.connect(address, options=options, **kwargs))
+            conn = ServiceConnection.connect(address, options=options, **kwargs)
+            conn.planned_at = math.inf if keeps_plans else 0.0
+            return read_committed(conn)
         except psycopg.OperationalError as error:
             if "startup parameter" not in str(error):
                 raise

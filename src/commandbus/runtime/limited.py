@@ -249,7 +249,7 @@ class LimitedWork:
             holder=_holder(attempt),
             on_lost=self._losing(attempt),
             command=command,
-            since=attempt.row[12],
+            since=attempt.created_at,
         )
 
     def forget(self, call: Call) -> None:
