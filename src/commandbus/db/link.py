@@ -51,12 +51,12 @@ class Link:
         name: str,
         on_connect: Callable[[Connection[Any]], None] | None = None,
         lock_seconds: float = LOCK_SECONDS,
-        keeps_plans: bool = False,
+        goes_by_keys: bool = False,
     ) -> None:
         self._settings = settings
         self._name = name
         self._lock_seconds = lock_seconds
-        self._keeps_plans = keeps_plans
+        self._goes_by_keys = goes_by_keys
         self._on_connect = on_connect
         self._conn: OwnConnection | None = None
         self._question = Question(name, cancel_after=STATEMENT_SECONDS + 0.5, cut_after=SILENT_SECONDS)
@@ -161,7 +161,7 @@ class Link:
             name=self._name,
             statement_seconds=STATEMENT_SECONDS,
             lock_seconds=self._lock_seconds,
-            keeps_plans=self._keeps_plans,
+            goes_by_keys=self._goes_by_keys,
         )
         if self._on_connect is not None:
             try:

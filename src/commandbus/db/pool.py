@@ -11,7 +11,6 @@ Where the address names several hosts, the one that can write is chosen. Whateve
 
 from __future__ import annotations
 
-import math
 import select
 from collections.abc import Callable
 from typing import Any
@@ -82,12 +81,12 @@ def lasting_conninfo(conninfo: str | None, **more: Any) -> str:
 
 
 def connect_own(
-    settings: Settings, *, name: str, statement_seconds: float, lock_seconds: float, keeps_plans: bool = False
+    settings: Settings, *, name: str, statement_seconds: float, lock_seconds: float, goes_by_keys: bool = False
 ) -> OwnConnection:
     """A connection for a thread of ours, with limits that the server keeps where it may.
 
-    `keeps_plans`: it runs only statements that go by keys. Whatever the size of a table was when they were
-    planned, an index is right, so they are planned once (ADR 15).
+    `goes_by_keys`: an index is preferred to any scan, whatever the size of a table was when a statement was planned,
+    so that most statements are planned once (ADR 15).
 
     Behind PgBouncer no search path is set, as nothing else is: there it is enough that our statements name the
     schema of whatever they call.
@@ -101,10 +100,10 @@ def connect_own(
             f"-c default_transaction_isolation=read\\ committed -c search_path={OWN_SEARCH_PATH}"
         )
         given = str(conninfo_to_dict(address).get("options") or "")
-        options = " ".join(filter(None, [given, limits, BY_KEYS if keeps_plans else ""]))
+        options = " ".join(filter(None, [given, limits, BY_KEYS if goes_by_keys else ""]))
         try:
             conn = ServiceConnection.connect(address, options=options, **kwargs)
-            conn.planned_at = math.inf if keeps_plans else 0.0
+            conn.goes_by_keys = goes_by_keys
             return read_committed(conn)
         except psycopg.OperationalError as error:
             if "startup parameter" not in str(error):

@@ -50,7 +50,7 @@ class DatabaseService:
         part: str,
         on_end: Callable[[BaseException], None] | None = None,
         lock_seconds: float = LOCK_SECONDS,
-        keeps_plans: bool = False,
+        goes_by_keys: bool = False,
     ) -> None:
         self.part = part
         self._link = Link(
@@ -58,7 +58,7 @@ class DatabaseService:
             name=f"{name} {part}",
             on_connect=self.connected,
             lock_seconds=lock_seconds,
-            keeps_plans=keeps_plans,
+            goes_by_keys=goes_by_keys,
         )
         self._on_end = on_end
         self.can_listen = settings.prepared_statements

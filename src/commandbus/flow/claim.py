@@ -150,6 +150,7 @@ def claim(
                 "lease": lease_seconds,
                 "cursor": cursor or "-infinity",
             },
+            by_keys=True,
         )
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
         raise explain_missing(domain, error) from None
@@ -212,7 +213,9 @@ def put_right(
 @operation(atomic=False)
 def next_due(domain: str, *, within_seconds: float = FAR_SECONDS) -> Steps[float | None]:
     """Seconds until the next delayed message becomes visible."""
-    rows = yield Statement(sql.text("next_due", domain=domain), {"domain": domain, "within": within_seconds})
+    rows = yield Statement(
+        sql.text("next_due", domain=domain), {"domain": domain, "within": within_seconds}, by_keys=True
+    )
     return rows[0][0] if rows else None
 
 

@@ -107,6 +107,7 @@ def settle_done(domain: str, worker: str, attempts: Sequence[Claimed]) -> Steps[
             "messages": "{" + ",".join(messages) + "}",
             "started": "{" + ",".join(started) + "}",
         },
+        by_keys=True,
     )
     settled: list[int] | None = rows[0][0]
     return settled
@@ -287,6 +288,7 @@ def _settle(
                     "worker": worker,
                     "rows": "[" + ",".join([item.row for item in items]) + "]",
                 },
+                by_keys=not groups,
             )
             # Nothing is busy for who has waited: the row was taken meanwhile, after the snapshot that says busy.
             unsettled |= {

@@ -94,7 +94,7 @@ class Claimer(DatabaseService):
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
-        super().__init__(settings, name=name, part="claimer", on_end=on_error, keeps_plans=True)
+        super().__init__(settings, name=name, part="claimer", on_end=on_error, goes_by_keys=True)
         self._settings = settings
         self._worker = worker
         self._domains = [_Domain(name_, is_routed=name_ in routed) for name_ in domains]

@@ -71,7 +71,7 @@ class Settler(DatabaseService):
         name: str,
     ) -> None:
         super().__init__(
-            settings, name=name, part="settler", on_end=on_error, lock_seconds=LOCK_SECONDS, keeps_plans=True
+            settings, name=name, part="settler", on_end=on_error, lock_seconds=LOCK_SECONDS, goes_by_keys=True
         )
         self._worker = worker
         self._on_settled = on_settled
