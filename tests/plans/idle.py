@@ -27,7 +27,7 @@ from commandbus.flow.fold import fold
 from commandbus.flow.limits import select_limits
 from commandbus.flow.renew import pending_cancels, renew
 from commandbus.flow.reply import Reply, deliver
-from commandbus.flow.settle import Settlement, parked, settle, settle_done
+from commandbus.flow.settle import Settlement, parked, settle, settle_done, settle_one
 from commandbus.flow.statement import Operation, Statement, Steps
 from commandbus.model.command import NewCommand
 from commandbus.model.outcome import Failure, Judgement, Verdict
@@ -142,6 +142,10 @@ def _work(sample: Sample) -> Named:
     yield (
         "settle_done in batches",
         first_statement(settle_done(DOMAIN, WORKER, [_of_batch(attempts[0]), *attempts])),
+    )
+    yield (
+        "settle_one",
+        first_statement(settle_one(DOMAIN, WORKER, attempts[0], read_ct=1, number=1, result='{"n": 1}')),
     )
     yield "settle_final", settling(done)
     yield "settle_final of one, waiting", settling(done[:1], waiting=True)

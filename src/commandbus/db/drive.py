@@ -5,8 +5,8 @@ transaction. A connection lent by the caller (`conn=`) keeps its transaction: on
 mode nothing is begun or committed here, so that the caller's rollback takes our rows with it.
 
 The server keeps the plans of prepared statements. It made them for the tables as they were then, and makes new
-ones only after an ANALYZE. So a connection of ours drops plans that are older than PLAN_SECONDS, unless the statement
-needs no other plan than the one that it has (ADR 15).
+ones only after an ANALYZE. So a connection of ours drops plans that are older than PLAN_SECONDS, unless the
+statement needs no other plan than the one that it has (ADR 15).
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def connect_own(
 ) -> OwnConnection:
     """A connection for a thread of ours, with limits that the server keeps where it may.
 
-    `goes_by_keys`: an index is preferred to any scan, whatever the size of a table was when a statement was planned,
-    so that most statements are planned once (ADR 15).
+    `goes_by_keys`: an index is preferred to any scan, whatever the size of a table was when a statement was
+    planned, so that most statements are planned once (ADR 15).
 
     Behind PgBouncer no search path is set, as nothing else is: there it is enough that our statements name the
     schema of whatever they call.

@@ -113,6 +113,30 @@ def settle_done(domain: str, worker: str, attempts: Sequence[Claimed]) -> Steps[
     return settled
 
 
+@operation(atomic=False)
+def settle_one(
+    domain: str, worker: str, attempt: Claimed, *, read_ct: int, number: int, result: str | None
+) -> Steps[dict[tuple[int, int], Answer]]:
+    """Write one completion without a reply, a batch or a process, in its handler's transaction.
+
+    Answers as `settle` does. `result` is JSON text.
+    """
+    rows = yield Statement(
+        sql.text("settle_one", domain=domain),
+        {
+            "msg_id": attempt.msg_id,
+            "read_ct": read_ct,
+            "command": attempt.id,
+            "worker": worker,
+            "number": number,
+            "started": attempt.started,
+            "result": result,
+        },
+        by_keys=True,
+    )
+    return {} if rows else {(attempt.msg_id, read_ct): "refused"}
+
+
 def completed(
     domain: str, msg_id: int, read_ct: int, id_: int, *, number: int, started: float, result: str | None
 ) -> Settlement:

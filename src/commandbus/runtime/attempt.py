@@ -263,6 +263,12 @@ class Attempt:
         return bool(self.row[QUARANTINE])
 
     @property
+    def is_plain(self) -> bool:
+        """Does its end concern nobody else: no reply, no batch, no process?"""
+        row = self.row
+        return row[REPLY_TO] is None and row[STEP] is None and row[BATCH] is None
+
+    @property
     def extras(self) -> Extras:
         """What only some attempts have; made on first use."""
         if self._extras is None:
