@@ -63,7 +63,7 @@ class Pace:
         if window * awake > LONG_SECONDS * done:
             return self._wake_more(now, finished, awake)
         if window < WINDOW_SECONDS:
-            return WINDOW_SECONDS - window
+            return max(SOON_SECONDS, WINDOW_SECONDS - window)
         rate = done / window
         if self._trial is not None:
             self._judge(self._trial, now, awake, rate)
