@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
 import socket
@@ -27,8 +28,9 @@ PASSWORD = "pa55-w0rd"
 
 def leaves(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     if isinstance(command, click.Group):
-        for name, child in command.commands.items():
-            yield from leaves(child, (*path, name))
+        ctx = click.Context(command)
+        for name in command.list_commands(ctx):
+            yield from leaves(command.get_command(ctx, name), (*path, name))
     else:
         yield path, command
 
@@ -51,6 +53,31 @@ def test_every_command_has_help_and_takes_the_options_that_stand_everywhere(bare
     assert ALL_COMMANDS[path].help
     for option in ("--json", "--database", "--config", "--debug"):
         assert option in answer.out
+
+
+@pytest.mark.parametrize("name", entry.COMMANDS)
+def test_the_list_of_commands_begins_as_their_help_does(name):
+    help_ = entry.root.get_command(click.Context(entry.root), name).help
+    assert " ".join(help_.split()).startswith(entry.COMMANDS[name][1].removesuffix("."))
+
+
+def test_every_command_of_a_module_is_listed():
+    modules = {module for module, _ in entry.COMMANDS.values()}
+    found = {
+        command.name
+        for module in modules
+        for command in importlib.import_module(f"commandbus.cli.{module}").COMMANDS
+    }
+    assert found == set(entry.COMMANDS)
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["-h"]])
+def test_what_needs_no_database_does_not_load_its_driver(words):
+    program = (
+        "import sys; from commandbus.cli import entry; code = entry.run(sys.argv[1:]); "
+        "sys.exit(code or 'psycopg' in sys.modules or 'asyncio' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, *words], stdout=subprocess.DEVNULL).returncode == 0
 
 
 @pytest.mark.parametrize("words", [[], ["tsq"], ["domain"], ["embedded"]])

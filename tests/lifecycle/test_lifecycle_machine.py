@@ -225,7 +225,7 @@ class Lifecycle(RuleBasedStateMachine):
         }
         for row in rows:
             attempt = Attempt("orders", tuple(row), None, 0.0)
-            attempt.started = attempt.row[17].timestamp()
+            attempt.started = attempt.row[17] / 1e6
             life = self.lives[attempt.command_id]
             assert (attempt.number, attempt.charge) == (life.number, life.charge)
             assert (attempt.is_suspect, attempt.is_quarantined) == (life.suspect is not None, life.quarantine)

@@ -27,7 +27,7 @@ from commandbus.flow.fold import fold
 from commandbus.flow.limits import select_limits
 from commandbus.flow.renew import pending_cancels, renew
 from commandbus.flow.reply import Reply, deliver
-from commandbus.flow.settle import Settlement, parked, settle
+from commandbus.flow.settle import Settlement, parked, settle, settle_done, settle_one
 from commandbus.flow.statement import Operation, Statement, Steps
 from commandbus.model.command import NewCommand
 from commandbus.model.outcome import Failure, Judgement, Verdict
@@ -39,6 +39,28 @@ WORKER = "w"
 BATCH = 100
 RUNS = 8  # the server decides for or against a generic plan at the sixth
 
+OF_KEEPERS = {
+    *(
+        "claim",
+        "claim from a cursor",
+        "claim one",
+        "next_due",
+        "breaker_hold",
+        "park",
+        "record_lost",
+        "adopt",
+        "reject",
+    ),
+    *(
+        "settle_done",
+        "settle_done in batches",
+        "settle_final",
+        "settle_final of one, waiting",
+        "settle_final with groups",
+    ),
+    *("settle_again", "settle_park", "pending_cancels", "fold", "reply", "reply_to_process"),
+}
+"""What the claimer, the adopter and the settler run: their sessions keep their plans."""
 # These have a row for each type, limit or worker, not for each command: they are small everywhere.
 SMALL = {"pause", "breaker", "waiting", "worker", "limits", "limit_client", "limit_mode", "meta", "domain"}
 
@@ -82,6 +104,11 @@ def _started(attempt: Attempt) -> Attempt:
     return attempt
 
 
+def _of_batch(attempt: Attempt) -> Attempt:
+    row = ClaimedRow(*attempt.row)._replace(batch=1)
+    return _started(Attempt(DOMAIN, tuple(row), None, 0.0))
+
+
 def path(sample: Sample) -> dict[str, Statement]:
     """Every statement on the path of a command, by name."""
     return (
@@ -111,6 +138,15 @@ def _work(sample: Sample) -> Named:
     yield "claim from a cursor", claiming(BATCH, sample.cursor)
     yield "claim one", claiming(1, None)
     yield "next_due", first_statement(next_due(DOMAIN, within_seconds=1.0))
+    yield "settle_done", first_statement(settle_done(DOMAIN, WORKER, attempts))
+    yield (
+        "settle_done in batches",
+        first_statement(settle_done(DOMAIN, WORKER, [_of_batch(attempts[0]), *attempts])),
+    )
+    yield (
+        "settle_one",
+        first_statement(settle_one(DOMAIN, WORKER, attempts[0], read_ct=1, number=1, result='{"n": 1}')),
+    )
     yield "settle_final", settling(done)
     yield "settle_final of one, waiting", settling(done[:1], waiting=True)
     yield "settle_final with groups", settling(grouped)
@@ -250,7 +286,9 @@ class Idler:
         explaining = sql.SQL(EXPLAIN.decode()) + execution(self._prepared[text], values)
 
         def steps() -> Steps[Any]:
-            rows = yield Statement(explaining.as_bytes(self._conn), None, statement.only_inserts)
+            rows = yield Statement(
+                explaining.as_bytes(self._conn), None, statement.only_inserts, statement.by_keys
+            )
             return rows[0][0][0]
 
         try:

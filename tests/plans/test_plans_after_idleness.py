@@ -10,10 +10,12 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
-from idle import BATCH, DOMAIN, SMALL, Idler, Sample, burst, path, pause_autovacuum, take_sample
+from idle import BATCH, DOMAIN, OF_KEEPERS, SMALL, Idler, Sample, burst, path, pause_autovacuum, take_sample
+from plan_reading import Plan
 
 from commandbus import CommandBus, Limit
 from commandbus.db.drive import OwnConnection
+from commandbus.db.pool import BY_KEYS
 from support.databases import Databases
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared_setup]
@@ -27,28 +29,43 @@ SWEEPS = {"limit_sweep", "limit_overdue", "batch_sweep"}
 
 
 @pytest.fixture(scope="module", params=["new", "empty", "few"])
-def idler(request: pytest.FixtureRequest, databases: Databases) -> Iterator[tuple[Idler, Sample]]:
+def idlers(request: pytest.FixtureRequest, databases: Databases) -> Iterator[tuple[Idler, Idler, Sample]]:
+    """A session that drops its plans, and one that keeps them (`db/pool.py`, BY_KEYS)."""
     with databases.lend(used=False) as url, CommandBus(url) as bus:
         bus.create_domain(DOMAIN)
         bus.create_queue("replies")
         bus.declare_limit(Limit("free", concurrency=10, backend="postgres"))
         bus.declare_limit(Limit("full", concurrency=1, backend="postgres"))
-        with psycopg.connect(url, autocommit=True) as admin, OwnConnection.connect(url) as session:
+        with (
+            psycopg.connect(url, autocommit=True) as admin,
+            OwnConnection.connect(url) as session,
+            OwnConnection.connect(url, options=BY_KEYS) as keeping,
+        ):
+            keeping.goes_by_keys = True
             pause_autovacuum(admin)
             if request.param == "few":
                 burst(admin, 20)
             if request.param != "new":
                 admin.execute("VACUUM ANALYZE")
-            idler = Idler(session)
+            idler, keeper = Idler(session), Idler(keeping)
             burst(admin, COUNT)
-            yield idler, take_sample(admin)
+            yield idler, keeper, take_sample(admin)
 
 
 @pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "unprepared"])
 @pytest.mark.parametrize("name", path(Sample()))
-def test_a_burst_after_idleness(idler: tuple[Idler, Sample], name: str, prepared: bool) -> None:
-    session, sample = idler
-    plan = session.explain(name, sample, prepared=prepared)
+def test_a_burst_after_idleness(idlers: tuple[Idler, Idler, Sample], name: str, prepared: bool) -> None:
+    session, _, sample = idlers
+    check(name, session.explain(name, sample, prepared=prepared))
+
+
+@pytest.mark.parametrize("name", sorted(OF_KEEPERS))
+def test_a_burst_on_a_session_that_keeps_its_plans(idlers: tuple[Idler, Idler, Sample], name: str) -> None:
+    _, session, sample = idlers
+    check(name, session.explain(name, sample, prepared=True))
+
+
+def check(name: str, plan: Plan) -> None:
     for relation in plan.relations() - SMALL:
         if name in SWEEPS:
             assert plan.visited(relation) <= 2 * COUNT, plan

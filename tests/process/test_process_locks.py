@@ -71,7 +71,7 @@ class Lab:
             rows += self.bus.run(put_right(domain=domain, worker="w", odd=found.odd, max_bytes=9999))[0]
         attempts = [Attempt(domain, tuple(row), None, 0.0) for row in rows]
         for attempt in attempts:
-            attempt.started = attempt.row[17].timestamp()
+            attempt.started = attempt.row[17] / 1e6
         return attempts
 
     def settle(self, attempt: Attempt, error: Exception | None = None, bus: CommandBus | None = None) -> Any:

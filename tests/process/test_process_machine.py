@@ -302,7 +302,7 @@ class Processes(RuleBasedStateMachine):
         taken = []
         for row in rows:
             attempt = Attempt(domain, tuple(row), None, 0.0)
-            attempt.started = attempt.row[17].timestamp()
+            attempt.started = attempt.row[17] / 1e6
             taken.append((worker, attempt))
         self.held += taken
         return taken

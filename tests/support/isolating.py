@@ -15,7 +15,7 @@ from commandbus import CommandBus, HandlerRegistry, RetryPolicy
 from commandbus.clock import boottime
 from commandbus.db.drive import run
 from commandbus.flow.claim import claim
-from commandbus.flow.settle import Settlement, settle
+from commandbus.flow.settle import Done, Settlement, settle
 from commandbus.runtime.attempt import Attempt, Stop, Why
 from commandbus.runtime.connections import Borrowed, HandlerConnections
 from commandbus.runtime.context import Services
@@ -176,6 +176,8 @@ class Lab:
         """Write an end; None for done."""
         if ended is None or isinstance(ended, Note):
             return None
+        if isinstance(ended, Done):
+            ended = attempt.complete(None)
         assert isinstance(ended, Settlement)
         return run(self.db, settle("orders", WORKER, [ended])).get((attempt.msg_id, attempt.read_ct))
 

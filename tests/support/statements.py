@@ -26,7 +26,7 @@ _PLACEHOLDER = re.compile(r"%\((\w+)\)s|%s|%%")
 _BODY = re.compile(
     r"CREATE (?:OR REPLACE )?FUNCTION (?P<name>\S+?)\((?P<head>.*?)\$\$(?P<body>.*?)\$\$", re.DOTALL
 )
-_PARTS_ONLY = {"limit_claimable", "settle_groups"}
+_PARTS_ONLY = {"limit_claimable", "settle_done_batches", "settle_groups"}
 _HOLE = "hole"
 _LOCKING = {
     "breaker_lock": "FOR UPDATE",
@@ -83,7 +83,7 @@ def _in_files() -> Iterator[Found]:
                 "chosen": _CHOSEN.get(path.stem, "true"),
                 "of_batch": inspect._MEMBERS["of_batch"],
                 "claimable": sql.part("limit_claimable"),
-                "groups": sql.part("settle_groups"),
+                "groups": sql.part("settle_done_batches" if path.stem == "settle_done" else "settle_groups"),
                 **send.CALLERS_IDS,
                 **batch._RETRIES,
                 "kind": claim.OURS,

@@ -5,6 +5,7 @@ happens into one line and an exit code (`exits.py`).
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import sys
@@ -15,29 +16,6 @@ from typing import NoReturn
 import click
 from click.shell_completion import shell_complete
 
-from commandbus.cli import (
-    batch,
-    breakers,
-    commands,
-    config,
-    demo,
-    doctor,
-    domain,
-    embedded,
-    limits,
-    migrate,
-    operate,
-    process,
-    prune,
-    rejected,
-    roles,
-    send,
-    status,
-    stuck,
-    tsq,
-    undelivered,
-    worker,
-)
 from commandbus.cli.exits import ExitCode, code_for, one_line, sentence_for
 from commandbus.cli.release import release
 from commandbus.cli.render import printable_lines, say
@@ -46,8 +24,76 @@ from commandbus.cli.signals import TerminatedError, as_exceptions
 
 COMPLETION = "_COMMANDBUS_COMPLETE"
 
+# Every command, in the order of their use: its name, its module in this package, and the beginning of its help. A
+# module is imported when its command is used, so that `--help` and `--version` answer at once.
+COMMANDS = {
+    "demo": ("demo", "Show everything at work, in some ten seconds."),
+    "migrate": ("migrate", "Create the schema, or bring it to this release."),
+    "domain": ("domain", "Domains: queues of commands."),
+    "queue": ("domain", "Plain PGMQ queues, such as for replies."),
+    "roles": (
+        "roles",
+        "Create the roles reader, producer, limiter, worker and operator, and grant them what they need.",
+    ),
+    "config": ("config", "Print the effective settings."),
+    "doctor": ("doctor", "Check configuration, server, schema, rights, clock and workers, and say what to do."),
+    "embedded": (
+        "embedded",
+        "The embedded PostgreSQL: a real server in a folder, for development and small things.",
+    ),
+    "worker": ("worker", "Run the handlers of a registry, until SIGTERM or Ctrl-C."),
+    "send": ("send", "Send a command."),
+    "status": ("status", "Figures of these domains, or of all."),
+    "workers": ("status", "Who lives, where, since when; how they are; and who has stopped beating."),
+    "commands": ("commands", "Commands, newest first."),
+    "show": ("commands", "One command: its fields, data and result, its last error, and its life as a timeline."),
+    "stuck": ("stuck", "Attempts that a limit had to stop, newest first."),
+    "cancel": ("operate", "Cancel a command, or ask the worker that runs it to stop it."),
+    "pause": ("operate", "Pause a domain, or one command type of it."),
+    "resume": ("operate", "Resume what was paused, with the same arguments."),
+    "pauses": ("operate", "What is paused, by whom, and why."),
+    "limits": ("limits", "What may be used at once and how fast; who uses it, who waits, and how it stands."),
+    "breakers": (
+        "breakers",
+        "The breakers of command types and limits: their state, why they are open, and until when.",
+    ),
+    "tsq": ("tsq", "The troubleshooting queue: commands that need a person."),
+    "batch": ("batch", "Batches: commands that are counted together, and what is to happen when all are done."),
+    "process": ("process", "Processes (sagas): commands that follow each other, and are undone if one fails."),
+    "rejected": ("rejected", "Messages that were moved aside, newest first, with the reason."),
+    "undelivered": ("undelivered", "Replies that could not be delivered, newest first, with the reason."),
+    "prune": ("prune", "Forget finished commands, old archives and rejected messages."),
+}
 
-@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+
+class Root(Group):
+    """The group of all commands."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """Their names."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of this name; its module is imported."""
+        if cmd_name in COMMANDS and cmd_name not in self.commands:
+            module = importlib.import_module(f"commandbus.cli.{COMMANDS[cmd_name][0]}")
+            for command in module.COMMANDS:
+                self.add_command(command)
+        return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """Their list, without importing any."""
+        width = formatter.width - 6 - max(map(len, COMMANDS))
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [
+                    (name, click.Command(name, help=text).get_short_help_str(width))
+                    for name, (_, text) in COMMANDS.items()
+                ]
+            )
+
+
+@click.group(cls=Root, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(release(), "--version", prog_name="commandbus", message="%(prog)s %(version)s")
 def root() -> None:
     """Commands on PostgreSQL, run by workers that cannot hang.
@@ -55,14 +101,6 @@ def root() -> None:
     The options below may also stand after the command. `commandbus doctor` says whether everything is in
     order; `commandbus demo` shows it at work.
     """
-
-
-for module in (
-    demo, migrate, domain, roles, config, doctor, embedded, worker, send, status, commands, stuck, operate,
-    limits, breakers, tsq, batch, process, rejected, undelivered, prune,
-):  # fmt: skip
-    for command in module.COMMANDS:
-        root.add_command(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -19,15 +19,13 @@
 
 A worker that stops cleanly on SIGTERM or Ctrl-C answers 0, not 143 or 130: it did what it was asked to do.
 
-`EXPLAINED` maps errors to codes; the first class that matches counts. Nothing here prints or exits.
+`EXPLAINED` maps errors to codes; the first class that matches counts. psycopg is imported when there is an error
+to explain, so that a command line without one starts fast. Nothing here prints or exits.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-
-import psycopg
-from psycopg import errors as pg
 
 from commandbus.errors import (
     BatchNotFoundError,
@@ -82,18 +80,27 @@ EXPLAINED: tuple[tuple[type[Exception], ExitCode], ...] = (
     (SchemaError, ExitCode.DATABASE),
     (EmbeddedPostgresError, ExitCode.DATABASE),
     (CommandBusError, ExitCode.REFUSED),
-    (pg.InsufficientPrivilege, ExitCode.REFUSED),
-    (psycopg.Error, ExitCode.DATABASE),
 )
 
 
 def code_for(error: BaseException) -> ExitCode:
     """The code of an error; BUG for one that is in nobody's plan."""
-    return next((code for kind, code in EXPLAINED if isinstance(error, kind)), ExitCode.BUG)
+    found = next((code for kind, code in EXPLAINED if isinstance(error, kind)), None)
+    return _code_of_database(error) if found is None else found
+
+
+def _code_of_database(error: BaseException) -> ExitCode:
+    import psycopg
+
+    if isinstance(error, psycopg.errors.InsufficientPrivilege):
+        return ExitCode.REFUSED
+    return ExitCode.DATABASE if isinstance(error, psycopg.Error) else ExitCode.BUG
 
 
 def sentence_for(error: BaseException) -> str:
     """One line about an error, with the remedy where the database's own words have none."""
+    from psycopg import errors as pg
+
     if isinstance(error, pg.UndefinedTable | pg.InvalidSchemaName):
         return NO_SCHEMA
     if isinstance(error, pg.InsufficientPrivilege):

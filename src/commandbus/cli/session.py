@@ -3,6 +3,8 @@ from them, and a bus on a database that was seen to answer.
 
 A server that is away is found out by one direct connection with a short limit, in libpq's own words, before a
 pool starts to wait for it. An embedded server is started if need be, and left when the command ends.
+
+What talks to the database is imported when somebody does: `commandbus --help` is to answer at once.
 """
 
 from __future__ import annotations
@@ -11,19 +13,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import psycopg
-from psycopg import Connection
-from psycopg.conninfo import conninfo_to_dict
 
-from commandbus.bus import CommandBus
 from commandbus.cli.render import print_json
-from commandbus.db.pool import check_conninfo, connection_kwargs, lasting_conninfo
-from commandbus.db.resolve import Database
 from commandbus.errors import UnknownDomainError
-from commandbus.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from psycopg import Connection
+
+    from commandbus.bus import CommandBus
+    from commandbus.settings import Settings
 
 CONNECT_SECONDS = 3
 POOL_SECONDS = 10.0
@@ -40,11 +41,15 @@ class Session:
 
     def settings(self, **overrides: object) -> Settings:
         """The effective settings; `overrides` are what the command's own options say."""
+        from commandbus.settings import load_settings
+
         return load_settings({"database_url": self.database, **overrides}, config_file=self.config)
 
     @contextmanager
     def bus(self) -> Iterator[CommandBus]:
         """A bus on a database that answers."""
+        from commandbus.bus import CommandBus
+
         with self.reachable() as settings:
             modest = replace(settings, pool_min_size=0, pool_max_size=1, pool_timeout=POOL_SECONDS)
             with CommandBus(settings=modest) as bus:
@@ -66,6 +71,8 @@ class Session:
     @contextmanager
     def resolved(self) -> Iterator[Settings]:
         """Settings whose `database_url` is a server's address, embedded or not."""
+        from commandbus.db.resolve import Database
+
         database = Database(self.settings())
         try:
             yield database.resolve()
@@ -82,6 +89,11 @@ class Session:
 
 def connect(settings: Settings, *, autocommit: bool = True) -> Connection[Any]:
     """Connect now or say why not."""
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+
+    from commandbus.db.pool import check_conninfo, connection_kwargs, lasting_conninfo
+
     conninfo = check_conninfo(settings.database_url)
     kwargs = connection_kwargs(settings, name="cli") | {"autocommit": autocommit}
     if not conninfo_to_dict(conninfo).get("connect_timeout"):

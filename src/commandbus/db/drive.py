@@ -5,7 +5,8 @@ transaction. A connection lent by the caller (`conn=`) keeps its transaction: on
 mode nothing is begun or committed here, so that the caller's rollback takes our rows with it.
 
 The server keeps the plans of prepared statements. It made them for the tables as they were then, and makes new
-ones only after an ANALYZE. So a connection of ours drops plans that are older than PLAN_SECONDS (ADR 15).
+ones only after an ANALYZE. So a connection of ours drops plans that are older than PLAN_SECONDS, unless the
+statement needs no other plan than the one that it has (ADR 15).
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class OwnConnection(Connection[tuple[Any, ...]]):
     spare: Cursor[tuple[Any, ...]] | None = None
     checked_at: float = 0.0
     planned_at: float = 0.0
+    goes_by_keys: bool = False
     is_unreplicated: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -122,6 +124,7 @@ class OwnAsyncConnection(AsyncConnection[tuple[Any, ...]]):
     spare: AsyncCursor[tuple[Any, ...]] | None = None
     checked_at: float = 0.0
     planned_at: float = 0.0
+    goes_by_keys: bool = False
     is_unreplicated: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -173,7 +176,7 @@ def _run(conn: AnyConnection, steps: Generator[Any, list[tuple[Any, ...]], T]) -
         statement = next(steps)
         while True:
             try:
-                if own is not None and not statement.only_inserts and has_old_plans(own):
+                if own is not None and must_plan_anew(own, statement):
                     cursor.execute(DROP_PLANS, prepare=False)
                 cursor.execute(statement.sql, statement.params)
                 rows = cursor.fetchall() if has_rows(cursor.pgresult) else []
@@ -214,7 +217,7 @@ async def _run_async(conn: AnyAsyncConnection, steps: Generator[Any, list[tuple[
         statement = next(steps)
         while True:
             try:
-                if own is not None and not statement.only_inserts and has_old_plans(own):
+                if own is not None and must_plan_anew(own, statement):
                     await cursor.execute(DROP_PLANS, prepare=False)
                 await cursor.execute(statement.sql, statement.params)
                 rows = await cursor.fetchall() if has_rows(cursor.pgresult) else []
@@ -228,11 +231,13 @@ async def _run_async(conn: AnyAsyncConnection, steps: Generator[Any, list[tuple[
         return cast(T, stop.value)
 
 
-def has_old_plans(conn: OwnConnection | OwnAsyncConnection) -> bool:
+def must_plan_anew(conn: OwnConnection | OwnAsyncConnection, statement: Any) -> bool:
     """Must the server plan the statements of this session anew? Counts the answer as done.
 
     In a transaction that has failed nothing can be dropped, and nothing but a rollback is run.
     """
+    if statement.only_inserts or (statement.by_keys and conn.goes_by_keys):
+        return False
     now = monotonic()
     if now - conn.planned_at < PLAN_SECONDS or conn.prepare_threshold is None:
         return False

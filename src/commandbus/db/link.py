@@ -45,10 +45,18 @@ class Link:
     """One connection, one thread."""
 
     def __init__(
-        self, settings: Settings, *, name: str, on_connect: Callable[[Connection[Any]], None] | None = None
+        self,
+        settings: Settings,
+        *,
+        name: str,
+        on_connect: Callable[[Connection[Any]], None] | None = None,
+        lock_seconds: float = LOCK_SECONDS,
+        goes_by_keys: bool = False,
     ) -> None:
         self._settings = settings
         self._name = name
+        self._lock_seconds = lock_seconds
+        self._goes_by_keys = goes_by_keys
         self._on_connect = on_connect
         self._conn: OwnConnection | None = None
         self._question = Question(name, cancel_after=STATEMENT_SECONDS + 0.5, cut_after=SILENT_SECONDS)
@@ -149,7 +157,11 @@ class Link:
 
     def _connect(self) -> OwnConnection:
         conn = connect_own(
-            self._settings, name=self._name, statement_seconds=STATEMENT_SECONDS, lock_seconds=LOCK_SECONDS
+            self._settings,
+            name=self._name,
+            statement_seconds=STATEMENT_SECONDS,
+            lock_seconds=self._lock_seconds,
+            goes_by_keys=self._goes_by_keys,
         )
         if self._on_connect is not None:
             try:

@@ -43,6 +43,7 @@ ALIVE = {
 }
 OWN_SEARCH_PATH = "pg_catalog,pg_temp"
 """Of our threads' sessions: nobody but the server's owner can put a function or an operator there."""
+BY_KEYS = "-c plan_cache_mode=force_generic_plan -c enable_seqscan=off -c enable_bitmapscan=off"
 _poolers: set[str] = set()  # addresses that refuse settings at the start of a session
 
 
@@ -79,8 +80,13 @@ def lasting_conninfo(conninfo: str | None, **more: Any) -> str:
     return make_conninfo(**(ALIVE | several | given))
 
 
-def connect_own(settings: Settings, *, name: str, statement_seconds: float, lock_seconds: float) -> OwnConnection:
+def connect_own(
+    settings: Settings, *, name: str, statement_seconds: float, lock_seconds: float, goes_by_keys: bool = False
+) -> OwnConnection:
     """A connection for a thread of ours, with limits that the server keeps where it may.
+
+    `goes_by_keys`: an index is preferred to any scan, whatever the size of a table was when a statement was
+    planned, so that most statements are planned once (ADR 15).
 
     Behind PgBouncer no search path is set, as nothing else is: there it is enough that our statements name the
     schema of whatever they call.
@@ -93,9 +99,12 @@ def connect_own(settings: Settings, *, name: str, statement_seconds: float, lock
             f"-c statement_timeout={int(statement_seconds * 1000)} -c lock_timeout={int(lock_seconds * 1000)} "
             f"-c default_transaction_isolation=read\\ committed -c search_path={OWN_SEARCH_PATH}"
         )
-        options = " ".join(filter(None, [str(conninfo_to_dict(address).get("options") or ""), limits]))
+        given = str(conninfo_to_dict(address).get("options") or "")
+        options = " ".join(filter(None, [given, limits, BY_KEYS if goes_by_keys else ""]))
         try:
-            return read_committed(ServiceConnection.connect(address, options=options, **kwargs))
+            conn = ServiceConnection.connect(address, options=options, **kwargs)
+            conn.goes_by_keys = goes_by_keys
+            return read_committed(conn)
         except psycopg.OperationalError as error:
             if "startup parameter" not in str(error):
                 raise

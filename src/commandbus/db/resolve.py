@@ -8,9 +8,12 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from commandbus.db.embedded import EmbeddedPostgres
 from commandbus.settings import Settings
+
+if TYPE_CHECKING:
+    from commandbus.db.embedded import EmbeddedPostgres
 
 DEFAULT_FOLDER = ".commandbus"
 
@@ -30,6 +33,8 @@ class Database:
             return self._settings
         with self.lock:
             if self._embedded is None:
+                from commandbus.db.embedded import EmbeddedPostgres
+
                 server = EmbeddedPostgres(folder, revive=True)
                 server.start()
                 self._embedded = server

@@ -22,7 +22,7 @@ from psycopg import Connection
 
 from commandbus.clock import monotonic
 from commandbus.db.descriptors import WakeFile
-from commandbus.db.link import Link
+from commandbus.db.link import LOCK_SECONDS, Link
 from commandbus.db.passing import is_locked
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
@@ -43,10 +43,23 @@ class DatabaseService:
     """One thread, one connection."""
 
     def __init__(
-        self, settings: Settings, *, name: str, part: str, on_end: Callable[[BaseException], None] | None = None
+        self,
+        settings: Settings,
+        *,
+        name: str,
+        part: str,
+        on_end: Callable[[BaseException], None] | None = None,
+        lock_seconds: float = LOCK_SECONDS,
+        goes_by_keys: bool = False,
     ) -> None:
         self.part = part
-        self._link = Link(settings, name=f"{name} {part}", on_connect=self.connected)
+        self._link = Link(
+            settings,
+            name=f"{name} {part}",
+            on_connect=self.connected,
+            lock_seconds=lock_seconds,
+            goes_by_keys=goes_by_keys,
+        )
         self._on_end = on_end
         self.can_listen = settings.prepared_statements
         self._orders: deque[Callable[[], None]] = deque()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from psycopg import errors as pg
@@ -35,6 +35,7 @@ from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.model.suspects import Marks, delay_apart
 
 FAR_SECONDS = 1e9
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 BITE_BYTES = 8 << 20
 """How much text of raw messages is read at once."""
 SPACED = 2
@@ -52,7 +53,8 @@ RAW = f"{OURS} IS NOT TRUE"
 class ClaimedRow(NamedTuple):
     """A row of claim.sql, in its order. `is_paused` also says that the breaker of its type is not closed.
 
-    `before` is True if somebody held it when its lease ran out.
+    `before` is True if somebody held it when its lease ran out. `created_at` is an epoch second; `last_vt` and
+    `claimed_at` are microseconds, the same in every row.
     """
 
     msg_id: int
@@ -67,12 +69,12 @@ class ClaimedRow(NamedTuple):
     correlation_id: str | None
     reply_to: str | None
     headers: str | None
-    created_at: datetime | None
+    created_at: float | None
     is_paused: bool | None
     before: bool | None
     message: None
-    last_vt: datetime
-    claimed_at: datetime
+    last_vt: int
+    claimed_at: int
     timeout: float | None = None
     suspect: int | None = None
     step: int | None = None
@@ -148,6 +150,7 @@ def claim(
                 "lease": lease_seconds,
                 "cursor": cursor or "-infinity",
             },
+            by_keys=True,
         )
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
         raise explain_missing(domain, error) from None
@@ -163,7 +166,11 @@ def claim(
         for row in rows
         if row[14] is not None or row[2] is None or row[13] or row[23] or row[24]
     ]  # fmt: skip
-    return Claim(ready, odd, len(rows) == n, rows[0][16], rows[0][17])
+    return Claim(ready, odd, len(rows) == n, _moment(rows[0][16]), _moment(rows[0][17]))
+
+
+def _moment(microseconds: int) -> datetime:
+    return EPOCH + timedelta(microseconds=microseconds)
 
 
 @operation(atomic=True)
@@ -206,7 +213,9 @@ def put_right(
 @operation(atomic=False)
 def next_due(domain: str, *, within_seconds: float = FAR_SECONDS) -> Steps[float | None]:
     """Seconds until the next delayed message becomes visible."""
-    rows = yield Statement(sql.text("next_due", domain=domain), {"domain": domain, "within": within_seconds})
+    rows = yield Statement(
+        sql.text("next_due", domain=domain), {"domain": domain, "within": within_seconds}, by_keys=True
+    )
     return rows[0][0] if rows else None
 
 

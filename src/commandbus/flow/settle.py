@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 from commandbus import sql
 from commandbus.flow.groups import unhandled
 from commandbus.flow.reply import CALL, Outcome, Reply, compose, deliver
-from commandbus.flow.statement import Operation, Statement, Steps
+from commandbus.flow.statement import Operation, Statement, Steps, operation
 from commandbus.model import payload
 from commandbus.model.outcome import STATUS_AFTER, Failure, Judgement, Verdict, insist
 from commandbus.model.suspects import Marks
 
 Answer = Literal["done", "refused", "busy", "canceled"]
+REPLY_TO: Final = 10  # where a claimed row tells whither its reply goes
 STEP: Final = 20  # where a claimed row tells which step of a process it is, and its batch
 BATCH: Final = 21
 PROBE: Final = 22  # and whether it is the probe of its type's breaker
@@ -49,6 +50,91 @@ class Settlement:
     is_completion: bool = False
     is_grouped: bool = True  # its command may belong to a batch or a process
     unhandled: int | None = None  # the command, if it is a message to a process and somebody cancelled it
+
+
+class Done:
+    """The usual outcome, which needs no words: the first attempt completed, without a result or a reply."""
+
+    is_completion = True
+    is_final = True
+
+
+DONE: Final = Done()
+SPARSE: Final = 16
+"""Commands of one settle_done have numbers that lie together: at most so many numbers for each command."""
+
+
+class Claimed(Protocol):
+    """What settle_done needs to know of an attempt."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def msg_id(self) -> int: ...
+    @property
+    def started(self) -> float | None: ...
+    @property
+    def batch(self) -> int | None: ...
+
+
+def is_dense(attempts: Sequence[Claimed]) -> bool:
+    """Do the numbers of their commands lie near enough to each other for settle_done?"""
+    ids = [attempt.id for attempt in attempts]
+    return max(ids) - min(ids) < SPARSE * len(ids) + 100
+
+
+@operation(atomic=False)
+def settle_done(domain: str, worker: str, attempts: Sequence[Claimed]) -> Steps[list[int] | None]:
+    """Write that attempts have completed (`DONE`); returns the commands that were settled, or None for all.
+
+    It waits for locked queue rows, as long as the session's lock_timeout allows.
+    """
+    ids = [attempt.id for attempt in attempts]
+    first = min(ids) - 1
+    messages = ["0"] * (max(ids) - first)
+    started = messages.copy()
+    for attempt in attempts:
+        at = attempt.id - first - 1
+        messages[at] = str(attempt.msg_id)
+        started[at] = f"{attempt.started:.6f}"
+    groups = sql.part("settle_done_batches") if any(attempt.batch is not None for attempt in attempts) else ""
+    rows = yield Statement(
+        sql.text("settle_done", domain=domain, groups=groups),
+        {
+            "worker": worker,
+            "asked": len(attempts),
+            "first": first,
+            "messages": "{" + ",".join(messages) + "}",
+            "started": "{" + ",".join(started) + "}",
+        },
+        by_keys=True,
+    )
+    settled: list[int] | None = rows[0][0]
+    return settled
+
+
+@operation(atomic=False)
+def settle_one(
+    domain: str, worker: str, attempt: Claimed, *, read_ct: int, number: int, result: str | None
+) -> Steps[dict[tuple[int, int], Answer]]:
+    """Write one completion without a reply, a batch or a process, in its handler's transaction.
+
+    Answers as `settle` does. `result` is JSON text.
+    """
+    rows = yield Statement(
+        sql.text("settle_one", domain=domain),
+        {
+            "msg_id": attempt.msg_id,
+            "read_ct": read_ct,
+            "command": attempt.id,
+            "worker": worker,
+            "number": number,
+            "started": attempt.started,
+            "result": result,
+        },
+        by_keys=True,
+    )
+    return {} if rows else {(attempt.msg_id, read_ct): "refused"}
 
 
 def completed(
@@ -231,6 +317,7 @@ def _settle(
                     "worker": worker,
                     "rows": "[" + ",".join([item.row for item in items]) + "]",
                 },
+                by_keys=not groups,
             )
             # Nothing is busy for who has waited: the row was taken meanwhile, after the snapshot that says busy.
             unsettled |= {

@@ -31,11 +31,13 @@ class Statement(NamedTuple):
     """One round trip: SQL text and its parameters.
 
     `only_inserts`: it looks for no existing row of a table that can become large, so its plan is good at any size.
+    `by_keys`: so it is in a session that never scans a table (`db/pool.py`, BY_KEYS).
     """
 
     sql: bytes
     params: Mapping[str, Any] | Sequence[Any] | None = None
     only_inserts: bool = False
+    by_keys: bool = False
 
 
 Steps: TypeAlias = Generator[Statement, list[Row], T]

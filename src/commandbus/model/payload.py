@@ -18,9 +18,19 @@ MAX_NESTING = 200
 COMPOSED = 1 << 30  # `max_bytes` of what is made of values that were checked when they came in: no limits again
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-loads = json.loads
+_scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _CONTAINERS = (dict, list, tuple)
 _LEAVES = frozenset({str, int, float, bool, type(None)})
+
+
+def loads(text: str) -> Any:
+    """The value of a JSON text, without what json.loads does for text from anywhere: a third of its time."""
+    try:
+        value, end = _scan(text, 0)
+    except StopIteration:
+        return json.loads(text)
+    return value if end == len(text) else json.loads(text)
+
 
 _REMEDY = "store it elsewhere and send a reference, or raise COMMANDBUS_MAX_PAYLOAD_BYTES"
 

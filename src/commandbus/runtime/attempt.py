@@ -1,7 +1,7 @@
 """One attempt: a claimed row, its fence, and what this worker knows of it.
 
-It is made for every command, so it is small: a slotted object around the row that claim.sql returned. What only
-some attempts need (a cancel event, a connection, child deadlines, progress) is in `Extras`, made on first use.
+It is made for every command, so it is small: an object around the row that claim.sql returned. What only some
+attempts need (a cancel event, a connection, child deadlines, progress) is in `Extras`, made on first use.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,12 @@ from commandbus.errors import AttemptCancelledError, DeadlineExceededError
 from commandbus.flow.reply import compose
 from commandbus.flow.settle import (
     BATCH,
+    DONE,
     QUARANTINE,
+    REPLY_TO,
     STEP,
     SUSPECT,
+    Done,
     Settlement,
     completed,
     given_back,
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
     from commandbus.runtime.isolation import Child
 
 NEVER = math.inf
+LATEST = 253402300799.0  # the end of the year 9999, which is datetime's
 
 
 CHILD_LATE = "the deadline of a child context has passed"
@@ -168,24 +173,14 @@ class Attempt:
     `charge` is what it counts against `max_attempts`, `number` is its running number in the command's history.
     """
 
-    __slots__ = (
-        "_extras",
-        "charge",
-        "deadline_at",
-        "domain",
-        "handler",
-        "has_committed",
-        "id",
-        "is_lost",
-        "msg_id",
-        "number",
-        "read_ct",
-        "renewed_at",
-        "row",
-        "started",
-        "started_at",
-        "stop",
-    )
+    # Defaults are the class's: an attempt writes only what differs, because one is made for every command.
+    started: float | None = None
+    started_at = 0.0
+    deadline_at = NEVER
+    stop: Stop | None = None
+    is_lost = False
+    has_committed = False
+    _extras: Extras | None = None
 
     def __init__(self, domain: str, row: tuple[Any, ...], handler: Handler | None, renewed_at: float) -> None:
         self.domain = domain
@@ -193,17 +188,20 @@ class Attempt:
         self.msg_id: int = row[0]
         self.read_ct: int = row[1]
         self.id: int = row[2]
-        self.number: int = row[6] + row[1]
-        self.charge: int = row[1] - row[7]
         self.handler = handler
         self.renewed_at = renewed_at
-        self.started: float | None = None
-        self.started_at = 0.0
-        self.deadline_at = NEVER
-        self.stop: Stop | None = None
-        self._extras: Extras | None = None
-        self.is_lost = False
-        self.has_committed = False
+
+    @property
+    def number(self) -> int:
+        """Its running number in the command's history."""
+        number: int = self.row[6] + self.row[1]
+        return number
+
+    @property
+    def charge(self) -> int:
+        """What it counts against `max_attempts`."""
+        charge: int = self.row[1] - self.row[7]
+        return charge
 
     @property
     def command_id(self) -> str:
@@ -272,6 +270,12 @@ class Attempt:
     def is_quarantined(self) -> bool:
         """Did an earlier attempt get stuck, or crash its worker?"""
         return bool(self.row[QUARANTINE])
+
+    @property
+    def is_plain(self) -> bool:
+        """Does its end concern nobody else: no reply, no batch, no process?"""
+        row = self.row
+        return row[REPLY_TO] is None and row[STEP] is None and row[BATCH] is None
 
     @property
     def extras(self) -> Extras:
@@ -380,6 +384,12 @@ class Attempt:
                 scope.stop = scope.stop or self.stop
                 scope.event.set()
 
+    @property
+    def created_at(self) -> datetime | None:
+        """When it was sent. A row may say anything, infinity too."""
+        sent: float | None = self.row[12]
+        return None if sent is None else datetime.fromtimestamp(max(0.0, min(sent, LATEST)), UTC)
+
     def command(self) -> Command:
         """What the handler is given."""
         row = self.row
@@ -391,9 +401,16 @@ class Attempt:
             row[9],
             row[10],
             None if row[11] is None else payload.loads(row[11]),
-            row[12],
+            self.created_at,
             row[2],
         )
+
+    def done(self) -> Settlement | Done:
+        """The settlement of a completion without a result."""
+        row = self.row
+        if row[1] == 1 and row[6] == 0 and row[REPLY_TO] is None and row[STEP] is None:
+            return DONE
+        return self.complete(None)
 
     def complete(self, result: str | None) -> Settlement:
         """The settlement of a completion; `result` is JSON text."""
@@ -407,9 +424,9 @@ class Attempt:
             result=result,
         )
         settlement.is_grouped = self.row[STEP] is not None or self.row[BATCH] is not None
-        if self.row[10] is not None:
+        if self.row[REPLY_TO] is not None:
             settlement.reply = compose(
-                self.row[10],
+                self.row[REPLY_TO],
                 "SUCCESS",
                 id_=self.id,
                 domain=self.domain,

@@ -176,16 +176,13 @@ class Child:
     def begin(self) -> None:
         """Send the attempt."""
         attempt = self._attempt
-        row = list(attempt.row)
-        row[12] = None if row[12] is None else row[12].isoformat()
-        row[16] = row[17] = None
         function = None if attempt.handler is None else attempt.handler.function
         self._process.channel.send(
             {
                 "k": "run",
                 "n": self._number,
                 "domain": attempt.domain,
-                "row": row,
+                "row": attempt.row,
                 "module": getattr(function, "__module__", None),
                 "renewed_at": attempt.renewed_at,
                 "started": attempt.started,

@@ -1,6 +1,6 @@
 """The Claimer: brings work for the slots, on a connection of its own that also LISTENs.
 
-Under load it claims in large bites, so that the slots never run dry: what they will start within the next 20 ms
+Under load it claims in large bites, so that the slots never run dry: what they will start within the next 40 ms
 is prefetched (leased and renewed like what runs), or within the time of two claims, where the server is slow or
 far away: else the claims would keep the rate down, and the rate the claims. With slow handlers that is nothing,
 so no command waits in one worker while another is idle.
@@ -51,9 +51,9 @@ from commandbus.settings import Settings
 
 logger = safe_logger("commandbus.worker")
 
-LARGEST_CLAIM = 200
-LARGEST_PREFETCH = 400
-PREFETCH_SECONDS = 0.02
+LARGEST_CLAIM = 800
+LARGEST_PREFETCH = 1600
+PREFETCH_SECONDS = 0.04
 LONGEST_PREFETCH_SECONDS = 0.4
 SWEEP_SECONDS = 1.0
 LOOKS_SECONDS = (0.0, 0.005, 0.02, 0.1)
@@ -94,7 +94,7 @@ class Claimer(DatabaseService):
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
-        super().__init__(settings, name=name, part="claimer", on_end=on_error)
+        super().__init__(settings, name=name, part="claimer", on_end=on_error, goes_by_keys=True)
         self._settings = settings
         self._worker = worker
         self._domains = [_Domain(name_, is_routed=name_ in routed) for name_ in domains]

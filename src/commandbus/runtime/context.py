@@ -37,7 +37,7 @@ from commandbus.errors import (
     TransactionUsedError,
     TransientCommandError,
 )
-from commandbus.flow.settle import settle
+from commandbus.flow.settle import settle, settle_one
 from commandbus.flow.statement import Operation, Statement, Steps, operation
 from commandbus.gate.holding import Hold
 from commandbus.model import payload
@@ -331,8 +331,11 @@ class _Context:
         self._attempt.extras.has_connection = True
 
     def _settlement(self, result: str | None) -> Operation[dict[tuple[int, int], Any]]:
-        attempt = self._attempt
-        return settle(attempt.domain, self._services.worker, [attempt.complete(result)], waiting=True)
+        attempt, worker = self._attempt, self._services.worker
+        if attempt.is_plain:
+            number, read_ct = attempt.number, attempt.read_ct
+            return settle_one(attempt.domain, worker, attempt, read_ct=read_ct, number=number, result=result)
+        return settle(attempt.domain, worker, [attempt.complete(result)], waiting=True)
 
     def _check(self, unsettled: object) -> None:
         if unsettled:

@@ -31,7 +31,7 @@ from commandbus.errors import (
     PermanentCommandError,
     UnknownCommandTypeError,
 )
-from commandbus.flow.settle import Settlement, charge_of
+from commandbus.flow.settle import Done, Settlement, charge_of
 from commandbus.logger import safe_logger
 from commandbus.model.durations import format_seconds
 from commandbus.model.http import ApiFailure, api_failure
@@ -79,7 +79,7 @@ class Note:
     failure: Failure
 
 
-Written = Settlement | Note | None
+Written = Settlement | Done | Note | None
 """What is left to write about an attempt; None if its own transaction wrote everything."""
 
 Ended = Written | RateLimited | CallFailed
@@ -141,7 +141,7 @@ class Executor:
             ctx = HandlerContext(attempt, self._services)
             result = handler.function(ctx.command, ctx) if handler.takes_command else handler.function(ctx)
             if result is None and not attempt.has_committed:
-                return attempt.complete(None)
+                return attempt.done()
             return self.completed(attempt, result)
         except BaseException as error:  # noqa: BLE001 - SystemExit and the like end the attempt, not the slot
             return self.failed(attempt, error)
@@ -155,7 +155,7 @@ class Executor:
             ctx = AsyncHandlerContext(attempt, self._services)
             result = await (handler.function(ctx.command, ctx) if handler.takes_command else handler.function(ctx))
             if result is None and not attempt.has_committed:
-                return attempt.complete(None)
+                return attempt.done()
             return self.completed(attempt, result)
         except BaseException as error:  # noqa: BLE001
             return self.failed(attempt, error)
@@ -163,7 +163,7 @@ class Executor:
     def completed(self, attempt: Attempt, result: Any) -> Ended:
         """The handler returned."""
         if result is None:
-            return None if attempt.has_committed else attempt.complete(None)
+            return None if attempt.has_committed else attempt.done()
         if attempt.has_committed:
             text = (
                 "the handler returned a value after its transaction had completed the command: the value was not "

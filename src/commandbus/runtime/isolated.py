@@ -30,7 +30,6 @@ import threading
 import traceback
 from concurrent.futures import Future
 from contextlib import suppress
-from datetime import datetime
 from typing import Any, Final
 
 from psycopg import Connection
@@ -60,12 +59,9 @@ class Run:
     """One attempt, from the message that asks for it."""
 
     def __init__(self, message: Message) -> None:
-        row = list(message["row"])
-        if row[12] is not None:
-            row[12] = datetime.fromisoformat(row[12])
         self.number: int = message["n"]
         self.module: str | None = message["module"]
-        self.attempt = Attempt(message["domain"], tuple(row), None, message["renewed_at"])
+        self.attempt = Attempt(message["domain"], tuple(message["row"]), None, message["renewed_at"])
         self.attempt.started = message["started"]
         self.attempt.started_at = message["started_at"]
         self.attempt.deadline_at = NEVER if message["deadline_at"] is None else message["deadline_at"]

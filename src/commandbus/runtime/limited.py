@@ -303,7 +303,7 @@ class LimitedWork:
             holder=_holder(attempt),
             on_lost=self._losing(attempt),
             command=command,
-            since=attempt.row[12],
+            since=attempt.created_at,
             caller=attempt.id,
         )
         call.on_given_up = partial(self._leave_block, attempt)

@@ -225,6 +225,7 @@ class Parts:
             self._settings,
             spec.id,
             on_settled=self._settled_towards_idle if spec.ends_idle else self._settled,
+            on_done=self._done,
             on_written=spec.health.record_success,
             # An idle claimer looked at what is due before this retry was: it must look again.
             on_again=self._look_again,
@@ -622,6 +623,12 @@ class Parts:
         if attempt.parks_at is not None:
             self._limited.settled(attempt)
 
+    def _done(self, attempts: Sequence[Attempt]) -> None:
+        """They have completed in the usual way: none of them ran apart, or waits for a limit."""
+        self.held.difference_update(attempts)
+        if self._spec.ends_idle and not self.held:
+            self._claimer.wake()
+
     def _settled_towards_idle(self, attempt: Attempt) -> None:
         self._settled(attempt)
         if not self.held:
@@ -674,10 +681,17 @@ class Parts:
         spare = self._spare() if domain in self._routed else 0
         routed: list[Attempt] = []
         limited: list[Attempt] = []
+        hold, command_type, handler, is_plain = self.held.add, None, None, False
         for row in rows:
-            handler = get(domain, row[4])
+            if row[4] != command_type:
+                command_type = row[4]
+                handler = get(domain, command_type)
+                is_plain = not spare and (handler is None or not (handler.is_async or handler.options.limits))
             attempt = Attempt(domain, row, handler, claimed_at)
-            self.held.add(attempt)
+            hold(attempt)
+            if is_plain and row[1] == 1 and not row[QUARANTINE]:  # nearly all are: nothing is known of it yet
+                sync.append(attempt)
+                continue
             if row[QUARANTINE] or row[ALONE]:
                 self._apart.enter(attempt)
             if attempt.charge > 1 and self._executor.is_exhausted(attempt):

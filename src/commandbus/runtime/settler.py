@@ -7,6 +7,9 @@ found that cannot be stored; it is settled as a failure that says so. A refused 
 somebody else: the fence did its work, and that is logged. One that somebody asked to cancel, and that did not
 complete, is settled as CANCELED.
 
+The usual outcome needs no words (`Done`): such attempts have a queue and a statement of their own. What that
+statement does not settle, for whatever reason, is settled as the others are.
+
 Somebody's lock holds up the outcomes that need it, and no others: those without a reply go together, those that
 reply go by their queue, and what met a lock waits aside for a moment that grows (`_Aside`). `backlog` says how
 many outcomes are unwritten; the worker claims nothing more when they pile up.
@@ -28,7 +31,7 @@ from commandbus.db.passing import is_locked, is_of_the_database, is_passing
 from commandbus.db.service import DatabaseService
 from commandbus.errors import PermanentCommandError
 from commandbus.flow.renew import pending_cancels
-from commandbus.flow.settle import Answer, Settlement, cancellation, settle
+from commandbus.flow.settle import Answer, Done, Settlement, cancellation, is_dense, settle, settle_done
 from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Judgement, Verdict, describe
@@ -41,6 +44,9 @@ from commandbus.settings import Settings
 logger = safe_logger("commandbus.worker")
 
 BATCH = 500
+DONE_BATCH = 1000
+LOCK_SECONDS = 0.2
+"""How long a statement of the settler waits for a lock: other outcomes wait meanwhile."""
 BUSY_PAUSE_SECONDS = 0.05
 LONGEST_SLEEP = 1.0
 FIRST_ASIDE_SECONDS = 0.5
@@ -58,16 +64,22 @@ class Settler(DatabaseService):
         worker: str,
         *,
         on_settled: Callable[[Attempt], None],
+        on_done: Callable[[Sequence[Attempt]], None],
         on_written: Callable[[int], None],
         on_again: Callable[[], None],
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
-        super().__init__(settings, name=name, part="settler", on_end=on_error)
+        super().__init__(
+            settings, name=name, part="settler", on_end=on_error, lock_seconds=LOCK_SECONDS, goes_by_keys=True
+        )
         self._worker = worker
         self._on_settled = on_settled
+        self._on_done = on_done
         self._on_written = on_written
         self._on_again = on_again
+        self._done: deque[Attempt] = deque()  # have completed, in the usual way
+        self._writing: list[Attempt] = []  # those of them that are being written
         self._queue: deque[Item] = deque()
         self._busy: list[Item] = []
         self._unwritten: dict[int, Item] = {}  # of the batch that is being written
@@ -87,10 +99,17 @@ class Settler(DatabaseService):
     @property
     def backlog(self) -> int:
         """How many outcomes are not written yet."""
-        return len(self._queue) + len(self._busy) + len(self._unwritten) + len(self._aside)
+        done = len(self._done) + len(self._writing)
+        return done + len(self._queue) + len(self._busy) + len(self._unwritten) + len(self._aside)
 
     def add(self, attempt: Attempt, ended: Written) -> None:
         """An attempt has ended. Called by slots; never waits."""
+        if isinstance(ended, Done):
+            self._done.append(attempt)
+            if self._sleeps:
+                self._sleeps = False
+                self.wake()
+            return
         if ended is None:
             self.settled[attempt.domain] += 1
             self._on_settled(attempt)
@@ -115,16 +134,19 @@ class Settler(DatabaseService):
 
     def round(self) -> None:
         self._queue.extend(self._aside.due())
-        if not self._queue and not self._busy:
+        if not self._queue and not self._busy and not self._done:
             self._sleeps = True
             pause = self._folder.pause()
             # What was added before `_sleeps` was set woke nobody.
             longest = self._aside.pause(LONGEST_SLEEP if pause is None else pause)
-            if not self._queue and not self.sleep(longest) and pause is not None:
+            if not self._queue and not self._done and not self.sleep(longest) and pause is not None:
                 self._folder.fold()  # it is quiet
             self._sleeps = False
             return
-        self._settle_some()
+        if self._done:
+            self._settle_done()
+        if self._queue or self._busy:
+            self._settle_some()
         self._folder.fold_if_due()
 
     def finish(self) -> None:
@@ -133,6 +155,43 @@ class Settler(DatabaseService):
 
     def lost(self, error: psycopg.Error) -> None:  # noqa: ARG002
         self._in_doubt = self._in_doubt or self._link.conn_is_lost()
+
+    def _settle_done(self) -> None:
+        """Write completions; what fails with the database stays to be written."""
+        done, by_domain = self._done, dict[str, list[Attempt]]()
+        for _ in range(min(len(done), DONE_BATCH)):
+            attempt = done.popleft()
+            by_domain.setdefault(attempt.domain, []).append(attempt)
+        self._writing = [attempt for attempts in by_domain.values() for attempt in attempts]
+        try:
+            for domain, attempts in by_domain.items():
+                self._write_done(domain, attempts)
+                del self._writing[: len(attempts)]
+        finally:
+            done.extendleft(self._writing)
+            self._writing = []
+
+    def _write_done(self, domain: str, attempts: Sequence[Attempt]) -> None:
+        written: list[int] | None = []
+        if self.can_listen and is_dense(attempts):  # else the server would wait for a lock as long as it takes
+            try:
+                written = self._link.run(settle_done(domain, self._worker, attempts))
+            except Exception as error:
+                if not is_locked(error) and is_of_the_database(error, is_lost=self._link.conn_is_lost()):
+                    raise
+        if written is not None:
+            commands = set(written)
+            self._queue.extend((item, item.complete(None)) for item in attempts if item.id not in commands)
+            attempts = [item for item in attempts if item.id in commands]
+        elif not self._queue and not self._busy:
+            self._in_doubt = False
+        if attempts:
+            self._on_written(len(attempts))
+            self._on_done(attempts)
+            self.settled[domain] += len(attempts)
+            for batch in {item.batch for item in attempts}:
+                if batch is not None:
+                    self._folder.touch(batch)
 
     def _settle_some(self) -> None:
         batch: list[Item] = self._busy

@@ -1,9 +1,7 @@
 """The lane of sync handlers: daemon threads, each running one attempt at a time.
 
-Slots are woken lazily. A handler that does nothing takes some 20 µs, and threads that compete for the GIL make
-everything slower (64 eager slots: 0.4 of one), so one awake slot drains the queue, and a ticker wakes more while
-work waits and the awake ones are slow: twice as many every 2 ms, so that handlers that do wait soon have all
-slots.
+Not every slot is awake. Threads that compete for the GIL make everything slower, so as many drain the queue as the
+handlers need. A thread of its own looks while work waits, and `runtime/pace.py` decides.
 
 A slot whose attempt was declared stuck gets a new thread, which takes over its place. The old thread ends as soon
 as its handler lets it: `run` answers False.
@@ -23,13 +21,11 @@ from collections.abc import Callable, Iterable
 from commandbus.clock import monotonic
 from commandbus.logger import safe_logger
 from commandbus.runtime.attempt import Attempt
+from commandbus.runtime.pace import Pace
 from commandbus.runtime.places import Places
 from commandbus.runtime.tidy import forget_new_locals, thread_locals
 
 logger = safe_logger("commandbus.worker")
-
-TICK_SECONDS = 0.002
-SLOW_SECONDS = 0.0003
 
 
 class Slots:
@@ -56,6 +52,8 @@ class Slots:
         self._forgets_locals = forgets_locals
         self._idle: deque[Slot] = deque()
         self._threadless: deque[Slot] = deque()  # replaced, and without a thread yet; the ladder's thread alone
+        self._pace = Pace(places.total)
+        self._surplus = 0  # so many are to go to sleep although work waits
         self._tick_wanted = threading.Event()
         self._stopping = False
         self._alone = True
@@ -97,13 +95,12 @@ class Slots:
         self._alone = False
 
     def push(self, attempts: Iterable[Attempt]) -> None:
-        """Queue attempts. What fits into idle slots starts now; the rest is for the awake ones and the ticker."""
+        """Queue attempts. If all of them fit into idle slots, they start now; else as many as the pace allows."""
         self.waiting.extend(attempts)
-        idle = len(self._idle)
-        if idle == self._places.total or len(self.waiting) <= idle:
-            for _ in range(min(len(self.waiting), idle) if len(self.waiting) <= idle else 1):
-                self.wake_one()
-        if self.waiting and self._idle:
+        waiting, idle = len(self.waiting), len(self._idle)
+        for _ in range(waiting if waiting <= idle else self._pace.level - (self._places.total - idle)):
+            self.wake_one()
+        if self.waiting:
             self._tick_wanted.set()
 
     def wake_one(self) -> None:
@@ -155,6 +152,8 @@ class Slots:
             self.finished += 1  # approximate under races; used for rates only
             if own is not None and len(own) != len(kept):
                 forget_new_locals(own, kept)
+            if self._surplus > 0:
+                self._doze(slot)
             if not self._alone and self._places.others_hungry(self):
                 self._sleep(slot)
 
@@ -167,22 +166,30 @@ class Slots:
             self.wake_one()
         slot.wake.acquire()
 
+    def _doze(self, slot: Slot) -> None:
+        """Sleep although work waits: the others are enough."""
+        self._surplus -= 1  # two may do this at once: then one too many sleeps until the next look
+        self._idle.append(slot)
+        self._places.give(self)
+        if self.waiting and len(self._idle) >= self._places.total:
+            self.wake_one()
+        slot.wake.acquire()
+
     def _tick(self) -> None:
-        finished, at = self.finished, monotonic()
+        pause = 0.0
         while not self._stopping:
-            if not self.waiting or not self._idle:
+            if not self.waiting:
+                self._surplus = 0
                 self._tick_wanted.clear()
-                if not self.waiting or not self._idle:
+                if not self.waiting:
                     self._tick_wanted.wait(1.0)
-                finished, at = self.finished, monotonic()
-            time.sleep(TICK_SECONDS)
-            now = monotonic()
+                pause = self._pace.begin(monotonic(), self.finished)
+            time.sleep(pause)
             awake = self._places.total - len(self._idle)
-            drained = self.finished - finished
-            if self.waiting and (now - at) * max(awake, 1) > SLOW_SECONDS * drained:
-                for _ in range(max(1, awake)):
-                    self.wake_one()
-            finished, at = self.finished, now
+            pause = self._pace.look(monotonic(), self.finished, awake)
+            self._surplus = max(0, awake - self._pace.level)
+            for _ in range(self._pace.level - awake):
+                self.wake_one()
 
 
 class Slot:
