@@ -13,18 +13,24 @@ from pathlib import Path
 
 import psycopg
 
-from bench import burst, fleet, floors, limits
+from bench import burst, fleet, floors, installed, limits
 from bench.fleet import Member, drain
 from bench.ground import DATA, Ground, ground
 from commandbus import CommandBus, Worker
 
 WANTED = [  # figure, floor, least ratio
-    ("drain_sync_per_s", "floor_overlapped_per_s", 0.60),
+    ("installed_one_per_s", "floor_overlapped_per_s", 0.75),
+    ("installed_two_per_s", "installed_one_per_s", 1.10),
+    ("drain_sync_per_s", "floor_overlapped_per_s", 0.75),
     ("drain_sync_per_s", "floor_serial_per_s", 1.20),
-    ("drain_sync_per_s", "drain_async_per_s", 0.75),
+    ("drain_sync_per_s", "drain_async_per_s", 0.90),
+    ("drain_async_per_s", "drain_sync_per_s", 0.90),
     ("drain_sync_per_s", "drain_no_deadline_per_s", 0.95),
     ("drain_supervised_per_s", "drain_no_deadline_per_s", 0.95),
     ("drain_sync_1ms_per_s", "drain_async_1ms_per_s", 0.90),
+    ("drain_async_1ms_per_s", "drain_sync_1ms_per_s", 0.90),
+    ("drain_sync_insert_per_s", "drain_async_insert_per_s", 0.90),
+    ("drain_async_insert_per_s", "drain_sync_insert_per_s", 0.90),
     ("drain_batch_per_s", "drain_no_batch_per_s", 0.90),
     ("drain_beside_parked_per_s", "drain_sync_per_s", 0.95),
     ("limit_postgres_pairs_per_s", "floor_postgres_pairs_per_s", 0.70),
@@ -98,7 +104,22 @@ class Run:
             self.drain("drain_long_transaction_per_s", "long", "sync")
         self.drain("drain_sync_1ms_per_s", "sync_1ms", "sync_1ms", count=few)
         self.drain("drain_async_1ms_per_s", "async_1ms", "async_1ms", count=few)
+        self.drain("drain_sync_insert_per_s", "sync_insert", "sync_insert", count=few // 2)
+        self.drain("drain_async_insert_per_s", "async_insert", "async_insert", count=few // 2)
+        self.as_installed()
         self.sends()
+
+    def as_installed(self) -> None:
+        """`commandbus worker`, once and twice."""
+        for domain, size, figure in (("one", 1, "installed_one_per_s"), ("twice", 2, "installed_two_per_s")):
+            if domain not in self.base.sent:
+                self.base.domain(domain)
+            with installed.fleet(self.base, domain, size) as processes:
+                self.note(figure, installed.drain(self.base, domain, self.count))
+                if size == 1:
+                    self.note("supervisor_and_worker_mb", installed.megabytes(processes))
+                elif "idle_share_of_two" not in self.figures:
+                    self.note("idle_share_of_two", installed.idle_share(processes, 5.0))
 
     def beside_parked(self) -> None:
         """Work of a domain in which 10,000 commands wait for a limit."""

@@ -107,8 +107,24 @@ def handlers_of(kind: str, domain: str, began: Any) -> HandlerRegistry:
         with ctx.connection() as conn:
             conn.execute("SELECT pg_sleep(0.005)")
 
-    functions = {"sync": noop, "async": async_noop, "sync_1ms": wait, "async_1ms": async_wait, "stamp": stamp,
-                 "query": query}  # fmt: skip
+    def insert(command: Any, ctx: Any) -> None:
+        with ctx.transaction() as tx:
+            tx.execute("INSERT INTO public.bare (command_type) VALUES (%s)", ("work",))
+
+    async def async_insert(command: Any, ctx: Any) -> None:
+        async with ctx.transaction() as tx:
+            await tx.execute("INSERT INTO public.bare (command_type) VALUES (%s)", ("work",))
+
+    functions: dict[str, Any] = {
+        "sync": noop,
+        "async": async_noop,
+        "sync_1ms": wait,
+        "async_1ms": async_wait,
+        "sync_insert": insert,
+        "async_insert": async_insert,
+        "stamp": stamp,
+        "query": query,
+    }
     if kind == "parked":
         handlers.register(domain, "work", noop)
         handlers.register(domain, "limited", noop, limits=["bench_full"])

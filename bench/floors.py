@@ -13,14 +13,16 @@ from psycopg_pool import ConnectionPool
 
 from bench.ground import DATA, Ground
 from commandbus.db.drive import run
+from commandbus.db.pool import BY_KEYS
 from commandbus.flow.claim import Claim, claim
-from commandbus.flow.settle import completed, settle
+from commandbus.flow.settle import settle_done
+from commandbus.runtime.attempt import Attempt
 
 WORKER = "floor"
 
 
 def _connect(ground: Ground) -> psycopg.Connection[Any]:
-    return psycopg.connect(ground.url, autocommit=True, prepare_threshold=2)
+    return psycopg.connect(ground.url, autocommit=True, prepare_threshold=2, options=BY_KEYS)
 
 
 def _claim(conn: psycopg.Connection[Any], domain: str, n: int, cursor: Any) -> Claim:
@@ -28,11 +30,11 @@ def _claim(conn: psycopg.Connection[Any], domain: str, n: int, cursor: Any) -> C
 
 
 def _settle(conn: psycopg.Connection[Any], domain: str, rows: list[tuple[Any, ...]]) -> None:
+    attempts = [Attempt(domain, row, None, 0.0) for row in rows]
     now = time.time()
-    settlements = [
-        completed(domain, row[0], row[1], row[2], number=row[6] + row[1], started=now, result=None) for row in rows
-    ]
-    assert not run(conn, settle(domain, WORKER, settlements))
+    for attempt in attempts:
+        attempt.started = now
+    assert run(conn, settle_done(domain, WORKER, attempts)) is None
 
 
 def serial(ground: Ground, domain: str, count: int) -> float:
@@ -50,7 +52,7 @@ def serial(ground: Ground, domain: str, count: int) -> float:
 
 
 def overlapped(ground: Ground, domain: str, count: int) -> float:
-    """Claim 200 and settle 200 at the same time, on two connections."""
+    """Claim 400 and settle 400 at the same time, on two connections."""
     claiming, settling = _connect(ground), _connect(ground)
     batches: queue.SimpleQueue[list[tuple[Any, ...]] | None] = queue.SimpleQueue()
     ahead = threading.Semaphore(3)
@@ -66,7 +68,7 @@ def overlapped(ground: Ground, domain: str, count: int) -> float:
     started = time.perf_counter()
     while done < count:
         ahead.acquire()
-        found = _claim(claiming, domain, 200, cursor)
+        found = _claim(claiming, domain, 400, cursor)
         cursor = found.last_vt if found.full else None
         batches.put(found.ready)
         done += len(found.ready)

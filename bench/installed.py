@@ -1,0 +1,114 @@
+"""`commandbus worker` as it is installed: a supervisor and its child, with default settings, on a full queue.
+
+The rate counts from the moment at which the domain is resumed to the moment at which its queue is empty.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from bench.ground import Ground
+
+HANDLERS = """
+from commandbus import HandlerRegistry
+
+handlers = HandlerRegistry()
+
+
+@handlers.handler("{domain}", "work")
+def work(command, ctx):
+    pass
+"""
+READY_SECONDS = 30.0
+DRAINED_SECONDS = 120.0
+
+
+@contextmanager
+def fleet(ground: Ground, domain: str, size: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """So many `commandbus worker`, idle and announced."""
+    with tempfile.TemporaryDirectory(prefix="commandbus-bench-") as folder:
+        with open(os.path.join(folder, "bench_app.py"), "w") as file:
+            file.write(HANDLERS.format(domain=domain))
+        command = [
+            sys.executable,
+            "-m",
+            "commandbus.cli",
+            "worker",
+            "bench_app:handlers",
+            "--database",
+            ground.url,
+        ]
+        environment = os.environ | {"COMMANDBUS_LOG_LEVEL": "WARNING"}
+        started = [subprocess.Popen(command, cwd=folder, env=environment) for _ in range(size)]
+        try:
+            _until(lambda: _waiting(ground, domain) >= size, READY_SECONDS, "the workers are not ready")
+            yield started
+        finally:
+            for process in started:
+                process.terminate()
+            for process in started:
+                process.wait(timeout=30)
+
+
+def drain(ground: Ground, domain: str, count: int) -> float:
+    """Commands a second of a full queue."""
+    ground.fill(domain, count)
+    started = time.perf_counter()
+    ground.bus.resume(domain)
+    _until(lambda: not _is_left(ground, domain), DRAINED_SECONDS, f"{domain} was not drained")
+    elapsed = time.perf_counter() - started
+    ground.bus.pause(domain, operator="bench")
+    return count / elapsed
+
+
+def _is_left(ground: Ground, domain: str) -> bool:
+    return bool(ground.one(f"SELECT EXISTS (SELECT FROM pgmq.q_{domain}__commands)"))
+
+
+def _waiting(ground: Ground, domain: str) -> int:
+    return int(
+        ground.one("SELECT count(*) FROM commandbus.waiting WHERE domain = %s AND expires_at > now()", domain)
+    )
+
+
+def _until(is_so: Callable[[], bool], seconds: float, complaint: str) -> None:
+    ends_at = time.perf_counter() + seconds
+    while not is_so():
+        if time.perf_counter() > ends_at:
+            raise RuntimeError(f"{complaint} within {seconds:.0f} s")
+        time.sleep(0.005)
+
+
+def megabytes(processes: list[subprocess.Popen[bytes]]) -> float:
+    """Resident memory of a supervisor and its child, pages that they share counted twice."""
+    return max(sum(_resident(pid) for pid in [process.pid, *_children(process.pid)]) for process in processes)
+
+
+def idle_share(processes: list[subprocess.Popen[bytes]], seconds: float) -> float:
+    """Share of a core that idle supervisors and their children use together."""
+    pids = [pid for process in processes for pid in [process.pid, *_children(process.pid)]]
+    before = sum(_cpu_seconds(pid) for pid in pids)
+    time.sleep(seconds)
+    return (sum(_cpu_seconds(pid) for pid in pids) - before) / seconds
+
+
+def _children(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(word) for word in file.read().split()]
+
+
+def _resident(pid: int) -> float:
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _cpu_seconds(pid: int) -> float:
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
