@@ -47,7 +47,7 @@ from psycopg.rows import tuple_row
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from commandbus.clock import monotonic
-from commandbus.db.drive import OwnConnection, has_rows, never_open
+from commandbus.db.drive import OwnAsyncConnection, OwnConnection, has_rows, never_open
 from commandbus.db.pool import open_pool
 from commandbus.errors import AttemptFencedError
 from commandbus.runtime.attempt import NEVER, Attempt
@@ -165,7 +165,7 @@ class HandlerConnections:
                 if self._remembers:
                     before = Remembered(*_row(cursor.execute(REMEMBER, prepare=False).fetchone()))
                 limits = self._limits(attempt, deadline_at, borrowed)
-                found = _row(cursor.execute(_limit(borrowed), limits, prepare=False).fetchone())
+                found = _row(cursor.execute(_limit(borrowed), limits, prepare=self._prepares).fetchone())
                 self._identify(attempt, borrowed, conn, found)
                 level = conn.isolation_level or _level(found[0])
                 if before_snapshot is not None and level in SNAPSHOT_LEVELS:
@@ -211,9 +211,7 @@ class HandlerConnections:
         habits = Habits(conn)
         before: Remembered | None = None
         borrowed = self._lend(attempt, conn)
-        wrapped: AsyncConnection[Any] = AsyncConnection(conn.pgconn)
-        wrapped._prepared = conn._prepared  # one session, one account of what is prepared in it
-        wrapped.prepare_threshold = None
+        wrapped = _wrapped(conn)
         wrapped._pool = None  # psycopg warns of what is open and in no pool
         try:
             _refuse_fenced(attempt)
@@ -252,6 +250,8 @@ class HandlerConnections:
                         await wrapped.set_autocommit(True)
                         wrapped._adapters = None  # the handler's own
                         await _run_all_async(wrapped, put_back(before, conn._prepared))
+                if isinstance(conn, OwnConnection):
+                    conn.planned_at = wrapped.planned_at
             finally:  # the handler may be cancelled here, too
                 self._put(pool, conn, borrowed)
 
@@ -259,6 +259,11 @@ class HandlerConnections:
     def _remembers(self) -> bool:
         """Is the session somebody's, who wants it back as it was?"""
         return self._lent is not None and not self._is_pooled_elsewhere
+
+    @property
+    def _prepares(self) -> bool | None:
+        """Are our own statements prepared in it? Not in somebody's session."""
+        return None if self._lent is None else False
 
     def write_off(self, borrowed: Borrowed) -> None:
         """A stuck attempt does not return this connection: its backend was ended, the pool may open another."""
@@ -445,6 +450,15 @@ async def _run_all_async(conn: AsyncConnection[Any], asks: Generator[Ask, Rows, 
 def _row(row: tuple[Any, ...] | None) -> tuple[Any, ...]:
     assert row is not None  # noqa: S101 - a SELECT without FROM has one
     return row
+
+
+def _wrapped(conn: Connection[Any]) -> OwnAsyncConnection:
+    """The same session for async code: one account of what is prepared in it, and of how old its plans are."""
+    wrapped = OwnAsyncConnection(conn.pgconn)
+    wrapped._prepared = conn._prepared
+    wrapped.prepare_threshold = conn.prepare_threshold if isinstance(conn, OwnConnection) else None
+    wrapped.planned_at = conn.planned_at if isinstance(conn, OwnConnection) else 0.0
+    return wrapped
 
 
 def _closed_connection_of(pool: ConnectionPool[Any]) -> Connection[Any]:
