@@ -8,13 +8,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg import sql
 
-from commandbus import CommandBus, HandlerRegistry, HealthState, Limit, NewCommand, Settings, Worker
+from commandbus import (
+    CommandBus,
+    HandlerRegistry,
+    HealthState,
+    Limit,
+    NewCommand,
+    Settings,
+    Worker,
+    WorkerWatchdog,
+)
 from commandbus.db.link import LOCK_SECONDS, STATEMENT_SECONDS, Link
 from commandbus.db.service import DatabaseService
 from support.network import Proxy
@@ -229,6 +239,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commandbus.db.link.SILENT_SECONDS", 4.0)
     monkeypatch.setattr("commandbus.db.service.SILENT_SECONDS", 2.5)
     monkeypatch.setattr("commandbus.db.service.STILL_SECONDS", 2.0)
+    monkeypatch.setattr("commandbus.db.service.FAILING_SECONDS", 2.0)
+    monkeypatch.setattr("commandbus.db.service.AWAY_SECONDS", 1.5)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -314,9 +326,60 @@ def test_a_second_of_read_only_costs_nothing(
     assert worker.stop().is_clean
 
 
+@pytest.mark.usefixtures("impatient")
+def test_a_database_that_refuses_to_write_for_long_is_named(
+    database: str, bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    """The database answers, so nothing is silent; but nothing can be claimed. As with a full disk."""
+    worker = start_worker(handlers, database)
+    name = sql.Identifier(database.rsplit("/", 1)[1])
+    db.execute(sql.SQL("ALTER DATABASE {} SET default_transaction_read_only = on").format(name))
+    ours = "datname = current_database() AND application_name LIKE 'commandbus test-%'"
+    db.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {ours}".encode())
+    until(lambda: "claimer" in worker.health_status.critical_reasons)
+    assert any("read-only transaction" in reason for reason in worker.health_status.reasons)
+    claimer = part_of(worker, "claimer")
+    assert not claimer.is_broken, "another worker would get the same: it is not replaced"
+    db.execute(sql.SQL("ALTER DATABASE {} RESET default_transaction_read_only").format(name))
+    with CommandBus(database) as again:
+        again.send("orders", "work", command_id="after")
+        until_completed(again, "after", seconds=20)
+    until(lambda: worker.health_status.state is HealthState.HEALTHY)
+    assert worker.stop().is_clean
+
+
+@pytest.mark.usefixtures("impatient")
+def test_after_an_outage_no_part_counts_as_failing(
+    bus: CommandBus, handlers: HandlerRegistry, start_worker: StartWorker, proxy: Proxy, through: str
+) -> None:
+    """Else a supervisor would replace every worker after every outage."""
+    worker = start_worker(handlers, through, poll_interval=3.0)
+    bus.send("orders", "work", command_id="before")
+    until_completed(bus, "before")  # every part is connected
+    until(lambda: proxy.connections >= 4)
+    parts = worker._parts
+    assert parts is not None
+    proxy.is_refusing = True
+    proxy.cut()
+    until(lambda: all(each.is_away for each in parts._threads if each.part != "adopter"), 20)
+    proxy.is_refusing = False
+    seen: set[str] = set()
+
+    def is_back() -> bool:
+        seen.update(each.trouble for each in parts._threads if each.trouble is not None)
+        return not any(each.is_down for each in parts._threads)
+
+    until(is_back, 20)
+    end = monotonic() + 4  # longer than any round
+    while monotonic() < end:
+        is_back()
+    assert seen == set()
+    assert worker.stop().is_clean
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_the_end_of_a_thread_is_critical(
-    database: str, handlers: HandlerRegistry, start_worker: StartWorker, part: str, bus: CommandBus
+    database: str, handlers: HandlerRegistry, start_worker: StartWorker, part: str, bus: CommandBus, db: Db
 ) -> None:
     worker = start_worker(handlers, database)
     service = part_of(worker, part)
@@ -324,8 +387,17 @@ def test_the_end_of_a_thread_is_critical(
     def end() -> None:
         raise SystemExit("out of order")
 
-    service.order(end)
-    until(lambda: part.replace(" ", "_") in worker.health_status.critical_reasons)
-    assert any(f"the {part} has ended: SystemExit: out of order" in text for text in worker.health_status.reasons)
+    restarted = threading.Event()
+    said = f"the {part} has ended: SystemExit: out of order"
+    with WorkerWatchdog(worker, check_interval=0.1, restart_callback=restarted.set):
+        service.order(end)
+        until(lambda: part.replace(" ", "_") in worker.health_status.critical_reasons)
+        assert any(said in text for text in worker.health_status.reasons)
+        assert restarted.wait(10), "the watchdog's callback runs"
+    if part != "maintenance":  # it is the one that writes there; its worker counts as silent
+        registry = (
+            "SELECT bool_or(health ->> 'state' = 'critical' AND health::text LIKE %s) FROM commandbus.worker"
+        )
+        until(lambda: one(db, registry, f"%{said}%"))
     with pytest.raises(SystemExit, match="out of order"):
         worker.stop(timeout=3)
