@@ -13,7 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import psycopg
+
 from commandbus.clock import boottime, monotonic
+from commandbus.db.passing import is_locked
 from commandbus.errors import CommandBusError
 from commandbus.flow import places
 from commandbus.flow.limits import LimitRow
@@ -108,7 +111,9 @@ class Visits:
             who = [(visit.msg_id, visit.id, visit.attempt_base) for visit in visits]
             try:
                 answer = self._desk.link.run(places.turns(domain, who))
-            except CommandBusError as error:
+            except (CommandBusError, psycopg.OperationalError) as error:
+                if isinstance(error, psycopg.Error) and not is_locked(error):
+                    raise
                 logger.warning("turns of commands of domain %s cannot be read: %s", domain, error)
                 continue
             found |= {visit: answer[visit.msg_id] for visit in visits if visit.msg_id in answer}
@@ -125,7 +130,7 @@ class Visits:
         """One limit: first those for whom a place is kept, then newcomers, unless others wait."""
         try:
             self._ask_at(name, group, turns, got, refused)
-        except CommandBusError as error:  # it is gone, or cannot be used from here
+        except CommandBusError as error:  # it is gone, locked by somebody, or cannot be used from here
             self._desk.forget(name)
             for visit in group:
                 if all(place.limit != name for place in got[visit]):
