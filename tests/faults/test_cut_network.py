@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ import psycopg
 import pytest
 
 from commandbus import (
+    AsyncCommandBus,
     CommandBus,
     CommandStatus,
     HandlerRegistry,
@@ -52,6 +54,39 @@ def handlers() -> HandlerRegistry:
 def kind(request: pytest.FixtureRequest) -> str:
     """Which handler."""
     return str(request.param)
+
+
+def test_a_pool_is_back_soon_after_its_database(bus: CommandBus, proxy: Proxy, through: str) -> None:
+    """However long the database was away: psycopg's pools pause for ever longer between two attempts."""
+    settings = quick_settings(through, pool_timeout=60.0)
+    sent = threading.Event()
+    with CommandBus(settings=settings) as away:
+        proxy.is_refusing = True
+
+        def send() -> None:
+            away.send("orders", "exact", command_id="c")
+            sent.set()
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        until(lambda: proxy.refused >= 5, 30)  # pauses of 1, 2, 4 and 8 s would have passed, and one of 16 be next
+        proxy.is_refusing = False
+        assert sent.wait(5)
+        thread.join()
+    assert bus.get_command("orders", "c") is not None
+
+
+def test_an_async_pool_is_back_soon_after_its_database(bus: CommandBus, proxy: Proxy, through: str) -> None:
+    async def send() -> None:
+        async with AsyncCommandBus(settings=quick_settings(through, pool_timeout=60.0)) as away:
+            proxy.is_refusing = True
+            sending = asyncio.create_task(away.send("orders", "exact", command_id="c"))
+            await asyncio.to_thread(until, lambda: proxy.refused >= 5, 30)
+            proxy.is_refusing = False
+            await asyncio.wait_for(sending, 5)
+
+    asyncio.run(send())
+    assert bus.get_command("orders", "c") is not None
 
 
 # --- cut and silent -------------------------------------------------------------------------------------------
