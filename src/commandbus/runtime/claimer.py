@@ -91,6 +91,7 @@ class Claimer(DatabaseService):
         adopter: Adopter,
         on_cancel: Callable[[str, int], None],
         on_idle: Callable[[], bool],
+        on_connect: Callable[[], None],
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
@@ -110,6 +111,7 @@ class Claimer(DatabaseService):
         )
         self._on_cancel = on_cancel
         self._on_idle = on_idle
+        self._on_connect = on_connect
         self.is_waiting_for_room = False
         self.is_ended = False  # claim nothing more: the worker drains
         self.claimed = 0
@@ -146,6 +148,7 @@ class Claimer(DatabaseService):
         for domain in self._domains:
             domain.cursor = None
         self._announced_until = 0.0
+        self._on_connect()
 
     def round(self) -> None:
         room = self._wait_for_room()
