@@ -358,3 +358,42 @@ def test_a_message_that_is_handed_out_again_with_the_number_of_its_command(
         assert found is not None
         assert found.result == "other"
     worker.stop()
+
+
+def test_what_was_claimed_while_the_standby_was_away_is_given_back(
+    folder: Path, postgres_binaries: Path | None, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commits wait for a standby that does not come, and our own clock cancels them: none of it is acknowledged,
+    so nothing starts, and no command pays for it."""
+    monkeypatch.setattr("commandbus.db.link.STATEMENT_SECONDS", 1.0)
+    monkeypatch.setattr("commandbus.db.service.FAILING_SECONDS", 3.0)
+    ran: list[str] = []
+    handlers = HandlerRegistry()
+    handlers.register("orders", "work", lambda command, ctx: ran.append(command.command_id))
+    server = EmbeddedPostgres(folder / "alone", binaries=postgres_binaries, fsync=False)
+    server.start()
+    try:
+        with CommandBus(server.dsn) as bus, psycopg.connect(server.dsn, autocommit=True) as admin:
+            bus.migrate(domains=["orders"])
+            bus.send_many("orders", [NewCommand("work", max_attempts=1) for _ in range(20)])
+            admin.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
+            admin.execute("SELECT pg_reload_conf()")
+            until(lambda: one(admin, "SHOW synchronous_standby_names") == "nobody")
+            worker = start_worker(handlers, server.dsn)
+            claimed = "SELECT count(*) FROM pgmq.q_orders__commands WHERE read_ct > 0"
+            until(lambda: one(admin, claimed), 30)
+            until(lambda: "claimer" in worker.health_status.critical_reasons, 30)
+            parts = worker._parts
+            assert parts is not None
+            assert not any(each.is_broken for each in parts._threads), "another worker would get the same"
+            assert ran == []
+            admin.execute("ALTER SYSTEM RESET synchronous_standby_names")
+            admin.execute("SELECT pg_reload_conf()")
+            unfinished = "SELECT count(*) FROM commandbus.command WHERE status <> 'COMPLETED'"
+            until(lambda: one(admin, unfinished) == 0, 30)
+            assert len(ran) == len(set(ran)) == 20
+            verdicts = admin.execute("SELECT DISTINCT verdict FROM commandbus.attempt").fetchall()
+            assert verdicts == [("GIVEN_BACK",)]
+            assert worker.stop().is_clean
+    finally:
+        server.stop(force=True)

@@ -248,8 +248,8 @@ def test_a_loss_without_a_verdict_is_waived_and_makes_a_suspect(orders: Bus, db:
 
 def test_a_suspect_that_is_lost_again_is_charged(orders: Bus, db: psycopg.Connection[Any]) -> None:
     orders.send("orders", "Ship", command_id="k")
-    lose(orders, db)
-    lose(orders, db)
+    lose(orders, db, "dead1")
+    lose(orders, db, "dead2")
     third = orders.claim_one("w3")
     assert (third.number, third.charge, third.is_suspect) == (3, 2, True)
     assert marks(db) == (1, 1, True, None)

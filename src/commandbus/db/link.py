@@ -23,7 +23,7 @@ from commandbus.clock import monotonic
 from commandbus.db.answer_clock import Question
 from commandbus.db.drive import LostSocketError, OwnConnection, Runnable, run
 from commandbus.db.passing import READ_ONLY, PassingError, is_passing
-from commandbus.db.pool import connect_own
+from commandbus.db.pool import ask_default_level, connect_own
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 
@@ -174,13 +174,15 @@ class Link:
             lock_seconds=self._lock_seconds,
             goes_by_keys=self._goes_by_keys,
         )
-        if self._on_connect is not None:
-            try:
-                with self._question.asked(conn):
+        try:
+            with self._question.asked(conn):
+                if conn.begins is None:
+                    ask_default_level(conn)
+                if self._on_connect is not None:
                     self._on_connect(conn)
-            except BaseException:
-                conn.close()
-                raise
+        except BaseException:
+            conn.close()
+            raise
         return conn
 
     def _drop(self) -> None:

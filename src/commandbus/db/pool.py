@@ -12,6 +12,7 @@ is chosen. Whatever the address says itself wins.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from commandbus.clock import monotonic
+from commandbus.db.answer_clock import Question
 from commandbus.db.drive import (
     AnyAsyncConnection,
     AnyConnection,
@@ -47,6 +49,9 @@ LONGEST_PAUSE_SECONDS: Final = 2.0
 OWN_SEARCH_PATH = "pg_catalog,pg_temp"
 """Of our threads' sessions: nobody but the server's owner can put a function or an operator there."""
 BY_KEYS = "-c plan_cache_mode=force_generic_plan -c enable_seqscan=off -c enable_bitmapscan=off"
+ANSWER_SECONDS: Final = 5.0
+_SHOW_LEVEL: Final = b"SHOW default_transaction_isolation"
+_READ_COMMITTED: Final = ("read committed",)
 _poolers: set[str] = set()  # addresses that refuse settings at the start of a session
 
 
@@ -119,7 +124,9 @@ def connect_own(
             if not refuses_options(error):
                 raise
             _poolers.add(url)  # PgBouncer: nothing may be left in a session, so the answer clock has to do
-    return read_committed(ServiceConnection.connect(address, **kwargs))
+    conn = read_committed(ServiceConnection.connect(address, **kwargs))
+    conn.begins = None
+    return conn
 
 
 def options_of(conninfo: str) -> str:
@@ -139,12 +146,24 @@ def read_committed(conn: OwnConnection) -> OwnConnection:
     return conn
 
 
-async def _read_committed_async(conn: OwnAsyncConnection) -> None:
-    await conn.set_isolation_level(IsolationLevel.READ_COMMITTED)
+def ask_default_level(conn: OwnConnection) -> None:
+    """A lone statement has the level that the server's default says. If that is another one, it must be told
+    so."""
+    row = conn.execute(_SHOW_LEVEL, prepare=False).fetchone()
+    conn.begins = row != _READ_COMMITTED
 
 
 def _configure(conn: OwnConnection) -> None:
     read_committed(conn)
+    question = Question("a pool's new connection", cancel_after=ANSWER_SECONDS, cut_after=ANSWER_SECONDS)
+    with question.asked(conn):
+        ask_default_level(conn)
+
+
+async def _configure_async(conn: OwnAsyncConnection) -> None:
+    await conn.set_isolation_level(IsolationLevel.READ_COMMITTED)
+    cursor = await asyncio.wait_for(conn.execute(_SHOW_LEVEL, prepare=False), ANSWER_SECONDS)
+    conn.begins = await cursor.fetchone() != _READ_COMMITTED
 
 
 def check_open(conn: AnyConnection | AnyAsyncConnection) -> None:
@@ -237,7 +256,7 @@ def make_async_pool(settings: Settings, *, name: str, max_size: int) -> AsyncCon
     return _SteadyAsyncPool(
         connection_class=OwnAsyncConnection,
         check=_check_open_async,
-        configure=_read_committed_async,
+        configure=_configure_async,
         open=False,
         **arguments,
     )

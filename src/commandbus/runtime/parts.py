@@ -257,6 +257,7 @@ class Parts:
             spare=self._spare,
             finished=self._finished,
             deliver=self._deliver,
+            on_unsure=self._return_unsure,
             apart=self._apart,
             adopter=self._adopter,
             on_cancel=self._look_for_cancel,
@@ -718,6 +719,13 @@ class Parts:
             self._limited.visit(limited)
         if self.state is not State.ACTIVE:
             self._give_back()
+
+    def _return_unsure(self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float) -> None:
+        """They were claimed, but a failover may lose that: they must not start."""
+        for row in rows:
+            attempt = Attempt(domain, row, self._handlers.get(domain, row[4]), claimed_at)
+            self.held.add(attempt)
+            self._return(attempt)
 
     def _note_connected(self) -> None:
         """Whatever is held now was claimed on an earlier connection, perhaps from a server that is no more."""

@@ -28,6 +28,7 @@ import psycopg
 
 from commandbus import sql
 from commandbus.clock import monotonic
+from commandbus.db.drive import UnreplicatedError
 from commandbus.db.passing import is_locked, is_of_the_database, is_passing
 from commandbus.db.service import DatabaseService
 from commandbus.errors import PermanentCommandError
@@ -91,7 +92,7 @@ class Settler(DatabaseService):
         self._folder = Folder(self._link)
         self._closing = False
         self._sleeps = False  # whoever adds an outcome must wake it
-        self._in_doubt = False  # the connection was lost in a statement, which may have settled something
+        self._in_doubt = False  # a statement was not acknowledged, and may have settled something
         self.settled: Counter[str] = Counter()
         self.refused = 0
 
@@ -161,8 +162,8 @@ class Settler(DatabaseService):
         if not self._stopping.is_set():
             self._folder.fold()
 
-    def lost(self, error: psycopg.Error) -> None:  # noqa: ARG002
-        self._in_doubt = self._in_doubt or self._link.conn_is_lost()
+    def lost(self, error: psycopg.Error) -> None:
+        self._in_doubt = self._in_doubt or self._link.conn_is_lost() or isinstance(error, UnreplicatedError)
 
     def _settle_done(self) -> None:
         """Write completions; what fails with the database stays to be written."""
@@ -338,7 +339,7 @@ class Settler(DatabaseService):
     def _note_refusal(self, attempt: Attempt, *, in_doubt: bool) -> None:
         extra = attempt.log_fields
         if in_doubt:
-            text = "attempt number %d of command %s was settled by the statement in which the connection was lost"
+            text = "attempt number %d of command %s was settled by a statement that was not acknowledged"
             logger.info(text, attempt.number, attempt.command_id, extra=extra)
             return
         self.refused += 1
