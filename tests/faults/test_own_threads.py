@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict
 
 from commandbus import (
     CommandBus,
@@ -25,8 +27,13 @@ from commandbus import (
     Worker,
     WorkerWatchdog,
 )
+from commandbus.cli.session import connect as cli_connect
 from commandbus.db.link import LOCK_SECONDS, STATEMENT_SECONDS, Link
+from commandbus.db.pool import ALIVE, lasting_conninfo
 from commandbus.db.service import DatabaseService
+from commandbus.flow.claim import claim
+from commandbus.flow.settle import settle
+from commandbus.runtime.attempt import Attempt
 from support.network import Proxy
 from support.waiting import one, statuses, until, until_settled, verdicts, within
 from support.workers import short_lease
@@ -105,6 +112,85 @@ def test_where_statements_are_not_prepared_nothing_is_left_in_a_session(database
     shown = [one(link.conn, f"SHOW {name}") for name in ("statement_timeout", "lock_timeout")]
     link.close()
     assert shown == ["0", "0"]
+
+
+def test_every_connection_of_ours_notices_that_its_network_is_gone(
+    database: str, bus: CommandBus, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    seen: dict[str, dict[str, str]] = {}
+
+    @handlers.handler("orders", "look")
+    def look(command: Any, ctx: Any) -> None:
+        with ctx.connection() as conn:
+            seen["handlers"] = conn.info.get_parameters()
+
+    start_worker(handlers, database)
+    bus.call("orders", "look", timeout=20)
+    link = Link(Settings(database_url=database), name="test")
+    seen["own threads"] = link.conn.info.get_parameters()
+    link.close()
+    with (
+        bus.connect() as conn,
+        bus.pool.connection() as pooled,
+        cli_connect(Settings(database_url=database)) as cli,
+    ):
+        seen |= {"bus.connect": conn.info.get_parameters(), "bus": pooled.info.get_parameters()}
+        seen["command line"] = cli.info.get_parameters()
+    wanted = ALIVE | {"keepalives": "1"}
+    for who, parameters in seen.items():
+        assert {name: parameters.get(name, "1") for name in wanted} == wanted, who
+    assert ALIVE["connect_timeout"] == "3"
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "wanted"),
+    [
+        ("host=a,b dbname=x", {}, "read-write"),
+        ("hostaddr=127.0.0.1,127.0.0.2 dbname=x", {}, "read-write"),
+        ("dbname=x", {"PGHOST": "a,b"}, "read-write"),
+        ("postgresql://a,b/x?target_session_attrs=any", {}, "any"),
+        ("host=a,b dbname=x", {"PGTARGETSESSIONATTRS": "primary"}, None),
+        ("host=a dbname=x", {"PGHOST": "a,b"}, None),
+        ("host=a dbname=x", {}, None),
+    ],
+)
+def test_of_several_hosts_the_one_that_can_write_is_wanted(
+    url: str, variables: dict[str, str], wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert conninfo_to_dict(lasting_conninfo(url)).get("target_session_attrs") == wanted
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["direct", "behind_a_pooler"])
+def test_the_limits_cost_no_round_trip_on_claim_and_settle(
+    database: str, bus: CommandBus, prepared: bool, tmp_path: Path
+) -> None:
+    link = Link(Settings(database_url=database, prepared_statements=prepared), name="test")
+
+    def claimed() -> Attempt:
+        asked = claim(domain="orders", worker="w", n=1, lease_seconds=60, cursor=None)
+        (row,) = link.run(asked).ready
+        return Attempt("orders", row, None, 0.0)
+
+    def trips(act: Callable[[], object]) -> int:
+        """How often the server was asked to answer, as libpq's own protocol says."""
+        with (tmp_path / "trace").open("w+") as file:
+            link.conn.planned_at = monotonic()  # the plans of prepared statements are new
+            link.conn.pgconn.trace(file.fileno())
+            act()
+            link.conn.pgconn.untrace()
+            file.seek(0)
+            return sum("\tSync" in line or "\tQuery" in line for line in file)
+
+    bus.send_many("orders", [NewCommand("work") for _ in range(8)])
+    for _ in range(4):  # by then everything is prepared, or never will be
+        link.run(settle("orders", "w", [claimed().complete(None)]))
+    attempt: list[Attempt] = []
+    assert trips(lambda: attempt.append(claimed())) == 1
+    assert trips(lambda: link.run(settle("orders", "w", [attempt[0].complete(None)]))) == 1
+    link.close()
 
 
 def test_own_sessions_are_read_committed_whatever_the_database_says(

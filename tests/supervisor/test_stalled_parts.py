@@ -21,6 +21,7 @@ from support.waiting import statuses, until, until_settled, verdicts, within
 Supervise = Callable[..., Supervised]
 Db = psycopg.Connection[Any]
 NAMED_SECONDS = 15.0
+BACK_SECONDS = 5.0
 PARTS = ("claimer", "settler", "lease keeper", "maintenance", "gate", "adopter")
 RAW = '{"command_type": "quick", "command_id": "raw"}'
 MORE_TASKS = '''
@@ -111,6 +112,29 @@ def test_a_part_that_hears_nothing_is_named_in_time_and_nothing_is_lost(
     until(lambda: supervised.ask("/health/ready")[0] == 200)
     assert statuses(db) == {"COMPLETED": 5}
     assert [verdicts(db, each) for each in ("after", "plain")] == [[], []], "nothing ran twice"
+
+
+@pytest.mark.slow
+def test_a_server_that_falls_silent_as_a_whole(
+    supervise: Supervise, bus: CommandBus, db: Db, through: str, proxy: Proxy
+) -> None:
+    """As when its host is gone, or a pooler froze: bytes are taken, and nobody answers, nor to those who
+    connect."""
+    supervised = supervise(database_url=through, visibility_timeout="60s").until_ready()
+    put_all_to_work(bus, db)
+    until(lambda: "commandbus_database_up 1" in supervised.ask("/metrics")[1])
+    proxy.hearing.clear()
+    send_more(bus, db)
+    within(NAMED_SECONDS, lambda: supervised.ask("/health/ready")[0] == 503)
+    within(NAMED_SECONDS, lambda: "commandbus_database_up 0" in supervised.ask("/metrics")[1])
+    until(lambda: supervised.log.count("its connection is cut") >= 5, 30)
+    proxy.hearing.set()
+    within(BACK_SECONDS, lambda: is_completed(bus, "after") and is_completed(bus, "plain"))
+    until(lambda: supervised.ask("/health/ready")[0] == 200)
+    until_settled(db)
+    until(lambda: is_completed(bus, "raw2"))
+    assert len(supervised.workers()) == 1
+    assert "drains" not in supervised.log, "nobody was replaced for it"
 
 
 @pytest.mark.slow
