@@ -17,6 +17,7 @@ from commandbus import (
     CommandBus,
     CommandStatus,
     HandlerRegistry,
+    Limit,
     NewCommand,
     RetryPolicy,
     Worker,
@@ -280,6 +281,23 @@ def test_a_settle_that_was_cut_is_repeated_and_the_handler_is_not(
     assert (report.is_clean, report.settled) == (True, 1)
     assert runs == ["c"]
     assert verdicts(db, "c") == []
+
+
+def test_a_permit_whose_answer_was_lost_is_given_back(
+    bus: CommandBus, db: Db, proxy: Proxy, through: str, start_worker: StartWorker
+) -> None:
+    """Else nobody could use it until its lease ends."""
+    bus.declare_limit(Limit("api", concurrency=1, lease=120))
+    handlers = HandlerRegistry()
+    handlers.register("orders", "call", lambda ctx: "called", limits=["api"])
+    proxy.swallow(b"holders = l.holders ||")
+    bus.send("orders", "call", command_id="c")
+    worker = start_worker(handlers, through)
+    assert proxy.swallowed.wait(20)
+    until_settled(db, 15)
+    assert statuses(db) == {"COMPLETED": 1}
+    until(lambda: one(db, "SELECT holders = '{}' FROM commandbus.limits"))
+    assert worker.stop().is_clean
 
 
 def test_a_claim_whose_answer_was_lost_is_made_good_by_the_lease(

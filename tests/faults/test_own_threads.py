@@ -131,7 +131,7 @@ def test_every_connection_of_ours_notices_that_its_network_is_gone(
     link.close()
     with (
         bus.connect() as conn,
-        bus.pool.connection() as pooled,
+        bus._pool.connection() as pooled,
         cli_connect(Settings(database_url=database)) as cli,
     ):
         seen |= {"bus.connect": conn.info.get_parameters(), "bus": pooled.info.get_parameters()}

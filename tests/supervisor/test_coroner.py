@@ -206,3 +206,13 @@ def until_connected(db: Db) -> Callable[[], int]:
         return pid
 
     return look
+
+
+def test_its_end_is_told(coroner: Coroner) -> None:
+    """/health/ready shows what `trouble` says (`test_what_the_probes_say`)."""
+
+    def end() -> None:
+        raise SystemExit("out of order")
+
+    coroner.order(end)
+    until(lambda: coroner.trouble == "the coroner has ended: SystemExit: out of order")

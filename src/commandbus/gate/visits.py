@@ -160,8 +160,14 @@ class Visits:
         row: LimitRow | None = None
         asked_at = boottime()
         if not self.parking.is_under_way(name):
-            # Not as the probe: that is chosen among those in line.
-            granted, row = self._desk.take(name, list(tokens), probes=False)
+            try:
+                # Not as the probe: that is chosen among those in line.
+                granted, row = self._desk.take(name, list(tokens), probes=False)
+            except psycopg.OperationalError:
+                # The answer was lost, and perhaps with it a place, which nobody else would get for a whole lease.
+                unsure = [Place(name, token, 0.0, holder=visit.holder) for token, visit in tokens.items()]
+                self._exits.hand_back(unsure)
+                raise
         for token in granted:
             visit = tokens.pop(token)
             got[visit].append(self._place(name, token, visit, asked_at))
