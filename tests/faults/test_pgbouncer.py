@@ -202,18 +202,26 @@ def test_a_locked_reply_queue_holds_up_its_own_outcomes_alone(
     assert one(db, "SELECT count(*) FROM pgmq.q_answers") == 1
 
 
+@pytest.fixture
+def snapshots(database: str) -> None:
+    """Sessions that begin from now on keep their snapshots by default; those of the pooler begin later."""
+    name = sql.Identifier(database.rsplit("/", 1)[1])
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute(
+            sql.SQL("ALTER DATABASE {} SET default_transaction_isolation = 'repeatable read'").format(name)
+        )
+
+
+@pytest.mark.usefixtures("snapshots")
 def test_own_statements_are_read_committed_whatever_the_database_says(
     bus: CommandBus,
     db: Db,
-    database: str,
     pooled: str,
     start_pooled: StartWorker,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nothing can be set as a session starts. Claims and settlements of several workers meet at the same rows:
     those of a higher level would fail again and again."""
-    name = sql.Identifier(database.rsplit("/", 1)[1])
-    db.execute(sql.SQL("ALTER DATABASE {} SET default_transaction_isolation = 'repeatable read'").format(name))
     handlers = HandlerRegistry()
     handlers.register("orders", "work", lambda ctx: "done")
     settings = Settings(database_url=pooled, prepared_statements=False)
