@@ -11,7 +11,8 @@ waits: nobody may overtake in that moment. Used by the gate's thread alone; `ask
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import psycopg
 
@@ -149,7 +150,7 @@ class Visits:
             asked_at = boottime()
             turn = turns.get(visit)
             token = turn.token if turn is not None and turn.limit == name else None
-            if token is not None and self._desk.adopt(name, token):
+            if token is not None and self._adopt(name, token, visit):
                 got[visit].append(self._place(name, token, visit, asked_at))
             else:
                 newcomers.append(visit)
@@ -160,14 +161,9 @@ class Visits:
         row: LimitRow | None = None
         asked_at = boottime()
         if not self.parking.is_under_way(name):
-            try:
+            with self._sure_of(name, tokens):
                 # Not as the probe: that is chosen among those in line.
                 granted, row = self._desk.take(name, list(tokens), probes=False)
-            except psycopg.OperationalError:
-                # The answer was lost, and perhaps with it a place, which nobody else would get for a whole lease.
-                unsure = [Place(name, token, 0.0, holder=visit.holder) for token, visit in tokens.items()]
-                self._exits.hand_back(unsure)
-                raise
         for token in granted:
             visit = tokens.pop(token)
             got[visit].append(self._place(name, token, visit, asked_at))
@@ -176,6 +172,22 @@ class Visits:
             for visit in tokens.values():
                 turn = turns.get(visit)
                 refused[visit] = refuse(row, waited_seconds=turn.waited_seconds if turn is not None else None)
+
+    def _adopt(self, name: str, token: str, visit: Visit) -> bool:
+        with self._sure_of(name, {token: visit}):
+            return self._desk.adopt(name, token)
+
+    @contextmanager
+    def _sure_of(self, name: str, tokens: Mapping[str, Visit]) -> Iterator[None]:
+        """If the answer is lost, a place may be lost with it, which nobody else would get for a whole lease. So
+        what may be held under these tokens is given back."""
+        try:
+            yield
+        except psycopg.OperationalError:
+            self._exits.hand_back(
+                Place(name, token, 0.0, holder=visit.holder) for token, visit in tokens.items()
+            )
+            raise
 
     def _place(self, name: str, token: str, visit: Visit, asked_at: float) -> Place:
         lease = self._desk.known(name).lease
