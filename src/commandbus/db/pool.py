@@ -124,9 +124,9 @@ def connect_own(
             if not refuses_options(error):
                 raise
             _poolers.add(url)  # PgBouncer: nothing may be left in a session, so the answer clock has to do
-    conn = read_committed(ServiceConnection.connect(address, **kwargs))
-    conn.begins = None
-    return conn
+    plain = ServiceConnection.connect(address, **kwargs)
+    plain.begins = None
+    return read_committed(plain)
 
 
 def options_of(conninfo: str) -> str:

@@ -184,9 +184,7 @@ class Visits:
         try:
             yield
         except psycopg.OperationalError:
-            self._exits.hand_back(
-                Place(name, token, 0.0, holder=visit.holder) for token, visit in tokens.items()
-            )
+            self._exits.hand_back(Place(name, token, 0.0, holder=visit.holder) for token, visit in tokens.items())
             raise
 
     def _place(self, name: str, token: str, visit: Visit, asked_at: float) -> Place:

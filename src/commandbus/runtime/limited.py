@@ -77,7 +77,7 @@ def check_limits(link: Link, settings: Settings, handlers: HandlerRegistry) -> b
                     f"handler {handler.name}: limit {name!r} is kept in Redis, and redis_url is not set; set "
                     f'COMMANDBUS_REDIS_URL, or give the limit backend = "postgres"'
                 )
-    return bool(rows) or run(link.conn, is_awaited())
+    return bool(rows) or link.run(is_awaited())
 
 
 class LimitedWork:
