@@ -218,6 +218,18 @@ def test_cancel(orders, status_of):
     assert orders("cancel", "orders", "nobody").code == ExitCode.NOT_FOUND
 
 
+def test_a_locked_row_is_not_waited_for_without_end(orders, database, monkeypatch, status_of):
+    monkeypatch.setattr("commandbus.cli.session.LOCK_SECONDS", 1)
+    orders("send", "orders", "ship", "--id", "a")
+    with psycopg.connect(database) as holder:
+        holder.execute("SELECT FROM commandbus.command WHERE command_id = 'a' FOR UPDATE")
+        answer = orders("cancel", "orders", "a")
+        assert answer.code == ExitCode.REFUSED
+        assert "another transaction holds what this command needs" in answer.err
+    assert orders("cancel", "orders", "a").code == ExitCode.OK
+    assert status_of("a") is CommandStatus.CANCELED
+
+
 def claim_one(bus, worker="w1"):
     found = bus.run(claim(domain="orders", worker=worker, n=1, lease_seconds=60, cursor=None))
     return Attempt("orders", found.ready[0], None, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 
 import psycopg
@@ -238,6 +239,26 @@ def test_each_limit_of_the_server_that_undercuts_ours_is_named_with_both_values(
 def test_a_limit_of_the_server_that_is_as_long_as_ours_is_fine(orders, database, name, value):
     _database_setting(database, name, f"'{value}'")
     assert "server limits" in findings(orders("doctor", "--json"), "OK")
+
+
+def test_behind_pgbouncer_the_limits_of_the_role_are_asked_for_and_then_praised(orders, database, monkeypatch):
+    """The remedy that it names is one that it does not warn of afterwards."""
+    monkeypatch.setenv("COMMANDBUS_PREPARED_STATEMENTS", "false")
+    warned = findings(orders("doctor", "--json"), "WARN")["role limits"]
+    assert "no lock_timeout and no statement_timeout" in warned["message"]
+    for name, value in re.findall(r"SET (\w+) = ('\w+')", warned["remedy"]):
+        _database_setting(database, name, value)
+    answer = orders("doctor", "--json")
+    assert "role limits" in findings(answer, "OK")
+    assert "server limits" in findings(answer, "OK")
+
+
+def test_a_locked_table_is_not_waited_for_without_end(orders, database, monkeypatch):
+    monkeypatch.setattr("commandbus.cli.doctor.LOCK_SECONDS", 1)
+    with psycopg.connect(database) as holder:
+        holder.execute("LOCK TABLE commandbus.worker IN ACCESS EXCLUSIVE MODE")
+        failed = findings(orders("doctor", "--json"), "FAIL")
+    assert "another transaction holds what this command needs" in failed["fleet"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -12,9 +13,11 @@ import psycopg
 import pytest
 
 from commandbus import (
+    AsyncCommandBus,
     CommandBus,
     CommandStatus,
     HandlerRegistry,
+    Limit,
     NewCommand,
     RetryPolicy,
     Worker,
@@ -52,6 +55,39 @@ def handlers() -> HandlerRegistry:
 def kind(request: pytest.FixtureRequest) -> str:
     """Which handler."""
     return str(request.param)
+
+
+def test_a_pool_is_back_soon_after_its_database(bus: CommandBus, proxy: Proxy, through: str) -> None:
+    """However long the database was away: psycopg's pools pause for ever longer between two attempts."""
+    settings = quick_settings(through, pool_timeout=60.0)
+    sent = threading.Event()
+    with CommandBus(settings=settings) as away:
+        proxy.is_refusing = True
+
+        def send() -> None:
+            away.send("orders", "exact", command_id="c")
+            sent.set()
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        until(lambda: proxy.refused >= 5, 30)  # pauses of 1, 2, 4 and 8 s would have passed, and one of 16 be next
+        proxy.is_refusing = False
+        assert sent.wait(5)
+        thread.join()
+    assert bus.get_command("orders", "c") is not None
+
+
+def test_an_async_pool_is_back_soon_after_its_database(bus: CommandBus, proxy: Proxy, through: str) -> None:
+    async def send() -> None:
+        async with AsyncCommandBus(settings=quick_settings(through, pool_timeout=60.0)) as away:
+            proxy.is_refusing = True
+            sending = asyncio.create_task(away.send("orders", "exact", command_id="c"))
+            await asyncio.to_thread(until, lambda: proxy.refused >= 5, 30)
+            proxy.is_refusing = False
+            await asyncio.wait_for(sending, 5)
+
+    asyncio.run(send())
+    assert bus.get_command("orders", "c") is not None
 
 
 # --- cut and silent -------------------------------------------------------------------------------------------
@@ -245,6 +281,23 @@ def test_a_settle_that_was_cut_is_repeated_and_the_handler_is_not(
     assert (report.is_clean, report.settled) == (True, 1)
     assert runs == ["c"]
     assert verdicts(db, "c") == []
+
+
+def test_a_permit_whose_answer_was_lost_is_given_back(
+    bus: CommandBus, db: Db, proxy: Proxy, through: str, start_worker: StartWorker
+) -> None:
+    """Else nobody could use it until its lease ends."""
+    bus.declare_limit(Limit("api", concurrency=1, lease=120))
+    handlers = HandlerRegistry()
+    handlers.register("orders", "call", lambda ctx: "called", limits=["api"])
+    proxy.swallow(b"holders = l.holders ||")
+    bus.send("orders", "call", command_id="c")
+    worker = start_worker(handlers, through)
+    assert proxy.swallowed.wait(20)
+    until_settled(db, 15)
+    assert statuses(db) == {"COMPLETED": 1}
+    until(lambda: one(db, "SELECT holders = '{}' FROM commandbus.limits"))
+    assert worker.stop().is_clean
 
 
 def test_a_claim_whose_answer_was_lost_is_made_good_by_the_lease(

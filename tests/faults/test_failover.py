@@ -16,9 +16,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from commandbus import CommandBus, HandlerRegistry, NewCommand, RetryPolicy, Worker
+from commandbus import CommandBus, HandlerRegistry, HealthState, NewCommand, RetryPolicy, Worker
 from commandbus.db.embedded import EmbeddedPostgres
 from support.access import passfile_of, password_in
+from support.network import Proxy
 from support.waiting import one, until, within
 from support.workers import short_lease
 
@@ -226,6 +227,64 @@ def test_a_switchover_with_a_read_only_phase(
     worker.stop()
 
 
+@pytest.fixture
+def moved(pair: Pair) -> Iterator[Proxy]:
+    """An address that leads to the primary, until somebody moves it."""
+    port = pair.primary.status().port
+    assert port is not None
+    proxy = Proxy(port)
+    yield proxy
+    proxy.close()
+
+
+def test_an_address_that_leads_to_a_standby_before_its_promotion(
+    pair: Pair, start_worker: StartWorker, moved: Proxy
+) -> None:
+    """One host, as of a balancer: nothing there says which server can write. Workers that were connected, and
+    one that starts meanwhile, wait; health names what does not work, and an outcome is kept."""
+    prepare(pair.url)
+    port = pair.standby.status().port
+    assert port is not None
+    url = f"postgresql://postgres@127.0.0.1:{moved.port}/postgres?passfile={passfile_of(pair.primary)}"
+    ran: list[str] = []
+    proceed = threading.Event()
+    handlers = HandlerRegistry()
+
+    @handlers.handler("orders", "slow", timeout=60)
+    def slow(command: Any, ctx: Any) -> str:
+        ran.append(command.command_id)
+        assert proceed.wait(60)
+        return "kept"
+
+    worker = start_worker(handlers, url)
+    with CommandBus(pair.url) as bus:
+        bus.send("orders", "slow", command_id="a")
+        until(lambda: ran == ["a"])
+    with psycopg.connect(pair.standby.dsn, autocommit=True) as conn:
+        until(lambda: one(conn, "SELECT count(*) FROM commandbus.command") == 1)
+    moved.lead_to(port)
+    fresh = start_worker(handlers, url)
+    proceed.set()
+    until(lambda: worker._parts.settler.backlog == 1)  # type: ignore[union-attr]
+    for each in (worker, fresh):
+        within(15, lambda each=each: "claimer" in each.health_status.as_dict()["reasons"].__str__())
+    pair.kill_primary()
+    pair.promote()
+    with CommandBus(url) as bus:
+        within(5 + 5, lambda: _status(bus, "a") == "COMPLETED")
+        bus.send("orders", "slow", command_id="b")
+        until(lambda: _status(bus, "b") == "COMPLETED", 20)
+    assert ran == ["a", "b"], "the outcome was kept, so nothing ran twice"
+    for each in (worker, fresh):
+        until(lambda each=each: each.health_status.state is HealthState.HEALTHY)
+        assert each.stop().is_clean
+
+
+def _status(bus: CommandBus, command_id: str) -> str | None:
+    found = bus.get_command("orders", command_id)
+    return None if found is None else str(found.status)
+
+
 def test_a_commit_that_was_canceled_while_it_waited_for_the_standby_is_not_acknowledged(
     folder: Path, postgres_binaries: Path | None
 ) -> None:
@@ -255,5 +314,86 @@ def test_a_commit_that_was_canceled_while_it_waited_for_the_standby_is_not_ackno
             (what,) = outcome
             assert isinstance(what, psycopg.OperationalError)
             assert "not acknowledged" in str(what)
+    finally:
+        server.stop(force=True)
+
+
+def test_a_message_that_is_handed_out_again_with_the_number_of_its_command(
+    database: str, proxy: Proxy, through: str, start_worker: StartWorker
+) -> None:
+    """After a failover that lost commits the sequences of queue and commands both count again from where they
+    were. The same worker claims the other command, while its attempt of the lost one still runs: nothing of that
+    one lands."""
+    proceed = {"lost": threading.Event(), "other": threading.Event()}
+    began: list[str] = []
+    handlers = HandlerRegistry()
+
+    @handlers.handler("orders", "work", timeout=60)
+    def work(command: Any, ctx: Any) -> str:
+        began.append(command.command_id)
+        assert proceed[command.command_id].wait(30)
+        return str(command.command_id)
+
+    with CommandBus(database) as bus, psycopg.connect(database, autocommit=True) as db:
+        bus.create_domain("orders")
+        lost = bus.send("orders", "work", command_id="lost")
+        worker = start_worker(handlers, through)
+        until(lambda: began == ["lost"])
+        proxy.is_refusing = True
+        proxy.cut()
+        db.execute("DELETE FROM pgmq.q_orders__commands")
+        db.execute("DELETE FROM commandbus.command")
+        for table, column in (("pgmq.q_orders__commands", "msg_id"), ("commandbus.command", "id")):
+            db.execute(f"SELECT setval(pg_get_serial_sequence('{table}', '{column}'), 1, false)".encode())
+        other = bus.send("orders", "work", command_id="other")
+        assert other.id == lost.id, "it has the number of the lost one"
+        proxy.is_refusing = False
+        until(lambda: began == ["lost", "other"], 20)
+        proceed["lost"].set()
+        until(lambda: len(worker._parts.held) == 1)  # type: ignore[union-attr]
+        assert _status(bus, "other") == "IN_PROGRESS"
+        proceed["other"].set()
+        until(lambda: _status(bus, "other") == "COMPLETED")
+        found = bus.get_command("orders", "other")
+        assert found is not None
+        assert found.result == "other"
+    worker.stop()
+
+
+def test_what_was_claimed_while_the_standby_was_away_is_given_back(
+    folder: Path, postgres_binaries: Path | None, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commits wait for a standby that does not come, and our own clock cancels them: none of it is acknowledged,
+    so nothing starts, and no command pays for it."""
+    monkeypatch.setattr("commandbus.db.link.STATEMENT_SECONDS", 1.0)
+    monkeypatch.setattr("commandbus.db.service.FAILING_SECONDS", 3.0)
+    ran: list[str] = []
+    handlers = HandlerRegistry()
+    handlers.register("orders", "work", lambda command, ctx: ran.append(command.command_id))
+    server = EmbeddedPostgres(folder / "alone", binaries=postgres_binaries, fsync=False)
+    server.start()
+    try:
+        with CommandBus(server.dsn) as bus, psycopg.connect(server.dsn, autocommit=True) as admin:
+            bus.migrate(domains=["orders"])
+            bus.send_many("orders", [NewCommand("work", max_attempts=1) for _ in range(20)])
+            admin.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
+            admin.execute("SELECT pg_reload_conf()")
+            until(lambda: one(admin, "SHOW synchronous_standby_names") == "nobody")
+            worker = start_worker(handlers, server.dsn)
+            claimed = "SELECT count(*) FROM pgmq.q_orders__commands WHERE read_ct > 0"
+            until(lambda: one(admin, claimed), 30)
+            until(lambda: "claimer" in worker.health_status.critical_reasons, 30)
+            parts = worker._parts
+            assert parts is not None
+            assert not any(each.is_broken for each in parts._threads), "another worker would get the same"
+            assert ran == []
+            admin.execute("ALTER SYSTEM RESET synchronous_standby_names")
+            admin.execute("SELECT pg_reload_conf()")
+            unfinished = "SELECT count(*) FROM commandbus.command WHERE status <> 'COMPLETED'"
+            until(lambda: one(admin, unfinished) == 0, 30)
+            assert len(ran) == len(set(ran)) == 20
+            verdicts = admin.execute("SELECT DISTINCT verdict FROM commandbus.attempt").fetchall()
+            assert verdicts == [("GIVEN_BACK",)]
+            assert worker.stop().is_clean
     finally:
         server.stop(force=True)

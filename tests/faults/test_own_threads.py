@@ -8,15 +8,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict
 
-from commandbus import CommandBus, HandlerRegistry, HealthState, Limit, NewCommand, Settings, Worker
+from commandbus import (
+    CommandBus,
+    HandlerRegistry,
+    HealthState,
+    Limit,
+    NewCommand,
+    Settings,
+    Worker,
+    WorkerWatchdog,
+)
+from commandbus.cli.session import connect as cli_connect
 from commandbus.db.link import LOCK_SECONDS, STATEMENT_SECONDS, Link
+from commandbus.db.pool import ALIVE, lasting_conninfo
 from commandbus.db.service import DatabaseService
+from commandbus.flow.claim import claim
+from commandbus.flow.settle import settle
+from commandbus.runtime.attempt import Attempt
 from support.network import Proxy
 from support.waiting import one, statuses, until, until_settled, verdicts, within
 from support.workers import short_lease
@@ -95,6 +112,85 @@ def test_where_statements_are_not_prepared_nothing_is_left_in_a_session(database
     shown = [one(link.conn, f"SHOW {name}") for name in ("statement_timeout", "lock_timeout")]
     link.close()
     assert shown == ["0", "0"]
+
+
+def test_every_connection_of_ours_notices_that_its_network_is_gone(
+    database: str, bus: CommandBus, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    seen: dict[str, dict[str, str]] = {}
+
+    @handlers.handler("orders", "look")
+    def look(command: Any, ctx: Any) -> None:
+        with ctx.connection() as conn:
+            seen["handlers"] = conn.info.get_parameters()
+
+    start_worker(handlers, database)
+    bus.call("orders", "look", timeout=20)
+    link = Link(Settings(database_url=database), name="test")
+    seen["own threads"] = link.conn.info.get_parameters()
+    link.close()
+    with (
+        bus.connect() as conn,
+        bus._pool.connection() as pooled,
+        cli_connect(Settings(database_url=database)) as cli,
+    ):
+        seen |= {"bus.connect": conn.info.get_parameters(), "bus": pooled.info.get_parameters()}
+        seen["command line"] = cli.info.get_parameters()
+    wanted = ALIVE | {"keepalives": "1"}
+    for who, parameters in seen.items():
+        assert {name: parameters.get(name, "1") for name in wanted} == wanted, who
+    assert ALIVE["connect_timeout"] == "3"
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "wanted"),
+    [
+        ("host=a,b dbname=x", {}, "read-write"),
+        ("hostaddr=127.0.0.1,127.0.0.2 dbname=x", {}, "read-write"),
+        ("dbname=x", {"PGHOST": "a,b"}, "read-write"),
+        ("postgresql://a,b/x?target_session_attrs=any", {}, "any"),
+        ("host=a,b dbname=x", {"PGTARGETSESSIONATTRS": "primary"}, None),
+        ("host=a dbname=x", {"PGHOST": "a,b"}, None),
+        ("host=a dbname=x", {}, None),
+    ],
+)
+def test_of_several_hosts_the_one_that_can_write_is_wanted(
+    url: str, variables: dict[str, str], wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert conninfo_to_dict(lasting_conninfo(url)).get("target_session_attrs") == wanted
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["direct", "behind_a_pooler"])
+def test_the_limits_cost_no_round_trip_on_claim_and_settle(
+    database: str, bus: CommandBus, prepared: bool, tmp_path: Path
+) -> None:
+    link = Link(Settings(database_url=database, prepared_statements=prepared), name="test")
+
+    def claimed() -> Attempt:
+        asked = claim(domain="orders", worker="w", n=1, lease_seconds=60, cursor=None)
+        (row,) = link.run(asked).ready
+        return Attempt("orders", row, None, 0.0)
+
+    def trips(act: Callable[[], object]) -> int:
+        """How often the server was asked to answer, as libpq's own protocol says."""
+        with (tmp_path / "trace").open("w+") as file:
+            link.conn.planned_at = monotonic()  # the plans of prepared statements are new
+            link.conn.pgconn.trace(file.fileno())
+            act()
+            link.conn.pgconn.untrace()
+            file.seek(0)
+            return sum("\tSync" in line or "\tQuery" in line for line in file)
+
+    bus.send_many("orders", [NewCommand("work") for _ in range(8)])
+    for _ in range(4):  # by then everything is prepared, or never will be
+        link.run(settle("orders", "w", [claimed().complete(None)]))
+    attempt: list[Attempt] = []
+    assert trips(lambda: attempt.append(claimed())) == 1
+    assert trips(lambda: link.run(settle("orders", "w", [attempt[0].complete(None)]))) == 1
+    link.close()
 
 
 def test_own_sessions_are_read_committed_whatever_the_database_says(
@@ -229,6 +325,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commandbus.db.link.SILENT_SECONDS", 4.0)
     monkeypatch.setattr("commandbus.db.service.SILENT_SECONDS", 2.5)
     monkeypatch.setattr("commandbus.db.service.STILL_SECONDS", 2.0)
+    monkeypatch.setattr("commandbus.db.service.FAILING_SECONDS", 2.0)
+    monkeypatch.setattr("commandbus.db.service.AWAY_SECONDS", 1.5)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -314,9 +412,60 @@ def test_a_second_of_read_only_costs_nothing(
     assert worker.stop().is_clean
 
 
+@pytest.mark.usefixtures("impatient")
+def test_a_database_that_refuses_to_write_for_long_is_named(
+    database: str, bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    """The database answers, so nothing is silent; but nothing can be claimed. As with a full disk."""
+    worker = start_worker(handlers, database)
+    name = sql.Identifier(database.rsplit("/", 1)[1])
+    db.execute(sql.SQL("ALTER DATABASE {} SET default_transaction_read_only = on").format(name))
+    ours = "datname = current_database() AND application_name LIKE 'commandbus test-%'"
+    db.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {ours}".encode())
+    until(lambda: "claimer" in worker.health_status.critical_reasons)
+    assert any("read-only transaction" in reason for reason in worker.health_status.reasons)
+    claimer = part_of(worker, "claimer")
+    assert not claimer.is_broken, "another worker would get the same: it is not replaced"
+    db.execute(sql.SQL("ALTER DATABASE {} RESET default_transaction_read_only").format(name))
+    with CommandBus(database) as again:
+        again.send("orders", "work", command_id="after")
+        until_completed(again, "after", seconds=20)
+    until(lambda: worker.health_status.state is HealthState.HEALTHY)
+    assert worker.stop().is_clean
+
+
+@pytest.mark.usefixtures("impatient")
+def test_after_an_outage_no_part_counts_as_failing(
+    bus: CommandBus, handlers: HandlerRegistry, start_worker: StartWorker, proxy: Proxy, through: str
+) -> None:
+    """Else a supervisor would replace every worker after every outage."""
+    worker = start_worker(handlers, through, poll_interval=3.0)
+    bus.send("orders", "work", command_id="before")
+    until_completed(bus, "before")  # every part is connected
+    until(lambda: proxy.connections >= 4)
+    parts = worker._parts
+    assert parts is not None
+    proxy.is_refusing = True
+    proxy.cut()
+    until(lambda: all(each.is_away for each in parts._threads if each.part != "adopter"), 20)
+    proxy.is_refusing = False
+    seen: set[str] = set()
+
+    def is_back() -> bool:
+        seen.update(each.trouble for each in parts._threads if each.trouble is not None)
+        return not any(each.is_down for each in parts._threads)
+
+    until(is_back, 20)
+    end = monotonic() + 4  # longer than any round
+    while monotonic() < end:
+        is_back()
+    assert seen == set()
+    assert worker.stop().is_clean
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_the_end_of_a_thread_is_critical(
-    database: str, handlers: HandlerRegistry, start_worker: StartWorker, part: str, bus: CommandBus
+    database: str, handlers: HandlerRegistry, start_worker: StartWorker, part: str, bus: CommandBus, db: Db
 ) -> None:
     worker = start_worker(handlers, database)
     service = part_of(worker, part)
@@ -324,8 +473,17 @@ def test_the_end_of_a_thread_is_critical(
     def end() -> None:
         raise SystemExit("out of order")
 
-    service.order(end)
-    until(lambda: part.replace(" ", "_") in worker.health_status.critical_reasons)
-    assert any(f"the {part} has ended: SystemExit: out of order" in text for text in worker.health_status.reasons)
+    restarted = threading.Event()
+    said = f"the {part} has ended: SystemExit: out of order"
+    with WorkerWatchdog(worker, check_interval=0.1, restart_callback=restarted.set):
+        service.order(end)
+        until(lambda: part.replace(" ", "_") in worker.health_status.critical_reasons)
+        assert any(said in text for text in worker.health_status.reasons)
+        assert restarted.wait(10), "the watchdog's callback runs"
+    if part != "maintenance":  # it is the one that writes there; its worker counts as silent
+        registry = (
+            "SELECT bool_or(health ->> 'state' = 'critical' AND health::text LIKE %s) FROM commandbus.worker"
+        )
+        until(lambda: one(db, registry, f"%{said}%"))
     with pytest.raises(SystemExit, match="out of order"):
         worker.stop(timeout=3)

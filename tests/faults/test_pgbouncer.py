@@ -17,6 +17,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg import sql
 
 from commandbus import CommandBus, CommandStatus, HandlerRegistry, NewCommand, Settings, Worker
 from support.access import password_in
@@ -199,3 +200,42 @@ def test_a_locked_reply_queue_holds_up_its_own_outcomes_alone(
         holder.rollback()
     until_settled(db, 30)
     assert one(db, "SELECT count(*) FROM pgmq.q_answers") == 1
+
+
+@pytest.fixture
+def snapshots(database: str) -> None:
+    """Sessions that begin from now on keep their snapshots by default; those of the pooler begin later."""
+    name = sql.Identifier(database.rsplit("/", 1)[1])
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute(
+            sql.SQL("ALTER DATABASE {} SET default_transaction_isolation = 'repeatable read'").format(name)
+        )
+
+
+@pytest.mark.usefixtures("snapshots")
+def test_own_statements_are_read_committed_whatever_the_database_says(
+    bus: CommandBus,
+    db: Db,
+    pooled: str,
+    start_pooled: StartWorker,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing can be set as a session starts. Claims and settlements of several workers meet at the same rows:
+    those of a higher level would fail again and again."""
+    handlers = HandlerRegistry()
+    handlers.register("orders", "work", lambda ctx: "done")
+    settings = Settings(database_url=pooled, prepared_statements=False)
+    with CommandBus(settings=settings) as through:
+        workers = [start_pooled(handlers) for _ in range(3)]
+        batch = through.create_batch("orders", [NewCommand("work")], is_open=True)
+        for n in range(20):
+            through.add_to_batch("orders", batch.batch_id, [NewCommand("work") for _ in range(50)])
+            if n == 10:
+                through.pause("orders", "work")
+        through.close_batch("orders", batch.batch_id)
+        through.resume("orders", "work")
+        until_settled(db, 60)
+        assert through.wait_for_batch("orders", batch.batch_id, timeout=15).completed == 1001
+    for worker in workers:
+        assert worker.stop().is_clean
+    assert "could not serialize" not in caplog.text

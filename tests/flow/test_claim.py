@@ -195,6 +195,32 @@ def test_the_same_worker_claims_its_own_lost_row_again(orders: Bus, db: psycopg.
     assert queue_length(db) == 0
 
 
+def test_a_worker_that_lives_waives_its_own_attempts_however_often_their_leases_run_out(
+    orders: Bus, db: psycopg.Connection[Any]
+) -> None:
+    orders.send("orders", "Ship", command_id="k", max_attempts=1)
+    for _ in range(3):
+        orders.claim_one("w1")
+        expire_leases(db)
+    again = orders.claim_one("w1")
+    assert (again.number, again.charge) == (4, 1)
+    assert marks(db) == (3, None, None, None), "it is no suspect"
+    rows = db.execute("SELECT number, verdict, error FROM commandbus.attempt ORDER BY number").fetchall()
+    said = "its worker was alive, but could not renew the lease in time: not charged"
+    assert rows == [(number, "LOST", said) for number in (1, 2, 3)]
+
+
+def test_an_own_loss_beside_one_of_a_vanished_worker(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    """Both were found by one claim: the first vanished, the second is this worker."""
+    orders.send("orders", "Ship", command_id="k", max_attempts=1)
+    orders.claim_raw("dead")
+    expire_leases(db)
+    orders.claim_raw("w1")
+    expire_leases(db)
+    assert orders.claim_one("w1").charge == 1
+    assert marks(db) == (2, 1, True, None)
+
+
 def marks(db: psycopg.Connection[Any], command_id: str = "k") -> tuple[Any, ...]:
     """What the command's row says of trouble: waived, suspect, alone, quarantine."""
     row = db.execute(
@@ -204,7 +230,7 @@ def marks(db: psycopg.Connection[Any], command_id: str = "k") -> tuple[Any, ...]
     return tuple(row)
 
 
-def lose(orders: Bus, db: psycopg.Connection[Any], worker: str = "w1", **more: Any) -> None:
+def lose(orders: Bus, db: psycopg.Connection[Any], worker: str = "dead", **more: Any) -> None:
     """A worker claims what there is, starts it, and vanishes."""
     orders.claim(worker, **more)
     expire_leases(db)
@@ -222,8 +248,8 @@ def test_a_loss_without_a_verdict_is_waived_and_makes_a_suspect(orders: Bus, db:
 
 def test_a_suspect_that_is_lost_again_is_charged(orders: Bus, db: psycopg.Connection[Any]) -> None:
     orders.send("orders", "Ship", command_id="k")
-    lose(orders, db)
-    lose(orders, db)
+    lose(orders, db, "dead1")
+    lose(orders, db, "dead2")
     third = orders.claim_one("w3")
     assert (third.number, third.charge, third.is_suspect) == (3, 2, True)
     assert marks(db) == (1, 1, True, None)

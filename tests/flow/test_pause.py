@@ -161,8 +161,12 @@ def test_a_row_that_another_claimer_looks_at_is_parked_too(orders: Bus, db: psyc
 
 
 @sync_only
-def test_resume_races_with_parking(orders: Bus, db: psycopg.Connection[Any]) -> None:
-    """Claimers park while an operator pauses and resumes, many times: in the end nothing stays parked."""
+@pytest.mark.parametrize("level", ["read committed", "repeatable read", "serializable"])
+def test_resume_races_with_parking(orders: Bus, db: psycopg.Connection[Any], level: str) -> None:
+    """Claimers park while an operator pauses and resumes, many times: in the end nothing stays parked, whatever
+    the database's own isolation level is."""
+    name = one(db, "SELECT quote_ident(current_database())")
+    db.execute(f"ALTER DATABASE {name} SET default_transaction_isolation = '{level}'".encode())
     count = 60
     orders.send_many("orders", [NewCommand("Ship") for _ in range(count)])
     over = threading.Event()

@@ -16,6 +16,7 @@ from commandbus import Settings
 from commandbus.db.link import Link
 from commandbus.gate.postgres_backend import PostgresBackend
 from commandbus.gate.redis_backend import RedisBackend
+from commandbus.gate.row_link import RowLink
 from support.redis_server import RedisServer
 
 
@@ -57,7 +58,7 @@ def make(request: pytest.FixtureRequest, database: str, redis_url: str) -> Itera
         if request.param == "postgres":
             link = Link(Settings(database_url=database), name=name)
             opened.append(link.close)
-            return PostgresBackend(link)
+            return PostgresBackend(RowLink(link))
         backend = RedisBackend(
             Settings(database_url=database, redis_url=redis_url, environment="test"), name, pace=QUICK
         )

@@ -22,6 +22,7 @@ from commandbus.db.link import Link
 from commandbus.flow.limits import get_limit
 from commandbus.gate.postgres_backend import PostgresBackend
 from commandbus.gate.redis_backend import RedisBackend
+from commandbus.gate.row_link import RowLink
 from commandbus.model.limit import allowance
 from support.redis_server import RedisServer
 from support.waiting import until
@@ -310,7 +311,7 @@ def _enter_and_leave(kind: str, settings: dict[str, Any], counter: Any, path: li
     sys.path[:] = path
     chosen = Settings(**settings)
     backend: Any = (
-        PostgresBackend(Link(chosen, name="process"))
+        PostgresBackend(RowLink(Link(chosen, name="process")))
         if kind == "postgres"
         else RedisBackend(chosen, "process", pace=QUICK)
     )

@@ -76,6 +76,33 @@ def test_a_start_waits_for_the_database_and_says_so(worker: Worker, proxy: Proxy
     assert worker.stop().settled == 1
 
 
+@pytest.mark.parametrize("prepared", [True, False], ids=["direct", "behind_a_pooler"])
+def test_a_start_does_not_wait_for_an_answer_without_end(
+    database: str,
+    bus: CommandBus,
+    handlers: HandlerRegistry,
+    db: Db,
+    prepared: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server takes the question, and somebody's lock keeps the answer back. Behind a pooler only our own
+    clock can end that."""
+    monkeypatch.setattr("commandbus.db.link.STATEMENT_SECONDS", 1.0)
+    handlers.register("orders", "ship", lambda command, ctx: None)
+    bus.send("orders", "ship")
+    settings = quick_settings(database, prepared_statements=prepared)
+    worker = Worker(handlers, settings=settings, name="test")
+    with ThreadPoolExecutor(1) as thread, psycopg.connect(database) as holder:
+        holder.execute("LOCK TABLE commandbus.migration IN ACCESS EXCLUSIVE MODE")
+        starting = thread.submit(worker.start)
+        until(lambda: worker.health_status.state is HealthState.CRITICAL)
+        assert "waiting for the database: canceling statement" in worker.health_status.reasons[0]
+        holder.rollback()
+        assert starting.result(20)
+    until_settled(db)
+    assert worker.stop().settled == 1
+
+
 @pytest.mark.parametrize("silent", [False, True])
 def test_request_stop_ends_the_wait_at_once(worker: Worker, proxy: Proxy, silent: bool) -> None:
     if silent:

@@ -135,15 +135,23 @@ def test_somebody_else_has_it_already(coroner: Coroner, bus: CommandBus, db: Db,
     assert one(db, "SELECT headers ->> 'held_by' FROM pgmq.q_orders__commands") == "heir"
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        "SELECT FROM pgmq.q_orders__commands WHERE msg_id = 1 FOR UPDATE",
+        "SELECT FROM commandbus.command WHERE command_id = 'c0' FOR UPDATE",
+    ],
+    ids=["queue row", "command row"],
+)
 def test_a_locked_row_holds_up_neither_its_neighbours_nor_other_cases(
-    coroner: Coroner, bus: CommandBus, db: Db, database: str
+    coroner: Coroner, bus: CommandBus, db: Db, database: str, row: str
 ) -> None:
     for n in range(3):
         bus.send("orders", "ship", command_id=f"c{n}")
     take(db, "one", 2)
     take(db, "two", 1)
     with psycopg.connect(database) as other:
-        other.execute("SELECT FROM pgmq.q_orders__commands WHERE msg_id = 1 FOR UPDATE")
+        other.execute(row.encode())
         coroner.add(case(database, "one"))
         coroner.add(case(database, "two"))
         until(lambda: one(db, "SELECT count(*) = 2 FROM commandbus.attempt"))
@@ -198,3 +206,13 @@ def until_connected(db: Db) -> Callable[[], int]:
         return pid
 
     return look
+
+
+def test_its_end_is_told(coroner: Coroner) -> None:
+    """/health/ready shows what `trouble` says (`test_what_the_probes_say`)."""
+
+    def end() -> None:
+        raise SystemExit("out of order")
+
+    coroner.order(end)
+    until(lambda: coroner.trouble == "the coroner has ended: SystemExit: out of order")

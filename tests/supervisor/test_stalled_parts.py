@@ -1,20 +1,51 @@
-"""A thread of ours that hears nothing from the database: /health/ready names it, and it comes back by itself."""
+"""The stall matrix: each of our own threads in turn hears nothing from the database, or is blocked itself.
+
+/health/ready names the part in time, work that waits moves again unaided, and nothing is lost.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
-from commandbus import CommandBus, CommandStatus
+from commandbus import CommandBus, CommandStatus, Limit
 from support.network import Proxy
 from support.supervised import Supervised
-from support.waiting import until, within
+from support.waiting import statuses, until, until_settled, verdicts, within
 
 Supervise = Callable[..., Supervised]
+Db = psycopg.Connection[Any]
 NAMED_SECONDS = 15.0
+BACK_SECONDS = 5.0
+PARTS = ("claimer", "settler", "lease keeper", "maintenance", "gate", "adopter")
+RAW = '{"command_type": "quick", "command_id": "raw"}'
+MORE_TASKS = '''
+
+handlers.register("orders", "call", lambda command, ctx: "called", limits=["api"])
+
+def _end():
+    raise SystemExit("out of order")
+
+def _block():
+    import threading
+    threading.Event().wait()
+
+@handlers.handler("orders", "harm")
+def harm(command, ctx):
+    """Blocks or ends one of the worker's own threads, in our own code and for good; once."""
+    import gc
+    from commandbus.db.service import DatabaseService
+    part, how = command.data
+    if not Path("harmed").exists():
+        Path("harmed").write_text(str(os.getpid()))
+        (service,) = [each for each in gc.get_objects() if isinstance(each, DatabaseService) and each.part == part]
+        service.order({"block": _block, "end": _end}[how])
+'''
 
 
 @pytest.fixture
@@ -27,28 +58,107 @@ def proxy(database: str) -> Iterator[Proxy]:
     proxy.close()
 
 
+@pytest.fixture
+def through(database: str, proxy: Proxy, tasks: Path, bus: CommandBus) -> str:
+    """The database's address through the proxy, for handlers that need every part of a worker."""
+    (tasks / "tasks.py").write_text((tasks / "tasks.py").read_text() + MORE_TASKS)
+    bus.declare_limit(Limit("api", concurrency=5))
+    return re.sub(r":\d+/", f":{proxy.port}/", database)
+
+
 def is_completed(bus: CommandBus, command_id: str) -> bool:
     found = bus.get_command("orders", command_id)
     return found is not None and found.status is CommandStatus.COMPLETED
 
 
+def put_all_to_work(bus: CommandBus, db: Db) -> None:
+    """Afterwards every part has its thread and its connection."""
+    bus.send("orders", "call", command_id="before")
+    db.execute("SELECT pgmq.send('orders__commands', %s::jsonb)", (RAW,))
+    until(lambda: is_completed(bus, "before") and is_completed(bus, "raw"))
+
+
+def send_more(bus: CommandBus, db: Db) -> None:
+    """Work for each part, while one of them stalls."""
+    bus.send("orders", "call", command_id="after")
+    bus.send("orders", "quick", command_id="plain")
+    db.execute("SELECT pgmq.send('orders__commands', %s::jsonb)", (RAW.replace('"raw"', '"raw2"'),))
+
+
+def names(supervised: Supervised, text: str) -> Callable[[], bool]:
+    """Is it unready, and does it say so?"""
+
+    def look() -> bool:
+        code, document = supervised.ask("/health/ready")
+        return code == 503 and text in str(document)
+
+    return look
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["claimer", "settler", "lease keeper", "coroner"])
-def test_it_is_named_in_time_and_nothing_is_lost(
-    supervise: Supervise, bus: CommandBus, database: str, proxy: Proxy, part: str
+@pytest.mark.parametrize("part", [*PARTS, "coroner"])
+def test_a_part_that_hears_nothing_is_named_in_time_and_nothing_is_lost(
+    supervise: Supervise, bus: CommandBus, db: Db, through: str, proxy: Proxy, part: str
 ) -> None:
-    through = re.sub(r":\d+/", f":{proxy.port}/", database)
     supervised = supervise(database_url=through, visibility_timeout="60s").until_ready()
-    bus.send("orders", "quick", command_id="before")
-    until(lambda: is_completed(bus, "before"))
+    put_all_to_work(bus, db)
     until(lambda: supervised.ask("/health/ready")[0] == 200)
     assert proxy.silence(part.encode()) == 1
-    bus.send("orders", "quick", command_id="after")
-
-    def unready() -> Any:
-        code, text = supervised.ask("/health/ready")
-        return code == 503 and f"the {part} has had no answer" in str(text)
-
-    within(NAMED_SECONDS, unready, what=lambda: supervised.ask("/health/ready"))
-    until(lambda: is_completed(bus, "after"), 30)
+    send_more(bus, db)
+    said = f"the {part} has had no answer"
+    within(NAMED_SECONDS, names(supervised, said), what=lambda: supervised.ask("/health/ready"))
+    until_settled(db, 30)
+    until(lambda: is_completed(bus, "raw2"))
     until(lambda: supervised.ask("/health/ready")[0] == 200)
+    assert statuses(db) == {"COMPLETED": 5}
+    assert [verdicts(db, each) for each in ("after", "plain")] == [[], []], "nothing ran twice"
+
+
+@pytest.mark.slow
+def test_a_server_that_falls_silent_as_a_whole(
+    supervise: Supervise, bus: CommandBus, db: Db, through: str, proxy: Proxy
+) -> None:
+    """As when its host is gone, or a pooler froze: bytes are taken, and nobody answers, nor to those who
+    connect."""
+    supervised = supervise(database_url=through, visibility_timeout="60s").until_ready()
+    put_all_to_work(bus, db)
+    until(lambda: "commandbus_database_up 1" in supervised.ask("/metrics")[1])
+    proxy.hearing.clear()
+    send_more(bus, db)
+    within(NAMED_SECONDS, lambda: supervised.ask("/health/ready")[0] == 503)
+    within(NAMED_SECONDS, lambda: "commandbus_database_up 0" in supervised.ask("/metrics")[1])
+    until(lambda: supervised.log.count("its connection is cut") >= 5, 30)
+    proxy.hearing.set()
+    within(BACK_SECONDS, lambda: is_completed(bus, "after") and is_completed(bus, "plain"))
+    until(lambda: supervised.ask("/health/ready")[0] == 200)
+    until_settled(db)
+    until(lambda: is_completed(bus, "raw2"))
+    assert len(supervised.workers()) == 1
+    assert "drains" not in supervised.log, "nobody was replaced for it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "said"), [("block", "has not moved"), ("end", "has ended: SystemExit: out of order")]
+)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_is_blocked_or_ends_is_named_in_time_and_its_worker_is_replaced(
+    supervise: Supervise, bus: CommandBus, db: Db, through: str, part: str, tasks: Path, how: str, said: str
+) -> None:
+    supervised = supervise(database_url=through).until_ready()
+    put_all_to_work(bus, db)
+    (first,) = supervised.workers()
+    bus.send("orders", "harm", [part, how], command_id="harm")
+    until(lambda: (tasks / "harmed").exists() and (tasks / "harmed").read_text() == str(first))
+    send_more(bus, db)
+    if how == "block":
+        ready = f"the {part} {said}"
+        within(NAMED_SECONDS, lambda: ready in str(supervised.ask("/health/ready")), what=lambda: supervised.log)
+    else:
+        supervised.until_said("out of order")  # and the worker ends at once
+    until(lambda: is_completed(bus, "after") and is_completed(bus, "plain"), 40, what=lambda: supervised.log)
+    until(lambda: is_completed(bus, "raw2"), 20, what=lambda: supervised.log)
+    until(lambda: first not in supervised.workers(), 40, what=lambda: supervised.log)
+    until(lambda: supervised.ask("/health/ready")[0] == 200)
+    until_settled(db, 20)
+    assert statuses(db) == {"COMPLETED": 6}

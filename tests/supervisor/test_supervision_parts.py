@@ -218,6 +218,7 @@ def waiting(seconds: float, *, claimed_at: float = 80.0) -> View:
         (with_workers(health=1, note="failing"), True, True, "failing"),
         (replace(GOOD, workers=(replace(WORKER, health=2), WORKER)), True, True, "w1 is critical"),
         (replace(GOOD, phase="STOPPING"), True, False, "stopping"),
+        (replace(GOOD, trouble="the coroner has ended"), True, False, "the coroner has ended"),
         (replace(GOOD, look=Look(90.0, {}, 95.0)), True, False, "database"),
         (replace(GOOD, look=Look(90.0, {}, 99.5)), True, True, ""),
         (waiting(15.0), True, False, "nothing is being claimed"),

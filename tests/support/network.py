@@ -25,6 +25,7 @@ class Proxy:
         self._pairs: set[_Pair] = set()
         self._closed = False
         self.is_refusing = False
+        self.refused = 0
         self.hearing = threading.Event()
         self.hearing.set()
         self._marker: bytes | None = None
@@ -60,6 +61,11 @@ class Proxy:
             pair.is_silent = True
         return len(chosen)
 
+    def lead_to(self, port: int) -> None:
+        """Another server from now on, as a balancer or a moved address does; every connection is cut."""
+        self._target = ("127.0.0.1", port)
+        self.cut()
+
     @property
     def connections(self) -> int:
         """How many are open."""
@@ -90,6 +96,7 @@ class Proxy:
             except OSError:
                 return
             if self.is_refusing:
+                self.refused += 1
                 _reset(client)
                 continue
             try:

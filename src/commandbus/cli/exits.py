@@ -9,7 +9,8 @@
 | 3    | CONFIGURATION| a setting (also one given as an option of `worker`, or `--database`) is missing,     |
 |      |              | malformed or contradicts another; a registry cannot be loaded                        |
 | 4    | NOT_FOUND    | no such command, batch, process, domain or limit                                     |
-| 5    | REFUSED      | the state of what is meant, another one with this id, or the role's rights forbid it |
+| 5    | REFUSED      | the state of what is meant, another one with this id, the role's rights, or a lock   |
+|      |              | that somebody holds forbid it                                                        |
 | 6    | DATABASE     | the database cannot be reached, or its schema is missing or newer than this release  |
 | 7    | LEFT_BEHIND  | a worker stopped with attempts still running or outcomes not written                 |
 | 70   | BUG          | an error that nobody foresaw; `--debug` shows where                                  |
@@ -45,6 +46,10 @@ from commandbus.errors import (
 )
 
 NO_SCHEMA = "this database has no commandbus schema; run `commandbus migrate`"
+LOCKED = (
+    "another transaction holds what this command needs, and has not ended: end it (`commandbus doctor` names the "
+    "oldest), and run this again"
+)
 NO_RIGHT = "{reason}; `commandbus doctor` says what this role may do, `commandbus roles` grants it"
 
 
@@ -92,7 +97,7 @@ def code_for(error: BaseException) -> ExitCode:
 def _code_of_database(error: BaseException) -> ExitCode:
     import psycopg
 
-    if isinstance(error, psycopg.errors.InsufficientPrivilege):
+    if isinstance(error, psycopg.errors.InsufficientPrivilege | psycopg.errors.LockNotAvailable):
         return ExitCode.REFUSED
     return ExitCode.DATABASE if isinstance(error, psycopg.Error) else ExitCode.BUG
 
@@ -105,6 +110,8 @@ def sentence_for(error: BaseException) -> str:
         return NO_SCHEMA
     if isinstance(error, pg.InsufficientPrivilege):
         return NO_RIGHT.format(reason=error.diag.message_primary or one_line(error))
+    if isinstance(error, pg.LockNotAvailable):
+        return LOCKED
     if code_for(error) is ExitCode.BUG:
         return f"unexpected {type(error).__name__}: {one_line(error)} (--debug shows where)"
     return one_line(error)

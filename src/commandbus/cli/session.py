@@ -5,6 +5,8 @@ A server that is away is found out by one direct connection with a short limit, 
 pool starts to wait for it. An embedded server is started if need be, and left when the command ends.
 
 What talks to the database is imported when somebody does: `commandbus --help` is to answer at once.
+
+No command waits for somebody's lock for longer than LOCK_SECONDS. Behind PgBouncer the role's own limit counts.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from commandbus.settings import Settings
 
 CONNECT_SECONDS = 3
+LOCK_SECONDS = 30
 POOL_SECONDS = 10.0
 
 
@@ -65,8 +68,9 @@ class Session:
     def reachable(self) -> Iterator[Settings]:
         """Settings whose `database_url` has just been connected to."""
         with self.resolved() as settings:
-            connect(settings).close()
-            yield settings
+            conn, used = _connect(settings, autocommit=True)
+            conn.close()
+            yield used
 
     @contextmanager
     def resolved(self) -> Iterator[Settings]:
@@ -89,6 +93,42 @@ class Session:
 
 def connect(settings: Settings, *, autocommit: bool = True) -> Connection[Any]:
     """Connect now or say why not."""
+    return _connect(settings, autocommit=autocommit)[0]
+
+
+def connect_as_the_role(settings: Settings) -> Connection[Any]:
+    """Connect now or say why not; the session has the role's own limits, and none of ours."""
+    return _connect_as(settings, autocommit=True)
+
+
+def _connect(settings: Settings, *, autocommit: bool) -> tuple[Connection[Any], Settings]:
+    """A connection, and the settings with which it was made: those with a limit for locks, if they may be."""
+    import psycopg
+
+    from commandbus.db.pool import refuses_options
+
+    limited = _with_lock_limit(settings)
+    try:
+        return _connect_as(limited, autocommit=autocommit), limited
+    except psycopg.OperationalError as error:
+        if limited == settings or not refuses_options(error):
+            raise
+    return _connect_as(settings, autocommit=autocommit), settings
+
+
+def _with_lock_limit(settings: Settings) -> Settings:
+    from psycopg.conninfo import make_conninfo
+
+    from commandbus.db.pool import check_conninfo, options_of
+
+    if not settings.prepared_statements:
+        return settings
+    url = check_conninfo(settings.database_url)
+    options = f"-c lock_timeout={LOCK_SECONDS}s {options_of(url)}".strip()  # what is given there counts
+    return replace(settings, database_url=make_conninfo(url, options=options))
+
+
+def _connect_as(settings: Settings, *, autocommit: bool) -> Connection[Any]:
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
 

@@ -65,7 +65,13 @@ class LostSocketError(psycopg.OperationalError):
 
 
 class UnreplicatedError(psycopg.OperationalError):
-    """The server committed, but somebody canceled its wait for the synchronous standby: a failover may lose it."""
+    """The server committed, but somebody canceled its wait for the synchronous standby: a failover may lose it.
+
+    `result` is what the operation would have returned.
+    """
+
+    sqlstate = "08007"  # transaction_resolution_unknown
+    result: Any = None
 
 
 class OwnConnection(Connection[tuple[Any, ...]]):
@@ -76,6 +82,9 @@ class OwnConnection(Connection[tuple[Any, ...]]):
     planned_at: float = 0.0
     goes_by_keys: bool = False
     is_unreplicated: bool = False
+    begins: bool | None = False
+    """Does a lone statement need a transaction around it, because the server's default is not READ COMMITTED?
+    None: nobody has asked the server."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -126,6 +135,9 @@ class OwnAsyncConnection(AsyncConnection[tuple[Any, ...]]):
     planned_at: float = 0.0
     goes_by_keys: bool = False
     is_unreplicated: bool = False
+    begins: bool | None = False
+    """Does a lone statement need a transaction around it, because the server's default is not READ COMMITTED?
+    None: nobody has asked the server."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -140,26 +152,28 @@ def _note_unreplicated(
         own.is_unreplicated = True
 
 
-def _check_replicated(conn: AnyConnection | AnyAsyncConnection) -> None:
+def _check_replicated(conn: AnyConnection | AnyAsyncConnection, result: object) -> None:
     if isinstance(conn, OwnConnection | OwnAsyncConnection) and conn.is_unreplicated:
         conn.is_unreplicated = False
-        raise UnreplicatedError(
+        error = UnreplicatedError(
             "the commit was canceled while it waited for the synchronous standby: it is not acknowledged, though "
             "it may have happened; look, or send again with the same command_id"
         )
+        error.result = result
+        raise error
 
 
 def run(conn: AnyConnection, operation: Runnable[T]) -> T:
     """Run an operation on a sync connection."""
     result = _run_whole(conn, operation)
-    _check_replicated(conn)
+    _check_replicated(conn, result)
     return result
 
 
 def _run_whole(conn: AnyConnection, operation: Runnable[T]) -> T:
     if operation.whole and not conn.autocommit and conn.info.transaction_status == IDLE:
         conn.execute(b"SELECT")  # the caller's transaction begins here, so that ours is a savepoint in it
-    if operation.atomic and (conn.autocommit or operation.whole):
+    if (operation.atomic or getattr(conn, "begins", False)) and (conn.autocommit or operation.whole):
         with conn.transaction():
             return _run(conn, operation.steps)
     return _run(conn, operation.steps)
@@ -193,14 +207,14 @@ def _run(conn: AnyConnection, steps: Generator[Any, list[tuple[Any, ...]], T]) -
 async def run_async(conn: AnyAsyncConnection, operation: Runnable[T]) -> T:
     """Run an operation on an async connection."""
     result = await _run_whole_async(conn, operation)
-    _check_replicated(conn)
+    _check_replicated(conn, result)
     return result
 
 
 async def _run_whole_async(conn: AnyAsyncConnection, operation: Runnable[T]) -> T:
     if operation.whole and not conn.autocommit and conn.info.transaction_status == IDLE:
         await conn.execute(b"SELECT")
-    if operation.atomic and (conn.autocommit or operation.whole):
+    if (operation.atomic or getattr(conn, "begins", False)) and (conn.autocommit or operation.whole):
         async with conn.transaction():
             return await _run_async(conn, operation.steps)
     return await _run_async(conn, operation.steps)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import psycopg
 from psycopg import Connection
@@ -23,7 +23,7 @@ from commandbus.clock import monotonic
 from commandbus.db.answer_clock import Question
 from commandbus.db.drive import LostSocketError, OwnConnection, Runnable, run
 from commandbus.db.passing import READ_ONLY, PassingError, is_passing
-from commandbus.db.pool import connect_own
+from commandbus.db.pool import ask_default_level, connect_own
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 
@@ -79,7 +79,10 @@ class Link:
     def conn(self) -> OwnConnection:
         """The connection; made on first use."""
         if self._conn is None or self._conn.closed:
-            self._conn = self._connect()
+            try:
+                self._conn = self._connect()
+            except psycopg.Error as error:
+                self._raise(error)
         elif not self._conn.has_its_socket:
             raise LostSocketError(f"somebody in this process has closed the socket of {self._name}")
         return self._conn
@@ -91,11 +94,7 @@ class Link:
             with self._question.asked(conn):
                 answer = run(conn, operation)
         except psycopg.Error as error:
-            if error.sqlstate == READ_ONLY:
-                self._drop()  # the server that can write may be another one
-            if is_passing(error, is_lost=self.conn_is_lost()) and not isinstance(error, psycopg.OperationalError):
-                raise PassingError(error) from error
-            raise
+            self._raise(error)
         self._failures = 0
         self._answered_at = monotonic()
         return answer
@@ -103,9 +102,21 @@ class Link:
     def ping(self) -> None:
         """Ask for a sign of life if there was none for a while: an idle connection may be dead without a word."""
         if monotonic() - self._answered_at >= QUIET_SECONDS:
-            with self._question.asked(self.conn):
-                self.conn.execute(b"SELECT")
+            try:
+                conn = self.conn
+                with self._question.asked(conn):
+                    conn.execute(b"SELECT")
+            except psycopg.Error as error:
+                self._raise(error)
             self._answered_at = monotonic()
+
+    def _raise(self, error: psycopg.Error) -> NoReturn:
+        """As an OperationalError if it passes by itself. Read-only also drops the connection."""
+        if error.sqlstate == READ_ONLY:
+            self._drop()  # the server that can write may be another one
+        if is_passing(error, is_lost=self.conn_is_lost()) and not isinstance(error, psycopg.OperationalError):
+            raise PassingError(error) from error
+        raise error
 
     def conn_is_lost(self) -> bool:
         """Was the last error the connection's end, rather than the statement's?"""
@@ -163,13 +174,15 @@ class Link:
             lock_seconds=self._lock_seconds,
             goes_by_keys=self._goes_by_keys,
         )
-        if self._on_connect is not None:
-            try:
-                with self._question.asked(conn):
+        try:
+            with self._question.asked(conn):
+                if conn.begins is None:
+                    ask_default_level(conn)
+                if self._on_connect is not None:
                     self._on_connect(conn)
-            except BaseException:
-                conn.close()
-                raise
+        except BaseException:
+            conn.close()
+            raise
         return conn
 
     def _drop(self) -> None:

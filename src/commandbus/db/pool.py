@@ -5,15 +5,18 @@ unless told otherwise (behind PgBouncer in transaction mode). Their transactions
 database's default is: our statements lock rows and look again. A pool that the application passes in is used as it
 is and never closed by us.
 
-A connection notices that its network is gone: keepalives, `tcp_user_timeout`, and 3 s to connect to each host.
-Where the address names several hosts, the one that can write is chosen. Whatever the address says itself wins.
+A connection notices that its network is gone: keepalives, `tcp_user_timeout`, and 3 s to connect to each host. A
+pool whose database is away tries again every 2 s. Where the address names several hosts, the one that can write
+is chosen. Whatever the address says itself wins.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import select
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import psycopg
 from psycopg import IsolationLevel
@@ -21,6 +24,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from commandbus.clock import monotonic
+from commandbus.db.answer_clock import Question
 from commandbus.db.drive import (
     AnyAsyncConnection,
     AnyConnection,
@@ -41,9 +45,13 @@ ALIVE = {
     "keepalives_count": "3",
     "tcp_user_timeout": "12000",
 }
+LONGEST_PAUSE_SECONDS: Final = 2.0
 OWN_SEARCH_PATH = "pg_catalog,pg_temp"
 """Of our threads' sessions: nobody but the server's owner can put a function or an operator there."""
 BY_KEYS = "-c plan_cache_mode=force_generic_plan -c enable_seqscan=off -c enable_bitmapscan=off"
+ANSWER_SECONDS: Final = 5.0
+_SHOW_LEVEL: Final = b"SHOW default_transaction_isolation"
+_READ_COMMITTED: Final = ("read committed",)
 _poolers: set[str] = set()  # addresses that refuse settings at the start of a session
 
 
@@ -76,8 +84,16 @@ def check_conninfo(database_url: str | None) -> str:
 def lasting_conninfo(conninfo: str | None, **more: Any) -> str:
     """The same address for a connection that notices when its network or its primary is gone."""
     given: dict[str, Any] = conninfo_to_dict(check_conninfo(conninfo), **more)
-    several = {"target_session_attrs": "read-write"} if "," in str(given.get("host", "")) else {}
+    several = {"target_session_attrs": "read-write"} if _names_several_hosts(given) else {}
     return make_conninfo(**(ALIVE | several | given))
+
+
+def _names_several_hosts(given: dict[str, Any]) -> bool:
+    """Also where libpq's own variables say it: they count for what the address leaves out."""
+    if os.environ.get("PGTARGETSESSIONATTRS"):
+        return False  # that says what is wanted
+    named = given.get("host") or given.get("hostaddr")
+    return "," in str(named or os.environ.get("PGHOST") or os.environ.get("PGHOSTADDR") or "")
 
 
 def connect_own(
@@ -99,17 +115,29 @@ def connect_own(
             f"-c statement_timeout={int(statement_seconds * 1000)} -c lock_timeout={int(lock_seconds * 1000)} "
             f"-c default_transaction_isolation=read\\ committed -c search_path={OWN_SEARCH_PATH}"
         )
-        given = str(conninfo_to_dict(address).get("options") or "")
-        options = " ".join(filter(None, [given, limits, BY_KEYS if goes_by_keys else ""]))
+        options = " ".join(filter(None, [options_of(address), limits, BY_KEYS if goes_by_keys else ""]))
         try:
             conn = ServiceConnection.connect(address, options=options, **kwargs)
             conn.goes_by_keys = goes_by_keys
             return read_committed(conn)
         except psycopg.OperationalError as error:
-            if "startup parameter" not in str(error):
+            if not refuses_options(error):
                 raise
             _poolers.add(url)  # PgBouncer: nothing may be left in a session, so the answer clock has to do
-    return read_committed(ServiceConnection.connect(address, **kwargs))
+    plain = ServiceConnection.connect(address, **kwargs)
+    plain.begins = None
+    return read_committed(plain)
+
+
+def options_of(conninfo: str) -> str:
+    """The settings for the start of a session that the address or libpq's own variable names; whoever gives some
+    of his own must repeat them, else they do not count."""
+    return str(conninfo_to_dict(conninfo).get("options") or os.environ.get("PGOPTIONS") or "")
+
+
+def refuses_options(error: psycopg.Error) -> bool:
+    """Is it PgBouncer's refusal of settings at the start of a session?"""
+    return "startup parameter" in str(error)
 
 
 def read_committed(conn: OwnConnection) -> OwnConnection:
@@ -118,12 +146,24 @@ def read_committed(conn: OwnConnection) -> OwnConnection:
     return conn
 
 
-async def _read_committed_async(conn: OwnAsyncConnection) -> None:
-    await conn.set_isolation_level(IsolationLevel.READ_COMMITTED)
+def ask_default_level(conn: OwnConnection) -> None:
+    """A lone statement has the level that the server's default says. If that is another one, it must be told
+    so."""
+    row = conn.execute(_SHOW_LEVEL, prepare=False).fetchone()
+    conn.begins = row != _READ_COMMITTED
 
 
 def _configure(conn: OwnConnection) -> None:
     read_committed(conn)
+    question = Question("a pool's new connection", cancel_after=ANSWER_SECONDS, cut_after=ANSWER_SECONDS)
+    with question.asked(conn):
+        ask_default_level(conn)
+
+
+async def _configure_async(conn: OwnAsyncConnection) -> None:
+    await conn.set_isolation_level(IsolationLevel.READ_COMMITTED)
+    cursor = await asyncio.wait_for(conn.execute(_SHOW_LEVEL, prepare=False), ANSWER_SECONDS)
+    conn.begins = await cursor.fetchone() != _READ_COMMITTED
 
 
 def check_open(conn: AnyConnection | AnyAsyncConnection) -> None:
@@ -151,6 +191,39 @@ async def _check_open_async(conn: AnyAsyncConnection) -> None:
     check_open(conn)
 
 
+class SteadyAttempt:
+    """When a pool tries again to connect: after a second, and then every two. psycopg's own attempt doubles its
+    pause without an end, so that a pool would stay away for minutes after its database is back."""
+
+    FIRST_SECONDS = 1.0
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._give_up_at = 0.0
+        self.delay = 0.0
+
+    def update_delay(self, now: float) -> None:
+        """The attempt that began then has failed."""
+        if not self.delay:
+            self._give_up_at = now + self._timeout
+        self.delay = min(LONGEST_PAUSE_SECONDS, self.delay * 2 or self.FIRST_SECONDS)
+
+    def time_to_give_up(self, now: float) -> bool:
+        """Has it been tried for long enough?"""
+        return 0.0 < self._give_up_at <= now
+
+
+class _SteadyPool(ConnectionPool[OwnConnection]):
+    def _add_connection(self, attempt: Any, growing: bool = False) -> None:  # noqa: FBT001 - its base's
+        super()._add_connection(attempt or SteadyAttempt(self.reconnect_timeout), growing)  # type: ignore[arg-type]
+
+
+class _SteadyAsyncPool(AsyncConnectionPool[OwnAsyncConnection]):
+    async def _add_connection(self, attempt: Any, growing: bool = False) -> None:  # noqa: FBT001
+        steady = attempt or SteadyAttempt(self.reconnect_timeout)
+        await super()._add_connection(steady, growing)  # type: ignore[arg-type]
+
+
 def open_pool(
     settings: Settings,
     *,
@@ -167,7 +240,7 @@ def open_pool(
     arguments = _pool_arguments(settings, name=name, max_size=max_size)
     if max_idle is not None:
         arguments["max_idle"] = min(max_idle, settings.pool_max_idle)
-    return ConnectionPool(
+    return _SteadyPool(
         connection_class=OwnConnection,
         check=check_open,
         configure=None if for_handlers else _configure,
@@ -180,10 +253,10 @@ def open_pool(
 def make_async_pool(settings: Settings, *, name: str, max_size: int) -> AsyncConnectionPool[OwnAsyncConnection]:
     """A pool of async connections, to be opened on the loop that uses it."""
     arguments = _pool_arguments(settings, name=name, max_size=max_size)
-    return AsyncConnectionPool(
+    return _SteadyAsyncPool(
         connection_class=OwnAsyncConnection,
         check=_check_open_async,
-        configure=_read_committed_async,
+        configure=_configure_async,
         open=False,
         **arguments,
     )

@@ -70,7 +70,8 @@ class DatabaseService:
         self._thread = threading.Thread(target=self._serve, name=f"{name}-{part}", daemon=True)
         self.moved_at = monotonic()
         self.ended: BaseException | None = None
-        self._failing: tuple[float, str] | None = None  # since when, and with what, no round has succeeded
+        # Since when, with what, and whether by the database's own word, no round has succeeded.
+        self._failing: tuple[float, str, bool] | None = None
 
     # --- asked from other threads; none of these waits, but for `stop` -----------------------------------------
 
@@ -130,14 +131,14 @@ class DatabaseService:
             return None
         if not self._thread.is_alive():
             return f"the {self.part} has ended without a word"
-        if self._link.is_down:
+        if self.is_away:
             return None
         if (silent_for := self._link.silent_for) >= SILENT_SECONDS:
             return f"the {self.part} has had no answer from the database for {silent_for:.0f} s"
         if (failing := self._failing) is not None and monotonic() - failing[0] >= FAILING_SECONDS:
             return f"the {self.part} has failed for {monotonic() - failing[0]:.0f} s: {failing[1]}"
         still_for = monotonic() - self.moved_at
-        if not silent_for and still_for >= STILL_SECONDS:
+        if not silent_for and not self._link.is_down and still_for >= STILL_SECONDS:
             return f"the {self.part} has not moved for {still_for:.0f} s"
         return None
 
@@ -148,8 +149,11 @@ class DatabaseService:
 
     @property
     def is_broken(self) -> bool:
-        """Will it not work again by itself?"""
-        return self.trouble is not None and not self._link.silent_for
+        """Will it not work again by itself? A refusal that has a SQLSTATE is the database's: another worker would
+        get the same."""
+        failing = self._failing
+        is_refused = failing is not None and failing[2] and self.ended is None
+        return self.trouble is not None and not self._link.silent_for and not is_refused
 
     # --- for subclasses ----------------------------------------------------------------------------------------
 
@@ -250,10 +254,14 @@ class DatabaseService:
         if isinstance(error, OSError):
             self._link.close()
             error = psycopg.OperationalError(str(error))
-        if self._failing is None and error.sqlstate is None:
-            self._failing = monotonic(), str(error).strip()
+        if not is_locked(error):
+            since = monotonic() if self._failing is None else self._failing[0]
+            self._failing = since, _first_line(error), error.sqlstate is not None
         self.lost(error)
+        began = monotonic()
         self._link.recover(self._stopping, error, on_wait=self.waited)
+        if monotonic() - began >= AWAY_SECONDS:
+            self._failing = None  # the database was away, and is back
 
     def carry_out(self) -> None:
         """Work off the orders. One that met a lost database stays first in line; no other error ends the
@@ -268,3 +276,7 @@ class DatabaseService:
             except Exception:
                 logger.exception("the %s could not carry out an order", self.part)
             self._orders.popleft()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -25,7 +25,7 @@ from commandbus.logger import SafeLogger
 from commandbus.model.durations import format_seconds
 
 FIRST_PAUSE_SECONDS: Final = 0.1
-LONGEST_PAUSE_SECONDS: Final = 5.0
+LONGEST_PAUSE_SECONDS: Final = 2.0
 SAY_AGAIN_SECONDS: Final = 10.0
 LONGEST_SILENCE_SECONDS: Final = 300.0
 LOOK_SECONDS: Final = 0.05

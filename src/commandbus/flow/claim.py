@@ -191,10 +191,14 @@ def put_right(
     if lost := [row for row in ours if row.before is not None]:
         holders = yield from _read_holders(domain, worker, lost)
         canceled |= _canceled_before(holders)
-        marks = {row.msg_id: _after_loss(row, holders[row.msg_id]) for row in lost}
+        marks = {row.msg_id: _after_loss(row, holders[row.msg_id], worker) for row in lost}
         asked = yield Statement(
             sql.text("record_lost", domain=domain),
-            {"worker": worker, "rows": _lost_rows(lost, holders, marks), "marks": _mark_rows(lost, marks)},
+            {
+                "worker": worker,
+                "rows": _lost_rows(lost, holders, marks, worker),
+                "marks": _mark_rows(lost, marks),
+            },
         )
         ours = [_marked(row, marks.get(row.msg_id)) for row in ours]
         canceled |= {msg_id: cancellation(by, reason) for msg_id, by, reason in asked}
@@ -362,11 +366,17 @@ def _cancel(domain: str, worker: str, rows: Sequence[ClaimedRow], why: Mapping[i
         yield from settle(domain, worker, settlements, waiting=True).steps
 
 
-def _after_loss(row: ClaimedRow, holders: Sequence[dict[str, Any]]) -> Marks:
-    """What the loss costs. Whoever claimed it after the first vanished holder vanished before starting it."""
-    if not holders:  # headers that are none of ours
-        return marks_of(row)
-    return marks_of(row).after_loss(ran_alone=holders[-1]["alone"] is True, unstarted=len(holders) - 1)
+def _after_loss(row: ClaimedRow, holders: Sequence[dict[str, Any]], worker: str) -> Marks:
+    """What the loss costs. Whoever claimed it after the first vanished holder vanished before starting it.
+
+    This worker itself has not vanished: the database was away for longer than a lease, or the machine stood still.
+    """
+    marks = marks_of(row)
+    vanished = [holder for holder in holders if holder["held_by"] != worker]
+    marks = marks.after_outage(len(holders) - len(vanished))
+    if not vanished:  # or headers that are none of ours
+        return marks
+    return marks.after_loss(ran_alone=vanished[-1]["alone"] is True, unstarted=len(vanished) - 1)
 
 
 def _marked(row: ClaimedRow, marks: Marks | None) -> ClaimedRow:
@@ -384,6 +394,9 @@ def _mark_rows(lost: Sequence[ClaimedRow], marks: Mapping[int, Marks]) -> str:
     return _dump(rows)
 
 
+_OWN_LOSS = "its worker was alive, but could not renew the lease in time: not charged"
+
+
 def _lost_text(row: ClaimedRow, holders: int, marks: Marks) -> str:
     text = "the worker vanished and its lease ran out"
     if marks.waived - row.waived < holders:
@@ -394,9 +407,12 @@ def _lost_text(row: ClaimedRow, holders: int, marks: Marks) -> str:
 
 
 def _lost_rows(
-    lost: Sequence[ClaimedRow], holders: Mapping[int, Sequence[dict[str, Any]]], marks: Mapping[int, Marks]
+    lost: Sequence[ClaimedRow],
+    holders: Mapping[int, Sequence[dict[str, Any]]],
+    marks: Mapping[int, Marks],
+    worker: str,
 ) -> str:
-    """One row per vanished holder."""
+    """One row per holder."""
     rows = []
     for row in lost:
         last = row.attempt_base + row.read_ct - 1
@@ -410,7 +426,7 @@ def _lost_rows(
                     "n": number,
                     "w": holder["held_by"],
                     "s": holder["since"],
-                    "e": text,
+                    "e": _OWN_LOSS if holder["held_by"] == worker else text,
                 }
             )
     return _dump(rows)

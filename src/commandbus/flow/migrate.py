@@ -5,7 +5,8 @@ a failure leaves nothing behind. No superuser is needed, only CREATE on the data
 release is refused: an old release must not guess what a new one meant.
 
 An ALTER TABLE that waits for a long transaction makes every send wait behind it. So it waits for LOCK_SECONDS at
-most; then all is rolled back, the others have their turn, and it is tried again.
+most; then all is rolled back, the others have their turn, and it is tried again. For its turn among others that
+migrate it waits longer, because that keeps nobody else waiting; but not for ever, because one of them may hang.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from commandbus.model.durations import format_seconds
 LOCK = 0x636D6462_75730001  # 'cmdbus' and a purpose; any constant would do, all releases must share it
 
 LOCK_SECONDS: Final = 1.0
+TURN_SECONDS: Final = 10.0
 FIRST_PAUSE_SECONDS: Final = 0.5
 LONGEST_PAUSE_SECONDS: Final = 5.0
 PATIENCE_SECONDS: Final = 300.0
 
 _LIMIT = f"SET LOCAL lock_timeout = {LOCK_SECONDS * 1000:.0f}".encode()
+_TURN_LIMIT = f"SET LOCAL lock_timeout = {TURN_SECONDS * 1000:.0f}".encode()
 _BEGIN = b"""
 CREATE SCHEMA IF NOT EXISTS commandbus;
 CREATE TABLE IF NOT EXISTS commandbus.migration (
@@ -58,7 +61,11 @@ class SchemaState:
 
 
 class _BusyError(SchemaError):
-    """Somebody else's transaction holds a lock that a migration needs."""
+    """Somebody else's transaction holds a lock that a migration needs, and has waited for."""
+
+    def __init__(self, error: BaseException, waited: float) -> None:
+        super().__init__(str(error))
+        self.waited = waited
 
 
 def migrate(
@@ -75,8 +82,9 @@ def migrate(
     while True:
         try:
             state: SchemaState = yield _migrate_once(domains)
-        except _BusyError:
-            if waited >= wait_seconds:
+        except _BusyError as busy:
+            waited += busy.waited
+            if waited > wait_seconds:
                 raise SchemaError(
                     f"the schema could not be changed within {format_seconds(wait_seconds)}: a transaction on its "
                     f"tables does not end; end it (`commandbus doctor` names the oldest), and migrate again"
@@ -85,7 +93,7 @@ def migrate(
             return state
         on_wait((yield _who_blocks()) or "a transaction that has ended since")
         yield _sleep(pause)
-        waited += LOCK_SECONDS + pause
+        waited += pause
         pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
 
 
@@ -98,7 +106,7 @@ def _sleep(seconds: float) -> Steps[None]:
 @operation(atomic=False)
 def _who_blocks() -> Steps[str | None]:
     """The oldest transaction that holds something of ours, in words."""
-    rows = yield Statement(sql.text("schema_holder"))
+    rows = yield Statement(sql.text("schema_holder"), {"key": LOCK})
     if not rows:
         return None
     pid, application, seconds = rows[0]
@@ -108,14 +116,17 @@ def _who_blocks() -> Steps[str | None]:
 
 @operation(atomic=True)
 def _migrate_once(domains: Sequence[str]) -> Steps[SchemaState]:
-    # Keeps nobody waiting but its like.
-    yield Statement(b"SELECT pg_catalog.pg_advisory_xact_lock(%(key)s)", {"key": LOCK})
+    yield Statement(_TURN_LIMIT)
+    try:
+        yield Statement(b"SELECT pg_catalog.pg_advisory_xact_lock(%(key)s)", {"key": LOCK})
+    except pg.LockNotAvailable as error:
+        raise _BusyError(error, TURN_SECONDS) from None
     yield Statement(_LIMIT)
     yield Statement(SAFE_PATH)  # what a default or a view calls is looked up once, here
     try:
         return (yield from _migrate(domains))
     except pg.LockNotAvailable as error:
-        raise _BusyError(str(error)) from None
+        raise _BusyError(error, LOCK_SECONDS) from None
 
 
 def _migrate(domains: Sequence[str]) -> Steps[SchemaState]:
@@ -163,6 +174,7 @@ def script() -> str:
     parts = [
         "-- commandbus: the schema, as `commandbus migrate` would apply it. Safe to run again.",
         "BEGIN;",
+        f"{_TURN_LIMIT.decode()};",
         f"SELECT pg_catalog.pg_advisory_xact_lock({LOCK});",
         "-- Sends must not queue up behind an ALTER TABLE that waits for a long transaction: run it again then.",
         f"{_LIMIT.decode()};",

@@ -89,6 +89,14 @@ def take(
     return (yield from _take(name, tokens, seconds=seconds, newcomers=newcomers, probes=probes))
 
 
+@operation(atomic=True)
+def wait_for_row(name: str) -> Steps[None]:
+    """Wait a tenth of a second at most until nobody else holds the limit's row; LockNotAvailable: somebody
+    does."""
+    yield Statement(b"SET LOCAL lock_timeout = '100ms'")
+    yield Statement(b"SELECT FROM commandbus.limits WHERE name = %(name)s FOR NO KEY UPDATE", {"name": name})
+
+
 @operation(atomic=False)
 def take_probe(name: str, token: str, *, seconds: float | None = None) -> Steps[bool]:
     """Find out whether a back-off is over, where places are kept elsewhere; False: somebody else does."""

@@ -281,11 +281,17 @@ def given_back(
 
 
 def settle(
-    domain: str, worker: str, settlements: Sequence[Settlement], *, waiting: bool = False
+    domain: str,
+    worker: str,
+    settlements: Sequence[Settlement],
+    *,
+    waiting: bool = False,
+    lock_timeout_ms: int | None = None,
 ) -> Operation[dict[tuple[int, int], Answer]]:
     """Write outcomes of one domain; answers those (msg_id, read_ct) that were not settled, and why.
 
-    `waiting=True` waits for locked queue rows instead of answering busy.
+    `waiting=True` waits for locked queue rows instead of answering busy. `lock_timeout_ms` is how long it waits at
+    most for any other row; without it that is the session's own limit.
     """
     # Rows in key order: every transaction that locks several queue rows does so, so none can deadlock.
     ordered = sorted(settlements, key=lambda item: item.msg_id)
@@ -298,7 +304,16 @@ def settle(
     more = [item for item in final if item.reply is not None or item.unhandled is not None]
     kinds = {"settle_final": final, "settle_again": again, "settle_park": waiting_}
     steps = _settle(domain, worker, kinds, locking="" if waiting else "SKIP LOCKED")
+    if lock_timeout_ms is not None:
+        return Operation(_hurried(steps, lock_timeout_ms), atomic=True)
     return Operation(steps, atomic=bool(more) or sum(map(bool, kinds.values())) > 1)
+
+
+def _hurried(
+    steps: Steps[dict[tuple[int, int], Answer]], lock_timeout_ms: int
+) -> Steps[dict[tuple[int, int], Answer]]:
+    yield Statement(f"SET LOCAL lock_timeout = {lock_timeout_ms:d}".encode())
+    return (yield from steps)
 
 
 def _settle(

@@ -21,7 +21,7 @@ from commandbus.flow.limits import LimitRow, get_limit
 from commandbus.gate.backends import Backends
 from commandbus.gate.hold_clock import HoldClock
 from commandbus.gate.requests import Place
-from commandbus.gate.row_link import RowLink
+from commandbus.gate.row_link import LockedRowError, RowLink
 from commandbus.logger import safe_logger
 from commandbus.model.standing import Answer
 
@@ -101,7 +101,7 @@ class Desk:
         """Take places for newcomers; `probes`: one of them may be the probe. If some get none: the limit's row,
         which says why."""
         if self.known(name).backend == "postgres":
-            taken = self.link.run(places.take(name, tokens, probes=probes))
+            taken = self.link.run(places.take(name, tokens, probes=probes), limit=name)
             if len(taken) == len(tokens):
                 return taken, None
             row = self.row(name)
@@ -118,7 +118,7 @@ class Desk:
         if standing.is_probed(row.now) or not probes:
             return [], row
         granted = self.backends.of(row).take(row, tokens[:1], row.lease)
-        if granted and not self.link.run(places.take_probe(name, granted[0])):
+        if granted and not self.link.run(places.take_probe(name, granted[0]), limit=name):
             self.backends.of(row).give(row, granted)
             granted = []
         return granted, row
@@ -132,11 +132,12 @@ class Desk:
             backend.give(row, [token])  # it was kept before the API said no
             if standing.probe == token:
                 # Another one may be it.
-                self.link.run(places.answer(name, token, Answer.UNKNOWN, gives=False, has_begun=False))
+                unknown = places.answer(name, token, Answer.UNKNOWN, gives=False, has_begun=False)
+                self.link.run(unknown, limit=name)
             return False
         is_held = not backend.renew(row, [token])
         if is_held and row.backend != "postgres" and standing.probe == token:
-            self.link.run(places.renew(name, [token]))  # that it is the probe is kept there
+            self.link.run(places.renew(name, [token]), limit=name)  # that it is the probe is kept there
         return is_held
 
     def hold(self, place: Place) -> Place:
@@ -163,7 +164,8 @@ class Desk:
             for place in self._renew(name, due) if due else []:
                 self._lose(place)
                 self.let_go(place)
-            again = min([again, *(now + self._due_in(place, age_now) for place in held.values())])
+            next_at = [now + self._due_in(place, age_now) for place in held.values()]
+            again = min(again, max(min(next_at, default=again), self.link.barred_until(name)))
         self.renew_at = max(again, now + LEAST_SECONDS)  # at the end: what fails on the way is done again at once
 
     @staticmethod
@@ -183,6 +185,8 @@ class Desk:
             for place in own:  # nobody counts any more who is inside
                 self.let_go(place)
             return []
+        except LockedRowError:
+            return []  # again when the bar is over; said when it was put up
         except CommandBusError as error:
             logger.warning("places of limit %s cannot be renewed: %s", name, error)
             return []

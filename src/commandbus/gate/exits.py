@@ -4,21 +4,25 @@
     a bad answer, or one that keeps its place ──► one by one, under the lock of the limit's row
 
 What was told stays in `leaves` until the database has it: after a lost connection all of it is told again, and
-giving back twice is giving back once. A place that cannot be given back is free when its lease ends.
+giving back twice is giving back once. What concerns a limit whose row somebody has locked is told later. A place
+that cannot be given back is free when its lease ends.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
-from commandbus.clock import boottime
+from commandbus.clock import boottime, monotonic
 from commandbus.errors import CommandBusError
 from commandbus.flow import places
 from commandbus.flow.limits import LimitRow
 from commandbus.gate.desk import Desk
 from commandbus.gate.requests import Leave, Place
+from commandbus.gate.row_link import LockedRowError
 from commandbus.gate.waker import Waker
 from commandbus.logger import safe_logger
 from commandbus.model.durations import format_seconds
@@ -34,6 +38,13 @@ class Exits:
         self._desk = desk
         self._waker = waker
         self.leaves: deque[Leave] = deque()
+        # What met a locked row, and when to tell it again.
+        self._later: list[tuple[float, Callable[[], None]]] = []
+
+    @property
+    def soonest(self) -> float:
+        """When (monotonic) to tell again what met a locked row."""
+        return min((at for at, _ in self._later), default=math.inf)
 
     def hand_back(self, unused: Iterable[Place]) -> None:
         """Places with which nothing was begun."""
@@ -41,22 +52,40 @@ class Exits:
 
     def let_out(self) -> None:
         """Give back everything that was left."""
+        self._tell_again()
         plain: dict[str, list[Leave]] = {}
-        taken = 0
-        for leave in list(self.leaves):
-            taken += 1
+        until: dict[Leave, float] = {}
+        taken = list(self.leaves)
+        for leave in taken:
             if leave.answer.is_bad or leave.keeps:
-                self._answer(leave)
+                try:
+                    self._answer(leave)
+                except LockedRowError as error:
+                    until[leave] = error.until
             else:
                 plain.setdefault(leave.place.limit, []).append(leave)
         for name, leaves in plain.items():
-            self._give(name, leaves)
-        for _ in range(taken):
-            leave = self.leaves.popleft()
+            try:
+                self._give(name, leaves)
+            except LockedRowError as error:
+                until |= dict.fromkeys(leaves, error.until)
+        for leave in taken:
+            self.leaves.popleft()
             if not leave.stays:
                 self._desk.let_go(leave.place)
-            if leave.then is not None:
+            if leave in until:
+                self._later.append((until[leave], partial(self.leaves.append, leave)))
+            elif leave.then is not None:
                 leave.then(leave)
+
+    def _tell_again(self) -> None:
+        now = monotonic()
+        due, self._later = (
+            [item for item in self._later if item[0] <= now],
+            [item for item in self._later if item[0] > now],
+        )
+        for _, tell in due:
+            tell()
 
     def tell(self, name: str, holder: str, reason: str, retry_after: float | None, caller: str) -> None:
         """An API has refused a call that held no place of its limit."""
@@ -71,8 +100,12 @@ class Exits:
                     retry_after=retry_after,
                     spread=random.random(),  # noqa: S311 - jitter
                     caller=caller,
-                )
+                ),
+                limit=name,
             )
+        except LockedRowError as error:
+            self._later.append((error.until, partial(self.tell, name, holder, reason, retry_after, caller)))
+            return
         except CommandBusError as error:
             logger.warning("limit %s cannot be told of %s: %s", name, reason, error)
             return
@@ -85,13 +118,14 @@ class Exits:
             row = self._desk.known(name)
             if row.backend != "postgres":
                 self._desk.backends.of(row).give(row, tokens)
-            is_awaited, probe = self._desk.link.run(places.give(name, tokens, good=good))
+            is_awaited, probe = self._desk.link.run(places.give(name, tokens, good=good), limit=name)
             for leave in leaves:
                 if leave.place.token == probe:
-                    self._desk.link.run(
-                        places.answer(name, probe, leave.answer, gives=True, has_begun=leave.has_begun)
-                    )
+                    answer = places.answer(name, probe, leave.answer, gives=True, has_begun=leave.has_begun)
+                    self._desk.link.run(answer, limit=name)
                     is_awaited = True
+        except LockedRowError:
+            raise
         except CommandBusError as error:
             logger.warning("places of limit %s cannot be given back, and their leases end: %s", name, error)
             return
@@ -113,8 +147,11 @@ class Exits:
                     retry_after=leave.retry_after,
                     spread=random.random(),  # noqa: S311 - jitter
                     others=others,
-                )
+                ),
+                limit=place.limit,
             )
+        except LockedRowError:
+            raise
         except CommandBusError as error:
             logger.warning("limit %s cannot be told of %s: %s", place.limit, leave.reason, error)
             return

@@ -275,7 +275,8 @@ class Gate(DatabaseService):
         self._take_turns_if_reconnected()
         if self._orders or self._visits.asking or self._line.calls or self._exits.leaves or self._closing:
             return
-        soonest = min(self._waker.soonest, self._line.soonest, self._sweep_at, self._desk.renew_at)
+        parts = (self._waker.soonest, self._line.soonest, self._exits.soonest)
+        soonest = min(*parts, self._sweep_at, self._desk.renew_at)
         self._is_at_work = False
         self.sleep(min(soonest - monotonic(), LONGEST_SLEEP) + 0.001)
         self._is_at_work = True

@@ -20,6 +20,7 @@ from commandbus.flow import places
 from commandbus.gate.desk import Desk
 from commandbus.gate.exits import Exits
 from commandbus.gate.requests import Call, Place, refuse, waited_in_vain
+from commandbus.gate.row_link import LockedRowError
 from commandbus.gate.waker import Waker
 
 
@@ -32,14 +33,19 @@ class Line:
         self._exits = exits
         self.calls: deque[Call] = deque()
         self._waiting: dict[str, Call] = {}
+        self._later: list[tuple[float, Call]] = []  # those that met a locked row, and when they ask again
 
     @property
     def soonest(self) -> float:
-        """When (monotonic) the time of the first who waits is up."""
-        return min((call.until for call in self._waiting.values()), default=math.inf)
+        """When (monotonic) the time of the first who waits is up, or one that met a locked row asks again."""
+        times = [call.until for call in self._waiting.values()] + [at for at, _ in self._later]
+        return min(times, default=math.inf)
 
     def answer_calls(self) -> None:
         """Give places to those who have called, or let them stand in line."""
+        now = monotonic()
+        self.calls.extend(call for at, call in self._later if at <= now)
+        self._later = [item for item in self._later if item[0] > now]
         while self.calls:
             call = self.calls[0]
             if not call.answer.done():
@@ -82,7 +88,7 @@ class Line:
 
     def fail_all(self, error: BaseException) -> None:
         """Nobody will be answered any more."""
-        for call in [*self.calls, *self._waiting.values()]:
+        for call in [*self.calls, *self._waiting.values(), *(call for _, call in self._later)]:
             _fail(call, error)
 
     def _begin(self, call: Call) -> None:
@@ -91,6 +97,12 @@ class Line:
             if call.command is not None and self._has_turn(call, call.command):
                 return
             granted, _ = self._desk.take(call.name, [call.token])
+        except LockedRowError as error:
+            if monotonic() < call.until:
+                self._later.append((min(error.until, call.until), call))
+            else:
+                _fail(call, waited_in_vain(call.name, call.wait, str(error)))
+            return
         except CommandBusError as error:
             self._desk.forget(call.name)
             _fail(call, error)
@@ -135,6 +147,8 @@ class Line:
         asked_at = boottime()
         try:
             is_held = self._desk.adopt(call.name, call.token)
+        except LockedRowError:
+            return  # the next sweep looks again
         except CommandBusError as error:
             self._waiting.pop(call.token, None)
             _fail(call, error)

@@ -20,15 +20,15 @@ class PostgresBackend:
 
     def take(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:
         """Take places for some seconds; answers the tokens that have one."""
-        return self._link.run(places.take(limit.name, tokens, seconds=seconds, newcomers=False))
+        return self._link.run(places.take(limit.name, tokens, seconds=seconds, newcomers=False), limit=limit.name)
 
     def renew(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
         """Renew leases; answers the tokens that hold no place any more."""
-        return self._link.run(places.renew(limit.name, tokens))
+        return self._link.run(places.renew(limit.name, tokens), limit=limit.name)
 
     def give(self, limit: LimitRow, tokens: Sequence[str]) -> None:
         """Give places back."""
-        self._link.run(places.give(limit.name, tokens))
+        self._link.run(places.give(limit.name, tokens), limit=limit.name)
 
     def look(self, limit: LimitRow) -> Look:
         """Who holds a place, and how fast they are given."""

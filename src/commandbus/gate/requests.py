@@ -101,7 +101,7 @@ def too_long(row: LimitRow, waited: float) -> str:
 
 
 def no_such(name: str, error: CommandBusError) -> Refusal:
-    """A limit that is declared no more, or cannot be used from here (then another worker may)."""
+    """A limit that is declared no more, or cannot be used now, or from here (then another worker may)."""
     is_gone = isinstance(error, UnknownLimitError)
     return Refusal(name, "LIMIT_UNKNOWN" if is_gone else "LIMIT_BACKEND", str(error), None, gives_up=is_gone)
 

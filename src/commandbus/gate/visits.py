@@ -11,9 +11,13 @@ waits: nobody may overtake in that moment. Used by the gate's thread alone; `ask
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import psycopg
 
 from commandbus.clock import boottime, monotonic
+from commandbus.db.passing import is_locked
 from commandbus.errors import CommandBusError
 from commandbus.flow import places
 from commandbus.flow.limits import LimitRow
@@ -108,7 +112,9 @@ class Visits:
             who = [(visit.msg_id, visit.id, visit.attempt_base) for visit in visits]
             try:
                 answer = self._desk.link.run(places.turns(domain, who))
-            except CommandBusError as error:
+            except (CommandBusError, psycopg.OperationalError) as error:
+                if isinstance(error, psycopg.Error) and not is_locked(error):
+                    raise
                 logger.warning("turns of commands of domain %s cannot be read: %s", domain, error)
                 continue
             found |= {visit: answer[visit.msg_id] for visit in visits if visit.msg_id in answer}
@@ -125,7 +131,7 @@ class Visits:
         """One limit: first those for whom a place is kept, then newcomers, unless others wait."""
         try:
             self._ask_at(name, group, turns, got, refused)
-        except CommandBusError as error:  # it is gone, or cannot be used from here
+        except CommandBusError as error:  # it is gone, locked by somebody, or cannot be used from here
             self._desk.forget(name)
             for visit in group:
                 if all(place.limit != name for place in got[visit]):
@@ -144,7 +150,7 @@ class Visits:
             asked_at = boottime()
             turn = turns.get(visit)
             token = turn.token if turn is not None and turn.limit == name else None
-            if token is not None and self._desk.adopt(name, token):
+            if token is not None and self._adopt(name, token, visit):
                 got[visit].append(self._place(name, token, visit, asked_at))
             else:
                 newcomers.append(visit)
@@ -155,8 +161,9 @@ class Visits:
         row: LimitRow | None = None
         asked_at = boottime()
         if not self.parking.is_under_way(name):
-            # Not as the probe: that is chosen among those in line.
-            granted, row = self._desk.take(name, list(tokens), probes=False)
+            with self._sure_of(name, tokens):
+                # Not as the probe: that is chosen among those in line.
+                granted, row = self._desk.take(name, list(tokens), probes=False)
         for token in granted:
             visit = tokens.pop(token)
             got[visit].append(self._place(name, token, visit, asked_at))
@@ -165,6 +172,20 @@ class Visits:
             for visit in tokens.values():
                 turn = turns.get(visit)
                 refused[visit] = refuse(row, waited_seconds=turn.waited_seconds if turn is not None else None)
+
+    def _adopt(self, name: str, token: str, visit: Visit) -> bool:
+        with self._sure_of(name, {token: visit}):
+            return self._desk.adopt(name, token)
+
+    @contextmanager
+    def _sure_of(self, name: str, tokens: Mapping[str, Visit]) -> Iterator[None]:
+        """If the answer is lost, a place may be lost with it, which nobody else would get for a whole lease. So
+        what may be held under these tokens is given back."""
+        try:
+            yield
+        except psycopg.OperationalError:
+            self._exits.hand_back(Place(name, token, 0.0, holder=visit.holder) for token, visit in tokens.items())
+            raise
 
     def _place(self, name: str, token: str, visit: Visit, asked_at: float) -> Place:
         lease = self._desk.known(name).lease

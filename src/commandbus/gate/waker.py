@@ -18,6 +18,7 @@ from commandbus.clock import monotonic
 from commandbus.errors import CommandBusError, UnknownLimitError
 from commandbus.flow import places
 from commandbus.gate.desk import Desk
+from commandbus.gate.row_link import LockedRowError
 from commandbus.logger import safe_logger
 
 logger = safe_logger("commandbus.limits")
@@ -92,7 +93,10 @@ class Waker:
             name, most=MOST_AT_ONCE, seconds=RESERVE_SECONDS, grant=grant, mark=mark, is_barred=barred
         )
         try:
-            woken = self._desk.link.run(waking)
+            woken = self._desk.link.run(waking, limit=name)
+        except LockedRowError as error:
+            self.look_at(name, error.until - monotonic())
+            return
         except psycopg.errors.InsufficientPrivilege:
             if barred:
                 raise

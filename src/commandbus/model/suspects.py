@@ -5,6 +5,8 @@ supervisor, the end of a whole container) names nobody. So:
 
     lost                         waived, and a suspect from now on: it runs isolated and alone, that is one such
                                  command at a time per supervisor
+    held by a worker that lives  waived, and no suspect: its lease ran out because the database was away, or the
+                                 machine stood still
     lost again while it ran so   charged. It keeps its waiver: somebody may have killed it again from outside
     stuck, or crashed something  charged; a suspect pays for what was waived before, as well. Quarantine: its next
                                  attempts run in a child process
@@ -48,6 +50,10 @@ class Marks:
         if not self.alone:
             return replace(self, waived=waived + 1, suspect=(self.suspect or 0) + 1, alone=True)
         return replace(self, waived=waived + (not ran_alone))
+
+    def after_outage(self, times: int) -> Marks:
+        """Its holder lives, and could not renew its lease: so many attempts are waived."""
+        return replace(self, waived=self.waived + times)
 
     def after_suspicion(self) -> Marks:
         """Its worker died, and nobody can be named: this attempt is waived."""

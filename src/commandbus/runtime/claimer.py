@@ -31,6 +31,7 @@ import psycopg
 from psycopg import Connection
 
 from commandbus.clock import boottime, monotonic
+from commandbus.db.drive import UnreplicatedError
 from commandbus.db.service import DatabaseService
 from commandbus.errors import CommandBusError
 from commandbus.flow.claim import (
@@ -87,10 +88,12 @@ class Claimer(DatabaseService):
         spare: Callable[[], int],
         finished: Callable[[], int],
         deliver: Deliver,
+        on_unsure: Deliver,
         apart: Apart,
         adopter: Adopter,
         on_cancel: Callable[[str, int], None],
         on_idle: Callable[[], bool],
+        on_connect: Callable[[], None],
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
@@ -102,6 +105,7 @@ class Claimer(DatabaseService):
         self._spare = spare
         self._finished = finished
         self._deliver = deliver
+        self._on_unsure = on_unsure
         self._apart = apart
         self._adopter = adopter
         adopter.on_read = lambda domain, seconds: self.order(lambda: self._read(domain, seconds))
@@ -110,6 +114,7 @@ class Claimer(DatabaseService):
         )
         self._on_cancel = on_cancel
         self._on_idle = on_idle
+        self._on_connect = on_connect
         self.is_waiting_for_room = False
         self.is_ended = False  # claim nothing more: the worker drains
         self.claimed = 0
@@ -146,6 +151,7 @@ class Claimer(DatabaseService):
         for domain in self._domains:
             domain.cursor = None
         self._announced_until = 0.0
+        self._on_connect()
 
     def round(self) -> None:
         room = self._wait_for_room()
@@ -212,16 +218,20 @@ class Claimer(DatabaseService):
         return len(found.ready) + len(found.odd)
 
     def _ask(self, domain: _Domain, n: int, cursor: datetime | None, kind: str) -> Claim:
-        return self._link.run(
-            claim(
-                domain=domain.name,
-                worker=self._worker,
-                n=n,
-                lease_seconds=self._settings.visibility_timeout,
-                cursor=cursor,
-                kind=kind,
-            )
+        claimed_at = boottime()
+        asked = claim(
+            domain=domain.name,
+            worker=self._worker,
+            n=n,
+            lease_seconds=self._settings.visibility_timeout,
+            cursor=cursor,
+            kind=kind,
         )
+        try:
+            return self._link.run(asked)
+        except UnreplicatedError as error:
+            self._on_unsure(domain.name, error.result.ready, claimed_at)  # a failover may lose this claim
+            raise
 
     def _sift(self, domain: _Domain) -> int:
         """A bite of a flood of raw messages; answers how many it had. The last one ends the flood."""

@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
-from commandbus.db.drive import run
 from commandbus.db.link import Link
 from commandbus.db.service import DatabaseService
 from commandbus.errors import ConfigurationError, UnknownLimitError
@@ -66,9 +65,9 @@ def check_limits(link: Link, settings: Settings, handlers: HandlerRegistry) -> b
     """Declare the limits of settings and handlers, and see that every limit that a handler names is known. Answers
     whether there are any: somebody may be parked since the last worker stopped."""
     declared = settle_limits([*settings.limits, *handlers.limits], settings)
-    for note in run(link.conn, declare(declared, home_of(settings))):
+    for note in link.run(declare(declared, home_of(settings))):
         logger.warning("%s", note)
-    rows: dict[str, LimitRow] = {row.name: row for row in run(link.conn, list_limits())}
+    rows: dict[str, LimitRow] = {row.name: row for row in link.run(list_limits())}
     for handler in handlers:
         for name in handler.options.limits:
             if name not in rows:
@@ -78,7 +77,7 @@ def check_limits(link: Link, settings: Settings, handlers: HandlerRegistry) -> b
                     f"handler {handler.name}: limit {name!r} is kept in Redis, and redis_url is not set; set "
                     f'COMMANDBUS_REDIS_URL, or give the limit backend = "postgres"'
                 )
-    return bool(rows) or run(link.conn, is_awaited())
+    return bool(rows) or link.run(is_awaited())
 
 
 class LimitedWork:

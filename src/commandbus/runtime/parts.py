@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 from weakref import WeakSet
@@ -88,6 +88,7 @@ class Parts:
         self._was_degraded = False
         self._was_unreachable = False
         self._most_unwritten = MOST_UNWRITTEN + 2 * settings.concurrency
+        self._from_before: dict[tuple[str, int], Attempt] = {}  # held when the claimer last connected
         self._was_idle = False  # at the last look nothing was held, and nothing there
         self._showing: Showing | None = None
         if spec.supervision is not None:
@@ -256,10 +257,12 @@ class Parts:
             spare=self._spare,
             finished=self._finished,
             deliver=self._deliver,
+            on_unsure=self._return_unsure,
             apart=self._apart,
             adopter=self._adopter,
             on_cancel=self._look_for_cancel,
             on_idle=self._check_idle,
+            on_connect=self._note_connected,
             on_error=spec.fail,
             name=spec.id,
         )
@@ -673,8 +676,10 @@ class Parts:
             self._slots.finished + self._router.finished + (self._loop.finished if self._loop is not None else 0)
         )
 
-    def _deliver(self, domain: str, rows: Iterable[tuple[Any, ...]], claimed_at: float) -> None:
+    def _deliver(self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float) -> None:
         self._was_idle = False
+        if self._from_before:
+            self._lose_reused(domain, rows)
         sync: list[Attempt] = []
         asynchronous: list[Attempt] = []
         get = self._handlers.get
@@ -714,6 +719,30 @@ class Parts:
             self._limited.visit(limited)
         if self.state is not State.ACTIVE:
             self._give_back()
+
+    def _return_unsure(self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float) -> None:
+        """They were claimed, but a failover may lose that: they must not start."""
+        for row in rows:
+            attempt = Attempt(domain, row, self._handlers.get(domain, row[4]), claimed_at)
+            self.held.add(attempt)
+            self._return(attempt)
+
+    def _note_connected(self) -> None:
+        """Whatever is held now was claimed on an earlier connection, perhaps from a server that is no more."""
+        self._from_before = {(attempt.domain, attempt.msg_id): attempt for attempt in self.held.copy()}
+
+    def _lose_reused(self, domain: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        """After a failover that lost commits the server counts again from where it was: another command may get
+        the msg_id of a lost one, its number, and its first read_ct. The fence of an attempt from before would
+        fit it."""
+        self._from_before = {key: attempt for key, attempt in self._from_before.items() if attempt in self.held}
+        for row in rows:
+            before = self._from_before.get((domain, row[0]))
+            if before is not None and before.read_ct >= row[1]:
+                before.is_lost = True
+                self.settler.void(before)
+                text = "command %s was lost by the database (a failover?): its message is another command's now"
+                logger.error(text, before.command_id, extra=before.log_fields)
 
     def _push_one(self, attempt: Attempt) -> None:
         """It has its places of all limits. Called by the gate."""

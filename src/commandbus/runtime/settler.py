@@ -10,9 +10,10 @@ complete, is settled as CANCELED.
 The usual outcome needs no words (`Done`): such attempts have a queue and a statement of their own. What that
 statement does not settle, for whatever reason, is settled as the others are.
 
-Somebody's lock holds up the outcomes that need it, and no others: those without a reply go together, those that
-reply go by their queue, and what met a lock waits aside for a moment that grows (`_Aside`). `backlog` says how
-many outcomes are unwritten; the worker claims nothing more when they pile up.
+Somebody's lock holds up the outcomes that need it, and no others. A lock is waited for once. Then those that met
+it are looked for, by their reply queue and by halves, in statements that hardly wait (HURRIED_MS). What needs a
+locked row waits aside for a moment that grows (`_Aside`), and is tried again by itself. `backlog` says how many
+outcomes are unwritten; the worker claims nothing more when they pile up.
 
 In between it folds the batches of what was settled (`runtime/folder.py`).
 """
@@ -27,6 +28,7 @@ import psycopg
 
 from commandbus import sql
 from commandbus.clock import monotonic
+from commandbus.db.drive import UnreplicatedError
 from commandbus.db.passing import is_locked, is_of_the_database, is_passing
 from commandbus.db.service import DatabaseService
 from commandbus.errors import PermanentCommandError
@@ -51,6 +53,8 @@ BUSY_PAUSE_SECONDS = 0.05
 LONGEST_SLEEP = 1.0
 FIRST_ASIDE_SECONDS = 0.5
 LONGEST_ASIDE_SECONDS = 10.0
+ASIDE_SLICE_SECONDS = 0.25  # of a round, for those that wait aside
+HURRIED_MS = 20
 
 Item = tuple[Attempt, Settlement | Note]
 
@@ -84,10 +88,11 @@ class Settler(DatabaseService):
         self._busy: list[Item] = []
         self._unwritten: dict[int, Item] = {}  # of the batch that is being written
         self._aside = _Aside()
+        self._void: set[Attempt] = set()
         self._folder = Folder(self._link)
         self._closing = False
         self._sleeps = False  # whoever adds an outcome must wake it
-        self._in_doubt = False  # the connection was lost in a statement, which may have settled something
+        self._in_doubt = False  # a statement was not acknowledged, and may have settled something
         self.settled: Counter[str] = Counter()
         self.refused = 0
 
@@ -122,6 +127,10 @@ class Settler(DatabaseService):
             self._sleeps = False
             self.wake()
 
+    def void(self, attempt: Attempt) -> None:
+        """Never write an outcome of this one: its row is another command's now, though its fence would fit."""
+        self._void.add(attempt)
+
     def close(self, timeout: float) -> None:
         """Write what is left, then end; what cannot be written in time stays held."""
         self._closing = True
@@ -133,7 +142,7 @@ class Settler(DatabaseService):
         return self._stopping.is_set() or (self._closing and not self.backlog)
 
     def round(self) -> None:
-        self._queue.extend(self._aside.due())
+        self._try_aside()
         if not self._queue and not self._busy and not self._done:
             self._sleeps = True
             pause = self._folder.pause()
@@ -153,14 +162,17 @@ class Settler(DatabaseService):
         if not self._stopping.is_set():
             self._folder.fold()
 
-    def lost(self, error: psycopg.Error) -> None:  # noqa: ARG002
-        self._in_doubt = self._in_doubt or self._link.conn_is_lost()
+    def lost(self, error: psycopg.Error) -> None:
+        self._in_doubt = self._in_doubt or self._link.conn_is_lost() or isinstance(error, UnreplicatedError)
 
     def _settle_done(self) -> None:
         """Write completions; what fails with the database stays to be written."""
         done, by_domain = self._done, dict[str, list[Attempt]]()
         for _ in range(min(len(done), DONE_BATCH)):
             attempt = done.popleft()
+            if self._void and attempt in self._void:
+                self._drop(attempt)
+                continue
             by_domain.setdefault(attempt.domain, []).append(attempt)
         self._writing = [attempt for attempts in by_domain.values() for attempt in attempts]
         try:
@@ -200,55 +212,80 @@ class Settler(DatabaseService):
         self._busy = []
         while self._queue and len(batch) < BATCH:
             batch.append(self._queue.popleft())
+        # While something is locked, nobody waits for it again.
+        self._settle(batch, is_hurried=len(self._aside) > 0)
+
+    def _try_aside(self) -> None:
+        """Those whose time has come, each kind by itself: they must not hold up the others again."""
+        until = monotonic() + ASIDE_SLICE_SECONDS
+        while monotonic() < until and (items := self._aside.take_due()):
+            self._settle(items, is_hurried=True)
+
+    def _settle(self, batch: Sequence[Item], *, is_hurried: bool) -> None:
         by_domain: dict[str, list[Item]] = {}
         for item in batch:
+            if self._void and item[0] in self._void:
+                self._drop(item[0])
+                continue
             by_domain.setdefault(item[0].domain, []).append(item)
-        self._unwritten = {id(item): item for item in batch}
+        self._unwritten = {id(item): item for items in by_domain.values() for item in items}
         try:
             for domain, items in by_domain.items():
-                self._write(domain, items)
+                self._write(domain, items, is_hurried=is_hurried)
         finally:
             self._busy += self._unwritten.values()  # again, when the database is back
             self._unwritten = {}
 
-    def _write(self, domain: str, items: Sequence[Item]) -> None:
+    def _write(self, domain: str, items: Sequence[Item], *, is_hurried: bool) -> None:
         """Write these, together if that is possible; raises while the database is away."""
+        if (error := self._try(domain, items, is_hurried=is_hurried)) is not None:
+            self._write_around_locks(domain, items, error)
+
+    def _try(self, domain: str, items: Sequence[Item], *, is_hurried: bool) -> Exception | None:
+        """Write these; answers the error if somebody holds a lock that one of them needs."""
         try:
-            self._write_once(domain, items, in_doubt=self._in_doubt)
+            self._write_once(domain, items, in_doubt=self._in_doubt, is_hurried=is_hurried)
         except Exception as error:
             if is_locked(error):
-                self._write_around_locks(domain, items, error)
-            elif is_of_the_database(error, is_lost=self._link.conn_is_lost()):
+                return error
+            if is_of_the_database(error, is_lost=self._link.conn_is_lost()):
                 raise
-            elif len(items) > 1:
-                self._write_halves(domain, items)
+            if len(items) > 1:
+                for half in _halves(items):
+                    self._write(domain, half, is_hurried=is_hurried)
             elif is_passing(error):
                 self._put_aside(domain, "", items, error)
             else:
                 self._store_the_failure_instead(items[0], error)
         else:
             self._in_doubt = False
+        return None
 
     def _write_around_locks(self, domain: str, items: Sequence[Item], error: Exception) -> None:
-        """Somebody holds a lock that one of them needs: first apart by what they need, then one by one."""
+        """One of them needs what somebody has locked: a row of its own, or the queue of its reply."""
         apart: dict[str, list[Item]] = {}
         for item in items:
             apart.setdefault(_needs(item), []).append(item)
-        if len(apart) > 1:
-            for some in apart.values():
-                self._write(domain, some)
+        if len(apart) == 1:
+            self._find_locked(domain, items, error)
             return
-        (needs,) = apart
-        if len(items) > 1 and not needs:
-            self._write_halves(domain, items)
-        else:
-            self._put_aside(domain, needs, items, error)
+        for some in apart.values():
+            self._write(domain, some, is_hurried=True)
 
-    def _write_halves(self, domain: str, items: Sequence[Item]) -> None:
-        """One of them cannot be written: it is found without its neighbors having to pay for it."""
-        half = len(items) // 2
-        self._write(domain, items[:half])
-        self._write(domain, items[half:])
+    def _find_locked(self, domain: str, items: Sequence[Item], error: Exception) -> None:
+        """These reply to one queue, or to none, and could not be written together."""
+        needs = _needs(items[0])
+        if len(items) == 1:
+            self._put_aside(domain, needs, items, error)
+            return
+        halves = _halves(items)
+        errors = [self._try(domain, half, is_hurried=True) for half in halves]
+        if needs and all(errors):
+            self._put_aside(domain, needs, items, error)  # it is the queue, as good as surely
+            return
+        for half, again in zip(halves, errors, strict=True):
+            if again is not None:
+                self._find_locked(domain, half, again)
 
     def _put_aside(self, domain: str, needs: str, items: Sequence[Item], error: Exception) -> None:
         pause = self._aside.add(needs, items)
@@ -259,11 +296,12 @@ class Settler(DatabaseService):
         said = str(error).strip().partition("\n")[0]
         logger.warning(text, counted(len(items), "outcome"), domain, where, pause, said)
 
-    def _write_once(self, domain: str, items: Sequence[Item], *, in_doubt: bool) -> None:
+    def _write_once(self, domain: str, items: Sequence[Item], *, in_doubt: bool, is_hurried: bool) -> None:
         settlements = [ended for _, ended in items if isinstance(ended, Settlement)]
         answers: dict[tuple[int, int], Answer] = {}
         if settlements:
-            answers = self._link.run(settle(domain, self._worker, settlements))
+            limit = HURRIED_MS if is_hurried else None
+            answers = self._link.run(settle(domain, self._worker, settlements, lock_timeout_ms=limit))
         for _, ended in items:
             if isinstance(ended, Note):
                 self._link.run(_note(ended, self._worker))
@@ -301,12 +339,17 @@ class Settler(DatabaseService):
     def _note_refusal(self, attempt: Attempt, *, in_doubt: bool) -> None:
         extra = attempt.log_fields
         if in_doubt:
-            text = "attempt number %d of command %s was settled by the statement in which the connection was lost"
+            text = "attempt number %d of command %s was settled by a statement that was not acknowledged"
             logger.info(text, attempt.number, attempt.command_id, extra=extra)
             return
         self.refused += 1
         text = "attempt number %d of command %s was refused: it no longer held its lease"
         logger.warning(text, attempt.number, attempt.command_id, extra=extra)
+
+    def _drop(self, attempt: Attempt) -> None:
+        self._void.discard(attempt)
+        self._note_refusal(attempt, in_doubt=False)
+        self._on_settled(attempt)
 
     def _store_the_failure_instead(self, item: Item, error: Exception) -> None:
         self._unwritten.pop(id(item), None)
@@ -332,6 +375,11 @@ def _needs(item: Item) -> str:
     return "" if reply is None else f"reply queue {reply.queue}"
 
 
+def _halves(items: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
+    half = len(items) // 2
+    return items[:half], items[half:]
+
+
 class _Aside:
     """Outcomes that met a lock, until they are tried again. Those that need the same thing wait together."""
 
@@ -349,17 +397,16 @@ class _Aside:
         self._waiting[key] = (monotonic() + pause, pause, [*before, *items])
         return pause
 
-    def due(self) -> list[Item]:
-        """Those whose time has come. Their pause is remembered until they are written."""
+    def take_due(self) -> list[Item]:
+        """Some whose time has come. Their pause is remembered until they are written."""
         now = monotonic()
-        found: list[Item] = []
         for key, (until, pause, items) in list(self._waiting.items()):
             if items and until <= now:
-                found += items
                 self._waiting[key] = (now, pause, [])
-            elif not items and now - until > LONGEST_ASIDE_SECONDS:
+                return items
+            if not items and now - until > LONGEST_ASIDE_SECONDS:
                 del self._waiting[key]
-        return found
+        return []
 
     def pause(self, longest: float) -> float:
         """How long until the next of them is due."""

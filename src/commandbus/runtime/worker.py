@@ -25,7 +25,6 @@ from typing import Any, Self
 from psycopg_pool import ConnectionPool
 
 from commandbus.clock import monotonic
-from commandbus.db.drive import run
 from commandbus.db.link import Link
 from commandbus.db.resolve import Database
 from commandbus.db.wait_for_server import ServerWait
@@ -301,20 +300,20 @@ class Worker:
         """This role may work, the schema is current, every domain has its queue (created, if this role may)."""
         link = Link(settings, name="worker start")
         try:
-            permitted = run(link.conn, check_may_work(self.domains))
+            permitted = link.run(check_may_work(self.domains))
             self._role = permitted.role
-            state = run(link.conn, look())
+            state = link.run(look())
             if state.missing:
                 raise SchemaError(
                     f"the schema lacks migration {state.missing[0]}; run `commandbus migrate` before the worker"
                 )
-            known = {domain.name for domain in run(link.conn, list_domains())} - permitted.without_queue
+            known = {domain.name for domain in link.run(list_domains())} - permitted.without_queue
             for domain in self.domains:
                 if domain not in known:
                     if domain not in self._handlers.domains:
                         raise UnknownDomainError(domain)  # perhaps a typing error: nobody here can handle it
                     try:
-                        run(link.conn, create_domain(domain))
+                        link.run(create_domain(domain))
                     except SchemaError as error:
                         raise UnknownDomainError(domain) from error
             self._has_limits = check_limits(link, settings, self._handlers)

@@ -19,7 +19,7 @@ from typing import Final
 
 import psycopg
 
-from commandbus.db.passing import is_passing
+from commandbus.db.passing import is_locked, is_passing
 from commandbus.db.service import DatabaseService
 from commandbus.flow.backend import Session
 from commandbus.flow.breaker import PATIENCE_SECONDS, watch
@@ -59,6 +59,7 @@ BACKEND_SECONDS: Final = 0.5
 PAST_SECONDS: Final = 10.0
 SPARE_LEASE_SECONDS: Final = 10.0
 JUDGING_SECONDS: Final = 2 * PATIENCE_SECONDS
+HURRIED_MS: Final = 100  # how long to wait for a row that is known to be locked
 
 
 @dataclass(slots=True)
@@ -201,8 +202,11 @@ class Coroner(DatabaseService):
         """One bite: whatever is wrong with it, the others are done."""
         try:
             work()
-        except psycopg.OperationalError:
-            raise  # the database is away, or a row is locked: again
+        except psycopg.OperationalError as error:
+            if not is_locked(error):
+                raise  # the database is away: again
+            logger.warning("the coroner met a locked row, and tries again: %s", str(error).strip())
+            return False
         except Exception:
             logger.exception("the coroner failed, and goes on with what else there is to do")
             return False
@@ -343,19 +347,24 @@ class Coroner(DatabaseService):
         spread = random.random()  # noqa: S311 - jitter
         return outcome(domain, held, finding, rule, started=started, spread=spread)
 
-    def _write(self, domain: str, worker: str, settlements: Sequence[Settlement]) -> dict[tuple[int, int], str]:
-        """All in one, or after an error one by one: a bad row must not fail its neighbours."""
+    def _write(
+        self, domain: str, worker: str, settlements: Sequence[Settlement], lock_timeout_ms: int | None = None
+    ) -> dict[tuple[int, int], str]:
+        """All in one, or after an error one by one: a bad or locked row must not fail its neighbours."""
         try:
-            return dict(self._link.run(settle(domain, worker, settlements)))
+            return dict(self._link.run(settle(domain, worker, settlements, lock_timeout_ms=lock_timeout_ms)))
         except psycopg.Error as error:
-            if is_passing(error):
+            if is_passing(error) and not is_locked(error):
                 raise
             if len(settlements) == 1:
+                key = (settlements[0].msg_id, settlements[0].read_ct)
+                if is_locked(error):
+                    return {key: "busy"}
                 logger.exception("an outcome of dead worker %s cannot be stored", worker)
-                return {(settlements[0].msg_id, settlements[0].read_ct): "refused"}
+                return {key: "refused"}
         answers: dict[tuple[int, int], str] = {}
         for settlement in settlements:
-            answers |= self._write(domain, worker, [settlement])
+            answers |= self._write(domain, worker, [settlement], HURRIED_MS)
         return answers
 
 

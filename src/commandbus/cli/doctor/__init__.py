@@ -16,14 +16,16 @@ import psycopg
 from commandbus.cli import installation
 from commandbus.cli.doctor import configuration, fleet, limits, manifest, privileges, schema, server, unit
 from commandbus.cli.doctor.findings import Conn, Finding, Findings, Level, fail, ok, warn
-from commandbus.cli.exits import ExitCode, one_line
+from commandbus.cli.exits import ExitCode, one_line, sentence_for
 from commandbus.cli.release import release
 from commandbus.cli.render import print_json, say, say_heading
-from commandbus.cli.session import Command, Session, connect
+from commandbus.cli.session import Command, Session, connect_as_the_role
 from commandbus.db.resolve import Database, embedded_folder
 from commandbus.errors import CommandBusError, ConfigurationError
 from commandbus.model.words import counted
 from commandbus.settings import Settings, mask_database_url
+
+LOCK_SECONDS = 5
 
 WIDTH = 5
 FILE = click.File("r", encoding="utf-8", errors="replace")
@@ -84,7 +86,7 @@ def examine(session: Session, unit_file: TextIO | None = None, manifest_file: Te
         started = time.monotonic()
         try:
             resolved = database.resolve()
-            conn = connect(resolved)
+            conn = connect_as_the_role(resolved)
         except (CommandBusError, psycopg.Error) as error:
             yield fail("server", one_line(error), _remedy(settings, error))
             return
@@ -103,6 +105,8 @@ def _installation() -> Findings:
 
 def _on_server(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings:
     yield from _guarded("server", server.examine(conn, settings, is_embedded=is_embedded))
+    if settings.prepared_statements:  # else it is a pooler's session, and nothing may be left in it
+        conn.execute(f"SET lock_timeout = '{LOCK_SECONDS}s'".encode())
     state, findings = schema.examine_schema(conn)
     yield from findings
     yield from _guarded("privileges", privileges.examine(conn))
@@ -125,7 +129,7 @@ def _guarded(check: str, findings: Findings) -> Findings:
             "run the doctor as a reader or the owner",
         )
     except (CommandBusError, psycopg.Error) as error:
-        yield fail(check, one_line(error))
+        yield fail(check, sentence_for(error))
 
 
 def _remedy(settings: Settings, error: Exception) -> str:

@@ -160,6 +160,8 @@ def _limits(conn: Conn, settings: Settings) -> Findings:
     """Of the limits that the server sets for this role's sessions, each that would strike before ours."""
     quiet = True
     for name, what, ours, harm in _ours(settings):
+        if name == "lock_timeout" and not settings.prepared_statements:
+            continue  # behind PgBouncer the role's is the one that our own sessions have: see `role limits`
         theirs = int(_setting(conn, name) or 0) / 1000  # 0, or not there before PostgreSQL 17: none
         if 0 < theirs < ours:
             quiet = False
