@@ -4,8 +4,8 @@ Commands that were lost without a verdict run one at a time per supervisor, so t
 names the one that ran. The workers of a supervisor share a file for that. The kernel locks it for one process at a
 time, and frees it when that process ends. A worker without a supervisor runs them one at a time, too.
 
-Commands in quarantine run in child processes, at most `quarantine_processes` per worker: a dead API must not fill
-every slot with processes that hang.
+Commands in quarantine run in child processes, at most `quarantine_processes` per worker, and fewer than it has
+slots: a dead API must not fill every slot with processes that hang.
 
 Only the claimer's thread asks for room and brings attempts in; any thread may say that one has left.
 """
