@@ -63,6 +63,31 @@ def test_they_end_with_their_killed_worker_and_nobody_elses_do(
     assert supervised.stop()[0] == 0
 
 
+def test_a_worker_is_not_killed_before_the_server_has_said_whose_they_are(
+    supervise: Supervise,
+    tasks: Path,
+    bus: CommandBus,
+    db: Db,
+    database: str,
+    named: Callable[[str], int],
+    impatient: Callable[[str], None],
+) -> None:
+    """The coroner needs a quarter of a second for it, more than the worker has for its stacks."""
+    (tasks / "tasks.py").write_text((tasks / "tasks.py").read_text() + OPENS)
+    impatient(
+        "import time; from commandbus.supervisor.coroner import Coroner; look = Coroner._look_at_trace; "
+        "Coroner._look_at_trace = lambda *args: (time.sleep(0.25), look(*args))"
+    )
+    supervised = supervise(max_attempts=1).until_ready()
+    bus.send("orders", "open_and_freeze", database, command_id="a")
+    try:
+        supervised.until_said("post-mortem of worker", 30)
+        supervised.until_said("database sessions that handlers of worker", 5)
+        until(lambda: named("mine") == named("idle mine") == 0, 5)
+    finally:
+        db.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'mine'")
+
+
 def test_with_something_in_between_nothing_is_ended(
     tasks: Path, bus: CommandBus, db: Db, database: str, named: Callable[[str], int]
 ) -> None:
