@@ -530,7 +530,7 @@ class Parts:
         worker is replaced."""
         if self._spec.supervision is not None and self.state is State.ACTIVE:
             services = [*self._threads, *self._limited.services]
-            if any(service.descriptors_lost for service in services):
+            if self._apart.is_turn_lost or any(service.descriptors_lost for service in services):
                 self.drain("somebody in this process has closed descriptors that are not their own")
 
     def _say_degraded(self) -> None:
