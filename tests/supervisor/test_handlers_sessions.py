@@ -101,7 +101,7 @@ def test_with_something_in_between_nothing_is_ended(
         supervised.until_ready()
         bus.send("orders", "open_and_freeze", database, command_id="a")
         supervised.until_said("post-mortem of worker", 30)
-        assert named("mine") == 1
+        assert named("mine") == 1, supervised.log
         assert "had opened themselves" not in supervised.log
         assert supervised.stop()[0] == 0
     finally:
