@@ -377,3 +377,27 @@ def test_a_hurried_drain_also_ends_what_was_in_a_block_with_a_time_limit(
     gate.set()
     until(lambda: verdicts(db, "c") == [(1, "WAIVED")])
     assert left.is_set()
+
+
+def test_what_a_hurried_drain_gave_up_was_not_abandoned_by_the_end(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+) -> None:
+    """It was settled then, and tried again elsewhere. The end, which comes later, cuts nothing off."""
+    started = threading.Event()
+
+    @handlers.handler("orders", "hang", timeout=0)
+    def hang(ctx: Any) -> None:
+        started.set()
+        gate.wait(20)
+
+    worker = start_worker(handlers, **HASTY)
+    parts = worker._parts
+    assert parts is not None
+    bus.send("orders", "hang", command_id="c")
+    assert started.wait(10)
+    parts.drain("the test says so")
+    parts.hurry()
+    until(lambda: parts.ladder.abandoned == 1)
+    report = worker.stop()
+    assert verdicts(db, "c") == [(1, "WAIVED")]
+    assert (report.abandoned, report.is_clean) == (0, True)

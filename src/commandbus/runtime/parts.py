@@ -351,6 +351,7 @@ class Parts:
         """
         started = monotonic()
         deadline = started + limit
+        hurried = self.ladder.abandoned  # while it drained: this end did not cut them off
         with self._changing:
             self.state = State.EXITING
         self._maintenance.state = "STOPPING"
@@ -367,7 +368,7 @@ class Parts:
         if self.running:
             self._cancel_all(0.0)
             self._drain(monotonic() + 0.5, lambda: False)
-        abandoned = self.ladder.abandoned + len(self.running)
+        abandoned = self.ladder.abandoned - hurried + len(self.running)
         self.ladder.stop()
         self._keeper.flush(max(0.1, deadline - monotonic() - 1.0))
         self._limited.flush(max(0.1, min(reserve / 2, deadline - monotonic() - 0.5)))
