@@ -36,7 +36,7 @@ def open_and_freeze(command, ctx):
 def ready(url):
     with psycopg.connect(url, application_name="asks") as conn:
         query = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'mine' AND wait_event = 'PgSleep'"
-        return conn.execute(query).fetchone()[0]
+        return conn.execute(query + " AND datname = current_database()").fetchone()[0]
 '''
 
 
@@ -45,6 +45,14 @@ def named(db: Db) -> Callable[[str], int]:
     """How many sessions there are under a name."""
     query = "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s AND datname = current_database()"
     return lambda name: int(one(db, query, name))
+
+
+def end_mine(db: Db) -> None:
+    """In this database: another test may have such sessions at the same time."""
+    db.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE application_name = 'mine' AND datname = current_database()"
+    )
 
 
 @pytest.mark.alone  # the server is asked whose they are in the moment before the kill, if there is time
@@ -85,7 +93,7 @@ def test_a_worker_is_not_killed_before_the_server_has_said_whose_they_are(
         supervised.until_said("database sessions that handlers of worker", 5)
         until(lambda: named("mine") == named("idle mine") == 0, 5)
     finally:
-        db.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'mine'")
+        end_mine(db)
 
 
 def test_with_something_in_between_nothing_is_ended(
@@ -107,4 +115,4 @@ def test_with_something_in_between_nothing_is_ended(
     finally:
         supervised.clear_away()
         proxy.close()
-        db.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'mine'")
+        end_mine(db)
