@@ -16,7 +16,7 @@ from psycopg_pool import ConnectionPool, NullConnectionPool
 
 from commandbus import CommandBus, CommandStatus, HandlerRegistry, Worker
 from support.waiting import one, until, until_settled, verdicts
-from support.workers import add, done, either
+from support.workers import add, done, either, opened
 
 StartWorker = Callable[..., Worker]
 Db = psycopg.Connection[Any]
@@ -91,26 +91,32 @@ def test_capacity_comes_back_after_leaks(
     start_worker: StartWorker,
     pool: ConnectionPool[Any],
     gate: threading.Event,
+    lane: str,
 ) -> None:
-    """A thread that a handler left behind holds its connection."""
+    """A thread or a task that a handler left behind holds its connection."""
+    left: list[Any] = []
 
-    @handlers.handler("orders", "leak")
-    def leak(command: Any, ctx: Any) -> None:
+    async def leak(command: Any, ctx: Any) -> None:
         held = threading.Event()
 
-        def hold() -> None:
-            with ctx.connection():
+        async def hold() -> None:
+            async with either(ctx.connection()):
                 held.set()
-                gate.wait(60)
+                await opened(gate, 60)
 
-        threading.Thread(target=hold, daemon=True).start()
-        assert held.wait(10)
+        if lane == "sync":
+            left.append(threading.Thread(target=asyncio.run, args=(hold(),), daemon=True))
+            left[-1].start()
+        else:
+            left.append(asyncio.ensure_future(hold()))
+        await opened(held)
 
-    @handlers.handler("orders", "work", timeout=20)
-    def work(command: Any, ctx: Any) -> Any:
-        with ctx.connection() as conn:
-            return conn.execute("SELECT 1").fetchone()[0]
+    async def work(command: Any, ctx: Any) -> Any:
+        async with either(ctx.connection()) as conn:
+            return (await done((await done(conn.execute("SELECT 1"))).fetchone()))[0]
 
+    add(handlers, lane, "leak", leak)
+    add(handlers, lane, "work", work, timeout=20)
     start_worker(handlers, pool=pool, **HASTY)
     for n in range(2 * SIZE):
         bus.send("orders", "leak", command_id=f"l{n}")
@@ -118,6 +124,49 @@ def test_capacity_comes_back_after_leaks(
         until(lambda n=n: status_of(bus, f"w{n}") is CommandStatus.COMPLETED)
     gate.set()
     until_settled(db)
+    with pool.connection(timeout=5) as first, pool.connection(timeout=5) as second:
+        assert one(first, "SELECT 1") == one(second, "SELECT 1") == 1
+
+
+def test_capacity_comes_back_from_those_who_waited_for_a_connection_on_a_blocked_loop(
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    pool: ConnectionPool[Any],
+    gate: threading.Event,
+) -> None:
+    """A thread waits for them. What it gets when their loop was given up belongs to nobody."""
+    here: dict[str, int] = {}
+
+    @handlers.handler("orders", "hold", timeout=20)
+    async def hold(command: Any, ctx: Any) -> None:
+        if ctx.attempt_number == 1:
+            async with ctx.connection():
+                here[command.command_id] = 1
+                await asyncio.sleep(20)
+
+    @handlers.handler("orders", "wait", timeout=20)
+    async def wait(command: Any, ctx: Any) -> None:
+        if ctx.attempt_number == 1:
+            here[command.command_id] = 1
+            async with ctx.connection():
+                await asyncio.sleep(20)
+
+    @handlers.handler("orders", "block", timeout=0.3)
+    async def block(command: Any, ctx: Any) -> None:
+        gate.wait(60)
+
+    start_worker(handlers, pool=pool, **HASTY | {"concurrency": 2 * SIZE + 1, "pool_timeout": 30.0})
+    names = [f"{kind}{n}" for kind in ("hold", "wait") for n in range(SIZE)]
+    for name in names:
+        bus.send("orders", name[:4], command_id=name)
+        until(lambda name=name: name in here)
+    until(lambda: pool.get_stats().get("requests_waiting") == SIZE)
+    bus.send("orders", "block", command_id="b")
+    until(lambda: verdicts(db, "b"))
+    until(lambda: all(status_of(bus, name) is CommandStatus.COMPLETED for name in names))
+    until(lambda: pool.get_stats().get("requests_waiting", 0) == 0)
     with pool.connection(timeout=5) as first, pool.connection(timeout=5) as second:
         assert one(first, "SELECT 1") == one(second, "SELECT 1") == 1
 

@@ -15,7 +15,7 @@ import pytest
 
 from commandbus import CommandBus, HandlerRegistry, Limit, Worker
 from commandbus.clock import boottime
-from commandbus.flow.claim import claim
+from commandbus.flow.claim import ClaimedRow, claim
 from commandbus.runtime.children import Children
 from commandbus.runtime.parts import Parts
 from support.isolated_handlers import handlers as isolated
@@ -168,6 +168,43 @@ def test_what_is_known_to_be_lost_is_dropped(
     assert runs == ["a"]
     assert verdicts(db, "b") == []
     assert one(db, "SELECT headers ->> 'held_by' FROM pgmq.q_orders__commands") == "thief"
+
+
+def test_a_suspect_that_is_lost_before_it_starts_keeps_no_other_waiting(
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Suspects run one at a time. It was to be that one, and is somebody else's by now."""
+    monkeypatch.setattr("commandbus.runtime.parts.STALE_SECONDS", 60.0)
+    runs: list[str] = []
+
+    @handlers.handler("orders", "work", timeout=60)
+    def work(command: Any, ctx: Any) -> None:
+        runs.append(command.command_id)
+        gate.wait(20)
+
+    worker = start_worker(handlers, concurrency=1, **short_lease())
+    parts = parts_of(worker)
+    first, second = claimed_by(worker, bus, db, "a", "b")
+    parts._deliver("orders", [first], boottime())
+    until(lambda: runs)
+    db.execute(
+        "UPDATE pgmq.q_orders__commands SET headers = jsonb_build_object('held_by', 'thief', 'since', now()), "
+        "vt = now() + interval '1 h' WHERE msg_id = %s",
+        (second[0],),
+    )
+    parts._deliver("orders", [tuple(ClaimedRow(*second)._replace(suspect=1, alone=True))], boottime())
+    until(lambda: any(attempt.is_lost for attempt in list(parts.held)))
+    gate.set()
+    until(lambda: not parts.held)
+    with db.transaction():
+        bus.send("orders", "work", command_id="c", conn=db)
+        db.execute("UPDATE commandbus.command SET suspect = 1, waived = 0, alone = true WHERE command_id = 'c'")
+    until(lambda: "c" in runs, what=lambda: verdicts(db, "c"))
 
 
 def test_an_old_place_of_a_limit_is_asked_for_again(

@@ -19,7 +19,7 @@ from commandbus import (
     HandlerRegistry,
     Worker,
 )
-from commandbus.flow.claim import claim
+from commandbus.flow.claim import Room, claim, put_right
 from support.waiting import one, until, until_settled, verdicts, within
 from support.workers import add, done, either, opened, quick_settings, short_lease
 
@@ -438,3 +438,25 @@ def test_lost_commands_run_one_at_a_time_and_until_idle_waits_for_them(
     assert together == [1, 1, 1, 1]
     assert one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 4
     assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict NOT IN ('LOST', 'GIVEN_BACK')") == 0
+
+
+def test_a_second_loss_is_charged_where_there_is_no_process_of_its_own(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, database: str
+) -> None:
+    """No other process can import this registry. What ends its whole container must not do so for ever."""
+    started: list[str] = []
+    handlers.register("orders", "work", lambda command, ctx: started.append(command.command_id))
+    bus.send("orders", "work", command_id="killer", max_attempts=1)
+    for worker in ("dead", "dead too"):
+        found = bus.run(claim(domain="orders", worker=worker, n=10, lease_seconds=60, cursor=None))
+        if found.odd:  # as its claimer does before it starts one that was lost
+            room = Room(alone=1)
+            right, _ = bus.run(put_right(domain="orders", worker=worker, odd=found.odd, max_bytes=1000, room=room))
+            assert [row.command_id for row in right] == ["killer"]
+        db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 s'")
+    Worker(handlers, settings=quick_settings(database)).run(until_idle=True)
+    assert started == []
+    found_again = bus.get_command("orders", "killer")
+    assert found_again is not None
+    assert found_again.status == "IN_TROUBLESHOOTING_QUEUE"
+    assert verdicts(db, "killer") == [(1, "LOST"), (2, "LOST"), (3, "EXHAUSTED")]

@@ -19,6 +19,7 @@ from commandbus import (
     CommandBus,
     CommandStatus,
     HandlerRegistry,
+    Limit,
     NewCommand,
     StopReport,
     UnknownDomainError,
@@ -344,3 +345,59 @@ def test_a_stopped_worker_leaves_no_thread_no_file_and_no_connection(
             "commandbus bus",
         )
     )
+
+
+def test_a_hurried_drain_also_ends_what_was_in_a_block_with_a_time_limit(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+) -> None:
+    """In the block it has a deadline, and keeps it. After the block nothing else would end it."""
+    bus.declare_limit(Limit("docai", concurrency=1))
+    inside, left = threading.Event(), threading.Event()
+
+    @handlers.handler("orders", "work", timeout=0)
+    def work(command: Any, ctx: Any) -> str:
+        if ctx.attempt_number > 1:
+            return "done"
+        with ctx.limit("docai", timeout=60):
+            inside.set()
+            gate.wait(20)
+            ctx.raise_if_cancelled()
+        left.set()
+        ctx.sleep(60)
+        return "slept"
+
+    worker = start_worker(handlers)
+    assert worker._parts is not None
+    bus.send("orders", "work", command_id="c")
+    assert inside.wait(10)
+    worker._parts.drain("the test says so")
+    worker._parts.hurry()
+    ticked = worker._parts.ladder.beat_at
+    until(lambda: worker._parts is None or worker._parts.ladder.beat_at > ticked + 0.5)
+    gate.set()
+    until(lambda: verdicts(db, "c") == [(1, "WAIVED")])
+    assert left.is_set()
+
+
+def test_what_a_hurried_drain_gave_up_was_not_abandoned_by_the_end(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+) -> None:
+    """It was settled then, and tried again elsewhere. The end, which comes later, cuts nothing off."""
+    started = threading.Event()
+
+    @handlers.handler("orders", "hang", timeout=0)
+    def hang(ctx: Any) -> None:
+        started.set()
+        gate.wait(20)
+
+    worker = start_worker(handlers, **HASTY)
+    parts = worker._parts
+    assert parts is not None
+    bus.send("orders", "hang", command_id="c")
+    assert started.wait(10)
+    parts.drain("the test says so")
+    parts.hurry()
+    until(lambda: parts.ladder.abandoned == 1)
+    report = worker.stop()
+    assert verdicts(db, "c") == [(1, "WAIVED")]
+    assert (report.abandoned, report.is_clean) == (0, True)

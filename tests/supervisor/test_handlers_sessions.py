@@ -36,7 +36,7 @@ def open_and_freeze(command, ctx):
 def ready(url):
     with psycopg.connect(url, application_name="asks") as conn:
         query = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'mine' AND wait_event = 'PgSleep'"
-        return conn.execute(query).fetchone()[0]
+        return conn.execute(query + " AND datname = current_database()").fetchone()[0]
 '''
 
 
@@ -45,6 +45,14 @@ def named(db: Db) -> Callable[[str], int]:
     """How many sessions there are under a name."""
     query = "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s AND datname = current_database()"
     return lambda name: int(one(db, query, name))
+
+
+def end_mine(db: Db) -> None:
+    """In this database: another test may have such sessions at the same time."""
+    db.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE application_name = 'mine' AND datname = current_database()"
+    )
 
 
 @pytest.mark.alone  # the server is asked whose they are in the moment before the kill, if there is time
@@ -63,6 +71,31 @@ def test_they_end_with_their_killed_worker_and_nobody_elses_do(
     assert supervised.stop()[0] == 0
 
 
+def test_a_worker_is_not_killed_before_the_server_has_said_whose_they_are(
+    supervise: Supervise,
+    tasks: Path,
+    bus: CommandBus,
+    db: Db,
+    database: str,
+    named: Callable[[str], int],
+    impatient: Callable[[str], None],
+) -> None:
+    """The coroner needs a quarter of a second for it, more than the worker has for its stacks."""
+    (tasks / "tasks.py").write_text((tasks / "tasks.py").read_text() + OPENS)
+    impatient(
+        "import time; from commandbus.supervisor.coroner import Coroner; look = Coroner._look_at_trace; "
+        "Coroner._look_at_trace = lambda *args: (time.sleep(0.25), look(*args))"
+    )
+    supervised = supervise(max_attempts=1).until_ready()
+    bus.send("orders", "open_and_freeze", database, command_id="a")
+    try:
+        supervised.until_said("post-mortem of worker", 30)
+        supervised.until_said("database sessions that handlers of worker", 5)
+        until(lambda: named("mine") == named("idle mine") == 0, 5)
+    finally:
+        end_mine(db)
+
+
 def test_with_something_in_between_nothing_is_ended(
     tasks: Path, bus: CommandBus, db: Db, database: str, named: Callable[[str], int]
 ) -> None:
@@ -76,10 +109,10 @@ def test_with_something_in_between_nothing_is_ended(
         supervised.until_ready()
         bus.send("orders", "open_and_freeze", database, command_id="a")
         supervised.until_said("post-mortem of worker", 30)
-        assert named("mine") == 1
+        assert named("mine") == 1, supervised.log
         assert "had opened themselves" not in supervised.log
         assert supervised.stop()[0] == 0
     finally:
         supervised.clear_away()
         proxy.close()
-        db.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'mine'")
+        end_mine(db)

@@ -169,3 +169,30 @@ def test_a_command_that_ends_the_whole_container_does_not_loop_for_ever(
     until(lambda: status_of(bus, "poison") is CommandStatus.IN_TROUBLESHOOTING_QUEUE)
     assert [name for name, _, _ in starts(noting)].count("poison") == expected
     until(lambda: status_of(bus, "healthy") is CommandStatus.COMPLETED)
+
+
+CLOSES_TURNS = '''
+@handlers.handler("orders", "close_turns")
+def close_turns(command, ctx):
+    """Closes the file by which the supervisor's workers take turns, as a careless handler might."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if "commandbus-turn" in os.readlink(f"/proc/self/fd/{fd}"):
+                os.close(fd)
+        except OSError:
+            continue
+'''
+
+
+def test_a_worker_that_cannot_take_turns_any_more_is_replaced(
+    supervise: Supervise, tasks: Path, bus: CommandBus, db: Db
+) -> None:
+    (tasks / "tasks.py").write_text((tasks / "tasks.py").read_text() + CLOSES_TURNS)
+    supervised = supervise().until_ready()
+    bus.send("orders", "close_turns", command_id="careless")
+    supervised.until_said("has closed descriptors that are not their own")
+    supervised.until_ready(2)
+    with db.transaction():
+        bus.send("orders", "quick", command_id="suspect", conn=db)
+        db.execute("UPDATE commandbus.command SET suspect = 0, alone = true WHERE command_id = 'suspect'")
+    until(lambda: status_of(bus, "suspect") is CommandStatus.COMPLETED)

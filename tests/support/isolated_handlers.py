@@ -111,6 +111,58 @@ def extend(command: Any, ctx: Any) -> Any:
     return [before, ctx.remaining()]
 
 
+@process("extend_after")
+def extend_after(command: Any, ctx: Any) -> Any:
+    """Says that it is there, waits for a file, and extends. After a TimeoutError it goes on to the next file."""
+    folder = _here(command, ctx)
+    try:
+        ctx.extend(60)
+    except BaseException as error:
+        _go_on_after(error, folder)
+    return [os.getpid(), ctx.attempt_number, ctx.remaining()]
+
+
+@process("extend_after_async")
+async def extend_after_async(command: Any, ctx: Any) -> Any:
+    folder = _here(command, ctx)
+    try:
+        await ctx.extend(60)
+    except BaseException as error:
+        _go_on_after(error, folder)
+    return [os.getpid(), ctx.attempt_number, ctx.remaining()]
+
+
+def _here(command: Any, ctx: Any) -> Path:
+    folder = Path(command.data["folder"])
+    (folder / f"here{ctx.attempt_number}").touch()
+    until(lambda: (folder / "go").exists())
+    return folder
+
+
+def _go_on_after(error: BaseException, folder: Path) -> None:
+    (folder / "said").write_text(f"{type(error).__name__}: {error}")
+    (folder / "said").rename(folder / "raised")
+    if not isinstance(error, TimeoutError):
+        raise error
+    until(lambda: (folder / "end").exists())
+
+
+@process("stop_clock")
+def stop_clock(command: Any, ctx: Any) -> int:
+    """As freezegun does, for the rest of this process's life."""
+    moment = time.monotonic()
+    time.monotonic = lambda: moment
+    return os.getpid()
+
+
+@process("nap_async")
+async def nap_async(command: Any, ctx: Any) -> int:
+    await asyncio.sleep(0.05)
+    async with ctx.child(timeout=5):
+        await ctx.sleep(0.05)
+    return os.getpid()
+
+
 @process("extend_async")
 async def extend_async(command: Any, ctx: Any) -> Any:
     before = ctx.remaining()

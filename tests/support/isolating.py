@@ -88,6 +88,7 @@ class Lab:
     ) -> None:
         self.bus = bus
         self.db = db
+        self.settings = settings
         self.progress: list[str] = []
         self.terminated: list[int] = []
         self.is_held = True

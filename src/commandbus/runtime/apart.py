@@ -4,20 +4,23 @@ Commands that were lost without a verdict run one at a time per supervisor, so t
 names the one that ran. The workers of a supervisor share a file for that. The kernel locks it for one process at a
 time, and frees it when that process ends. A worker without a supervisor runs them one at a time, too.
 
-Commands in quarantine run in child processes, at most `quarantine_processes` per worker: a dead API must not fill
-every slot with processes that hang.
+Commands in quarantine run in child processes, at most `quarantine_processes` per worker, and fewer than it has
+slots: a dead API must not fill every slot with processes that hang.
 
 Only the claimer's thread asks for room and brings attempts in; any thread may say that one has left.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import random
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 from commandbus.clock import monotonic
+from commandbus.db.descriptors import file_behind
 from commandbus.flow.claim import ClaimedRow, Room
 from commandbus.flow.settle import ALONE
 from commandbus.model.suspects import delay_apart
@@ -38,6 +41,7 @@ class Apart:
             for domain in {item.domain for item in handlers}
         }
         self._turn = turn
+        self._turn_file = None if turn is None else file_behind(turn)
         self._processes = processes
         self._lock = threading.Lock()
         self._inside: dict[Attempt, bool] = {}  # to whether it runs alone
@@ -81,10 +85,15 @@ class Apart:
                 self._inside.pop(attempt, None)
                 self._give_turn()
 
+    @property
+    def is_turn_lost(self) -> bool:
+        """Has somebody closed the file of turns? Then no suspect runs here any more."""
+        return self._turn is not None and file_behind(self._turn) != self._turn_file
+
     def _take_turn(self) -> bool:
         if not self._has_turn and self._turn is not None:
             try:
-                fcntl.lockf(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock_file(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 return False  # another worker runs one
         self._has_turn = True
@@ -94,4 +103,11 @@ class Apart:
         if self._has_turn and not self._is_admitting and not any(self._inside.values()):
             self._has_turn = False
             if self._turn is not None:
-                fcntl.lockf(self._turn, fcntl.LOCK_UN)
+                with suppress(OSError):
+                    self._lock_file(self._turn, fcntl.LOCK_UN)
+
+    def _lock_file(self, turn: int, how: int) -> None:
+        """A handler may have closed it; the lock is gone then, and the number somebody else's."""
+        if self.is_turn_lost:
+            raise OSError(errno.EBADF, "somebody has closed the file of suspects' turns")
+        fcntl.lockf(turn, how)

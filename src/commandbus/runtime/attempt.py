@@ -41,7 +41,7 @@ from commandbus.runtime.handlers import Handler
 
 if TYPE_CHECKING:
     from commandbus.gate.requests import Place
-    from commandbus.runtime.connections import Borrowed
+    from commandbus.runtime.connections import Borrowed, Question
     from commandbus.runtime.isolation import Child
 
 NEVER = math.inf
@@ -90,6 +90,7 @@ class Extras:
     __slots__ = (
         "answer",
         "api",
+        "asks",
         "blamed",
         "blocks",
         "borrowed",
@@ -117,6 +118,7 @@ class Extras:
     def __init__(self) -> None:
         self.event: threading.Event | None = None
         self.borrowed: Borrowed | None = None
+        self.asks: Question | None = None  # a thread that waits for a connection for it, if it is async
         self.scopes: list[Scope] = []
         self.progress: str | None = None  # JSON text that is not stored yet
         self.child: Child | None = None
@@ -325,6 +327,11 @@ class Attempt:
     def borrowed(self) -> Borrowed | None:
         """The connection that it holds now."""
         return None if self._extras is None else self._extras.borrowed
+
+    @property
+    def asks(self) -> Question | None:
+        """Who waits for a connection for it now, on a thread."""
+        return None if self._extras is None else self._extras.asks
 
     @property
     def child(self) -> Child | None:

@@ -336,14 +336,19 @@ class Child:
     def _extended(self, question: int, end: float, asked: Future[bool]) -> None:
         error = asked.exception() if not asked.cancelled() else TimeoutError("the worker is stopping")
         if error is not None:
-            self._answer(question, error=f"{type(error).__name__}: {error}")
+            is_timeout = isinstance(error, TimeoutError)
+            text = str(error) if is_timeout else f"{type(error).__name__}: {error}"
+            self._answer(question, error=text, is_timeout=is_timeout)
             return
         if asked.result() and not self.is_over:
             self._doorman.extend(end)
         self._answer(question, is_held=asked.result())
 
-    def _answer(self, question: int, *, is_held: bool = False, error: str | None = None) -> None:
-        self._process.channel.send({"k": "answer", "q": question, "is_held": is_held, "error": error})
+    def _answer(
+        self, question: int, *, is_held: bool = False, error: str | None = None, is_timeout: bool = False
+    ) -> None:
+        told = {"is_held": is_held, "error": error, "is_timeout": is_timeout}
+        self._process.channel.send({"k": "answer", "q": question, **told})
 
 
 def _finite(moment: float) -> float | None:

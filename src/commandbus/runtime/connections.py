@@ -33,9 +33,8 @@ import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -204,7 +203,7 @@ class HandlerConnections:
         _refuse_fenced(attempt)
         pool = self._pool()
         try:
-            conn = await self._get_without_blocking(pool, self._wait(attempt, deadline_at))
+            conn = await self._get_without_blocking(attempt, pool, self._wait(attempt, deadline_at))
         except PoolTimeout:
             self._on_exhausted()
             raise
@@ -274,6 +273,12 @@ class HandlerConnections:
         pool: ConnectionPool[Any] | None = self._lent if self._lent is not None else self._own
         if pool is not None:
             pool.putconn(_closed_connection_of(pool))
+
+    def wait_no_more(self, attempt: Attempt) -> None:
+        """A given-up attempt may wait for a connection on an event loop that will never go on. What comes for it
+        goes back to the pool."""
+        if attempt.asks is not None:
+            attempt.asks.forget()
 
     def _put(self, pool: ConnectionPool[Any], conn: Connection[Any], borrowed: Borrowed) -> None:
         if borrowed.is_lost:
@@ -358,7 +363,9 @@ class HandlerConnections:
             self._on_no_thread(f"the pool of handlers' connections could not be opened ({error})")
             raise ExhaustedError(f"the pool of handlers' connections could not be opened: {error}") from error
 
-    async def _get_without_blocking(self, pool: ConnectionPool[Any], timeout: float) -> Connection[Any]:
+    async def _get_without_blocking(
+        self, attempt: Attempt, pool: ConnectionPool[Any], timeout: float
+    ) -> Connection[Any]:
         try:
             idle: Connection[Any] = pool.getconn(timeout=0)  # there is one most of the time
             return idle
@@ -368,35 +375,56 @@ class HandlerConnections:
             # Not the loop's own threads: those are the handlers', who may have left all of them hanging.
             most = 2 * self._settings.concurrency
             self._askers = ThreadPoolExecutor(most, thread_name_prefix=f"{self._name}-asker")
-        question = _Question(pool, timeout)
+        question = Question(pool, timeout)
         try:
             asked = self._askers.submit(question)
         except RuntimeError as error:
-            question.is_wanted = False  # it is in the queue all the same
+            question.forget()  # it is in the queue all the same
             self._on_no_thread(f"nobody can wait for a connection ({error})")
             raise ExhaustedError(f"nobody can wait for a connection: {error}") from error
+        attempt.extras.asks = question
         try:
-            return await asyncio.shield(asyncio.wrap_future(asked))
-        except asyncio.CancelledError:
-            if not asked.cancel():
-                # The thread goes on waiting; whatever it gets must find its way back.
-                asked.add_done_callback(partial(_return_late, pool))
-            raise
+            await asyncio.wrap_future(asked)
+            if (conn := question.take()) is not None:
+                return conn
+            raise _fenced(attempt)
+        finally:
+            question.forget()  # if it was not taken, it finds its way back, even if the thread still waits for it
+            attempt.extras.asks = None
 
 
-class _Question:
-    """Waits for a connection on a thread of its own, unless nobody wants it by then."""
+class Question:
+    """Waits for a connection on a thread of its own. It goes to whoever asked, or back to the pool."""
 
     def __init__(self, pool: ConnectionPool[Any], timeout: float) -> None:
         self._pool = pool
         self._timeout = timeout
-        self.is_wanted = True
+        self._lock = threading.Lock()
+        self._found: Connection[Any] | None = None
+        self._is_over = False
 
-    def __call__(self) -> Connection[Any]:
-        if not self.is_wanted:
-            raise PoolTimeout("nobody wants it any more")
+    def __call__(self) -> None:
+        """On that thread."""
+        if self._is_over:
+            return  # nobody wants it any more
         conn: Connection[Any] = self._pool.getconn(self._timeout)
-        return conn
+        with self._lock:
+            if not self._is_over:
+                self._found = conn
+                return
+        self._pool.putconn(conn)
+
+    def take(self) -> Connection[Any] | None:
+        """What was found; None if it was given back."""
+        with self._lock:
+            self._is_over = True
+            found, self._found = self._found, None
+            return found
+
+    def forget(self) -> None:
+        """Nobody wants it any more."""
+        if (found := self.take()) is not None:
+            self._pool.putconn(found)
 
 
 SNAPSHOT_LEVELS: Final = (IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE)
@@ -483,10 +511,14 @@ def advisory_key(attempt: Attempt) -> int:
 
 def _refuse_fenced(attempt: Attempt) -> None:
     if attempt.is_fenced:
-        raise AttemptFencedError(
-            f"attempt number {attempt.number} of command {attempt.command_id!r} has ended or was given up: it "
-            f"gets no connection"
-        )
+        raise _fenced(attempt)
+
+
+def _fenced(attempt: Attempt) -> AttemptFencedError:
+    return AttemptFencedError(
+        f"attempt number {attempt.number} of command {attempt.command_id!r} has ended or was given up: it gets no "
+        f"connection"
+    )
 
 
 @contextmanager
@@ -498,11 +530,6 @@ def _closing_on_error(conn: Connection[Any]) -> Iterator[None]:
         _close(conn)
         if not isinstance(error, psycopg.Error):
             raise
-
-
-def _return_late(pool: ConnectionPool[Any], asked: Future[Connection[Any]]) -> None:
-    if not asked.cancelled() and asked.exception() is None:
-        pool.putconn(asked.result())
 
 
 @contextmanager

@@ -287,11 +287,11 @@ class _Context:
     def _not_extended(self, error: TimeoutError) -> Exception:
         if (stop := self._stop()) is not None:
             return stop.error()
-        why = str(error) or "the database does not answer"
         limit = format_seconds(self._services.extend_timeout)
+        why = str(error) or f"the database has not answered for {limit}"
         return TimeoutError(
-            f"the lease of command {self._attempt.command_id!r} could not be renewed within {limit}: {why}; its "
-            f"deadline has not moved"
+            f"the lease of command {self._attempt.command_id!r} could not be renewed: {why}; its deadline has not "
+            f"moved"
         )
 
     def _ask_to_hold(self, level: IsolationLevel) -> Future[bool]:

@@ -7,7 +7,7 @@ from commandbus.model import payload
 from commandbus.model.outcome import Failure
 from commandbus.model.postmortem import parse_dump, signal_name
 from commandbus.runtime import autopsy
-from commandbus.runtime.attempt import Attempt
+from commandbus.runtime.attempt import Attempt, Stop, Why
 from commandbus.runtime.child import Cause, Dead
 
 
@@ -21,10 +21,11 @@ def no_process(text: str, trace: object = None) -> Failure:
     )
 
 
-def worker_stopped(attempt: Attempt) -> Failure:
-    """Its worker ended before it had begun."""
-    text = "the worker stopped"
-    return Failure("AttemptCancelledError", "SHUTDOWN", text, rung="shutdown", duration_ms=attempt.elapsed_ms())
+def never_began(attempt: Attempt, stop: Stop) -> Failure:
+    """It was to stop before it had begun."""
+    is_canceled = stop.why is Why.CANCEL
+    kind, code = ("OperatorCancel", "CANCELED") if is_canceled else ("AttemptCancelledError", stop.why.upper())
+    return Failure(kind, code, stop.text, rung=stop.why, duration_ms=attempt.elapsed_ms())
 
 
 def failure_of(attempt: Attempt, dead: Dead) -> Failure:

@@ -52,6 +52,7 @@ from commandbus.runtime.tidy import ProcessState, forget_new_locals, thread_loca
 from commandbus.settings import Settings
 
 TICK_SECONDS: Final = 0.25
+ANSWER_SECONDS: Final = 5.0
 _LONGEST_LOG: Final = 65536
 
 
@@ -172,6 +173,11 @@ class Isolated:
         self._channel.send({"k": "ready"})
         surroundings = _Surroundings()
         while isinstance(run := self._todo.get(), Run):
+            if not run.attempt.is_surely_held(self._settings.timeouts.late_seconds):
+                # Nobody knows whose it is: this process was stopped, or its machine was suspended.
+                self._current = None
+                self._channel.send({"k": "ended", "n": run.number, "late": True})
+                continue
             self._enable_dumps()
             self._channel.send({"k": "begun", "n": run.number})
             ended = self._end_of(run, handlers)
@@ -220,7 +226,8 @@ class Isolated:
             extend=self._extend,
             hold=self._hold,
             release=self._release,
-            extend_timeout=self._settings.visibility_timeout,
+            # The worker's answer comes first, so that both of them know of one deadline.
+            extend_timeout=self._settings.visibility_timeout + ANSWER_SECONDS,
             max_extension=self._settings.max_extension,
             progress=self._progress,
             limits=self._door,
@@ -249,6 +256,8 @@ class Isolated:
         """On a loop that lives as long as the process: clients that are bound to their loop can be kept."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
+            with suppress(AttributeError):  # a loop that is no Python object has a clock of its own
+                self._loop.time = monotonic  # type: ignore[method-assign]
         task = self._loop.create_task(self._awaited(run, services))
         run.attach(task)
         try:
@@ -339,11 +348,9 @@ class Isolated:
                 if self._current is not None and self._current.number == message["n"]:
                     self._current.stop(message)
             case "answer":
-                if (asked := self._asked.pop(message["q"], None)) is not None:
-                    if message["error"] is None:
-                        asked.set_result(message["is_held"])
-                    else:
-                        asked.set_exception(TransientCommandError(message["error"], code="EXTEND_FAILED"))
+                asked = self._asked.pop(message["q"], None)
+                if asked is not None and asked.set_running_or_notify_cancel():  # else whoever asked waits no more
+                    _answer(asked, message)
             case "place" | "lost":
                 self._door.hear(message)
             case "end":
@@ -358,6 +365,16 @@ class Isolated:
         """The handler forked, and this is its copy, which returned as well."""
         if os.getpid() != self._process:
             os._exit(0)
+
+
+def _answer(asked: Future[bool], message: Message) -> None:
+    """Tell whoever asked for a lease what the worker says."""
+    if message["error"] is None:
+        asked.set_result(message["is_held"])
+    elif message["is_timeout"]:
+        asked.set_exception(TimeoutError(message["error"]))
+    else:
+        asked.set_exception(TransientCommandError(message["error"], code="EXTEND_FAILED"))
 
 
 class _Surroundings:

@@ -34,7 +34,7 @@ from commandbus.runtime.channel import Message
 from commandbus.runtime.child import Cause, Child, Dead, Keeper
 from commandbus.runtime.children import Children
 from commandbus.runtime.connections import Borrowed
-from commandbus.runtime.deaths import failure_of, no_process, worker_stopped
+from commandbus.runtime.deaths import failure_of, never_began, no_process
 from commandbus.runtime.descendants import kill_marked
 from commandbus.runtime.execute import Ended
 from commandbus.runtime.exhaustion import is_exhaustion
@@ -198,7 +198,8 @@ class Isolation:
             taken = self.take(attempt)
             if taken is None:
                 self._give_places_back(attempt)
-                return self._executor.end_stopped(attempt, self._stop_of(attempt), worker_stopped(attempt))
+                stop = self._stop_of(attempt)
+                return self._executor.end_stopped(attempt, stop, never_began(attempt, stop))
             if not isinstance(taken, ChildProcess):
                 return taken
             process = taken
@@ -236,7 +237,7 @@ class Isolation:
             text = f"its process told its end in a way that makes no sense: {broken}"
             return self._fail(attempt, text, has_begun=True)
         self._children.give_back(process, is_usable=not child.is_doomed)
-        return self._judge_end(attempt, told)
+        return _NotBegun() if told.is_late and not child.has_begun else self._judge_end(attempt, told)
 
     def _judge_end(self, attempt: Attempt, told: _Told) -> Ended:
         attempt.has_committed = told.has_committed
@@ -286,11 +287,13 @@ class Isolation:
             for place in places:
                 self._limits.leave(attempt, place, Answer.UNKNOWN, None)
 
-    @staticmethod
-    def _stop_of(attempt: Attempt) -> Stop:
+    def _stop_of(self, attempt: Attempt) -> Stop:
         now = monotonic()
         if attempt.is_lost:
             return attempt.stop or Stop(Why.LEASE, "its lease was lost", now, now)
+        if not attempt.is_surely_held(self._late_seconds):
+            text = "its lease was not renewed in time (layer 3: visibility_timeout)"
+            return attempt.stop or Stop(Why.LEASE, text, now, now)
         return attempt.stop or Stop(Why.SHUTDOWN, "the worker stopped", now, now)
 
     def _end_backends(self, attempt: Attempt) -> None:
@@ -337,13 +340,14 @@ class _Told:
     def __init__(self, message: Message) -> None:
         self.has_committed = message.get("committed") is True
         self.is_lost = message.get("lost") is True
+        self.is_late = message.get("late") is True
         self.missing = (str(message["missing"]), message.get("trace")) if "missing" in message else None
         self.result = None if message.get("result") is None else payload.loads(message["result"])
         self.error = None if message.get("error") is None else remake_error(message["error"])
 
 
 class _NotBegun:
-    """The process died before it had begun with this attempt."""
+    """The process died before it had begun with this attempt, or heard of it too late to begin."""
 
 
 def _name_of(address: Address) -> str:

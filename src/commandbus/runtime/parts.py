@@ -85,6 +85,7 @@ class Parts:
         self._cautious_until = 0.0  # until then nothing is prefetched
         self._pause = Pause()
         self._limit_said = False
+        self._is_hurried = False
         self._was_degraded = False
         self._was_unreachable = False
         self._most_unwritten = MOST_UNWRITTEN + 2 * settings.concurrency
@@ -214,10 +215,11 @@ class Parts:
 
     def _make_apart(self) -> Apart:
         there_is = self._quarantines and self._isolation.is_available
+        one_is_free = max(1, self._settings.concurrency - 1)  # of several slots: what hangs must not have them all
         return Apart(
             self._handlers,
             turn=None if self._spec.supervision is None else self._spec.supervision.turn,
-            processes=self._settings.quarantine_processes if there_is else None,
+            processes=min(self._settings.quarantine_processes, one_is_free) if there_is else None,
         )
 
     def _make_settler(self) -> Settler:
@@ -337,9 +339,11 @@ class Parts:
         self._give_back()
 
     def hurry(self) -> None:
-        """Cancel what runs and has no deadline, without charging it. What has one keeps it."""
+        """Cancel what runs and has no deadline, without charging it. What has one keeps it. In a block with a time
+        limit of its own an attempt has a deadline, too: the ladder looks again when it has left that."""
+        self._is_hurried = True
         for attempt in list(self.running):
-            if attempt.deadline_at == NEVER:
+            if attempt.deadline_at == NEVER and attempt.stop is None:
                 self.ladder.ask(attempt, Why.SHUTDOWN, "its worker has to end")
 
     def stop(self, limit: float, reason: str, *, hurry: Callable[[], bool]) -> StopReport:
@@ -350,6 +354,7 @@ class Parts:
         """
         started = monotonic()
         deadline = started + limit
+        hurried = self.ladder.abandoned  # while it drained: this end did not cut them off
         with self._changing:
             self.state = State.EXITING
         self._maintenance.state = "STOPPING"
@@ -366,7 +371,7 @@ class Parts:
         if self.running:
             self._cancel_all(0.0)
             self._drain(monotonic() + 0.5, lambda: False)
-        abandoned = self.ladder.abandoned + len(self.running)
+        abandoned = self.ladder.abandoned - hurried + len(self.running)
         self.ladder.stop()
         self._keeper.flush(max(0.1, deadline - monotonic() - 1.0))
         self._limited.flush(max(0.1, min(reserve / 2, deadline - monotonic() - 0.5)))
@@ -411,10 +416,15 @@ class Parts:
         if attempt.places:
             self._limited.never_began(attempt)
         if attempt.is_lost:
-            self.held.discard(attempt)  # its row is somebody else's: there is nothing to give back
+            self._drop(attempt)  # its row is somebody else's: there is nothing to give back
             return
         self._given_back += 1
         self.settler.add(attempt, attempt.give_back())
+
+    def _drop(self, attempt: Attempt) -> None:
+        """It is somebody else's by now: nothing is to be written about it here."""
+        self.held.discard(attempt)
+        self._apart.leave(attempt)
 
     # --- called by the ladder -----------------------------------------------------------------------------------
 
@@ -427,11 +437,9 @@ class Parts:
             self._limited.abandoned(attempt, answer, "timeout: the attempt is stuck")
 
         def settle(document: Document) -> None:
-            if borrowed is not None:
-                self._connections.write_off(borrowed)
+            self._write_off(attempt, borrowed)
             if attempt.is_lost:
-                self.held.discard(attempt)
-                self._apart.leave(attempt)
+                self._drop(attempt)
             else:
                 self._settle_end(attempt, self._executor.give_up(attempt, stop, autopsy.to_json(document)))
 
@@ -446,11 +454,16 @@ class Parts:
             self._limited.abandoned(attempt, Answer.UNKNOWN, "a neighbour blocked the event loop")
 
         def settle(_: Document) -> None:
-            if borrowed is not None:
-                self._connections.write_off(borrowed)
+            self._write_off(attempt, borrowed)
             self.settler.add(attempt, self._executor.waive(attempt, failure, suspect=suspect))
 
         self._keeper.fence(attempt, {}, settle)
+
+    def _write_off(self, attempt: Attempt, borrowed: Borrowed | None) -> None:
+        """It was given up: the pool gets back what it held, and what it waits for."""
+        self._connections.wait_no_more(attempt)
+        if borrowed is not None:
+            self._connections.write_off(borrowed)
 
     def _note_stuck(self, attempt: Attempt, place: Slot | AsyncSlot) -> None:
         self.stuck += 1
@@ -472,6 +485,8 @@ class Parts:
             self._spec.request_stop(f"drained, stuck attempts: {self.stuck}" if self.stuck else "drained")
         if self.state is State.ACTIVE:
             self._check_limits()
+        elif self._is_hurried:
+            self.hurry()
 
     def _watch_services(self, now: float) -> None:
         """Health names what does not work. A supervised worker with a part that will not work again drains."""
@@ -519,7 +534,7 @@ class Parts:
         worker is replaced."""
         if self._spec.supervision is not None and self.state is State.ACTIVE:
             services = [*self._threads, *self._limited.services]
-            if any(service.descriptors_lost for service in services):
+            if self._apart.is_turn_lost or any(service.descriptors_lost for service in services):
                 self.drain("somebody in this process has closed descriptors that are not their own")
 
     def _say_degraded(self) -> None:

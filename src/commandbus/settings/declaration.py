@@ -172,7 +172,7 @@ class Settings:
     )  # fmt: skip
     quarantine_processes: int = _setting(
         2, "WORKER_QUARANTINE_PROCESSES", "worker.quarantine_processes", whole(1, 10_000),
-        "Most child processes of one worker that run commands in quarantine at the same time",
+        "Most child processes of one worker that run commands in quarantine at once; one slot stays free of them",
     )  # fmt: skip
     breakers_enabled: bool = _setting(
         True, "WORKER_BREAKERS", "worker.breakers", truth(),

@@ -104,12 +104,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The sockets that a worker had open when it was condemned; its handlers' own connections are among them."""
+    """The sockets that a worker had open when it was condemned; its handlers' own connections are among them.
+
+    It is killed when `is_done` is set, or soon after.
+    """
 
     worker: str
     sockets: Sequence[Socket]
     spawned_at: float
     read_at: float
+    is_done: threading.Event = field(default_factory=threading.Event, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,13 +219,21 @@ class Coroner(DatabaseService):
     def _look_at_traces(self) -> None:
         with self._lock:
             traces, self._traces = self._traces, []
-        for trace in traces:  # after a lost connection there is nothing left to see, so they are not kept
-            asked_at = time.monotonic()
-            ports = sorted({socket.port for socket in trace.sockets})
-            server, sessions = self._link.run(client_sessions(trace.worker, ports))
-            times = Times(trace.spawned_at, trace.read_at, asked_at, time.monotonic())
-            if found := opened_by_handlers(trace.sockets, sessions, server, times):
-                self._opened[trace.worker] = [Session(session.pid, session.started) for session in found]
+        try:
+            for trace in traces:  # after a lost connection there is nothing left to see, so they are not kept
+                self._look_at_trace(trace)
+                trace.is_done.set()
+        finally:
+            for trace in traces:
+                trace.is_done.set()
+
+    def _look_at_trace(self, trace: Trace) -> None:
+        asked_at = time.monotonic()
+        ports = sorted({socket.port for socket in trace.sockets})
+        server, sessions = self._link.run(client_sessions(trace.worker, ports))
+        times = Times(trace.spawned_at, trace.read_at, asked_at, time.monotonic())
+        if found := opened_by_handlers(trace.sockets, sessions, server, times):
+            self._opened[trace.worker] = [Session(session.pid, session.started) for session in found]
 
     # -- one case
 

@@ -117,7 +117,7 @@ class Crew:
         shown = worker.look(now)
         worker.judge_board(now)
         if worker.condemned is not None:
-            if now >= worker.condemned.kill_at:
+            if worker.may_be_killed(now):
                 worker.kill()
             return
         if worker.ready_at is None:

@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from commandbus.supervisor.start import Start, described, place_of
 from commandbus.supervisor.vitals import cpu_since, is_stopped, thread_cpu
 
 DUMP_SECONDS: Final = 0.1
+TRACE_SECONDS: Final = 0.4
+"""How much longer a condemned worker lives, at most, until the server has said which sessions are its own."""
 LONGEST_DUMP: Final = 4_194_304
 NONSENSE_SECONDS: Final = 1.0
 NONSENSE_LOOKS: Final = 4
@@ -99,7 +102,7 @@ class WorkerProcess:
         self.failed: Failed | None = None
         self.freeze: Freeze | None = None
         self.condemned: Condemned | None = None
-        self.is_traced = False  # its sockets were handed to the coroner
+        self.traced: threading.Event | None = None  # set when the coroner knows what sessions its sockets are
         self.snapshot = board.read()
         self._crash = crash
         self._dump_read = 0
@@ -269,6 +272,17 @@ class WorkerProcess:
         text = os.pread(self._crash, LONGEST_DUMP - self._dump_read, self._dump_read).partition(b"\0")[0]
         self._dump_read += len(text)
         return parse_dump(text.decode("utf-8", "replace"))
+
+    def may_be_killed(self, now: float) -> bool:
+        """Has it had its time, and did the coroner look at its sessions, or take too long for that?
+
+        A shutdown does not wait for the coroner.
+        """
+        if (end := self.condemned) is None or now < end.kill_at:
+            return False
+        if self.traced is None or self.traced.is_set() or end.cause is Cause.STOPPED:
+            return True
+        return now >= end.kill_at + TRACE_SECONDS
 
     def kill(self) -> None:
         """SIGKILL, to it and to what it started."""

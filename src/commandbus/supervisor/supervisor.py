@@ -50,6 +50,7 @@ from commandbus.supervisor.view import View
 logger = safe_logger("commandbus.supervisor")
 
 TICK_SECONDS: Final = 0.2
+LOOK_SECONDS: Final = 0.02
 BLIND_SECONDS: Final = 1.0
 STOP_RESERVE: Final = 2.0
 EMBEDDED_RESERVE: Final = 2.0
@@ -157,18 +158,22 @@ class Supervisor:
         for number in self._signals.take():
             self._obey(number, now)
         self._crew.look(now, blind_until=self._blind_until)
-        self._trace_condemned()
         if self._phase == STOPPING:
             if now >= self._stop_by - min(KILL_RESERVE, self._settings.shutdown_timeout / 4):
                 self._crew.kill_all(f"{self._stop_reason}, and its time was up", now)
         else:
             self._move_on(now)
+        self._trace_condemned()
         self._publish(now)
         self._pat_watchdog(now)
 
     def _wait(self) -> None:
         now = time.monotonic()
-        due = [worker.condemned.kill_at for worker in self._crew.workers if worker.condemned is not None]
+        due = [
+            max(worker.condemned.kill_at, now + LOOK_SECONDS)  # until it is dead
+            for worker in self._crew.workers
+            if worker.condemned is not None
+        ]
         for key, _ in self._selector.select(max(0.0, min([now + TICK_SECONDS, *due]) - now)):
             worker = key.data
             if isinstance(worker, WorkerProcess) and key.fileobj is worker.control and not worker.hear(now):
@@ -201,10 +206,11 @@ class Supervisor:
     def _trace_condemned(self) -> None:
         """Before they are killed: which sessions have they opened?"""
         for worker in self._crew.workers:
-            if worker.condemned is not None and worker.hello is not None and not worker.is_traced:
-                worker.is_traced = True
+            if worker.condemned is not None and worker.hello is not None and worker.traced is None:
                 end = worker.condemned
-                self._coroner.trace(Trace(worker.hello.id, end.sockets, worker.spawned_at, end.at))
+                trace = Trace(worker.hello.id, end.sockets, worker.spawned_at, end.at)
+                worker.traced = trace.is_done
+                self._coroner.trace(trace)
 
     def _connect(self) -> None:
         """On the thread of the `ServerWait`: is there a server that takes us, and may we work there?"""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from typing import Any
 
 import psycopg
 import pytest
 
+from commandbus.clock import boottime
 from commandbus.runtime.attempt import Why
-from support.isolating import Lab, MakeLab
+from support.isolating import Lab, MakeLab, Running
 from support.waiting import one, until
 
 
@@ -123,6 +125,32 @@ def test_extend_of_a_lost_command_says_so(lab: Lab) -> None:
     lab.settle(attempt, lab.run(attempt))
     assert lab.last(attempt).error_type == "AttemptFencedError"
     assert attempt.is_lost
+
+
+def test_a_clock_that_one_attempt_stopped_does_not_stop_the_timers_of_the_next(lab: Lab) -> None:
+    first = lab.result("nap_async")
+    assert lab.result("stop_clock") == first, "the same process"
+    assert lab.result("nap_async", task_timeout=5) == first
+
+
+def test_an_attempt_that_its_process_hears_of_too_late_is_not_started(make_lab: MakeLab) -> None:
+    """Both were stopped, or their machine was suspended: whose the command is by now, nobody knows."""
+    lab = make_lab(concurrency=1)
+    late = lab.settings.timeouts.late_seconds
+    pid = lab.result("echo")["pid"]
+    attempt = lab.claim("echo")
+    attempt.renewed_at = boottime() - late + 3
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        running = Running(lab, attempt)
+        until(lambda: attempt.child is not None)
+        until(lambda: not attempt.is_surely_held(late))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert running.settled() is None
+    assert lab.last(attempt).verdict == "WAIVED"
+    assert "lease" in lab.last(attempt).error
+    assert lab.result("echo")["pid"] == pid, "and the process goes on"
 
 
 def test_no_deadline_is_none(lab: Lab) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -99,6 +100,75 @@ def test_extend_and_progress_reach_the_database(
         record = bus.get_command("orders", command_id)
         assert record is not None
         assert record.result[1] > 55
+
+
+@pytest.mark.parametrize("command_type", ["extend_after", "extend_after_async"])
+def test_an_answer_that_comes_after_its_question_was_given_up_harms_nobody(
+    bus: CommandBus,
+    start_worker: StartWorker,
+    db: psycopg.Connection[Any],
+    database: str,
+    tmp_path: Path,
+    command_type: str,
+) -> None:
+    """The deadline passes while extend waits for a locked queue row. Its process is used again, and hears well."""
+    start_worker(handlers, **QUICK | {"concurrency": 1, "visibility_timeout": 30.0})
+    sent = bus.send("orders", command_type, {"folder": str(tmp_path)}, timeout=2, max_attempts=2).command_id
+    until(lambda: (tmp_path / "here1").exists())
+    with psycopg.connect(database) as locking:
+        locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
+        (tmp_path / "go").touch()
+        until(lambda: (tmp_path / "raised").exists())
+    until_settled(db)
+    assert (tmp_path / "raised").read_text().startswith(("DeadlineExceededError", "CancelledError"))
+    record = bus.get_command("orders", sent)
+    assert record is not None
+    assert record.status == "COMPLETED", last(bus, sent)
+    assert record.result[1] == 2
+    assert record.result[2] > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command_type", ["extend_after", "extend_after_async"])
+def test_extend_says_so_when_the_lease_cannot_be_renewed_and_the_deadline_stays(
+    bus: CommandBus,
+    start_worker: StartWorker,
+    db: psycopg.Connection[Any],
+    database: str,
+    tmp_path: Path,
+    command_type: str,
+    ladder_waits: None,
+) -> None:
+    """The worker does not move the deadline after the handler was told that it stays where it is."""
+    worker = start_worker(handlers, **QUICK | short_lease(concurrency=1))
+    assert worker._parts is not None
+    sent = bus.send("orders", command_type, {"folder": str(tmp_path)}, timeout=30, max_attempts=1).command_id
+    until(lambda: (tmp_path / "here1").exists())
+    (attempt,) = worker._parts.running
+    before = attempt.deadline_at
+    with psycopg.connect(database) as locking:
+        locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
+        (tmp_path / "go").touch()
+        until(lambda: (tmp_path / "raised").exists())
+    said = (tmp_path / "raised").read_text()
+    assert re.match(
+        "TimeoutError: the lease of .* another transaction has held its queue row for 1.5 s; its deadl", said
+    )
+    free = one(db, "SELECT now()")
+    until(lambda: one(db, "SELECT vt > %s + interval '1 s' FROM pgmq.q_orders__commands", free))
+    (tmp_path / "end").touch()
+    until_settled(db)
+    record = bus.get_command("orders", sent)
+    assert record is not None
+    assert (record.status, record.attempts) == ("COMPLETED", 1)
+    assert record.result[2] < 30
+    assert attempt.deadline_at == before
+
+
+@pytest.fixture
+def ladder_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts are not asked to stop when their leases are late: what else becomes of them is seen."""
+    monkeypatch.setattr("commandbus.model.timeouts.Timeouts.late_seconds", property(lambda _: 60.0))
 
 
 def test_a_transaction_that_keeps_its_snapshot_has_its_queue_row_left_alone(
