@@ -221,13 +221,6 @@ def test_the_clock_runs_only_while_no_live_worker_knows_it(
     until(lambda: record(bus, "s").status is CommandStatus.IN_TROUBLESHOOTING_QUEUE)
 
 
-def test_zero_gives_up_at_first_sight(bus: CommandBus, db: Db, start_worker: StartWorker) -> None:
-    bus.send("orders", "unheard_of", command_id="u")
-    start_worker(knowing("known"), unknown_type_timeout=0.0)
-    until_settled(db)
-    assert verdicts(db, "u") == [(1, "UNKNOWN_TYPE")]
-
-
 def test_many_are_given_up_in_bites(bus: CommandBus, db: Db, start_worker: StartWorker) -> None:
     bus.send_many("orders", [{"command_type": "ship", "data": {}}] * 700)
     start_worker(knowing("pack"))

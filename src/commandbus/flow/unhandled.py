@@ -23,10 +23,8 @@ from commandbus.model.outcome import Failure, Judgement, Verdict, describe
 from commandbus.model.words import counted
 
 MOST_COUNTED = 10_000
-_OF_AGE = (
-    "AND parked_at <= pg_catalog.now() - pg_catalog.make_interval(secs => %(age)s) "
-    "AND NOT EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = %(type)s)"
-)
+# CASE: of a plain comparison the planner would expect a third, and then rather sort them all than go by the index.
+_OF_AGE = "AND CASE WHEN parked_at <= pg_catalog.now() - pg_catalog.make_interval(secs => %(age)s) THEN true ELSE false END"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ def unhandled_types(domains: Sequence[str], *, most: int) -> Steps[list[Unhandle
 @operation(atomic=False)
 def take(*, domain: str, command_type: str, worker: str, n: int, lease_seconds: float) -> Steps[Claim]:
     """Lease up to n commands that wait for a handler, for a worker that has it."""
-    params = _params(domain, command_type, worker, n, lease_seconds)
+    params = _params(domain, command_type, worker, n, lease_seconds) | {"paused": [""]}
     rows = yield Statement(sql.text("take_unhandled", domain=domain, of_age=""), params)
     return as_claim(rows, n)
 
@@ -94,7 +92,10 @@ def give_up(
 
     Those of a paused type stay where they are.
     """
-    params = _params(domain, command_type, worker, n, lease_seconds) | {"age": age_seconds}
+    params = _params(domain, command_type, worker, n, lease_seconds) | {
+        "age": age_seconds,
+        "paused": ["", command_type],
+    }
     rows = yield Statement(sql.text("take_unhandled", domain=domain, of_age=_OF_AGE), params)
     judgement = Judgement(Verdict.UNKNOWN_TYPE, _failure(domain, command_type, age_seconds))
     ours = [row for row in starmap(ClaimedRow, rows) if row.id is not None]

@@ -1,16 +1,19 @@
 -- Leases commands of one type that wait for a handler, straight from `parked`: they never become visible to workers that
 -- have none. Returns what claim.sql returns, in its order. Takes nothing while the domain is paused.
 --
--- `of_age` leaves out those that have not waited long enough, where they are taken to be given up.
+-- `of_age` leaves out those that have not waited long enough, where they are taken to be given up. `paused` names the
+-- pauses that keep them here: '' is that of the domain.
 -- Locks: rows of parked, then queue rows, SKIP LOCKED: it waits for nobody, so the order harms nobody. Indexes:
--- parked_reason, the queue's key, the command's key, as in claim.sql. A row of parked whose message is gone goes, too. One
--- for which a place of a limit is kept becomes a row of that limit again, whose turn has come.
+-- parked_reason (its columns are compared as a row: no other index offers that), the queue's key, the command's key.
+-- A row of parked whose message is gone goes, too. One for which a place of a limit is kept becomes a row of that limit
+-- again, whose turn has come.
 WITH chosen AS MATERIALIZED (
     SELECT seq, msg_id, kept_limit
       FROM commandbus.parked
-     WHERE reason = 'handler' AND domain = %(domain)s AND command_type = %(type)s {of_age}
-       AND NOT EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = '')
-     ORDER BY seq
+     WHERE (reason, domain, command_type, seq) > ('handler', %(domain)s::text, %(type)s::text, 0::bigint)
+       AND (reason, domain, command_type) <= ('handler', %(domain)s::text, %(type)s::text) {of_age}
+       AND NOT EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = ANY (%(paused)s::text[]))
+     ORDER BY reason, domain, command_type, seq
      LIMIT %(n)s
        FOR UPDATE SKIP LOCKED
 ), picked AS MATERIALIZED (
