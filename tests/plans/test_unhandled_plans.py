@@ -17,7 +17,8 @@ BATCH = 200
 
 WAITING = """
     INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, parked_at)
-    SELECT domain, CASE WHEN id %% 100 = 0 THEN 'rare' ELSE 'work' END, msg_id, id, 'handler', now() - interval '1 day'
+    SELECT domain, CASE WHEN id %% 100 = 0 THEN 'rare' ELSE 'work' END, msg_id, id, 'handler',
+           now() - interval '1 day'
       FROM commandbus.command WHERE domain = %s AND status = 'PENDING' ORDER BY id LIMIT 20000
 """
 

@@ -22,12 +22,12 @@ from commandbus import (
     TroubleshootingQueue,
     Worker,
 )
-from conftest import StartWorker
 from support import isolated_handlers as isolated
 from support.waiting import one, statuses, until, until_settled, verdicts
 from support.workers import AT_ONCE, add, quick_settings
 
 Db = psycopg.Connection[Any]
+StartWorker = Callable[..., Worker]
 
 
 def record(bus: CommandBus, command_id: str) -> Any:

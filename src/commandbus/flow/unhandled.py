@@ -24,7 +24,10 @@ from commandbus.model.words import counted
 
 MOST_COUNTED = 10_000
 # CASE: of a plain comparison the planner would expect a third, and then rather sort them all than go by the index.
-_OF_AGE = "AND CASE WHEN parked_at <= pg_catalog.now() - pg_catalog.make_interval(secs => %(age)s) THEN true ELSE false END"
+_OF_AGE = (
+    "AND CASE WHEN parked_at <= pg_catalog.now() - pg_catalog.make_interval(secs => %(age)s) "
+    "THEN true ELSE false END"
+)
 
 
 @dataclass(frozen=True, slots=True)

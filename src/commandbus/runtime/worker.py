@@ -320,6 +320,11 @@ class Worker:
                 raise SchemaError(
                     f"the schema lacks migration {state.missing[0]}; run `commandbus migrate` before the worker"
                 )
+            if state.newer:
+                logger.info(
+                    "the schema is at migration %d, newer than this release knows, and compatible with it",
+                    max(state.applied),
+                )
             known = {domain.name for domain in run(link.conn, list_domains())} - permitted.without_queue
             for domain in self.domains:
                 if domain not in known:
