@@ -19,9 +19,13 @@ from commandbus import (
     HandlerRegistry,
     Limit,
     RetryPolicy,
+    Saga,
     TroubleshootingQueue,
     Worker,
+    step,
 )
+from commandbus.flow.breaker import Bad, report
+from commandbus.model.breaker import Breaker
 from support import isolated_handlers as isolated
 from support.waiting import one, statuses, until, until_settled, verdicts
 from support.workers import AT_ONCE, add, quick_settings
@@ -373,6 +377,47 @@ def test_a_handler_that_is_registered_later_is_made_known(
     registry.register("orders", "ship", lambda ctx: None)
     until(lambda: record(bus, "s").status is CommandStatus.COMPLETED)
     until(lambda: one(db, "SELECT types = '{orders/pack,orders/ship}' FROM commandbus.worker"))
+
+
+def test_processes_and_their_steps_wait_too(bus: CommandBus, db: Db, start_worker: StartWorker) -> None:
+    """Neither the process's own type nor those of its steps are known at first."""
+    saga = Saga("order", step("reserve", "orders"), step("ship", "orders"), domain="orders")
+    start_worker(knowing("pack"))
+    bus.start_process(saga, {}, process_id="p")
+    until_parked(db)
+    (item,) = bus.status("orders")[0].unhandled
+    assert item.command_type == "order"
+    moves = knowing("reserve")
+    moves.register_process(saga)
+    start_worker(moves)
+    until(lambda: [item.command_type for item in bus.status("orders")[0].unhandled] == ["ship"], 30)
+    age(db, 3700)
+    until(lambda: process_status(bus) == "WAITING_FOR_TSQ")
+    (entry,) = TroubleshootingQueue(bus).list("orders")
+    assert (entry.command_type, entry.error_code) == ("ship", "UNKNOWN_COMMAND_TYPE")
+    start_worker(knowing("ship"))
+    TroubleshootingQueue(bus).operator_retry("orders", entry.command_id, operator="ada")
+    until(lambda: process_status(bus) == "COMPLETED")
+
+
+def process_status(bus: CommandBus) -> str:
+    found = bus.get_process("orders", "p")
+    assert found is not None
+    return str(found.status)
+
+
+def test_the_probe_of_a_breaker_finds_its_worker(bus: CommandBus, db: Db, start_worker: StartWorker) -> None:
+    """What waited for a handler waits for the breaker when a worker that knows it comes; its probe closes it."""
+    bus.send_many("orders", [{"command_type": "ship", "data": {}}] * 5)
+    for _ in range(2):
+        start_worker(knowing("pack"))
+    until_parked(db, 5)
+    opens = Breaker(stuck=1, reset=1)
+    bus.run(report("orders", "ship", opens, bad=[Bad(1, is_stuck=True, text="it hangs")]))
+    start_worker(knowing("ship"))
+    until_settled(db, 40)
+    assert statuses(db) == {"COMPLETED": 5}
+    assert one(db, "SELECT state FROM commandbus.breaker") == "CLOSED"
 
 
 # --- a domain that nobody handles ---------------------------------------------------------------------------
