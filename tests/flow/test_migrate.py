@@ -191,7 +191,6 @@ def test_a_schema_with_a_gap_is_left_to_the_newer_release(bus: Bus, db: psycopg.
 
 
 def test_a_schema_from_before_the_flags_gets_them(bus: Bus, db: psycopg.Connection[Any]) -> None:
-    whole = _catalog(bus.url)
     db.execute("DROP FUNCTION commandbus.unhandled_types")
     db.execute("ALTER TABLE commandbus.worker DROP COLUMN types")
     db.execute("ALTER TABLE commandbus.parked DROP COLUMN kept_limit")
@@ -199,8 +198,8 @@ def test_a_schema_from_before_the_flags_gets_them(bus: Bus, db: psycopg.Connecti
     db.execute("DELETE FROM commandbus.migration WHERE number = 6")
     assert bus.schema_state().missing == (6,)
     assert bus.migrate().missing == (6,)
-    assert _catalog(bus.url)["migrations"] == whole["migrations"]
-    assert one(db, "SELECT array_agg(number) FROM commandbus.migration WHERE is_compatible") == [6]
+    flags = db.execute("SELECT number, is_compatible FROM commandbus.migration WHERE number IN (5, 6)").fetchall()
+    assert sorted(flags) == [(5, False), (6, True)]
 
 
 def test_every_migration_says_whether_it_is_compatible() -> None:

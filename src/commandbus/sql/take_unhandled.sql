@@ -22,6 +22,10 @@ WITH chosen AS MATERIALIZED (
      WHERE msg_id = ANY (ARRAY(SELECT msg_id FROM chosen)) AND headers IS NULL
      ORDER BY msg_id
        FOR UPDATE SKIP LOCKED
+), reached AS MATERIALIZED (
+    SELECT (extract(epoch FROM greatest(pg_catalog.max(vt), 'epoch')) * 1000000::numeric)::bigint AS last_vt,
+           (extract(epoch FROM pg_catalog.now()) * 1000000::numeric)::bigint AS claimed_at
+      FROM picked
 ), holder AS MATERIALIZED (
     SELECT pg_catalog.jsonb_build_object('held_by', %(worker)s::text, 'since', pg_catalog.now()) AS holder
 ), broken AS MATERIALIZED (
@@ -47,19 +51,19 @@ WITH chosen AS MATERIALIZED (
 )
 SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, least(c.attempt_base, 2000000000), c.waived,
        c.max_attempts, c.correlation_id, c.reply_to, c.headers::text,
-       greatest(least(c.created_at, pg_catalog.now()), 'epoch'),
+       pg_catalog.date_part('epoch', c.created_at),
        c.command_type = ANY (ARRAY(SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s))
            OR (c.command_type = ANY (ARRAY(SELECT command_type FROM broken))
                AND c.id <> ALL (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL))),
-       NULL, NULL, greatest((SELECT pg_catalog.max(vt) FROM picked), 'epoch'), pg_catalog.now(),
+       NULL, NULL, (SELECT last_vt FROM reached), (SELECT claimed_at FROM reached),
        c.timeout, c.suspect, c.step, c.batch, c.id = ANY (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL)),
        c.quarantine, c.alone
   FROM leased l
   LEFT JOIN LATERAL (
        SELECT *
          FROM commandbus.command
-        WHERE id = CASE WHEN pg_catalog.jsonb_typeof(l.message -> 'command'::text) IN ('number', 'string')
-                             AND l.message ->> 'command'::text ~ '^[0-9]{1,18}$'
-                        THEN (l.message ->> 'command'::text)::bigint END
+        WHERE id = CASE WHEN l.message -> 'command'::text BETWEEN '1'::jsonb AND '999999999999999999'::jsonb
+                             AND pg_catalog.jsonb_typeof(l.message -> 'command'::text) = 'number'
+                        THEN (l.message -> 'command'::text)::bigint END
        OFFSET 0) c ON c.msg_id = l.msg_id AND c.domain = %(domain)s AND c.status OPERATOR(pg_catalog.=) 'PENDING'
  ORDER BY l.msg_id
