@@ -46,6 +46,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "reset_thread_locals": ("false", False),
     "quarantine": ("false", False),
     "quarantine_processes": ("3", 3),
+    "unknown_type_timeout": ("10m", 600.0),
     "breakers_enabled": ("false", False),
     "wait_for_database": ("false", False),
     "max_messages": ("10000", 10_000),
@@ -123,6 +124,7 @@ def test_the_defaults_are_those_of_the_design(project: Path) -> None:
     assert (settings.concurrency, settings.processes, settings.poll_interval) == (4, 1, 1.0)
     assert (settings.max_messages, settings.max_memory_mb) == (None, None)
     assert (settings.quarantine, settings.quarantine_processes) == (True, 2)
+    assert settings.unknown_type_timeout == 3600
     assert (settings.health_port, settings.health_host) == (None, "127.0.0.1")
     assert (settings.pool_min_size, settings.pool_max_size) == (0, None)
     assert (settings.pool_max_lifetime, settings.pool_max_idle) == (3600, 600)

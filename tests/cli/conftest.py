@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 from cli_harness import Answer
 
-from commandbus import CommandBus, CommandStatus, HandlerRegistry, PermanentCommandError, Worker
+from commandbus import CommandBus, CommandStatus, HandlerRegistry, PermanentCommandError, Worker, load_settings
 from commandbus.cli import entry
 from support.waiting import until
 
@@ -80,7 +80,8 @@ def troubled(orders: Cli, bus: CommandBus, database: str) -> Cli:
 
 @contextmanager
 def _working(registry: HandlerRegistry, database: str) -> Iterator[None]:
-    with Worker(registry, database_url=database):
+    settings = load_settings({"database_url": database, "unknown_type_timeout": 0})
+    with Worker(registry, settings=settings):
         yield
 
 

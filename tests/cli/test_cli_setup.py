@@ -10,18 +10,22 @@ import pytest
 from cli_harness import run
 from psycopg import sql
 
+from commandbus import HandlerRegistry, Worker
 from commandbus.cli.exits import ExitCode
+from commandbus.sql import migrations
+from support.waiting import until
 
 
 def test_migrate_says_what_it_applied_and_how_pgmq_came(bare_cli, empty_database):
     first = bare_cli("migrate", "--domain", "orders", "--database", empty_database)
     assert first.code == 0
-    assert "applied 5 migrations: 0001, 0002, 0003, 0004, 0005" in first.out
+    numbers = ", ".join(f"{number:04d}" for number in migrations())
+    assert f"applied {len(migrations())} migrations: {numbers}\n" in first.out
     assert "PGMQ 1." in first.out
     assert "domain orders is there" in first.out
     again = bare_cli("migrate", "--database", empty_database, "--json")
     assert again.document["newly_applied"] == []
-    assert again.document["applied"] == [1, 2, 3, 4, 5]
+    assert again.document["applied"] == list(migrations())
     assert again.document["pgmq_way"] in ("sql", "extension")
 
 
@@ -63,6 +67,37 @@ def test_a_newer_schema_is_refused(cli, database):
         answer = cli(*words)
         assert answer.code == ExitCode.DATABASE
         assert "newer" in answer.err
+
+
+def test_a_newer_schema_that_is_compatible_is_used(cli, database):
+    with psycopg.connect(database) as conn:
+        conn.execute("INSERT INTO commandbus.migration VALUES (9999, 'future', now(), true)")
+    told = "the schema is at migration 9999, newer than this release knows, and compatible with it\n"
+    assert f"nothing to apply: {told}" in cli("migrate").out
+    checked = cli("migrate", "--check")
+    assert (checked.code, checked.out.startswith(told)) == (0, True)
+    assert cli("migrate", "--check", "--json").document["newer"] == [9999]
+    assert f"at migration 9999, {told.partition(', ')[2]}" in cli("doctor").out
+    refused = cli("roles")
+    assert refused.code == ExitCode.DATABASE
+    assert "make roles with the newer release" in refused.err
+
+
+def test_a_migration_that_is_not_compatible_is_told(cli, database, monkeypatch):
+    later = max(migrations()) + 1
+    found = migrations() | {later: ("later", "-- Compatible: no\nSELECT 1")}
+    registry = HandlerRegistry()
+    registry.register("orders", "ship", lambda ctx: None)
+    with Worker(registry, database_url=database) as worker:
+        until(lambda: worker.id in cli("workers").out)
+        monkeypatch.setattr("commandbus.sql.migrations", lambda: found)
+        told = f"{later:04d} is not compatible with programs of older releases"
+        checked = cli("migrate", "--check")
+        assert checked.code == ExitCode.NO
+        assert f"{told}: stop their workers first, or restart them right after it\n" in checked.out
+        assert cli("migrate", "--check", "--json").document["incompatible"] == [later]
+        assert f"{told}: restart 1 running worker with this release ({worker.id})\n" in cli("migrate").out
+        assert told not in cli("migrate").out
 
 
 def test_domains(cli):

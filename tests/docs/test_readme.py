@@ -97,6 +97,14 @@ def test_the_fates_of_odd_handlers_are_as_in_the_table(bus: CommandBus, database
         bus.send("orders", command_type, command_id=command_type)
     Worker(handlers, database_url=database).run(until_idle=True)
     codes = {item.command_type: item.error_code for item in TroubleshootingQueue(bus).list("orders")}
+    assert codes == {"odd": "INVALID_RESULT"}
+    waiting = bus.get_command("orders", "unknown")
+    assert waiting is not None
+    assert waiting.waiting_for == "handler"
+    Worker(handlers, settings=load_settings({"database_url": database, "unknown_type_timeout": 0})).run(
+        until_idle=True
+    )
+    codes = {item.command_type: item.error_code for item in TroubleshootingQueue(bus).list("orders")}
     assert codes == {"odd": "INVALID_RESULT", "unknown": "UNKNOWN_COMMAND_TYPE"}
     assert all(f"`{code}`" in README for code in codes.values())
 

@@ -455,3 +455,24 @@ def test_a_worker_runs_limited_commands_and_an_application_has_its_turn_among_th
 def _inside(bus: CommandBus) -> str:
     with bus.limit("docai", wait=30):
         return "a caller"
+
+
+@sync_only
+def test_a_workers_role_parks_takes_and_gives_up_what_others_do_not_know(
+    work: Bus, acting: Roles, db: psycopg.Connection[Any]
+) -> None:
+    worker, reader = acting("worker"), acting("reader")
+    old, new = HandlerRegistry(), HandlerRegistry()
+    old.register("orders", "Pack", lambda ctx: None)
+    new.register("orders", "New", lambda ctx: None)
+    for command_id in ("new", "stale"):
+        work.send("orders", command_id.title(), command_id=command_id)
+    with Worker(old, settings=quick_settings(worker.url), name="old"):
+        until(lambda: reader.get_command("orders", "new").waiting_for == "handler")
+        until(lambda: reader.get_command("orders", "stale").waiting_for == "handler")
+        with Worker(new, settings=quick_settings(worker.url), name="new"):
+            until(lambda: reader.get_command("orders", "new").status is CommandStatus.COMPLETED)
+        assert "Stale" in [item.command_type for item in reader.status("orders")[0].unhandled]
+        db.execute("UPDATE commandbus.parked SET parked_at = now() - interval '2 hours'")
+        until(lambda: reader.get_command("orders", "stale").status is CommandStatus.IN_TROUBLESHOOTING_QUEUE)
+    assert_refused(lambda: acting("producer").run(raw("SELECT * FROM commandbus.unhandled_types('{orders}', 1)")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from commandbus.db.embedded import EmbeddedPostgres
 from commandbus.db.embedded.binaries import choose_binaries
 from commandbus.db.pgmq import packaged_sql, packaged_version
 from commandbus.flow.migrate import LOCK, script
-from commandbus.sql import migrations
+from commandbus.sql import is_compatible, migrations
 from support.access import let_roles_in, passfile_of, plain_address
 
 
@@ -56,7 +57,7 @@ def _catalog(database: str) -> dict[str, list[Any]]:
         "JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname IN ('commandbus', 'pgmq')",
         "types": "SELECT t.typname, e.enumlabel FROM pg_type t JOIN pg_enum e ON e.enumtypid = t.oid "
         "ORDER BY 1, e.enumsortorder",
-        "migrations": "SELECT number, name FROM commandbus.migration",
+        "migrations": "SELECT number, name, is_compatible FROM commandbus.migration",
         "settings": "SELECT name, value FROM commandbus.setting",
     }
     with psycopg.connect(database) as conn:
@@ -145,6 +146,71 @@ def test_a_newer_schema_is_refused(bus: Bus, db: psycopg.Connection[Any]) -> Non
         with pytest.raises(SchemaError, match=f"migration {newest + 5}, newer than this release knows"):
             act()
     assert _catalog(bus.url) == before
+
+
+def test_a_newer_schema_that_is_compatible_is_used(
+    bus: Bus, db: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = max(migrations())
+    with monkeypatch.context() as later:
+        compatible = "-- Adds.\n--\n-- Compatible: yes\nALTER TABLE commandbus.command ADD COLUMN added text"
+        found = migrations() | {
+            newest + 1: ("adds", compatible),
+            newest + 2: ("adds_more", "-- Compatible: yes\n"),
+        }
+        later.setattr("commandbus.sql.migrations", lambda: found)
+        assert bus.schema_state().incompatible == ()
+        assert bus.migrate(domains=["orders"]).missing == (newest + 1, newest + 2)
+    state = bus.schema_state()
+    assert (state.newer, state.missing, state.is_current) == ((newest + 1, newest + 2), (), True)
+    before = _catalog(bus.url)
+    assert bus.migrate().missing == ()
+    assert _catalog(bus.url) == before
+    assert bus.create_domain("billing")
+    bus.send("billing", "Pay")
+    assert len(bus.claim(domain="billing")) == 1
+    with pytest.raises(SchemaError, match="make roles with the newer release"):
+        bus.create_roles()
+    db.execute("INSERT INTO commandbus.migration (number, name) VALUES (%s, 'breaks')", (newest + 3,))
+    db.execute("INSERT INTO commandbus.migration VALUES (%s, 'mends', now(), true)", (newest + 4,))
+    told = (
+        rf"migration {newest + 4}, newer than this release knows \({newest}\), and migration {newest + 3} is not"
+    )
+    for act in (bus.migrate, bus.schema_state):
+        with pytest.raises(SchemaError, match=told):
+            act()
+
+
+def test_a_schema_with_a_gap_is_left_to_the_newer_release(bus: Bus, db: psycopg.Connection[Any]) -> None:
+    newest = max(migrations())
+    db.execute(
+        "UPDATE commandbus.migration SET number = number + 1, is_compatible = true WHERE number = %s", (newest,)
+    )
+    with pytest.raises(SchemaError, match=rf"lacks migration {newest} but has {newest + 1}"):
+        bus.migrate()
+
+
+def test_a_schema_from_before_the_flags_gets_them(bus: Bus, db: psycopg.Connection[Any]) -> None:
+    db.execute("DROP FUNCTION commandbus.unhandled_types")
+    db.execute("ALTER TABLE commandbus.worker DROP COLUMN types")
+    db.execute("ALTER TABLE commandbus.parked DROP COLUMN kept_limit")
+    db.execute("ALTER TABLE commandbus.migration DROP COLUMN is_compatible")
+    db.execute("DELETE FROM commandbus.migration WHERE number = 6")
+    assert bus.schema_state().missing == (6,)
+    assert bus.migrate().missing == (6,)
+    flags = db.execute("SELECT number, is_compatible FROM commandbus.migration WHERE number IN (5, 6)").fetchall()
+    assert sorted(flags) == [(5, False), (6, True)]
+
+
+def test_every_migration_says_whether_it_is_compatible() -> None:
+    """Those that came before the flag are not: nobody who does not know them can read it."""
+    said = {
+        number: re.findall(r"^-- Compatible: (yes|no)$", text, re.M) for number, (_, text) in migrations().items()
+    }
+    assert all(len(flags) == 1 for number, flags in said.items() if number > 5), said
+    assert [number for number, (_, text) in migrations().items() if is_compatible(text)] == [
+        number for number, flags in said.items() if flags == ["yes"]
+    ]
 
 
 # --- somebody's transaction in the way ----------------------------------------------------------------------

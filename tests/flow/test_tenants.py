@@ -277,7 +277,7 @@ def test_an_upgrade_grants_a_tenants_roles_again(
     assert_refused(worker.claim)
     functions = db.execute(
         "SELECT oid::regprocedure::text FROM pg_proc WHERE pronamespace = 'commandbus'::regnamespace "
-        "AND proname NOT IN ('moving_rate', 'batch_waits')"
+        "AND proname NOT IN ('moving_rate', 'batch_waits', 'unhandled_types')"  # those of other migrations
     ).fetchall()
     for (name,) in functions:
         db.execute(f"DROP FUNCTION {name} CASCADE".encode())
@@ -301,3 +301,36 @@ def test_what_cannot_be_a_tenant(orders: Bus, prefix: str) -> None:
     orders.create_roles(prefix, domains=["orders"])
     with pytest.raises(InvalidCommandError, match="another prefix"):
         orders.create_roles(prefix)
+
+
+@sync_only
+def test_a_tenants_worker_knows_of_workers_that_it_cannot_see(
+    orders: Bus, tenants: Roles, db: psycopg.Connection[Any]
+) -> None:
+    """A worker for all domains handles the type. The tenant's worker does not see that worker's row, and yet must
+    not give its commands up."""
+    for table in ("command", "parked"):
+        db.execute(f"DELETE FROM commandbus.{table}".encode())
+    db.execute("DELETE FROM pgmq.q_orders__commands")
+    handlers = HandlerRegistry()
+    handlers.register("orders", "Known", lambda ctx: None)
+    reader = tenants("reader")
+    everybodys = WorkerIdentity(
+        "everybodys", "host", 1, ["orders", "billing"], 4, "0.1.0", types=lambda: ["billing/New", "orders/New"]
+    )
+    orders.run(beat(everybodys, state="ACTIVE", running=0, settled=0, rates={}))
+    orders.send("orders", "New", command_id="n")
+    with Worker(handlers, settings=quick_settings(tenants("worker").url), name="tenants"):
+        until(lambda: reader.get_command("orders", "n").waiting_for == "handler")
+        assert "everybodys" not in [item.id for item in reader.workers()]
+        db.execute("UPDATE commandbus.parked SET parked_at = now() - interval '2 hours'")
+        orders.run(beat(everybodys, state="ACTIVE", running=0, settled=0, rates={}))
+        (item,) = reader.status("orders")[0].unhandled
+        assert (item.workers, item.seconds) == (1, 0.0)
+        orders.run(beat(everybodys, state="STOPPED", running=0, settled=0, rates={}))
+        db.execute(
+            "UPDATE commandbus.worker SET heartbeat_at = now() - interval '2 hours' WHERE id = 'everybodys'"
+        )
+        until(lambda: reader.get_command("orders", "n").status is CommandStatus.IN_TROUBLESHOOTING_QUEUE)
+    found = reader.run(raw("SELECT * FROM commandbus.unhandled_types('{billing}', 1)"))
+    assert found == [], "of a domain that is not the tenant's nothing is told"

@@ -110,7 +110,7 @@ def start(database: str, bus: CommandBus, handlers: HandlerRegistry) -> Iterator
     started: list[Worker] = []
 
     def start() -> Worker:
-        worker = Worker(handlers, settings=quick_settings(database), name="test")
+        worker = Worker(handlers, settings=quick_settings(database, unknown_type_timeout=0.0), name="test")
         worker.start()
         started.append(worker)
         return worker

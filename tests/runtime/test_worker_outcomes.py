@@ -174,13 +174,13 @@ def test_a_transient_failure_then_success(
     assert events == [AuditEvent.SENT, *retry, *retry, AuditEvent.RECEIVED, AuditEvent.COMPLETED]
 
 
-def test_an_unknown_type_goes_to_the_troubleshooting_queue(
+def test_an_unknown_type_goes_to_the_troubleshooting_queue_at_once_if_it_may_not_wait(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
 ) -> None:
     handlers.register("orders", "known", lambda ctx: None)
     bus.send("orders", "unheard_of", command_id="u")
     bus.send("orders", "known", command_id="k")
-    start_worker(handlers)
+    start_worker(handlers, unknown_type_timeout=0.0)
     until_settled(db)
     (entry,) = TroubleshootingQueue(bus).list("orders")
     assert (entry.command_id, entry.error_type, entry.error_code) == (

@@ -10,11 +10,12 @@ import pytest
 from commandbus import (
     BusinessRuleException,
     CommandBus,
+    ConfigurationError,
     HandlerRegistry,
     PermanentCommandError,
     RetryPolicy,
-    UnknownDomainError,
     Worker,
+    load_settings,
 )
 
 
@@ -40,8 +41,9 @@ def test_every_failure_is_one_line_that_names_command_error_and_fate(
         handlers.register("work", name, fail, retry_policy=policy)
     for name in ("again", "never", "rule", "unheard_of"):
         bus.send("work", name, command_id=f"{name}-1")
+    settings = load_settings({"database_url": database, "unknown_type_timeout": 0})
     with caplog.at_level(logging.INFO, "commandbus.worker"):
-        Worker(handlers, database_url=database).run(until_idle=True)
+        Worker(handlers, settings=settings).run(until_idle=True)
     lines = {
         record.levelname + " " + record.getMessage()
         for record in caplog.records
@@ -79,7 +81,7 @@ def test_a_value_returned_after_the_transaction_is_noted(bus: CommandBus, databa
 def test_a_domain_that_nobody_handles_is_not_created(bus: CommandBus, database: str) -> None:
     handlers = HandlerRegistry()
     handlers.register("work", "x", lambda command, ctx: None)
-    with pytest.raises(UnknownDomainError, match="'wrok'"):
+    with pytest.raises(ConfigurationError, match="domain wrok has no handler"):
         Worker(handlers, domains=["wrok"], database_url=database).start()
     assert [domain.name for domain in bus.list_domains()] == ["work"]
 

@@ -132,7 +132,9 @@ def test_a_database_without_the_schema_ends_it(supervise: Supervise, empty_datab
     assert "next in" not in supervised.log
 
 
-def test_a_domain_that_nobody_knows_ends_it(supervise: Supervise, login: Login) -> None:
+def test_a_domain_that_nobody_knows_ends_it(supervise: Supervise, login: Login, tasks: Path) -> None:
+    with (tasks / "tasks.py").open("a") as file:
+        file.write('handlers.register("shipping", "quick", quick)\n')
     supervised = supervise(database_url=login("worker"), domains="shipping", processes=2)
     assert supervised.end()[0] == ExitCode.NOT_FOUND
     assert "create it with `commandbus domain create shipping`" in supervised.log

@@ -289,10 +289,10 @@ def test_what_keeps_the_first_worker_from_starting_is_the_supervisors_answer(
     assert supervised.processes() == {}
 
 
-def test_an_unknown_domain_is_told(supervise: Supervise) -> None:
+def test_a_domain_without_handlers_is_told(supervise: Supervise) -> None:
     supervised = supervise(domains="elsewhere")
-    assert supervised.end()[0] == ExitCode.NOT_FOUND
-    assert "elsewhere" in supervised.log.splitlines()[-1]
+    assert supervised.end()[0] == ExitCode.CONFIGURATION
+    assert "domain elsewhere has no handler in this worker's registry" in supervised.log.splitlines()[-1]
 
 
 # --- probes ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import commandbus
 from commandbus import sql
-from commandbus.flow import backend, batch, claim, inspect, send
+from commandbus.flow import backend, batch, claim, inspect, send, unhandled
 
 PACKAGE = Path(commandbus.__file__).parent
 DOMAIN = "orders"
@@ -88,6 +88,7 @@ def _in_files() -> Iterator[Found]:
                 **batch._RETRIES,
                 "kind": claim.OURS,
                 "table": "rejected_message",
+                "of_age": unhandled._OF_AGE,
             }
             yield Found(path.name, _numbered(sql.text(path.stem, domain=DOMAIN, **parts).decode()))
 

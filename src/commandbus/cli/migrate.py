@@ -38,6 +38,9 @@ def migrate(
     Safe to run again, and by any number of processes at once. PGMQ is installed by its extension where the
     server has it, else by its published SQL. Where a long transaction is in the way, it steps back so that nobody
     waits behind it, says whose transaction that is, and tries again.
+
+    Workers of an older release may start on a newer schema if each newer migration is compatible. One that is not
+    is named: workers of older releases that still run may fail, and cannot be started again.
     """
     session: Session = ctx.obj
     if print_sql and check:
@@ -64,10 +67,31 @@ def _migrate(session: Session, bus: CommandBus, domains: tuple[str, ...], wait: 
     if before.missing:
         say(f"applied {counted(len(before.missing), 'migration')}: {_numbers(before.missing)}")
     else:
-        say(f"nothing to apply: the schema is at migration {max(now.applied)}")
+        say(f"nothing to apply: the schema is at migration {max(now.applied)}{_newer(now)}")
+    if before.applied and before.incompatible:
+        _warn_of_workers(bus, before)
     say(_pgmq(now))
     for domain in domains:
         say(f"domain {domain} is there")
+
+
+def _warn_of_workers(bus: CommandBus, before: SchemaState) -> None:
+    """Workers that run now began before this: they may not know what has changed."""
+    alive = [worker for worker in bus.workers() if worker.is_alive]
+    if alive:
+        say(
+            f"{_incompatible(before)}: restart {counted(len(alive), 'running worker')} with this release "
+            f"({', '.join(worker.id for worker in alive[:3])}{', …' if len(alive) > 3 else ''})"
+        )
+
+
+def _incompatible(state: SchemaState) -> str:
+    verb = "is" if len(state.incompatible) == 1 else "are"
+    return f"{_numbers(state.incompatible)} {verb} not compatible with programs of older releases"
+
+
+def _newer(state: SchemaState) -> str:
+    return ", newer than this release knows, and compatible with it" if state.newer else ""
 
 
 def _check(ctx: click.Context, bus: CommandBus, domains: tuple[str, ...]) -> None:
@@ -80,8 +104,10 @@ def _check(ctx: click.Context, bus: CommandBus, domains: tuple[str, ...]) -> Non
         if state.missing:
             what = counted(len(state.missing), "migration")
             say(f"missing {what}: {_numbers(state.missing)}; run `commandbus migrate`")
+            if state.applied and state.incompatible:
+                say(f"{_incompatible(state)}: stop their workers first, or restart them right after it")
         else:
-            say(f"the schema is at migration {max(state.applied)}, as this release needs it")
+            say(f"the schema is at migration {max(state.applied)}{_newer(state) or ', as this release needs it'}")
             say(_pgmq(state))
         for domain in absent:
             say(f"missing domain {domain}; run `commandbus domain create {domain}`")
@@ -94,6 +120,8 @@ def _document(state: SchemaState) -> dict[str, Any]:
         "is_current": state.is_current,
         "applied": state.applied,
         "missing": state.missing,
+        "newer": state.newer,
+        "incompatible": state.incompatible,
         "pgmq_version": state.pgmq_version,
         "pgmq_way": state.pgmq_way,
     }

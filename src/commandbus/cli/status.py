@@ -8,9 +8,11 @@ import time
 import click
 
 from commandbus.cli.parameters import DURATION
-from commandbus.cli.render import age, columns, print_json, print_table
+from commandbus.cli.render import age, age_of, columns, print_json, print_table, say
 from commandbus.cli.session import Command, Session
 from commandbus.flow.inspect import DomainStatus, WorkerInfo
+from commandbus.flow.unhandled import MOST_COUNTED, UnhandledType
+from commandbus.model.words import counted
 
 CLEAR = "\x1b[H\x1b[2J"
 
@@ -24,8 +26,9 @@ def status(session: Session, domains: tuple[str, ...], watch: bool, interval: fl
     """Figures of these domains, or of all.
 
     READY could run now, OLDEST is how long the first of them has waited, DELAYED will be ready later, RUNNING
-    is claimed by workers, prefetched ones included, PARKED waits for a pause to end, a breaker to close or a place
-    of a limit, TSQ needs a person; RATE is what the living workers settle per second.
+    is claimed by workers, prefetched ones included, PARKED waits for a pause to end, a breaker to close, a place
+    of a limit or a worker that handles its type, TSQ needs a person; RATE is what the living workers settle per
+    second.
     """
     with session.bus() as bus:
         while True:
@@ -54,6 +57,21 @@ def _print(found: list[DomainStatus], *, clear: bool) -> None:
         ],
         empty="no domains; `commandbus domain create NAME` makes one",
     )  # fmt: skip
+    for item in found:
+        for kind in item.unhandled:
+            say(unhandled_text(kind))
+
+
+def unhandled_text(item: UnhandledType) -> str:
+    """One command type whose commands wait for a handler, as a sentence."""
+    count = (
+        f"{MOST_COUNTED} commands or more" if item.waiting >= MOST_COUNTED else counted(item.waiting, "command")
+    )
+    waits = (
+        f"{count} of {item.name} {'waits' if item.waiting == 1 else 'wait'} for a worker that handles that type"
+    )
+    who = f"{counted(item.workers, 'running worker')} can" if item.workers else "no running worker does"
+    return f"{waits} (the first for {age_of(item.since)}); {who}"
 
 
 def _paused(item: DomainStatus) -> str:

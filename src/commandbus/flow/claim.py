@@ -9,6 +9,7 @@ The claim itself is one statement and one row write a message. Odd rows are rare
   for later, and holds no slot meanwhile
 - no command belongs to it: a raw message of another client is adopted, or rejected with a reason
 - its command type is paused, or the type's breaker is not closed: parked. The breaker's probe is let through
+- this worker has no handler for its type: parked, for a worker that has one (flow/unhandled.py)
 
 Until such an operation has run, the row is simply leased to this worker: a crash in between changes nothing.
 """
@@ -42,6 +43,8 @@ SPACED = 2
 """The server's text of a document has a blank after each comma and colon."""
 OTHER_FIELDS_BYTES = 1 << 16
 PREVIEW_CHARACTERS = 2000
+UNHANDLED = "handler "
+"""Begins a notification that commands of a type wait for a handler."""
 EVERY = "true"
 """Which messages are claimed: all of them …"""
 OURS = "(pg_catalog.pg_column_size(message) <= 80 AND message OPERATOR(pg_catalog.?) 'command')"
@@ -54,7 +57,8 @@ class ClaimedRow(NamedTuple):
     """A row of claim.sql, in its order. `is_paused` also says that the breaker of its type is not closed.
 
     `before` is True if somebody held it when its lease ran out. `created_at` is an epoch second; `last_vt` and
-    `claimed_at` are microseconds, the same in every row.
+    `claimed_at` are microseconds, the same in every row. `unhandled` is no column: it is the note with which a
+    command is parked for which this worker has no handler.
     """
 
     msg_id: int
@@ -82,6 +86,7 @@ class ClaimedRow(NamedTuple):
     is_probe: bool | None = None
     quarantine: bool | None = None
     alone: bool | None = None
+    unhandled: str | None = None
 
 
 class Text(NamedTuple):
@@ -154,6 +159,11 @@ def claim(
         )
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
         raise explain_missing(domain, error) from None
+    return as_claim(rows, n)
+
+
+def as_claim(rows: Sequence[tuple[Any, ...]], n: int) -> Claim:
+    """What a statement that leased up to n messages brought, the odd ones apart."""
     if not rows:
         return Claim([], [], False, None, None)
     ready = [
@@ -202,15 +212,16 @@ def put_right(
         )
         ours = [_marked(row, marks.get(row.msg_id)) for row in ours]
         canceled |= {msg_id: cancellation(by, reason) for msg_id, by, reason in asked}
-    if paused := [row for row in ours if row.is_paused and row.msg_id not in canceled]:
+    if paused := [row for row in ours if row.msg_id not in canceled and (row.is_paused or row.unhandled)]:
         broken = yield from hold(domain, [row.command_type for row in paused])
         asked = yield Statement(
             sql.text("park", domain=domain),
             {"domain": domain, "worker": worker, "rows": _dump([_parking(row, broken) for row in paused])},
         )
         canceled |= {msg_id: cancellation(by, reason) for msg_id, by, reason in asked}
+        yield from _tell(domain, {row.command_type for row in paused if row.unhandled})
     yield from _cancel(domain, worker, [row for row in ours if row.msg_id in canceled], canceled)
-    free = [row for row in ours if not row.is_paused and row.msg_id not in canceled]
+    free = [row for row in ours if not row.is_paused and not row.unhandled and row.msg_id not in canceled]
     return (yield from _admit(domain, worker, free, room)), adopted
 
 
@@ -487,6 +498,16 @@ def _later(domain: str, row: ClaimedRow, room: Room) -> Settlement:
     )
 
 
+def _tell(domain: str, types: set[str]) -> Steps[None]:
+    """Commands of these types wait for a handler now: workers that have one take them at once."""
+    if types:
+        yield Statement(
+            b"SELECT pg_catalog.pg_notify('commandbus_' || %(domain)s, %(prefix)s || command_type) "
+            b"FROM pg_catalog.unnest(%(types)s::text[]) AS command_type",
+            {"domain": domain, "prefix": UNHANDLED, "types": sorted(types)},
+        )
+
+
 def _parking(row: ClaimedRow, broken: Mapping[str, OpenBreaker]) -> dict[str, Any]:
     parking = {
         "m": row.msg_id,
@@ -494,6 +515,7 @@ def _parking(row: ClaimedRow, broken: Mapping[str, OpenBreaker]) -> dict[str, An
         "c": row.id,
         "n": row.attempt_base + row.read_ct,
         "t": row.command_type,
+        "k": row.unhandled,
     }
     breaker = broken.get(row.command_type)
     if breaker is None or breaker.probe == row.id:

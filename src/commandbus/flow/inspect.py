@@ -18,6 +18,7 @@ from commandbus.errors import CommandBusError, InvalidCommandError, UnknownDomai
 from commandbus.flow.breaker import explain
 from commandbus.flow.limit_look import Line, lines_of
 from commandbus.flow.statement import Row, Statement, Steps, no_schema, operation
+from commandbus.flow.unhandled import MOST_COUNTED, UnhandledType, note_of_now, unhandled_types
 from commandbus.model import names, payload
 from commandbus.model.command import AuditEntry, AuditEvent, CancelRequest, CommandRecord, CommandStatus, TsqEntry
 from commandbus.model.page import Page
@@ -25,6 +26,7 @@ from commandbus.model.page import Page
 WORKER_ALIVE_SECONDS = 15.0
 MAX_ID = 2**63 - 1
 _LIMIT = 10  # of queue_rows.sql
+HANDLER = "handler"  # what a parked command waits for: a worker that has one for its type
 _ALL = {"of_batch": "", "order": "c.id DESC"}
 # In the order of command_batch: by the id alone the planner would look for them along the key, over all commands.
 _MEMBERS = {
@@ -49,7 +51,10 @@ class CommandQuery:
 
 @dataclass(frozen=True, slots=True)
 class DomainStatus:
-    """One domain's figures; `oldest_seconds` is the age of the oldest command that could run now."""
+    """One domain's figures; `oldest_seconds` is the age of the oldest command that could run now.
+
+    `unhandled` are the command types whose commands are parked until a worker comes that has a handler for them.
+    """
 
     domain: str
     ready: int
@@ -62,6 +67,7 @@ class DomainStatus:
     is_paused: bool
     paused_types: list[str] = field(default_factory=list)
     rejected: int = 0
+    unhandled: list[UnhandledType] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,8 @@ class WorkerInfo:
     """A worker in the registry.
 
     `state` is ACTIVE, DRAINING, EXITING or STOPPED; `health` is `{"state": …, "reasons": […]}` as it said last;
-    `supervisor` is who started it, if anybody did.
+    `supervisor` is who started it, if anybody did; `types` are the command types that it has handlers for, as
+    "orders/ship".
     """
 
     id: str
@@ -87,6 +94,7 @@ class WorkerInfo:
     settled: int
     supervisor: str | None = None
     health: Mapping[str, Any] | None = None
+    types: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +191,8 @@ def domain_status(domains: Sequence[str] | None = None) -> Steps[list[DomainStat
         except pg.UndefinedTable:
             raise (yield from no_queue(domain)) from None
         found.append(DomainStatus(domain, *rows[0]))
-    return found
+    waiting = yield from unhandled_types([item.domain for item in found if item.parked], most=MOST_COUNTED)
+    return [replace(item, unhandled=[kind for kind in waiting if kind.domain == item.domain]) for item in found]
 
 
 @operation(atomic=False)
@@ -194,11 +203,11 @@ def list_workers() -> Steps[list[WorkerInfo]]:
         b"extract(epoch FROM pg_catalog.now() - heartbeat_at)::float8, "
         b"state <> 'STOPPED' AND heartbeat_at > pg_catalog.now() - pg_catalog.make_interval(secs => %(alive)s), "
         b"running, settled, "
-        b"supervisor, health::text "
+        b"supervisor, health::text, COALESCE(types, '{}') "
         b"FROM commandbus.worker ORDER BY started_at DESC",
         {"alive": WORKER_ALIVE_SECONDS},
     )
-    return [WorkerInfo(*(*head, _loads(health))) for *head, health in rows]
+    return [WorkerInfo(*(*head, _loads(health), types)) for *head, health, types in rows]
 
 
 @operation(atomic=False)
@@ -291,11 +300,24 @@ def _complete(rows: Sequence[Row]) -> Steps[list[CommandRecord]]:
         if limited := {row[0]: row[_LIMIT] for row in found if row[_LIMIT] is not None}:
             standing = yield from lines_of(domain, limited)
             lines |= {(domain, msg_id): line for msg_id, line in standing.items()}
+    unhandled = yield from _unhandled(queued)
     keys = [(row[1], row[17]) for row in rows]
-    return [_record(row, queued.get(key), lines.get(key)) for row, key in zip(rows, keys, strict=True)]
+    return [
+        _record(row, queued.get(key), lines.get(key), unhandled.get((row[1], row[3])))
+        for row, key in zip(rows, keys, strict=True)
+    ]
 
 
-def _record(row: Row, queue_row: Row | None, line: Line | None) -> CommandRecord:
+def _unhandled(queued: Mapping[tuple[str, int], Row]) -> Steps[dict[tuple[str, str], str | None]]:
+    """Why commands wait for a handler now, by domain and type: workers that have one may have come meanwhile."""
+    domains = sorted({domain for (domain, _), row in queued.items() if row[5] == HANDLER})
+    if not domains:
+        return {}
+    found = yield from unhandled_types(domains, most=1)
+    return {(item.domain, item.command_type): note_of_now(item) for item in found}
+
+
+def _record(row: Row, queue_row: Row | None, line: Line | None, unhandled: str | None) -> CommandRecord:
     attempt, attempt_base = row[11], row[12]
     record = CommandRecord(
         id=row[0], domain=row[1], command_id=row[2], command_type=row[3], status=CommandStatus(row[4]),
@@ -312,6 +334,8 @@ def _record(row: Row, queue_row: Row | None, line: Line | None) -> CommandRecord
     note = _explain(note, *breaker)
     if line is not None:
         until, note = line.until, line.note  # of now: it may have been parked for another reason
+    if reason == HANDLER:
+        note = unhandled or note
     return replace(
         record,
         status=CommandStatus.IN_PROGRESS if held_by else record.status,

@@ -1,8 +1,12 @@
 """migrate: bring a database's schema to this release, from whatever it has.
 
 Everything happens in one transaction under one advisory lock: any number of processes may run it at once, and
-a failure leaves nothing behind. No superuser is needed, only CREATE on the database. A schema newer than this
-release is refused: an old release must not guess what a new one meant.
+a failure leaves nothing behind. No superuser is needed, only CREATE on the database.
+
+Each migration says whether it is compatible: whether programs that do not know it may go on with the schema that
+it leaves. The flag is stored with the migration's number, so that an older program, which does not have the file,
+can read it. A newer schema is refused if any of its newer migrations is not compatible: an old release must not
+guess what a new one meant.
 
 An ALTER TABLE that waits for a long transaction makes every send wait behind it. So it waits for LOCK_SECONDS at
 most; then all is rolled back, the others have their turn, and it is tried again. For its turn among others that
@@ -11,7 +15,7 @@ migrate it waits longer, because that keeps nobody else waiting; but not for eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,17 +46,29 @@ CREATE TABLE IF NOT EXISTS commandbus.migration (
     name        text NOT NULL,
     applied_at  timestamptz NOT NULL DEFAULT now()
 );
+ALTER TABLE commandbus.migration ADD COLUMN IF NOT EXISTS is_compatible boolean NOT NULL DEFAULT false;
+"""
+# A schema of an older release has no such column: then nothing in it is newer than we are.
+_APPLIED = b"""
+SELECT number, COALESCE((pg_catalog.to_jsonb(m) -> 'is_compatible'::text)::boolean, false)
+  FROM commandbus.migration m ORDER BY number
 """
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaState:
-    """What a database has, and what this release would add."""
+    """What a database has, and what this release would add.
+
+    `newer` are those of the applied migrations that this release does not know; they are compatible with it.
+    `incompatible` are those of the missing ones after which older programs cannot start.
+    """
 
     applied: tuple[int, ...]
     missing: tuple[int, ...]
     pgmq_version: str | None
     pgmq_way: str | None
+    newer: tuple[int, ...] = ()
+    incompatible: tuple[int, ...] = ()
 
     @property
     def is_current(self) -> bool:
@@ -131,7 +147,11 @@ def _migrate_once(domains: Sequence[str]) -> Steps[SchemaState]:
 
 def _migrate(domains: Sequence[str]) -> Steps[SchemaState]:
     state = yield from _look()
-    _refuse_newer(state)
+    if state.missing and state.newer:
+        raise SchemaError(
+            f"this database's commandbus schema lacks migration {state.missing[0]} but has {state.newer[0]}, "
+            f"which this release does not know; run `commandbus migrate` of the newer release"
+        )
     if state.missing:
         try:
             yield Statement(_BEGIN)
@@ -140,8 +160,9 @@ def _migrate(domains: Sequence[str]) -> Steps[SchemaState]:
                 if number in state.missing:
                     yield Statement(text.encode())
                     yield Statement(
-                        b"INSERT INTO commandbus.migration (number, name) VALUES (%(number)s, %(name)s)",
-                        {"number": number, "name": name},
+                        b"INSERT INTO commandbus.migration (number, name, is_compatible) "
+                        b"VALUES (%(number)s, %(name)s, %(is_compatible)s)",
+                        {"number": number, "name": name, "is_compatible": sql.is_compatible(text)},
                     )
             for key, value in (("pgmq_version", version), ("pgmq_way", way)):
                 yield Statement(
@@ -163,10 +184,8 @@ def _migrate(domains: Sequence[str]) -> Steps[SchemaState]:
 
 @operation(atomic=False)
 def look() -> Steps[SchemaState]:
-    """What this database has; changes nothing."""
-    state = yield from _look()
-    _refuse_newer(state)
-    return state
+    """What this database has; changes nothing. Raises SchemaError if this release cannot work with it."""
+    return (yield from _look())
 
 
 def script() -> str:
@@ -188,7 +207,8 @@ def script() -> str:
         parts.append(
             f"DO $migrate$ BEGIN IF NOT EXISTS (SELECT FROM commandbus.migration WHERE number = {number}) THEN\n"
             f"EXECUTE $commandbus$\n{guarded}\n$commandbus$;\n"
-            f"INSERT INTO commandbus.migration (number, name) VALUES ({number}, '{name}');\n"
+            f"INSERT INTO commandbus.migration (number, name, is_compatible) "
+            f"VALUES ({number}, '{name}', {str(sql.is_compatible(text)).lower()});\n"
             f"END IF; END $migrate$;"
         )
     parts.append(
@@ -219,22 +239,26 @@ def _state() -> Steps[SchemaState]:
     known = sql.migrations()
     (exists,) = (yield Statement(b"SELECT pg_catalog.to_regclass('commandbus.migration') IS NOT NULL"))[0]
     if not exists:
-        return SchemaState((), tuple(known), None, None)
-    applied = tuple(
-        row[0] for row in (yield Statement(b"SELECT number FROM commandbus.migration ORDER BY number"))
-    )
+        return SchemaState((), tuple(known), None, None, incompatible=tuple(known))
+    found: dict[int, bool] = dict((yield Statement(_APPLIED)))
+    applied = tuple(found)
     settings: dict[str, str] = {}
     if applied:
         rows = yield Statement(b"SELECT name, value FROM commandbus.setting WHERE name LIKE 'pgmq%%'", {})
         settings = dict(rows)
     missing = tuple(number for number in known if number not in applied)
-    return SchemaState(applied, missing, settings.get("pgmq_version"), settings.get("pgmq_way"))
+    incompatible = tuple(number for number in missing if not sql.is_compatible(known[number][1]))
+    newer = {number: is_compatible for number, is_compatible in found.items() if number > max(known)}
+    _refuse_newer(newer)
+    pgmq_version, pgmq_way = settings.get("pgmq_version"), settings.get("pgmq_way")
+    return SchemaState(applied, missing, pgmq_version, pgmq_way, tuple(newer), incompatible)
 
 
-def _refuse_newer(state: SchemaState) -> None:
-    newest = max(sql.migrations())
-    if newer := [number for number in state.applied if number > newest]:
+def _refuse_newer(newer: Mapping[int, bool]) -> None:
+    """The first that is not compatible is named: from there on this release cannot follow."""
+    if strange := [number for number, is_compatible in newer.items() if not is_compatible]:
         raise SchemaError(
             f"this database's commandbus schema is at migration {max(newer)}, newer than this release knows "
-            f"({newest}); install a newer commandbus"
+            f"({max(sql.migrations())}), and migration {strange[0]} is not compatible with older releases; "
+            f"install a newer commandbus"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from commandbus.model import payload
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """What does not change in a worker's life."""
+    """What does not change in a worker's life; `types` are the types that it has handlers for ("orders/ship")."""
 
     id: str
     host: str
@@ -22,6 +22,7 @@ class WorkerIdentity:
     concurrency: int
     version: str
     supervisor: str | None = None
+    types: Callable[[], Sequence[str]] = tuple
 
 
 @operation(atomic=False)
@@ -53,6 +54,7 @@ def beat(
             "running": running,
             "settled": settled,
             "rates": payload.dump(dict(rates), what="rates"),
+            "types": sorted(identity.types()),
             "health": None if health is None else payload.dump(dict(health), what="health"),
             "counts": None if not counts else payload.dump(dict(counts), what="counts"),
         },

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from psycopg import errors as pg
 
+from commandbus import sql
 from commandbus.errors import InvalidCommandError, SchemaError, UnknownDomainError
 from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model import roles
@@ -78,6 +79,7 @@ def _statements(
     prefix: str, domains: Sequence[str], queues: Sequence[str], keep_seconds: float | None
 ) -> Steps[list[str]]:
     roles.role_names(prefix)
+    yield from _refuse_newer_schema()
     yield from _refuse_mixture(prefix, is_tenant=bool(domains))
     if domains:
         statements = yield from _of_tenant(Tenant.make(prefix, domains, queues))
@@ -114,6 +116,17 @@ def _of_tenant(tenant: Tenant) -> Steps[list[str]]:
             if (queue,) in rows and queue not in tenant.all_queues():
                 statements += roles.revoke_statements(tenant, queue)
     return statements
+
+
+def _refuse_newer_schema() -> Steps[None]:
+    """Grants are made anew from what this release knows: they would take from newer programs what they need."""
+    rows = yield Statement(b"SELECT pg_catalog.max(number) FROM commandbus.migration")
+    newest, known = rows[0][0], max(sql.migrations())
+    if newest is not None and newest > known:
+        raise SchemaError(
+            f"this database's commandbus schema is at migration {newest}, newer than this release knows "
+            f"({known}); make roles with the newer release"
+        )
 
 
 def _refuse_mixture(prefix: str, *, is_tenant: bool) -> Steps[None]:

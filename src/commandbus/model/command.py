@@ -165,9 +165,10 @@ class CommandRecord:
 
     `timeout` is its own deadline in seconds (0: none; None: its handler's or its worker's). While it runs,
     `progress` is what its handler told last, and `cancel_requested` says who asked to stop it. While it is parked,
-    `waiting_for` is "pause", "breaker" or "limit", `waiting_note` says why, and `waiting_until` until when, if
-    that is known. Of one that waits for a limit: which (`waiting_limit`), how many are before it
-    (`waiting_ahead`), and how long that will take (`waiting_estimated_seconds`; None: nobody can say).
+    `waiting_for` is "pause", "breaker", "limit" or "handler" (a worker that has one for its type), `waiting_note`
+    says why, and `waiting_until` until when, if that is known. Of one that waits for a limit: which
+    (`waiting_limit`), how many are before it (`waiting_ahead`), and how long that will take
+    (`waiting_estimated_seconds`; None: nobody can say).
 
     `apart` says why its next attempt runs in a child process, where that is possible: "quarantine", "suspect" or
     "alone". None for a command that runs as its handler says, and for one that has ended.

@@ -51,7 +51,7 @@ _NAMED = (
     "running_in_batch(text, bigint)",
     "batch_waits(text, bigint, integer)",
 )
-_READING = ("audit_trail(text, text)", "outcomes(text[], text[])", *_NAMED)
+_READING = ("audit_trail(text, text)", "unhandled_types(text[], integer)", "outcomes(text[], text[])", *_NAMED)
 _PRUNING = (
     "prune_commands(bigint, integer, bigint, double precision)",
     "prune_batches(bigint, integer, double precision)",

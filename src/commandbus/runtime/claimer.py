@@ -35,9 +35,11 @@ from commandbus.db.drive import UnreplicatedError
 from commandbus.db.service import DatabaseService
 from commandbus.errors import CommandBusError
 from commandbus.flow.claim import (
+    ANY_ROOM,
     EVERY,
     OURS,
     RAW,
+    UNHANDLED,
     Claim,
     announce,
     claim,
@@ -48,6 +50,7 @@ from commandbus.logger import safe_logger
 from commandbus.runtime.adopter import Adopter
 from commandbus.runtime.apart import Apart
 from commandbus.runtime.odd_rows import OddRows
+from commandbus.runtime.unhandled import Unhandled
 from commandbus.settings import Settings
 
 logger = safe_logger("commandbus.worker")
@@ -70,8 +73,9 @@ FORGED_FACTOR = 4
 CANCEL = "cancel "
 MARGIN = timedelta(milliseconds=5)
 
-Deliver = Callable[[str, list[tuple[Any, ...]], float], None]
-"""Domain, rows, and when (by `clock.boottime`) the claim was sent: their leases count from then."""
+Deliver = Callable[[str, list[tuple[Any, ...]], float], list[tuple[Any, ...]]]
+"""Domain, rows, and when (by `clock.boottime`) the claim was sent: their leases count from then. Returns the rows
+that this worker has no handler for."""
 
 
 class Claimer(DatabaseService):
@@ -88,9 +92,10 @@ class Claimer(DatabaseService):
         spare: Callable[[], int],
         finished: Callable[[], int],
         deliver: Deliver,
-        on_unsure: Deliver,
+        on_unsure: Callable[[str, list[tuple[Any, ...]], float], None],
         apart: Apart,
         adopter: Adopter,
+        unhandled: Unhandled,
         on_cancel: Callable[[str, int], None],
         on_idle: Callable[[], bool],
         on_connect: Callable[[], None],
@@ -108,6 +113,7 @@ class Claimer(DatabaseService):
         self._on_unsure = on_unsure
         self._apart = apart
         self._adopter = adopter
+        self._unhandled = unhandled
         adopter.on_read = lambda domain, seconds: self.order(lambda: self._read(domain, seconds))
         self._odd = OddRows(
             self._link, worker, max_bytes=settings.max_payload_bytes, keeps_lock_timeout=self.can_listen
@@ -183,7 +189,7 @@ class Claimer(DatabaseService):
             own = spare if domain.is_routed else 0
             if room + own <= 0 or self._adopter.is_full:
                 continue
-            got = self._claim(domain, min(room + own, LARGEST_CLAIM))
+            got = self._claim_or_take(domain, min(room + own, LARGEST_CLAIM), own)
             if domain.is_flooded and not self._adopter.is_busy:
                 total += self._sift(domain)
             if got:
@@ -214,6 +220,28 @@ class Claimer(DatabaseService):
         if found.odd:
             self._deliver_odd(domain, found, claimed_at)
         elif found.ready:
+            self._pass_on(domain, found.ready, claimed_at)
+        return len(found.ready) + len(found.odd)
+
+    def _claim_or_take(self, domain: _Domain, n: int, own: int) -> int:
+        """Claim, and take what others have parked because they have no handler for it, each first in its turn."""
+        if not self._unhandled.is_due(domain.name):
+            return self._claim(domain, n)
+        domain.takes_first = not domain.takes_first
+        taken = self._take(domain, n, own) if domain.takes_first else 0
+        claimed = self._claim(domain, n - taken) if taken < n else 0
+        return taken + claimed + (0 if domain.takes_first else self._take(domain, n - claimed, own))
+
+    def _take(self, domain: _Domain, n: int, own: int) -> int:
+        """For slots that are free now: what waits before the slots may be given back, and others would see it."""
+        n = min(n, self._room(0) + own)
+        if n <= 0:
+            return 0
+        claimed_at = boottime()
+        found = self._unhandled.take(self._link, domain.name, n)
+        if found.odd:
+            self._deliver_odd(domain, found, claimed_at)
+        else:
             self._pass_on(domain, found.ready, claimed_at)
         return len(found.ready) + len(found.odd)
 
@@ -255,7 +283,7 @@ class Claimer(DatabaseService):
         self._pass_on(domain, found.ready, claimed_at)  # they have nothing to do with the others
         if raw := [row for row in found.odd if row.id is None]:
             self._adopter.take(domain.name, raw)
-        if ours := [row for row in found.odd if row.id is not None]:
+        if ours := self._unhandled.marked(domain.name, [row for row in found.odd if row.id is not None]):
             try:
                 room = self._apart.room(domain.name, ours)
                 right, _ = self._odd.put_right(domain.name, ours, room, until=monotonic() + LOCKED_SECONDS)
@@ -266,7 +294,9 @@ class Claimer(DatabaseService):
     def _pass_on(self, domain: _Domain, rows: list[tuple[Any, ...]], claimed_at: float) -> None:
         if rows:
             self.claimed += len(rows)
-            self._deliver(domain.name, rows, claimed_at)
+            if unhandled := self._deliver(domain.name, rows, claimed_at):
+                marked = self._unhandled.marked(domain.name, unhandled)
+                self._odd.put_right(domain.name, marked, ANY_ROOM, until=monotonic() + LOCKED_SECONDS)
 
     def _note_work(self) -> None:
         now = monotonic()
@@ -284,6 +314,10 @@ class Claimer(DatabaseService):
         self._busy_since = None
         if self._adopter.is_full:
             self.sleep(FULL_SECONDS)  # it wakes us when it has read some
+            return
+        if self._unhandled.is_any_due:
+            self.is_waiting_for_room = True  # a slot that becomes free wakes us
+            self.sleep(FULL_SECONDS)
             return
         if monotonic() > self._announced_until - ANNOUNCEMENT_SECONDS / 2:
             self._announce()
@@ -316,6 +350,8 @@ class Claimer(DatabaseService):
             msg_id = payload.removeprefix(CANCEL)
             if msg_id != payload and msg_id.isascii() and msg_id.isdigit() and len(msg_id) < 20:
                 self._on_cancel(domain.name, int(msg_id))
+            elif payload.startswith(UNHANDLED):
+                self._unhandled.add(domain.name, payload.removeprefix(UNHANDLED))
             else:
                 domain.step_back(payload)
 
@@ -332,6 +368,7 @@ class _Domain:
     def __init__(self, name: str, *, is_routed: bool) -> None:
         self.name = name
         self.is_routed = is_routed
+        self.takes_first = False  # does what others have no handler for come first in this round?
         self.cursor: datetime | None = None
         self.swept_at = 0.0
         self.sweep_seconds = SWEEP_SECONDS

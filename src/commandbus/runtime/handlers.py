@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -234,6 +234,10 @@ class HandlerRegistry:
     def domains(self) -> list[str]:
         """The domains that have handlers."""
         return sorted({domain for domain, _ in self._handlers})
+
+    def types(self, domains: Container[str]) -> list[str]:
+        """The command types of these domains that have handlers, as "orders/ship"; types of processes, too."""
+        return [f"{domain}/{command_type}" for domain, command_type in list(self._handlers) if domain in domains]
 
     def __iter__(self) -> Iterator[Handler]:
         return iter(list(self._handlers.values()))

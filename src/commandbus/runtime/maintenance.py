@@ -1,4 +1,5 @@
-"""The Maintenance: what a worker does for the fleet. The registry, breakers, sweeping, retention.
+"""The Maintenance: what a worker does for the fleet. The registry, breakers, commands without a
+handler, sweeping, retention.
 
 It works on a thread and a connection of its own, so that whatever it waits for (a locked batch, a long prune)
 holds up no lease and no outcome. It never runs user code.
@@ -26,6 +27,7 @@ from commandbus.logger import safe_logger
 from commandbus.runtime.breakers import Breakers
 from commandbus.runtime.folder import Refused
 from commandbus.runtime.health import HealthStatus
+from commandbus.runtime.unhandled import Unhandled
 from commandbus.settings import Settings
 
 logger = safe_logger("commandbus.worker")
@@ -83,6 +85,7 @@ class Maintenance(DatabaseService):
         figures: Figures,
         health: HealthStatus,
         breakers: Breakers,
+        unhandled: Unhandled,
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
@@ -92,6 +95,7 @@ class Maintenance(DatabaseService):
         self._figures = figures
         self._health = health
         self._breakers = breakers
+        self._unhandled = unhandled
         breakers.on_word = lambda: self.order(lambda: breakers.write(self._link))
         self.state = "ACTIVE"
         self._beat_at = 0.0
@@ -130,6 +134,7 @@ class Maintenance(DatabaseService):
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_SECONDS + self._sweep() * 20
         self._breakers.sweep(self._link, lambda: self._beat(self.state))
+        self._unhandled.sweep(self._link)
         self._unpark(now)
         self._go_on()
         if now - self._pruned_at >= PRUNE_SECONDS:

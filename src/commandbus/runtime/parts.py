@@ -51,6 +51,7 @@ from commandbus.runtime.settler import Settler
 from commandbus.runtime.showing import Showing
 from commandbus.runtime.slots import Slot, Slots
 from commandbus.runtime.spec import ROUTER_SLOTS, StopReport, WorkerSpec, identity
+from commandbus.runtime.unhandled import Unhandled
 from commandbus.settings import Settings
 
 logger = safe_logger("commandbus.worker")
@@ -103,6 +104,8 @@ class Parts:
         self._limited = self._make_limited()
         services = self._services()
         self._breakers = Breakers(settings, spec.domains)
+        self._unhandled = Unhandled(settings, spec.id, spec.domains, spec.handlers)
+        self._unhandled.on_due = self._look_again
         self._executor = Executor(
             services,
             spec.policy,
@@ -142,6 +145,7 @@ class Parts:
             figures=Figures(lambda: len(self.running), lambda: dict(self.settler.settled)),
             health=spec.health,
             breakers=self._breakers,
+            unhandled=self._unhandled,
             on_error=spec.fail,
             name=spec.id,
         )
@@ -262,6 +266,7 @@ class Parts:
             on_unsure=self._return_unsure,
             apart=self._apart,
             adopter=self._adopter,
+            unhandled=self._unhandled,
             on_cancel=self._look_for_cancel,
             on_idle=self._check_idle,
             on_connect=self._note_connected,
@@ -630,7 +635,8 @@ class Parts:
     @property
     def _is_at_work(self) -> bool:
         """Is there anything from which a command may come?"""
-        return bool(self.held) or self._adopter.is_busy or self.settler.is_folding or self._limited.is_busy
+        others = (self._adopter.is_busy, self.settler.is_folding, self._limited.is_busy, self._unhandled.is_busy)
+        return bool(self.held) or any(others)
 
     def _settle(self, attempt: Attempt, settlement: Settlement) -> None:
         self.settler.add(attempt, settlement)
@@ -691,22 +697,28 @@ class Parts:
             self._slots.finished + self._router.finished + (self._loop.finished if self._loop is not None else 0)
         )
 
-    def _deliver(self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float) -> None:
+    def _deliver(self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float) -> list[tuple[Any, ...]]:
+        """Hand rows to the lanes; returns those of unknown types, which the claimer parks."""
         self._was_idle = False
         if self._from_before:
             self._lose_reused(domain, rows)
+        unhandled: list[tuple[Any, ...]] = []
         sync: list[Attempt] = []
         asynchronous: list[Attempt] = []
         get = self._handlers.get
         spare = self._spare() if domain in self._routed else 0
         routed: list[Attempt] = []
         limited: list[Attempt] = []
-        hold, command_type, handler, is_plain = self.held.add, None, None, False
+        hold, command_type, handler, is_plain, is_unknown = self.held.add, None, None, False, False
         for row in rows:
             if row[4] != command_type:
                 command_type = row[4]
                 handler = get(domain, command_type)
                 is_plain = not spare and (handler is None or not (handler.is_async or handler.options.limits))
+                is_unknown = handler is None and self._unhandled.parks
+            if is_unknown:  # before its charge is looked at: the policy is its handler's
+                unhandled.append(row)
+                continue
             attempt = Attempt(domain, row, handler, claimed_at)
             hold(attempt)
             if is_plain and row[1] == 1 and not row[QUARANTINE]:  # nearly all are: nothing is known of it yet
@@ -734,6 +746,7 @@ class Parts:
             self._limited.visit(limited)
         if self.state is not State.ACTIVE:
             self._give_back()
+        return unhandled
 
     def _return_unsure(self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float) -> None:
         """They were claimed, but a failover may lose that: they must not start."""

@@ -86,4 +86,5 @@ def identity(spec: WorkerSpec, settings: Settings) -> WorkerIdentity:
         settings.concurrency,
         release,
         None if spec.supervision is None else spec.supervision.supervisor,
+        types=lambda: spec.handlers.types(spec.domains),
     )

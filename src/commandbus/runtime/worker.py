@@ -69,7 +69,7 @@ class Worker:
         elif database_url is not None or concurrency is not None:
             raise TypeError("give settings, or database_url and concurrency, not both")
         self.settings = settings
-        self.domains = _check_domains(domains or settings.domains or handlers.domains, handlers)
+        self.domains = _check_domains(domains or settings.domains or handlers.domains)
         self.id = f"{(name or socket.gethostname())[:LONGEST_NAME]}-{os.getpid()}-{secrets.token_hex(4)}"
         self.health_status = HealthStatus()
         self._supervision = supervision
@@ -143,6 +143,7 @@ class Worker:
     def _start(self) -> bool:
         self._is_starting = True
         try:
+            self._refuse_idle_domains()
             settings = self._database.resolve()
             if not self._await_database(settings):
                 logger.info("worker %s stops (%s) before it has started", self.id, self._stop_reason)
@@ -159,6 +160,17 @@ class Worker:
         finally:
             self._is_starting = False
         return True
+
+    def _refuse_idle_domains(self) -> None:
+        """A worker without any handler for a domain could only set its commands aside."""
+        known = self._handlers.domains
+        if silent := [domain for domain in self.domains if domain not in known]:
+            what = f"domain {silent[0]} has" if len(silent) == 1 else f"domains {', '.join(silent)} have"
+            others = ", ".join(known) or "no domain"
+            raise ConfigurationError(
+                f"{what} no handler in this worker's registry (it has handlers for {others}); register one before "
+                f"the worker starts, or do not name the domain"
+            )
 
     def _await_database(self, settings: Settings) -> bool:
         """Whether the database can be used; False if this worker was asked to stop before that."""
@@ -307,11 +319,14 @@ class Worker:
                 raise SchemaError(
                     f"the schema lacks migration {state.missing[0]}; run `commandbus migrate` before the worker"
                 )
+            if state.newer:
+                logger.info(
+                    "the schema is at migration %d, newer than this release knows, and compatible with it",
+                    max(state.applied),
+                )
             known = {domain.name for domain in link.run(list_domains())} - permitted.without_queue
             for domain in self.domains:
                 if domain not in known:
-                    if domain not in self._handlers.domains:
-                        raise UnknownDomainError(domain)  # perhaps a typing error: nobody here can handle it
                     try:
                         link.run(create_domain(domain))
                     except SchemaError as error:
@@ -330,17 +345,12 @@ def _policy(policy: RetryPolicy, on_timeout: str) -> dict[str, Any]:
     }
 
 
-def _check_domains(domains: Iterable[str], handlers: HandlerRegistry) -> list[str]:
+def _check_domains(domains: Iterable[str]) -> list[str]:
     if isinstance(domains, str):
         raise ConfigurationError(f"domains must be a list of names, not the text {domains!r}")
     found = sorted({check_domain(domain) for domain in domains})
     if not found:
         raise ConfigurationError(
             "this worker has no domain: its registry has no handlers; register some, or name domains"
-        )
-    if silent := [domain for domain in found if domain not in handlers.domains]:
-        logger.warning(
-            "no handler is registered for domain %s: its commands will go to the troubleshooting queue",
-            ", ".join(silent),
         )
     return found

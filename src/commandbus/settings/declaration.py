@@ -174,6 +174,10 @@ class Settings:
         2, "WORKER_QUARANTINE_PROCESSES", "worker.quarantine_processes", whole(1, 10_000),
         "Most child processes of one worker that run commands in quarantine at once; one slot stays free of them",
     )  # fmt: skip
+    unknown_type_timeout: float = _setting(
+        3600.0, "WORKER_UNKNOWN_TYPE_TIMEOUT", "worker.unknown_type_timeout", duration(),
+        "How long commands of a type that no running worker handles stay parked; 0 gives them up at first sight",
+    )  # fmt: skip
     breakers_enabled: bool = _setting(
         True, "WORKER_BREAKERS", "worker.breakers", truth(),
         "Leave command types and APIs alone for a while after trouble; false switches all breakers off",

@@ -6,10 +6,13 @@ so they need no quoting; everything else travels as a parameter.
 
 from __future__ import annotations
 
+import re
 from functools import cache, lru_cache
 from importlib.resources import files
 
 from commandbus.model.names import check_queue, queue_of
+
+_COMPATIBLE = re.compile(r"^-- Compatible: yes\b", re.MULTILINE)
 
 
 @lru_cache(maxsize=4096)
@@ -43,6 +46,12 @@ def migrations() -> dict[int, tuple[str, str]]:
             number, _, name = file.name.removesuffix(".sql").partition("_")
             found[int(number)] = (name, file.read_text("utf-8"))
     return found
+
+
+def is_compatible(text: str) -> bool:
+    """May programs that do not know this migration work with the schema after it? Its header says so, with a line
+    `-- Compatible: yes`."""
+    return _COMPATIBLE.search(text) is not None
 
 
 def _read(name: str) -> str:

@@ -1,9 +1,11 @@
--- A worker says that it lives, and what it does. Locks: its own row.
-INSERT INTO commandbus.worker (id, host, pid, domains, concurrency, version, supervisor, state, running, settled, rates,
-                               health, counts)
+-- A worker says that it lives, what it does, and which command types it has handlers for. Types that are stored already are
+-- not written again. Locks: its own row.
+INSERT INTO commandbus.worker AS w (id, host, pid, domains, concurrency, version, supervisor, state, running, settled, rates,
+                                    health, counts, types)
 VALUES (%(id)s, %(host)s, %(pid)s, %(domains)s::text[], %(concurrency)s, %(version)s, %(supervisor)s, %(state)s,
-        %(running)s, %(settled)s, %(rates)s::json, %(health)s::json, %(counts)s::jsonb)
+        %(running)s, %(settled)s, %(rates)s::json, %(health)s::json, %(counts)s::jsonb, %(types)s::text[])
 ON CONFLICT (id) DO UPDATE
    SET heartbeat_at = pg_catalog.now(), state = excluded.state, running = excluded.running,
        settled = excluded.settled,
-       rates = excluded.rates, health = excluded.health, counts = excluded.counts
+       rates = excluded.rates, health = excluded.health, counts = excluded.counts,
+       types = CASE WHEN w.types OPERATOR(pg_catalog.=) excluded.types THEN w.types ELSE excluded.types END

@@ -1,8 +1,10 @@
--- Parks claimed commands whose type is paused, or whose breaker is not closed: no slot, no lease, no charge. Those whose
--- pause was lifted or whose breaker was closed meanwhile go back to the queue instead. Those that somebody asked to cancel
+-- Parks claimed commands whose type is paused, whose breaker is not closed, or for which their worker has no handler (`k`):
+-- no slot, no lease, no charge. Those whose pause was lifted or whose breaker was closed meanwhile go back to the queue
+-- instead. Those that somebody asked to cancel
 -- since they were claimed are left held and returned: clearing their holder would lose the request.
 --
--- A row that a limit has left in `parked` is overwritten: its turn there is over.
+-- A row that a limit has left in `parked` is overwritten: its turn there is over. Only one that waits for a handler keeps it:
+-- the worker that has the handler takes it within moments, and the place that is kept for it, too.
 -- Locks: pause rows (FOR KEY SHARE: a resume waits for us and then finds what we parked; breaker rows are locked by
 -- breaker_hold.sql, the statement before), queue rows, command rows, in this order. It waits for a queue row that another
 -- claimer looks at: one that was skipped would stay leased to a worker that does not know of it. Index: the queue's key.
@@ -10,7 +12,7 @@ WITH paused AS MATERIALIZED (
     SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s FOR KEY SHARE
 ), input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
-        AS x(m bigint, r integer, c bigint, n integer, t text, b text, u timestamptz)
+        AS x(m bigint, r integer, c bigint, n integer, t text, b text, u timestamptz, k text)
 ), held AS MATERIALIZED (
     SELECT q.msg_id, q.read_ct, q.headers -> 'cancel'::text AS cancel
       FROM pgmq.{queue} q
@@ -20,7 +22,8 @@ WITH paused AS MATERIALIZED (
        FOR UPDATE
 ), fenced AS MATERIALIZED (
     SELECT i.*, CASE WHEN i.t IN (SELECT command_type FROM paused) THEN 'pause'
-                     WHEN i.b IS NOT NULL THEN 'breaker' END AS reason
+                     WHEN i.b IS NOT NULL THEN 'breaker'
+                     WHEN i.k IS NOT NULL THEN 'handler' END AS reason
       FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
      WHERE h.cancel IS NULL
 ), retimed AS (
@@ -34,17 +37,22 @@ WITH paused AS MATERIALIZED (
 ), noted AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, error_code, error)
     SELECT c, n, CASE WHEN reason IS NULL THEN 'GIVEN_BACK' ELSE 'PARKED' END, %(worker)s,
-           CASE reason WHEN 'pause' THEN 'PAUSED' WHEN 'breaker' THEN 'BREAKER_OPEN' ELSE 'GIVEN_BACK' END,
+           CASE reason WHEN 'pause' THEN 'PAUSED' WHEN 'breaker' THEN 'BREAKER_OPEN' WHEN 'handler' THEN 'NO_HANDLER'
+                       ELSE 'GIVEN_BACK' END,
            CASE reason WHEN 'pause' THEN 'its command type is paused' WHEN 'breaker' THEN b
+                       WHEN 'handler' THEN 'this worker has no handler for ' || %(domain)s || '/' || t
                        ELSE 'its command type was paused, or its breaker open, a moment ago' END
       FROM fenced
 ), parked AS (
-    INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, until, note)
-    SELECT %(domain)s, t, m, c, reason, CASE WHEN reason = 'breaker' THEN u END, CASE WHEN reason = 'breaker' THEN b END
+    INSERT INTO commandbus.parked AS p (domain, command_type, msg_id, command, reason, until, note)
+    SELECT %(domain)s, t, m, c, reason, CASE WHEN reason = 'breaker' THEN u END,
+           CASE reason WHEN 'breaker' THEN b WHEN 'handler' THEN k END
       FROM fenced WHERE reason IS NOT NULL ORDER BY m
     ON CONFLICT (domain, msg_id) DO UPDATE
        SET reason = excluded.reason, until = excluded.until, note = excluded.note, parked_at = excluded.parked_at,
-           limit_name = NULL, since = NULL, first_parked_at = NULL, give_up_at = NULL, woken_at = NULL, token = NULL
+           limit_name = NULL, since = NULL, first_parked_at = NULL, give_up_at = NULL, woken_at = NULL,
+           kept_limit = CASE WHEN excluded.reason = 'handler' THEN COALESCE(p.limit_name, p.kept_limit) END,
+           token = CASE WHEN excluded.reason = 'handler' THEN p.token END
 )
 SELECT h.msg_id, h.cancel ->> 'by'::text, h.cancel ->> 'reason'::text
   FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct

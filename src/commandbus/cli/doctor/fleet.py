@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+
 from commandbus.cli.doctor.findings import Conn, Findings, ok, warn
 from commandbus.cli.render import age
+from commandbus.cli.status import unhandled_text
 from commandbus.db.drive import run
 from commandbus.flow.inspect import DomainStatus, WorkerInfo, domain_status, list_workers
 from commandbus.flow.prune import ASIDES
 from commandbus.model.words import counted
 from commandbus.settings import Settings
+
+TAKEN_WITHIN = timedelta(minutes=1)
 
 
 def examine(conn: Conn, settings: Settings) -> Findings:
@@ -17,6 +22,7 @@ def examine(conn: Conn, settings: Settings) -> Findings:
     yield from _workers(workers)
     domains = run(conn, domain_status())
     yield from _unserved(domains, [worker for worker in workers if worker.is_alive])
+    yield from _unhandled(domains)
     yield from _waiting(domains)
     yield from _undelivered(conn)
     yield from _full(conn, settings)
@@ -47,6 +53,21 @@ def _unserved(domains: list[DomainStatus], alive: list[WorkerInfo]) -> Findings:
                 f"{counted(item.ready, 'command')} of domain {item.domain} could run, but no worker serves it",
                 f"`commandbus worker MODULE:REGISTRY --domain {item.domain}` runs one",
             )
+
+
+def _unhandled(domains: list[DomainStatus]) -> Findings:
+    """What is parked because the workers that claimed it have no handler for it."""
+    for item in domains:
+        for kind in item.unhandled:
+            if not kind.workers:
+                remedy = f"start workers whose registry has a handler for {kind.name}, or cancel these commands"
+            elif datetime.now(UTC) - kind.since > TAKEN_WITHIN:
+                remedy = (
+                    "these workers have no free slot for it: start more, and end those that do not know the type"
+                )
+            else:
+                continue  # one of these workers takes them within moments
+            yield warn("command types", unhandled_text(kind), remedy)
 
 
 def _waiting(domains: list[DomainStatus]) -> Findings:

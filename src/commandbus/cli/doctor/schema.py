@@ -29,6 +29,12 @@ def _schema(state: SchemaState) -> Findings:
     if state.missing:
         missing = ", ".join(map(str, state.missing))
         yield fail("schema", f"it lacks migration {missing}", "run `commandbus migrate`")
+    elif state.newer:
+        yield ok(
+            "schema",
+            f"at migration {max(state.applied)}, newer than this release knows, and compatible with it",
+            "update this release when the deploy is over",
+        )
     else:
         yield ok("schema", f"at migration {max(state.applied)}, as this release needs it")
     yield ok("pgmq", f"PGMQ {state.pgmq_version}, installed by {_way(state.pgmq_way)}")

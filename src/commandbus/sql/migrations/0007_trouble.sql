@@ -1,6 +1,8 @@
 -- Breakers open on trouble of a command type, and it is known what a batch waits for. Purpose: bad attempts with their
 -- commands and starts, what workers count, and how long members of a batch have to wait as far as that is known.
 --
+-- Compatible: yes
+--
 -- Locks: ACCESS EXCLUSIVE on breaker and worker for a moment: columns only, no row is rewritten. Workers of the schema
 -- before this one can go on: they still use stuck_at and failed_at, which have no use any more.
 

@@ -1,5 +1,7 @@
 -- Probes of limits rotate, and waiting for a limit ends. Purpose: one bad command holds up nobody, nothing waits for ever.
 --
+-- Compatible: yes
+--
 -- Locks: ACCESS EXCLUSIVE on limits and parked for a moment (new columns without a default that must be computed); SHARE on
 -- parked while its index is made. Workers of the schema before this one can go on.
 
