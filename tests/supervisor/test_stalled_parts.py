@@ -115,6 +115,7 @@ def test_a_part_that_hears_nothing_is_named_in_time_and_nothing_is_lost(
 
 
 @pytest.mark.slow
+@pytest.mark.alone  # within five seconds: that is a promise, and no other test may take its time
 def test_a_server_that_falls_silent_as_a_whole(
     supervise: Supervise, bus: CommandBus, db: Db, through: str, proxy: Proxy
 ) -> None:
