@@ -276,10 +276,13 @@ def test_a_probe_is_charged_when_another_call_has_succeeded_since_the_breaker_op
 def test_a_hung_probe_is_waived_in_a_block_too(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, gate: threading.Event
 ) -> None:
-    """Given up as stuck: its place is left, so another one can be the probe; its attempt is not charged."""
+    """Given up as stuck: its place is left, so another one can be the probe; its attempt is not charged.
+
+    The next attempt may have to wait for the end of the lease: its own deadline is longer.
+    """
     began: list[str] = []
 
-    @handlers.handler("orders", "page", timeout=0.5, retry_policy=RetryPolicy(1))
+    @handlers.handler("orders", "page", timeout=2, retry_policy=RetryPolicy(1))
     def page(command: Any, ctx: Any) -> None:
         with ctx.limit("docai", wait=20):
             began.append(command.command_id)

@@ -96,7 +96,7 @@ class Parts:
         if spec.supervision is not None:
             board, grace = spec.supervision.board, settings.cancel_grace
             self._showing = Showing(board, spec.domains, self.running, grace=grace)
-        self._places = Places(settings.concurrency)
+        self._places = Places(settings.concurrency, self._place_is_free)
         self._some_isolated = any(item.options.isolation == "process" for item in spec.handlers)
         self._routed = _routed_domains(spec)
         self._router_places = Places(ROUTER_SLOTS if self._routed else 0)
@@ -883,6 +883,11 @@ class Parts:
     def _show_thread(self, slot: int) -> None:
         if self._showing is not None:
             self._showing.thread(slot)
+
+    def _place_is_free(self) -> None:
+        """A claimer that found no free slot when an attempt ended may find one now that its slot sleeps."""
+        if self._claimer.is_waiting_for_room:
+            self._offer_room()
 
     def _offer_room(self) -> None:
         if self._waiting() <= self._low:

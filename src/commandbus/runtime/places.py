@@ -8,6 +8,7 @@ after each command and hand theirs over, so neither lane can starve the other.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -21,10 +22,11 @@ class Lane(Protocol):
 
 
 class Places:
-    """The worker's concurrency."""
+    """The worker's concurrency. `on_free` is called, by any thread, whenever a place was returned."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, on_free: Callable[[], None] = lambda: None) -> None:
         self.total = total
+        self._on_free = on_free
         self.taken = 0
         self._lock = threading.Condition()
         self._lanes: list[Lane] = []
@@ -52,6 +54,7 @@ class Places:
         for other in self._lanes:
             if other is not lane and other.is_hungry:
                 other.wake_one()
+        self._on_free()
 
     def wait_until_free(self, timeout: float) -> None:
         """Wait until no slot holds a place."""
