@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import MethodType
 from typing import Any, Literal, TypeVar
 
 from commandbus.errors import ConfigurationError, DuplicateHandlerError
@@ -274,33 +275,72 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _takes_command(function: Callable[..., Any]) -> bool:
-    """Two parameters: (command, ctx). One: (ctx)."""
+    """Two parameters: (command, ctx). One: (ctx). A parameter beyond these must have a default."""
     if not callable(function):
         raise TypeError(f"a handler must be callable, not {type(function).__name__}")
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = _own_signature(function)
     except (TypeError, ValueError):
         return True
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p for p in positional if p.default is p.empty]
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return True
-    if any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters) or len(required) > 2:
+    name, parameters = getattr(function, "__qualname__", repr(function)), signature.parameters.values()
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if unfilled := [p.name for p in required if p not in places[:2]]:
         raise TypeError(
-            f"handler {getattr(function, '__qualname__', function)!r} must take (command, ctx) or (ctx), "
-            f"not {inspect.signature(function)}"
+            f"handler {name!r} must take (command, ctx) or (ctx), not {signature}: nobody gives it "
+            f"{', '.join(unfilled)}; give that a default, or bind it with functools.partial"
         )
-    if not positional:
+    if not places and not takes_any:
+        raise TypeError(f"handler {name!r} must take (command, ctx) or (ctx), not {signature}")
+    if places and places[0].name in _CONTEXT_NAMES:
+        return _takes_context_first(name, signature, places)
+    if len(places) == 1 and places[0].name == "command" and not takes_any:
         raise TypeError(
-            f"handler {getattr(function, '__qualname__', function)!r} must take (command, ctx) or (ctx)"
+            f"handler {name!r} takes (command) alone, but a lone parameter gets the context: write "
+            f"(command, ctx), or (ctx) and use ctx.command"
         )
-    if len(positional) == 1 and positional[0].name == "command":
+    if len(places) >= 2 and places[1].default is not inspect.Parameter.empty:
+        _refuse_other_default(name, signature, places[1])
+    return takes_any or len(places) >= 2
+
+
+_CONTEXT_NAMES = ("ctx", "context")
+
+
+def _takes_context_first(name: str, signature: inspect.Signature, places: list[inspect.Parameter]) -> bool:
+    """Its first parameter is the context, so it takes no command: a second one keeps its default."""
+    if len(places) > 1 and (places[1].default is inspect.Parameter.empty or places[1].name == "command"):
         raise TypeError(
-            f"handler {getattr(function, '__qualname__', function)!r} takes (command) alone, but a lone parameter "
-            f"gets the context: write (command, ctx), or (ctx) and use ctx.command"
+            f"handler {name!r} takes {signature}, but command comes first: write (command, ctx), or (ctx) and use "
+            f"ctx.command"
         )
-    if [p.name for p in positional[:2]] == ["ctx", "command"]:
+    return False
+
+
+def _refuse_other_default(name: str, signature: inspect.Signature, second: inspect.Parameter) -> None:
+    """(command, retries=3): the context would become the number of retries."""
+    if second.name not in _CONTEXT_NAMES:
         raise TypeError(
-            f"handler {getattr(function, '__qualname__', function)!r} takes (ctx, command): command comes first"
+            f"handler {name!r} takes {signature}, but its second parameter gets the context: write "
+            f"(command, ctx), and {second.name} after them"
         )
-    return len(positional) >= 2
+
+
+def _own_signature(function: Callable[..., Any]) -> inspect.Signature:
+    """What the function itself takes. `functools.wraps` lets a wrapper pass for what it wraps: that is believed
+    only of one that takes anything (*args)."""
+    return inspect.signature(_who_says(function), follow_wrapped=False)
+
+
+def _who_says(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function whose parameters count: itself, or what it hands all of its arguments to."""
+    if isinstance(function, functools.partial):
+        return functools.partial(_who_says(function.func), *function.args, **function.keywords)
+    if inspect.ismethod(function):
+        return MethodType(_who_says(function.__func__), function.__self__)
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None or not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return function
+    return _who_says(inner)
