@@ -41,7 +41,7 @@ class Options:
     `timeout`: its deadline in seconds; 0 is none, None the worker's task_timeout. `on_timeout`: is a time-out
     tried again, or is the command then FAILED for good? `isolation`: "process" runs it in a process of its own,
     which can be killed without harm to its neighbours. `limits`: the limits of which it needs a place each; until
-    it has them, its commands are parked.
+    it has them, its commands are parked. `fresh_thread`: each attempt runs in a new thread, which ends with it.
     """
 
     retry_policy: RetryPolicy | None = None
@@ -49,6 +49,7 @@ class Options:
     on_timeout: OnTimeout = "retry"
     isolation: Isolation = "thread"
     limits: tuple[str, ...] = ()
+    fresh_thread: bool = False
 
 
 def _check_options(
@@ -57,6 +58,7 @@ def _check_options(
     on_timeout: object,
     isolation: object,
     limits: object = (),
+    fresh_thread: object = False,
 ) -> Options:
     if retry_policy is not None and not isinstance(retry_policy, RetryPolicy):
         raise TypeError(f"retry_policy must be a RetryPolicy, not {type(retry_policy).__name__}")
@@ -65,7 +67,9 @@ def _check_options(
     if isolation not in ("thread", "process"):
         raise ValueError(f'isolation must be "thread" or "process", not {isolation!r}')
     seconds = None if timeout is None else parse_seconds(timeout, name="timeout")
-    return Options(retry_policy, seconds, on_timeout, isolation, _limit_names(limits))
+    if not isinstance(fresh_thread, bool):
+        raise TypeError(f"fresh_thread must be True or False, not {fresh_thread!r}")
+    return Options(retry_policy, seconds, on_timeout, isolation, _limit_names(limits), fresh_thread)
 
 
 def _limit_names(limits: object) -> tuple[str, ...]:
@@ -108,11 +112,12 @@ def handler(
     on_timeout: OnTimeout = "retry",
     isolation: Isolation = "thread",
     limits: Sequence[str | Limit] = (),
+    fresh_thread: bool = False,
 ) -> Callable[[F], F]:
     """Mark a method as a handler, for `HandlerRegistry.register_instance`."""
     check_domain(domain)
     check_type(command_type)
-    options = _check_options(retry_policy, timeout, on_timeout, isolation, limits)
+    options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread)
     declared = _declared(limits)
 
     def mark(function: F) -> F:
@@ -155,9 +160,10 @@ class HandlerRegistry:
         on_timeout: OnTimeout = "retry",
         isolation: Isolation = "thread",
         limits: Sequence[str | Limit] = (),
+        fresh_thread: bool = False,
     ) -> Callable[[F], F]:
         """Register the decorated function; see `Options` for what it may ask for."""
-        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits)
+        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread)
         for limit in _declared(limits):
             self.declare_limit(limit)
 
@@ -178,9 +184,10 @@ class HandlerRegistry:
         on_timeout: OnTimeout = "retry",
         isolation: Isolation = "thread",
         limits: Sequence[str | Limit] = (),
+        fresh_thread: bool = False,
     ) -> Handler:
         """Register a function; a second one for the same command is refused."""
-        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits)
+        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread)
         for limit in _declared(limits):
             self.declare_limit(limit)
         return self._add(domain, command_type, function, options)
@@ -202,6 +209,11 @@ class HandlerRegistry:
                 f"command_type {command_type!r} of domain {domain!r} already has the handler {existing.name}"
             )
         made = Handler(domain, command_type, function, _is_async(function), _takes_command(function), options)
+        if options.fresh_thread and made.is_async:
+            raise ValueError(
+                f"handler {made.name} is `async def`, which runs on an event loop: fresh_thread is for `def`; "
+                f'keep what is its own in context variables, or give it a process with isolation="process"'
+            )
         self._handlers[key] = made
         _remember(function, key)
         return made
