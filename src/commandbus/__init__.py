@@ -29,9 +29,9 @@ _NAMES = {
         CommandNotFoundError ConfigurationError ConnectionInUseError DeadlineExceededError DuplicateBatchError
         DuplicateCommandError DuplicateHandlerError DuplicateMemberError DuplicateProcessError
         EmbeddedPostgresError InvalidCommandError InvalidOperationError LimitLostError LimitTimeoutError
-        MissingPrivilegeError
-        PermanentCommandError ProcessNotFoundError RateLimitError SchemaError TransactionUsedError
-        TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
+        MissingPrivilegeError PermanentCommandError ProcessNotFoundError RateLimitError SchemaError
+        TransactionEndedError TransactionUsedError TransientCommandError UnknownCommandTypeError
+        UnknownDomainError UnknownLimitError
     """,
     "commandbus.flow.breaker_operate": "BreakerInfo",
     "commandbus.flow.history": "AttemptRecord StuckAttempt",

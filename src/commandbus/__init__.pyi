@@ -109,6 +109,9 @@ from commandbus.errors import (
     SchemaError as SchemaError,
 )
 from commandbus.errors import (
+    TransactionEndedError as TransactionEndedError,
+)
+from commandbus.errors import (
     TransactionUsedError as TransactionUsedError,
 )
 from commandbus.errors import (

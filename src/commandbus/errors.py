@@ -342,6 +342,24 @@ class PermanentCommandError(CommandFailure):
     default_code = "PERMANENT"
 
 
+class TransactionEndedError(PermanentCommandError):
+    """A handler has ended the transaction of ctx.transaction() itself, or tried to.
+
+    What was written before may be committed without the command's completion, and a retry would write it again. So
+    a person must look.
+    """
+
+    def __init__(self, command_id: str, how: str) -> None:
+        super().__init__(
+            f"the handler of command {command_id!r} has ended the transaction of ctx.transaction() with {how}: "
+            f"its writes and the command's completion are no longer one commit. Leave COMMIT and ROLLBACK to the "
+            f"block, which commits at its end and rolls back on an error. Savepoints are fine; for transactions "
+            f"of its own a handler has ctx.connection()",
+            code="TRANSACTION_ENDED",
+        )
+        self.command_id = command_id
+
+
 class BusinessRuleException(CommandFailure):
     """The business said no: the command is FAILED, final, and nobody needs to look."""
 

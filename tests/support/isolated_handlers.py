@@ -104,6 +104,13 @@ def snapshot(command: Any, ctx: Any) -> None:
         tx.complete("kept")
 
 
+@process("commits")
+def commits(command: Any, ctx: Any) -> None:
+    with ctx.transaction() as tx:
+        tx.execute("INSERT INTO effects VALUES ('committed')")
+        tx.execute(command.data)
+
+
 @process("extend")
 def extend(command: Any, ctx: Any) -> Any:
     before = ctx.remaining()
