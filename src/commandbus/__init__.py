@@ -26,12 +26,12 @@ _NAMES = {
         ApiTimeoutError AttemptCancelledError AttemptFencedError BatchNotFoundError BatchTimeoutError
         BreakerOpenError BusClosedError BusinessRuleException CallError CallTimeoutError CommandBusError
         CommandCanceledError CommandFailedError CommandFailure CommandInTroubleshootingError
-        CommandNotFoundError ConfigurationError ConnectionInUseError DeadlineExceededError DuplicateBatchError
-        DuplicateCommandError DuplicateHandlerError DuplicateMemberError DuplicateProcessError
-        EmbeddedPostgresError InvalidCommandError InvalidOperationError LimitLostError LimitTimeoutError
-        MissingPrivilegeError PermanentCommandError ProcessNotFoundError RateLimitError SchemaError
-        TransactionEndedError TransactionUsedError TransientCommandError UnknownCommandTypeError
-        UnknownDomainError UnknownLimitError
+        CommandNotFoundError ConfigurationError ConnectionInUseError DatabaseUnavailableError
+        DeadlineExceededError DuplicateBatchError DuplicateCommandError DuplicateHandlerError
+        DuplicateMemberError DuplicateProcessError EmbeddedPostgresError InvalidCommandError
+        InvalidOperationError LimitLostError LimitTimeoutError MissingPrivilegeError PermanentCommandError
+        ProcessNotFoundError RateLimitError SchemaError TransactionEndedError TransactionUsedError
+        TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
     """,
     "commandbus.flow.breaker_operate": "BreakerInfo",
     "commandbus.flow.history": "AttemptRecord StuckAttempt",

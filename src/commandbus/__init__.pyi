@@ -61,6 +61,9 @@ from commandbus.errors import (
     ConnectionInUseError as ConnectionInUseError,
 )
 from commandbus.errors import (
+    DatabaseUnavailableError as DatabaseUnavailableError,
+)
+from commandbus.errors import (
     DeadlineExceededError as DeadlineExceededError,
 )
 from commandbus.errors import (

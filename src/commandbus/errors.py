@@ -20,6 +20,13 @@ class EmbeddedPostgresError(CommandBusError):
     """The embedded PostgreSQL could not be found, initialised, started or stopped."""
 
 
+class DatabaseUnavailableError(CommandBusError, ConnectionError):
+    """The database cannot be reached, or has no connection left; the message has the server's own reason.
+
+    Unless the message says otherwise, nothing was asked of the server.
+    """
+
+
 class InvalidCommandError(CommandBusError, ValueError):
     """What was to be sent is not a command: a bad name, payload, delay or header. Nothing was sent."""
 

@@ -375,7 +375,6 @@ class HandlerConnections:
                 max_size=self._size,
                 reconnect_failed=lambda _: self._on_unreachable(),
                 max_idle=self._max_idle,
-                for_handlers=True,
             )
         except RuntimeError as error:
             if not is_exhaustion(error):
