@@ -43,7 +43,6 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "processes": ("2", 2),
     "poll_interval": ("500ms", 0.5),
     "max_extension": ("2h", 7200.0),
-    "reset_thread_locals": ("false", False),
     "quarantine": ("false", False),
     "quarantine_processes": ("3", 3),
     "unknown_type_timeout": ("10m", 600.0),

@@ -26,11 +26,11 @@ _NAMES = {
         ApiTimeoutError AttemptCancelledError AttemptFencedError BatchNotFoundError BatchTimeoutError
         BreakerOpenError BusClosedError BusinessRuleException CallError CallTimeoutError CommandBusError
         CommandCanceledError CommandFailedError CommandFailure CommandInTroubleshootingError
-        CommandNotFoundError ConfigurationError ConnectionInUseError DeadlineExceededError DuplicateBatchError
-        DuplicateCommandError DuplicateHandlerError DuplicateMemberError DuplicateProcessError
-        EmbeddedPostgresError InvalidCommandError InvalidOperationError LimitLostError LimitTimeoutError
-        MissingPrivilegeError
-        PermanentCommandError ProcessNotFoundError RateLimitError SchemaError TransactionUsedError
+        CommandNotFoundError ConfigurationError ConnectionInUseError DatabaseUnavailableError
+        DeadlineExceededError DuplicateBatchError DuplicateCommandError DuplicateHandlerError
+        DuplicateMemberError DuplicateProcessError EmbeddedPostgresError InvalidCommandError
+        InvalidOperationError LimitLostError LimitTimeoutError MissingPrivilegeError PermanentCommandError
+        ProcessNotFoundError RateLimitError SchemaError TransactionEndedError TransactionUsedError
         TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
     """,
     "commandbus.flow.breaker_operate": "BreakerInfo",

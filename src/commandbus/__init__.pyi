@@ -61,6 +61,9 @@ from commandbus.errors import (
     ConnectionInUseError as ConnectionInUseError,
 )
 from commandbus.errors import (
+    DatabaseUnavailableError as DatabaseUnavailableError,
+)
+from commandbus.errors import (
     DeadlineExceededError as DeadlineExceededError,
 )
 from commandbus.errors import (
@@ -107,6 +110,9 @@ from commandbus.errors import (
 )
 from commandbus.errors import (
     SchemaError as SchemaError,
+)
+from commandbus.errors import (
+    TransactionEndedError as TransactionEndedError,
 )
 from commandbus.errors import (
     TransactionUsedError as TransactionUsedError,

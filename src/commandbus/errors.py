@@ -20,6 +20,13 @@ class EmbeddedPostgresError(CommandBusError):
     """The embedded PostgreSQL could not be found, initialised, started or stopped."""
 
 
+class DatabaseUnavailableError(CommandBusError, ConnectionError):
+    """The database cannot be reached, or has no connection left; the message has the server's own reason.
+
+    Unless the message says otherwise, nothing was asked of the server.
+    """
+
+
 class InvalidCommandError(CommandBusError, ValueError):
     """What was to be sent is not a command: a bad name, payload, delay or header. Nothing was sent."""
 
@@ -340,6 +347,24 @@ class PermanentCommandError(CommandFailure):
     """Trying again is pointless: a person must look (troubleshooting queue)."""
 
     default_code = "PERMANENT"
+
+
+class TransactionEndedError(PermanentCommandError):
+    """A handler has ended the transaction of ctx.transaction() itself, or tried to.
+
+    What was written before may be committed without the command's completion, and a retry would write it again. So
+    a person must look.
+    """
+
+    def __init__(self, command_id: str, how: str) -> None:
+        super().__init__(
+            f"the handler of command {command_id!r} has ended the transaction of ctx.transaction() with {how}: "
+            f"its writes and the command's completion are no longer one commit. Leave COMMIT and ROLLBACK to the "
+            f"block, which commits at its end and rolls back on an error. Savepoints are fine; for transactions "
+            f"of its own a handler has ctx.connection()",
+            code="TRANSACTION_ENDED",
+        )
+        self.command_id = command_id
 
 
 class BusinessRuleException(CommandFailure):

@@ -18,6 +18,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg_pool import NullConnectionPool
 
 from commandbus import (
     BaseProcessManager,
@@ -58,7 +59,7 @@ class Shop:
         self.database = database
         self.did: list[str] = []
         self.fails: dict[str, BaseException] = {}
-        self.names: dict[str, Any] = {"bus": bus}
+        self.names: dict[str, Any] = {"bus": bus, "pool": NullConnectionPool(database, open=True)}
         exec(SAGA, self.names)
         self.handlers: HandlerRegistry = self.names["handlers"]
         self.order: Saga = self.names["order"]

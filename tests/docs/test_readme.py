@@ -10,11 +10,13 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg_pool import ConnectionPool, NullConnectionPool
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
@@ -238,7 +240,8 @@ def test_the_process_example_runs(bus: CommandBus, database: str) -> None:
         bus.create_domain(domain)
     code = block("python", "bus.start_process(")
     assert len(code.strip().splitlines()) <= 15
-    exec(code, {"bus": bus, "handlers": handlers})
+    with ConnectionPool(database, open=True) as pool:
+        exec(code, {"bus": bus, "handlers": handlers, "pool": pool})
     Worker(handlers, database_url=database).run(until_idle=True)
     record = bus.get_process("processes", "order-17")
     assert record is not None
@@ -278,8 +281,12 @@ def test_the_example_with_other_peoples_connections_runs(bus: CommandBus, databa
         names = {"NAME": parts["dbname"], "USER": parts["user"], "HOST": parts["host"], "PORT": parts["port"]}
         settings.configure(DATABASES={"default": {"ENGINE": engine, **names}})
         django.setup()
-    asyncio.run(_run_with_connections(block("python", "conn=session"), bus, database))
-    assert len(bus.query_commands(domain="orders").items) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # all in one program: the sync ones block the async one's loop
+        asyncio.run(_run_with_connections(block("python", "conn=session"), bus, database))
+    assert len(bus.query_commands(domain="orders").items) == 5
 
 
 async def _run_with_connections(code: str, bus: CommandBus, database: str) -> None:
@@ -289,10 +296,11 @@ async def _run_with_connections(code: str, bus: CommandBus, database: str) -> No
     engine, async_engine = create_engine(url), create_async_engine(url)
     os.environ["DJANGO_ALLOW_ASYNC_UNSAFE"] = "true"
     try:
-        with Session(engine) as session, psycopg.connect(database) as conn:
+        pool = NullConnectionPool(database, open=True)
+        with Session(engine) as session, psycopg.connect(database) as conn, pool:
             async with AsyncSession(async_engine) as async_session, AsyncCommandBus(database) as abus:
                 names = {"bus": bus, "abus": abus, "data": {}, "session": session, "async_session": async_session,
-                         "django": django, "tx": HandlerTransaction(conn, 1024)}  # fmt: skip
+                         "pool": pool, "django": django, "tx": HandlerTransaction(conn, 1024)}  # fmt: skip
                 compiled = compile(code, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
                 await eval(compiled, names)
                 session.commit()

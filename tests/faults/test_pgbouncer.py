@@ -176,6 +176,30 @@ def test_what_hangs_in_a_query_is_stopped_and_nobody_elses_session_is_hit(
     )
 
 
+@pytest.mark.parametrize("text", ["COMMIT", "COMMIT AND CHAIN", "COMMIT; BEGIN"])
+@pytest.mark.parametrize("level", [None, "repeatable read"])
+def test_a_handler_that_ends_its_transaction_is_noticed(
+    bus: CommandBus, db: Db, start_pooled: StartWorker, text: str, level: str | None
+) -> None:
+    handlers = HandlerRegistry()
+    db.execute("CREATE TABLE shipments (command_id text)")
+
+    @handlers.handler("orders", "write", timeout=30)
+    def write(command: Any, ctx: Any) -> None:
+        with ctx.transaction(isolation=level) as tx:
+            tx.execute("INSERT INTO shipments VALUES (%s)", (command.command_id,))
+            if command.command_id == "bad":
+                tx.execute(text)
+
+    start_pooled(handlers)
+    for command_id in ("bad", "good"):
+        bus.send("orders", "write", command_id=command_id)
+    until_settled(db, 30)
+    assert statuses(db) == {"COMPLETED": 1, "IN_TROUBLESHOOTING_QUEUE": 1}
+    assert [each.error_code for each in bus.get_attempts("orders", "bad")] == ["TRANSACTION_ENDED"]
+    assert one(db, "SELECT count(*) FROM shipments") == 2
+
+
 @pytest.mark.slow
 def test_a_locked_reply_queue_holds_up_its_own_outcomes_alone(
     bus: CommandBus, db: Db, database: str, start_pooled: StartWorker

@@ -256,6 +256,52 @@ def test_sqlalchemy_async(orders: Bus, there: Any) -> None:
     asyncio.run(use())
 
 
+@sync_only
+def test_a_sync_bus_says_what_to_use_with_an_async_session(orders: Bus, there: Any) -> None:
+    pytest.importorskip("greenlet", reason="sqlalchemy[asyncio]")
+    pytest.importorskip("sqlalchemy")
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
+
+    async def use() -> None:
+        engine = create_async_engine(_sqlalchemy_url(orders.url))
+        scoped = async_scoped_session(async_sessionmaker(engine), scopefunc=lambda: 1)
+        async with AsyncSession(engine) as session, engine.connect() as conn:
+            for wrong, kind in ((session, "AsyncSession"), (conn, "AsyncConnection"), (scoped, "async_scoped")):
+                with pytest.raises(TypeError, match=rf"{kind}.*which is awaited: use AsyncCommandBus with it"):
+                    orders.send("orders", "Ship", conn=wrong)
+        async with AsyncCommandBus(orders.url) as bus:
+            await bus.send("orders", "Ship", conn=scoped)
+            await scoped.commit()
+        await scoped.remove()
+        await engine.dispose()
+
+    asyncio.run(use())
+    assert there() == (1, 1)
+
+
+@sync_only
+def test_a_sync_bus_on_a_running_loop_says_what_to_use(orders: Bus) -> None:
+    """Once for each bus, at the caller's own line; in a thread beside the loop it is fine."""
+
+    async def use() -> None:
+        with CommandBus(orders.url) as bus:
+            await asyncio.to_thread(bus.list_domains)
+            with pytest.warns(RuntimeWarning, match="use AsyncCommandBus there and await") as said:
+                bus.send("orders", "Ship")
+            assert [each.filename for each in said] == [__file__]
+            bus.send("orders", "Ship")
+        for method in ("connect", "status"):
+            with CommandBus(orders.url) as bus, pytest.warns(RuntimeWarning, match="AsyncCommandBus"):
+                found = getattr(bus, method)()
+            if method == "connect":
+                found.close()
+        told = pytest.warns(RuntimeWarning, match="AsyncCommandBus")
+        with psycopg.connect(orders.url) as conn, CommandBus(orders.url) as bus, told:
+            bus.send("orders", "Ship", conn=conn)
+
+    asyncio.run(use())
+
+
 DJANGO = """
     import sys
     from urllib.parse import urlsplit

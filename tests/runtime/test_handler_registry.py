@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from commandbus import DuplicateHandlerError, HandlerRegistry, InvalidCommandError, RetryPolicy, handler
+from commandbus.runtime.handlers import Handler
 
 
 def test_the_decorator_registers_and_leaves_the_function_as_it_is(handlers: HandlerRegistry) -> None:
@@ -86,6 +87,10 @@ async def _async_three(settings: Any, command: Any, ctx: Any) -> None: ...
         (lambda ctx: None, False, False),
         (lambda *args: None, False, True),
         (lambda ctx, *, retries=3: None, False, False),
+        (lambda ctx, retries=3: None, False, False),
+        (lambda ctx, *more: None, False, False),
+        (lambda command, ctx=None: None, False, True),
+        (lambda command, *more: None, False, True),
         (lambda command, ctx, extra=None: None, False, True),
         (_async_two, True, True),
         (_Callable(), False, True),
@@ -95,7 +100,9 @@ async def _async_three(settings: Any, command: Any, ctx: Any) -> None: ...
         (functools.partial(_AsyncCallable()), True, False),
         (functools.partial(_three, "settings", "command"), False, False),
     ],
-    ids=["two", "one", "star", "keyword-default", "third-default", "async", "object", "async-object", "partial",
+    ids=["two", "one", "star", "keyword-default", "second-default", "context-star",
+         "context-default", "command-star",
+         "third-default", "async", "object", "async-object", "partial",
          "async-partial", "partial-of-async-object", "partial-one"],
 )  # fmt: skip
 def test_accepted_signatures(
@@ -115,6 +122,123 @@ def test_refused_signatures(handlers: HandlerRegistry, function: Any) -> None:
     with pytest.raises(TypeError, match=r"\(command, ctx\) or \(ctx\)"):
         handlers.register("orders", "ship", function)
     assert len(handlers) == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda command, ctx, *args, db: None, "nobody gives it db"),
+        (lambda *args, db: None, "nobody gives it db"),
+        (lambda command, ctx, db, *args: None, "nobody gives it db"),
+        (lambda command, ctx, db, cache: None, "nobody gives it db, cache"),
+        (lambda command, ctx, **more: None, None),
+        (lambda command, ctx, *args, db=None: None, None),
+        (lambda command, retries=3: None, "second parameter gets the context"),
+        (lambda ctx, retries: None, "command comes first"),
+        (lambda ctx, command=None: None, "command comes first"),
+        (functools.partial(_three, "settings", ctx=None), "command"),
+    ],
+)
+def test_parameters_that_nobody_fills_are_refused(
+    handlers: HandlerRegistry, function: Any, text: str | None
+) -> None:
+    if text is None:
+        assert handlers.register("orders", "ship", function).takes_command
+        return
+    with pytest.raises(TypeError, match=text):
+        handlers.register("orders", "ship", function)
+    assert len(handlers) == 0
+
+
+# --- wrappers -------------------------------------------------------------------------------------------------
+
+
+def _named_wrapper(function: Any) -> Any:
+    """Takes (command, ctx), whatever it wraps."""
+
+    @functools.wraps(function)
+    def wrapper(command: Any, ctx: Any) -> Any:
+        return ("wrapped", function(ctx))
+
+    return wrapper
+
+
+def _any_wrapper(function: Any) -> Any:
+    """Takes anything, and passes it on."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return ("any", function(*args, **kwargs))
+
+    return wrapper
+
+
+def _needy_wrapper(function: Any) -> Any:
+    """Takes more than anybody gives."""
+
+    @functools.wraps(function)
+    def wrapper(command: Any, ctx: Any, db: Any) -> Any:
+        return function(command, ctx)
+
+    return wrapper
+
+
+def _method_wrapper(function: Any) -> Any:
+    """Takes (self, command, ctx), and gives a method the context alone."""
+
+    @functools.wraps(function)
+    def wrapper(self: Any, command: Any, ctx: Any) -> Any:
+        return ("wrapped", function(self, ctx))
+
+    return wrapper
+
+
+class _Wrapped:
+    @handler("orders", "named")
+    @_method_wrapper
+    def named(self, ctx: Any) -> Any:
+        return ctx
+
+    @handler("orders", "any")
+    @_any_wrapper
+    def any(self, ctx: Any) -> Any:
+        return ctx
+
+
+def _call(made: Handler) -> Any:
+    """As the executor does."""
+    return made.function("command", "ctx") if made.takes_command else made.function("ctx")
+
+
+@pytest.mark.parametrize(
+    ("function", "answer"),
+    [
+        (_named_wrapper(lambda ctx: ctx), ("wrapped", "ctx")),
+        (_any_wrapper(lambda ctx: ctx), ("any", "ctx")),
+        (_any_wrapper(lambda command, ctx: (command, ctx)), ("any", ("command", "ctx"))),
+        (_any_wrapper(_named_wrapper(lambda ctx: ctx)), ("any", ("wrapped", "ctx"))),
+        (_named_wrapper(_any_wrapper(lambda ctx: ctx)), ("wrapped", ("any", "ctx"))),
+        (functools.partial(_any_wrapper(lambda more, ctx: (more, ctx)), "more"), ("any", ("more", "ctx"))),
+        (functools.update_wrapper(functools.partial(_named_wrapper(lambda ctx: ctx)), _three), ("wrapped", "ctx")),
+    ],
+    ids=["named", "any-of-one", "any-of-two", "any-of-named", "named-of-any", "partial", "updated-partial"],
+)
+def test_a_wrapper_is_called_with_what_it_takes_itself(
+    handlers: HandlerRegistry, function: Any, answer: Any
+) -> None:
+    """functools.wraps gives a wrapper the signature of what it wraps, which it need not have."""
+    assert _call(handlers.register("orders", "ship", function)) == answer
+
+
+def test_wrapped_methods_are_called_with_what_they_take(handlers: HandlerRegistry) -> None:
+    made = {each.command_type: each for each in handlers.register_instance(_Wrapped())}
+    assert _call(made["any"]) == ("any", "ctx")
+    assert _call(made["named"]) == ("wrapped", "ctx")
+
+
+def test_a_wrapper_that_needs_more_is_refused_whatever_it_wraps(handlers: HandlerRegistry) -> None:
+    with pytest.raises(TypeError, match="nobody gives it db"):
+        handlers.register("orders", "ship", _needy_wrapper(lambda command, ctx: None))
 
 
 @pytest.mark.parametrize("thing", [None, 3, "ship", object()])

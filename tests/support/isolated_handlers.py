@@ -104,6 +104,13 @@ def snapshot(command: Any, ctx: Any) -> None:
         tx.complete("kept")
 
 
+@process("commits")
+def commits(command: Any, ctx: Any) -> None:
+    with ctx.transaction() as tx:
+        tx.execute("INSERT INTO effects VALUES ('committed')")
+        tx.execute(command.data)
+
+
 @process("extend")
 def extend(command: Any, ctx: Any) -> Any:
     before = ctx.remaining()
@@ -376,6 +383,7 @@ def change(command: Any, ctx: Any) -> None:
     _kept["locals"].seen = True
 
 
+@process("fresh_surroundings", fresh_thread=True)
 @process("surroundings")
 def surroundings(command: Any, ctx: Any) -> Any:
     umask = os.umask(0)
@@ -387,6 +395,18 @@ def surroundings(command: Any, ctx: Any) -> Any:
         signal.getitimer(signal.ITIMER_REAL)[0],
         hasattr(_kept.get("locals"), "seen"),
     ]
+
+
+@process("fresh", fresh_thread=True)
+def fresh(command: Any, ctx: Any) -> Any:
+    local = _kept.setdefault("fresh", threading.local())
+    found = getattr(local, "seen", None)
+    local.seen = command.command_id
+    if command.data == "raise":
+        raise PermanentCommandError("from a fresh thread")
+    with ctx.transaction() as tx:
+        tx.execute("INSERT INTO effects VALUES ('fresh')")
+        tx.complete([found, threading.current_thread() is threading.main_thread()])
 
 
 @process("leave_thread")

@@ -17,9 +17,9 @@ class Proxy:
     with `then_refuse` nobody can connect from then on, until `is_refusing` is taken back.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, listen: int = 0) -> None:
         self._target = ("127.0.0.1", port)
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self._listener = socket.create_server(("127.0.0.1", listen), backlog=64)
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._pairs: set[_Pair] = set()

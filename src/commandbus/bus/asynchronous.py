@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import datetime, timedelta
 from functools import partial
 from types import TracebackType
@@ -12,19 +13,19 @@ from typing import Any, Self, TypeVar, cast
 import psycopg
 from psycopg import AsyncConnection
 from psycopg import errors as pg
-from psycopg_pool import AsyncConnectionPool
+from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from commandbus.bus.batches import AsyncBatches
 from commandbus.bus.breakers import AsyncBreakers
 from commandbus.bus.limiting import AsyncLimiting, GateHolder
-from commandbus.bus.listening import LAST_LOOK_SECONDS, address_of
+from commandbus.bus.listening import LAST_LOOK_SECONDS, Call, address_of
 from commandbus.bus.processes import AsyncProcesses
 from commandbus.bus.shell import CHUNK, POOL_SIZE, command_query, whoami
 from commandbus.db.borrow import borrow_async
-from commandbus.db.drive import OwnAsyncConnection, run_async
-from commandbus.db.pool import lasting_conninfo, make_async_pool
-from commandbus.db.resolve import Database
-from commandbus.errors import CommandBusError
+from commandbus.db.bus_pool import AsyncBusPool, make_async_bus_pool, no_connection, unavailable
+from commandbus.db.drive import run_async
+from commandbus.db.pool import lasting_conninfo
+from commandbus.errors import CommandBusError, DatabaseUnavailableError
 from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune
 from commandbus.flow.call import CommandOutcome, get_outcome, outcomes
 from commandbus.flow.domains import DomainInfo
@@ -36,11 +37,12 @@ from commandbus.flow.prune import PruneReport
 from commandbus.flow.statement import Operation, Plan, explain_absence
 from commandbus.model import names
 from commandbus.model.command import AuditEntry, CancelResult, CommandRecord, NewCommand, SentCommand
-from commandbus.model.durations import Duration
+from commandbus.model.durations import Duration, format_seconds
 from commandbus.model.page import Page
 from commandbus.settings import Settings
 
 T = TypeVar("T")
+LATE_SECONDS = 0.2  # the wait for a connection ends by itself, and says why
 
 
 class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting):
@@ -53,11 +55,10 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
         pool: AsyncConnectionPool[Any] | None = None,
         settings: Settings | None = None,
     ) -> None:
-        super().__init__(database_url, settings)
-        self._database = Database(self.settings)
         self._gates = GateHolder()
-        self._lent_pool = pool
-        self._own_pool: AsyncConnectionPool[OwnAsyncConnection] | None = None
+        self._own_pool: AsyncBusPool | None = None
+        self._unfinished: set[asyncio.Task[Any]] = set()  # what nobody waits for any more
+        super().__init__(database_url, settings, pool)
 
     async def __aenter__(self) -> Self:
         return self
@@ -81,9 +82,7 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
         try:
             if conn is not None:
                 return await run_async(await borrow_async(conn), operation)
-            pool = await self._pool()
-            async with pool.connection() as own:
-                return await run_async(own, operation)
+            return await self._run(operation)
         except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
             raise explain_absence(error) from None
 
@@ -101,13 +100,58 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
         except StopIteration as stop:
             return cast(T, stop.value)
 
-    async def _pool(self) -> AsyncConnectionPool[Any]:
+    async def _run(self, operation: Operation[T], seconds: float | None = None) -> T:
+        """Run an operation on a connection of a pool, and wait that long for one."""
         if self._lent_pool is not None:
-            return self._lent_pool
+            async with self._lent_connection(seconds) as lent:
+                return await run_async(lent, operation)
+        pool = await self._pool()
+        own = await pool.take(seconds)
+        try:
+            return await run_async(own, operation)
+        finally:
+            await pool.putconn(own)
+
+    async def _run_within(self, seconds: float, operation: Operation[T]) -> T:
+        """The same, but it ends in that time. A query that is cancelled waits for its server's answer: nobody
+        waits for that here."""
+        task = asyncio.ensure_future(self._run(operation, seconds))
+        try:
+            done, _ = await asyncio.wait({task}, timeout=seconds + LATE_SECONDS)
+        except asyncio.CancelledError:
+            await _cancel(task)
+            raise
+        if done:
+            return task.result()
+        self._unfinished.add(task)
+        task.add_done_callback(self._forget)
+        task.cancel()
+        raise DatabaseUnavailableError(
+            f"the database has not answered for {format_seconds(seconds)}; what it was asked to do may have been "
+            f"done"
+        )
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._unfinished.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at: nobody else will
+
+    @asynccontextmanager
+    async def _lent_connection(self, seconds: float | None) -> AsyncIterator[AsyncConnection[Any]]:
+        self._check_lent()
+        pool: AsyncConnectionPool[Any] = self._lent_pool
+        async with AsyncExitStack() as stack:
+            try:
+                conn = await stack.enter_async_context(pool.connection(seconds))
+            except PoolTimeout as error:
+                raise no_connection(pool, error, seconds) from error
+            yield conn
+
+    async def _pool(self) -> AsyncBusPool:
         if self._own_pool is None:
             settings = self._database.resolve()
-            self._own_pool = make_async_pool(
-                settings, name="bus", max_size=settings.pool_max_size or POOL_SIZE
+            self._own_pool = make_async_bus_pool(
+                settings, max_size=settings.pool_max_size or POOL_SIZE, is_patient=self._database.revives
             )  # assigned before the await: a second task must not make another
             await self._own_pool.open()
         return self._own_pool
@@ -116,8 +160,11 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
         return self._database.resolve()
 
     async def connect(self) -> AsyncConnection[tuple[Any, ...]]:
-        """A new psycopg connection to the bus's database, for the application's own use; close it."""
-        return await AsyncConnection.connect(lasting_conninfo(self._database.resolve().database_url))
+        """A new psycopg connection to the bus's database; close it. See CommandBus.connect for what it costs."""
+        try:
+            return await AsyncConnection.connect(lasting_conninfo(self._database.resolve().database_url))
+        except psycopg.OperationalError as error:
+            raise unavailable(error) from error
 
     # --- set-up -------------------------------------------------------------------------------------------
 
@@ -218,7 +265,7 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
         )
         listen_at = partial(address_of, self._database, self.settings, self._lent_pool)
         call = self._call(domain, new, deadline=deadline, timeout=timeout, conn=conn, listen_at=listen_at)
-        sent = await self.run(call.send)
+        sent = await self._send_call(call)
         with call.awaiting(sent) as heard:
             try:
                 async with asyncio.timeout(call.remaining()):
@@ -227,11 +274,16 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
                 outcome = None
         if outcome is None:  # not heard of in time, or not to be heard of
             try:
-                async with (await self._pool()).connection(timeout=LAST_LOOK_SECONDS) as own:
-                    outcome = (await run_async(own, outcomes([sent[:2]]))).get(sent.id)
-            except psycopg.OperationalError as error:
+                outcome = (await self._run_within(LAST_LOOK_SECONDS, outcomes([sent[:2]]))).get(sent.id)
+            except (psycopg.OperationalError, DatabaseUnavailableError) as error:
                 raise call.timed_out(sent) from error
         return call.conclude(sent, outcome)
+
+    async def _send_call(self, call: Call) -> SentCommand:
+        try:
+            return await self._run_within(call.seconds_to_send(), call.send)
+        except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+            raise explain_absence(error) from None
 
     async def cancel(
         self,
@@ -335,3 +387,9 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
     async def prune(self, *, age: float | str | timedelta | None = None, count: int | None = None) -> PruneReport:
         """Forget finished commands older than `age` or beyond the newest `count` (default: the settings)."""
         return await self.follow(prune.prune_all(self._retention(age, count)))
+
+
+async def _cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError, Exception):
+        await task

@@ -20,6 +20,7 @@ from psycopg.errors import InsufficientPrivilege
 
 from commandbus.bus.shell import Shell, whoami
 from commandbus.clock import monotonic
+from commandbus.db.bus_pool import keep
 from commandbus.errors import ApiTimeoutError, ConfigurationError, DeadlineExceededError
 from commandbus.flow import limit_look, limits, operate
 from commandbus.flow.limit_figures import look_at_fleet
@@ -50,6 +51,7 @@ T = TypeVar("T")
 logger = safe_logger("commandbus.limits")
 CLOSE_GATE_SECONDS = 5.0
 AT_EXIT_SECONDS = 1.0
+_AWAY = "the database is away"
 
 
 class GateHolder:
@@ -69,6 +71,14 @@ class GateHolder:
                 self._gate.start()
                 _open.add(self._gate)
             return self._gate
+
+    def leave_to_parent(self) -> None:
+        """In a forked copy: the gate and what it holds are the parent's."""
+        self._lock = threading.Lock()
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.leave_to_parent()
+            keep(gate)
 
     def close(self) -> None:
         """End it, if there is one."""
@@ -154,10 +164,11 @@ class Limiting(_LimitShell):
         try:
             place = asked.answer.result(most + LEAST_SECONDS)
         except TimeoutError as error:
-            gate.forget(asked)
-            if asked.answer.done() and isinstance(asked.answer.exception(), type(error)):
+            is_told = asked.answer.done() and isinstance(asked.answer.exception(), type(error))
+            gate.forget(asked)  # cancels what was not answered
+            if is_told:
                 raise
-            raise waited_in_vain(name, most) from None
+            raise waited_in_vain(name, most, _AWAY if gate.is_down else None) from None
         except BaseException:
             gate.forget(asked)
             raise
@@ -211,7 +222,11 @@ class Limiting(_LimitShell):
         look = self._look(row)[name]
         return limit_look.estimate(row, look, ahead, is_waiting=command_id is not None)
 
+    @abstractmethod
+    def _mind_the_loop(self) -> None: ...
+
     def _ready_gate(self) -> Gate:
+        self._mind_the_loop()
         if self.settings.limits and not self._gates.has_declared:
             with suppress(InsufficientPrivilege):  # a role that only sends: workers and operators declare
                 self._log(self.run(self._declaration(*self.settings.limits)))
@@ -259,7 +274,7 @@ class AsyncLimiting(_LimitShell):
             gate.forget(asked)
             if waiting.done():
                 raise
-            raise waited_in_vain(name, most) from None
+            raise waited_in_vain(name, most, _AWAY if gate.is_down else None) from None
         except BaseException:
             gate.forget(asked)
             raise

@@ -26,6 +26,7 @@ import psycopg
 from psycopg import Connection
 
 from commandbus.clock import monotonic
+from commandbus.db.bus_pool import keep
 from commandbus.db.pool import lasting_conninfo
 from commandbus.db.resolve import Database
 from commandbus.db.service import DatabaseService
@@ -48,7 +49,7 @@ PING_SECONDS = 3.0
 POLL_SECONDS = 0.25
 IDLE_SECONDS = 3600.0
 CLOSE_SECONDS = 5.0
-LAST_LOOK_SECONDS = 2.0  # how long a caller whose time is up waits for a connection to look once more
+LAST_LOOK_SECONDS = 2.0  # how long a caller whose time is up takes to look once more
 NOT_LIBPQ = frozenset({"autocommit", "prepare_threshold", "context", "row_factory", "cursor_factory"})
 
 
@@ -190,6 +191,17 @@ class Listening:
                 self._finalizer = weakref.finalize(self, self._listener.end_soon)  # of a bus that nobody closes
             return self._listener
 
+    def leave_to_parent(self) -> None:
+        """In a forked copy: the listener is the parent's, and the next call starts another."""
+        self._lock = threading.Lock()
+        listener, self._listener = self._listener, None
+        finalizer, self._finalizer = self._finalizer, None
+        if finalizer is not None:
+            finalizer.detach()
+        if listener is not None:
+            listener.leave_to_parent()
+            keep(listener)
+
     def close(self) -> None:
         """End the listener, if there is one."""
         with self._lock:
@@ -209,6 +221,10 @@ class Call:
         self.awaiting = listener.awaiting
         self._seconds = seconds
         self._until = monotonic() + seconds
+
+    def seconds_to_send(self) -> float:
+        """How long sending may take: also a call that hardly waits is sent."""
+        return max(self.remaining(), LAST_LOOK_SECONDS)
 
     def remaining(self) -> float:
         """Seconds that are left."""

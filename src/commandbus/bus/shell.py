@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import getpass
+import os
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import islice
 from typing import Any, TypeVar
+from weakref import WeakSet
+
+from psycopg_pool import AsyncNullConnectionPool, NullConnectionPool
 
 from commandbus.bus.listening import Call, Listening
-from commandbus.errors import InvalidOperationError
+from commandbus.db.bus_pool import AsyncBusPool, BusPool, leave_to_parent
+from commandbus.db.resolve import Database
+from commandbus.errors import ConfigurationError, InvalidOperationError
 from commandbus.flow import call, migrate, roles, send
 from commandbus.flow.breaker_operate import Guard
 from commandbus.flow.inspect import CommandQuery
@@ -32,14 +41,39 @@ class Shell:
     """What both shells share: settings, and operations made of arguments."""
 
     settings: Settings
+    _gates: Any  # a GateHolder
+    _own_pool: Any = None
 
-    def __init__(self, database_url: str | None, settings: Settings | None) -> None:
+    def __init__(self, database_url: str | None, settings: Settings | None, lent_pool: Any) -> None:
         if settings is None:
             settings = load_settings({"database_url": database_url})
         elif database_url is not None:
             raise TypeError("give database_url or settings, not both")
         self.settings = settings
+        self._database = Database(settings)
         self._listening = Listening()
+        self._lent_pool = lent_pool
+        self._lent_is_parents = False
+        _buses.add(self)
+
+    def _leave_to_parent(self) -> None:
+        """This is a forked copy: what was open is the parent's, down to the sockets. The next use opens anew."""
+        self._listening.leave_to_parent()
+        self._database.leave_to_parent()
+        if (gates := getattr(self, "_gates", None)) is not None:
+            gates.leave_to_parent()
+        pool, self._own_pool = self._own_pool, None
+        if isinstance(pool, BusPool | AsyncBusPool):
+            leave_to_parent(pool)
+        self._lent_is_parents = _cannot_be_shared(self._lent_pool)
+
+    def _check_lent(self) -> None:
+        if self._lent_is_parents:
+            raise ConfigurationError(
+                "the pool that was lent to this bus was open when this process was forked: its connections are "
+                "the parent's, and its threads are not here. Open the pool after the fork (preforking servers "
+                "have a hook for that), or make the bus without a pool: then it opens its own in each process"
+            )
 
     def _send(self, domain: str, new: NewCommand) -> Operation[SentCommand]:
         outgoing = send.prepare(new, max_bytes=self.settings.max_payload_bytes)
@@ -110,6 +144,39 @@ class Shell:
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
             raise ValueError(f"count must be a whole number of at least 0, not {count!r}")
         return Retention(None if age is None else parse_seconds(age, name="age"), count)
+
+
+_buses: WeakSet[Shell] = WeakSet()
+
+
+def _begin_anew() -> None:
+    for bus in list(_buses):
+        bus._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def _cannot_be_shared(pool: Any) -> bool:
+    """Is it a pool with connections and threads? One that is not open yet has none; a null pool never does."""
+    if pool is None or isinstance(pool, NullConnectionPool | AsyncNullConnectionPool):
+        return False
+    return not getattr(pool, "closed", True)
+
+
+def warn_on_loop() -> bool:
+    """Warn if the caller's thread runs an event loop, which a sync bus blocks; returns whether it does."""
+    if asyncio._get_running_loop() is None:
+        return False
+    depth, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("commandbus."):
+        depth, frame = depth + 1, frame.f_back
+    text = (
+        "CommandBus is used on a running event loop, which stands still until the database has answered: use "
+        "AsyncCommandBus there and await its methods, or `await asyncio.to_thread(bus.send, …)`"
+    )
+    warnings.warn(text, RuntimeWarning, stacklevel=depth)
+    return True
 
 
 def command_query(query: CommandQuery | None, filters: dict[str, Any]) -> CommandQuery:

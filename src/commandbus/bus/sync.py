@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from functools import partial
 from types import TracebackType
@@ -12,19 +13,21 @@ from typing import Any, Self, TypeVar, cast
 import psycopg
 from psycopg import Connection
 from psycopg import errors as pg
-from psycopg_pool import ConnectionPool
+from psycopg_pool import ConnectionPool, PoolTimeout
 
 from commandbus.bus.batches import Batches
 from commandbus.bus.breakers import Breakers
 from commandbus.bus.limiting import GateHolder, Limiting
-from commandbus.bus.listening import LAST_LOOK_SECONDS, address_of
+from commandbus.bus.listening import LAST_LOOK_SECONDS, Call, address_of
 from commandbus.bus.processes import Processes
-from commandbus.bus.shell import CHUNK, POOL_SIZE, command_query, whoami
+from commandbus.bus.shell import CHUNK, POOL_SIZE, command_query, warn_on_loop, whoami
+from commandbus.clock import monotonic
+from commandbus.db.answer_clock import run_until
 from commandbus.db.borrow import borrow
-from commandbus.db.drive import OwnConnection, run
-from commandbus.db.pool import lasting_conninfo, open_pool
-from commandbus.db.resolve import Database
-from commandbus.errors import CommandBusError
+from commandbus.db.bus_pool import BusPool, make_bus_pool, no_connection, unavailable
+from commandbus.db.drive import run
+from commandbus.db.pool import lasting_conninfo
+from commandbus.errors import CommandBusError, DatabaseUnavailableError
 from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune
 from commandbus.flow.call import CommandOutcome, get_outcome, outcomes
 from commandbus.flow.domains import DomainInfo
@@ -57,11 +60,10 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
         pool: ConnectionPool[Any] | None = None,
         settings: Settings | None = None,
     ) -> None:
-        super().__init__(database_url, settings)
-        self._database = Database(self.settings)
         self._gates = GateHolder()
-        self._lent_pool = pool
-        self._own_pool: ConnectionPool[OwnConnection] | None = None
+        self._own_pool: BusPool | None = None
+        self._has_warned = False
+        super().__init__(database_url, settings, pool)
 
     def __enter__(self) -> Self:
         return self
@@ -84,18 +86,41 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
         """Run an operation of `commandbus.flow`; on `conn` it joins the caller's transaction."""
         try:
             if conn is not None:
-                return run(borrow(conn), operation)
-            pool = self._pool
-            if pool is self._lent_pool:
-                with pool.connection() as lent:
-                    return run(lent, operation)
-            own = pool.getconn()  # in autocommit mode: there is nothing to commit, the round trip is ours alone
-            try:
-                return run(own, operation)
-            finally:
-                pool.putconn(own)
+                lent = borrow(conn)
+                self._mind_the_loop()
+                return run(lent, operation)
+            return self._run(operation)
         except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
             raise explain_absence(error) from None
+
+    def _run(self, operation: Operation[T], seconds: float | None = None) -> T:
+        """Run an operation on a connection of a pool; with `seconds` it ends in that time, or a little later."""
+        self._mind_the_loop()
+        until = None if seconds is None else monotonic() + seconds
+        if self._lent_pool is not None:
+            with self._lent_connection(seconds) as lent:
+                return run(lent, operation) if until is None else run_until(until, lent, operation)
+        pool = self._pool
+        own = pool.take(seconds)  # in autocommit mode: there is nothing to commit, the round trip is ours alone
+        try:
+            return run(own, operation) if until is None else run_until(until, own, operation)
+        finally:
+            pool.putconn(own)
+
+    @contextmanager
+    def _lent_connection(self, seconds: float | None) -> Iterator[Connection[Any]]:
+        self._check_lent()
+        pool: ConnectionPool[Any] = self._lent_pool
+        with ExitStack() as stack:
+            try:
+                conn = stack.enter_context(pool.connection(seconds))
+            except PoolTimeout as error:
+                raise no_connection(pool, error, seconds) from error
+            yield conn
+
+    def _mind_the_loop(self) -> None:
+        if not self._has_warned:
+            self._has_warned = warn_on_loop()
 
     def follow(self, plan: Plan[T], conn: object = None) -> T:
         """Run operations one after the other, each a transaction of its own (unless `conn` is lent)."""
@@ -112,23 +137,31 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
             return cast(T, stop.value)
 
     @property
-    def _pool(self) -> ConnectionPool[Any]:
-        if self._lent_pool is not None:
-            return self._lent_pool
+    def _pool(self) -> BusPool:
         if self._own_pool is None:
             with self._database.lock:
                 if self._own_pool is None:
                     settings = self._database.resolve()
                     size = settings.pool_max_size or POOL_SIZE
-                    self._own_pool = open_pool(settings, name="bus", max_size=size)
+                    pool = make_bus_pool(settings, max_size=size, is_patient=self._database.revives)
+                    pool.open()
+                    self._own_pool = pool
         return self._own_pool
 
     def _resolved(self) -> Settings:
         return self._database.resolve()
 
     def connect(self) -> Connection[tuple[Any, ...]]:
-        """A new psycopg connection to the bus's database, for the application's own use; close it."""
-        return Connection.connect(lasting_conninfo(self._database.resolve().database_url))
+        """A new psycopg connection to the bus's database; close it.
+
+        For scripts and tests: each call opens a session of its own, which takes milliseconds, and a process of the
+        server. An application has a pool or an ORM's session: lend that to `send(…, conn=…)`.
+        """
+        self._mind_the_loop()
+        try:
+            return Connection.connect(lasting_conninfo(self._database.resolve().database_url))
+        except psycopg.OperationalError as error:
+            raise unavailable(error) from error
 
     # --- set-up -------------------------------------------------------------------------------------------
 
@@ -246,7 +279,7 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
         )
         listen_at = partial(address_of, self._database, self.settings, self._lent_pool)
         call = self._call(domain, new, deadline=deadline, timeout=timeout, conn=conn, listen_at=listen_at)
-        sent = self.run(call.send)
+        sent = self._send_call(call)
         with call.awaiting(sent) as heard:
             try:
                 outcome = heard.result(call.remaining())
@@ -254,11 +287,16 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
                 outcome = None
         if outcome is None:  # not heard of in time, or not to be heard of
             try:
-                with self._pool.connection(timeout=LAST_LOOK_SECONDS) as own:
-                    outcome = run(own, outcomes([sent[:2]])).get(sent.id)
-            except psycopg.OperationalError as error:
+                outcome = self._run(outcomes([sent[:2]]), LAST_LOOK_SECONDS).get(sent.id)
+            except (psycopg.OperationalError, DatabaseUnavailableError) as error:
                 raise call.timed_out(sent) from error
         return call.conclude(sent, outcome)
+
+    def _send_call(self, call: Call) -> SentCommand:
+        try:
+            return self._run(call.send, call.seconds_to_send())
+        except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+            raise explain_absence(error) from None
 
     def cancel(
         self,

@@ -34,6 +34,7 @@ from commandbus.errors import (
     CommandBusError,
     CommandNotFoundError,
     ConfigurationError,
+    DatabaseUnavailableError,
     DuplicateCommandError,
     EmbeddedPostgresError,
     InvalidCommandError,
@@ -84,6 +85,7 @@ EXPLAINED: tuple[tuple[type[Exception], ExitCode], ...] = (
     (MissingPrivilegeError, ExitCode.REFUSED),
     (SchemaError, ExitCode.DATABASE),
     (EmbeddedPostgresError, ExitCode.DATABASE),
+    (DatabaseUnavailableError, ExitCode.DATABASE),
     (CommandBusError, ExitCode.REFUSED),
 )
 

@@ -19,16 +19,18 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg import Connection
 
 from commandbus.clock import monotonic
-from commandbus.db.drive import OwnConnection
+from commandbus.db.drive import OwnConnection, Runnable, run
+from commandbus.errors import DatabaseUnavailableError
 from commandbus.logger import safe_logger
 
 logger = safe_logger("commandbus.database")
+T = TypeVar("T")
 
 TICK_SECONDS: Final = 0.5
 CANCEL_TIMEOUT_SECONDS: Final = 3.0
@@ -83,6 +85,23 @@ class Question:
                 return
             self._canceled = True
         threading.Thread(target=_cancel, args=(conn,), name="commandbus-cancel", daemon=True).start()
+
+
+def run_until(until: float, conn: Connection[Any], operation: Runnable[T]) -> T:
+    """Run an operation until this moment (monotonic). Within a second after it the connection is cut."""
+    began = monotonic()
+    seconds = max(0.0, until - began)
+    question = Question("a call of the bus", cancel_after=seconds, cut_after=seconds)
+    try:
+        with question.asked(conn):
+            return run(conn, operation)
+    except psycopg.OperationalError as error:
+        if not question.was_cut:
+            raise
+        raise DatabaseUnavailableError(
+            f"the database has not answered for {monotonic() - began:.1f} s; what it was asked to do may have "
+            f"been done"
+        ) from error
 
 
 def _cancel(conn: Connection[Any]) -> None:

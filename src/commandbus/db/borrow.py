@@ -6,6 +6,7 @@ or configured; a SQLAlchemy connection begins its transaction, as it does at the
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from psycopg import AsyncConnection, Connection
@@ -20,6 +21,8 @@ _HOW = (
 
 def borrow(conn: object) -> AnyConnection:
     """The psycopg connection in `conn`."""
+    if _is_async_session(conn) or hasattr(conn, "sync_connection"):
+        raise TypeError(f"conn is {_kind(conn)}, which is awaited: use AsyncCommandBus with it")
     found = _unwrap(conn)
     if isinstance(found, Connection):
         return found
@@ -30,7 +33,7 @@ def borrow(conn: object) -> AnyConnection:
 
 async def borrow_async(conn: Any) -> AnyAsyncConnection:
     """The psycopg async connection in `conn`."""
-    if hasattr(conn, "sync_session"):  # a SQLAlchemy AsyncSession, which may have none yet
+    if _is_async_session(conn):  # it may have none yet
         conn = await conn.connection()
     found = _unwrap(conn)
     if isinstance(found, AsyncConnection):
@@ -38,6 +41,11 @@ async def borrow_async(conn: Any) -> AnyAsyncConnection:
     if isinstance(found, Connection):
         raise TypeError("conn is a sync Connection: use CommandBus with it")
     raise TypeError(f"conn is {_kind(conn)}, in which there is no psycopg 3 async connection; {_HOW}")
+
+
+def _is_async_session(conn: Any) -> bool:
+    """Is it a SQLAlchemy AsyncSession, or an async_scoped_session?"""
+    return hasattr(conn, "get_bind") and inspect.iscoroutinefunction(getattr(conn, "connection", None))
 
 
 def _unwrap(conn: Any) -> Any:

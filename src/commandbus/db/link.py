@@ -23,7 +23,7 @@ from commandbus.clock import monotonic
 from commandbus.db.answer_clock import Question
 from commandbus.db.drive import LostSocketError, OwnConnection, Runnable, run
 from commandbus.db.passing import READ_ONLY, PassingError, is_passing
-from commandbus.db.pool import ask_default_level, connect_own
+from commandbus.db.pool import ask_default_level, connect_own, cut
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 
@@ -165,6 +165,11 @@ class Link:
     def close(self) -> None:
         """Close it."""
         self._drop()
+
+    def leave_to_parent(self) -> None:
+        """In a forked copy: the session is the parent's, and is not held open from here."""
+        if self._conn is not None:
+            cut(self._conn)
 
     def _connect(self) -> OwnConnection:
         conn = connect_own(

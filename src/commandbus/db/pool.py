@@ -6,8 +6,8 @@ database's default is: our statements lock rows and look again. A pool that the 
 is and never closed by us.
 
 A connection notices that its network is gone: keepalives, `tcp_user_timeout`, and 3 s to connect to each host. A
-pool whose database is away tries again every 2 s. Where the address names several hosts, the one that can write
-is chosen. Whatever the address says itself wins.
+handlers' pool whose database is away tries again every 2 s (a bus's: `db/bus_pool.py`). Where the address names
+several hosts, the one that can write is chosen. Whatever the address says itself wins.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import asyncio
 import os
 import select
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import psycopg
 from psycopg import IsolationLevel
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg_pool import AsyncConnectionPool, ConnectionPool
+from psycopg_pool import ConnectionPool
 
 from commandbus.clock import monotonic
 from commandbus.db.answer_clock import Question
@@ -218,12 +219,6 @@ class _SteadyPool(ConnectionPool[OwnConnection]):
         super()._add_connection(attempt or SteadyAttempt(self.reconnect_timeout), growing)  # type: ignore[arg-type]
 
 
-class _SteadyAsyncPool(AsyncConnectionPool[OwnAsyncConnection]):
-    async def _add_connection(self, attempt: Any, growing: bool = False) -> None:  # noqa: FBT001
-        steady = attempt or SteadyAttempt(self.reconnect_timeout)
-        await super()._add_connection(steady, growing)  # type: ignore[arg-type]
-
-
 def open_pool(
     settings: Settings,
     *,
@@ -231,11 +226,10 @@ def open_pool(
     max_size: int,
     reconnect_failed: Callable[[ConnectionPool[Any]], None] | None = None,
     max_idle: float | None = None,
-    for_handlers: bool = False,
 ) -> ConnectionPool[OwnConnection]:
-    """A pool of sync connections; connects in the background, on demand.
+    """A pool of connections for handlers; connects in the background, on demand.
 
-    `for_handlers`: their transactions are the handlers' own, with the isolation level that the database says.
+    Their transactions are the handlers' own, with the isolation level that the database says.
     """
     arguments = _pool_arguments(settings, name=name, max_size=max_size)
     if max_idle is not None:
@@ -243,23 +237,22 @@ def open_pool(
     return _SteadyPool(
         connection_class=OwnConnection,
         check=check_open,
-        configure=None if for_handlers else _configure,
         open=True,
         reconnect_failed=reconnect_failed,
         **arguments,
     )
 
 
-def make_async_pool(settings: Settings, *, name: str, max_size: int) -> AsyncConnectionPool[OwnAsyncConnection]:
-    """A pool of async connections, to be opened on the loop that uses it."""
-    arguments = _pool_arguments(settings, name=name, max_size=max_size)
-    return _SteadyAsyncPool(
-        connection_class=OwnAsyncConnection,
-        check=_check_open_async,
-        configure=_configure_async,
-        open=False,
-        **arguments,
-    )
+def pool_options(settings: Settings, *, name: str, max_size: int) -> dict[str, Any]:
+    """Arguments of a pool of sync connections for our own statements."""
+    more = {"connection_class": OwnConnection, "check": check_open, "configure": _configure}
+    return _pool_arguments(settings, name=name, max_size=max_size) | more
+
+
+def async_pool_options(settings: Settings, *, name: str, max_size: int) -> dict[str, Any]:
+    """The same for async connections."""
+    more = {"connection_class": OwnAsyncConnection, "check": _check_open_async, "configure": _configure_async}
+    return _pool_arguments(settings, name=name, max_size=max_size) | more
 
 
 def _pool_arguments(settings: Settings, *, name: str, max_size: int) -> dict[str, Any]:
@@ -274,3 +267,12 @@ def _pool_arguments(settings: Settings, *, name: str, max_size: int) -> dict[str
         "reconnect_timeout": settings.pool_reconnect_timeout,
         "name": f"commandbus-{name}",
     }
+
+
+def cut(conn: AnyConnection | AnyAsyncConnection) -> None:
+    """In a forked copy: what is sent here does not reach the server, and the session can end without us."""
+    with suppress(OSError, psycopg.Error):
+        if not conn.closed:
+            nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            os.dup2(nothing, conn.pgconn.socket, inheritable=False)
+            os.close(nothing)

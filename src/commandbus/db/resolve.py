@@ -40,6 +40,16 @@ class Database:
                 self._embedded = server
             return replace(self._settings, database_url=self._embedded.dsn)
 
+    @property
+    def revives(self) -> bool:
+        """Is a server that dies started again? The embedded one is."""
+        return embedded_folder(self._settings) is not None
+
+    def leave_to_parent(self) -> None:
+        """In a forked copy: the embedded server is its parent's; `resolve` makes this process a user, too."""
+        self.lock = threading.RLock()
+        self._embedded = None
+
     def close(self) -> None:
         """Let go of the embedded server."""
         with self.lock:

@@ -100,6 +100,10 @@ class DatabaseService:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
+    def leave_to_parent(self) -> None:
+        """In a forked copy, which has no such thread: neither its connection nor this object is used again."""
+        self._link.leave_to_parent()
+
     def flush(self, timeout: float) -> bool:
         """Wait until all orders that were given before are carried out."""
         done = threading.Event()

@@ -7,10 +7,11 @@ Claimer, settler and keeper have a thread and a connection each; the ladder has 
 Handlers use no more connections than there are slots. `parts.py` puts it all together.
 
     attempt, context, execute, handlers      one attempt and what its handler is given
-    slots, loop, places                      where it runs, and how many at once
+    slots, fresh_thread, loop, places        where it runs, and how many at once
     ladder, keeper, autopsy, connections     how it ends in time
     isolation, children, process, child, warming, deaths, channel, remote, address, isolated
                                              a process of its own for it (isolated: inside that process)
     board, showing, offspring                what a supervisor sees of this process
-    health, watchdog, tidy, memory, pause    the state of the process
+    health, watchdog, process_state, memory, pause
+                                             the state of the process
 """

@@ -51,6 +51,7 @@ from commandbus.db.pool import open_pool
 from commandbus.errors import AttemptFencedError
 from commandbus.runtime.attempt import NEVER, Attempt
 from commandbus.runtime.exhaustion import ExhaustedError, is_exhaustion
+from commandbus.runtime.one_transaction import OneTransaction
 from commandbus.runtime.sessions import REMEMBER, Ask, Habits, Remembered, Rows, put_back
 from commandbus.settings import Settings
 
@@ -139,11 +140,12 @@ class HandlerConnections:
         deadline_at: float,
         isolation: IsolationLevel | None = None,
         before_snapshot: Callable[[IsolationLevel], None] | None = None,
+        one: OneTransaction | None = None,
     ) -> Iterator[Connection[Any]]:
         """A connection in ordinary psycopg manner: committed at the end of the block, rolled back on an error.
 
         `isolation`: of its transaction, unless the database says it. `before_snapshot` is called before the first
-        statement of a transaction that keeps its snapshot.
+        statement of a transaction that keeps its snapshot. `one`: it is for one transaction, which is watched.
         """
         _refuse_fenced(attempt)
         pool = self._pool()
@@ -160,6 +162,8 @@ class HandlerConnections:
             conn.autocommit = not self._is_pooled_elsewhere  # a lent pool's may not be
             if isolation is not None:
                 conn.isolation_level = isolation
+            if one is not None and self._is_pooled_elsewhere:
+                one.watch(conn)  # the transaction begins here already
             with Cursor(conn, row_factory=tuple_row) as cursor:  # whatever a lent pool's own are
                 if self._remembers:
                     before = Remembered(*_row(cursor.execute(REMEMBER, prepare=False).fetchone()))
@@ -168,17 +172,23 @@ class HandlerConnections:
                 self._identify(attempt, borrowed, conn, found)
                 level = conn.isolation_level or _level(found[0])
                 if before_snapshot is not None and level in SNAPSHOT_LEVELS:
-                    conn.rollback()  # behind a pooler the transaction has begun already
+                    Connection.rollback(conn)  # behind a pooler the transaction has begun already
                     before_snapshot(level)
                     if self._is_pooled_elsewhere:
+                        if one is not None:
+                            one.watch(conn)
                         cursor.execute(
                             _limit(borrowed), self._limits(attempt, deadline_at, borrowed), prepare=False
                         )
             if conn.autocommit:
                 conn.autocommit = False
-            with conn_block(conn):
+            if one is not None and not self._is_pooled_elsewhere:
+                one.watch(conn)
+            with conn_block(conn), _ending(one):
                 yield conn
         finally:
+            if one is not None:
+                one.release()
             self._take_back(attempt, borrowed)
             try:
                 _restore(conn, habits)
@@ -198,6 +208,7 @@ class HandlerConnections:
         deadline_at: float,
         isolation: IsolationLevel | None = None,
         before_snapshot: Callable[[IsolationLevel], Awaitable[None]] | None = None,
+        one: OneTransaction | None = None,
     ) -> AsyncIterator[AsyncConnection[Any]]:
         """The same for an async handler."""
         _refuse_fenced(attempt)
@@ -217,6 +228,8 @@ class HandlerConnections:
             await wrapped.set_autocommit(not self._is_pooled_elsewhere)
             if (own := isolation or conn.isolation_level) is not None:
                 await wrapped.set_isolation_level(own)
+            if one is not None and self._is_pooled_elsewhere:
+                one.watch(wrapped)
             async with AsyncCursor(wrapped, row_factory=tuple_row) as cursor:
                 if self._remembers:
                     before = Remembered(*_row(await (await cursor.execute(REMEMBER)).fetchone()))
@@ -225,14 +238,19 @@ class HandlerConnections:
                 self._identify(attempt, borrowed, conn, found)
                 level = own or _level(found[0])
                 if before_snapshot is not None and level in SNAPSHOT_LEVELS:
-                    await wrapped.rollback()  # behind a pooler the transaction has begun already
+                    await AsyncConnection.rollback(wrapped)  # behind a pooler the transaction has begun already
                     await before_snapshot(level)
                     if self._is_pooled_elsewhere:
+                        if one is not None:
+                            one.watch(wrapped)
                         await cursor.execute(_limit(borrowed), self._limits(attempt, deadline_at, borrowed))
             if not self._is_pooled_elsewhere:
                 await wrapped.set_autocommit(False)
+                if one is not None:
+                    one.watch(wrapped)
             try:
-                yield wrapped
+                with _ending(one):
+                    yield wrapped
             except BaseException:
                 with suppress(psycopg.Error):  # a lost connection has rolled back; the handler's error matters
                     await wrapped.rollback()
@@ -241,6 +259,8 @@ class HandlerConnections:
                 if not wrapped.closed:
                     await wrapped.commit()
         finally:
+            if one is not None:
+                one.release()
             self._take_back(attempt, borrowed)
             try:
                 _restore(conn, habits)
@@ -355,7 +375,6 @@ class HandlerConnections:
                 max_size=self._size,
                 reconnect_failed=lambda _: self._on_unreachable(),
                 max_idle=self._max_idle,
-                for_handlers=True,
             )
         except RuntimeError as error:
             if not is_exhaustion(error):
@@ -530,6 +549,16 @@ def _closing_on_error(conn: Connection[Any]) -> Iterator[None]:
         _close(conn)
         if not isinstance(error, psycopg.Error):
             raise
+
+
+@contextmanager
+def _ending(one: OneTransaction | None) -> Iterator[None]:
+    """At the end of the block commit and rollback are ours."""
+    try:
+        yield
+    finally:
+        if one is not None:
+            one.release()
 
 
 @contextmanager

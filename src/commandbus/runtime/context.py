@@ -49,6 +49,7 @@ from commandbus.model.timeouts import SHORTEST
 from commandbus.runtime.attempt import CHILD_LATE, NEVER, Attempt, Scope, Stop
 from commandbus.runtime.blocks import AsyncBlock, Door, async_block, sync_block
 from commandbus.runtime.connections import HandlerConnections
+from commandbus.runtime.one_transaction import OneTransaction
 
 C = TypeVar("C")
 MAX_PROGRESS_BYTES = 4096
@@ -408,16 +409,20 @@ class HandlerContext(_Context):
     ) -> Iterator[HandlerTransaction[Connection[Any]]]:
         """A transaction whose commit also completes the command. An attempt has one.
 
+        The block commits and rolls back. A handler that does either itself gets TransactionEndedError, and its
+        command goes to the troubleshooting queue. Savepoints are fine.
+
         `isolation`: "read committed", "repeatable read" or "serializable"; without it, the database's default. The
         latter two need a deadline: the lease is held until then, and progress is stored when the block has ended.
         """
         self._begin()
-        level = _level_of(isolation)
+        level, one = _level_of(isolation), OneTransaction(self._attempt.command_id)
         finishing = False
         try:
-            with self._connection(isolation=level, before_snapshot=self._hold) as conn:
+            with self._connection(isolation=level, before_snapshot=self._hold, one=one) as conn:
                 tx = HandlerTransaction(conn, self._services.max_payload_bytes)
-                yield tx
+                with one.judged(conn):
+                    yield tx
                 finishing = True
                 self._check(run(conn, self._settlement(tx._result)))
             self._attempt.has_committed = True
@@ -530,16 +535,20 @@ class AsyncHandlerContext(_Context):
     ) -> AsyncIterator[HandlerTransaction[AsyncConnection[Any]]]:
         """A transaction whose commit also completes the command. An attempt has one.
 
+        The block commits and rolls back. A handler that does either itself gets TransactionEndedError, and its
+        command goes to the troubleshooting queue. Savepoints are fine.
+
         `isolation`: "read committed", "repeatable read" or "serializable"; without it, the database's default. The
         latter two need a deadline: the lease is held until then, and progress is stored when the block has ended.
         """
         self._begin()
-        level = _level_of(isolation)
+        level, one = _level_of(isolation), OneTransaction(self._attempt.command_id)
         finishing = False
         try:
-            async with self._connection(isolation=level, before_snapshot=self._hold) as conn:
+            async with self._connection(isolation=level, before_snapshot=self._hold, one=one) as conn:
                 tx = HandlerTransaction(conn, self._services.max_payload_bytes)
-                yield tx
+                with one.judged(conn):
+                    yield tx
                 finishing = True
                 self._check(await run_async(conn, self._settlement(tx._result)))
             self._attempt.has_committed = True

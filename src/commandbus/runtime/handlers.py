@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import MethodType
 from typing import Any, Literal, TypeVar
 
 from commandbus.errors import ConfigurationError, DuplicateHandlerError
@@ -40,7 +41,7 @@ class Options:
     `timeout`: its deadline in seconds; 0 is none, None the worker's task_timeout. `on_timeout`: is a time-out
     tried again, or is the command then FAILED for good? `isolation`: "process" runs it in a process of its own,
     which can be killed without harm to its neighbours. `limits`: the limits of which it needs a place each; until
-    it has them, its commands are parked.
+    it has them, its commands are parked. `fresh_thread`: each attempt runs in a new thread, which ends with it.
     """
 
     retry_policy: RetryPolicy | None = None
@@ -48,6 +49,7 @@ class Options:
     on_timeout: OnTimeout = "retry"
     isolation: Isolation = "thread"
     limits: tuple[str, ...] = ()
+    fresh_thread: bool = False
 
 
 def _check_options(
@@ -56,6 +58,7 @@ def _check_options(
     on_timeout: object,
     isolation: object,
     limits: object = (),
+    fresh_thread: object = False,
 ) -> Options:
     if retry_policy is not None and not isinstance(retry_policy, RetryPolicy):
         raise TypeError(f"retry_policy must be a RetryPolicy, not {type(retry_policy).__name__}")
@@ -64,7 +67,9 @@ def _check_options(
     if isolation not in ("thread", "process"):
         raise ValueError(f'isolation must be "thread" or "process", not {isolation!r}')
     seconds = None if timeout is None else parse_seconds(timeout, name="timeout")
-    return Options(retry_policy, seconds, on_timeout, isolation, _limit_names(limits))
+    if not isinstance(fresh_thread, bool):
+        raise TypeError(f"fresh_thread must be True or False, not {fresh_thread!r}")
+    return Options(retry_policy, seconds, on_timeout, isolation, _limit_names(limits), fresh_thread)
 
 
 def _limit_names(limits: object) -> tuple[str, ...]:
@@ -107,11 +112,12 @@ def handler(
     on_timeout: OnTimeout = "retry",
     isolation: Isolation = "thread",
     limits: Sequence[str | Limit] = (),
+    fresh_thread: bool = False,
 ) -> Callable[[F], F]:
     """Mark a method as a handler, for `HandlerRegistry.register_instance`."""
     check_domain(domain)
     check_type(command_type)
-    options = _check_options(retry_policy, timeout, on_timeout, isolation, limits)
+    options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread)
     declared = _declared(limits)
 
     def mark(function: F) -> F:
@@ -154,9 +160,10 @@ class HandlerRegistry:
         on_timeout: OnTimeout = "retry",
         isolation: Isolation = "thread",
         limits: Sequence[str | Limit] = (),
+        fresh_thread: bool = False,
     ) -> Callable[[F], F]:
         """Register the decorated function; see `Options` for what it may ask for."""
-        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits)
+        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread)
         for limit in _declared(limits):
             self.declare_limit(limit)
 
@@ -177,9 +184,10 @@ class HandlerRegistry:
         on_timeout: OnTimeout = "retry",
         isolation: Isolation = "thread",
         limits: Sequence[str | Limit] = (),
+        fresh_thread: bool = False,
     ) -> Handler:
         """Register a function; a second one for the same command is refused."""
-        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits)
+        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread)
         for limit in _declared(limits):
             self.declare_limit(limit)
         return self._add(domain, command_type, function, options)
@@ -201,6 +209,11 @@ class HandlerRegistry:
                 f"command_type {command_type!r} of domain {domain!r} already has the handler {existing.name}"
             )
         made = Handler(domain, command_type, function, _is_async(function), _takes_command(function), options)
+        if options.fresh_thread and made.is_async:
+            raise ValueError(
+                f"handler {made.name} is `async def`, which runs on an event loop: fresh_thread is for `def`; "
+                f'keep what is its own in context variables, or give it a process with isolation="process"'
+            )
         self._handlers[key] = made
         _remember(function, key)
         return made
@@ -274,33 +287,72 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _takes_command(function: Callable[..., Any]) -> bool:
-    """Two parameters: (command, ctx). One: (ctx)."""
+    """Two parameters: (command, ctx). One: (ctx). A parameter beyond these must have a default."""
     if not callable(function):
         raise TypeError(f"a handler must be callable, not {type(function).__name__}")
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = _own_signature(function)
     except (TypeError, ValueError):
         return True
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p for p in positional if p.default is p.empty]
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return True
-    if any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters) or len(required) > 2:
+    name, parameters = getattr(function, "__qualname__", repr(function)), signature.parameters.values()
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if unfilled := [p.name for p in required if p not in places[:2]]:
         raise TypeError(
-            f"handler {getattr(function, '__qualname__', function)!r} must take (command, ctx) or (ctx), "
-            f"not {inspect.signature(function)}"
+            f"handler {name!r} must take (command, ctx) or (ctx), not {signature}: nobody gives it "
+            f"{', '.join(unfilled)}; give that a default, or bind it with functools.partial"
         )
-    if not positional:
+    if not places and not takes_any:
+        raise TypeError(f"handler {name!r} must take (command, ctx) or (ctx), not {signature}")
+    if places and places[0].name in _CONTEXT_NAMES:
+        return _takes_context_first(name, signature, places)
+    if len(places) == 1 and places[0].name == "command" and not takes_any:
         raise TypeError(
-            f"handler {getattr(function, '__qualname__', function)!r} must take (command, ctx) or (ctx)"
+            f"handler {name!r} takes (command) alone, but a lone parameter gets the context: write "
+            f"(command, ctx), or (ctx) and use ctx.command"
         )
-    if len(positional) == 1 and positional[0].name == "command":
+    if len(places) >= 2 and places[1].default is not inspect.Parameter.empty:
+        _refuse_other_default(name, signature, places[1])
+    return takes_any or len(places) >= 2
+
+
+_CONTEXT_NAMES = ("ctx", "context")
+
+
+def _takes_context_first(name: str, signature: inspect.Signature, places: list[inspect.Parameter]) -> bool:
+    """Its first parameter is the context, so it takes no command: a second one keeps its default."""
+    if len(places) > 1 and (places[1].default is inspect.Parameter.empty or places[1].name == "command"):
         raise TypeError(
-            f"handler {getattr(function, '__qualname__', function)!r} takes (command) alone, but a lone parameter "
-            f"gets the context: write (command, ctx), or (ctx) and use ctx.command"
+            f"handler {name!r} takes {signature}, but command comes first: write (command, ctx), or (ctx) and use "
+            f"ctx.command"
         )
-    if [p.name for p in positional[:2]] == ["ctx", "command"]:
+    return False
+
+
+def _refuse_other_default(name: str, signature: inspect.Signature, second: inspect.Parameter) -> None:
+    """(command, retries=3): the context would become the number of retries."""
+    if second.name not in _CONTEXT_NAMES:
         raise TypeError(
-            f"handler {getattr(function, '__qualname__', function)!r} takes (ctx, command): command comes first"
+            f"handler {name!r} takes {signature}, but its second parameter gets the context: write "
+            f"(command, ctx), and {second.name} after them"
         )
-    return len(positional) >= 2
+
+
+def _own_signature(function: Callable[..., Any]) -> inspect.Signature:
+    """What the function itself takes. `functools.wraps` lets a wrapper pass for what it wraps: that is believed
+    only of one that takes anything (*args)."""
+    return inspect.signature(_who_says(function), follow_wrapped=False)
+
+
+def _who_says(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function whose parameters count: itself, or what it hands all of its arguments to."""
+    if isinstance(function, functools.partial):
+        return functools.partial(_who_says(function.func), *function.args, **function.keywords)
+    if inspect.ismethod(function):
+        return MethodType(_who_says(function.__func__), function.__self__)
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None or not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return function
+    return _who_says(inner)

@@ -37,6 +37,7 @@ from psycopg_pool import ConnectionPool
 
 from commandbus.clock import monotonic
 from commandbus.errors import AttemptFencedError, ConfigurationError, PermanentCommandError, TransientCommandError
+from commandbus.runtime import fresh_thread
 from commandbus.runtime.address import Address, Handlers
 from commandbus.runtime.attempt import NEVER, Attempt, Stop, Why
 from commandbus.runtime.channel import ChildEnd, Message
@@ -45,15 +46,17 @@ from commandbus.runtime.context import AsyncHandlerContext, HandlerContext, Serv
 from commandbus.runtime.descendants import reap_adopted
 from commandbus.runtime.exhaustion import is_exhaustion
 from commandbus.runtime.far_door import FarDoor
+from commandbus.runtime.fresh_thread import in_fresh_thread
 from commandbus.runtime.logs import extras
 from commandbus.runtime.offspring import adopt_orphans, die_with, write_stacks_to
+from commandbus.runtime.process_state import ProcessState
 from commandbus.runtime.remote import describe_error
-from commandbus.runtime.tidy import ProcessState, forget_new_locals, thread_locals
 from commandbus.settings import Settings
 
 TICK_SECONDS: Final = 0.25
 ANSWER_SECONDS: Final = 5.0
 _LONGEST_LOG: Final = 65536
+_OURS: Final = (__file__, fresh_thread.__file__)
 
 
 class Run:
@@ -249,8 +252,12 @@ class Isolated:
     def _run_sync(self, run: Run, services: Services) -> Any:
         handler = run.attempt.handler
         assert handler is not None  # noqa: S101 - looked up before
-        ctx = HandlerContext(run.attempt, services)
-        return handler.function(ctx.command, ctx) if handler.takes_command else handler.function(ctx)
+        ctx, function = HandlerContext(run.attempt, services), handler.function
+
+        def body() -> Any:
+            return function(ctx.command, ctx) if handler.takes_command else function(ctx)
+
+        return in_fresh_thread(body) if handler.options.fresh_thread else body()
 
     def _run_async(self, run: Run, services: Services) -> Any:
         """On a loop that lives as long as the process: clients that are bound to their loop can be kept."""
@@ -379,18 +386,15 @@ def _answer(asked: Future[bool], message: Message) -> None:
 
 class _Surroundings:
     """What a handler may change for the next one, and what is put back: the working directory, umask and locale,
-    this thread's locals, signal handlers and timers."""
+    signal handlers and timers."""
 
     def __init__(self) -> None:
         self._state = ProcessState()
-        self._locals = thread_locals() or {}
-        self._kept = set(self._locals)
         self._signals: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
 
     def restore(self) -> None:
         with suppress(OSError, locale.Error):  # the folder may be gone
             self._state.restore()
-        forget_new_locals(self._locals, self._kept)
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._signals.items():
             if handler is not None and signal.getsignal(number) is not handler:
@@ -429,7 +433,7 @@ def _format(error: BaseException) -> str:
     """The traceback from the handler's own frame on: ours say nothing."""
     try:
         frames = error.__traceback__
-        while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+        while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in _OURS:
             frames = frames.tb_next
         return "".join(traceback.format_exception(type(error), error, frames))
     except Exception:  # noqa: BLE001 - a hostile exception must not cost us the outcome

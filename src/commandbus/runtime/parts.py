@@ -37,6 +37,8 @@ from commandbus.runtime.claimer import Claimer
 from commandbus.runtime.connections import Borrowed, HandlerConnections
 from commandbus.runtime.context import Services
 from commandbus.runtime.execute import Ended, Executor
+from commandbus.runtime.exhaustion import ExhaustedError
+from commandbus.runtime.fresh_thread import in_fresh_thread
 from commandbus.runtime.isolation import Isolation
 from commandbus.runtime.ladder import Document, Ladder, Running
 from commandbus.runtime.lease_keeper import LeaseKeeper
@@ -123,14 +125,12 @@ class Parts:
             self._run,
             name=spec.id,
             on_thread=self._show_thread,
-            forgets_locals=settings.reset_thread_locals,
         )
         self._router = Slots(
             self._router_places,
             self._run,
             name=f"{spec.id}-router",
             on_thread=self._show_thread,
-            forgets_locals=settings.reset_thread_locals,
             first=2 * settings.concurrency,
         )
         self._loop = self._make_loop() if any(handler.is_async for handler in spec.handlers) else None
@@ -796,9 +796,28 @@ class Parts:
                 return True
         self._begin(attempt, slot)
         if process is None:
+            if attempt.handler is not None and attempt.handler.options.fresh_thread:
+                return self._run_in_fresh_thread(attempt, slot)
             return self._end(attempt, slot, self._executor.run(attempt))
         self._starting.discard(attempt)
         return self._end(attempt, slot, self._isolation.run(attempt, process))
+
+    def _run_in_fresh_thread(self, attempt: Attempt, slot: Slot) -> bool:
+        """As `_run`, in a thread that stands in for the slot's own as long as the attempt runs."""
+
+        def stand_in() -> None:
+            slot.ident = threading.get_ident()
+            self._show_thread(slot.index)
+
+        try:
+            ended = in_fresh_thread(lambda: self._executor.run(attempt), on_start=stand_in)
+        except ExhaustedError as error:
+            self._pause.begin(str(error))
+            ended = self._executor.failed(attempt, error)
+        if not self._end(attempt, slot, ended):
+            return False  # the slot's number is another thread's by now
+        stand_in()
+        return True
 
     async def _run_async(self, attempt: Attempt, slot: AsyncSlot) -> bool:
         if attempt.stop is not None or not attempt.is_surely_held(self._late_seconds):

@@ -13,7 +13,7 @@ from commandbus.runtime.board import Board, State
 from commandbus.runtime.health import HealthState, HealthStatus
 from commandbus.runtime.ladder import Running
 from commandbus.runtime.memory import resident_megabytes
-from commandbus.runtime.tidy import ProcessState
+from commandbus.runtime.process_state import ProcessState
 
 _HEALTH_NUMBERS = {HealthState.HEALTHY: 0, HealthState.DEGRADED: 1, HealthState.CRITICAL: 2}
 

@@ -6,8 +6,7 @@ handlers need. A thread of its own looks while work waits, and `runtime/pace.py`
 A slot whose attempt was declared stuck gets a new thread, which takes over its place. The old thread ends as soon
 as its handler lets it: `run` answers False.
 
-Every attempt starts with the context variables that the slot began with, and (unless told otherwise) without what
-earlier handlers left in thread-locals.
+Every attempt starts with the context variables that the slot began with. Thread-locals stay (ADR 10).
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from commandbus.logger import safe_logger
 from commandbus.runtime.attempt import Attempt
 from commandbus.runtime.pace import Pace
 from commandbus.runtime.places import Places
-from commandbus.runtime.tidy import forget_new_locals, thread_locals
 
 logger = safe_logger("commandbus.worker")
 
@@ -38,7 +36,6 @@ class Slots:
         *,
         name: str,
         on_thread: Callable[[int], None],
-        forgets_locals: bool,
         first: int = 0,
     ) -> None:
         self.is_hungry = False
@@ -49,7 +46,6 @@ class Slots:
         self._name = name
         self._first = first
         self._on_thread = on_thread
-        self._forgets_locals = forgets_locals
         self._idle: deque[Slot] = deque()
         self._threadless: deque[Slot] = deque()  # replaced, and without a thread yet; the ladder's thread alone
         self._pace = Pace(places.total)
@@ -138,8 +134,6 @@ class Slots:
         slot.ident = threading.get_ident()
         self._on_thread(slot.index)
         clean = contextvars.copy_context()
-        own = thread_locals() if self._forgets_locals else None
-        kept = set(own) if own is not None else set()
         slot.wake.acquire()
         while not self._stopping:
             try:
@@ -150,8 +144,6 @@ class Slots:
             if not clean.copy().run(run, attempt, slot):
                 return  # declared stuck: another thread has taken over
             self.finished += 1  # approximate under races; used for rates only
-            if own is not None and len(own) != len(kept):
-                forget_new_locals(own, kept)
             if self._surplus > 0:
                 self._doze(slot)
             if not self._alone and self._places.others_hungry(self):

@@ -162,10 +162,6 @@ class Settings:
         3600.0, "WORKER_MAX_EXTENSION", "worker.max_extension", duration(zero=False),
         "Longest run of one attempt that its handler may ask for with ctx.extend()",
     )  # fmt: skip
-    reset_thread_locals: bool = _setting(
-        True, "WORKER_RESET_THREAD_LOCALS", "worker.reset_thread_locals", truth(),
-        "Forget what a handler left in thread-locals before its slot runs the next one (Python 3.11, 3.12)",
-    )  # fmt: skip
     quarantine: bool = _setting(
         True, "WORKER_QUARANTINE", "worker.quarantine", truth(),
         "After an attempt got stuck or crashed its worker, run the command's next attempts in a child process",

@@ -69,6 +69,21 @@ def test_its_error_crosses_over(
     assert "isolated.py" not in said.traceback
 
 
+@pytest.mark.parametrize(("text", "written"), [("COMMIT AND CHAIN", ["committed"]), ("ROLLBACK", [])])
+def test_a_handler_that_ends_its_transaction_is_found_out(
+    lab: Lab, db: psycopg.Connection[Any], text: str, written: list[str]
+) -> None:
+    attempt = lab.claim("commits", text)
+    lab.settle(attempt, lab.run(attempt))
+    said = lab.last(attempt)
+    assert (said.verdict, said.error_type, said.error_code) == (
+        *("PERMANENT", "TransactionEndedError"),
+        "TRANSACTION_ENDED",
+    )
+    assert lab.status(attempt) == "IN_TROUBLESHOOTING_QUEUE"
+    assert effects(db) == written
+
+
 def test_a_result_that_is_no_json_is_permanent(lab: Lab) -> None:
     attempt = lab.claim("not_json")
     lab.settle(attempt, lab.run(attempt))

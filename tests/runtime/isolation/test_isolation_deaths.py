@@ -219,11 +219,25 @@ def _is_zombie(pid: int) -> bool:
 
 
 def test_the_next_handler_finds_its_surroundings_as_they_were(make_lab: MakeLab) -> None:
+    """Thread-locals stay, unless a handler asks for a fresh thread."""
     lab = make_lab(concurrency=1)
     umask = os.umask(0)
     os.umask(umask)
     lab.result("change")
-    assert lab.result("surroundings") == [os.getcwd(), umask, True, 0.0, False]
+    assert lab.result("surroundings") == [os.getcwd(), umask, True, 0.0, True]
+    assert lab.result("fresh_surroundings") == [os.getcwd(), umask, True, 0.0, False]
+
+
+def test_a_fresh_thread_in_a_child_process(make_lab: MakeLab, db: psycopg.Connection[Any]) -> None:
+    lab = make_lab(concurrency=1)
+    assert [lab.result("fresh"), lab.result("fresh")] == [[None, False], [None, False]]
+    assert db.execute("SELECT count(*) FROM effects WHERE what = 'fresh'").fetchone() == (2,)
+    attempt = lab.claim("fresh", "raise")
+    lab.settle(attempt, lab.run(attempt))
+    said = lab.last(attempt)
+    assert (said.verdict, said.error) == ("PERMANENT", "from a fresh thread")
+    assert "in fresh" in said.traceback
+    assert "fresh_thread.py" not in said.traceback
 
 
 def test_a_thread_left_behind_gets_no_connection_and_says_nothing(

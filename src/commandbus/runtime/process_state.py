@@ -1,52 +1,24 @@
-"""tidy: what a handler leaves behind that the next one must not see, as far as it can be put back.
+"""ProcessState: working directory, umask and locale of a process of ours, put back after a handler changed them.
 
-Thread-locals of a slot's thread: those that appeared during an attempt are forgotten after it. From Python 3.13 on
-they are kept where nobody can reach them, and stay.
+They belong to the whole process, so handlers that run at the same moment do see a change, but no later one does.
+Changes through C code, environment variables and monkey patches are not noticed; a handler that needs such things
+belongs into a process of its own (isolation="process"). Signal handlers cannot be changed by handlers at all:
+Python allows that in the main thread only.
 
-In a worker process of ours (`ProcessState.watch`) also the working directory, the umask and the locale: they
-belong to the whole process, so handlers that run at the same moment do see them, but no later one does. Changes
-through C code, environment variables and monkey patches are not noticed; a handler that needs such things belongs
-into a process of its own (isolation="process"). Signal handlers cannot be changed by handlers at all: Python
-allows that in the main thread only.
+Thread-locals stay: libraries keep their connections there (ADR 10).
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import locale
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from commandbus.logger import safe_logger
 
 logger = safe_logger("commandbus.worker")
-
-
-def thread_locals() -> dict[Any, Any] | None:
-    """The dictionary in which CPython up to 3.12 keeps this thread's locals; None on another Python."""
-    try:
-        get = ctypes.pythonapi.PyThreadState_GetDict
-    except AttributeError:
-        return None
-    get.restype = ctypes.c_void_p  # borrowed: a py_object result would count as ours
-    address = get()
-    if address is None:
-        return None
-    found = ctypes.cast(address, ctypes.py_object).value  # a reference of its own
-    if not isinstance(found, dict):
-        return None
-    before, probe = len(found), threading.local()
-    probe.is_here = True
-    return found if len(found) > before else None
-
-
-def forget_new_locals(own: dict[Any, Any], kept: set[Any]) -> None:
-    """Remove the locals that were not there when the slot began."""
-    for key in [key for key in own if key not in kept]:
-        own.pop(key, None)
 
 
 class ProcessState:

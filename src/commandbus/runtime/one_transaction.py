@@ -1,0 +1,201 @@
+"""OneTransaction: notices if the transaction of ctx.transaction() is not the one that was begun.
+
+Its writes commit with the command's completion, or not at all. A handler that says COMMIT or ROLLBACK in between,
+in SQL or through an ORM's session, breaks that without a word. So these are refused where they are called:
+`commit()`, autocommit, and any statement after the transaction's end. `rollback()` is done, and the block may then
+only be left with an error.
+
+SQL text is not read. The first statement's BEGIN is sent together with a SET LOCAL of a setting that the server
+reports to its clients when it changes (`default_transaction_read_only`; to a transaction that has begun it means
+nothing). While libpq knows the changed value, the transaction is the same. After its end, also by COMMIT AND CHAIN
+or `COMMIT; BEGIN` in one text, the server has reported the old value. That is looked at before each statement and
+at the end, and costs no round trip. After the transaction has failed it says nothing, but then it cannot commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Final
+
+import psycopg
+from psycopg import AsyncConnection, Connection, generators
+from psycopg.abc import PQGen
+from psycopg.pq import ExecStatus, TransactionStatus
+
+from commandbus.errors import TransactionEndedError
+
+AnyKind = Connection[Any] | AsyncConnection[Any]
+_SETTING: Final = b"default_transaction_read_only"
+_OTHER: Final = {b"on": b"off", b"off": b"on"}
+_REPLACED: Final = (
+    *("commit", "rollback", "set_autocommit", "transaction"),
+    *("_start_query", "_get_tx_start_command"),
+)
+IDLE: Final = TransactionStatus.IDLE
+INTRANS: Final = TransactionStatus.INTRANS
+
+
+class OneTransaction:
+    """Watches a connection from before its transaction begins until the handler's block ends."""
+
+    def __init__(self, command_id: str) -> None:
+        self._command_id = command_id
+        self._conn: AnyKind | None = None
+        self._has_begun = False
+        self._mark: bytes | None = None  # what the setting is as long as the transaction lasts
+        self._refused: str | None = None
+        self._was_rolled_back = False
+
+    def watch(self, conn: AnyKind) -> None:
+        """The handler has the connection, and has begun nothing. Calling this again begins anew."""
+        self.release()
+        self._has_begun = False
+        self._conn = conn
+        own: dict[str, Any] = vars(conn)
+        own["_start_query"] = self._start_query
+        own["_get_tx_start_command"] = self._start_command
+        if isinstance(conn, AsyncConnection):
+            own["commit"] = self._commit_async
+            own["rollback"] = self._rollback_async
+            own["set_autocommit"] = self._set_autocommit_async
+            own["transaction"] = self._savepoint_async
+        else:
+            own["commit"] = self._commit
+            own["rollback"] = self._rollback
+            own["set_autocommit"] = self._set_autocommit
+            own["transaction"] = self._savepoint
+
+    def release(self) -> None:
+        """Leave the connection as it was. What was noticed is remembered."""
+        if self._conn is not None:
+            for name in _REPLACED:
+                vars(self._conn).pop(name, None)
+            self._conn = None
+
+    @contextmanager
+    def judged(self, conn: AnyKind) -> Iterator[None]:
+        """The handler's block: raises TransactionEndedError if it has ended the transaction, whatever else it
+        raises. A rollback before an error does no harm: that is the error's fate anyway."""
+        try:
+            yield
+        except TransactionEndedError:
+            raise
+        except BaseException as error:
+            if self._refused is not None or (not self._was_rolled_back and self._is_over(conn)):
+                raise self._error() from error
+            raise
+        if self._refused is not None or self._was_rolled_back or self._is_over(conn):
+            raise self._error()
+
+    def _is_over(self, conn: AnyKind) -> bool:
+        """Has the transaction ended, or another one begun since? By what libpq knows."""
+        if conn.autocommit:
+            return True
+        if not self._has_begun:
+            return False
+        status = conn.pgconn.transaction_status
+        return status == IDLE or (status == INTRANS and self._has_lost_mark(conn))
+
+    def _has_lost_mark(self, conn: AnyKind) -> bool:
+        """Not to be asked of a transaction that has failed, or whose connection is lost: the server takes settings
+        back when it fails."""
+        return self._mark is not None and conn.pgconn.parameter_status(_SETTING) != self._mark
+
+    def _error(self) -> TransactionEndedError:
+        how = self._refused or ("rollback()" if self._was_rolled_back else "COMMIT or ROLLBACK")
+        return TransactionEndedError(self._command_id, how)
+
+    def _refuse(self, what: str) -> TransactionEndedError:
+        self._refused = what
+        return self._error()
+
+    # --- in place of the connection's own methods --------------------------------------------------------------
+
+    @property
+    def _watched(self) -> Any:
+        return self._conn
+
+    def _commit(self) -> None:
+        raise self._refuse("commit()")
+
+    def _rollback(self) -> None:
+        type(self._watched).rollback(self._watched)
+        self._was_rolled_back = True
+
+    def _set_autocommit(self, value: bool) -> None:  # noqa: FBT001 - as psycopg's
+        if value:
+            raise self._refuse("autocommit")
+
+    @contextmanager
+    def _savepoint(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """psycopg's block, inside this transaction: were it the first statement, its end would be a COMMIT."""
+        conn = self._watched
+        with conn.lock:
+            conn.wait(self._start_query())
+        with type(conn).transaction(conn, *args, **kwargs) as block:
+            yield block
+
+    async def _commit_async(self) -> None:
+        raise self._refuse("commit()")
+
+    async def _rollback_async(self) -> None:
+        await type(self._watched).rollback(self._watched)
+        self._was_rolled_back = True
+
+    async def _set_autocommit_async(self, value: bool) -> None:  # noqa: FBT001
+        if value:
+            raise self._refuse("autocommit")
+
+    @asynccontextmanager
+    async def _savepoint_async(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        conn = self._watched
+        async with conn.lock:
+            await conn.wait(self._start_query())
+        async with type(conn).transaction(conn, *args, **kwargs) as block:
+            yield block
+
+    def _start_query(self) -> PQGen[None]:
+        """Begin before the first statement. Should that be necessary again, the transaction has ended."""
+        conn = self._watched
+        status = conn.pgconn.transaction_status
+        if status == INTRANS and self._has_lost_mark(conn):
+            raise self._refuse("COMMIT or ROLLBACK")
+        if conn.autocommit or status != IDLE:
+            return
+        begin, mark = self._start_command(), self._make_mark(conn)
+        if mark is None:
+            yield from conn._exec_command(begin)
+        elif conn._pipeline:
+            yield from conn._exec_command(begin)
+            yield from conn._exec_command(_set_local(mark))
+        else:
+            conn._check_connection_ok()
+            conn.pgconn.send_query(begin + b"; " + _set_local(mark))
+            _raise_first_error((yield from generators.execute(conn.pgconn)), conn.pgconn._encoding)
+        if conn._pipeline:
+            yield from conn._pipeline._sync_gen()
+        if mark is not None and conn.pgconn.parameter_status(_SETTING) == mark:  # else a pooler hides it
+            self._mark = mark
+
+    def _start_command(self) -> bytes:
+        if self._has_begun:
+            raise self._error() if self._was_rolled_back else self._refuse("COMMIT or ROLLBACK")
+        self._has_begun = True
+        command: bytes = type(self._watched)._get_tx_start_command(self._watched)
+        return command
+
+    @staticmethod
+    def _make_mark(conn: AnyKind) -> bytes | None:
+        """The other value than the session has; None if the server does not report it."""
+        return _OTHER.get(conn.pgconn.parameter_status(_SETTING) or b"")
+
+
+def _set_local(mark: bytes) -> bytes:
+    return b"SET LOCAL " + _SETTING + b" = " + mark
+
+
+def _raise_first_error(results: list[Any], encoding: str) -> None:
+    for result in results:
+        if result.status == ExecStatus.FATAL_ERROR:
+            raise psycopg.errors.error_from_result(result, encoding=encoding)
