@@ -317,7 +317,8 @@ class Claimer(DatabaseService):
             return
         if self._unhandled.is_any_due:
             self.is_waiting_for_room = True  # a slot that becomes free wakes us
-            self.sleep(FULL_SECONDS)
+            if self._room(0) <= 0:  # none has become free since we looked
+                self.sleep(FULL_SECONDS)
             return
         if monotonic() > self._announced_until - ANNOUNCEMENT_SECONDS / 2:
             self._announce()
