@@ -13,7 +13,6 @@ from commandbus.cli.parameters import SINCE
 from commandbus.cli.render import (
     age,
     age_of,
-    columns,
     compact,
     moment,
     print_fields,
@@ -25,6 +24,7 @@ from commandbus.cli.render import (
     say_heading,
 )
 from commandbus.cli.session import Command, Session, check_known
+from commandbus.cli.table import columns
 from commandbus.errors import CommandNotFoundError, InvalidOperationError
 from commandbus.flow.belonging import PartOfProcess, process_of
 from commandbus.flow.history import AttemptRecord, list_attempts
@@ -71,7 +71,7 @@ def commands(
         print_json(page.items)
         return
     print_table(
-        columns(":id domain type command_id status :attempts sent note"),
+        columns(":id domain type =command_id status :attempts?? sent?? ~note?"),
         [
             (
                 f"#{item.id}", item.domain, item.command_type, item.command_id,
@@ -119,7 +119,7 @@ def show(session: Session, words: tuple[str, ...], with_traceback: bool, with_au
         return
     _print_record(record, part)
     say_heading("timeline")
-    print_table(columns("at :after event attempt_number worker details"), _timeline(trail))
+    print_table(columns("at?? :after event :attempt_number? worker??? +details"), _timeline(trail))
     failed = [attempt for attempt in attempts if attempt.traceback]
     if failed and not with_traceback:
         say_heading("--traceback shows where it failed")

@@ -10,9 +10,11 @@ from commandbus.bus import CommandBus
 from commandbus.cli import where
 from commandbus.cli.exits import ExitCode
 from commandbus.cli.parameters import DURATION, operator_options
-from commandbus.cli.render import columns, print_table, say
+from commandbus.cli.render import print_table, say
 from commandbus.cli.session import Command, Session
+from commandbus.cli.table import columns
 from commandbus.errors import CommandNotFoundError
+from commandbus.flow.known import doubt_type
 from commandbus.model.command import CancelResult, CommandRecord, CommandStatus
 from commandbus.model.durations import format_seconds
 from commandbus.model.words import counted
@@ -89,11 +91,16 @@ def _outcome(name: str, status: CommandStatus, worker: str | None, wait: float |
 def pause(
     session: Session, domain: str, command_type: str | None, operator: str | None, reason: str | None
 ) -> None:
-    """Pause a domain, or one command type of it. What runs goes on; what waits, waits."""
+    """Pause a domain, or one command type of it. What runs goes on; what waits, waits.
+
+    A type that no running worker handles, and of which there is no recent command, is paused, too, with a warning.
+    """
     with session.bus() as bus:
         changed = bus.pause(domain, command_type, operator=operator, reason=reason)
+        doubt = None if command_type is None else bus.run(doubt_type(domain, command_type))
+    session.warn(doubt)
     session.answer(
-        {"domain": domain, "command_type": command_type, "paused": True, "changed": changed},
+        {"domain": domain, "command_type": command_type, "paused": True, "changed": changed, "warning": doubt},
         lambda: say(f"{_what(domain, command_type)} {'is' if changed else 'was already'} paused"),
     )
 
@@ -123,7 +130,7 @@ def pauses(session: Session) -> None:
     session.answer(
         found,
         lambda: print_table(
-            columns("domain type since operator reason"),
+            columns("domain type since? operator +reason"),
             [(item.domain, item.command_type or "(all)", item.paused_at, item.operator, item.reason)
              for item in found],
             empty="nothing is paused",
