@@ -166,7 +166,7 @@ def _wrapped(text: str, width: int, most: int | None) -> list[str]:
     """A text in lines of this width, broken at words where it has any; `most` lines of it."""
     if width_of(text) <= width:
         return [text]
-    pieces = []
+    pieces: list[str] = []
     while text:
         if most is not None and len(pieces) == most - 1 and width_of(text) > width:
             return [*pieces, text[: _end(text, width - 1)] + ELLIPSIS]
