@@ -15,6 +15,8 @@ from commandbus.cli.session import Command, Session
 from commandbus.cli.table import columns
 from commandbus.errors import CommandNotFoundError
 from commandbus.flow.known import doubt_type
+from commandbus.flow.limit_look import ControlAction
+from commandbus.flow.pause import PREFIX, list_actions
 from commandbus.model.command import CancelResult, CommandRecord, CommandStatus
 from commandbus.model.durations import format_seconds
 from commandbus.model.words import counted
@@ -108,11 +110,14 @@ def pause(
 @click.command(cls=Command)
 @click.argument("domain")
 @click.argument("command_type", metavar="[TYPE]", required=False)
+@operator_options
 @click.pass_obj
-def resume(session: Session, domain: str, command_type: str | None) -> None:
-    """Resume what was paused, with the same arguments."""
+def resume(
+    session: Session, domain: str, command_type: str | None, operator: str | None, reason: str | None
+) -> None:
+    """Resume what was paused, with the same arguments. Who did it is written down: `pauses --actions 10`."""
     with session.bus() as bus:
-        released = bus.resume(domain, command_type)
+        released = bus.resume(domain, command_type, operator=operator, reason=reason)
     session.answer(
         {"domain": domain, "command_type": command_type, "paused": False, "released": released},
         lambda: say(
@@ -122,10 +127,16 @@ def resume(session: Session, domain: str, command_type: str | None) -> None:
 
 
 @click.command(cls=Command)
+@click.option("--actions", type=click.IntRange(0, 1000), default=0, metavar="N",
+              help="Instead: who has paused and resumed what, the last N times.")  # fmt: skip
 @click.pass_obj
-def pauses(session: Session) -> None:
+def pauses(session: Session, actions: int) -> None:
     """What is paused, by whom, and why."""
     with session.bus() as bus:
+        if actions:
+            done = bus.run(list_actions(limit=actions))
+            session.answer(done, lambda: _print_actions(done))
+            return
         found = bus.pauses()
     session.answer(
         found,
@@ -136,6 +147,14 @@ def pauses(session: Session) -> None:
             empty="nothing is paused",
         ),
     )  # fmt: skip
+
+
+def _print_actions(done: list[ControlAction]) -> None:
+    rows = []
+    for item in done:
+        domain, _, command_type = item.subject.removeprefix(PREFIX).partition("/")
+        rows.append((item.performed_at, item.action, domain, command_type or "(all)", item.operator, item.reason))
+    print_table(columns("at? action domain type operator +reason"), rows, empty="nothing was ever paused")
 
 
 def _what(domain: str, command_type: str | None) -> str:

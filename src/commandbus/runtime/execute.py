@@ -372,7 +372,8 @@ class Executor:
         failure = judgement.failure
         fate = _FATES[judgement.verdict].format(delay=judgement.delay_seconds)
         level = _LEVELS.get(judgement.verdict, logging.WARNING)
-        tries = f"{charge_of(attempt.row, failure)} of {most} tries used"
+        # Crashes of before may be charged with this one: all tries are used then, and no more than all.
+        tries = f"{min(charge_of(attempt.row, failure), most)} of {most} tries used"
         text = f"failed ({tries}): {failure.error_type}: {failure.error[:500]}; {fate}"
         if level == logging.ERROR:
             _log(level, attempt, text, trace=failure.traceback, raised=raised)
