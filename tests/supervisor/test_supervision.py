@@ -348,7 +348,7 @@ def test_work_that_nobody_claims_makes_it_unready(
     until(lambda: supervised.ask("/health/ready")[0] == 200)
     bus.pause("orders", operator="me")
     bus.send("orders", "quick", command_id="a")
-    db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 min'")
+    db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 min', enqueued_at = '2026-01-01Z'")
     with psycopg.connect(database) as other:  # somebody holds the row, so that every claim passes over it
         other.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
         assert supervised.ask("/health/ready")[0] == 200  # a paused domain has no work
