@@ -49,7 +49,6 @@ def test_a_type_of_which_there_are_commands_is_known(orders, bus, words):
 
 def test_a_type_that_a_live_worker_handles_is_known(orders, bus, database):
     with psycopg.connect(database, autocommit=True) as db:
-        db.execute("ALTER TABLE commandbus.worker ADD COLUMN IF NOT EXISTS types text[]")
         db.execute(
             "INSERT INTO commandbus.worker "
             "       (id, host, pid, domains, concurrency, version, state, heartbeat_at, types) "
