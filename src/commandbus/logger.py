@@ -59,6 +59,26 @@ class SafeLogger(logging.LoggerAdapter[logging.Logger]):
         return record
 
 
+class OneLine(logging.Filter):
+    """For a logger of a library's: what it says of objects of ours, whose names begin so, is one safe line.
+
+    Errors of libpq have several lines. The records of others' objects are left as they are.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep it, with safe arguments."""
+        if isinstance(record.args, tuple) and any(self._is_ours(value) for value in record.args):
+            record.args = tuple(map(safe, record.args))
+        return True
+
+    def _is_ours(self, value: object) -> bool:
+        return isinstance(value, str) and value.startswith(self._prefix)
+
+
 def safe_logger(name: str) -> SafeLogger:
     """The logger of this name, for a thread that must go on."""
     return SafeLogger(logging.getLogger(name), {})

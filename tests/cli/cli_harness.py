@@ -6,11 +6,17 @@ server inherits nothing, and is asked for by its folder.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +100,66 @@ class Program:
             except OSError:
                 continue  # it ended while we looked, or is not ours to look at
         return found
+
+
+class Terminal:
+    """`commandbus …` (or `python …`) on a terminal of its own."""
+
+    def __init__(self, *words: str, columns: int = 80, python: tuple[str, ...] = ("-m", "commandbus.cli")) -> None:
+        self.master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("COMMANDBUS_")}
+        for name in ("COLUMNS", "LINES"):
+            environment.pop(name, None)
+        self.process = subprocess.Popen(
+            [sys.executable, *python, *words],
+            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            env=environment | {"PYTHONPATH": SOURCES},
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(slave)
+        self.seen = ""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+    def read_until(self, pattern: str, seconds: float = 20.0) -> str:
+        """All that it has shown, when this is among it."""
+        deadline = time.monotonic() + seconds
+        while not re.search(pattern, self.seen):
+            left = deadline - time.monotonic()
+            assert left > 0, f"not seen: {pattern}: {self.seen!r}"
+            if not select.select([self.master], [], [], left)[0]:
+                continue
+            self._read()
+        return self.seen
+
+    def read_all(self) -> str:
+        """All that it shows, to its end."""
+        while self._read():
+            pass
+        return self.seen
+
+    def end(self) -> int:
+        """Its exit code."""
+        code = self.process.wait(20)
+        while select.select([self.master], [], [], 0)[0] and self._read():
+            pass
+        return code
+
+    def _read(self) -> bytes:
+        try:
+            data = os.read(self.master, 65536)
+        except OSError:  # EIO: nobody has it open any more
+            data = b""
+        self.seen += data.decode()
+        return data
 
 
 def run(*arguments: str, **more: Any) -> Answer:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
-from cli_harness import SOURCES, Program, run
+from cli_harness import SOURCES, Program, Terminal, run
 
 from commandbus import BusinessRuleException, CommandStatus, HandlerRegistry, PermanentCommandError, Worker
 from commandbus.cli import watching
@@ -484,58 +479,6 @@ def test_watch_ends_when_its_reader_goes_away(orders, bus, make, shop, database)
             assert program.process.wait(20) == ExitCode.BROKEN_PIPE
             assert program.process.stderr.read() == ""
             shop.held["a"].set()
-
-
-class Terminal:
-    """`commandbus …` on a terminal of its own."""
-
-    def __init__(self, *words, columns=80):
-        self.master, slave = os.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("COMMANDBUS_")}
-        for name in ("COLUMNS", "LINES"):
-            environment.pop(name, None)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "commandbus.cli", *words],
-            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-            env=environment | {"PYTHONPATH": SOURCES},
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
-        os.close(slave)
-        self.seen = ""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        os.close(self.master)
-
-    def read_until(self, pattern, seconds=20.0):
-        deadline = time.monotonic() + seconds
-        while not re.search(pattern, self.seen):
-            left = deadline - time.monotonic()
-            assert left > 0, f"not seen: {pattern}: {self.seen!r}"
-            if not select.select([self.master], [], [], left)[0]:
-                continue
-            self._read()
-        return self.seen
-
-    def end(self):
-        code = self.process.wait(20)
-        while select.select([self.master], [], [], 0)[0] and self._read():
-            pass
-        return code
-
-    def _read(self):
-        try:
-            data = os.read(self.master, 65536)
-        except OSError:  # EIO: nobody has it open any more
-            data = b""
-        self.seen += data.decode()
-        return data
 
 
 def test_watch_on_a_terminal_redraws_a_bar(orders, bus, make, shop, database):

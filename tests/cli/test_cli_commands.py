@@ -319,3 +319,46 @@ def test_a_whole_day_as_processes(database):
 
 def test_an_idle_domain_has_no_oldest_command(orders):
     assert orders("status", "--json").document[0]["oldest_seconds"] is None
+
+
+def test_a_delayed_command_says_when_it_is_ready(orders, bus):
+    bus.send("orders", "ship", command_id="later", delay=3600)
+    bus.send("orders", "ship", command_id="now")
+    lines = {line.split()[3]: line for line in orders("commands").out.splitlines()[1:]}
+    assert re.search(r"ready from \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \(in (1h|60m|59m\d*s?)\)$", lines["later"]), (
+        lines["later"]
+    )
+    assert "ready from" not in lines["now"]
+
+
+def test_a_command_that_is_tried_again_later_says_when_and_why(orders, bus, database):
+    handlers = HandlerRegistry()
+
+    def fail(command, ctx):
+        raise ValueError("no street")
+
+    handlers.register("orders", "ship", fail, retry_policy=RetryPolicy(max_attempts=3, backoff_schedule=[900]))
+    bus.send("orders", "ship", command_id="a")
+    Worker(handlers, database_url=database).run(until_idle=True)
+    assert re.search(r"tried again at .* \(in 1[3-6]m.*\): no street$", orders("commands").out, re.MULTILINE)
+
+
+def test_more_charged_than_allowed_reads_right(orders, bus, database):
+    """Crashes are waived at first, and charged together once the command is convicted of them."""
+    bus.send("orders", "ship", command_id="a", max_attempts=1)
+    claim_one(bus)
+    with psycopg.connect(database, autocommit=True) as db:
+        db.execute("UPDATE pgmq.q_orders__commands SET read_ct = 3")
+    fields = orders("show", "orders", "a").out
+    assert re.search(r"^attempts +all 1 used up \(3 charged, .*\), number 3$", fields, re.MULTILINE)
+    assert "3 of 1" not in fields
+
+
+def test_who_paused_and_resumed_can_be_listed(orders):
+    assert orders("pauses", "--actions", "5").out == "nothing was ever paused\n"
+    orders("pause", "orders", "ship", "--operator", "ann", "--reason", "stocktaking")
+    orders("resume", "orders", "ship", "--operator", "bob", "--reason", "done")
+    lines = orders("pauses", "--actions", "5").out.splitlines()
+    assert re.search(r"RESUME +orders +ship +bob +done$", lines[1])
+    assert re.search(r"PAUSE +orders +ship +ann +stocktaking$", lines[2])
+    assert [item["action"] for item in orders("pauses", "--actions", "1", "--json").document] == ["RESUME"]

@@ -328,3 +328,10 @@ def test_each_role_may_what_it_should(bare_cli, plain_role, server_admin, kind, 
         lacking = next(item for item in told if "may not run handlers" in item["message"])
         assert "SELECT ON TABLE commandbus.command" in lacking["message"]
         assert f"GRANT commandbus_worker TO {user}" in lacking["remedy"]
+
+
+def test_the_doctor_counts_the_connections_for_messages_of_processes(orders, bus):
+    bus.start_process("order", domain="orders")
+    answer = orders("doctor", "--json")
+    message = {item["check"]: item["message"] for item in answer.document}["connections"]
+    assert "slots + 6) + 1), processes included" in message

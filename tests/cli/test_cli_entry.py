@@ -230,7 +230,7 @@ def test_it_runs_as_a_module(module):
     assert run("--version", module=module).out.startswith("commandbus ")
 
 
-def test_it_needs_no_rich(database, tmp_path):
+def test_a_table_is_the_same_without_rich(database, tmp_path):
     (tmp_path / "rich.py").write_text("raise ImportError('not here')")
     code = (
         "import sys; sys.stdout.isatty = lambda: True\n"

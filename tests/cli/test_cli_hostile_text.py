@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from commandbus import CommandStatus
 from commandbus.cli.exits import ExitCode
-from commandbus.cli.render import columns, print_fields, print_json, print_table
+from commandbus.cli.render import print_fields, print_json, print_table
+from commandbus.cli.table import columns
 from support.unsafe_text import is_unsafe
 from support.waiting import until
 

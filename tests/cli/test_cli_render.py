@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from commandbus.cli.parameters import parse_instant, parse_json
-from commandbus.cli.render import age, columns, print_fields, print_json, print_table, printable
+from commandbus.cli.render import age, print_fields, print_json, print_table, printable
+from commandbus.cli.table import columns
 from commandbus.model.command import AuditEntry, AuditEvent
 
 

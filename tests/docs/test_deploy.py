@@ -15,7 +15,9 @@ import pytest
 import yaml
 
 from commandbus.cli.doctor.unit import parse_span, read_unit
+from commandbus.runtime.parts import SETTLE_RESERVE_SECONDS
 from commandbus.settings import SETTINGS, load_settings
+from commandbus.supervisor.supervisor import STOP_RESERVE
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -217,3 +219,8 @@ def test_every_file_and_variable_that_the_page_names_exists() -> None:
         assert (DEPLOY / name).exists()
     known = {setting.env for setting in SETTINGS.values()}
     assert set(re.findall(r"`((?:WORKER|COMMANDBUS)_[A-Z_]+)`", README)) <= known
+
+
+def test_when_attempts_are_canceled_is_what_supervisor_and_worker_keep_in_reserve() -> None:
+    assert f"cancels them `cancel_grace` + {STOP_RESERVE + SETTLE_RESERVE_SECONDS:g} s before the end" in README
+    assert f"a supervisor: + {SETTLE_RESERVE_SECONDS:g} s" in README.replace("\n", " ")

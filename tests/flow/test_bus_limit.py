@@ -185,6 +185,19 @@ def test_a_429_of_a_real_api_is_heard_by_the_fleet(plain: CommandBus, db: Db, ap
         raise AssertionError("nobody calls before it is over")
 
 
+def test_a_bad_answer_without_a_back_off_is_logged_as_that(
+    plain: CommandBus, api: ApiStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    api.plan(Reply(500), too_many("20"))
+    for _ in range(2):
+        with pytest.raises(urllib.request.HTTPError), plain.limit("docai", wait=20):
+            urllib.request.urlopen(api.url, timeout=5)
+    until(lambda: sum("told to" in line for line in caplog.messages) == 2)
+    first, second = [line for line in caplog.messages if "told to" in line]
+    assert "(no back-off, breaker closed)" in first
+    assert "(attempt 1 of the back-off, breaker closed)" in second
+
+
 def test_wait_0_asks_once(plain: CommandBus) -> None:
     with plain.limit("docai"):
         began = time.monotonic()

@@ -18,6 +18,7 @@ from commandbus import (
     PermanentCommandError,
 )
 from commandbus.flow.register import WorkerIdentity, beat
+from commandbus.flow.rescue import scout
 
 
 def _ids(page: Any) -> list[str]:
@@ -168,7 +169,9 @@ def test_the_figures_of_domains(varied: Bus, db: psycopg.Connection[Any]) -> Non
     assert (figures.ready, figures.delayed, figures.running, figures.in_tsq, figures.parked) == (2, 1, 1, 1, 0)
     assert 0 <= figures.oldest_seconds < 60
     assert (figures.is_paused, figures.paused_types, figures.rejected) == (False, [], 0)
-    db.execute("UPDATE pgmq.q_billing__commands SET vt = now() - interval '100 s'")
+    db.execute(
+        "UPDATE pgmq.q_billing__commands SET vt = now() - interval '100 s', enqueued_at = now() - interval '1 h'"
+    )
     (billing,) = varied.status("billing")
     assert (billing.ready, billing.running) == (1, 0)
     assert 100 <= billing.oldest_seconds < 160
@@ -226,3 +229,15 @@ def test_domains(bus: Bus, db: psycopg.Connection[Any]) -> None:
     assert bus.create_domain("orders") is False
     bus.send("orders", "Ship")
     assert one(db, "SELECT count(*) FROM pgmq.q_orders__commands") == 1
+
+
+def test_a_command_for_an_instant_of_long_ago_has_not_waited_since_then(orders: Bus) -> None:
+    long_ago = datetime(2020, 1, 1, tzinfo=UTC)
+    orders.send("orders", "Ship", at=long_ago)
+    orders.send_many("orders", [{"command_type": "Ship", "at": long_ago}])
+    orders.create_batch("orders", [{"command_type": "Ship", "at": long_ago}])
+    (figures,) = orders.status("orders")
+    assert figures.ready == 3
+    assert 0 <= figures.oldest_seconds < 60
+    scouted = orders.run(scout("orders"))
+    assert (scouted.ready, 0 <= scouted.oldest_seconds < 60) == (3, True)

@@ -209,3 +209,21 @@ def test_resume_races_with_parking(orders: Bus, db: psycopg.Connection[Any], lev
     last = orders.claim("late", count)
     assert len(last) == count
     assert {attempt.charge for attempt in last} == {1}
+
+
+def test_who_resumes_is_written_down_as_who_pauses_is(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.pause("orders", "Ship", operator="ann", reason="flood")
+    assert orders.pause("orders", "Ship", operator="bob") is False
+    orders.resume("orders", "Ship", operator="cid", reason="dry again")
+    orders.pause("orders", operator="ann")
+    orders.resume("orders")
+    rows = db.execute(
+        "SELECT subject, action, operator, reason FROM commandbus.control_action ORDER BY id"
+    ).fetchall()
+    assert rows[:3] == [
+        ("pause orders/Ship", "PAUSE", "ann", "flood"),
+        ("pause orders/Ship", "RESUME", "cid", "dry again"),
+        ("pause orders/", "PAUSE", "ann", None),
+    ]
+    assert rows[3][:2] == ("pause orders/", "RESUME")
+    assert rows[3][2], "whoever it was has a name"

@@ -154,6 +154,7 @@ def test_the_scout_sees_what_could_be_claimed(orders: Bus, db: psycopg.Connectio
     assert (seen.ready, seen.oldest_seconds, seen.in_tsq) == (0, None, 0)
     for n in range(3):
         orders.send("orders", "Ship", command_id=f"c{n}")
+    db.execute("UPDATE pgmq.q_orders__commands SET enqueued_at = '2026-01-01Z'")
     db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '60 s' WHERE msg_id = 1")
     orders.claim_raw(n=1)
     db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '20 s' WHERE msg_id = 2")

@@ -243,8 +243,8 @@ def test_contradictions_are_refused(orders: Bus, db: psycopg.Connection[Any]) ->
     with pytest.raises(InvalidCommandError, match="delay or at, not both"):
         orders.send("orders", "Ship", delay=0, at=soon)
     for items, named in [
-        ([5], "not int"),
-        (["Ship"], "not str"),
+        ([5], "5 is no command: give NewCommand or dicts"),
+        (["Ship"], "'Ship' is no command"),
         ([{"command_typ": "Ship"}], "unknown field 'command_typ'"),
         ([{"data": 1}], "no command_type"),
         ([{"command_type": "Ship", 5: 1}], "unknown field '5'"),
@@ -422,3 +422,17 @@ def test_the_receipts_of_many_name_the_rows_that_were_made(orders: Bus, db: psyc
         )
         assert dict(rows.fetchall()) == {receipt.id: receipt.command_id for receipt in sent}
         assert [receipt.command_id for receipt in sent if receipt.command_id in ids] == [id_ for id_ in ids if id_]
+
+
+@pytest.mark.parametrize("bad", [{"data": 1}, 7, {"command_type": "Ship", "data": {1: 2}}, {"command_type": ""}])
+def test_an_error_of_send_many_says_which_command_it_was(orders: Bus, bad: Any) -> None:
+    good = [{"command_type": "Ship"}] * 4
+    with pytest.raises(InvalidCommandError, match=r"^command 4 of send_many: "):
+        orders.send_many("orders", [*good[:3], bad, *good], chunk_size=2)
+
+
+def test_an_error_of_start_processes_says_which_process_it_was(orders: Bus) -> None:
+    with pytest.raises(InvalidCommandError, match=r"^process 2 of those to be started: unknown field 'x'"):
+        orders.start_processes("order", [{}, {"x": 1}, {}], domain="orders")
+    with pytest.raises(InvalidCommandError, match=r"^data has a key"):
+        orders.start_process("order", {1: 2}, domain="orders")

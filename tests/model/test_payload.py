@@ -168,3 +168,42 @@ def test_a_long_text_keeps_its_end() -> None:
 @given(_TEXT)
 def test_a_quoted_text_is_a_json_string(text: str) -> None:
     assert json.loads(payload.quote(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({1: "a"}, "1 of type int at $"),
+        ({"a": [{"b": {-1.5: 0}}]}, "-1.5 of type float at $.a[0].b"),
+        ({"x": {True: 1}}, "True of type bool at $.x"),
+        ({None: 1}, "None of type NoneType at $"),
+        ([{"1": 1, 1: 2}], "1 of type int at $[0]"),
+    ],
+)
+def test_a_key_that_is_not_text_is_refused_and_not_changed(value: Any, said: str) -> None:
+    with pytest.raises(InvalidCommandError) as refused:
+        payload.dump(value, what="data")
+    assert f"data has a key that is not text ({said})" in str(refused.value)
+    assert "str(key)" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"1": 1, "true": 2, "null": 3, "-1.5e3": 4},
+        {"a": '"1":'},
+        {"1": {"2": [{"3": None}]}},
+        {"n": "x", "NaN": 1},
+    ],
+)
+def test_text_that_looks_like_a_number_is_a_key(value: Any) -> None:
+    assert payload.loads(payload.dump(value, what="data")) == value
+
+
+@given(st.dictionaries(st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none() | _TEXT, JSON))
+def test_whatever_is_accepted_comes_back_with_its_keys(value: Any) -> None:
+    if all(isinstance(key, str) for key in value):
+        assert payload.loads(payload.dump(value, what="data")) == value
+    else:
+        with pytest.raises(InvalidCommandError):
+            payload.dump(value, what="data")

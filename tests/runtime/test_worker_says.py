@@ -51,10 +51,10 @@ def test_every_failure_is_one_line_that_names_command_error_and_fate(
     }
     assert lines == {
         "WARNING again again-1 of domain work failed (1 of 2 tries used): ValueError: no; tried again in 30 s",
-        "WARNING never never-1 of domain work failed (1 of 2 tries used): PermanentCommandError: no; "
+        "ERROR never never-1 of domain work failed (1 of 2 tries used): PermanentCommandError: no; "
         "to the troubleshooting queue",
         "INFO rule rule-1 of domain work failed (1 of 2 tries used): BusinessRuleException: no; FAILED for good",
-        "WARNING unheard_of unheard_of-1 of domain work failed (1 of 3 tries used): UnknownCommandTypeError: no "
+        "ERROR unheard_of unheard_of-1 of domain work failed (1 of 3 tries used): UnknownCommandTypeError: no "
         "handler for command_type 'unheard_of' in domain 'work' is registered in this worker; "
         "to the troubleshooting queue",
     }

@@ -191,3 +191,9 @@ def test_a_signal_in_the_midst_of_a_good_start_is_not_lost(database: str, bus: C
         assert worker.run().reason == "SIGTERM"
     finally:
         watchdog.cancel()
+
+
+@pytest.mark.parametrize("given", [None, {}, "app:handlers", HandlerRegistry])
+def test_what_is_no_registry_is_told(given: Any) -> None:
+    with pytest.raises(TypeError, match="Worker takes a HandlerRegistry, not "):
+        Worker(given, database_url="postgresql://nowhere")

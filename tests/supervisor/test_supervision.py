@@ -269,10 +269,33 @@ def test_sighup_with_broken_code_changes_nothing(supervise: Supervise, tasks: Pa
     until(lambda: supervised.workers().keys() == before)
     bus.send("orders", "quick", command_id="a")
     until(lambda: status_of(bus, "a") is CommandStatus.COMPLETED)
+    code, document = supervised.ask("/health/ready")
+    assert (code, document["status"]) == (200, "degraded")
+    assert any("the last reload failed" in reason and "broken" in reason for reason in document["reasons"])
+    text = supervised.ask("/metrics")[1]
+    assert 'commandbus_reloads_total{outcome="failed"} 1' in text
+    assert "commandbus_reload_failed 1" in text
     (tasks / "tasks.py").write_text(good)
     supervised.signal(signal.SIGHUP)
     supervised.until_said("taken over")
+    until(lambda: supervised.ask("/health/ready")[1]["reasons"] == [])
+    text = supervised.ask("/metrics")[1]
+    assert 'commandbus_reloads_total{outcome="done"} 1' in text
+    assert "commandbus_reload_failed 0" in text
     until(lambda: not before & supervised.workers().keys())
+    assert supervised.stop()[0] == 0
+
+
+def test_sighup_with_settings_that_cannot_be_read_shows_in_health_and_metrics(
+    supervise: Supervise, tasks: Path
+) -> None:
+    supervised = supervise().until_ready()
+    until(lambda: supervised.ask("/health/ready")[1]["reasons"] == [])
+    (tasks / "commandbus.toml").write_text("[worker\n")
+    supervised.signal(signal.SIGHUP)
+    supervised.until_said("the reload failed, and the old workers stay: the settings cannot be read")
+    until(lambda: "the settings cannot be read" in str(supervised.ask("/health/ready")[1]["reasons"]))
+    assert "commandbus_reload_failed 1" in supervised.ask("/metrics")[1]
     assert supervised.stop()[0] == 0
 
 
@@ -325,7 +348,7 @@ def test_work_that_nobody_claims_makes_it_unready(
     until(lambda: supervised.ask("/health/ready")[0] == 200)
     bus.pause("orders", operator="me")
     bus.send("orders", "quick", command_id="a")
-    db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 min'")
+    db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 min', enqueued_at = '2026-01-01Z'")
     with psycopg.connect(database) as other:  # somebody holds the row, so that every claim passes over it
         other.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
         assert supervised.ask("/health/ready")[0] == 200  # a paused domain has no work

@@ -376,9 +376,17 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
         deed = operate.deed("CANCEL", operator or whoami(), reason)
         return await self.run(pause.pause(names.check_domain(domain), command_type, deed))
 
-    async def resume(self, domain: str, command_type: str | None = None) -> int:
-        """Resume; answers how many parked commands went back to the queue."""
-        return await self.follow(pause.resume(names.check_domain(domain), command_type))
+    async def resume(
+        self,
+        domain: str,
+        command_type: str | None = None,
+        *,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Resume; returns how many parked commands went back to the queue."""
+        deed = operate.deed("RETRY", operator or whoami(), reason)
+        return await self.follow(pause.resume(names.check_domain(domain), command_type, deed))
 
     async def pauses(self) -> list[PauseInfo]:
         """What is paused."""

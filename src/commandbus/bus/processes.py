@@ -4,10 +4,11 @@ them."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from commandbus.bus.shell import Shell, whoami
+from commandbus.errors import InvalidCommandError
 from commandbus.flow import batch, operate, process_batch, process_inspect, process_operate, process_start
 from commandbus.flow.process_start import Starting
 from commandbus.flow.statement import Operation, Plan
@@ -53,11 +54,27 @@ def _prepare(
     max_bytes: int, manager: Manager, items: Items, domain: str | None
 ) -> tuple[str, str, Iterator[Starting]]:
     of_domain, process_type, deadline = _address(manager, domain)
-    news = (process_start.to_new_process(item) for item in items)
-    if isinstance(manager, BaseProcessManager):
-        news = (check_new(manager, new) for new in news)
-    starting = (process_start.prepare_start(new, deadline=deadline, max_bytes=max_bytes) for new in news)
-    return of_domain, process_type, starting
+
+    def prepare(item: NewProcess | Mapping[str, Any]) -> Starting:
+        new = process_start.to_new_process(item)
+        if isinstance(manager, BaseProcessManager):
+            new = check_new(manager, new)
+        return process_start.prepare_start(new, deadline=deadline, max_bytes=max_bytes)
+
+    return of_domain, process_type, _numbered(items, prepare)
+
+
+def _numbered(items: Items, prepare: Callable[[Any], Starting]) -> Iterator[Starting]:
+    """Prepare them one by one; an error says which of several it was, counted from 1."""
+    is_one = isinstance(items, list) and len(items) == 1
+    for number, item in enumerate(items, 1):
+        try:
+            prepared = prepare(item)
+        except InvalidCommandError as error:
+            if is_one:
+                raise
+            raise InvalidCommandError(f"process {number} of those to be started: {error}") from None
+        yield prepared
 
 
 def _address(manager: Manager, domain: str | None) -> tuple[str, str, Duration | None]:

@@ -107,7 +107,7 @@ class Shell:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"chunk_size must be a whole number of at least 1, not {size!r}")
         limit = self.settings.max_payload_bytes
-        outgoing = (send.prepare(send.to_new_command(item), max_bytes=limit) for item in commands)
+        outgoing = send.prepare_all(commands, max_bytes=limit)
         while chunk := list(islice(outgoing, size)):
             yield self._unless_refused(
                 domain, send.send_chunk(domain, chunk), (item.command_type for item in chunk)

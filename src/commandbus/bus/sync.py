@@ -390,9 +390,17 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
         deed = operate.deed("CANCEL", operator or whoami(), reason)
         return self.run(pause.pause(names.check_domain(domain), command_type, deed))
 
-    def resume(self, domain: str, command_type: str | None = None) -> int:
-        """Resume; answers how many parked commands went back to the queue."""
-        return self.follow(pause.resume(names.check_domain(domain), command_type))
+    def resume(
+        self,
+        domain: str,
+        command_type: str | None = None,
+        *,
+        operator: str | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Resume; returns how many parked commands went back to the queue."""
+        deed = operate.deed("RETRY", operator or whoami(), reason)
+        return self.follow(pause.resume(names.check_domain(domain), command_type, deed))
 
     def pauses(self) -> list[PauseInfo]:
         """What is paused."""

@@ -16,9 +16,10 @@ from commandbus.cli import batch_text, watching, where
 from commandbus.cli.exits import ExitCode
 from commandbus.cli.lines import check_unique
 from commandbus.cli.parameters import DURATION, JsonType, operator_options
-from commandbus.cli.render import age_of, columns, print_json, print_table, say, say_heading
+from commandbus.cli.render import age_of, print_json, print_table, say, say_heading
 from commandbus.cli.send import read_commands
 from commandbus.cli.session import Group, Session, check_known
+from commandbus.cli.table import columns
 from commandbus.errors import BatchNotFoundError, DuplicateMemberError, InvalidOperationError
 from commandbus.model import names
 from commandbus.model.batch import BatchStatus, completion_of
@@ -132,7 +133,8 @@ def list_batches(
         return
     print_table(
         columns(
-            ":# domain batch_id status :done :total :completed :failed :canceled :tsq :rate :eta created name"
+            ":# domain =batch_id status :done :total?? :completed??? :failed? :canceled??? :tsq? :rate?? :eta? "
+            "created??? ~name?"
         ),
         [
             (
@@ -176,7 +178,7 @@ def show(session: Session, batch_id: str, domain: str | None, limit: int) -> Non
     if troubled:
         say_heading("failed, or in need of a person")
         print_table(
-            columns("id type status error"), [(item.id, item.type, item.status, item.error) for item in troubled]
+            columns("=id type status ~error"), [(item.id, item.type, item.status, item.error) for item in troubled]
         )
     for line in batch_text.how_to_see_more(record, troubled):
         _say(f"more: `{line}`")

@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 import click
 
 from commandbus.cli.parameters import operator_options
-from commandbus.cli.render import columns, print_table, say
+from commandbus.cli.render import print_table, say
 from commandbus.cli.session import ListingGroup, Session
+from commandbus.cli.table import columns
 from commandbus.flow.breaker_operate import BreakerInfo
+from commandbus.flow.known import doubt_type
 from commandbus.model.words import counted
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -45,7 +47,7 @@ def breakers(ctx: click.Context) -> None:
     session.answer(
         found,
         lambda: print_table(
-            columns("of name state until :stuck :failures :others :parked reason"),
+            columns("of =name state until :stuck?? :failures?? :others?? :parked? ~reason"),
             [(item.kind, item.name, _state(item), _until(item), item.stuck, item.failures,
               item.others if item.kind == "type" else None, item.parked, item.reason) for item in found],
             empty="no breaker has counted anything, and there are no limits",
@@ -68,8 +70,10 @@ def open_breaker(
     name = _name(domain, command_type, limit)
     with session.bus() as bus:
         changed = bus.open_breaker(domain, command_type, limit=limit, operator=operator, reason=reason)
+        doubt = bus.run(doubt_type(domain, command_type)) if domain and command_type else None
+    session.warn(doubt)
     session.answer(
-        {"breaker": name, "state": "OPEN", "changed": changed},
+        {"breaker": name, "state": "OPEN", "changed": changed, "warning": doubt},
         lambda: say(f"the breaker of {name} {'is' if changed else 'was already'} open, until somebody closes it"),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -13,7 +13,6 @@ from commandbus.cli.parameters import SINCE
 from commandbus.cli.render import (
     age,
     age_of,
-    columns,
     compact,
     moment,
     print_fields,
@@ -25,6 +24,7 @@ from commandbus.cli.render import (
     say_heading,
 )
 from commandbus.cli.session import Command, Session, check_known
+from commandbus.cli.table import columns
 from commandbus.errors import CommandNotFoundError, InvalidOperationError
 from commandbus.flow.belonging import PartOfProcess, process_of
 from commandbus.flow.history import AttemptRecord, list_attempts
@@ -71,7 +71,7 @@ def commands(
         print_json(page.items)
         return
     print_table(
-        columns(":id domain type command_id status :attempts sent note"),
+        columns(":id domain type =command_id status :attempts?? sent?? ~note?"),
         [
             (
                 f"#{item.id}", item.domain, item.command_type, item.command_id,
@@ -86,13 +86,21 @@ def commands(
 
 
 def _note(item: CommandRecord) -> str | None:
-    """What runs tells how far it is and whether it is asked to stop, what is parked why; everything else its last
-    error."""
+    """What runs tells how far it is and whether it is asked to stop, what is parked why, what is delayed until
+    when; everything else its last error."""
     if item.status is not CommandStatus.IN_PROGRESS:
-        return item.waiting_text or item.error
+        return item.waiting_text or _delay(item) or item.error
     asked = None if item.cancel_requested is None else f"asked to stop by {item.cancel_requested.by}"
     progress = None if item.progress is None else f"progress {compact(item.progress)}"
     return "; ".join(filter(None, (asked, progress, item.error)))
+
+
+def _delay(item: CommandRecord) -> str | None:
+    """Of one that waits for its time, when that is; of one that failed before, also why."""
+    if item.visible_at is None or (left := (item.visible_at - datetime.now(UTC)).total_seconds()) <= 0:
+        return None
+    when = f"{moment(item.visible_at)} (in {age(left)})"
+    return f"ready from {when}" if item.error is None else f"tried again at {when}: {item.error}"
 
 
 @click.command(cls=Command)
@@ -119,7 +127,7 @@ def show(session: Session, words: tuple[str, ...], with_traceback: bool, with_au
         return
     _print_record(record, part)
     say_heading("timeline")
-    print_table(columns("at :after event attempt_number worker details"), _timeline(trail))
+    print_table(columns("at?? :after event :attempt_number? worker??? +details"), _timeline(trail))
     failed = [attempt for attempt in attempts if attempt.traceback]
     if failed and not with_traceback:
         say_heading("--traceback shows where it failed")
@@ -209,10 +217,13 @@ def _print_record(record: CommandRecord, part: PartOfProcess | None) -> None:
 
 def _attempts(record: CommandRecord, *, most: int | None = None) -> str:
     """How many are charged, of how many; and the number of the last one, where that is another."""
-    charged, limit = record.charged_attempts, "" if most is None else f" of {most}"
+    charged = record.charged_attempts
     if charged is None:
         return f"number {record.attempts}"
-    return f"{charged}{limit}" + ("" if charged == record.attempts else f" charged, number {record.attempts}")
+    if most is not None and charged > most:  # crashes are charged together, once the command is convicted of them
+        return f"all {most} used up ({charged} charged, crashes of before among them), number {record.attempts}"
+    shown = f"{charged}" if most is None else f"{charged} of {most}"
+    return shown + ("" if charged == record.attempts else f" charged, number {record.attempts}")
 
 
 def _part(part: PartOfProcess) -> str:

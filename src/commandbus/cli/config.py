@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-from commandbus.cli.render import columns, print_json, print_table, say
+from commandbus.cli.render import print_json, print_table, say
 from commandbus.cli.session import Command, Session
+from commandbus.cli.table import columns
 from commandbus.model.durations import format_seconds
 from commandbus.settings import SETTINGS, Settings
 
@@ -27,7 +28,7 @@ def config(session: Session, changed: bool) -> None:  # noqa: FBT001
     rows = [(name, shown[name], settings.origins[name], SETTINGS[name].toml, SETTINGS[name].env) for name in names]
     rows += [(key, _options(given), settings.origins[key], key, "") for key, given in settings.tables().items()]
     print_table(
-        columns("setting value from toml environment"),
+        columns("setting =value from? toml??? environment??"),
         rows,
         empty="every setting has its default",
     )

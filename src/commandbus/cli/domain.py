@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-from commandbus.cli.render import columns, print_json, print_table, say
+from commandbus.cli.render import print_json, print_table, say
 from commandbus.cli.session import Group, Session
+from commandbus.cli.table import columns
 
 
 @click.group(cls=Group)
@@ -36,7 +37,7 @@ def list_domains(session: Session) -> None:
     session.answer(
         [{"domain": item.name, "queue": item.queue, "created_at": item.created_at} for item in found],
         lambda: print_table(
-            columns("domain queue created"),
+            columns("=domain =queue created?"),
             [(item.name, item.queue, item.created_at) for item in found],
             empty="no domains; `commandbus domain create NAME` makes one",
         ),

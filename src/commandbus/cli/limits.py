@@ -8,9 +8,11 @@ from typing import Any
 import click
 
 from commandbus.cli.parameters import DURATION, AnyType, operator_options
-from commandbus.cli.render import age, columns, moment, print_fields, print_table, say, say_heading
+from commandbus.cli.render import age, moment, print_fields, print_table, say, say_heading
 from commandbus.cli.session import ListingGroup, Session
+from commandbus.cli.table import columns
 from commandbus.errors import ConfigurationError
+from commandbus.flow.known import doubt_limit
 from commandbus.flow.limit_look import ControlAction, Estimate, LimitInfo, list_actions
 from commandbus.model.durations import format_seconds, roughly
 from commandbus.model.limit import OPTIONS
@@ -91,7 +93,10 @@ def show(session: Session, name: str, actions: int) -> None:
 @operator_options
 @click.pass_obj
 def set_limit(session: Session, /, name: str, operator: str | None, reason: str | None, **options: Any) -> None:
-    """Change a limit, or make one. All workers follow at once; it stays so over deployments, until it is unset."""
+    """Change a limit, or make one. All workers follow at once; it stays so over deployments, until it is unset.
+
+    One that no program declares, and that was never used, is made with a warning: the name may be misspelt.
+    """
     given = {key: value for key, value in options.items() if value is not None}
     if not given:
         raise click.UsageError("what is to change? give --concurrency 5, --rate 120/m, …")
@@ -102,7 +107,9 @@ def set_limit(session: Session, /, name: str, operator: str | None, reason: str 
             info = bus.set_limit(name, operator=operator, reason=reason, **given)
         except ConfigurationError as error:
             raise click.UsageError(str(error)) from None
-    session.answer(_document(info), lambda: say(f"limit {name}: {_allows(info)}"))
+        doubt = info.warning and doubt_limit(name, {item.name for item in bus.limits()} - {name})
+    session.warn(doubt)
+    session.answer(_document(info) | {"warning": doubt}, lambda: say(f"limit {name}: {_allows(info)}"))
 
 
 @limits.command(context_settings={"ignore_unknown_options": True})
@@ -147,7 +154,7 @@ def estimate(session: Session, name: str, domain: str | None, command_id: str | 
 
 def _print(found: list[LimitInfo], undeclared: list[str]) -> None:
     print_table(
-        columns("name mode :in_use rate :parked :callers :starts/s state"),
+        columns("=name mode?? :in_use rate? :parked :callers? :starts/s? +state"),
         [
             (
                 item.name, item.mode, _used(item), item.rate or "-", item.parked, item.callers, _pace(item),
@@ -188,11 +195,11 @@ def _print_one(info: LimitInfo, estimate: Estimate, done: list[ControlAction]) -
     )
     if info.holders:
         say_heading("places")
-        print_table(columns(":left holder"), [(f"{left:.0f}s", token) for token, left in _sorted(info)])
+        print_table(columns(":left =holder"), [(f"{left:.0f}s", token) for token, left in _sorted(info)])
     if done:
         say_heading("changes")
         print_table(
-            columns("at what action by reason details"),
+            columns("at what action by +reason +details?"),
             [
                 (moment(item.performed_at), item.subject, item.action, item.operator, item.reason, item.details)
                 for item in done

@@ -10,9 +10,13 @@ from commandbus.bus import CommandBus
 from commandbus.cli import where
 from commandbus.cli.exits import ExitCode
 from commandbus.cli.parameters import DURATION, operator_options
-from commandbus.cli.render import columns, print_table, say
+from commandbus.cli.render import print_table, say
 from commandbus.cli.session import Command, Session
+from commandbus.cli.table import columns
 from commandbus.errors import CommandNotFoundError
+from commandbus.flow.known import doubt_type
+from commandbus.flow.limit_look import ControlAction
+from commandbus.flow.pause import PREFIX, list_actions
 from commandbus.model.command import CancelResult, CommandRecord, CommandStatus
 from commandbus.model.durations import format_seconds
 from commandbus.model.words import counted
@@ -89,11 +93,16 @@ def _outcome(name: str, status: CommandStatus, worker: str | None, wait: float |
 def pause(
     session: Session, domain: str, command_type: str | None, operator: str | None, reason: str | None
 ) -> None:
-    """Pause a domain, or one command type of it. What runs goes on; what waits, waits."""
+    """Pause a domain, or one command type of it. What runs goes on; what waits, waits.
+
+    A type that no running worker handles, and of which there is no recent command, is paused, too, with a warning.
+    """
     with session.bus() as bus:
         changed = bus.pause(domain, command_type, operator=operator, reason=reason)
+        doubt = None if command_type is None else bus.run(doubt_type(domain, command_type))
+    session.warn(doubt)
     session.answer(
-        {"domain": domain, "command_type": command_type, "paused": True, "changed": changed},
+        {"domain": domain, "command_type": command_type, "paused": True, "changed": changed, "warning": doubt},
         lambda: say(f"{_what(domain, command_type)} {'is' if changed else 'was already'} paused"),
     )
 
@@ -101,11 +110,14 @@ def pause(
 @click.command(cls=Command)
 @click.argument("domain")
 @click.argument("command_type", metavar="[TYPE]", required=False)
+@operator_options
 @click.pass_obj
-def resume(session: Session, domain: str, command_type: str | None) -> None:
-    """Resume what was paused, with the same arguments."""
+def resume(
+    session: Session, domain: str, command_type: str | None, operator: str | None, reason: str | None
+) -> None:
+    """Resume what was paused, with the same arguments. Who did it is written down: `pauses --actions 10`."""
     with session.bus() as bus:
-        released = bus.resume(domain, command_type)
+        released = bus.resume(domain, command_type, operator=operator, reason=reason)
     session.answer(
         {"domain": domain, "command_type": command_type, "paused": False, "released": released},
         lambda: say(
@@ -115,20 +127,34 @@ def resume(session: Session, domain: str, command_type: str | None) -> None:
 
 
 @click.command(cls=Command)
+@click.option("--actions", type=click.IntRange(0, 1000), default=0, metavar="N",
+              help="Instead: who has paused and resumed what, the last N times.")  # fmt: skip
 @click.pass_obj
-def pauses(session: Session) -> None:
+def pauses(session: Session, actions: int) -> None:
     """What is paused, by whom, and why."""
     with session.bus() as bus:
+        if actions:
+            done = bus.run(list_actions(limit=actions))
+            session.answer(done, lambda: _print_actions(done))
+            return
         found = bus.pauses()
     session.answer(
         found,
         lambda: print_table(
-            columns("domain type since operator reason"),
+            columns("domain type since? operator +reason"),
             [(item.domain, item.command_type or "(all)", item.paused_at, item.operator, item.reason)
              for item in found],
             empty="nothing is paused",
         ),
     )  # fmt: skip
+
+
+def _print_actions(done: list[ControlAction]) -> None:
+    rows = []
+    for item in done:
+        domain, _, command_type = item.subject.removeprefix(PREFIX).partition("/")
+        rows.append((item.performed_at, item.action, domain, command_type or "(all)", item.operator, item.reason))
+    print_table(columns("at? action domain type operator +reason"), rows, empty="nothing was ever paused")
 
 
 def _what(domain: str, command_type: str | None) -> str:

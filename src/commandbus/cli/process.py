@@ -13,8 +13,9 @@ from commandbus.cli import process_text, where
 from commandbus.cli.batch import completion
 from commandbus.cli.lines import check_unique, read_items
 from commandbus.cli.parameters import DURATION, JsonType, operator_options
-from commandbus.cli.render import age_of, columns, print_json, print_table, say, shortened
+from commandbus.cli.render import age_of, print_json, print_table, say, shortened
 from commandbus.cli.session import Group, Session, check_known
+from commandbus.cli.table import columns
 from commandbus.errors import (
     DuplicateProcessError,
     InvalidCommandError,
@@ -22,6 +23,7 @@ from commandbus.errors import (
     ProcessNotFoundError,
 )
 from commandbus.flow import process_start
+from commandbus.flow.known import doubt_type
 from commandbus.model import names
 from commandbus.model.process import DEFAULT_DOMAIN, NewProcess, ProcessRecord, ProcessStatus
 from commandbus.model.safe_text import unescaped
@@ -82,9 +84,18 @@ def _refuse(options: Mapping[str, Any], why: str) -> None:
 
 def _start_one(session: Session, process_type: str, domain: str, *, data: Any, **fields: Any) -> None:
     with session.bus() as bus:
+        doubt = _doubt(bus, domain, process_type)
         receipt = bus.start_process(process_type, data, domain=domain, **fields)
     done = "started" if receipt.created else "was there already"
-    session.answer(receipt, lambda: say(f"{done}: {receipt.domain} {receipt.process_id}"))
+    session.warn(doubt)
+    session.answer(
+        receipt._asdict() | {"warning": doubt}, lambda: say(f"{done}: {receipt.domain} {receipt.process_id}")
+    )
+
+
+def _doubt(bus: CommandBus, domain: str, process_type: str) -> str | None:
+    """Asked before it is started: its first message is a command of its type."""
+    return bus.run(doubt_type(names.check_domain(domain), names.check_type(process_type), what="process type"))
 
 
 def _start_batch(
@@ -104,13 +115,17 @@ def _start_batch(
     then = completion(on_complete, reply_to)
     processes = _read(session, source)
     with session.bus() as bus, _told_by_line(source, processes):
+        doubt = _doubt(bus, domain, process_type)
         receipt = bus.create_process_batch(
             process_type, list(processes.values()), batch_id=batch_id, name=name, custom_data=batch_data,
             on_complete=then, domain=domain,
         )  # fmt: skip
     done = "started" if receipt.created else "was there already"
     many = "1 process" if receipt.total == 1 else f"{receipt.total} processes"
-    session.answer(receipt, lambda: say(f"{done}: batch {domain} {receipt.batch_id} ({many})"))
+    session.warn(doubt)
+    session.answer(
+        receipt._asdict() | {"warning": doubt}, lambda: say(f"{done}: batch {domain} {receipt.batch_id} ({many})")
+    )
 
 
 def _read(session: Session, source: str) -> dict[int, NewProcess]:
@@ -181,7 +196,7 @@ def list_processes(
     session.answer(
         page.items,
         lambda: print_table(
-            columns(":# domain type process_id status started note"),
+            columns(":# domain type =process_id status started?? ~note?"),
             [(item.id, item.domain, item.process_type, item.process_id, item.status,
               f"{age_of(item.created_at)} ago", process_text.note(item)) for item in page.items],
             empty="no processes",
@@ -260,7 +275,7 @@ def strays(session: Session, domain: str | None, process_id: str | None, limit: 
     session.answer(
         found,
         lambda: print_table(
-            columns(":id domain process at reason message"),
+            columns(":id domain =process at?? ~reason ~message?"),
             [(item["id"], item["domain"], item["process_id"] or "-", item["at"], item["reason"],
               shortened(item["message"])) for item in found],
             empty="every reply was of use",

@@ -9,7 +9,6 @@ from typing import Any
 from commandbus.cli.render import (
     age,
     age_of,
-    columns,
     compact,
     moment,
     print_fields,
@@ -18,6 +17,7 @@ from commandbus.cli.render import (
     say_heading,
     shortened,
 )
+from commandbus.cli.table import columns
 from commandbus.model.process import ProcessRecord, ProcessStatus, StepRecord, StepStatus
 
 
@@ -61,7 +61,7 @@ def print_trail(record: ProcessRecord) -> None:
     """What it has sent, what of it needs a person, and what moved nothing."""
     say_heading("trail")
     print_table(
-        columns(":no step :undoes domain command_id type sent :took outcome error"),
+        columns(":no step :undoes? domain? =command_id type?? sent???? :took??? outcome ~error"),
         [(step.number, step.name, step.undoes, step.domain, step.command_id, step.command_type, step.sent_at,
           _took(step), _outcome(step), _error(step.error)) for step in record.steps],
         empty="nothing was sent yet",
@@ -69,7 +69,7 @@ def print_trail(record: ProcessRecord) -> None:
     if record.troubles:
         say_heading("in the troubleshooting queue")
         print_table(
-            columns("domain command_id type step code error"),
+            columns("domain =command_id type?? step? code ~error"),
             [(item["domain"], item["command_id"], item["command_type"], _step_name(record, item["step"]),
               item["error_code"], item["error"]) for item in record.troubles],
         )  # fmt: skip
@@ -79,7 +79,7 @@ def print_trail(record: ProcessRecord) -> None:
     if record.strays:
         say_heading("replies that moved nothing")
         print_table(
-            columns("at reason message"),
+            columns("at? ~reason ~message?"),
             [(stray["at"], stray["reason"], shortened(stray["message"])) for stray in record.strays],
         )
 

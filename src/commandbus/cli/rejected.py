@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-from commandbus.cli.render import columns, print_table, shortened
+from commandbus.cli.render import print_table, shortened
 from commandbus.cli.session import Command, Session, check_known
+from commandbus.cli.table import columns
 from commandbus.flow.inspect import RejectedMessage, list_rejected
 
 
@@ -23,7 +24,7 @@ def rejected(session: Session, domain: str | None, limit: int, before_id: int | 
     session.answer(
         found,
         lambda: print_table(
-            columns(":id domain rejected reason message"),
+            columns(":id domain rejected?? ~reason ~message?"),
             [(item.id, item.domain, item.rejected_at, item.reason, _shown(item)) for item in found],
             empty="no rejected messages",
         ),

@@ -1,8 +1,8 @@
 """What commands print: tables for people, JSON for programs.
 
-A table is plain aligned text; on a terminal `rich` draws it, if it is installed. Whatever is printed goes through
-`printable` (`model/safe_text.py`): an error text must not be able to write to somebody's terminal. JSON has its
-own escapes for the same characters, so that it stays the same value.
+A table is aligned text, fitted to the terminal (`cli/table.py`). Whatever is printed goes through `printable`
+(`model/safe_text.py`): an error text must not be able to write to somebody's terminal. JSON has its own escapes
+for the same characters, so that it stays the same value.
 """
 
 from __future__ import annotations
@@ -11,32 +11,16 @@ import dataclasses
 import json
 import shutil
 import sys
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import click
 
+from commandbus.cli.table import GAP, Column, lay_out
 from commandbus.model.durations import format_seconds
 from commandbus.model.safe_text import escaped, escaped_json, escaped_lines
-
-GAP = "  "
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table: its head, and whether it holds numbers."""
-
-    head: str
-    is_number: bool = False
-
-
-def columns(text: str) -> list[Column]:
-    """Columns from their heads; those with a colon before them hold numbers: `"domain :ready :running"`."""
-    return [Column(word.removeprefix(":").replace("_", " "), word.startswith(":")) for word in text.split()]
 
 
 def print_json(value: Any, *, on_one_line: bool = False) -> None:
@@ -62,10 +46,13 @@ def print_table(heads: Sequence[Column], rows: Iterable[Sequence[object]], *, em
     cells = [[printable(cell) for cell in row] for row in rows]
     if not cells:
         say(empty)
-    elif not (sys.stdout.isatty() and _print_with_rich(heads, cells)):
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        for line in _aligned(heads, cells):
-            click.echo(line if width is None else _clipped(line, width))
+        return
+    is_terminal = sys.stdout.isatty()
+    lines, left_out = lay_out(heads, cells, shutil.get_terminal_size().columns if is_terminal else None)
+    for line in lines:
+        click.echo(line)
+    if left_out:
+        say(f"left out for lack of room: {', '.join(left_out)} (--json has everything)")
 
 
 def print_fields(fields: Mapping[str, object]) -> None:
@@ -154,47 +141,3 @@ def _plain(value: Any) -> Any:
         case Path():
             return str(value)
     return value
-
-
-def _aligned(heads: Sequence[Column], rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    lines = [[column.head.upper() for column in heads], *rows]
-    widths = [max(_width(line[index]) for line in lines) for index in range(len(heads))]
-    for line in lines:
-        padded = []
-        for column, cell, width in zip(heads, line, widths, strict=True):
-            space = " " * (width - _width(cell))
-            padded.append(space + cell if column.is_number else cell + space)
-        yield GAP.join(padded).rstrip()
-
-
-def _width(text: str) -> int:
-    if text.isascii():
-        return len(text)
-    return sum(
-        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
-        for char in text
-    )
-
-
-def _clipped(line: str, width: int) -> str:
-    return line if len(line) <= width else line[: max(1, width - 1)] + "…"
-
-
-def _print_with_rich(heads: Sequence[Column], rows: Sequence[Sequence[str]]) -> bool:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        return False
-    table = Table(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0), header_style="bold")
-    for index, column in enumerate(heads):
-        is_last = index == len(heads) - 1
-        table.add_column(
-            column.head.upper(), justify="right" if column.is_number else "left", no_wrap=not is_last,
-            overflow="ellipsis" if is_last else "fold",
-        )  # fmt: skip
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console().print(table)
-    return True

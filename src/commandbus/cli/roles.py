@@ -5,8 +5,9 @@ from __future__ import annotations
 import click
 
 from commandbus.cli.parameters import DURATION
-from commandbus.cli.render import columns, print_table
+from commandbus.cli.render import print_table
 from commandbus.cli.session import Command, Session
+from commandbus.cli.table import columns
 from commandbus.flow.roles import print_roles
 
 PURPOSES = {
@@ -60,7 +61,7 @@ def roles(
     session.answer(
         [{"kind": kind, "role": name} for kind, name in names.items()],
         lambda: print_table(
-            columns("role purpose"), [(name, PURPOSES.get(kind, kind)) for kind, name in names.items()]
+            columns("=role +purpose"), [(name, PURPOSES.get(kind, kind)) for kind, name in names.items()]
         ),
     )
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commandbus.cli.render import print_json
+from commandbus.cli.render import print_json, say
 from commandbus.errors import UnknownDomainError
 
 if TYPE_CHECKING:
@@ -89,6 +89,11 @@ class Session:
             print_json(document)
         else:
             for_people()
+
+    def warn(self, sentence: str | None) -> None:
+        """Something that people should know and that is no error; a document has it in `warning`."""
+        if sentence is not None and not self.as_json:
+            say(f"warning: {sentence}", is_error=True)
 
 
 def connect(settings: Settings, *, autocommit: bool = True) -> Connection[Any]:

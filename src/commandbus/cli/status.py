@@ -8,8 +8,9 @@ import time
 import click
 
 from commandbus.cli.parameters import DURATION
-from commandbus.cli.render import age, age_of, columns, print_json, print_table, say
+from commandbus.cli.render import age, age_of, print_json, print_table, say
 from commandbus.cli.session import Command, Session
+from commandbus.cli.table import columns
 from commandbus.flow.inspect import DomainStatus, WorkerInfo
 from commandbus.flow.unhandled import MOST_COUNTED, UnhandledType
 from commandbus.model.words import counted
@@ -47,7 +48,7 @@ def _print(found: list[DomainStatus], *, clear: bool) -> None:
     if clear:
         click.echo(CLEAR, nl=False)
     print_table(
-        columns("domain :ready :delayed :running :parked :tsq :rejected :oldest :rate paused"),
+        columns("=domain :ready :delayed? :running :parked? :tsq :rejected?? :oldest? :rate?? paused"),
         [
             (
                 item.domain, item.ready, item.delayed, item.running, item.parked, item.in_tsq, item.rejected,
@@ -96,7 +97,10 @@ def workers(session: Session, everyone: bool) -> None:  # noqa: FBT001
 
 def _print_workers(found: list[WorkerInfo]) -> None:
     print_table(
-        columns("worker host :pid supervisor state health domains :slots :running :settled started heartbeat"),
+        columns(
+            "=worker host?? :pid??? supervisor??? state ~health domains? :slots?? :running? :settled??? "
+            "started???? heartbeat?"
+        ),
         [
             (
                 item.id, item.host, item.pid, item.supervisor or "-", _state(item), _health(item), item.domains,

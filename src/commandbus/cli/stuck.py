@@ -9,8 +9,9 @@ import click
 
 from commandbus.cli import autopsy
 from commandbus.cli.parameters import SINCE
-from commandbus.cli.render import age, columns, print_table, say, say_heading
+from commandbus.cli.render import age, print_table, say, say_heading
 from commandbus.cli.session import Command, Session, check_known
+from commandbus.cli.table import columns
 from commandbus.flow.history import StuckAttempt, list_stuck
 from commandbus.model.outcome import Verdict
 
@@ -64,7 +65,7 @@ def _document(item: StuckAttempt, *, with_autopsy: bool) -> dict[str, Any]:
 
 def _print(found: list[StuckAttempt], *, with_autopsy: bool) -> None:
     print_table(
-        columns("when domain type command_id :attempt_number rung :after worker what"),
+        columns("when?? domain type =command_id :attempt_number?? rung :after? worker??? ~what"),
         [
             (
                 item.finished_at, item.domain, item.command_type, item.command_id, item.number, item.rung,

@@ -15,8 +15,9 @@ import click
 from commandbus.cli import where
 from commandbus.cli.exits import ExitCode
 from commandbus.cli.parameters import JsonType, operator_options
-from commandbus.cli.render import age_of, columns, print_table, say
+from commandbus.cli.render import age_of, print_table, say
 from commandbus.cli.session import Group, Session, check_known
+from commandbus.cli.table import columns
 from commandbus.errors import InvalidOperationError
 from commandbus.model.words import counted
 from commandbus.troubleshooting import TroubleshootingQueue
@@ -79,7 +80,7 @@ def list_entries(
     session.answer(
         found,
         lambda: print_table(
-            columns(":id domain type command_id :attempt_number since code error"),
+            columns(":id domain type =command_id :attempt_number??? since?? code ~error?"),
             [(f"#{item.id}", item.domain, item.command_type, item.command_id, item.attempt,
               f"{age_of(item.entered_at)} ago", item.error_code, item.error) for item in found],
             empty="nobody needs a person",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-from commandbus.cli.render import columns, print_table, shortened
+from commandbus.cli.render import print_table, shortened
 from commandbus.cli.session import Command, Session
+from commandbus.cli.table import columns
 
 
 @click.command(cls=Command)
@@ -22,7 +23,7 @@ def undelivered(session: Session, limit: int, before_id: int | None) -> None:
     session.answer(
         found,
         lambda: print_table(
-            columns(":id queue at reason message"),
+            columns(":id =queue at?? ~reason ~message?"),
             [(item.id, item.queue, item.created_at, item.reason, shortened(item.message)) for item in found],
             empty="every reply was delivered",
         ),

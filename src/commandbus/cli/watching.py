@@ -14,10 +14,10 @@ from typing import Any
 import click
 
 from commandbus.cli.render import age, say
+from commandbus.cli.table import GAP, fitted
 from commandbus.model.batch import BatchRecord
 
 Show = Callable[[BatchRecord], None]
-GAP = "  "
 LONGEST_BAR = 40
 SHORTEST_BAR = 5
 
@@ -64,17 +64,17 @@ def changes(say: Callable[[BatchRecord], object]) -> Iterator[Show]:
 
 def bar_line(record: BatchRecord, room: int) -> str:
     """`[#######-----]  58%  5800/10000  312.5/s  ETA 13s  3 failed`, in so many columns at most."""
-    text = f"{percent(record):>4}{GAP}" + figures(record)
+    text = fitted([f"{percent(record):>4}", *figures(record)], room)
     width = min(LONGEST_BAR, room - len(text) - len(GAP) - 2)
     if width >= SHORTEST_BAR:
         done = int(record.progress * width)
         text = f"[{'#' * done}{'-' * (width - done)}]{GAP}{text}"
-    return text[: max(room, 1)]
+    return text
 
 
 def change_line(record: BatchRecord) -> str:
     """The same without a bar."""
-    return f"{record.status}{GAP}{percent(record)}{GAP}{figures(record)}"
+    return GAP.join([record.status, percent(record), *figures(record)])
 
 
 def percent(record: BatchRecord) -> str:
@@ -82,7 +82,7 @@ def percent(record: BatchRecord) -> str:
     return f"{int(record.progress * 100)}%"
 
 
-def figures(record: BatchRecord) -> str:
+def figures(record: BatchRecord) -> list[str]:
     """Counts, rate and ETA: what is nought is left out."""
     parts = [f"{record.finished}/{record.total}"]
     if not record.is_finished:
@@ -94,7 +94,7 @@ def figures(record: BatchRecord) -> str:
         parts.append("open")
     elif record.cancel is not None and not record.is_finished:
         parts.append("being canceled")
-    return GAP.join(parts)
+    return parts
 
 
 def eta(record: BatchRecord) -> str:

@@ -13,6 +13,7 @@ several hosts, the one that can write is chosen. Whatever the address says itsel
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import select
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from commandbus.db.drive import (
     ServiceConnection,
 )
 from commandbus.errors import ConfigurationError
+from commandbus.logger import OneLine
 from commandbus.settings import Settings
 
 CHECK_AFTER_SECONDS = 0.1
@@ -53,6 +55,8 @@ BY_KEYS = "-c plan_cache_mode=force_generic_plan -c enable_seqscan=off -c enable
 ANSWER_SECONDS: Final = 5.0
 _SHOW_LEVEL: Final = b"SHOW default_transaction_isolation"
 _READ_COMMITTED: Final = ("read committed",)
+POOL_PREFIX = "commandbus-"
+_ONE_LINE = OneLine(POOL_PREFIX)
 _poolers: set[str] = set()  # addresses that refuse settings at the start of a session
 
 
@@ -256,6 +260,7 @@ def async_pool_options(settings: Settings, *, name: str, max_size: int) -> dict[
 
 
 def _pool_arguments(settings: Settings, *, name: str, max_size: int) -> dict[str, Any]:
+    logging.getLogger("psycopg.pool").addFilter(_ONE_LINE)  # once: it is the same filter
     return {
         "conninfo": lasting_conninfo(settings.database_url),
         "kwargs": connection_kwargs(settings, name=name),
@@ -265,7 +270,7 @@ def _pool_arguments(settings: Settings, *, name: str, max_size: int) -> dict[str
         "max_lifetime": settings.pool_max_lifetime,
         "max_idle": settings.pool_max_idle,
         "reconnect_timeout": settings.pool_reconnect_timeout,
-        "name": f"commandbus-{name}",
+        "name": f"{POOL_PREFIX}{name}",
     }
 
 

@@ -93,12 +93,7 @@ def prepare_all(
     commands: Iterable[NewCommand | Mapping[str, Any]], *, max_bytes: int = payload.DEFAULT_MAX_BYTES
 ) -> Iterator[Outgoing]:
     """Check commands one by one as they come; an error says which it was."""
-    for number, item in enumerate(commands, 1):
-        try:
-            prepared = send.prepare(_to_new_command(item), max_bytes=max_bytes)
-        except InvalidCommandError as error:
-            raise InvalidCommandError(f"command {number} of the batch: {error}") from None
-        yield prepared
+    return send.prepare_all(commands, max_bytes=max_bytes, of="the batch")
 
 
 @operation(atomic=True, whole=True)
@@ -343,13 +338,3 @@ def _chunks(outgoing: Iterator[Outgoing]) -> Iterator[list[Outgoing]]:
             chunk, characters = [], 0
     if chunk:
         yield chunk
-
-
-def _to_new_command(item: object) -> NewCommand:
-    if isinstance(item, NewCommand):
-        return item
-    if not isinstance(item, Mapping):
-        raise InvalidCommandError(f"{names.shown(item)} is no command: give NewCommand or dicts")
-    if "command_type" not in item:
-        raise InvalidCommandError("it has no command_type")
-    return send.to_new_command(item)

@@ -72,6 +72,13 @@ class LimitInfo:
     override: Mapping[str, Any] | None
     changed_at: datetime
 
+    @property
+    def warning(self) -> str | None:
+        """What a person should know of it: nobody declares it, and it was never used. Its name may be misspelt."""
+        if self.declared is not None or self.granted or self.parked or self.callers:
+            return None
+        return f"no program declares limit {self.name!r}, and it was never used; is its name right?"
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:

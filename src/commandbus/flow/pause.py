@@ -1,4 +1,7 @@
-"""pause and resume: a whole domain (nothing of it is claimed) or one command type (its commands are parked)."""
+"""pause and resume: a whole domain (nothing of it is claimed) or one command type (its commands are parked).
+
+Both are written down in control_action, with who did it and why: 'pause orders/ship'; 'pause orders/' of a domain.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,14 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from commandbus.errors import InvalidOperationError, UnknownDomainError
+from commandbus.flow.limit_look import ControlAction
+from commandbus.flow.limits import note_action
 from commandbus.flow.operate import Deed
 from commandbus.flow.statement import Plan, Statement, Steps, operation
 from commandbus.flow.unpark import Bite, Parked, wake, wake_rest
 from commandbus.model import names
+
+PREFIX = "pause "
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +43,19 @@ def pause(domain: str, command_type: str | None, what: Deed) -> Steps[bool]:
         b"VALUES (%(domain)s, %(type)s, %(operator)s, %(reason)s) ON CONFLICT DO NOTHING RETURNING domain",
         {"domain": domain, "type": command_type or "", "operator": what.operator, "reason": what.reason},
     )
+    if rows:
+        yield note_action(_subject(domain, command_type), "PAUSE", what)
     return bool(rows)
 
 
-def resume(domain: str, command_type: str | None) -> Plan[int]:
+def resume(domain: str, command_type: str | None, what: Deed) -> Plan[int]:
     """Resume; returns how many parked commands went back to the queue, in bites."""
     parked = Parked("pause", domain, command_type or "")
-    return (yield from wake_rest(parked, _resume(domain, command_type)))
+    return (yield from wake_rest(parked, _resume(domain, command_type, what)))
 
 
 @operation(atomic=True)
-def _resume(domain: str, command_type: str | None) -> Steps[Bite]:
+def _resume(domain: str, command_type: str | None, what: Deed) -> Steps[Bite]:
     if command_type is not None:
         names.check_type(command_type)
     params = {"domain": domain, "type": command_type or ""}
@@ -55,8 +64,9 @@ def _resume(domain: str, command_type: str | None) -> Steps[Bite]:
         params,
     )
     if not gone:
-        what = f"command_type {command_type!r} of domain {domain!r}" if command_type else f"domain {domain!r}"
-        raise InvalidOperationError(f"{what} is not paused")
+        named = f"command_type {command_type!r} of domain {domain!r}" if command_type else f"domain {domain!r}"
+        raise InvalidOperationError(f"{named} is not paused")
+    yield note_action(_subject(domain, command_type), "RESUME", what)
     return (yield from wake(Parked("pause", domain, command_type or "")))
 
 
@@ -67,3 +77,18 @@ def list_pauses() -> Steps[list[PauseInfo]]:
         b"SELECT domain, nullif(command_type, ''), operator, reason, paused_at FROM commandbus.pause ORDER BY 1, 2"
     )
     return [PauseInfo(*row) for row in rows]
+
+
+@operation(atomic=False)
+def list_actions(*, limit: int) -> Steps[list[ControlAction]]:
+    """Who paused and resumed what, newest first. Index: the key, backwards; control_action is small."""
+    rows = yield Statement(
+        b"SELECT subject, action, operator, reason, details, performed_at FROM commandbus.control_action "
+        b"WHERE pg_catalog.starts_with(subject, %(prefix)s) ORDER BY id DESC LIMIT %(limit)s",
+        {"prefix": PREFIX, "limit": limit},
+    )
+    return [ControlAction(*row) for row in rows]
+
+
+def _subject(domain: str, command_type: str | None) -> str:
+    return f"{PREFIX}{domain}/{command_type or ''}"

@@ -8,7 +8,7 @@ DuplicateCommandError. When to run (`delay`, `at`) is not content: a second send
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
@@ -85,6 +85,18 @@ def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> O
     )
 
 
+def prepare_all(
+    commands: Iterable[NewCommand | Mapping[str, Any]], *, max_bytes: int, of: str = "send_many"
+) -> Iterator[Outgoing]:
+    """Check commands one by one as they come; an error says which of them it was, counted from 1."""
+    for number, item in enumerate(commands, 1):
+        try:
+            prepared = prepare(to_new_command(item), max_bytes=max_bytes)
+        except InvalidCommandError as error:
+            raise InvalidCommandError(f"command {number} of {of}: {error}") from None
+        yield prepared
+
+
 @operation(atomic=False)
 def send(domain: str, outgoing: Outgoing) -> Steps[SentCommand]:
     """Send one command; answers the existing one if it was sent before with the same content."""
@@ -131,14 +143,14 @@ def to_new_command(item: NewCommand | Mapping[str, Any]) -> NewCommand:
     if isinstance(item, NewCommand):
         return item
     if not isinstance(item, Mapping):
-        raise InvalidCommandError(f"send_many takes NewCommand or dicts, not {type(item).__name__}")
+        raise InvalidCommandError(f"{names.shown(item)} is no command: give NewCommand or dicts")
     if not item.keys() <= _FIELDS:
         unknown = sorted(str(key) for key in item if key not in _FIELDS)
         raise InvalidCommandError(
             f"unknown field {unknown[0]!r} of a command; known are {', '.join(sorted(_FIELDS))}"
         )
     if "command_type" not in item:
-        raise InvalidCommandError("a command in send_many has no command_type")
+        raise InvalidCommandError("it has no command_type")
     return NewCommand(**item)
 
 

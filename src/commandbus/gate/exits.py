@@ -188,6 +188,7 @@ def _log(name: str, holder: str, reason: str, row: LimitRow, standing: Standing)
         "backoff_step": standing.step,
         "breaker": "open" if standing.is_open else "closed",
     }
-    text = "limit %s: %s, told to %s (attempt %d of the back-off, breaker %s)%s"
+    text = "limit %s: %s, told to %s (%s, breaker %s)%s"
+    step = f"attempt {standing.step} of the back-off" if standing.step else "no back-off"
     wait = "" if left is None else f"; nobody begins for {left}"
-    logger.warning(text, name, reason, holder, standing.step, extra["breaker"], wait, extra=extra)
+    logger.warning(text, name, reason, holder, step, extra["breaker"], wait, extra=extra)

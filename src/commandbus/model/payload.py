@@ -1,13 +1,16 @@
 """JSON in and out, once, with errors that name the place.
 
 What is stored is the exact text that was dumped; what a handler gets is that text parsed. A size limit protects
-the queue, NUL and lone surrogates are refused because PostgreSQL cannot hold them as text. Nesting has a limit far
-from that of any Python's or server's stack: whatever is composed of such values (a reply, a summary) is readable.
+the queue, NUL and lone surrogates are refused because PostgreSQL cannot hold them as text. So are keys of dicts
+that are not text: JSON would make text of them, and a reader would find other keys than were written. Nesting has
+a limit far from that of any Python's or server's stack: whatever is composed of such values (a reply, a summary)
+is readable.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +24,9 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _CONTAINERS = (dict, list, tuple)
 _LEAVES = frozenset({str, int, float, bool, type(None)})
+
+# What a key that is no text becomes: 1, -1.5, true, null. Text may look like that, too, so a hit is looked into.
+_ODD_KEY = re.compile(r'"(?:-?[0-9][^"]*|true|false|null|NaN|-?Infinity)":')
 
 
 def loads(text: str) -> Any:
@@ -48,6 +54,10 @@ def dump(
         text = _encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidCommandError(f"{what} is not JSON: {error}{_where(value)}") from None
+    if _ODD_KEY.search(text) and (key := _find_odd_key(value)) is not None:
+        raise InvalidCommandError(
+            f"{what} has a key that is not text ({key}), and JSON would change it; make it text: str(key)"
+        )
     if not text.isascii():
         _check_encodable(text, what)
     size = len(text) if text.isascii() else len(text.encode())
@@ -104,6 +114,23 @@ def _check_encodable(text: str, what: str) -> None:
             f"{what} contains the lone surrogate {bad!a}, which is not text; decode the bytes it came from "
             f"with their real encoding"
         ) from None
+
+
+def _find_odd_key(value: object) -> str | None:
+    """Where a dict has a key that JSON makes text of. Level by level: recursion ends where the stack does."""
+    level: list[tuple[str, Any]] = [("$", value)]
+    while level:
+        below = []
+        for path, item in level:
+            if isinstance(item, dict):
+                for key in item:
+                    if not isinstance(key, str):
+                        return f"{key!r} of type {type(key).__name__} at {path}"
+                below += [(f"{path}.{key}", child) for key, child in item.items()]
+            elif isinstance(item, list | tuple):
+                below += [(f"{path}[{index}]", child) for index, child in enumerate(item)]
+        level = [(path, child) for path, child in below if isinstance(child, _CONTAINERS)]
+    return None
 
 
 def _find_nul(value: object) -> str | None:

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
 from psycopg import errors as pg
@@ -33,9 +34,19 @@ from commandbus.errors import (
 )
 from commandbus.flow.settle import Done, Settlement, charge_of
 from commandbus.logger import safe_logger
+from commandbus.model.command import CommandStatus
 from commandbus.model.durations import format_seconds
 from commandbus.model.http import ApiFailure, api_failure
-from commandbus.model.outcome import Failure, Judgement, Verdict, describe, insist, judge, judge_failure
+from commandbus.model.outcome import (
+    STATUS_AFTER,
+    Failure,
+    Judgement,
+    Verdict,
+    describe,
+    insist,
+    judge,
+    judge_failure,
+)
 from commandbus.model.retry import RetryPolicy
 from commandbus.model.standing import Answer
 from commandbus.model.timeouts import Timeouts
@@ -58,6 +69,12 @@ _FATES = {
     Verdict.BUSINESS_RULE: "FAILED for good",
     Verdict.TIMED_OUT: "FAILED for good (on_timeout)",
     Verdict.CANCELED: "CANCELED",
+}
+
+_LEVELS = {Verdict.BUSINESS_RULE: logging.INFO} | {
+    verdict: logging.ERROR
+    for verdict, status in STATUS_AFTER.items()
+    if status is CommandStatus.IN_TROUBLESHOOTING_QUEUE
 }
 
 _CANCELLATIONS = (
@@ -129,7 +146,7 @@ class Executor:
             "WORKER_LOST",
             f"{attempt.charge - 1} attempts ended with the loss of their worker or lease; it is not tried again",
         )
-        _log(logging.WARNING, attempt, failure.error)
+        _log(logging.ERROR, attempt, f"{failure.error}: to the troubleshooting queue")
         return attempt.fail(Judgement(Verdict.EXHAUSTED, failure))
 
     def run(self, attempt: Attempt) -> Ended:
@@ -186,8 +203,9 @@ class Executor:
         """The handler raised; `trace` is its traceback as text, if it was raised elsewhere."""
         if attempt not in self._running:
             return None  # it was given up as stuck and judged then: what ends its leftovers is no news
+        raised = None
         if trace is None and not isinstance(error, UnknownCommandTypeError):
-            trace = _traceback_of(error)
+            trace, raised = _traceback_of(error), error
         if attempt.has_committed:
             text = f"raised {type(error).__name__} after its transaction had completed the command: only noted"
             _log(logging.WARNING, attempt, text)
@@ -215,13 +233,13 @@ class Executor:
             judgement = judge_failure(
                 error, charge=attempt.charge, policy=self._policy, max_attempts=None, traceback=trace
             )
-            return self._fail(attempt, judgement)
+            return self._fail(attempt, judgement, raised)
         self._health.record_failure(error)
         failure = self._explain(error, trace)
         is_timeout = failure.rung is not None
         if is_timeout:
             failure = replace(failure, duration_ms=attempt.elapsed_ms())
-        return self._conclude(attempt, failure, is_timeout=is_timeout, is_calls=api is not None)
+        return self._conclude(attempt, failure, raised, is_timeout=is_timeout, is_calls=api is not None)
 
     @staticmethod
     def _api_of(error: BaseException) -> ApiFailure | None:
@@ -269,17 +287,23 @@ class Executor:
             return self._fail(attempt, Judgement(Verdict.CANCELED, failure))
         if stop.why is Why.DEADLINE:
             self._health.record_failure(TimeoutError(failure.error))
-            return self._conclude(attempt, failure, is_timeout=True, is_calls=True)
+            return self._conclude(attempt, failure, None, is_timeout=True, is_calls=True)
         return self.waive(attempt, failure)
 
     def _conclude(
-        self, attempt: Attempt, failure: Failure, *, is_timeout: bool, is_calls: bool
+        self,
+        attempt: Attempt,
+        failure: Failure,
+        raised: BaseException | None,
+        *,
+        is_timeout: bool,
+        is_calls: bool,
     ) -> Settlement | CallFailed:
         """The settlement of a failure that may pass. If a call to a limited API failed (`is_calls`), that may have
         been the limit's probe, and its limit says whether the command is charged."""
 
         def charge() -> Settlement:
-            return self._fail(attempt, self._judge(attempt, failure, is_timeout=is_timeout))
+            return self._fail(attempt, self._judge(attempt, failure, is_timeout=is_timeout), raised)
 
         if is_calls and attempt.was_calling and not self._is_final(attempt, is_timeout=is_timeout):
             return CallFailed(attempt, failure, charge)
@@ -309,10 +333,10 @@ class Executor:
             spread=random.random(),  # noqa: S311 - jitter
         )
 
-    def _fail(self, attempt: Attempt, judgement: Judgement) -> Settlement:
+    def _fail(self, attempt: Attempt, judgement: Judgement, raised: BaseException | None = None) -> Settlement:
         self._on_failed(attempt, judgement)
         judgement = insist(judgement, attempt.step)
-        self._say(attempt, judgement)
+        self._say(attempt, judgement, raised)
         return attempt.fail(judgement)
 
     def _explain(self, error: BaseException, trace: str | None) -> Failure:
@@ -338,14 +362,23 @@ class Executor:
             return replace(failure, error_code="TIMEOUT", rung="deadline")
         return failure
 
-    def _say(self, attempt: Attempt, judgement: Judgement) -> None:
-        """One line a failure, for whoever reads the log; the traceback is in the history, and here at DEBUG."""
+    def _say(self, attempt: Attempt, judgement: Judgement, raised: BaseException | None) -> None:
+        """One line a failure, for whoever reads the log.
+
+        What needs a person is an ERROR, with its traceback, and with the exception if it was raised in this
+        process: error trackers listen there. Of all else the traceback is in the history, and here at DEBUG.
+        """
         most = attempt.max_attempts or self._policy_of(attempt).max_attempts
         failure = judgement.failure
         fate = _FATES[judgement.verdict].format(delay=judgement.delay_seconds)
-        level = logging.INFO if judgement.verdict is Verdict.BUSINESS_RULE else logging.WARNING
-        tries = f"{charge_of(attempt.row, failure)} of {most} tries used"
-        _log(level, attempt, f"failed ({tries}): {failure.error_type}: {failure.error[:500]}; {fate}")
+        level = _LEVELS.get(judgement.verdict, logging.WARNING)
+        # Crashes of before may be charged with this one: all tries are used then, and no more than all.
+        tries = f"{min(charge_of(attempt.row, failure), most)} of {most} tries used"
+        text = f"failed ({tries}): {failure.error_type}: {failure.error[:500]}; {fate}"
+        if level == logging.ERROR:
+            _log(level, attempt, text, trace=failure.traceback, raised=raised)
+            return
+        _log(level, attempt, text)
         if failure.traceback is not None:
             _log(logging.DEBUG, attempt, "failed at", trace=failure.traceback)
 
@@ -356,18 +389,26 @@ class Executor:
         return self._policy
 
 
-def _log(level: int, attempt: Attempt, text: str, *, trace: str | None = None) -> None:
-    """Say something of an attempt, in safe text and without exc_info. Whatever a log's handler does (raise, or
-    format the hostile exception that is being handled here) must not cost us the outcome or the slot."""
-    with suppress(Exception):
+def _log(
+    level: int, attempt: Attempt, text: str, *, trace: str | None = None, raised: BaseException | None = None
+) -> None:
+    """Say something of an attempt, in safe text. Whatever a log's handler does (raise, or format a hostile
+    exception, which may raise SystemExit then) must not cost us the outcome or the slot."""
+    with suppress(BaseException):
         what = (attempt.command_type, attempt.command_id, attempt.domain)
-        logger.log(level, "%s %s of domain %s %s", *what, text, extra=attempt.log_fields, trace=trace)
+        exc_info = None if raised is None else (type(raised), raised, _own_frames(raised))
+        logger.log(
+            level, "%s %s of domain %s %s", *what, text, extra=attempt.log_fields, trace=trace, exc_info=exc_info
+        )
+
+
+def _own_frames(error: BaseException) -> TracebackType | None:
+    """From the handler's own frame on: ours say nothing."""
+    return error.__traceback__.tb_next if error.__traceback__ is not None else None
 
 
 def _traceback_of(error: BaseException) -> str:
     try:
-        # From the handler's own frame on: ours say nothing.
-        frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
-        return "".join(traceback.format_exception(type(error), error, frames))
+        return "".join(traceback.format_exception(type(error), error, _own_frames(error)))
     except Exception:  # noqa: BLE001 - a hostile exception must not cost us the outcome
         return f"<no traceback: formatting {type(error).__name__} failed>"

@@ -381,6 +381,7 @@ class LimitedWork:
     def _refused(self, attempt: Attempt, refusal: Refusal) -> None:
         failure = Failure("LimitTimeoutError" if refusal.gives_up else "Limit", refusal.code, refusal.note)
         if refusal.gives_up:
+            _say_given_up(attempt, refusal.note)
             self._settle(attempt, attempt.fail(Judgement(Verdict.EXHAUSTED, failure)))
             return
         attempt.extras.parks_at = refusal.limit
@@ -400,6 +401,7 @@ class LimitedWork:
         attempt, failure = limited.attempt, limited.failure
         if row is None:
             note = f"its API has refused it, and limit {limited.limit} is declared no more"
+            _say_given_up(attempt, note, failure.traceback)
             return attempt.fail(Judgement(Verdict.EXHAUSTED, replace(failure, error=f"{failure.error}; {note}")))
         tries = (turn.tries if turn is not None else 0) + 1
         waited = row.waited_in_vain(turn.waited_seconds if turn is not None else None)
@@ -410,9 +412,7 @@ class LimitedWork:
         elif limit.max_wait_seconds is not None and waited >= limit.max_wait_seconds:
             cap = too_long(row, waited)
         if cap is not None:
-            logger.warning(
-                "%s %s: %s; to the troubleshooting queue", attempt.command_type, attempt.command_id, cap
-            )
+            _say_given_up(attempt, cap, failure.traceback)
             told = replace(failure, error_code="RATE_LIMITED", error=f"{failure.error} ({cap})")
             return attempt.fail(Judgement(Verdict.EXHAUSTED, told))
         attempt.extras.parks_at = limited.limit
@@ -433,6 +433,13 @@ def _watched(attempt: Attempt, leave: Leave) -> Leave:
 def _note_waived(attempt: Attempt, leave: Leave) -> None:
     if leave.is_waived:
         attempt.extras.failed_at, attempt.extras.is_waived = leave.place.limit, True
+
+
+def _say_given_up(attempt: Attempt, reason: str, trace: str | None = None) -> None:
+    """It needs a person: an ERROR, as for all whose attempts are used up."""
+    text = "%s %s of domain %s: %s; to the troubleshooting queue"
+    what = (attempt.command_type, attempt.command_id, attempt.domain)
+    logger.error(text, *what, reason, extra=attempt.log_fields, trace=trace)
 
 
 def _holder(attempt: Attempt) -> str:

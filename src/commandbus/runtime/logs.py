@@ -3,8 +3,9 @@
 What a record carries in `extra` (the command's id, its domain …) is part of the line in both. Only processes that
 are ours are set up like this; a worker inside an application uses the application's logging.
 
-Whatever a record says is escaped (`model/safe_text.py`): a record is one line, and only a traceback has more. Its
-lines are indented, so that nothing in the text of an error looks like a record of its own.
+Whatever a record says is escaped (`model/safe_text.py`), also one of a library's, and a warning of Python's. A
+record is one line, and only a traceback has more. Its lines are indented, so that nothing in the text of an error
+looks like a record of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def set_up_logging(settings: Settings) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if settings.log_format == "json" else TextFormatter())
     logging.basicConfig(level=settings.log_level, handlers=[handler], force=True)
+    logging.captureWarnings(True)  # Python's own way to show one is two lines on stderr
 
 
 def extras(record: logging.LogRecord) -> dict[str, Any]:

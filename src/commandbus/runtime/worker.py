@@ -63,6 +63,10 @@ class Worker:
         name: str | None = None,
         supervision: Supervision | None = None,
     ) -> None:
+        if not isinstance(handlers, HandlerRegistry):
+            raise TypeError(
+                f"Worker takes a HandlerRegistry, not {type(handlers).__name__}: give it that of your handlers"
+            )
         overrides = {"database_url": database_url, "concurrency": concurrency}
         if settings is None:
             settings = load_settings(overrides)

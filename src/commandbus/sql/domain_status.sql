@@ -1,4 +1,6 @@
--- One domain's figures. Whose turn has come (woken_at) is parked no more. Locks: none. Reads the queue once.
+-- One domain's figures. Whose turn has come (woken_at) is parked no more. A message waits since it could be claimed, and
+-- not before it was there: one that is sent for an instant of long ago has not waited since then. Locks: none. Reads the
+-- queue once.
 SELECT pg_catalog.count(*) FILTER (WHERE NOT held AND vt <= pg_catalog.now()),
        pg_catalog.count(*) FILTER (WHERE NOT held AND vt > pg_catalog.now())
            - (SELECT pg_catalog.count(*) FROM commandbus.parked WHERE domain = %(domain)s AND woken_at IS NULL),
@@ -6,7 +8,8 @@ SELECT pg_catalog.count(*) FILTER (WHERE NOT held AND vt <= pg_catalog.now()),
        (SELECT pg_catalog.count(*) FROM commandbus.parked WHERE domain = %(domain)s AND woken_at IS NULL),
        (SELECT pg_catalog.count(*) FROM commandbus.tsq WHERE domain = %(domain)s),
        extract(epoch FROM pg_catalog.now()
-               - pg_catalog.min(greatest(vt, 'epoch')) FILTER (WHERE NOT held AND vt <= pg_catalog.now()))::float8,
+               - pg_catalog.min(greatest(vt, enqueued_at, 'epoch'))
+                     FILTER (WHERE NOT held AND vt <= pg_catalog.now()))::float8,
        (SELECT coalesce(pg_catalog.sum((rates ->> %(domain)s::text)::float8), 0) FROM commandbus.worker
          WHERE heartbeat_at > pg_catalog.now() - pg_catalog.make_interval(secs => %(alive)s)
            AND state <> 'STOPPED'),
@@ -14,4 +17,4 @@ SELECT pg_catalog.count(*) FILTER (WHERE NOT held AND vt <= pg_catalog.now()),
        ARRAY(SELECT command_type FROM commandbus.pause
               WHERE domain = %(domain)s AND command_type <> '' ORDER BY 1),
        (SELECT pg_catalog.count(*) FROM commandbus.rejected_message WHERE domain = %(domain)s)
-  FROM (SELECT vt, COALESCE(headers ? 'held_by'::text, false) AS held FROM pgmq.{queue}) q
+  FROM (SELECT vt, enqueued_at, COALESCE(headers ? 'held_by'::text, false) AS held FROM pgmq.{queue}) q

@@ -1,9 +1,10 @@
 -- How much work of one domain could be claimed now, how long the first of it has been waiting, and how many commands
--- need a person. A paused domain has nothing to claim. Counts no further than it is told to.
+-- need a person. A paused domain has nothing to claim. Counts no further than it is told to. Waiting counts from when a
+-- message could be claimed, and not from before it was there.
 --
 -- Locks: none. Indexes: q_*_vt_idx up to now, tsq_domain_type.
 WITH claimable AS (
-    SELECT vt
+    SELECT greatest(vt, enqueued_at, 'epoch') AS since
       FROM pgmq.{queue}
      WHERE vt <= pg_catalog.now()
        AND NOT EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = '')
@@ -11,6 +12,6 @@ WITH claimable AS (
      LIMIT %(most)s
 )
 SELECT (SELECT pg_catalog.count(*) FROM claimable),
-       (SELECT extract(epoch FROM pg_catalog.now() - pg_catalog.min(greatest(vt, 'epoch')))::float8
+       (SELECT extract(epoch FROM pg_catalog.now() - pg_catalog.min(since))::float8
           FROM claimable),
        (SELECT pg_catalog.count(*) FROM commandbus.tsq WHERE domain = %(domain)s)

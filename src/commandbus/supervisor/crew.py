@@ -65,6 +65,8 @@ class Crew:
         self.deaths: Counter[str] = Counter()
         self.fatal: Failed | None = None
         self.is_ending = False
+        self.reloads: Counter[str] = Counter()
+        self.reload_error = ""  # why the last reload failed; nothing if it did not
         self._supervisor = supervisor
         self._reserve = reserve_seconds
         self._selector = selector
@@ -333,13 +335,15 @@ class Crew:
             if worker.generation != generation and worker.told_at is None:
                 worker.told_at = now
                 worker.tell("drain", reason="a new worker has taken over")
+        self.reloads["done"] += 1
+        self.reload_error = ""
         logger.info(
             "reloaded: %s taken over", "1 new worker has" if len(new) == 1 else f"{len(new)} new workers have"
         )
         return True
 
     def _give_up_reload(self, reason: str, now: float) -> None:
-        logger.error("the reload failed, and the old workers stay: a new one could not start: %s", reason)
+        self.note_failed_reload(f"a new one could not start: {reason}")
         if self._coming is None:
             return
         failed, self._coming = self._coming[0], None
@@ -348,6 +352,12 @@ class Crew:
                 worker.told_at = now
                 worker.tell("stop", reason="the reload failed")
                 worker.generation = -1  # of no generation: the next one gets this number
+
+    def note_failed_reload(self, reason: str) -> None:
+        """The old workers stay. Health and metrics say so until a reload succeeds."""
+        self.reloads["failed"] += 1
+        self.reload_error = reason
+        logger.error("the reload failed, and the old workers stay: %s", reason)
 
     # -- the end
 

@@ -42,7 +42,8 @@ def say_death(worker: WorkerProcess, death: Death) -> None:
 def say_culprit(worker: str, domain: str, held: Held, finding: Finding, settlement: Settlement) -> None:
     """An attempt is charged with its worker's death."""
     status = json.loads(settlement.row).get("s") if settlement.is_final else None
-    logger.warning(
+    logger.log(
+        logging.ERROR if status == CommandStatus.IN_TROUBLESHOOTING_QUEUE else logging.WARNING,
         "attempt number %d of command %s (%s) is held responsible: %s; %s",
         held.row.attempt_base + held.row.read_ct,
         held.row.command_id,

@@ -266,7 +266,7 @@ class Supervisor:
         try:
             fresh = self._reload()
         except CommandBusError as error:
-            logger.error("SIGHUP: the settings cannot be read, so everything stays: %s", error)  # noqa: TRY400
+            self._crew.note_failed_reload(f"the settings cannot be read: {error}")
             return
         logger.info("SIGHUP: new workers are started")
         self._phase = RELOADING
@@ -331,6 +331,8 @@ class Supervisor:
             settled=totals["settled"] + sum(worker.snapshot.settled for worker in workers),
             stuck=totals["stuck"] + sum(worker.snapshot.stuck for worker in workers),
             restarts=totals["restarts"],
+            reloads=dict(self._crew.reloads),
+            reload_error=self._crew.reload_error,
             deaths=dict(self._crew.deaths),
             postmortems=self._coroner.done,
             open_postmortems=len(self._coroner.open_cases),

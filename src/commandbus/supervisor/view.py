@@ -46,7 +46,7 @@ class WorkerView:
 @dataclass(frozen=True, slots=True)
 class View:
     """Everything at the last turn of the loop. Counters are since the supervisor's start, the dead included.
-    `waits_for` says what keeps it from starting the first worker."""
+    `waits_for` says what keeps it from starting the first worker, `reload_error` why the last reload failed."""
 
     at: float
     phase: str
@@ -54,6 +54,8 @@ class View:
     settled: int = 0
     stuck: int = 0
     restarts: int = 0
+    reloads: Mapping[str, int] = field(default_factory=dict)
+    reload_error: str = ""
     deaths: Mapping[str, int] = field(default_factory=dict)
     postmortems: int = 0
     open_postmortems: int = 0
@@ -103,6 +105,8 @@ def ready(view: View, now: float) -> Verdict:
         for worker in serving
         if worker.health > HEALTHY
     ] + _slow_starts(view)
+    if view.reload_error:
+        doubts.append(f"the last reload failed, and the old workers stay: {view.reload_error}")
     return Verdict(True, document | {"status": "degraded" if doubts else "healthy", "reasons": doubts})
 
 
@@ -135,6 +139,10 @@ def metrics(view: View) -> str:
                [Sample(view.stuck)]),
         Metric("commandbus_worker_restarts_total", COUNTER, "Workers started in place of others.",
                [Sample(view.restarts)]),
+        Metric("commandbus_reloads_total", COUNTER, "Reloads (SIGHUP) by outcome.",
+               [Sample(view.reloads.get(outcome, 0), {"outcome": outcome}) for outcome in ("done", "failed")]),
+        Metric("commandbus_reload_failed", GAUGE, "1 if the last reload failed, and the old workers stay.",
+               [Sample(1 if view.reload_error else 0)]),
         Metric("commandbus_worker_deaths_total", COUNTER, "Ends of workers by cause.",
                [Sample(count, {"cause": cause}) for cause, count in sorted(view.deaths.items())]),
         Metric("commandbus_postmortems_total", COUNTER, "Dead workers whose commands were settled.",

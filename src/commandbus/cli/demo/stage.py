@@ -16,7 +16,8 @@ from pathlib import Path
 import click
 
 from commandbus.cli.demo.tally import GROUPS, Tally
-from commandbus.cli.render import columns, print_table
+from commandbus.cli.render import print_table
+from commandbus.cli.table import columns, fitted
 
 BAR = 10
 PLAIN_SECONDS = 1.0
@@ -38,19 +39,19 @@ class Stage:
 
     def progress(self, tally: Tally, total: int, seconds: float, *, running: int) -> None:
         """How far it is."""
-        text = (
-            f"{tally.done}/{total} done, {running} running: {tally.sum('completed')} completed, "
-            f"{tally.sum('failed')} failed, {tally.sum('in_tsq')} in TSQ  {seconds:.1f} s"
-        )
+        parts = [
+            f"{tally.done}/{total} done", f"{running} running", f"{tally.sum('completed')} completed",
+            f"{tally.sum('failed')} failed", f"{tally.sum('in_tsq')} in TSQ", f"{seconds:.1f} s",
+        ]  # fmt: skip
         if self._is_terminal:
             filled = BAR * tally.done // max(total, 1)
-            line = f"  {'█' * filled}{'░' * (BAR - filled)} {text}"
-            width = shutil.get_terminal_size().columns
-            click.echo(f"\r\x1b[K{line[: width - 1]}", nl=False, err=self._err)
+            bar = f"  {'█' * filled}{'░' * (BAR - filled)} "
+            text = fitted(parts, shutil.get_terminal_size().columns - 1 - len(bar), gap=", ")
+            click.echo(f"\r\x1b[K{bar}{text}", nl=False, err=self._err)
             self._line_is_open = True
         elif time.monotonic() - self._last_at >= PLAIN_SECONDS or tally.done == total:
             self._last_at = time.monotonic()
-            click.echo(f"  {text}", err=self._err)
+            click.echo(f"  {', '.join(parts)}", err=self._err)
 
     def close_line(self) -> None:
         """End the line that is written over."""
@@ -67,7 +68,7 @@ class Stage:
         ]
         names = ("found", "completed", "failed", "in_tsq", "attempts")
         rows.append(("total", *(tally.sum(name) for name in names), ""))
-        print_table(columns("type :sent :completed :failed :in_TSQ :attempts its_handler"), rows)
+        print_table(columns("type :sent :completed :failed :in_TSQ :attempts? +its_handler"), rows)
 
 
 def program() -> str:

@@ -13,6 +13,7 @@ from commandbus.cli.doctor.findings import Conn, Findings, fail, ok, warn
 from commandbus.cli.render import age
 from commandbus.model.durations import format_seconds
 from commandbus.model.words import counted
+from commandbus.runtime.spec import ROUTER_SLOTS
 from commandbus.settings import Settings
 
 OLDEST, NEWEST = 14, 18
@@ -242,7 +243,10 @@ def _connections(conn: Conn, settings: Settings) -> Findings:
         conn, "SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_activity WHERE backend_type = 'client backend'"
     )
     gate = _gate_connections(conn, settings)
-    own = WORKER_CONNECTIONS + gate
+    messages = _message_connections(conn)
+    own = WORKER_CONNECTIONS + gate + messages
+    counted_in = " and ".join(what for what, count in (("limits", gate), ("processes", messages)) if count)
+    included = f", {counted_in} included" if counted_in else ""
     needed = settings.processes * (settings.concurrency + own) + SUPERVISOR_CONNECTIONS
     for what, limit in (
         (
@@ -261,7 +265,7 @@ def _connections(conn: Conn, settings: Settings) -> Findings:
     message = (
         f"{used} of {most} in use; workers of these settings need up to {needed} "
         f"({settings.processes} × ({settings.concurrency} slots + {own}) "
-        f"+ {SUPERVISOR_CONNECTIONS}){', limits included' if gate else ''}, and more while some are replaced"
+        f"+ {SUPERVISOR_CONNECTIONS}){included}, and more while some are replaced"
     )
     if most - used < needed:
         yield warn("connections", message, "raise max_connections, or lower concurrency or processes")
@@ -269,14 +273,26 @@ def _connections(conn: Conn, settings: Settings) -> Findings:
         yield ok("connections", message)
 
 
-def _gate_connections(conn: Conn, settings: Settings) -> int:
-    """Where limits are used, a worker has a connection for them, and one more if some are kept in Redis."""
-    is_readable = _one(
+def _message_connections(conn: Conn) -> int:
+    """Where there are processes, their messages have slots of their own in a worker that has other work, too."""
+    if not _is_readable(conn, "process"):
+        return 0
+    return ROUTER_SLOTS if _one(conn, "SELECT EXISTS (SELECT FROM commandbus.process)") else 0
+
+
+def _is_readable(conn: Conn, table: str) -> bool:
+    found: bool = _one(
         conn,
         "SELECT EXISTS (SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = relnamespace "
-        "WHERE nspname = 'commandbus' AND relname = 'limits' "
+        f"WHERE nspname = 'commandbus' AND relname = '{table}' "
         "AND pg_catalog.has_schema_privilege(n.oid, 'USAGE') AND pg_catalog.has_table_privilege(c.oid, 'SELECT'))",
     )
+    return found
+
+
+def _gate_connections(conn: Conn, settings: Settings) -> int:
+    """Where limits are used, a worker has a connection for them, and one more if some are kept in Redis."""
+    is_readable = _is_readable(conn, "limits")
     kept = {settings.backend_of(limit) for limit in settings.limits}
     if is_readable:
         kept |= {row[0] for row in conn.execute(b"SELECT DISTINCT backend FROM commandbus.limits").fetchall()}

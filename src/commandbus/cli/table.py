@@ -1,0 +1,188 @@
+"""table: rows as aligned text, in as many columns as the reader's terminal has.
+
+Nothing that somebody may type again is ever cropped: ids, names, numbers and instants are shown whole. If a table
+is too wide, these are tried in turn, until it fits:
+
+1. columns of text wrap at words, then heads, too; of free text (errors, messages) three lines are shown;
+2. columns that are marked as less important are left out, and the reader is told which; the more important ones
+   stay, if there is room for them;
+3. names and states wrap, in their own column;
+4. ids wrap, too.
+
+A table that goes to a file or a pipe has all columns, and a row is one line.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+GAP = "  "
+TEXT_WIDTH = 24  # a column of text is not made narrower
+NAME_WIDTH = 8  # nor is another one
+MOST_LINES = 3
+ELLIPSIS = "…"
+KINDS = ":=+~"
+BREAKS = " _-/,"  # a line may end after these
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table: its head, and what may be done to it where room is short.
+
+    `rank` says how early it is left out: 0 never, a higher one before a lower one.
+    """
+
+    head: str
+    kind: str = ""
+    rank: int = 0
+
+    @property
+    def is_number(self) -> bool:
+        """Numbers stand right, and never wrap."""
+        return self.kind == ":"
+
+    @property
+    def is_text(self) -> bool:
+        """Text wraps before anything else does."""
+        return self.kind in ("~", "+")
+
+    @property
+    def is_id(self) -> bool:
+        """An id wraps only if nothing else helps."""
+        return self.kind == "="
+
+    @property
+    def most_lines(self) -> int | None:
+        """How many lines of a cell are shown; None: all."""
+        return MOST_LINES if self.kind == "~" else None
+
+
+def columns(text: str) -> list[Column]:
+    """Columns from their heads, each with its mark: `":# =command_id type sent?? ~error?"`.
+
+    `:` numbers, `=` ids, `+` text, `~` free text, of which a few lines are enough; without a mark: names and
+    states. One that ends in `?` may be left out where room is short; the more question marks, the earlier.
+    """
+    return [_column(word) for word in text.split()]
+
+
+def _column(word: str) -> Column:
+    name = word.rstrip("?")
+    kind = name[0] if name[0] in KINDS else ""
+    return Column(name.removeprefix(kind).replace("_", " "), kind, len(word) - len(name))
+
+
+def lay_out(
+    heads: Sequence[Column], rows: Sequence[Sequence[str]], room: int | None
+) -> tuple[list[str], list[str]]:
+    """The lines of a table, its heads first, in `room` columns; and the heads that were left out."""
+    titles = [column.head.upper() for column in heads]
+    widths = _widths(heads, [titles, *rows])
+    if room is not None and _total(widths) > room:
+        longest_words = [max(title.split(), key=len) for title in titles]
+        widths = _fit(heads, widths, _widths(heads, [longest_words, *rows]), room)
+    lines = [text for row in (titles, *rows) for text in _row(heads, row, widths)]
+    return lines, [title for title, width in zip(titles, widths, strict=True) if not width]
+
+
+def fitted(parts: Sequence[str], room: int, *, gap: str = GAP) -> str:
+    """Parts of a line, as many as there is room for: a figure is left out as a whole, never cut."""
+    for count in range(len(parts), 0, -1):
+        line = gap.join(parts[:count])
+        if width_of(line) <= room:
+            marked = line if count == len(parts) else f"{line}{gap}{ELLIPSIS}"
+            return marked if width_of(marked) <= room else line
+    return ELLIPSIS
+
+
+def width_of(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    return len(text) if text.isascii() else sum(map(_width_of_char, text))
+
+
+def _width_of_char(char: str) -> int:
+    return 0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def _widths(heads: Sequence[Column], lines: Sequence[Sequence[str]]) -> list[int]:
+    return [max(width_of(line[index]) for line in lines) for index in range(len(heads))]
+
+
+def _total(widths: Sequence[int]) -> int:
+    shown = [width for width in widths if width]
+    return sum(shown) + len(GAP) * (len(shown) - 1)
+
+
+def _fit(heads: Sequence[Column], natural: list[int], narrow: list[int], room: int) -> list[int]:
+    """A width for each column, which is 0 for one that is left out; `narrow` is with heads that wrap."""
+    texts = [index for index, column in enumerate(heads) if column.is_text]
+    names = [index for index, column in enumerate(heads) if not column.is_number]
+    others = [index for index in names if not heads[index].is_id]
+    if _total(widths := _shrunk(natural, texts, TEXT_WIDTH, room)) <= room:
+        return widths
+    kept = [0 if column.rank else width for column, width in zip(heads, narrow, strict=True)]
+    for index in sorted(range(len(heads)), key=lambda i: heads[i].rank):
+        wider = [*kept[:index], narrow[index], *kept[index + 1 :]]
+        if _total(_shrunk(wider, texts, TEXT_WIDTH, room)) <= room:
+            kept = wider
+    for which, least in ((texts, TEXT_WIDTH), (others, NAME_WIDTH), (names, NAME_WIDTH)):
+        kept = _shrunk(kept, which, least, room)
+    return kept
+
+
+def _shrunk(widths: Sequence[int], which: Iterable[int], least: int, room: int) -> list[int]:
+    """These columns made narrower, the widest first, until all fit or each has its least width."""
+    found = list(widths)
+    candidates = [index for index in which if found[index] > least]
+    excess = _total(found) - room
+    while excess > 0 and candidates:
+        widest = max(candidates, key=lambda index: found[index])
+        if found[widest] == least:
+            break
+        found[widest] -= 1
+        excess -= 1
+    return found
+
+
+def _row(heads: Sequence[Column], cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    """The lines of one row: each cell wraps within its own column."""
+    shown = [
+        (column, width, _wrapped(cell, width, column.most_lines))
+        for column, cell, width in zip(heads, cells, widths, strict=True)
+        if width
+    ]
+    for number in range(max(len(pieces) for _, _, pieces in shown)):
+        padded = []
+        for column, width, pieces in shown:
+            piece = pieces[number] if number < len(pieces) else ""
+            space = " " * (width - width_of(piece))
+            padded.append(space + piece if column.is_number else piece + space)
+        yield GAP.join(padded).rstrip()
+
+
+def _wrapped(text: str, width: int, most: int | None) -> list[str]:
+    """A text in lines of this width, broken at words where it has any; `most` lines of it."""
+    if width_of(text) <= width:
+        return [text]
+    pieces: list[str] = []
+    while text:
+        if most is not None and len(pieces) == most - 1 and width_of(text) > width:
+            return [*pieces, text[: _end(text, width - 1)] + ELLIPSIS]
+        end = _end(text, width)
+        if end < len(text):
+            end = max(text.rfind(mark, 0, end + (mark == " ")) for mark in BREAKS) + 1 or end
+        pieces.append(text[:end].rstrip(" "))
+        text = text[end:]
+    return pieces
+
+
+def _end(text: str, width: int) -> int:
+    """How many characters of it fit; one at least."""
+    used = 0
+    for index, char in enumerate(text):
+        used += _width_of_char(char)
+        if used > width:
+            return max(index, 1)
+    return len(text)
