@@ -9,7 +9,7 @@ import asyncpg
 import uvloop
 from pgqueuer import AsyncpgDriver, PgQueuer, Queries
 
-BATCH = 500  # as many as Graphile Worker's local queue takes; its default of 10 is slower
+BATCH = 500  # as many as Graphile Worker takes at once (the default is 10); all of a batch may run at once
 
 
 async def setup() -> None:
