@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psycopg
 
-from bench import burst, fleet, floors, installed, limits
+from bench import burst, fleet, floors, installed, limits, peers, plot
 from bench.fleet import Member, drain
 from bench.ground import DATA, Ground, ground
 from commandbus import CommandBus, Worker
@@ -265,7 +265,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer commands and rounds: about a minute")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the medians there")
     parser.add_argument("--database", metavar="URL", help="measure on this empty database, not on an embedded one")
+    parser.add_argument("--peers", metavar="NAME", nargs="*", help="compare with other job queues (these, or all)")
+    parser.add_argument("--rounds", metavar="N", type=int, default=3, help="of --peers (3)")
+    parser.add_argument(
+        "--plot", metavar="FILE.svg", type=Path, help="draw the figures of --from, measure nothing"
+    )
+    parser.add_argument("--from", metavar="FILE.json", type=Path, nargs="+", dest="source", help="files of --json")
     args = parser.parse_args()
+    if args.plot is not None:
+        plot.run(args.plot, args.source or parser.error("--plot needs --from FILE.json"))
+        return
+    if args.peers is not None:
+        with ground(args.database) as base:
+            peers.run(base, args.peers, args.rounds, args.json)
+        return
     with ground(args.database) as base:
         run = Run(base, quick=args.quick)
         try:
