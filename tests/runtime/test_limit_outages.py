@@ -278,11 +278,11 @@ def test_a_hung_probe_is_waived_in_a_block_too(
 ) -> None:
     """Given up as stuck: its place is left, so another one can be the probe; its attempt is not charged.
 
-    The next attempt may have to wait for the end of the lease: its own deadline is longer.
+    The next attempt may have to wait until the lease has ended and a sweep has seen it: its deadline is longer.
     """
     began: list[str] = []
 
-    @handlers.handler("orders", "page", timeout=2, retry_policy=RetryPolicy(1))
+    @handlers.handler("orders", "page", timeout=5, retry_policy=RetryPolicy(1))
     def page(command: Any, ctx: Any) -> None:
         with ctx.limit("docai", wait=20):
             began.append(command.command_id)
