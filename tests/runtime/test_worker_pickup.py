@@ -50,6 +50,19 @@ def test_a_send_is_heard(bus: CommandBus, db: Db, handlers: HandlerRegistry, sta
     assert statuses(db) == {"COMPLETED": 3}
 
 
+def test_a_resumed_domain_is_heard(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    """Nothing was parked: the worker has claimed nothing while the domain was paused."""
+    bus.pause("orders", operator="ann")
+    bus.send_many("orders", [NewCommand("work") for _ in range(50)])
+    start_worker(handlers, **SELDOM)
+    until_waiting(db)
+    bus.resume("orders", operator="ann")
+    until_settled(db, SOON)
+    assert statuses(db) == {"COMPLETED": 50}
+
+
 def test_send_many_is_heard(bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker) -> None:
     start_worker(handlers, **SELDOM)
     until_waiting(db)
