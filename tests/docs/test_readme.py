@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -281,11 +280,7 @@ def test_the_example_with_other_peoples_connections_runs(bus: CommandBus, databa
         names = {"NAME": parts["dbname"], "USER": parts["user"], "HOST": parts["host"], "PORT": parts["port"]}
         settings.configure(DATABASES={"default": {"ENGINE": engine, **names}})
         django.setup()
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", RuntimeWarning
-        )  # all in one program: the sync ones block the async one's loop
-        asyncio.run(_run_with_connections(block("python", "conn=session"), bus, database))
+    asyncio.run(_run_with_connections(block("python", "conn=session"), bus, database))
     assert len(bus.query_commands(domain="orders").items) == 5
 
 
