@@ -71,7 +71,7 @@ def test_close_open_and_reset(broken, bus):
     opened = broken("breakers", "open", "orders", "ship", "--operator", "ann", "--reason", "carrier is down")
     assert opened.out == "the breaker of orders/ship is open, until somebody closes it\n"
     assert broken("breakers", "open", "orders", "ship", "--json").document == {
-        "breaker": "orders/ship", "state": "OPEN", "changed": False,
+        "breaker": "orders/ship", "state": "OPEN", "changed": False, "warning": None,
     }  # fmt: skip
     park(bus)
     assert "somebody closes it" in broken("breakers").out
