@@ -108,8 +108,7 @@ class Life:
     quarantine: bool = False
     was_lost: bool = False  # so it runs alone
     alone: bool = False  # its holder knows that, and has started it
-    vanished: int = 0  # holders that are not written down yet
-    ran_alone: bool = False  # the first of those did
+    vanished: list[tuple[str, bool]] = field(default_factory=list)  # holders not written down yet; who ran alone
     ended_in_crash: bool = False  # the attempt that brought it into the troubleshooting queue
     holder: str | None = None
     parked: bool = False
@@ -127,18 +126,24 @@ class Life:
         self.quarantine = self.quarantine or self.ended_in_crash
 
     def lose(self) -> None:
-        """Its holder vanished, and the next claim found it."""
-        if not self.vanished:
-            self.ran_alone = self.alone
-        self.vanished += 1
+        """Its holder let its lease run out, and the next claim found it."""
+        assert self.holder is not None
+        self.vanished.append((self.holder, self.alone))
         self.alone = False
 
-    def pay(self) -> None:
-        """The loss is written down: that of one that ran alone is charged; the first makes a suspect."""
-        self.charge -= self.vanished - self.ran_alone
-        if not self.was_lost:
-            self.suspect = (self.suspect or 0) + 1
-        self.was_lost, self.vanished = True, 0
+    def pay(self, worker: str) -> None:
+        """The loss is written down: that of one that ran alone is charged; the first makes a suspect.
+
+        A worker that writes down its own loss has not vanished: that costs nothing.
+        """
+        others = [ran_alone for holder, ran_alone in self.vanished if holder != worker]
+        self.charge -= len(self.vanished)
+        self.vanished = []
+        if others:
+            self.charge += others[0]
+            if not self.was_lost:
+                self.suspect = (self.suspect or 0) + 1
+            self.was_lost = True
 
     def told(self) -> list[tuple[str, int | None]]:
         """As the trail tells it: an attempt's start, which is written last, before what was asked of it."""
@@ -217,7 +222,7 @@ class Lifecycle(RuleBasedStateMachine):
             right, adopted = self.bus.run(put_right(domain="orders", worker=worker, odd=found.odd, max_bytes=9999))
             assert adopted == 0
             rows += right
-            self._tell_the_model_of_the_odd(found.odd)
+            self._tell_the_model_of_the_odd(worker, found.odd)
         assert {row[3] for row in rows} == {
             name
             for name in self._just_claimed(found)
@@ -279,7 +284,7 @@ class Lifecycle(RuleBasedStateMachine):
             return False
         return life.holder is None or life.expired
 
-    def _tell_the_model_of_the_odd(self, odd: Any) -> None:
+    def _tell_the_model_of_the_odd(self, worker: str, odd: Any) -> None:
         for row in odd:
             life = self.lives[row.command_id]
             written = []
@@ -287,7 +292,7 @@ class Lifecycle(RuleBasedStateMachine):
                 written += [("RECEIVED", number), ("FAILED", number)] if event == "lost" else [(event, number)]
             life.history = written
             if life.vanished:
-                life.pay()
+                life.pay(worker)
             if life.asked is not None:
                 life.status, life.holder, life.asked = "CANCELED", None, None
                 life.history += [("CANCELED", row.attempt_base + row.read_ct)]

@@ -139,7 +139,7 @@ class _Lanes:
         self.ran: dict[str, int] = {"sync": 0, "async": 0}
         self._seconds = seconds
         places = Places(total)
-        self.slots = Slots(places, self._run, name="test", on_thread=lambda _: None, forgets_locals=True)
+        self.slots = Slots(places, self._run, name="test", on_thread=lambda _: None)
         self.loop = AsyncSlots(places, self._run_async, name="test", first=total, on_thread=lambda _: None)
         self.slots.share_with_others()
         self.loop.share_with_others()

@@ -22,7 +22,7 @@ from commandbus.testing import hang
 DOMAIN = "zoo"
 MARK = "INSERT INTO marker (command_id, attempt, place) VALUES (%s, %s, %s)"
 USES_THE_CONNECTION = {
-    "pg_sleep", "row_lock", "change_session", "commit_by_hand", "close_connection", "leave_thread", "fork_return",
+    "pg_sleep", "row_lock", "change_session", "close_connection", "leave_thread", "fork_return",
 }  # fmt: skip
 handlers = HandlerRegistry()
 

@@ -227,16 +227,6 @@ def change_session(command: Command, ctx: HandlerContext) -> None:
         conn.execute("SELECT pg_sleep(%s)", (float(_given(command, "seconds", SECONDS)),))
 
 
-@_animal("deadline")
-def commit_by_hand(command: Command, ctx: HandlerContext) -> None:
-    """Commits in the middle of ctx.transaction(), then hangs in a query. Seen: DeadlineExceededError TIMEOUT;
-    what it committed itself stays, and happens again at the next attempt. {seconds}"""
-    with ctx.transaction() as tx:
-        tx.execute("SELECT 1")
-        tx.connection.commit()
-        tx.execute("SELECT pg_sleep(%s)", (float(_given(command, "seconds", SECONDS)),))
-
-
 @_animal(None)
 def close_connection(command: Command, ctx: HandlerContext) -> None:
     """Closes the context's connection. Seen: it completes, and the pool opens another; in a transaction
