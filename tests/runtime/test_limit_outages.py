@@ -282,8 +282,10 @@ def test_a_hung_probe_is_waived_in_a_block_too(
     """
     began: list[str] = []
 
-    @handlers.handler("orders", "page", timeout=5, retry_policy=RetryPolicy(1))
+    @handlers.handler("orders", "page", timeout=0.5, retry_policy=RetryPolicy(1))
     def page(command: Any, ctx: Any) -> None:
+        if began:
+            ctx.extend(20)
         with ctx.limit("docai", wait=20):
             began.append(command.command_id)
             if command.command_id == "hangs" and began.count("hangs") == 1:

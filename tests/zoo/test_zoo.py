@@ -297,7 +297,7 @@ def test_a_changed_session_is_not_the_next_handlers(fleet: Fleet) -> None:
         "SELECT result FROM commandbus.command WHERE command_id = ANY(%s)", (after,)
     ).fetchall()
     for (result,) in rows:
-        assert result["statement_timeout"] in ("1500ms", "1499ms"), result
+        assert 1400 < int(result["statement_timeout"].removesuffix("ms")) <= 1500, result  # what remained of it
         assert (result["search_path"], result["advisory_locks"]) == ('"$user", public', "0")
         assert result["application_name"].startswith("commandbus ")
 
