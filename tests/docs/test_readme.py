@@ -1,146 +1,57 @@
-"""README is true: its code runs, every block of it, as a stranger would run it."""
+"""README is a front page, and true: its code runs as a stranger would run it, and its links lead somewhere.
+
+`./dev demo` is `commandbus demo`, which tests/cli/test_cli_demo.py runs. tests/docs/test_wheel.py runs it and the
+twenty lines from an installed wheel.
+"""
 
 from __future__ import annotations
 
-import ast
-import asyncio
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from xml.etree import ElementTree
 
-import psycopg
 import pytest
-from psycopg_pool import ConnectionPool, NullConnectionPool
-from sqlalchemy import create_engine
-from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import Session
 
-from commandbus import (
-    AsyncCommandBus,
-    BusinessRuleException,
-    CommandBus,
-    CommandStatus,
-    HandlerRegistry,
-    HandlerTransaction,
-    OnComplete,
-    PermanentCommandError,
-    TroubleshootingQueue,
-    Worker,
-)
-from commandbus.settings import Settings, load_settings
-from support.waiting import until
+from support.pages import PAGES, ROOT, Pages, broken_links
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text("utf-8")
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+README = Pages(ROOT / "README.md")
+PICTURES = ROOT / "docs" / "pictures"
 
 
-def block(language: str, containing: str) -> str:
-    found = [code for kind, code in BLOCKS if kind == language and containing in code]
-    assert len(found) == 1, f"README has {len(found)} {language} blocks with {containing!r}"
-    return found[0]
+def test_it_is_a_front_page() -> None:
+    assert len(README.text.splitlines()) <= 200
+    assert README.unknown("./dev demo", "Worker(handlers") == []
+    first_screen = README.text.split("## Twenty lines")[0]
+    assert "requirements.md" not in first_screen
 
 
-@pytest.fixture
-def bus(database: str) -> Any:
-    with CommandBus(database) as bus:
-        bus.create_domain("orders")
-        yield bus
+def test_every_link_leads_somewhere() -> None:
+    assert len(PAGES) > 40
+    found = {str(page.relative_to(ROOT)): broken_links(page) for page in PAGES}
+    assert {page: broken for page, broken in found.items() if broken} == {}
 
 
-def test_every_block_of_the_readme_is_run_by_a_test_here() -> None:
-    known = (
-        "./dev demo",
-        "Worker(handlers",
-        'command_id="ship-18"',
-        "bus.call(",
-        "bus.create_batch(",
-        "bus.start_process(",
-        "ctx.limit(",
-        "conn=session",
-        "def import_file",
-        "pgmq.send",
-        "commandbus doctor",
-        "database_url =",
-    )
-    assert [code for _, code in BLOCKS if not any(mark in code for mark in known)] == []
-
-
-def test_the_configuration_file_loads_and_each_line_of_it_counts(tmp_path: Path) -> None:
-    file = tmp_path / "commandbus.toml"
-    file.write_text(block("toml", "database_url ="))
-    settings = load_settings(environ={}, directory=tmp_path)
-    given = {name for name, origin in settings.origins.items() if origin.startswith(str(file))}
-    assert given == {
-        "database_url", "handlers", "concurrency", "shutdown_timeout", "max_attempts", "backoff_schedule",
-        "limits.docai",
-    }  # fmt: skip
-    assert settings.warnings == ()
-    assert (settings.shutdown_timeout, settings.backoff_schedule) == (25.0, (10.0, 60.0, 300.0))
+def test_every_page_of_the_docs_is_in_their_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text("utf-8")
+    pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
+    unlisted = [str(page) for page in pages if page.parts[0] != "adr" and f"({page})" not in index]
+    assert unlisted == ["README.md"]
 
 
 def test_the_extras_that_are_to_be_installed_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    extras = re.findall(rf"{project['name']}\[(\w+)\]", README)
+    text = README.text + (ROOT / "docs" / "guide" / "installing.md").read_text("utf-8")
+    extras = re.findall(rf"{project['name']}\[(\w+)\]", text)
     assert set(extras) == {"embedded", "redis"} <= project["optional-dependencies"].keys()
-    assert not re.search(r"commandbus\[|pip install '?commandbus(?!-pg)", README)
-
-
-def test_the_fates_of_odd_handlers_are_as_in_the_table(bus: CommandBus, database: str) -> None:
-    handlers = HandlerRegistry()
-    handlers.register("orders", "odd", lambda command, ctx: object())
-    for command_type in ("odd", "unknown"):
-        bus.send("orders", command_type, command_id=command_type)
-    Worker(handlers, database_url=database).run(until_idle=True)
-    codes = {item.command_type: item.error_code for item in TroubleshootingQueue(bus).list("orders")}
-    assert codes == {"odd": "INVALID_RESULT"}
-    waiting = bus.get_command("orders", "unknown")
-    assert waiting is not None
-    assert waiting.waiting_for == "handler"
-    Worker(handlers, settings=load_settings({"database_url": database, "unknown_type_timeout": 0})).run(
-        until_idle=True
-    )
-    codes = {item.command_type: item.error_code for item in TroubleshootingQueue(bus).list("orders")}
-    assert codes == {"odd": "INVALID_RESULT", "unknown": "UNKNOWN_COMMAND_TYPE"}
-    assert all(f"`{code}`" in README for code in codes.values())
-
-
-def test_a_reply_has_the_fields_that_are_named(bus: CommandBus, database: str) -> None:
-    bus.create_queue("shop_replies")
-    handlers = HandlerRegistry()
-
-    def refuse(command: Any, ctx: Any) -> None:
-        raise BusinessRuleException("no")
-
-    def give_up(command: Any, ctx: Any) -> None:
-        raise PermanentCommandError("no")
-
-    handlers.register("orders", "good", lambda command, ctx: 1)
-    handlers.register("orders", "refused", refuse)
-    handlers.register("orders", "given_up", give_up)
-    for command_type in ("good", "refused", "given_up"):
-        bus.send("orders", command_type, reply_to="shop_replies")
-    Worker(handlers, database_url=database).run(until_idle=True)
-    bus.cancel("orders", bus.send("orders", "good", reply_to="shop_replies", delay=60).command_id)
-    with psycopg.connect(database) as conn:
-        replies = [row[0] for row in conn.execute("SELECT message FROM pgmq.q_shop_replies")]
-    fields = {"outcome", "domain", "command_id", "command_type", "correlation_id", "result"}
-    assert {reply["outcome"]: reply.keys() - fields for reply in replies} == {
-        "SUCCESS": set(), "FAILED": {"error"}, "CANCELED": {"error"}
-    }  # fmt: skip
-    assert len(replies) == 3
-    (described,) = re.findall(r"A reply is `(.*?)`, with `(.*?)`", README, re.DOTALL)
-    named = set(re.findall(r'"([a-z_]+)"', " ".join(described)))
-    assert named == fields | {"error"} | next(reply["error"].keys() for reply in replies if "error" in reply)
+    assert not re.search(r"commandbus\[|pip install '?commandbus(?!-pg)", text)
 
 
 def test_the_twenty_lines_run(folder: Path) -> None:
-    code = block("python", "Worker(handlers")
+    code = README.block("python", "Worker(handlers")
     assert len(code.strip().splitlines()) <= 24
     (folder / "app.py").write_text(code)
     done = subprocess.run(
@@ -149,194 +60,43 @@ def test_the_twenty_lines_run(folder: Path) -> None:
     assert done.stdout == "COMPLETED {'shipped': True}\n", done.stderr
 
 
-def test_the_example_with_time_limits_runs(bus: CommandBus, database: str) -> None:
-    handlers, asked = HandlerRegistry(), []
-    names: dict[str, Any] = {"handlers": handlers, "fetch": lambda page, timeout: asked.append(timeout)}
-    exec(block("python", "def import_file"), names)
-    bus.send("orders", "import", {"pages": 2}, command_id="import-7")
-    Worker(handlers, database_url=database).run(until_idle=True)
-    record = bus.get_command("orders", "import-7")
-    assert record is not None
-    assert record.status is CommandStatus.COMPLETED, record.error
-    assert all(590 < timeout <= 600 for timeout in asked)
+def test_the_examples_that_are_named_exist() -> None:
+    pages = Pages(*PAGES)
+    named = set(re.findall(r"\./dev example (\w+)", pages.text)) - {"NAME"}
+    assert {"hang", "order_saga", "ocr_pipeline"} <= named
+    folder = ROOT / "examples"
+    assert [name for name in named if not any((folder / path).exists() for path in (f"{name}.py", name))] == []
 
 
-def test_the_batch_example_runs(bus: CommandBus, database: str, capsys: pytest.CaptureFixture[str]) -> None:
-    handlers = HandlerRegistry()
-    handlers.register("orders", "ship", lambda command, ctx: None)
-
-    def work() -> None:
-        Worker(handlers, database_url=database).run(until_idle=True)
-
-    class Waits(CommandBus):
-        """The worker is started when the example waits: by then its handlers are registered."""
-
-        def wait_for_batch(self, *args: Any, **options: Any) -> Any:
-            work()
-            return super().wait_for_batch(*args, **options)
-
-    with Waits(database) as waiting:
-        exec(block("python", "bus.create_batch("), {"bus": waiting, "handlers": handlers})
-    work()
-    said = capsys.readouterr().out.splitlines()
-    assert "COMPLETED 2000 0 0" in said
-    assert "COMPLETED 2000" in said, "what the handler of the completion printed"
+def test_the_picture_says_what_the_readme_says_of_it() -> None:
+    tree = ElementTree.parse(PICTURES / "hang.svg")
+    said = " ".join(" ".join(tree.getroot().itertext()).split())
+    for words in (
+        "while True:",
+        "is asked to stop",
+        "ExecutionStuck",
+        "drains",
+        "app.py:7 in import_file",
+        "greet-8",
+    ):
+        assert words in said
 
 
-def test_what_the_end_of_a_batch_sends_has_the_fields_that_are_named(bus: CommandBus, database: str) -> None:
-    bus.create_queue("shop_replies")
-    handlers, sent = HandlerRegistry(), []
-    handlers.register("orders", "done", lambda command, ctx: sent.append((command.data, command.headers["batch"])))
-    promises: tuple[Any, ...] = (
-        {"domain": "orders", "command_type": "done"},
-        OnComplete("orders", "done", data=[1]),
-        {"reply_to": "shop_replies"},
-    )
-    for promise in promises:
-        bus.create_batch("orders", [], on_complete=promise)
-    Worker(handlers, database_url=database).run(until_idle=True)
-    with psycopg.connect(database) as conn:
-        ((told,),) = conn.execute("SELECT message FROM pgmq.q_shop_replies").fetchall()
-    (described,) = re.findall(r"`on_complete` has as its data `(\{.*?\})`", README, re.DOTALL)
-    fields = set(re.findall(r'"([a-z_]+)"', described))
-    assert '`"event": "batch_completed"`' in README
-    assert told.pop("event") == "batch_completed"
-    assert told.keys() == fields
-    assert sorted(sent, key=lambda item: isinstance(item[0], list))[1][0] == [1]
-    assert all(summary.keys() == fields for _, summary in sent)
-    assert any(data == summary for data, summary in sent)
+@pytest.mark.slow
+def test_the_picture_can_be_made_anew(folder: Path) -> None:
+    target = folder / "hang.svg"
+    done = subprocess.run(
+        [sys.executable, str(PICTURES / "draw.py"), "--out", str(target)],
+        env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert typed_in(target) == typed_in(PICTURES / "hang.svg")
 
 
-def test_the_limit_example_runs(bus: CommandBus, database: str) -> None:
-    """Three pages, and an API that refuses the first call."""
-    bus.create_domain("ocr")
-    answers = [429, 200, 200, 200]
-
-    class Response:
-        def __init__(self, status_code: int) -> None:
-            self.status_code = status_code
-            self.headers = {"Retry-After": "0.1"} if status_code == 429 else {}
-            self.text = "read"
-
-    def ask_docai(data: Any, timeout: float) -> Response:
-        assert 0 < timeout <= 60
-        return Response(answers.pop(0))
-
-    handlers = HandlerRegistry()
-    exec(block("python", "ctx.limit("), {"handlers": handlers, "ask_docai": ask_docai})
-    sent = [bus.send("ocr", "page", n) for n in range(3)]
-    with Worker(handlers, settings=Settings(database_url=database)):
-        until(lambda: all(bus.get_command("ocr", each.command_id).result == "read" for each in sent), 30)
-    assert bus.get_limit("docai").rate_limited == 1
-    assert answers == []
-
-
-def test_the_process_example_runs(bus: CommandBus, database: str) -> None:
-    handlers, did = HandlerRegistry(), []
-    for domain, command_type in (("stock", "reserve"), ("billing", "charge"), ("shipping", "ship")):
-        handlers.register(domain, command_type, lambda command, ctx: did.append(command.command_type))
-    for domain in ("processes", "stock", "billing", "shipping"):
-        bus.create_domain(domain)
-    code = block("python", "bus.start_process(")
-    assert len(code.strip().splitlines()) <= 15
-    with ConnectionPool(database, open=True) as pool:
-        exec(code, {"bus": bus, "handlers": handlers, "pool": pool})
-    Worker(handlers, database_url=database).run(until_idle=True)
-    record = bus.get_process("processes", "order-17")
-    assert record is not None
-    assert (record.status, did) == ("COMPLETED", ["reserve", "charge", "ship"])
-
-
-def test_the_sending_example_runs(bus: CommandBus) -> None:
-    bus.create_queue("shop_replies")
-    names: dict[str, Any] = {"bus": bus}
-    exec(block("python", 'command_id="ship-18"'), names)
-    assert names["sent"].created
-    record = bus.get_command("orders", "ship-18")
-    assert record is not None
-    assert (record.correlation_id, record.max_attempts) == ("cart-4711", 5)
-
-
-def test_the_calling_example_runs(bus: CommandBus, database: str) -> None:
-    handlers = HandlerRegistry()
-    handlers.register("orders", "ship", lambda command, ctx: {"shipped": command.data["order_no"]})
-    worker = Worker(handlers, database_url=database)
-    worker.start()
-    names: dict[str, Any] = {"bus": bus}
-    try:
-        exec(block("python", "bus.call("), names)
-    finally:
-        worker.stop(timeout=4)
-    assert names["shipped"] == {"shipped": 20}
-
-
-def test_the_example_with_other_peoples_connections_runs(bus: CommandBus, database: str) -> None:
-    import django
-    from django.conf import settings
-
-    parts = psycopg.conninfo.conninfo_to_dict(database)
-    if not settings.configured:
-        engine = "django.db.backends.postgresql"
-        names = {"NAME": parts["dbname"], "USER": parts["user"], "HOST": parts["host"], "PORT": parts["port"]}
-        settings.configure(DATABASES={"default": {"ENGINE": engine, **names}})
-        django.setup()
-    asyncio.run(_run_with_connections(block("python", "conn=session"), bus, database))
-    assert len(bus.query_commands(domain="orders").items) == 5
-
-
-async def _run_with_connections(code: str, bus: CommandBus, database: str) -> None:
-    import django.db
-
-    url = database.replace("postgresql://", "postgresql+psycopg://")
-    engine, async_engine = create_engine(url), create_async_engine(url)
-    os.environ["DJANGO_ALLOW_ASYNC_UNSAFE"] = "true"
-    try:
-        pool = NullConnectionPool(database, open=True)
-        with Session(engine) as session, psycopg.connect(database) as conn, pool:
-            async with AsyncSession(async_engine) as async_session, AsyncCommandBus(database) as abus:
-                names = {"bus": bus, "abus": abus, "data": {}, "session": session, "async_session": async_session,
-                         "pool": pool, "django": django, "tx": HandlerTransaction(conn, 1024)}  # fmt: skip
-                compiled = compile(code, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-                await eval(compiled, names)
-                session.commit()
-                await async_session.commit()
-    finally:
-        django.db.connection.close()
-        del os.environ["DJANGO_ALLOW_ASYNC_UNSAFE"]
-        engine.dispose()
-        await async_engine.dispose()
-
-
-def test_the_envelope_for_other_languages_is_accepted(bus: CommandBus, database: str) -> None:
-    with psycopg.connect(database, autocommit=True) as conn:
-        conn.execute(block("sql", "pgmq.send"))  # type: ignore[call-overload]
-    handlers = HandlerRegistry()
-    seen: list[Any] = []
-    handlers.register("orders", "ship", lambda command, ctx: seen.append((command.command_id, command.data)))
-    Worker(handlers, database_url=database).run(until_idle=True)
-    assert seen == [("ship-19", {"order_no": 19})]
-
-
-def test_the_commands_for_operators_run(bus: CommandBus, database: str, tmp_path: Path) -> None:
-    (tmp_path / "app.py").write_text(
-        "from commandbus import HandlerRegistry\nhandlers = HandlerRegistry()\n"
-        "@handlers.handler('orders', 'ship')\ndef ship(command, ctx): return 1\n"
-    )
-    bus.send("orders", "ship", {}, command_id="ship-17")
-    environ = {**os.environ, "COMMANDBUS_DATABASE_URL": database}
-    for line in block("sh", "commandbus doctor").splitlines():
-        words = shlex.split(line, comments=True)
-        assert words[0] == "commandbus"
-        with subprocess.Popen(
-            [sys.executable, "-m", "commandbus.cli", *words[1:]],
-            cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        ) as process:  # fmt: skip
-            if words[1] == "worker":
-                until(lambda: bus.get_command("orders", "ship-17").status is CommandStatus.COMPLETED)
-                process.terminate()
-            out, err = process.communicate(timeout=60)
-        assert process.returncode == 0, (line, out, err)
-        assert "Traceback" not in err
+def typed_in(picture: Path) -> list[str]:
+    """The command lines of the terminal that it shows."""
+    texts = ("".join(element.itertext()) for element in ElementTree.parse(picture).getroot())
+    return [text for text in texts if text.startswith("$ ")]
 
 
 def test_every_file_that_the_docs_name_exists() -> None:
