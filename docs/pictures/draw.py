@@ -42,7 +42,7 @@ SHOWN = ("asked to stop", "is stuck after", "to the troubleshooting queue", " dr
 LOG_LINE = re.compile(r"\S+T(?P<time>[\d:]+)\.\d+Z (?P<level>\w+) \S+: (?P<text>.*?)(?: \(domain=.*)?")
 SETTINGS = {"CANCEL_GRACE_SECONDS": "1", "COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
 
-COLORS = {"prompt": "#7ee787", "typed": "#ffffff", "plain": "#c9d1d9", "bad": "#ff9d94", "note": "#9da7b3"}
+COLORS = {"prompt": "#7ee787", "typed": "#ffffff", "plain": "#c9d1d9", "bad": "#ff9d94"}
 CHARACTER, LINE, MARGIN, BAR = 7.85, 19, 18, 30
 
 
@@ -79,8 +79,10 @@ class Terminal:
 
     def start(self, line: str) -> subprocess.Popen[str]:
         """A program whose output is read."""
+        program, *words = line.split()
+        found = [sys.executable, "-m", "commandbus"] if program == "commandbus" else [program]
         return subprocess.Popen(
-            [sys.executable, "-m", "commandbus", *line.split()[1:]],
+            [*found, *words],
             cwd=self._folder,
             env=self._environment,
             stdout=subprocess.PIPE,
@@ -100,9 +102,7 @@ class Terminal:
 
 def record(bus: CommandBus, terminal: Terminal) -> Iterator[Line]:
     """The lines of the picture, in the order in which they were printed."""
-    hangs = APP.partition("handlers = HandlerRegistry()\n\n")[2].partition("\n\n")[0]
-    yield Line("prompt", "$ cat app.py")
-    yield from (Line("plain", text) for text in hangs.splitlines())
+    yield from terminal.run("sed -n 5,8p app.py")
     yield from terminal.run("commandbus send orders import --id import-7 --max-attempts 1")
     yield from terminal.run("commandbus send orders greet --id greet-8")
     line = "commandbus worker app:handlers --processes 1"
