@@ -55,8 +55,9 @@ class Plan:
 
     @property
     def most_buffers(self) -> int:
-        """Pages that the busiest of its nodes and what is below it looked at. The plan's own count leaves out what a
-        statement within it changes."""
+        """Pages that its busiest node looked at, with all below it.
+
+        The plan's own count leaves out statements within it that change something."""
         return max(
             node["Shared Hit Blocks"] + node["Shared Read Blocks"] for node in _nodes(self.document["Plan"])
         )
