@@ -115,9 +115,16 @@ def _by_npm(peer: Peer, folder: Path) -> None:
 
 
 def _by_pip(peer: Peer, folder: Path) -> None:
-    _install(peer, folder, [sys.executable, "-m", "venv", str(folder)])
+    _install(peer, folder, [sys.executable, "-m", "venv", "--without-pip", str(folder)])
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(folder / "bin/python"),
+    ]  # one of its own takes seconds to make
     options = ["--quiet", "--disable-pip-version-check", "--no-input"]
-    _install(peer, folder, [str(folder / "bin/python"), "-m", "pip", "install", *options, *peer.packages])
+    _install(peer, folder, [*pip, "install", *options, *peer.packages])
 
 
 def _install(peer: Peer, folder: Path, command: list[str]) -> None:

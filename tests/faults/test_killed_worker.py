@@ -10,6 +10,7 @@ import psycopg
 import pytest
 
 from commandbus import CommandBus, NewCommand, TroubleshootingQueue
+from support.running import examples
 from support.waiting import one, statuses, until, until_settled, verdicts
 
 Db = psycopg.Connection[Any]
@@ -23,7 +24,7 @@ def test_kill_9_under_load_loses_nothing_and_repeats_no_transaction(
     kinds = ["exact", "plain", "exact_async"]
     bus.send_many("orders", [NewCommand(kinds[n % 3], command_id=f"c{n}") for n in range(1200)])
     alive = [start_process(), start_process()]
-    for kill in range(5):
+    for kill in range(examples(3, thorough=5)):
         until(lambda reached=(kill + 1) * 120: statuses(db).get("COMPLETED", 0) >= reached, 30)
         victim = alive.pop(0)
         victim.kill()

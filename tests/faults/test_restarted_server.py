@@ -41,11 +41,17 @@ def _end(server: EmbeddedPostgres, number: signal.Signals) -> None:
 
 
 def _crash_a_backend(server: EmbeddedPostgres) -> None:
-    """The server ends all its sessions and recovers."""
-    with psycopg.connect(server.dsn, autocommit=True) as victim:
+    """The server ends all its sessions and recovers.
+
+    It does so a moment after the crash, and may let somebody in until then. The bystander's session tells when.
+    """
+    with (
+        psycopg.connect(server.dsn, autocommit=True) as victim,
+        psycopg.connect(server.dsn, autocommit=True) as bystander,
+    ):
         os.kill(victim.info.backend_pid, signal.SIGKILL)
         with pytest.raises(psycopg.OperationalError):
-            victim.execute("SELECT 1")
+            bystander.execute("SELECT pg_sleep(60)")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from support.waiting import one, statuses, until, until_settled
 
 Db = psycopg.Connection[Any]
 StartProcess = Callable[..., subprocess.Popen[bytes]]
-COMMANDS = 3000
+COMMANDS = 1500
 
 
 @pytest.mark.slow

@@ -67,8 +67,12 @@ def run(program: str, *arguments: str) -> str:
 
 
 def sessions(bus: CommandBus) -> set[int]:
+    """Those in this test's database: other tests use the same server at the same time."""
     with bus.connect() as conn:
-        query = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'commandbus%'"
+        query = (
+            "SELECT pid FROM pg_stat_activity "
+            "WHERE application_name LIKE 'commandbus%' AND datname = current_database()"
+        )
         return {pid for (pid,) in conn.execute(query)}
 
 

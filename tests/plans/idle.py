@@ -9,7 +9,7 @@ tables, without an ANALYZE and without autovacuum.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -258,16 +258,16 @@ def _sends() -> Named:
 
 
 class Idler:
-    """A session of ours that prepares every statement of the path, and runs it on the tables as they are now."""
+    """A session of ours that prepares statements of the path, and runs them on the tables as they are now."""
 
-    def __init__(self, conn: OwnConnection) -> None:
+    def __init__(self, conn: OwnConnection, names: Collection[str]) -> None:
         self._conn = conn
         self._prepared: dict[str, str] = {}  # by the text: some have several names here
         run(conn, next_due(DOMAIN))  # the driver knows from when on the session's plans are
         conn.rollback()
-        for statement in path(Sample()).values():
+        for name, statement in path(Sample()).items():
             text, values = numbered(statement)
-            if text not in self._prepared:
+            if name in names and text not in self._prepared:
                 self._prepare(text, values)
 
     def _prepare(self, text: str, values: list[Any]) -> None:
@@ -281,7 +281,7 @@ class Idler:
         """Run one of them through the driver, as the server plans it now, and undo it."""
         statement = path(sample)[name]
         if not prepared:
-            return self._explain_unprepared(statement)
+            return self.explain_text(statement)
         text, values = numbered(statement)
         explaining = sql.SQL(EXPLAIN.decode()) + execution(self._prepared[text], values)
 
@@ -296,7 +296,8 @@ class Idler:
         finally:
             self._conn.rollback()
 
-    def _explain_unprepared(self, statement: Statement) -> Plan:
+    def explain_text(self, statement: Statement) -> Plan:
+        """Run a statement that was not prepared, and undo it."""
         try:
             return explain(self._conn, statement, generic=False)
         finally:

@@ -53,6 +53,15 @@ class Plan:
         """Rows of this relation that were looked at, over all scans."""
         return sum(scan.visited for scan in self.scans(relation))
 
+    @property
+    def most_buffers(self) -> int:
+        """Pages that its busiest node looked at, with all below it.
+
+        The plan's own count leaves out statements within it that change something."""
+        return max(
+            node["Shared Hit Blocks"] + node["Shared Read Blocks"] for node in _nodes(self.document["Plan"])
+        )
+
     def kinds(self, relation: str) -> set[str]:
         return {scan.kind for scan in self.scans(relation)}
 
@@ -145,10 +154,15 @@ def execution(name: str, values: list[Any]) -> sql.Composable:
     return sql.SQL("EXECUTE {}({})").format(sql.Identifier(name), sql.SQL(", ").join(map(sql.Literal, values)))
 
 
-def _scans(node: dict[str, Any]) -> Iterator[Scan]:
-    if "Relation Name" in node and node["Node Type"] != "ModifyTable":
-        removed = node.get("Rows Removed by Filter", 0) + node.get("Rows Removed by Index Recheck", 0)
-        visited = (node["Actual Rows"] + removed) * node["Actual Loops"]
-        yield Scan(node["Node Type"], node["Relation Name"], node.get("Index Name"), visited)
+def _scans(plan: dict[str, Any]) -> Iterator[Scan]:
+    for node in _nodes(plan):
+        if "Relation Name" in node and node["Node Type"] != "ModifyTable":
+            removed = node.get("Rows Removed by Filter", 0) + node.get("Rows Removed by Index Recheck", 0)
+            visited = (node["Actual Rows"] + removed) * node["Actual Loops"]
+            yield Scan(node["Node Type"], node["Relation Name"], node.get("Index Name"), visited)
+
+
+def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield node
     for child in node.get("Plans", ()):
-        yield from _scans(child)
+        yield from _nodes(child)

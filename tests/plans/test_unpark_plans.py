@@ -39,6 +39,7 @@ def test_a_bite(conn: Conn, generic: bool, is_first: bool) -> None:
     for relation in ("q_delayed__commands", "parked"):
         assert plan.kinds(relation) <= DIRECT, plan
         assert plan.visited(relation) <= 5 * BITE, plan
+    assert plan.most_buffers <= 60 * BITE, "it was a thousand for each row, where dead rows had been analyzed"
 
 
 def test_what_is_left_is_found_without_reading_it(conn: Conn, generic: bool) -> None:

@@ -282,7 +282,7 @@ def test_a_hung_probe_is_waived_in_a_block_too(
     """
     began: list[str] = []
 
-    @handlers.handler("orders", "page", timeout=0.5, retry_policy=RetryPolicy(1))
+    @handlers.handler("orders", "page", timeout=1.5, retry_policy=RetryPolicy(1, backoff_schedule=[0.01]))
     def page(command: Any, ctx: Any) -> None:
         if began:
             ctx.extend(20)

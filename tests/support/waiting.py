@@ -15,7 +15,7 @@ import psycopg
 
 T = TypeVar("T")
 LOOK_SECONDS = 0.01
-LONGEST_PAUSE = 0.03  # between two looks, from about a second on: looking costs what others need to get on
+LONGEST_PAUSE = 0.1  # between two looks, after some seconds: looking costs what others need to get on
 LOOK_TAKES = 0.01  # a look with a query, at most, on an idle machine: it is one to four milliseconds
 PATIENCE = 6  # how much slower than an idle machine may this one be?
 

@@ -6,9 +6,10 @@
 -- without a message that waits is removed: nobody else would.
 -- Locks: queue rows in key order, those that nobody else holds, then their parked rows (cancel.sql takes them in this order
 -- too). A message that waits becomes visible in years: one that somebody else has woken since our snapshot is left alone.
--- Indexes: parked_reason, in its order, the queue's key, parked_pkey. (Were the type given by `=`, or the end of its range, the
+-- Indexes: parked_reason, in its order, and the queue's key. (Were the type given by `=`, or the end of its range, the
 -- planner might read and sort all that is parked: it does not know how much that is just now. So the end is compared
--- outside.)
+-- outside.) Parked rows go by ctid: nobody moves one while its message waits. By `seq`, where ANALYZE had found dead rows
+-- only, the planner took parked_reason for as good as the key, and read all of it for each row.
 WITH turn AS MATERIALIZED (
     SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtextextended(
                pg_catalog.concat_ws(' ', 'commandbus unpark', %(reason)s::text, %(domain)s::text, %(type)s::text), 0::bigint))
@@ -18,8 +19,8 @@ WITH turn AS MATERIALIZED (
                             WHERE domain = %(domain)s AND command_type = %(type)s AND state <> 'CLOSED'
                               AND %(reason)s::text = 'breaker'::text) AS is_ours
 ), waiting AS MATERIALIZED (
-    SELECT seq, msg_id
-      FROM (SELECT seq, msg_id, reason, domain, command_type
+    SELECT seq, msg_id, place
+      FROM (SELECT seq, msg_id, reason, domain, command_type, ctid AS place
               FROM commandbus.parked
              WHERE (reason, domain, command_type, seq)
                    > (%(reason)s::text, %(domain)s::text, %(type)s::text, %(after)s::bigint)
@@ -34,8 +35,8 @@ WITH turn AS MATERIALIZED (
        FOR UPDATE SKIP LOCKED
 ), freed AS (
     DELETE FROM commandbus.parked
-     WHERE seq = ANY (ARRAY(
-           SELECT w.seq FROM waiting w
+     WHERE ctid = ANY (ARRAY(
+           SELECT w.place FROM waiting w
             WHERE w.msg_id IN (SELECT msg_id FROM held)
                OR NOT EXISTS (SELECT FROM pgmq.{queue} q
                                WHERE q.msg_id = w.msg_id AND q.vt > pg_catalog.now() + interval '1 year')))
