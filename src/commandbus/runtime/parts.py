@@ -5,7 +5,7 @@ known in one set, which the keeper reads; what runs, and where, in one dictionar
 takes an attempt out of that dictionary owns its settlement.
 
 A supervised worker shows its slots on a board and drains at the first stuck attempt: it claims nothing more, lets
-what is healthy finish, and ends; its supervisor has a replacement up by then. A worker inside an application never
+what is healthy finish, and ends; its supervisor starts a replacement meanwhile. A worker inside an application never
 drains.
 """
 
