@@ -125,9 +125,7 @@ def _longest_word(text: str) -> str:
     return max(text.split(), key=width_of, default="")
 
 
-def _fit(
-    heads: Sequence[Column], natural: list[int], narrow: list[int], words: list[int], room: int
-) -> list[int]:
+def _fit(heads: Sequence[Column], natural: list[int], narrow: list[int], words: list[int], room: int) -> list[int]:
     """A width for each column, which is 0 for one that is left out; `narrow` is with heads that wrap, `words` with
     every line a word."""
     texts = [index for index, column in enumerate(heads) if column.is_text]

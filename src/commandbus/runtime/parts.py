@@ -5,8 +5,8 @@ known in one set, which the keeper reads; what runs, and where, in one dictionar
 takes an attempt out of that dictionary owns its settlement.
 
 A supervised worker shows its slots on a board and drains at the first stuck attempt: it claims nothing more, lets
-what is healthy finish, and ends; its supervisor starts a replacement meanwhile. A worker inside an application never
-drains.
+what is healthy finish, and ends; its supervisor starts a replacement meanwhile. A worker inside an application
+never drains.
 """
 
 from __future__ import annotations
