@@ -299,6 +299,7 @@ def test_one_look_does_not_tell_that_the_slots_are_busy(
     assert began.wait(10)
     parts._deliver("orders", [row], boottime() - 5.0)
     look_once(parts)
+    assert len(parts._slots.waiting) == 1
     monkeypatch.setattr("commandbus.runtime.parts.STALE_LOOKS", 3)
     until(lambda: verdicts(db, "c") == [(1, "GIVEN_BACK")])
     (told,) = bus.get_attempts("orders", "c")
