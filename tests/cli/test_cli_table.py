@@ -145,3 +145,14 @@ def test_every_list_shows_whole_ids_on_a_terminal(pages, bus, room):
     assert f"{DOMAIN}__commands" in shown["domain list"]
     assert "COMMANDBUS_DATABASE_URL" in shown["config"] or "ENVIRONMENT" in shown["config"].splitlines()[-1]
     assert "…" not in shown["status"] + shown["workers --all"] + shown["limits"]
+
+
+@pytest.mark.parametrize("room", [60, 80, 100, 120])
+def test_a_long_id_breaks_no_state(room: int) -> None:
+    """The id wraps, and is whole; what stands beside it is not torn apart for it."""
+    heads = columns(":# domain type =command_id status attempts? sent?? ~note???")
+    long = "invoice-" + 85 * "x"
+    lines, _ = lay_out(heads, [["#11", "orders", "ship", long, "COMPLETED", "1 of 3", "3m ago", ""]], room)
+    assert max(map(len, lines)) <= room
+    assert any("COMPLETED" in line for line in lines)
+    assert long in "".join(line[len("#11  orders  ship  ") :].split("  ")[0].strip() for line in lines[1:])

@@ -256,7 +256,9 @@ def test_the_example_with_other_peoples_connections_runs(bus: CommandBus, databa
         names = {"NAME": parts["dbname"], "USER": parts["user"], "HOST": parts["host"], "PORT": parts["port"]}
         settings.configure(DATABASES={"default": {"ENGINE": engine, **names}})
         django.setup()
-    asyncio.run(_run_with_connections(block("python", "conn=session"), bus, database))
+    # All of it in one program: its sync part blocks the loop of its async part, and is told so.
+    with pytest.warns(RuntimeWarning, match="CommandBus is used on a running event loop"):
+        asyncio.run(_run_with_connections(block("python", "conn=session"), bus, database))
     assert len(bus.query_commands(domain="orders").items) == 5
 
 

@@ -190,10 +190,10 @@ def test_the_command_lines_run(bus: CommandBus, database: str, tmp_path: Path) -
             cwd=tmp_path, env={**os.environ, "COMMANDBUS_DATABASE_URL": database}, capture_output=True, text=True,
             timeout=60, check=False,
         )  # fmt: skip
-        unknown = done.stderr.startswith(
-            "warning: nobody knows command type 'ship'"
-        )  # no worker of the page runs here
         assert done.returncode == 0, (line, done.stdout, done.stderr)
-        assert done.stderr == "" or unknown, (line, done.stderr)
+        if words[1:] == ["breakers", "open", "orders", "ship"]:  # no worker of the page runs here
+            assert done.stderr.startswith("warning: nobody knows command type 'ship' of domain 'orders'")
+        else:
+            assert done.stderr == "", line
     info = bus.get_limit("docai")
     assert (info.concurrency, info.rate, info.state) == (3, "120/m", "OPEN")

@@ -9,6 +9,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -23,6 +24,7 @@ from commandbus import (
     Settings,
     Worker,
 )
+from support import isolated_limits
 from support.network import Proxy
 from support.redis_server import RedisServer
 from support.waiting import one, statuses, until, within
@@ -230,6 +232,56 @@ def test_an_attempt_is_canceled_before_somebody_else_begins(
     assert lost == ([] if kind == "handler" else [True])
     proxy.is_refusing = False
     until(lambda: statuses(db) == {"COMPLETED": 1}, seconds=30)
+    assert one(db, "SELECT charged FROM (SELECT attempt - waived AS charged FROM commandbus.command) x") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("cut_off", []),
+        ("cut_off_async", []),
+        ("cut_off_in_block", ["told: the place of limit 'one' is lost"]),
+        ("cut_off_in_async_block", ["lost: True"]),
+    ],
+)
+def test_an_attempt_in_a_process_of_its_own_is_canceled_before_somebody_else_begins(
+    bus: CommandBus,
+    db: Db,
+    through: str,
+    proxy: Proxy,
+    start_worker: StartWorker,
+    tmp_path: Path,
+    how: str,
+    kind: str,
+    told: list[str],
+) -> None:
+    """The worker that renews for its child is cut off; the child reaches whom it likes."""
+    log = tmp_path / "log"
+
+    def lines() -> list[str]:
+        return log.read_text().splitlines() if log.exists() else []
+
+    def enter() -> None:
+        with bus.limit("one", wait=60), log.open("a") as file:
+            file.write("other\n")
+
+    sent = bus.send("orders", kind, {"folder": str(tmp_path)}, max_attempts=1)
+    start_worker(isolated_limits.handlers, through, visibility_timeout=60.0, statement_timeout=20.0)
+    until(lambda: lines() == ["in"], seconds=30)
+    waiting = threading.Thread(target=enter, daemon=True)
+    waiting.start()
+    until(lambda: bus.get_limit("one").callers == 1)
+    cut_off(proxy, how)
+    until(lambda: "other" in lines(), seconds=40)
+    waiting.join(20)
+    said = lines()
+    assert said.index("in") < said.index("out") < said.index("other"), said
+    others = [line for line in said if line not in ("in", "out", "other")]
+    assert [line for line, start in zip(others, told, strict=True) if not line.startswith(start)] == []
+    proxy.is_refusing = False
+    proxy.hearing.set()
+    until(lambda: statuses(db) == {"COMPLETED": 1}, seconds=60)
+    assert {attempt.verdict for attempt in bus.get_attempts("orders", sent.command_id)} <= {"WAIVED", "LOST"}
     assert one(db, "SELECT charged FROM (SELECT attempt - waived AS charged FROM commandbus.command) x") == 1
 
 

@@ -274,35 +274,45 @@ def test_a_probe_is_charged_when_another_call_has_succeeded_since_the_breaker_op
 
 
 def test_a_hung_probe_is_waived_in_a_block_too(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, gate: threading.Event
+    bus: CommandBus,
+    db: Db,
+    database: str,
+    handlers: HandlerRegistry,
+    start_worker: Start,
+    gate: threading.Event,
 ) -> None:
-    """Given up as stuck: its place is left, so another one can be the probe; its attempt is not charged.
+    """Given up as stuck while a program waits: that one is the next probe, and the attempt is not charged.
 
-    The next attempt may have to wait until the lease has ended and a sweep has seen it: its deadline is longer.
+    The hung call may still be under way, so its place is taken until its lease ends.
     """
     began: list[str] = []
 
-    @handlers.handler("orders", "page", timeout=1.5, retry_policy=RetryPolicy(1, backoff_schedule=[0.01]))
+    @handlers.handler("orders", "page", timeout=60, retry_policy=RetryPolicy(1))
     def page(command: Any, ctx: Any) -> None:
-        if began:
-            ctx.extend(20)
-        with ctx.limit("docai", wait=20):
-            began.append(command.command_id)
-            if command.command_id == "hangs" and began.count("hangs") == 1:
+        with ctx.limit("docai", wait=30, timeout=5):
+            began.append("page")
+            if began == ["page"]:
                 gate.wait(30)
 
-    bus.declare_limit(Limit("docai", concurrency=5, lease=1, backoff=[0.1], breaker_failures=0))
+    def call() -> None:
+        with CommandBus(database) as program, program.limit("docai", wait=60):
+            began.append("program")
+
+    bus.declare_limit(Limit("docai", concurrency=5, lease=3, backoff=[0.1], breaker_failures=0))
     db.execute("UPDATE commandbus.limits SET step = 1, until = now()")
-    db.execute(  # somebody else waits for it, in another program
-        "INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, token, since, "
-        "give_up_at) SELECT '', 'x', -1, 0, 'call', 'docai', 'x', at, at FROM (SELECT now() + '1 h' AS at) x"
-    )
-    sent = bus.send("orders", "page", command_id="hangs", max_attempts=1)
+    sent = bus.send("orders", "page", max_attempts=1)
     start_worker(handlers, cancel_grace=0.3)
-    until(lambda: one(db, "SELECT count(*) FROM commandbus.attempt WHERE error_code = 'EXECUTION_STUCK'") == 1)
-    db.execute("DELETE FROM commandbus.parked WHERE domain = ''")
-    until(lambda: bus.get_command("orders", sent.command_id).status is CommandStatus.COMPLETED)
-    assert began == ["hangs", "hangs"]
+    until(lambda: began == ["page"])
+    program = threading.Thread(target=call, daemon=True)
+    program.start()
+    until(lambda: bus.get_limit("docai").callers == 1)
+    until(lambda: bus.get_command("orders", sent.command_id).status is CommandStatus.COMPLETED, seconds=30)
+    program.join(20)
+    assert began == ["page", "program", "page"]
+    (stuck,) = bus.get_attempts("orders", sent.command_id)
+    assert (stuck.number, stuck.error_code) == (1, "EXECUTION_STUCK")
+    assert "not charged: it was the probe of limit docai" in (stuck.error or "")
+    assert one(db, "SELECT attempt - waived FROM commandbus.command") == 1
 
 
 def test_a_failure_in_a_block_is_waived_for_the_probe_and_parked(

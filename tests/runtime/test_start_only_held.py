@@ -232,3 +232,76 @@ def test_an_old_place_of_a_limit_is_asked_for_again(
     bus.send("orders", "work", command_id="c")
     until_settled(db)
     assert (asked, ran) == (["c", "c"], ["c"])
+
+
+def look_once(parts: Parts) -> None:
+    """Wait until the claimer has looked for room twice: the second look began after this call."""
+    for _ in range(2):
+        before = parts._claimer._asked_at
+        until(lambda: parts._claimer._asked_at != before)  # noqa: B023 - used at once
+
+
+def test_the_wait_for_a_permit_is_no_wait_for_a_slot(
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A command that was long at its limit, and has just got a permit, is not taken for one that waits for slow
+    handlers."""
+    monkeypatch.setattr("commandbus.runtime.parts.STALE_SECONDS", 10.0)
+    monkeypatch.setattr("commandbus.runtime.parts.STALE_LOOKS", 1)
+    bus.declare_limit(Limit("docai", concurrency=1))
+    began = threading.Event()
+
+    @handlers.handler("orders", "work", timeout=60)
+    def work(command: Any, ctx: Any) -> None:
+        began.set()
+        gate.wait(20)
+
+    handlers.register("orders", "page", lambda ctx: None, limits=["docai"])
+    worker = start_worker(handlers, concurrency=1, visibility_timeout=120.0)  # it is not renewed so soon
+    parts = parts_of(worker)
+    (row,) = claimed_by(worker, bus, db, "c", command_type="page")
+    bus.send("orders", "work", command_id="slow")
+    assert began.wait(10)
+    parts._deliver("orders", [row], boottime() - 15.0)
+    until(lambda: parts._slots.waiting)
+    look_once(parts)
+    gate.set()
+    until_settled(db)
+    assert verdicts(db, "c") == []
+
+
+def test_one_look_does_not_tell_that_the_slots_are_busy(
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that had no processor for a while gives nothing back that it can start now."""
+    monkeypatch.setattr("commandbus.runtime.parts.STALE_LOOKS", 1000)
+    began = threading.Event()
+
+    @handlers.handler("orders", "work", timeout=60)
+    def work(command: Any, ctx: Any) -> None:
+        began.set()
+        gate.wait(20)
+
+    worker = start_worker(handlers, concurrency=1, visibility_timeout=120.0)  # it is not renewed so soon
+    parts = parts_of(worker)
+    (row,) = claimed_by(worker, bus, db, "c")
+    bus.send("orders", "work", command_id="slow")
+    assert began.wait(10)
+    parts._deliver("orders", [row], boottime() - 5.0)
+    look_once(parts)
+    assert len(parts._slots.waiting) == 1
+    monkeypatch.setattr("commandbus.runtime.parts.STALE_LOOKS", 3)
+    until(lambda: verdicts(db, "c") == [(1, "GIVEN_BACK")])
+    (told,) = bus.get_attempts("orders", "c")
+    assert told.error == "given back before it had started: the slots of its worker are busy"
+    gate.set()

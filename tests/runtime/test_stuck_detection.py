@@ -448,7 +448,7 @@ def test_a_blocked_loop_is_given_up_and_its_bystanders_are_not_charged(
     async def bystander(ctx: Any) -> str:
         runs.append((ctx.attempt, ctx.max_attempts, ctx.attempt_number))
         if len(runs) == 1:
-            bus.send("orders", "block", command_id="block", max_attempts=1)
+            await asyncio.to_thread(bus.send, "orders", "block", command_id="block", max_attempts=1)
             await asyncio.sleep(10)
         return "done"
 
@@ -479,7 +479,7 @@ def test_a_neighbours_cancel_is_not_the_blockers(
 
     @handlers.handler("orders", "wait", timeout=600)
     async def wait(ctx: Any) -> None:
-        bus.send("orders", "block", command_id="block")
+        await asyncio.to_thread(bus.send, "orders", "block", command_id="block")
         await asyncio.sleep(60)
 
     bus.send("orders", "wait", command_id="wait")

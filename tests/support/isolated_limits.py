@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from commandbus import ApiTimeoutError, HandlerRegistry, Limit, RateLimitError
+from commandbus import ApiTimeoutError, HandlerRegistry, Limit, LimitLostError, RateLimitError
 
 LEASE_SECONDS = 2.0
 handlers = HandlerRegistry()
@@ -67,6 +67,62 @@ async def block_async(command: Any, ctx: Any) -> None:
         await ctx.sleep(0.02)
         assert held.limit == "one"
         note(command, "out")
+
+
+class _Inside:
+    """Lines `in` and `out` around what stands inside the limit."""
+
+    def __init__(self, command: Any) -> None:
+        self._command = command
+
+    def __enter__(self) -> None:
+        note(self._command, "in")
+
+    def __exit__(self, *_: object) -> None:
+        note(self._command, "out")
+
+
+@process("cut_off", limits=["one"], timeout=0)
+def cut_off(command: Any, ctx: Any) -> None:
+    if ctx.attempt_number == 1:
+        with _Inside(command):
+            ctx.sleep(60)
+
+
+@process("cut_off_async", limits=["one"], timeout=0)
+async def cut_off_async(command: Any, ctx: Any) -> None:
+    if ctx.attempt_number == 1:
+        with _Inside(command):
+            await asyncio.sleep(60)
+
+
+@process("cut_off_in_block", timeout=0)
+def cut_off_in_block(command: Any, ctx: Any) -> None:
+    """Goes on although it was asked to stop, until its place is lost, and uses the block once more."""
+    if ctx.attempt_number > 1:
+        return
+    ctx.extend(300)
+    with ctx.limit("one") as call, _Inside(command):
+        while not call.is_lost:
+            time.sleep(0.01)
+        try:
+            call.remaining()
+        except LimitLostError as error:
+            note(command, f"told: {error}")
+            raise
+
+
+@process("cut_off_in_async_block", timeout=0)
+async def cut_off_in_async_block(command: Any, ctx: Any) -> None:
+    if ctx.attempt_number > 1:
+        return
+    await ctx.extend(300)
+    async with ctx.limit("one") as call:
+        with _Inside(command):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                note(command, f"lost: {call.is_lost}")
 
 
 @process("hold")

@@ -36,13 +36,16 @@ def work(ctx: Any) -> None:
 @handlers.handler(DOMAIN, "work_with_connection")
 def work_with_connection(ctx: Any) -> dict[str, str]:
     """A healthy handler that uses the database, and tells how it finds the session."""
+    left_before = ctx.remaining()
     with ctx.connection() as conn:
+        left_after = ctx.remaining()
         names = ("statement_timeout", "search_path", "lock_timeout", "application_name")
         found = {name: conn.execute(f"SHOW {name}").fetchone()[0] for name in names}
         locks = conn.execute(
             "SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory'"
         )
-        return found | {"advisory_locks": str(locks.fetchone()[0])}
+        left = {"left_before": str(left_before), "left_after": str(left_after)}
+        return found | left | {"advisory_locks": str(locks.fetchone()[0])}
 
 
 @handlers.handler(DOMAIN, "meet", timeout=60)

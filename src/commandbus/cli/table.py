@@ -6,8 +6,9 @@ is too wide, these are tried in turn, until it fits:
 1. columns of text wrap at words, then heads, too; of free text (errors, messages) three lines are shown;
 2. columns that are marked as less important are left out, and the reader is told which; the more important ones
    stay, if there is room for them;
-3. names and states wrap, in their own column;
-4. ids wrap, too.
+3. names and states wrap in their own column, at the ends of words;
+4. ids wrap, too;
+5. words break.
 
 A table that goes to a file or a pipe has all columns, and a row is one line.
 """
@@ -82,7 +83,9 @@ def lay_out(
     widths = _widths(heads, [titles, *rows])
     if room is not None and _total(widths) > room:
         longest_words = [max(title.split(), key=len) for title in titles]
-        widths = _fit(heads, widths, _widths(heads, [longest_words, *rows]), room)
+        words = [[_longest_word(cell) for cell in row] for row in rows]
+        least = [max(width, NAME_WIDTH) for width in _widths(heads, [longest_words, *words])]
+        widths = _fit(heads, widths, _widths(heads, [longest_words, *rows]), least, room)
     lines = [text for row in (titles, *rows) for text in _row(heads, row, widths)]
     return lines, [title for title, width in zip(titles, widths, strict=True) if not width]
 
@@ -115,33 +118,39 @@ def _total(widths: Sequence[int]) -> int:
     return sum(shown) + len(GAP) * (len(shown) - 1)
 
 
-def _fit(heads: Sequence[Column], natural: list[int], narrow: list[int], room: int) -> list[int]:
-    """A width for each column, which is 0 for one that is left out; `narrow` is with heads that wrap."""
+def _longest_word(text: str) -> str:
+    """The longest part of a text that a line cannot end within, unless a word breaks."""
+    for mark in BREAKS.strip():
+        text = text.replace(mark, f"{mark} ")
+    return max(text.split(), key=width_of, default="")
+
+
+def _fit(heads: Sequence[Column], natural: list[int], narrow: list[int], words: list[int], room: int) -> list[int]:
+    """A width for each column, which is 0 for one that is left out; `narrow` is with heads that wrap, `words` with
+    every line a word."""
     texts = [index for index, column in enumerate(heads) if column.is_text]
     names = [index for index, column in enumerate(heads) if not column.is_number]
     others = [index for index in names if not heads[index].is_id]
-    if _total(widths := _shrunk(natural, texts, TEXT_WIDTH, room)) <= room:
+    ids = [index for index in names if heads[index].is_id]
+    wide, least = [TEXT_WIDTH] * len(heads), [NAME_WIDTH] * len(heads)
+    if _total(widths := _shrunk(natural, texts, wide, room)) <= room:
         return widths
     kept = [0 if column.rank else width for column, width in zip(heads, narrow, strict=True)]
     for index in sorted(range(len(heads)), key=lambda i: heads[i].rank):
         wider = [*kept[:index], narrow[index], *kept[index + 1 :]]
-        if _total(_shrunk(wider, texts, TEXT_WIDTH, room)) <= room:
+        if _total(_shrunk(wider, texts, wide, room)) <= room:
             kept = wider
-    for which, least in ((texts, TEXT_WIDTH), (others, NAME_WIDTH), (names, NAME_WIDTH)):
-        kept = _shrunk(kept, which, least, room)
+    for which, floor in ((texts, wide), (others, words), (ids, wide), (others, least), (names, least)):
+        kept = _shrunk(kept, which, floor, room)
     return kept
 
 
-def _shrunk(widths: Sequence[int], which: Iterable[int], least: int, room: int) -> list[int]:
+def _shrunk(widths: Sequence[int], which: Iterable[int], least: Sequence[int], room: int) -> list[int]:
     """These columns made narrower, the widest first, until all fit or each has its least width."""
     found = list(widths)
-    candidates = [index for index in which if found[index] > least]
     excess = _total(found) - room
-    while excess > 0 and candidates:
-        widest = max(candidates, key=lambda index: found[index])
-        if found[widest] == least:
-            break
-        found[widest] -= 1
+    while excess > 0 and (wider := [index for index in which if found[index] > least[index]]):
+        found[max(wider, key=lambda index: found[index])] -= 1
         excess -= 1
     return found
 

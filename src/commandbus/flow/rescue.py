@@ -143,7 +143,7 @@ def outcome(
     if cancel is not None:
         return of_row(domain, row, Judgement(Verdict.CANCELED, cancel), started=started)
     if finding is None:
-        return given_back(domain, row.msg_id, row.read_ct, row.id, number=number)
+        return given_back(domain, row.msg_id, row.read_ct, row.id, number=number, why="its worker ended")
     if finding.role is not Role.CULPRIT:
         is_suspect = finding.role is Role.SUSPECT
         return waived(domain, row, started=started, failure=finding.failure, suspect=is_suspect)

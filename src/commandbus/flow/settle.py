@@ -271,7 +271,7 @@ def given_back(
     *,
     number: int,
     delay: float = 0.0,
-    why: str = "its worker stopped, was busy, or could not be sure of its lease",
+    why: str = "its worker stops",
 ) -> Settlement:
     """Claimed but never started: back to the queue, at once or after a delay, and not charged."""
     failure = Failure("GivenBack", "GIVEN_BACK", f"given back before it had started: {why}")

@@ -464,6 +464,6 @@ class Attempt:
             until=until,
         )
 
-    def give_back(self) -> Settlement:
+    def give_back(self, why: str = "its worker stops") -> Settlement:
         """The settlement of an attempt that never started."""
-        return given_back(self.domain, self.msg_id, self.read_ct, self.id, number=self.number)
+        return given_back(self.domain, self.msg_id, self.read_ct, self.id, number=self.number, why=why)

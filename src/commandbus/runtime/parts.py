@@ -5,8 +5,8 @@ known in one set, which the keeper reads; what runs, and where, in one dictionar
 takes an attempt out of that dictionary owns its settlement.
 
 A supervised worker shows its slots on a board and drains at the first stuck attempt: it claims nothing more, lets
-what is healthy finish, and ends; its supervisor has a replacement up by then. A worker inside an application never
-drains.
+what is healthy finish, and ends; its supervisor starts a replacement meanwhile. A worker inside an application
+never drains.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ logger = safe_logger("commandbus.worker")
 
 SETTLE_RESERVE_SECONDS = 2.0
 STALE_SECONDS = 0.5
+STALE_LOOKS = 3
+LOOK_SECONDS = 0.2
 CAUTIOUS_SECONDS = 2.0
 UNREACHABLE = "database_unreachable"
 UNWRITTEN = "outcomes_unwritten"
@@ -86,6 +88,8 @@ class Parts:
         self._low = 0
         self._late_seconds = settings.timeouts.late_seconds  # under an older lease nothing is started
         self._cautious_until = 0.0  # until then nothing is prefetched
+        self._stale_looks = 0  # so many looks in a row found something that should have started long ago
+        self._stale_looked_at = 0.0
         self._pause = Pause()
         self._limit_said = False
         self._is_hurried = False
@@ -415,16 +419,16 @@ class Parts:
         for lane in (self._slots, self._router, self._loop, self._limited):
             if lane is not None:
                 for attempt in lane.take_back():
-                    self._return(attempt)
+                    self._return(attempt, f"its worker is {self.state.name.lower()}")
 
-    def _return(self, attempt: Attempt) -> None:
+    def _return(self, attempt: Attempt, why: str) -> None:
         if attempt.places:
             self._limited.never_began(attempt)
         if attempt.is_lost:
             self._drop(attempt)  # its row is somebody else's: there is nothing to give back
             return
         self._given_back += 1
-        self.settler.add(attempt, attempt.give_back())
+        self.settler.add(attempt, attempt.give_back(why))
 
     def _drop(self, attempt: Attempt) -> None:
         """It is somebody else's by now: nothing is to be written about it here."""
@@ -671,6 +675,7 @@ class Parts:
         if waiting > self._low:
             self._return_stale()
             return 0
+        self._stale_looks = 0
         if self.state is not State.ACTIVE or self._pause.is_on or self.settler.backlog >= self._most_unwritten:
             return 0
         return self._places.total - self._places.taken + prefetch - waiting
@@ -683,14 +688,18 @@ class Parts:
 
     def _return_stale(self) -> None:
         """What was prefetched should have started long ago: handlers have become slow, and another worker may
-        be idle."""
-        stale_before = boottime() - STALE_SECONDS
-        for lane in (self._slots, self._router, self._loop):
-            oldest = next(iter(lane.waiting.copy()), None) if lane is not None else None  # slots take from it, too
-            if lane is not None and oldest is not None and oldest.renewed_at < stale_before:
-                self._cautious_until = monotonic() + CAUTIOUS_SECONDS
-                for attempt in lane.take_back():
-                    self._return(attempt)
+        be idle. One look is not enough: after a moment without the processor the claimer may run first."""
+        stale = [lane for lane in (self._slots, self._router, self._loop) if lane is not None and _is_stale(lane)]
+        now = monotonic()
+        if not stale:
+            self._stale_looks = 0
+        elif now - self._stale_looked_at >= LOOK_SECONDS:
+            self._stale_looks, self._stale_looked_at = self._stale_looks + 1, now
+        if self._stale_looks >= STALE_LOOKS:
+            self._stale_looks = 0
+            self._cautious_until = now + CAUTIOUS_SECONDS
+            for attempt in [attempt for lane in stale for attempt in lane.take_back()]:
+                self._return(attempt, "the slots of its worker are busy")
 
     def _finished(self) -> int:
         return (
@@ -753,7 +762,7 @@ class Parts:
         for row in rows:
             attempt = Attempt(domain, row, self._handlers.get(domain, row[4]), claimed_at)
             self.held.add(attempt)
-            self._return(attempt)
+            self._return(attempt, "a failover may lose its claim")
 
     def _note_connected(self) -> None:
         """Whatever is held now was claimed on an earlier connection, perhaps from a server that is no more."""
@@ -896,8 +905,15 @@ class Parts:
     def _never_start(self, attempt: Attempt) -> bool:
         """It was asked to stop before it had begun, or its lease is not sure. If somebody canceled it, the settler
         hears that; if it is somebody else's by now, the fence refuses."""
-        self._return(attempt)
+        self._return(attempt, self._why_not(attempt))
         return True
+
+    def _why_not(self, attempt: Attempt) -> str:
+        if attempt.stop is not None:
+            return attempt.stop.text
+        if not attempt.is_surely_held(self._late_seconds):
+            return "its lease may have ended"
+        return "its worker had no process for it" if self.state is State.ACTIVE else "its worker stops"
 
     def _show_thread(self, slot: int) -> None:
         if self._showing is not None:
@@ -912,6 +928,15 @@ class Parts:
         if self._waiting() <= self._low:
             self._claimer.is_waiting_for_room = False
             self._claimer.wake()
+
+
+def _is_stale(lane: Slots | AsyncSlots) -> bool:
+    """Has the oldest waited before its slots for long? Its wait for permits, before that, does not count."""
+    oldest = next(iter(lane.waiting.copy()), None)  # a copy: slots take from it, too
+    if oldest is None:
+        return False
+    waited = [boottime() - oldest.renewed_at, *(monotonic() - place.taken_at for place in oldest.places)]
+    return min(waited) > STALE_SECONDS
 
 
 def _routed_domains(spec: WorkerSpec) -> list[str]:
