@@ -574,4 +574,4 @@ def test_a_session_that_has_a_stuck_attempts_process_id_by_now_is_spared(
         start_worker(handlers, cancel_grace=0.3)
         until(lambda: verdicts(db, "c"))
         assert one(innocent, "SELECT 1") == 1
-        assert one(db, "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'innocent'") == 1
+        assert one(db, "SELECT count(*) FROM pg_stat_activity WHERE pid = %s", innocent.info.backend_pid) == 1
