@@ -87,6 +87,15 @@ class Run:
         self.base.fill("floor", self.count)
         self.note(figure, measure(self.base, "floor", self.count))
 
+    def everything(self) -> None:
+        for number in range(self.rounds):
+            print(f"round {number + 1} of {self.rounds}", file=sys.stderr)
+            self.round()
+        self.bursts(1 if self.quick else 3)
+        self.once()
+        if not self.quick:
+            self.heavy()
+
     def round(self) -> None:
         few = self.count // 4
         self.floor("floor_serial_per_s", floors.serial)
@@ -147,9 +156,9 @@ class Run:
         self.note("floor_insert_8_per_s", floors.insert(base, 8, count * 2))
         self.note("send_one_8_per_s", floors.send(base, "send", 8, count * 2))
 
-    def bursts(self) -> None:
+    def bursts(self, rounds: int) -> None:
         """A burst on an idle worker, with new tables and with many finished commands."""
-        count, rounds = (20_000, 1) if self.quick else (50_000, 3)
+        count = 20_000 if self.quick else 50_000
         for _ in range(rounds):
             for kind, history in (("fresh", 0), ("steady", burst.HISTORY)):
                 idle, filled = burst.measure(self.base, count, history=history)
@@ -265,8 +274,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer commands and rounds: about a minute")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the medians there")
     parser.add_argument("--database", metavar="URL", help="measure on this empty database, not on an embedded one")
+    parser.add_argument(
+        "--binaries", metavar="FOLDER", type=Path, help="PostgreSQL's programs for the embedded one"
+    )
+    parser.add_argument("--bursts", action="store_true", help="only the bursts after idleness")
     parser.add_argument("--peers", metavar="NAME", nargs="*", help="compare with other job queues (these, or all)")
-    parser.add_argument("--rounds", metavar="N", type=int, default=3, help="of --peers (3)")
+    parser.add_argument("--rounds", metavar="N", type=int, default=3, help="of --peers and --bursts (3)")
     parser.add_argument(
         "--plot", metavar="FILE.svg", type=Path, help="draw the figures of --from, measure nothing"
     )
@@ -276,19 +289,16 @@ def main() -> None:
         plot.run(args.plot, args.source or parser.error("--plot needs --from FILE.json"))
         return
     if args.peers is not None:
-        with ground(args.database) as base:
+        with ground(args.database, args.binaries) as base:
             peers.run(base, args.peers, args.rounds, args.json)
         return
-    with ground(args.database) as base:
+    with ground(args.database, args.binaries) as base:
         run = Run(base, quick=args.quick)
         try:
-            for number in range(run.rounds):
-                print(f"round {number + 1} of {run.rounds}", file=sys.stderr)
-                run.round()
-            run.bursts()
-            run.once()
-            if not args.quick:
-                run.heavy()
+            if args.bursts:
+                run.bursts(args.rounds)
+            else:
+                run.everything()
         finally:
             for crew in run.members.values():
                 for member in crew:

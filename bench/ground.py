@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -91,8 +92,8 @@ class Ground:
 
 
 @contextmanager
-def ground(url: str | None) -> Iterator[Ground]:
-    """On the given server, or on an embedded one that is thrown away."""
+def ground(url: str | None, binaries: Path | None = None) -> Iterator[Ground]:
+    """On the given server, or on an embedded one that is thrown away (with the programs of that folder)."""
     if url is not None:
         made = Ground(url)
         try:
@@ -103,7 +104,8 @@ def ground(url: str | None) -> Iterator[Ground]:
     folder = tempfile.mkdtemp(prefix="commandbus-bench-")
     os.chmod(folder, 0o755)  # as root the server runs as another user, who must get in
     try:
-        with EmbeddedPostgres(folder, settings={"max_connections": "200", "shared_buffers": "512MB"}) as server:
+        settings = {"max_connections": "200", "shared_buffers": "512MB"}
+        with EmbeddedPostgres(folder, binaries=binaries, settings=settings) as server:
             made = Ground(server.dsn)
             try:
                 yield made

@@ -403,12 +403,60 @@ def test_a_second_of_read_only_costs_nothing(
     until(lambda: worker._parts.settler.backlog > 0)  # type: ignore[union-attr]
     db.execute(sql.SQL("ALTER DATABASE {} RESET default_transaction_read_only").format(name))
     until_completed(bus, "slow", seconds=20)
-    bus.close()
-    with CommandBus(database) as again:
-        again.send("orders", "work", command_id="after")
-        until_completed(again, "after", seconds=20)
+    bus.send("orders", "work", command_id="after")
+    until_completed(bus, "after", seconds=20)
     assert ran.count("slow") == 1, "its outcome was kept until it could be written"
     assert verdicts(db, "slow") == []
+    assert worker.stop().is_clean
+
+
+@pytest.mark.parametrize("kind", ["write", "write_async"])
+def test_no_pool_keeps_a_session_that_began_while_the_database_was_read_only(
+    database: str, bus: CommandBus, db: Db, start_worker: StartWorker, kind: str
+) -> None:
+    """Such a session stays read-only when the database can write again: every handler that got it would fail."""
+    handlers = HandlerRegistry()
+
+    @handlers.handler("orders", "write")
+    def write(command: Any, ctx: Any) -> None:
+        with ctx.transaction() as tx:
+            tx.execute("UPDATE commandbus.command SET data = data WHERE false")
+
+    @handlers.handler("orders", "write_async")
+    async def write_async(command: Any, ctx: Any) -> None:
+        async with ctx.transaction() as tx:
+            await tx.execute("UPDATE commandbus.command SET data = data WHERE false")
+
+    worker = start_worker(
+        handlers, database, backoff_schedule=(0.2,), max_attempts=1000, concurrency=1, pool_max_size=1
+    )
+    name = sql.Identifier(database.rsplit("/", 1)[1])
+    bus.send("orders", kind, command_id="before")
+    until_completed(bus, "before")
+    db.execute(sql.SQL("ALTER DATABASE {} SET default_transaction_read_only = on").format(name))
+    ended = one(
+        db,
+        "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE datname = current_database() "
+        "AND (application_name LIKE 'commandbus%%handlers' OR application_name = 'commandbus bus')",
+    )
+    assert ended >= 2
+
+    def is_sent(command_id: str) -> bool:
+        try:
+            bus.send("orders", kind, command_id=command_id)
+        except (psycopg.errors.ReadOnlySqlTransaction, psycopg.OperationalError):
+            return False  # that session leaves the pool
+        return True
+
+    assert not is_sent("refused")
+    with psycopg.connect(database, options="-c default_transaction_read_only=off", autocommit=True) as able:
+        bus.send("orders", kind, command_id="during", conn=able)
+    until(lambda: (1, "RETRY") in verdicts(db, "during"))
+    db.execute(sql.SQL("ALTER DATABASE {} RESET default_transaction_read_only").format(name))
+    until_completed(bus, "during")
+    until(lambda: is_sent("after"))
+    until_completed(bus, "after")
+    assert verdicts(db, "after") == []
     assert worker.stop().is_clean
 
 

@@ -54,7 +54,7 @@ def test_a_worker_that_was_stopped_starts_nothing_that_others_have_completed(
     handlers = HandlerRegistry()
     handlers.register("orders", kind, lambda ctx: "by the other")
     other = start_worker(handlers, database, concurrency=4)
-    until_settled(db, 90)  # what the stopped worker had leased runs one at a time
+    until_settled(db)
     assert other.stop().is_clean
 
     process.send_signal(signal.SIGCONT)

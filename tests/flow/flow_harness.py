@@ -12,7 +12,7 @@ import psycopg
 import pytest
 
 from commandbus.errors import SchemaError
-from commandbus.flow.claim import ANY_ROOM, Claim, Room, claim, put_right
+from commandbus.flow.claim import ANY_ROOM, Claim, ClaimedRow, Room, claim, put_right, run_alone
 from commandbus.flow.renew import renew
 from commandbus.flow.settle import Settlement, settle
 from commandbus.flow.statement import Operation, Statement
@@ -58,6 +58,11 @@ class Bus:
         )
         return answer
 
+    def run_alone(self, row: ClaimedRow, worker: str, *, domain: str = "orders") -> bool:
+        """What a worker does before a suspect starts."""
+        noted: bool = self.bus.run(run_alone(domain=domain, worker=worker, msg_id=row.msg_id, read_ct=row.read_ct))
+        return noted
+
     def claim(
         self, worker: str = "w1", n: int = 100, *, lease: float = 30, domain: str = "orders"
     ) -> list[Attempt]:
@@ -67,6 +72,9 @@ class Bus:
         if found.odd:
             right, _ = self.put_right(found, worker, domain=domain)
             rows += right
+            for row in right:
+                if row.alone:
+                    assert self.run_alone(row, worker, domain=domain)
         return [started(Attempt(domain, tuple(row), None, 0.0)) for row in sorted(rows)]
 
     def claim_one(self, worker: str = "w1", *, lease: float = 30, domain: str = "orders") -> Attempt:

@@ -312,13 +312,42 @@ def test_a_suspect_that_only_waited_for_its_turn_is_not_charged(orders: Bus, db:
         orders.send("orders", "Ship", command_id=name)
     lose(orders, db)
     found = orders.claim_raw("w2")
-    orders.put_right(found, "w2", room=Room(alone=1))
+    (first,), _ = orders.put_right(found, "w2", room=Room(alone=1))
+    assert orders.run_alone(first, "w2")
     db.execute("UPDATE pgmq.q_orders__commands SET vt = now() WHERE headers IS NULL")
     orders.claim_raw("w2")  # and dies before it was put right
     expire_leases(db)
     orders.claim("w3")
     assert marks(db, "a") == (1, 1, True, None), "two of its three attempts are charged"
     assert marks(db, "b") == (3, 1, True, None), "none but the one that it has now"
+
+
+def test_suspects_that_wait_in_line_behind_the_one_that_ran_are_not_charged(
+    orders: Bus, db: psycopg.Connection[Any]
+) -> None:
+    for name in ("a", "b", "c"):
+        orders.send("orders", "Ship", command_id=name)
+    lose(orders, db)
+    found = orders.claim_raw("w2")
+    (first, _, _), _ = orders.put_right(found, "w2", room=Room(alone=3))
+    assert orders.run_alone(first, "w2")
+    expire_leases(db)
+    orders.claim("w3")
+    assert marks(db, "a") == (1, 1, True, None), "it ran: charged"
+    assert [marks(db, name) for name in ("b", "c")] == [(2, 1, True, None)] * 2
+
+
+def test_a_suspect_that_is_not_surely_held_does_not_start(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send("orders", "Ship", command_id="k")
+    lose(orders, db)
+    ((row,), _) = orders.put_right(orders.claim_raw("w2"), "w2")
+    with psycopg.connect(orders.url) as other:
+        other.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
+        assert not orders.run_alone(row, "w2"), "somebody has locked its row"
+    expire_leases(db)
+    orders.claim_raw("w3")
+    assert not orders.run_alone(row, "w2"), "it is somebody else's"
+    assert one(db, "SELECT headers -> 'alone' FROM pgmq.q_orders__commands") is None
 
 
 def test_quarantine_is_bounded_and_the_rest_is_given_back(orders: Bus, db: psycopg.Connection[Any]) -> None:

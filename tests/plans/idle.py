@@ -22,7 +22,7 @@ from commandbus import sql as texts
 from commandbus.db.drive import OwnConnection, run
 from commandbus.flow import call, places, rescue, send
 from commandbus.flow.batch_operate import leftovers
-from commandbus.flow.claim import ClaimedRow, claim, next_due, put_right
+from commandbus.flow.claim import ClaimedRow, claim, next_due, put_right, run_alone
 from commandbus.flow.fold import fold
 from commandbus.flow.limits import select_limits
 from commandbus.flow.renew import pending_cancels, renew
@@ -158,6 +158,9 @@ def _work(sample: Sample) -> Named:
             renew(DOMAIN, WORKER, sample.fences, lease_seconds=60, progress={attempts[0].msg_id: "1"})
         ),
     )
+    msg_id, read_ct = sample.fences[0]
+    alone = run_alone(domain=DOMAIN, worker=WORKER, msg_id=msg_id, read_ct=read_ct)
+    yield "run_alone", first_statement(alone)
     yield "pending_cancels", first_statement(pending_cancels(DOMAIN, WORKER, sample.fences))
     yield (
         "held_by",
@@ -197,7 +200,7 @@ def _limits(sample: Sample) -> Named:
         "limit_next",
         Statement(
             texts.text("limit_next", claimable=claimable, chosen=f"NOT ({vain})", order=order),
-            {"name": "full", "most": 10, "vain": '{"1": 1}'},
+            {"name": "full", "most": 10, "vain": '{"1": 1}', "unclaimed": 0.25},
         ),
     )
     yield "limit_calling", Statement(texts.text("limit_calling", claimable=claimable), {"name": "full", "most": 3})

@@ -893,3 +893,29 @@ def test_a_handlers_own_mistakes_say_nothing_of_the_api(
     assert one(db, "SELECT (failures, step, is_open) = (0, 0, false) FROM commandbus.limits")
     with pytest.raises(urllib.error.HTTPError):
         fetch(api.url)
+
+
+def test_callers_that_have_all_slots_do_not_wait_for_a_command_that_nobody_can_claim(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, lane: str
+) -> None:
+    """The first in line is a parked command. The place that is kept for it helps when a slot is free, and the
+    slots are held by those who wait for that place."""
+    limit = Limit("docai", concurrency=1)
+    bus.declare_limit(limit)
+
+    async def page(command: Any, ctx: Any) -> None:
+        async with either(ctx.limit("docai")):
+            pass
+
+    async def whole(command: Any, ctx: Any) -> None:
+        pass
+
+    add(handlers, lane, "page", page)
+    add(handlers, lane, "whole", whole, limits=[limit])
+    with bus.limit("docai"):
+        start_worker(handlers, concurrency=2)
+        first = bus.send("orders", "whole")
+        until(lambda: one(db, "SELECT count(*) FROM commandbus.parked WHERE domain = 'orders'") == 1)
+        pages = [bus.send("orders", "page") for _ in range(6)]
+        until(lambda: in_line(db) == 2)
+    until(lambda: all(status_of(bus, sent) is CommandStatus.COMPLETED for sent in [first, *pages]), 10)

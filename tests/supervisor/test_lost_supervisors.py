@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from commandbus import CommandBus, CommandStatus
+from commandbus import CommandBus, CommandStatus, NewCommand
 from support.supervised import Supervised
 from support.waiting import one, statuses, until, until_settled, verdicts
 
@@ -29,6 +29,10 @@ def note(command, ctx):
     while not Path("go").exists():
         time.sleep(0.02)
     Path(mine).unlink()
+
+@handlers.handler("orders", "instant")
+def instant(command, ctx):
+    """Does nothing."""
 
 @handlers.handler("orders", "end_all", timeout=0)
 def end_all(command, ctx):
@@ -169,6 +173,26 @@ def test_a_command_that_ends_the_whole_container_does_not_loop_for_ever(
     until(lambda: status_of(bus, "poison") is CommandStatus.IN_TROUBLESHOOTING_QUEUE)
     assert [name for name, _, _ in starts(noting)].count("poison") == expected
     until(lambda: status_of(bus, "healthy") is CommandStatus.COMPLETED)
+
+
+PREFETCHED = 1600  # as many as a worker with quick handlers may hold
+
+
+@pytest.mark.slow
+def test_what_a_killed_worker_had_only_prefetched_is_through_within_seconds(
+    supervise: Supervise, noting: Path, bus: CommandBus, db: Db
+) -> None:
+    """All of them are suspects, and run one at a time; of two workers one runs them."""
+    bus.send_many("orders", [NewCommand("instant", command_id=f"c{n}") for n in range(PREFETCHED)])
+    db.execute(
+        "UPDATE pgmq.q_orders__commands SET read_ct = 1, vt = now(), "
+        "headers = jsonb_build_object('held_by', 'gone', 'since', now())"
+    )
+    supervise(processes=2, concurrency=4).until_ready(2)
+    until_settled(db, 20)
+    assert statuses(db) == {"COMPLETED": PREFETCHED}
+    assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict = 'LOST'") == PREFETCHED
+    assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict NOT IN ('LOST', 'GIVEN_BACK')") == 0
 
 
 CLOSES_TURNS = '''

@@ -7,6 +7,8 @@ mode nothing is begun or committed here, so that the caller's rollback takes our
 The server keeps the plans of prepared statements. It made them for the tables as they were then, and makes new
 ones only after an ANALYZE. So a connection of ours drops plans that are older than PLAN_SECONDS, unless the
 statement needs no other plan than the one that it has (ADR 15).
+
+A connection of ours that turns out to be read-only is closed, so that its pool opens another.
 """
 
 from __future__ import annotations
@@ -165,7 +167,12 @@ def _check_replicated(conn: AnyConnection | AnyAsyncConnection, result: object) 
 
 def run(conn: AnyConnection, operation: Runnable[T]) -> T:
     """Run an operation on a sync connection."""
-    result = _run_whole(conn, operation)
+    try:
+        result = _run_whole(conn, operation)
+    except psycopg.errors.ReadOnlySqlTransaction:
+        if isinstance(conn, OwnConnection) and conn.autocommit:
+            conn.close()  # its session may stay so when the server can write again, or the writer is another one
+        raise
     _check_replicated(conn, result)
     return result
 
@@ -206,7 +213,12 @@ def _run(conn: AnyConnection, steps: Generator[Any, list[tuple[Any, ...]], T]) -
 
 async def run_async(conn: AnyAsyncConnection, operation: Runnable[T]) -> T:
     """Run an operation on an async connection."""
-    result = await _run_whole_async(conn, operation)
+    try:
+        result = await _run_whole_async(conn, operation)
+    except psycopg.errors.ReadOnlySqlTransaction:
+        if isinstance(conn, OwnAsyncConnection) and conn.autocommit:
+            await conn.close()
+        raise
     _check_replicated(conn, result)
     return result
 

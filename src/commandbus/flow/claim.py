@@ -33,7 +33,7 @@ from commandbus.flow.statement import Statement, Steps, operation
 from commandbus.model import envelope, names, payload
 from commandbus.model.command import NewCommand
 from commandbus.model.outcome import Failure, Judgement, Verdict
-from commandbus.model.suspects import Marks, delay_apart
+from commandbus.model.suspects import LONGEST_DELAY, Marks, delay_apart
 
 FAR_SECONDS = 1e9
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -102,16 +102,19 @@ UNREAD = Text(None, None, None)
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many commands that run alone, and how many in quarantine, may start now; None is any number.
+    """How many commands that run alone may wait here for their turn, and how many in quarantine may start now;
+    None is any number.
 
     Commands of the types in `isolated` run in child processes anyway, and do not count as in quarantine. `spread`,
-    from 0 to 1, spreads the delays of those for whom there is no room.
+    from 0 to 1, spreads the delays of those for whom there is no room. Those that would run alone come again after
+    about `soonest` seconds: then there may be room.
     """
 
     alone: int | None = None
     quarantined: int | None = None
     isolated: frozenset[str] = frozenset()
     spread: float = 0.5
+    soonest: float = LONGEST_DELAY
 
     def without(self, admitted: Sequence[ClaimedRow]) -> Room:
         """What is left when these have been let in."""
@@ -223,6 +226,16 @@ def put_right(
     yield from _cancel(domain, worker, [row for row in ours if row.msg_id in canceled], canceled)
     free = [row for row in ours if not row.is_paused and not row.unhandled and row.msg_id not in canceled]
     return (yield from _admit(domain, worker, free, room)), adopted
+
+
+@operation(atomic=False)
+def run_alone(*, domain: str, worker: str, msg_id: int, read_ct: int) -> Steps[bool]:
+    """A suspect is about to start, and no other one runs beside it; False if it must not: this worker is not sure
+    to hold it."""
+    rows = yield Statement(
+        sql.text("run_alone", domain=domain), {"worker": worker, "msg_id": msg_id, "read_ct": read_ct}
+    )
+    return bool(rows)
 
 
 @operation(atomic=False)
@@ -444,10 +457,8 @@ def _lost_rows(
 
 
 def _admit(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -> Steps[list[ClaimedRow]]:
-    """Those that may start now: all but those that run alone or in quarantine, and find no room."""
+    """Those that may stay: all but those that run alone or in quarantine, and find no room."""
     admitted, late = _choose(rows, room)
-    if alone := [row.msg_id for row in admitted if row.alone]:
-        yield Statement(sql.text("run_alone", domain=domain), {"worker": worker, "msg_ids": alone})
     if late:
         yield from _put_off(domain, worker, late, room)
     return admitted
@@ -484,8 +495,9 @@ def _put_off(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -
 
 def _later(domain: str, row: ClaimedRow, room: Room) -> Settlement:
     assert row.id is not None  # noqa: S101 - raw messages are not ours
-    why = "commands in quarantine fill the processes that this worker has for them"
+    why, longest = "commands in quarantine fill the processes that this worker has for them", LONGEST_DELAY
     if row.alone:
+        longest = room.soonest
         why = "its worker was lost with it before: such commands run one at a time"
     return given_back(
         domain,
@@ -493,7 +505,7 @@ def _later(domain: str, row: ClaimedRow, room: Room) -> Settlement:
         row.read_ct,
         row.id,
         number=row.attempt_base + row.read_ct,
-        delay=delay_apart(row.waived, spread=room.spread),
+        delay=delay_apart(row.waived, spread=room.spread, longest=longest),
         why=why,
     )
 

@@ -31,6 +31,11 @@ from commandbus.model.standing import (
 
 CALL_SECONDS = 3.0
 """How long a place is kept for who waits inside a program."""
+BESIDE_CALLS_SECONDS = 0.5
+"""How long one is kept for a command while somebody waits inside a program. Those may have all the slots: then
+nobody can claim the command, and each waits for the other."""
+UNCLAIMED_SECONDS = 0.25
+"""If nobody has claimed a command for so long after its turn has come, there is no slot for it now."""
 
 Grant = Callable[[LimitRow, list[str], float], list[str]]
 """Takes places for some seconds from a back end other than the row: which of the tokens have one now."""
@@ -226,11 +231,14 @@ def wake(
         waiting = list(takewhile(lambda item: not item[1], waiting))
     if not waiting:
         return Woken(0)
+    has_calls, has_unclaimed = waiting[0][7:]
+    if has_calls and has_unclaimed:  # those who have slots first: when they have ended, commands can be claimed
+        waiting = yield from _first_in_line(name, most, standing.vain if standing.is_probing else {}, calls=True)
     ready, has_orphans = yield from _lock(waiting)
     chosen: list[tuple[Row, str | None]] = []
     for is_call, group in groupby(ready, key=lambda item: item[1] == ""):
         # Who waits inside a program answers at once; if it died, its place must not be kept for long.
-        kept = CALL_SECONDS if is_call else seconds
+        kept = CALL_SECONDS if is_call else min(seconds, BESIDE_CALLS_SECONDS if has_calls else seconds)
         items = {item[3] or token_of(f"{mark}{item[0]}/{item[5]}"[:170], item[6]): item for item in group}
         if grant is None:
             granted = yield from _take(name, list(items), seconds=kept, newcomers=False)
@@ -245,17 +253,26 @@ def wake(
         yield from _let_go(name, chosen)
     if has_orphans:
         return Woken(len(chosen), 0.0)
+    if has_calls and (has_unclaimed or any(item[1] for item, _ in chosen)):
+        return Woken(len(chosen), BESIDE_CALLS_SECONDS)  # nobody is told when a place was kept in vain
     is_more = len(chosen) < len(ready) or len(waiting) == most
     return Woken(len(chosen), _next_look(row, len(chosen)) if is_more else None)
 
 
-def _first_in_line(name: str, most: int, vain: Mapping[str, int]) -> Steps[list[Row]]:
-    """Who comes next. `vain`: a probe is wanted, and who was one in vain comes after those who were not."""
+def _first_in_line(name: str, most: int, vain: Mapping[str, int], *, calls: bool = False) -> Steps[list[Row]]:
+    """Who comes next. `vain`: a probe is wanted, and who was one in vain comes after those who were not.
+    `calls`: of those who wait inside programs."""
     line = "p.since, p.command, p.seq"
-    values = {"name": name, "most": most, "vain": payload.dump(dict(vain), what="vain")}
+    values = {
+        "name": name,
+        "most": most,
+        "vain": payload.dump(dict(vain), what="vain"),
+        "unclaimed": UNCLAIMED_SECONDS,
+    }
     known = "(%(vain)s::jsonb ? p.command::text)"
 
     def ask(chosen: str, order: str) -> Statement:
+        chosen = f"{chosen} AND p.domain = ''" if calls else chosen
         parts = {"claimable": sql.part("limit_claimable"), "chosen": chosen, "order": order}
         return Statement(sql.text("limit_next", **parts), values)
 

@@ -66,6 +66,6 @@ class Marks:
         return Marks(self.waived - (self.suspect or 0), None, quarantine=True)
 
 
-def delay_apart(waived: int, *, spread: float = 0.5) -> float:
+def delay_apart(waived: int, *, spread: float = 0.5, longest: float = LONGEST_DELAY) -> float:
     """Seconds until a command that found no room to run apart can be claimed again; `spread` is from 0 to 1."""
-    return min(LONGEST_DELAY, FIRST_DELAY * DELAY_GROWTH ** min(waived, 10)) * (0.5 + spread)
+    return min(LONGEST_DELAY, longest, FIRST_DELAY * DELAY_GROWTH ** min(waived, 10)) * (0.5 + spread)

@@ -69,7 +69,7 @@ FULL_SECONDS = 0.25
 LARGEST_SIEVE = 500
 SMALLEST_SIEVE = 20
 SIEVE_SECONDS = 0.25
-FORGED_FACTOR = 4
+SLOTLESS_FACTOR = 4
 CANCEL = "cancel "
 MARGIN = timedelta(milliseconds=5)
 
@@ -208,8 +208,7 @@ class Claimer(DatabaseService):
         if sweeps:
             domain.cursor = None
             domain.swept_at = now
-        if domain.is_forged:  # of such rows none needs a slot
-            n = min(n * FORGED_FACTOR, LARGEST_CLAIM)
+        n = min(n * domain.slotless, LARGEST_CLAIM)
         is_picky = domain.is_flooded or self._adopter.is_busy
         found = self._ask(domain, n, domain.cursor, OURS if is_picky else EVERY)
         if sweeps:  # over a flood it is a long walk
@@ -374,15 +373,17 @@ class _Domain:
         self.swept_at = 0.0
         self.sweep_seconds = SWEEP_SECONDS
         self.is_flooded = False
-        self.is_forged = False
+        self.slotless = 1  # so many times as many are claimed: what comes needs no slot
         self.raw_cursor: datetime | None = None
         self.sieve = LARGEST_CLAIM
 
     def note(self, found: Claim) -> None:
-        """Is it a flood: of raw messages, or of messages that only say that they are ours?"""
+        """Is it a flood: of raw messages, of messages that only say that they are ours, or of suspects?"""
         raw = sum(row.id is None for row in found.odd)
         count = len(found.ready) + len(found.odd)
-        self.is_forged = found.full and raw == count
+        suspects = sum(row.id is not None and bool(row.alone or row.before) for row in found.odd)
+        is_slotless = found.full and raw + suspects == count
+        self.slotless = min(self.slotless * SLOTLESS_FACTOR, LARGEST_CLAIM) if is_slotless else 1
         if found.full and 2 * raw >= count and not self.is_flooded:
             self.is_flooded, self.raw_cursor = True, None
 

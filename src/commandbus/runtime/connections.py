@@ -251,9 +251,10 @@ class HandlerConnections:
             try:
                 with _ending(one):
                     yield wrapped
-            except BaseException:
+            except BaseException as error:
                 with suppress(psycopg.Error):  # a lost connection has rolled back; the handler's error matters
                     await wrapped.rollback()
+                _close_read_only(conn, error)
                 raise
             else:
                 if not wrapped.closed:
@@ -566,13 +567,20 @@ def conn_block(conn: Connection[Any]) -> Iterator[None]:
     """Commit at the end, roll back on an error; tolerate a handler that closed the connection itself."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         with suppress(psycopg.Error):  # a lost connection has rolled back; the handler's error matters
             conn.rollback()
+        _close_read_only(conn, error)
         raise
     else:
         if not conn.closed:
             conn.commit()
+
+
+def _close_read_only(conn: Connection[Any], error: BaseException) -> None:
+    """A session that began while the server was read-only may stay so, and would fail whoever gets it next."""
+    if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
+        _close(conn)
 
 
 def _restore(conn: Connection[Any], habits: Habits) -> None:

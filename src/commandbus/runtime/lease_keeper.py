@@ -30,6 +30,7 @@ from commandbus.flow.backend import (
     look_at_backend,
     terminate_backend,
 )
+from commandbus.flow.claim import run_alone
 from commandbus.flow.renew import PendingCancel, pending_cancels, renew
 from commandbus.logger import safe_logger
 from commandbus.model.timeouts import MONITOR_TICK
@@ -87,6 +88,25 @@ class LeaseKeeper(DatabaseService):
         until = boottime() + self._settings.visibility_timeout
         self.order(lambda: self._renew_now(attempt, answer, until, longer))
         return answer
+
+    def run_alone(self, attempt: Attempt, then: Callable[[Attempt, bool], None]) -> None:
+        """Note that a suspect starts now, and go on with `then`; False if this worker is not sure to hold it."""
+
+        def note() -> None:
+            noted = run_alone(
+                domain=attempt.domain, worker=self._worker, msg_id=attempt.msg_id, read_ct=attempt.read_ct
+            )
+            is_held = False
+            try:
+                is_held = self._link.run(noted)
+            except psycopg.OperationalError:
+                raise
+            except Exception:
+                then(attempt, is_held)
+                raise
+            then(attempt, is_held)
+
+        self.order(note)
 
     def cancel_query(self, attempt: Attempt) -> None:
         """Cancel the SQL that an attempt is running; end its session if the attempt is fenced."""

@@ -228,6 +228,7 @@ class Parts:
             self._handlers,
             turn=None if self._spec.supervision is None else self._spec.supervision.turn,
             processes=min(self._settings.quarantine_processes, one_is_free) if there_is else None,
+            on_turn=lambda attempt: self._keeper.run_alone(attempt, self._push_alone),
         )
 
     def _make_settler(self) -> Settler:
@@ -326,6 +327,7 @@ class Parts:
                 attempt.borrowed.cut()
         self.running.clear()
         self.held.clear()
+        self._apart.take_back()
         self._slots.waiting.clear()
         self._router.waiting.clear()
         if self._loop is not None:
@@ -416,7 +418,7 @@ class Parts:
 
     def _give_back(self) -> None:
         self._isolation.let_go()
-        for lane in (self._slots, self._router, self._loop, self._limited):
+        for lane in (self._apart, self._slots, self._router, self._loop, self._limited):
             if lane is not None:
                 for attempt in lane.take_back():
                     self._return(attempt, f"its worker is {self.state.name.lower()}")
@@ -488,6 +490,8 @@ class Parts:
         for lane in (self._slots, self._router, self._loop):
             if lane is not None:
                 lane.tend()
+        for attempt in self._apart.take_back_late():
+            self._return(attempt)
         self._say_degraded()
         self._beat(now)
         if self.state is State.DRAINING and not self.running and not self._starting and not self._waiting():
@@ -730,13 +734,15 @@ class Parts:
                 continue
             attempt = Attempt(domain, row, handler, claimed_at)
             hold(attempt)
-            if is_plain and row[1] == 1 and not row[QUARANTINE]:  # nearly all are: nothing is known of it yet
+            if (
+                is_plain and row[1] == 1 and not row[QUARANTINE] and not row[ALONE]
+            ):  # nearly all are: nothing is known of it yet
                 sync.append(attempt)
                 continue
-            if row[QUARANTINE] or row[ALONE]:
-                self._apart.enter(attempt)
             if attempt.charge > 1 and self._executor.is_exhausted(attempt):
                 self.settler.add(attempt, self._executor.exhaust(attempt))
+            elif (row[QUARANTINE] or row[ALONE]) and not self._apart.enter(attempt):
+                continue  # `_push_alone`, when it is its turn
             elif handler is not None and handler.options.limits:
                 limited.append(attempt)
             elif handler is not None and handler.is_async and not self._is_isolated(attempt):
@@ -781,8 +787,19 @@ class Parts:
                 text = "command %s was lost by the database (a failover?): its message is another command's now"
                 logger.error(text, before.command_id, extra=before.log_fields)
 
+    def _push_alone(self, attempt: Attempt, is_held: bool) -> None:  # noqa: FBT001
+        """It is its turn. Called by the keeper."""
+        if not is_held or attempt.stop is not None or attempt.is_lost:
+            self._return(attempt)
+        elif attempt.handler is not None and attempt.handler.options.limits:
+            self._limited.visit([attempt])
+            if self.state is not State.ACTIVE:
+                self._give_back()
+        else:
+            self._push_one(attempt)
+
     def _push_one(self, attempt: Attempt) -> None:
-        """It has its places of all limits. Called by the gate."""
+        """Nothing keeps it from its start any more: it has its places of all limits. Called by the gate."""
         handler = attempt.handler
         if handler is not None and handler.is_async and not self._is_isolated(attempt) and self._loop is not None:
             self._loop.push([attempt])

@@ -1,8 +1,14 @@
--- Notes in the queue rows of suspects that were lost before that they run now, alone: whoever finds such a row lost again
--- charges the command for it.
+-- Notes in the queue row of a suspect that was lost before that it starts now, alone: whoever finds the row lost again
+-- charges the command for it. Returns nothing if this worker does not hold the row, or if somebody has locked it.
 --
--- Locks: queue rows that this worker holds. Index: the queue's key.
+-- Locks: that queue row, SKIP LOCKED. Index: the queue's key.
 UPDATE pgmq.{queue}
    SET headers = headers || '{"alone": true}'
- WHERE msg_id = ANY (%(msg_ids)s::bigint[])
-   AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
+ WHERE msg_id = ANY (ARRAY(
+       SELECT msg_id
+         FROM pgmq.{queue}
+        WHERE msg_id = %(msg_id)s
+          AND read_ct = %(read_ct)s
+          AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
+          FOR UPDATE SKIP LOCKED))
+RETURNING msg_id
