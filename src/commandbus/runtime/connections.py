@@ -165,16 +165,16 @@ class HandlerConnections:
         ending = None if known is None else CommitAndReset()
         try:
             _refuse_fenced(attempt)
-            conn.autocommit = not self._is_pooled_elsewhere  # a lent pool's may not be
-            if isolation is not None:
-                conn.isolation_level = isolation
-            if one is not None and self._is_pooled_elsewhere:
-                one.watch(conn)  # the transaction begins here already
             if known is not None:
-                conn.isolation_level = level = conn.isolation_level or known.level
+                conn.isolation_level = level = isolation or conn.isolation_level or known.level
                 if before_snapshot is not None and level in SNAPSHOT_LEVELS:
                     before_snapshot(level)
             else:
+                conn.autocommit = not self._is_pooled_elsewhere  # a lent pool's may not be
+                if isolation is not None:
+                    conn.isolation_level = isolation
+                if one is not None and self._is_pooled_elsewhere:
+                    one.watch(conn)  # the transaction begins here already
                 before = self._set_limits(attempt, deadline_at, conn, borrowed, before_snapshot, one)
             if conn.autocommit:
                 conn.autocommit = False
@@ -188,11 +188,10 @@ class HandlerConnections:
             self._take_back(attempt, borrowed)
             try:
                 _restore(conn, habits)
-                if not self._is_pooled_elsewhere:
+                if not self._is_pooled_elsewhere and not self._is_clean(conn, ending):
                     with _closing_on_error(conn):
                         conn.autocommit = True
-                        if not self._is_clean(conn, ending):
-                            _run_all(conn, put_back(before, conn._prepared))
+                        _run_all(conn, put_back(before, conn._prepared))
                         conn.autocommit = habits.autocommit
             finally:
                 self._put(pool, conn, borrowed)
@@ -224,23 +223,24 @@ class HandlerConnections:
         ending = None if known is None else CommitAndReset()
         try:
             _refuse_fenced(attempt)
-            await wrapped.set_autocommit(not self._is_pooled_elsewhere)
-            if (own := isolation or conn.isolation_level) is not None:
-                await wrapped.set_isolation_level(own)
-            if one is not None and self._is_pooled_elsewhere:
-                one.watch(wrapped)
+            own = isolation or conn.isolation_level
             if known is not None:
                 await wrapped.set_isolation_level(level := own or known.level)
                 if before_snapshot is not None and level in SNAPSHOT_LEVELS:
                     await before_snapshot(level)
             else:
+                await wrapped.set_autocommit(not self._is_pooled_elsewhere)
+                if own is not None:
+                    await wrapped.set_isolation_level(own)
+                if one is not None and self._is_pooled_elsewhere:
+                    one.watch(wrapped)
                 before = await self._set_limits_async(
                     attempt, deadline_at, conn, wrapped, borrowed, before_snapshot, one
                 )
-            if not self._is_pooled_elsewhere:
-                await wrapped.set_autocommit(False)
-                if one is not None:
-                    one.watch(wrapped, self._beginning(attempt, deadline_at, known))
+                if wrapped.autocommit:
+                    await wrapped.set_autocommit(False)
+            if one is not None and not self._is_pooled_elsewhere:
+                one.watch(wrapped, self._beginning(attempt, deadline_at, known))
             try:
                 with _ending(one):
                     yield wrapped
@@ -257,12 +257,11 @@ class HandlerConnections:
             self._take_back(attempt, borrowed)
             try:
                 _restore(conn, habits)
-                if not self._is_pooled_elsewhere:
+                if not self._is_pooled_elsewhere and not self._is_clean(conn, ending):
                     with _closing_on_error(conn):
                         await wrapped.set_autocommit(True)
                         wrapped._adapters = None  # the handler's own
-                        if not self._is_clean(conn, ending):
-                            await _run_all_async(wrapped, put_back(before, conn._prepared))
+                        await _run_all_async(wrapped, put_back(before, conn._prepared))
                 if isinstance(conn, OwnConnection):
                     conn.planned_at = wrapped.planned_at
             finally:  # the handler may be cancelled here, too
