@@ -16,9 +16,19 @@ from commandbus.db.drive import run
 from commandbus.db.pool import BY_KEYS
 from commandbus.flow.claim import Claim, claim
 from commandbus.flow.settle import settle_done
+from commandbus.model.command import new_command_id
 from commandbus.runtime.attempt import Attempt
 
 WORKER = "floor"
+TWO_ROWS = """
+WITH sent AS (
+    INSERT INTO floor_command (domain, command_id, command_type, msg_id, data)
+    VALUES ('floor', %s, %s, nextval('floor_queue_msg_id_seq'), %s::json)
+    RETURNING id, msg_id
+)
+INSERT INTO floor_queue (msg_id, vt, message) OVERRIDING SYSTEM VALUE
+SELECT msg_id, clock_timestamp(), jsonb_build_object('command', id) FROM sent
+"""
 
 
 def _connect(ground: Ground) -> psycopg.Connection[Any]:
@@ -81,15 +91,20 @@ def overlapped(ground: Ground, domain: str, count: int) -> float:
 
 
 def insert(ground: Ground, senders: int, count: int) -> float:
-    """A bare insert and commit of the same payload, through a pool as an application would do it."""
+    """Two rows of the same payload in tables with the same indexes, in one statement that commits, through a pool
+    as an application would use it. What `bus.send` does beyond that is its own."""
     data = json.dumps(DATA)
+    ground.admin.execute(
+        "CREATE TABLE IF NOT EXISTS floor_command (LIKE commandbus.command INCLUDING ALL);"
+        "CREATE TABLE IF NOT EXISTS floor_queue (LIKE pgmq.q_send__commands INCLUDING ALL);"
+    )
     with ConnectionPool(
         ground.url, kwargs={"autocommit": True, "prepare_threshold": 2}, min_size=senders, max_size=senders
     ) as pool:
 
         def one() -> None:
             with pool.connection() as conn:
-                conn.execute("INSERT INTO bare (command_type, data) VALUES (%s, %s)", ("work", data))
+                conn.execute(TWO_ROWS, (new_command_id(), "work", data))
 
         return at_once([one] * senders, count)
 

@@ -85,9 +85,17 @@ def _until(is_so: Callable[[], bool], seconds: float, complaint: str) -> None:
         time.sleep(0.005)
 
 
-def megabytes(processes: list[subprocess.Popen[bytes]]) -> float:
-    """Resident memory of a supervisor and its child, pages that they share counted twice."""
-    return max(sum(_resident(pid) for pid in [process.pid, *_children(process.pid)]) for process in processes)
+def resident(process: subprocess.Popen[bytes]) -> float:
+    """Megabytes of a supervisor and its child in memory (RSS); pages of files that both use count twice."""
+    return sum(_memory(pid)["Rss"] for pid in [process.pid, *_children(process.pid)])
+
+
+def needed(process: subprocess.Popen[bytes]) -> float:
+    """Megabytes that would be free without a supervisor and its child: what each has alone, and the pages of
+    programs and libraries once."""
+    found = [_memory(pid) for pid in [process.pid, *_children(process.pid)]]
+    files = max(each["Rss"] - each["Anonymous"] for each in found)
+    return files + sum(each["Anonymous"] for each in found)
 
 
 def idle_share(processes: list[subprocess.Popen[bytes]], seconds: float) -> float:
@@ -103,9 +111,11 @@ def _children(pid: int) -> list[int]:
         return [int(word) for word in file.read().split()]
 
 
-def _resident(pid: int) -> float:
-    with open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+def _memory(pid: int) -> dict[str, float]:
+    """Megabytes by the kernel's names of them."""
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        lines = [line.split() for line in file.readlines()[1:]]
+    return {words[0].rstrip(":"): int(words[1]) / 1024 for words in lines}
 
 
 def _cpu_seconds(pid: int) -> float:

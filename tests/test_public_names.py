@@ -39,13 +39,49 @@ def test_a_name_that_there_is_not() -> None:
         from commandbus import Nothing  # type: ignore[attr-defined]  # noqa: F401
 
 
-def test_a_module_of_handlers_does_not_load_what_sends_or_works() -> None:
-    program = (
-        "from commandbus import HandlerRegistry, PermanentCommandError\n"
-        "import sys\n"
-        "print(*sorted(name for name in sys.modules if name.startswith('commandbus.') or name == 'psycopg'))"
-    )
+def loaded_by(program: str) -> set[str]:
+    """The modules that a program of its own has loaded when it ends."""
+    program += "\nimport sys; print(*sys.modules)"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    loaded = set(said.split())
+    return set(said.split())
+
+
+def below(loaded: set[str], *packages: str) -> set[str]:
+    return {name for name in loaded if any(f"{name}.".startswith(f"{package}.") for package in packages)}
+
+
+def test_a_module_of_handlers_does_not_load_what_sends_or_works() -> None:
+    loaded = loaded_by("from commandbus import HandlerRegistry, PermanentCommandError")
     assert "commandbus.runtime.handlers" in loaded
-    assert not loaded & {"psycopg", "commandbus.bus", "commandbus.runtime.worker"}
+    assert not below(loaded, "psycopg", "commandbus.bus", "commandbus.runtime.worker")
+
+
+@pytest.mark.parametrize("bus", ["CommandBus", "AsyncCommandBus"])
+def test_an_application_that_sends_loads_nothing_else(bus: str) -> None:
+    loaded = loaded_by(f"from commandbus import {bus}, NewCommand")
+    assert below(loaded, "commandbus.flow") == {
+        "commandbus.flow", "commandbus.flow.send", "commandbus.flow.statement",
+    }  # fmt: skip
+    assert not below(
+        loaded, "commandbus.runtime", "commandbus.supervisor", "commandbus.cli", "commandbus.db.embedded"
+    )
+    assert not below(
+        loaded, "commandbus.gate", "commandbus.limits", "commandbus.process", "commandbus.db.embedded"
+    )
+    assert not below(loaded, "redis", "hiredis", "click", "difflib", "tomllib")
+
+
+def test_sending_loads_no_more(database: str) -> None:
+    program = f"""
+from commandbus import CommandBus
+import commandbus
+with CommandBus({database!r}) as bus:
+    bus.send("orders", "ship", {{"order": 1}})
+    bus.send_many("orders", [{{"command_type": "ship", "data": {{}}}}])
+"""
+    with commandbus.CommandBus(database) as bus:
+        bus.migrate(domains=["orders"])
+    loaded = loaded_by(program)
+    assert not below(
+        loaded, "commandbus.runtime", "commandbus.gate", "commandbus.flow.settle", "commandbus.process"
+    )

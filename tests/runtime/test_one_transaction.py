@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ def ledger(db: Db) -> None:
 class Lab:
     """Runs one body as the handler of one command, in either lane."""
 
-    def __init__(self, bus: CommandBus, db: Db, start: StartWorker, lane: str) -> None:
-        self._bus, self.db, self._start, self.lane = bus, db, start, lane
+    def __init__(
+        self, bus: CommandBus, db: Db, start: StartWorker, lane: str, *, session: str = "fresh session"
+    ) -> None:
+        self._bus, self.db, self._start, self.lane, self._session = bus, db, start, lane, session
 
     def run(self, body: Any, *, options: dict[str, Any] | None = None, **changes: Any) -> None:
         handlers = HandlerRegistry()
@@ -41,9 +44,22 @@ class Lab:
             async with either(ctx.transaction(**(options or {}))) as tx:
                 await body(tx)
 
+        async def before(command: Any, ctx: Any) -> None:
+            async with either(ctx.connection()):
+                pass
+
         add(handlers, self.lane, "work", work)
-        self._bus.send("orders", "work", command_id="c")
-        self._start(handlers, retry_policy=AT_ONCE, **changes)
+        add(handlers, self.lane, "before", before)
+        if self._session == "known session":
+            changes["concurrency"] = 1
+            self._start(handlers, retry_policy=AT_ONCE, **changes)
+            self._bus.send("orders", "before")
+            until_settled(self.db)
+            self.db.execute("DELETE FROM commandbus.command")
+            self._bus.send("orders", "work", command_id="c")
+        else:
+            self._bus.send("orders", "work", command_id="c")
+            self._start(handlers, retry_policy=AT_ONCE, **changes)
         until_settled(self.db)
 
     @property
@@ -63,9 +79,10 @@ class Lab:
         assert self.written == written
 
 
-@pytest.fixture
-def lab(bus: CommandBus, db: Db, start_worker: StartWorker, lane: str) -> Lab:
-    return Lab(bus, db, start_worker, lane)
+@pytest.fixture(params=["fresh session", "known session"])
+def lab(bus: CommandBus, db: Db, start_worker: StartWorker, lane: str, request: pytest.FixtureRequest) -> Lab:
+    """On a session that has served a handler, limits are sent with BEGIN and the reset with COMMIT."""
+    return Lab(bus, db, start_worker, lane, session=request.param)
 
 
 @pytest.mark.parametrize(
@@ -376,3 +393,63 @@ def test_the_connection_goes_back_as_it_was(bus: CommandBus, db: Db, start_worke
         until_settled(db)
     assert seen == [[True, False], ("off",)]
     assert [what for (what,) in db.execute("SELECT what FROM ledger ORDER BY 1")] == ["alone", "in one"]
+
+
+def test_a_handler_with_one_statement_costs_four_round_trips(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, tmp_path: Path, lane: str
+) -> None:
+    """BEGIN with the limits, the statement, the settlement, COMMIT with what resets the session."""
+    with open(tmp_path / "trace", "w+b") as file:
+
+        async def work(command: Any, ctx: Any) -> None:
+            async with either(ctx.transaction()) as tx:
+                tx.connection.pgconn.untrace()
+                tx.connection.pgconn.trace(file.fileno())
+                await done(tx.execute(INSERT, (command.command_id,)))
+
+        add(handlers, lane, "work", work)
+        start_worker(handlers, concurrency=1)
+        for number in range(8):
+            if number == 7:  # the session is known, and what psycopg prepares is prepared
+                file.truncate(0)
+            bus.send("orders", "work", command_id=str(number))
+            until_settled(db)
+        file.seek(0)
+        asked = re.findall(rb"\tF\t\d+\t(Sync|Query\t \"[A-Z]+)", file.read())
+    assert [what for what in asked if b"DISCARD" not in what] == [
+        b'Query\t "BEGIN', b"Sync", b"Sync", b'Query\t "COMMIT',
+    ]  # fmt: skip
+
+
+def test_limits_hold_in_a_known_session(lab: Lab) -> None:
+    """Also if the first statement is in a pipeline, and until the attempt is stuck at the latest."""
+    seen: list[list[str]] = []
+    names = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+    ask = "SELECT current_setting(%s), current_setting(%s), current_setting(%s)"
+
+    async def body(tx: Any) -> None:
+        async with either(tx.connection.pipeline()):
+            cursor = await done(tx.execute(ask, names))
+        seen.append(list(await done(cursor.fetchone())))
+
+    lab.run(body, statement_timeout=7.0)
+    assert (lab.status, seen) == ("COMPLETED", [["7s", "5600ms", "7s"]])
+
+
+def test_a_commit_that_fails_leaves_a_session_that_works(lab: Lab) -> None:
+    """What is refused at COMMIT is not written, and the next attempt has a session as ever."""
+    lab.db.execute(
+        "CREATE TABLE paid (what text UNIQUE DEFERRABLE INITIALLY DEFERRED); INSERT INTO paid VALUES ('twice')"
+    )
+    tries: list[tuple[Any, ...]] = []
+
+    async def body(tx: Any) -> None:
+        cursor = await done(tx.execute("SELECT coalesce(current_setting('app.tenant', true), '')"))
+        tries.append(await done(cursor.fetchone()))
+        await done(tx.execute("SET app.tenant = 'acme'"))
+        await done(tx.execute("INSERT INTO paid VALUES (%s)", ("twice" if len(tries) == 1 else "once",)))
+
+    lab.run(body)
+    assert (lab.status, tries) == ("COMPLETED", [("",), ("",)])
+    assert verdicts(lab.db, "c") == [(1, "RETRY")]
+    assert lab.db.execute("SELECT what FROM paid ORDER BY 1").fetchall() == [("once",), ("twice",)]

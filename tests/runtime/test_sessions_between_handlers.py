@@ -63,12 +63,19 @@ def add_handlers(handlers: HandlerRegistry, lane: str, statements: list[str]) ->
             await done(conn.commit())
             return conn.info.backend_pid
 
+    async def spoil_in_one(command: Any, ctx: Any) -> Any:
+        async with either(ctx.transaction()) as tx:
+            for statement in statements:
+                await done(tx.execute(statement))
+            tx.complete(tx.connection.info.backend_pid)
+
     async def look(command: Any, ctx: Any) -> Any:
         async with either(ctx.connection()) as conn:
             found = await done((await done(conn.execute(LEFT))).fetchone())
             return [conn.info.backend_pid, list(found)]
 
     add(handlers, lane, "spoil", spoil)
+    add(handlers, lane, "spoil_in_one", spoil_in_one)
     add(handlers, lane, "look", look)
 
 
@@ -91,6 +98,19 @@ def test_nothing_is_left_for_the_next_handler(
     pid, before = result(bus, db, "look")
     assert result(bus, db, "spoil") == pid
     assert result(bus, db, "look") == [pid, before]
+
+
+@pytest.mark.parametrize("spoil", [name for name in SPOILS if "role" not in SPOILS[name][0]])
+def test_nothing_is_left_of_a_transaction(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, lane: str, spoil: str
+) -> None:
+    """Its COMMIT and what resets the session are one round trip, from the second handler of the session on."""
+    add_handlers(handlers, lane, SPOILS[spoil])
+    start_worker(handlers, concurrency=1)
+    pid, before = result(bus, db, "look")
+    assert result(bus, db, "spoil_in_one") == pid
+    assert result(bus, db, "look") == [pid, before]
+    assert result(bus, db, "spoil_in_one") == pid  # what psycopg knows of the session is right
 
 
 @pytest.mark.parametrize("spoil", OF_A_LENT_POOL)

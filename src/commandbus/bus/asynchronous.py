@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import datetime, timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import psycopg
 from psycopg import AsyncConnection
@@ -26,20 +26,34 @@ from commandbus.db.bus_pool import AsyncBusPool, make_async_bus_pool, no_connect
 from commandbus.db.drive import run_async
 from commandbus.db.pool import lasting_conninfo
 from commandbus.errors import CommandBusError, DatabaseUnavailableError
-from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune
-from commandbus.flow.call import CommandOutcome, get_outcome, outcomes
-from commandbus.flow.domains import DomainInfo
-from commandbus.flow.history import AttemptRecord, StuckAttempt
-from commandbus.flow.inspect import CommandQuery, DomainStatus, RejectedMessage, UndeliveredReply, WorkerInfo
-from commandbus.flow.migrate import SchemaState
-from commandbus.flow.pause import PauseInfo
-from commandbus.flow.prune import PruneReport
 from commandbus.flow.statement import Operation, Plan, explain_absence
+from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.command import AuditEntry, CancelResult, CommandRecord, NewCommand, SentCommand
 from commandbus.model.durations import Duration, format_seconds
 from commandbus.model.page import Page
+from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 from commandbus.settings import Settings
+
+if TYPE_CHECKING:
+    from commandbus.flow import call as calls
+    from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune
+    from commandbus.flow.call import CommandOutcome
+    from commandbus.flow.domains import DomainInfo
+    from commandbus.flow.history import AttemptRecord, StuckAttempt
+    from commandbus.flow.inspect import CommandQuery, DomainStatus, RejectedMessage, UndeliveredReply, WorkerInfo
+    from commandbus.flow.migrate import SchemaState
+    from commandbus.flow.pause import PauseInfo
+    from commandbus.flow.prune import PruneReport
+else:
+    calls = lazy("commandbus.flow.call")
+    domains = lazy("commandbus.flow.domains")
+    history = lazy("commandbus.flow.history")
+    inspect = lazy("commandbus.flow.inspect")
+    migrate = lazy("commandbus.flow.migrate")
+    operate = lazy("commandbus.flow.operate")
+    pause = lazy("commandbus.flow.pause")
+    prune = lazy("commandbus.flow.prune")
 
 T = TypeVar("T")
 LATE_SECONDS = 0.2  # the wait for a connection ends by itself, and says why
@@ -169,7 +183,7 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
     # --- set-up -------------------------------------------------------------------------------------------
 
     async def migrate(
-        self, *, domains: Sequence[str] = (), wait: Duration = migrate.PATIENCE_SECONDS
+        self, *, domains: Sequence[str] = (), wait: Duration = MIGRATION_WAIT_SECONDS
     ) -> SchemaState:
         """Bring the schema to this release, and create domains; see `flow/migrate.py`.
 
@@ -274,7 +288,7 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
                 outcome = None
         if outcome is None:  # not heard of in time, or not to be heard of
             try:
-                outcome = (await self._run_within(LAST_LOOK_SECONDS, outcomes([sent[:2]]))).get(sent.id)
+                outcome = (await self._run_within(LAST_LOOK_SECONDS, calls.outcomes([sent[:2]]))).get(sent.id)
             except (psycopg.OperationalError, DatabaseUnavailableError) as error:
                 raise call.timed_out(sent) from error
         return call.conclude(sent, outcome)
@@ -302,11 +316,11 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
 
     async def get_outcome(self, domain: str, command_id: str, *, conn: object = None) -> CommandOutcome | None:
         """What became of a command: its status, and its result or error; see CommandBus.get_outcome."""
-        return await self.run(get_outcome(domain, command_id), conn)
+        return await self.run(calls.get_outcome(domain, command_id), conn)
 
     async def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
         """What is known of a command; None if there is none."""
-        query = CommandQuery(domain=names.check_domain(domain), command_id=names.to_id(command_id))
+        query = inspect.CommandQuery(domain=names.check_domain(domain), command_id=names.to_id(command_id))
         page = await self.run(inspect.query_commands(query, limit=1, before_id=None), conn)
         return page.items[0] if page.items else None
 

@@ -7,25 +7,34 @@ import inspect
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from commandbus.bus.shell import Shell, whoami
 from commandbus.clock import monotonic
 from commandbus.errors import BatchNotFoundError, BatchTimeoutError
-from commandbus.flow import batch, batch_look, batch_operate, call, operate
 from commandbus.flow.statement import Operation, Plan
+from commandbus.lazy import lazy
 from commandbus.model import names
-from commandbus.model.batch import (
-    BatchCancelReport,
-    BatchRecord,
-    BatchRetryReport,
-    BatchStatus,
-    CreatedBatch,
-    WhenComplete,
-)
 from commandbus.model.command import NewCommand
 from commandbus.model.durations import Duration, format_seconds
 from commandbus.model.page import Page
+
+if TYPE_CHECKING:
+    from commandbus.flow import batch, batch_look, batch_operate, call, operate
+    from commandbus.model.batch import (
+        BatchCancelReport,
+        BatchRecord,
+        BatchRetryReport,
+        BatchStatus,
+        CreatedBatch,
+        WhenComplete,
+    )
+else:
+    batch = lazy("commandbus.flow.batch")
+    batch_look = lazy("commandbus.flow.batch_look")
+    batch_operate = lazy("commandbus.flow.batch_operate")
+    call = lazy("commandbus.flow.call")
+    operate = lazy("commandbus.flow.operate")
 
 T = TypeVar("T")
 Commands = Iterable[NewCommand | Mapping[str, Any]]

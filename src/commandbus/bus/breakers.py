@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from commandbus.bus.shell import Shell, whoami
 from commandbus.errors import InvalidOperationError
-from commandbus.flow import breaker_operate, operate
-from commandbus.flow.breaker_operate import BreakerInfo
-from commandbus.flow.operate import Deed
 from commandbus.flow.statement import Operation, Plan
+from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.limit import check_limit_name
+
+if TYPE_CHECKING:
+    from commandbus.flow import breaker_operate, operate
+    from commandbus.flow.breaker_operate import BreakerInfo
+    from commandbus.flow.operate import Deed
+else:
+    breaker_operate = lazy("commandbus.flow.breaker_operate")
+    operate = lazy("commandbus.flow.operate")
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from psycopg.errors import InsufficientPrivilege
@@ -22,30 +22,33 @@ from commandbus.bus.shell import Shell, whoami
 from commandbus.clock import monotonic
 from commandbus.db.bus_pool import keep
 from commandbus.errors import ApiTimeoutError, ConfigurationError, DeadlineExceededError
-from commandbus.flow import limit_look, limits, operate
-from commandbus.flow.limit_figures import look_at_fleet
-from commandbus.flow.limit_look import Estimate, LimitInfo
-from commandbus.flow.limits import LimitRow
 from commandbus.flow.statement import Operation
-from commandbus.gate.build import make_gate, settle_limits
-from commandbus.gate.gate import Gate
-from commandbus.gate.holding import (
-    CLOSE_SECONDS,
-    LATE,
-    LEAST_SECONDS,
-    TIMED_OUT,
-    Hold,
-    check_terms,
-    lost,
-    verdict,
-)
-from commandbus.gate.looking import look_at
-from commandbus.gate.requests import Leave, Place, waited_in_vain
+from commandbus.lazy import lazy
 from commandbus.logger import safe_logger
-from commandbus.model.http import ApiFailure
 from commandbus.model.limit import WAIT_SECONDS, Limit, Look
-from commandbus.model.standing import Answer
 from commandbus.settings import Settings
+
+if TYPE_CHECKING:
+    from commandbus.flow import limit_figures, limit_look, limits, operate
+    from commandbus.flow.limit_look import Estimate, LimitInfo
+    from commandbus.flow.limits import LimitRow
+    from commandbus.gate import build, holding, looking, requests
+    from commandbus.gate.gate import Gate
+    from commandbus.gate.holding import Hold
+    from commandbus.gate.requests import Place
+    from commandbus.model import standing
+    from commandbus.model.http import ApiFailure
+    from commandbus.model.standing import Answer
+else:
+    limit_figures = lazy("commandbus.flow.limit_figures")
+    limit_look = lazy("commandbus.flow.limit_look")
+    limits = lazy("commandbus.flow.limits")
+    operate = lazy("commandbus.flow.operate")
+    build = lazy("commandbus.gate.build")
+    holding = lazy("commandbus.gate.holding")
+    looking = lazy("commandbus.gate.looking")
+    requests = lazy("commandbus.gate.requests")
+    standing = lazy("commandbus.model.standing")
 
 T = TypeVar("T")
 logger = safe_logger("commandbus.limits")
@@ -67,7 +70,7 @@ class GateHolder:
         with self._lock:
             if self._gate is None or not self._gate.is_serving:
                 owner = f"{socket.gethostname()[:40]}-{os.getpid()}-bus-{secrets.token_hex(3)}"
-                self._gate = make_gate(settings(), owner)
+                self._gate = build.make_gate(settings(), owner)
                 self._gate.start()
                 _open.add(self._gate)
             return self._gate
@@ -103,7 +106,7 @@ class _LimitShell(Shell):
     """Operations made of arguments."""
 
     def _declaration(self, *declared: Limit) -> Operation[list[str]]:
-        return limits.declare(settle_limits(declared, self.settings), limits.home_of(self.settings))
+        return limits.declare(build.settle_limits(declared, self.settings), limits.home_of(self.settings))
 
     def _log(self, notes: list[str]) -> None:
         for note in notes:
@@ -130,7 +133,7 @@ class _LimitShell(Shell):
 
 def _leave(gate: Gate, place: Place, answer: Answer, api: ApiFailure | None, *, keeps: bool) -> None:
     reason = str(answer) if api is None else api.at(place.limit)
-    gate.leave([Leave(place, answer, reason, None if api is None else api.retry_after, keeps)])
+    gate.leave([requests.Leave(place, answer, reason, None if api is None else api.retry_after, keeps)])
 
 
 class Limiting(_LimitShell):
@@ -158,33 +161,33 @@ class Limiting(_LimitShell):
         `call.remaining()` is for the client that makes it. It raises LimitLostError if the place is lost
         (`call.is_lost`), because its lease could not be renewed in time.
         """
-        most, seconds = check_terms(name, wait, timeout)
+        most, seconds = holding.check_terms(name, wait, timeout)
         gate = self._ready_gate()
         asked = gate.acquire(name, wait=most, holder=f"pid-{os.getpid()}")
         try:
-            place = asked.answer.result(most + LEAST_SECONDS)
+            place = asked.answer.result(most + holding.LEAST_SECONDS)
         except TimeoutError as error:
             is_told = asked.answer.done() and isinstance(asked.answer.exception(), type(error))
             gate.forget(asked)  # cancels what was not answered
             if is_told:
                 raise
-            raise waited_in_vain(name, most, _AWAY if gate.is_down else None) from None
+            raise requests.waited_in_vain(name, most, _AWAY if gate.is_down else None) from None
         except BaseException:
             gate.forget(asked)
             raise
         until = monotonic() + seconds
         try:
-            yield Hold(place, until)
+            yield holding.Hold(place, until)
         except BaseException as error:
-            answer, api, keeps = verdict(error)
-            is_late = monotonic() >= until - CLOSE_SECONDS
-            if is_late and (answer is Answer.TIMEOUT or isinstance(error, DeadlineExceededError)):
-                _leave(gate, place, Answer.TIMEOUT, TIMED_OUT, keeps=True)
-                raise ApiTimeoutError(LATE) from error
+            answer, api, keeps = holding.verdict(error)
+            is_late = monotonic() >= until - holding.CLOSE_SECONDS
+            if is_late and (answer is standing.Answer.TIMEOUT or isinstance(error, DeadlineExceededError)):
+                _leave(gate, place, standing.Answer.TIMEOUT, holding.TIMED_OUT, keeps=True)
+                raise ApiTimeoutError(holding.LATE) from error
             _leave(gate, place, answer, api, keeps=keeps)
             raise
         else:
-            _leave(gate, place, Answer.GOOD, None, keeps=False)
+            _leave(gate, place, standing.Answer.GOOD, None, keeps=False)
 
     def declare_limit(self, limit: Limit) -> None:
         """Make a limit known to all; what a person has set at run time stays above it."""
@@ -235,7 +238,11 @@ class Limiting(_LimitShell):
 
     def _look(self, *rows: LimitRow) -> dict[str, Look]:
         kept, elsewhere = _by_backend(rows)
-        return kept if not elsewhere else kept | look_at(self.settings, elsewhere, self.run(look_at_fleet()))
+        return (
+            kept
+            if not elsewhere
+            else kept | looking.look_at(self.settings, elsewhere, self.run(limit_figures.look_at_fleet()))
+        )
 
 
 class AsyncLimiting(_LimitShell):
@@ -263,18 +270,18 @@ class AsyncLimiting(_LimitShell):
         cancelled, and the block raises ApiTimeoutError. If the place is lost, because its lease could not be
         renewed in time, it is cancelled too, and the block raises LimitLostError.
         """
-        most, seconds = check_terms(name, wait, timeout)
+        most, seconds = holding.check_terms(name, wait, timeout)
         gate = await self._ready_gate()
         losing = _Losing(asyncio.get_running_loop())
         asked = gate.acquire(name, wait=most, holder=f"pid-{os.getpid()}", on_lost=losing)
         waiting = asyncio.wrap_future(asked.answer)
         try:
-            place = await asyncio.wait_for(asyncio.shield(waiting), most + LEAST_SECONDS)
+            place = await asyncio.wait_for(asyncio.shield(waiting), most + holding.LEAST_SECONDS)
         except TimeoutError:
             gate.forget(asked)
             if waiting.done():
                 raise
-            raise waited_in_vain(name, most, _AWAY if gate.is_down else None) from None
+            raise requests.waited_in_vain(name, most, _AWAY if gate.is_down else None) from None
         except BaseException:
             gate.forget(asked)
             raise
@@ -282,17 +289,17 @@ class AsyncLimiting(_LimitShell):
             try:
                 async with asyncio.timeout(None if seconds == math.inf else seconds) as timer:
                     losing.watch(place, timer)
-                    yield Hold(place, monotonic() + seconds)
+                    yield holding.Hold(place, monotonic() + seconds)
             except TimeoutError as error:
                 if timer.expired():
-                    raise lost(name) if place.is_lost else ApiTimeoutError(LATE) from error
+                    raise holding.lost(name) if place.is_lost else ApiTimeoutError(holding.LATE) from error
                 raise
         except BaseException as error:
-            answer, api, keeps = verdict(error)
+            answer, api, keeps = holding.verdict(error)
             _leave(gate, place, answer, api, keeps=keeps)
             raise
         else:
-            _leave(gate, place, Answer.GOOD, None, keeps=False)
+            _leave(gate, place, standing.Answer.GOOD, None, keeps=False)
 
     async def declare_limit(self, limit: Limit) -> None:
         """Make a limit known to all; what a person has set at run time stays above it."""
@@ -341,8 +348,8 @@ class AsyncLimiting(_LimitShell):
         kept, elsewhere = _by_backend(rows)
         if not elsewhere:
             return kept
-        fleet = await self.run(look_at_fleet())
-        return kept | await asyncio.to_thread(look_at, self.settings, elsewhere, fleet)
+        fleet = await self.run(limit_figures.look_at_fleet())
+        return kept | await asyncio.to_thread(looking.look_at, self.settings, elsewhere, fleet)
 
 
 class _Losing:

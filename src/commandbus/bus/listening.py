@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import psycopg
 from psycopg import Connection
@@ -36,10 +36,16 @@ from commandbus.errors import (
     CommandNotFoundError,
     ConfigurationError,
 )
-from commandbus.flow.call import CommandOutcome, conclude, outcomes
 from commandbus.flow.statement import Operation
+from commandbus.lazy import lazy
 from commandbus.model.command import CommandStatus, SentCommand
 from commandbus.settings import Settings
+
+if TYPE_CHECKING:
+    from commandbus.flow import call as calls
+    from commandbus.flow.call import CommandOutcome
+else:
+    calls = lazy("commandbus.flow.call")
 
 Heard: TypeAlias = "Future[CommandOutcome | None]"
 """The outcome of a command; None if the listener's database has no such command."""
@@ -130,7 +136,7 @@ class Listener(DatabaseService):
             return ids
 
     def _look(self, ids: list[int]) -> None:
-        seen = self._link.run(outcomes(self._named(ids)))
+        seen = self._link.run(calls.outcomes(self._named(ids)))
         told: list[tuple[Heard, CommandOutcome | None]] = []
         with self._lock:
             for id_ in ids:
@@ -238,7 +244,7 @@ class Call:
                 f"retention, perhaps) before its outcome could be read"
             )
         if outcome.status is not CommandStatus.PENDING:
-            return conclude(outcome)
+            return calls.conclude(outcome)
         if self.remaining():
             raise ConfigurationError(
                 f"command {sent.command_id!r} was sent to the database of the pool that was lent to this bus, but "

@@ -5,26 +5,40 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from commandbus.bus.shell import Shell, whoami
 from commandbus.errors import InvalidCommandError
-from commandbus.flow import batch, operate, process_batch, process_inspect, process_operate, process_start
-from commandbus.flow.process_start import Starting
 from commandbus.flow.statement import Operation, Plan
+from commandbus.lazy import lazy
 from commandbus.model import names
-from commandbus.model.batch import CreatedBatch, WhenComplete
 from commandbus.model.durations import Duration
 from commandbus.model.page import Page
-from commandbus.model.process import DEFAULT_DOMAIN, NewProcess, ProcessRecord, ProcessStatus, StartedProcess
-from commandbus.process.manager import BaseProcessManager, check_manager, check_new
+
+if TYPE_CHECKING:
+    from commandbus.flow import batch, operate, process_batch, process_inspect, process_operate, process_start
+    from commandbus.flow.process_start import Starting
+    from commandbus.model import process as model
+    from commandbus.model.batch import CreatedBatch, WhenComplete
+    from commandbus.model.process import NewProcess, ProcessRecord, ProcessStatus, StartedProcess
+    from commandbus.process import manager as managers
+    from commandbus.process.manager import BaseProcessManager
+else:
+    batch = lazy("commandbus.flow.batch")
+    operate = lazy("commandbus.flow.operate")
+    process_batch = lazy("commandbus.flow.process_batch")
+    process_inspect = lazy("commandbus.flow.process_inspect")
+    process_operate = lazy("commandbus.flow.process_operate")
+    process_start = lazy("commandbus.flow.process_start")
+    model = lazy("commandbus.model.process")
+    managers = lazy("commandbus.process.manager")
 
 T = TypeVar("T")
-Manager = BaseProcessManager[Any] | str
+Manager: TypeAlias = "BaseProcessManager[Any] | str"
 """A process manager, or just the name of its process_type."""
 
 
-Items = Iterable[NewProcess | Mapping[str, Any]]
+Items: TypeAlias = "Iterable[NewProcess | Mapping[str, Any]]"
 
 
 def start(max_bytes: int, manager: Manager, items: Items, domain: str | None) -> Operation[list[StartedProcess]]:
@@ -57,8 +71,8 @@ def _prepare(
 
     def prepare(item: NewProcess | Mapping[str, Any]) -> Starting:
         new = process_start.to_new_process(item)
-        if isinstance(manager, BaseProcessManager):
-            new = check_new(manager, new)
+        if not isinstance(manager, str):
+            new = managers.check_new(manager, new)
         return process_start.prepare_start(new, deadline=deadline, max_bytes=max_bytes)
 
     return of_domain, process_type, _numbered(items, prepare)
@@ -79,8 +93,8 @@ def _numbered(items: Items, prepare: Callable[[Any], Starting]) -> Iterator[Star
 
 def _address(manager: Manager, domain: str | None) -> tuple[str, str, Duration | None]:
     if isinstance(manager, str):
-        return names.check_domain(domain or DEFAULT_DOMAIN), names.check_type(manager), None
-    check_manager(manager)
+        return names.check_domain(domain or model.DEFAULT_DOMAIN), names.check_type(manager), None
+    managers.check_manager(manager)
     return names.check_domain(domain or manager.domain), manager.process_type, manager.deadline
 
 
@@ -118,7 +132,7 @@ class Processes(Shell):
         `process_id` is an idempotency key, as command_id is. `deadline` is how long it may take in all; then it is
         undone. `reply_to` is a queue that is told how it ended.
         """
-        new = NewProcess(data, process_id, deadline, reply_to, correlation_id)
+        new = model.NewProcess(data, process_id, deadline, reply_to, correlation_id)
         return self.run(start(self.settings.max_payload_bytes, manager, [new], domain), conn)[0]
 
     def start_processes(
@@ -211,7 +225,7 @@ class AsyncProcesses(Shell):
         conn: object = None,
     ) -> StartedProcess:
         """Start a process, with `conn` in the caller's transaction."""
-        new = NewProcess(data, process_id, deadline, reply_to, correlation_id)
+        new = model.NewProcess(data, process_id, deadline, reply_to, correlation_id)
         return (await self.run(start(self.settings.max_payload_bytes, manager, [new], domain), conn))[0]
 
     async def start_processes(

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from psycopg_pool import AsyncNullConnectionPool, NullConnectionPool
@@ -19,17 +19,28 @@ from commandbus.bus.listening import Call, Listening
 from commandbus.db.bus_pool import AsyncBusPool, BusPool, leave_to_parent
 from commandbus.db.resolve import Database
 from commandbus.errors import ConfigurationError, InvalidOperationError
-from commandbus.flow import call, migrate, roles, send
-from commandbus.flow.breaker_operate import Guard
-from commandbus.flow.inspect import CommandQuery
-from commandbus.flow.migrate import SchemaState
-from commandbus.flow.prune import Retention
+from commandbus.flow import send
 from commandbus.flow.statement import Operation, Plan
+from commandbus.lazy import lazy
 from commandbus.logger import safe_logger
 from commandbus.model import names
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from commandbus.flow import breaker_operate, call, inspect, migrate, prune, roles
+    from commandbus.flow.breaker_operate import Guard
+    from commandbus.flow.inspect import CommandQuery
+    from commandbus.flow.migrate import SchemaState
+    from commandbus.flow.prune import Retention
+else:
+    breaker_operate = lazy("commandbus.flow.breaker_operate")
+    call = lazy("commandbus.flow.call")
+    inspect = lazy("commandbus.flow.inspect")
+    migrate = lazy("commandbus.flow.migrate")
+    prune = lazy("commandbus.flow.prune")
+    roles = lazy("commandbus.flow.roles")
 
 logger = safe_logger("commandbus.bus")
 T = TypeVar("T")
@@ -118,7 +129,9 @@ class Shell:
         settings = self.settings
         if not any(rule.refuses for rule in settings.breakers.values()):
             return None
-        return Guard(domain, lambda command_type: settings.breaker_of(domain, command_type).refuses)
+        return breaker_operate.Guard(
+            domain, lambda command_type: settings.breaker_of(domain, command_type).refuses
+        )
 
     def _unless_refused(self, domain: str, sending: Operation[T], types: Iterable[str]) -> Operation[T]:
         guard = self._guard(domain)
@@ -140,10 +153,10 @@ class Shell:
 
     def _retention(self, age: float | str | timedelta | None, count: int | None) -> Retention:
         if age is None and count is None:
-            return Retention.of(self.settings)
+            return prune.Retention.of(self.settings)
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
             raise ValueError(f"count must be a whole number of at least 0, not {count!r}")
-        return Retention(None if age is None else parse_seconds(age, name="age"), count)
+        return prune.Retention(None if age is None else parse_seconds(age, name="age"), count)
 
 
 _buses: WeakSet[Shell] = WeakSet()
@@ -180,7 +193,7 @@ def warn_on_loop() -> bool:
 
 
 def command_query(query: CommandQuery | None, filters: dict[str, Any]) -> CommandQuery:
-    return query if query is not None else CommandQuery(**filters)
+    return query if query is not None else inspect.CommandQuery(**filters)
 
 
 def whoami() -> str:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import psycopg
 from psycopg import Connection
@@ -28,20 +28,34 @@ from commandbus.db.bus_pool import BusPool, make_bus_pool, no_connection, unavai
 from commandbus.db.drive import run
 from commandbus.db.pool import lasting_conninfo
 from commandbus.errors import CommandBusError, DatabaseUnavailableError
-from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune
-from commandbus.flow.call import CommandOutcome, get_outcome, outcomes
-from commandbus.flow.domains import DomainInfo
-from commandbus.flow.history import AttemptRecord, StuckAttempt
-from commandbus.flow.inspect import CommandQuery, DomainStatus, RejectedMessage, UndeliveredReply, WorkerInfo
-from commandbus.flow.migrate import SchemaState
-from commandbus.flow.pause import PauseInfo
-from commandbus.flow.prune import PruneReport
 from commandbus.flow.statement import Operation, Plan, explain_absence
+from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.command import AuditEntry, CancelResult, CommandRecord, NewCommand, SentCommand
 from commandbus.model.durations import Duration
 from commandbus.model.page import Page
+from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 from commandbus.settings import Settings
+
+if TYPE_CHECKING:
+    from commandbus.flow import call as calls
+    from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune
+    from commandbus.flow.call import CommandOutcome
+    from commandbus.flow.domains import DomainInfo
+    from commandbus.flow.history import AttemptRecord, StuckAttempt
+    from commandbus.flow.inspect import CommandQuery, DomainStatus, RejectedMessage, UndeliveredReply, WorkerInfo
+    from commandbus.flow.migrate import SchemaState
+    from commandbus.flow.pause import PauseInfo
+    from commandbus.flow.prune import PruneReport
+else:
+    calls = lazy("commandbus.flow.call")
+    domains = lazy("commandbus.flow.domains")
+    history = lazy("commandbus.flow.history")
+    inspect = lazy("commandbus.flow.inspect")
+    migrate = lazy("commandbus.flow.migrate")
+    operate = lazy("commandbus.flow.operate")
+    pause = lazy("commandbus.flow.pause")
+    prune = lazy("commandbus.flow.prune")
 
 T = TypeVar("T")
 
@@ -165,7 +179,7 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
 
     # --- set-up -------------------------------------------------------------------------------------------
 
-    def migrate(self, *, domains: Sequence[str] = (), wait: Duration = migrate.PATIENCE_SECONDS) -> SchemaState:
+    def migrate(self, *, domains: Sequence[str] = (), wait: Duration = MIGRATION_WAIT_SECONDS) -> SchemaState:
         """Bring the schema to this release, and create domains; see `flow/migrate.py`.
 
         While somebody's transaction is in the way, it steps back and tries again, for about as long as `wait`.
@@ -287,7 +301,7 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
                 outcome = None
         if outcome is None:  # not heard of in time, or not to be heard of
             try:
-                outcome = self._run(outcomes([sent[:2]]), LAST_LOOK_SECONDS).get(sent.id)
+                outcome = self._run(calls.outcomes([sent[:2]]), LAST_LOOK_SECONDS).get(sent.id)
             except (psycopg.OperationalError, DatabaseUnavailableError) as error:
                 raise call.timed_out(sent) from error
         return call.conclude(sent, outcome)
@@ -320,11 +334,11 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
     def get_outcome(self, domain: str, command_id: str, *, conn: object = None) -> CommandOutcome | None:
         """What became of a command: its status, and its result or error; None if there is none. A role that only
         sends may ask this, of any command that it can name; `get_command` tells more, to roles that may read."""
-        return self.run(get_outcome(domain, command_id), conn)
+        return self.run(calls.get_outcome(domain, command_id), conn)
 
     def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
         """What is known of a command; None if there is none."""
-        query = CommandQuery(domain=names.check_domain(domain), command_id=names.to_id(command_id))
+        query = inspect.CommandQuery(domain=names.check_domain(domain), command_id=names.to_id(command_id))
         page = self.run(inspect.query_commands(query, limit=1, before_id=None), conn)
         return page.items[0] if page.items else None
 

@@ -13,6 +13,7 @@ from commandbus.cli.render import print_json, say
 from commandbus.cli.session import Command, Session
 from commandbus.flow import migrate as migrate_flow
 from commandbus.flow.migrate import SchemaState
+from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 from commandbus.model.words import counted
 
 
@@ -21,7 +22,7 @@ from commandbus.model.words import counted
 @click.option("--check", is_flag=True, help="Change nothing; exit code 1 if something is missing.")
 @click.option("--domain", "domains", multiple=True, metavar="NAME", help="Create this domain too; repeatable.")
 @click.option(
-    "--wait", type=DURATION, default=migrate_flow.PATIENCE_SECONDS, metavar="DURATION", show_default="5m",
+    "--wait", type=DURATION, default=MIGRATION_WAIT_SECONDS, metavar="DURATION", show_default="5m",
     help="How long to try again while a transaction is in the way.",
 )  # fmt: skip
 @click.pass_context

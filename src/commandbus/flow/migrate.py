@@ -28,6 +28,7 @@ from commandbus.flow.domains import SAFE_PATH, create_steps
 from commandbus.flow.roles import grant_again
 from commandbus.flow.statement import Plan, Statement, Steps, operation
 from commandbus.model.durations import format_seconds
+from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 
 LOCK = 0x636D6462_75730001  # 'cmdbus' and a purpose; any constant would do, all releases must share it
 
@@ -35,7 +36,6 @@ LOCK_SECONDS: Final = 1.0
 TURN_SECONDS: Final = 10.0
 FIRST_PAUSE_SECONDS: Final = 0.5
 LONGEST_PAUSE_SECONDS: Final = 5.0
-PATIENCE_SECONDS: Final = 300.0
 
 _LIMIT = f"SET LOCAL lock_timeout = {LOCK_SECONDS * 1000:.0f}".encode()
 _TURN_LIMIT = f"SET LOCAL lock_timeout = {TURN_SECONDS * 1000:.0f}".encode()
@@ -87,7 +87,7 @@ class _BusyError(SchemaError):
 def migrate(
     domains: Sequence[str] = (),
     *,
-    wait_seconds: float = PATIENCE_SECONDS,
+    wait_seconds: float = MIGRATION_WAIT_SECONDS,
     on_wait: Callable[[str], None] = lambda _: None,
 ) -> Plan[SchemaState]:
     """Apply what is missing; returns the state from before, whose `missing` is what was applied.

@@ -40,6 +40,9 @@ SHUTDOWN_MARGIN: Final = 2.0
 LOCK_SHARE: Final = 0.8
 """lock_timeout as a share of statement_timeout: a wait for a lock is then told from a slow query."""
 
+MIGRATION_WAIT_SECONDS: Final = 300.0
+"""How long a migration waits for locks and for others that migrate, in all."""
+
 SHORTEST: Final = 0.001
 """One millisecond: to PostgreSQL a limit of 0 means none at all."""
 

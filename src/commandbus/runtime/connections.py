@@ -6,12 +6,14 @@ budgets, and idle connections of one kind would be lost to the other. Such a bor
 statements unless its handler asks for that; the pooled connection keeps count of those.
 
 Every connection is handed out with statement_timeout, lock_timeout at 80% of it and
-idle_in_transaction_session_timeout for its session (a transaction-local value would be gone after the handler's
-own commit), none longer than what remains until the attempt counts as stuck. When it comes back, the session is as
-it was (`runtime/sessions.py`). The server also looks every two seconds
+idle_in_transaction_session_timeout, none longer than what remains until the attempt counts as stuck.
+`connection()` has them for its session: a transaction-local value would be gone after the handler's own commit.
+`transaction()` has one transaction only, so they are sent with its BEGIN, once the session is known; its COMMIT is
+sent with what resets the session. That makes four round trips of a handler with one statement, instead of six.
+When it comes back, the session is as it was (`runtime/sessions.py`). The server also looks every two seconds
 whether we are still there (client_connection_check_interval), so that a statement of a killed process ends soon,
-whatever its handler did to the other limits. Behind PgBouncer (no prepared statements) a
-session belongs to nobody: there the limits are those of the handler's first transaction, and nothing is undone.
+whatever its handler did to the other limits. Behind PgBouncer (no prepared statements) a session belongs to
+nobody: there the limits are those of the handler's first transaction, and nothing is undone.
 
 While a handler holds a connection the attempt knows it (`Borrowed`), so that its query can be cancelled at the
 deadline and its backend terminated when it is stuck. A cancel that came late would hit the connection's next
@@ -35,7 +37,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import psycopg
@@ -49,13 +51,14 @@ from commandbus.clock import monotonic
 from commandbus.db.drive import OwnAsyncConnection, OwnConnection, has_rows, never_open
 from commandbus.db.pool import open_pool
 from commandbus.errors import AttemptFencedError
+from commandbus.model.timeouts import SessionLimits
 from commandbus.runtime.attempt import NEVER, Attempt
 from commandbus.runtime.exhaustion import ExhaustedError, is_exhaustion
 from commandbus.runtime.one_transaction import OneTransaction
-from commandbus.runtime.sessions import REMEMBER, Ask, Habits, Remembered, Rows, put_back
+from commandbus.runtime.sessions import REMEMBER, Ask, CommitAndReset, Habits, Remembered, Rows, put_back
 from commandbus.settings import Settings
 
-CHECK_INTERVAL_MS = "2000"
+CHECK_INTERVAL_MS = 2000
 
 
 class Borrowed:
@@ -129,6 +132,7 @@ class HandlerConnections:
         self._own: ConnectionPool[OwnConnection] | None = None
         self._opening = threading.Lock()
         self._started: WeakKeyDictionary[Connection[Any], int] = WeakKeyDictionary()  # when its backend began
+        self._known: WeakKeyDictionary[Connection[Any], Known] = WeakKeyDictionary()
         self._askers: ThreadPoolExecutor | None = None
         self._is_pooled_elsewhere = not settings.prepared_statements
 
@@ -157,34 +161,26 @@ class HandlerConnections:
         habits = Habits(conn)
         before: Remembered | None = None
         borrowed = self._lend(attempt, conn)
+        known = None if one is None else self._known.get(conn)
+        ending = None if known is None else CommitAndReset()
         try:
             _refuse_fenced(attempt)
-            conn.autocommit = not self._is_pooled_elsewhere  # a lent pool's may not be
-            if isolation is not None:
-                conn.isolation_level = isolation
-            if one is not None and self._is_pooled_elsewhere:
-                one.watch(conn)  # the transaction begins here already
-            with Cursor(conn, row_factory=tuple_row) as cursor:  # whatever a lent pool's own are
-                if self._remembers:
-                    before = Remembered(*_row(cursor.execute(REMEMBER, prepare=False).fetchone()))
-                limits = self._limits(attempt, deadline_at, borrowed)
-                found = _row(cursor.execute(_limit(borrowed), limits, prepare=self._prepares).fetchone())
-                self._identify(attempt, borrowed, conn, found)
-                level = conn.isolation_level or _level(found[0])
+            if known is not None:
+                conn.isolation_level = level = isolation or conn.isolation_level or known.level
                 if before_snapshot is not None and level in SNAPSHOT_LEVELS:
-                    Connection.rollback(conn)  # behind a pooler the transaction has begun already
                     before_snapshot(level)
-                    if self._is_pooled_elsewhere:
-                        if one is not None:
-                            one.watch(conn)
-                        cursor.execute(
-                            _limit(borrowed), self._limits(attempt, deadline_at, borrowed), prepare=False
-                        )
+            else:
+                conn.autocommit = not self._is_pooled_elsewhere  # a lent pool's may not be
+                if isolation is not None:
+                    conn.isolation_level = isolation
+                if one is not None and self._is_pooled_elsewhere:
+                    one.watch(conn)  # the transaction begins here already
+                before = self._set_limits(attempt, deadline_at, conn, borrowed, before_snapshot, one)
             if conn.autocommit:
                 conn.autocommit = False
             if one is not None and not self._is_pooled_elsewhere:
-                one.watch(conn)
-            with conn_block(conn), _ending(one):
+                one.watch(conn, self._beginning(attempt, deadline_at, known))
+            with conn_block(conn, ending), _ending(one):
                 yield conn
         finally:
             if one is not None:
@@ -192,7 +188,7 @@ class HandlerConnections:
             self._take_back(attempt, borrowed)
             try:
                 _restore(conn, habits)
-                if not self._is_pooled_elsewhere:
+                if not self._is_pooled_elsewhere and not self._is_clean(conn, ending):
                     with _closing_on_error(conn):
                         conn.autocommit = True
                         _run_all(conn, put_back(before, conn._prepared))
@@ -223,31 +219,28 @@ class HandlerConnections:
         borrowed = self._lend(attempt, conn)
         wrapped = _wrapped(conn)
         wrapped._pool = None  # psycopg warns of what is open and in no pool
+        known = None if one is None else self._known.get(conn)
+        ending = None if known is None else CommitAndReset()
         try:
             _refuse_fenced(attempt)
-            await wrapped.set_autocommit(not self._is_pooled_elsewhere)
-            if (own := isolation or conn.isolation_level) is not None:
-                await wrapped.set_isolation_level(own)
-            if one is not None and self._is_pooled_elsewhere:
-                one.watch(wrapped)
-            async with AsyncCursor(wrapped, row_factory=tuple_row) as cursor:
-                if self._remembers:
-                    before = Remembered(*_row(await (await cursor.execute(REMEMBER)).fetchone()))
-                limits = self._limits(attempt, deadline_at, borrowed)
-                found = _row(await (await cursor.execute(_limit(borrowed), limits)).fetchone())
-                self._identify(attempt, borrowed, conn, found)
-                level = own or _level(found[0])
+            own = isolation or conn.isolation_level
+            if known is not None:
+                await wrapped.set_isolation_level(level := own or known.level)
                 if before_snapshot is not None and level in SNAPSHOT_LEVELS:
-                    await AsyncConnection.rollback(wrapped)  # behind a pooler the transaction has begun already
                     await before_snapshot(level)
-                    if self._is_pooled_elsewhere:
-                        if one is not None:
-                            one.watch(wrapped)
-                        await cursor.execute(_limit(borrowed), self._limits(attempt, deadline_at, borrowed))
-            if not self._is_pooled_elsewhere:
-                await wrapped.set_autocommit(False)
-                if one is not None:
+            else:
+                await wrapped.set_autocommit(not self._is_pooled_elsewhere)
+                if own is not None:
+                    await wrapped.set_isolation_level(own)
+                if one is not None and self._is_pooled_elsewhere:
                     one.watch(wrapped)
+                before = await self._set_limits_async(
+                    attempt, deadline_at, conn, wrapped, borrowed, before_snapshot, one
+                )
+                if wrapped.autocommit:
+                    await wrapped.set_autocommit(False)
+            if one is not None and not self._is_pooled_elsewhere:
+                one.watch(wrapped, self._beginning(attempt, deadline_at, known))
             try:
                 with _ending(one):
                     yield wrapped
@@ -258,14 +251,14 @@ class HandlerConnections:
                 raise
             else:
                 if not wrapped.closed:
-                    await wrapped.commit()
+                    await _commit_async(wrapped, ending)
         finally:
             if one is not None:
                 one.release()
             self._take_back(attempt, borrowed)
             try:
                 _restore(conn, habits)
-                if not self._is_pooled_elsewhere:
+                if not self._is_pooled_elsewhere and not self._is_clean(conn, ending):
                     with _closing_on_error(conn):
                         await wrapped.set_autocommit(True)
                         wrapped._adapters = None  # the handler's own
@@ -274,6 +267,61 @@ class HandlerConnections:
                     conn.planned_at = wrapped.planned_at
             finally:  # the handler may be cancelled here, too
                 self._put(pool, conn, borrowed)
+
+    def _set_limits(
+        self,
+        attempt: Attempt,
+        deadline_at: float,
+        conn: Connection[Any],
+        borrowed: Borrowed,
+        before_snapshot: Callable[[IsolationLevel], None] | None,
+        one: OneTransaction | None,
+    ) -> Remembered | None:
+        """Give the session its limits, and learn about it. Returns what a lent one had before."""
+        before: Remembered | None = None
+        with Cursor(conn, row_factory=tuple_row) as cursor:  # whatever a lent pool's own are
+            if self._remembers:
+                before = Remembered(*_row(cursor.execute(REMEMBER, prepare=False).fetchone()))
+            limits = self._limits(attempt, deadline_at, borrowed)
+            found = _row(cursor.execute(_limit(borrowed), limits, prepare=self._prepares).fetchone())
+            self._identify(attempt, borrowed, conn, found)
+            level = conn.isolation_level or _level(found[0])
+            if before_snapshot is not None and level in SNAPSHOT_LEVELS:
+                Connection.rollback(conn)  # behind a pooler the transaction has begun already
+                before_snapshot(level)
+                if self._is_pooled_elsewhere:
+                    if one is not None:
+                        one.watch(conn)
+                    cursor.execute(_limit(borrowed), self._limits(attempt, deadline_at, borrowed), prepare=False)
+        return before
+
+    async def _set_limits_async(
+        self,
+        attempt: Attempt,
+        deadline_at: float,
+        conn: Connection[Any],
+        wrapped: OwnAsyncConnection,
+        borrowed: Borrowed,
+        before_snapshot: Callable[[IsolationLevel], Awaitable[None]] | None,
+        one: OneTransaction | None,
+    ) -> Remembered | None:
+        """The same on an async connection."""
+        before: Remembered | None = None
+        async with AsyncCursor(wrapped, row_factory=tuple_row) as cursor:
+            if self._remembers:
+                before = Remembered(*_row(await (await cursor.execute(REMEMBER)).fetchone()))
+            limits = self._limits(attempt, deadline_at, borrowed)
+            found = _row(await (await cursor.execute(_limit(borrowed), limits)).fetchone())
+            self._identify(attempt, borrowed, conn, found)
+            level = wrapped.isolation_level or _level(found[0])
+            if before_snapshot is not None and level in SNAPSHOT_LEVELS:
+                await AsyncConnection.rollback(wrapped)  # behind a pooler the transaction has begun already
+                await before_snapshot(level)
+                if self._is_pooled_elsewhere:
+                    if one is not None:
+                        one.watch(wrapped)
+                    await cursor.execute(_limit(borrowed), self._limits(attempt, deadline_at, borrowed))
+        return before
 
     @property
     def _remembers(self) -> bool:
@@ -313,17 +361,46 @@ class HandlerConnections:
         return self._timeouts.pool_wait(None if end == NEVER else end - monotonic())
 
     def _limits(self, attempt: Attempt, deadline_at: float, borrowed: Borrowed) -> dict[str, Any]:
-        end = attempt.stop.until if attempt.stop is not None else deadline_at + self._timeouts.cancel_grace
-        limits = self._timeouts.session_limits(None if end == NEVER else end - monotonic())
+        limits = self._session_limits(attempt, deadline_at)
         return {
             "statement": str(limits.statement_timeout_ms),
             "lock": str(limits.lock_timeout_ms),
             "idle": str(limits.idle_in_transaction_session_timeout_ms),
-            "check": CHECK_INTERVAL_MS,
+            "check": str(CHECK_INTERVAL_MS),
             "local": self._is_pooled_elsewhere,
             "key": borrowed.key,
             "asks": borrowed.started == 0 and borrowed.key is None,
         }
+
+    def _beginning(
+        self, attempt: Attempt, deadline_at: float, known: Known | None
+    ) -> Callable[[], Sequence[bytes]]:
+        """What is sent with the BEGIN of a transaction: its limits, if the session does not have them."""
+        if known is None:
+            return tuple
+        return lambda: [
+            f"SET LOCAL {name} = {value}".encode()
+            for name, value in self._limits_by_name(attempt, deadline_at, checks=known.checks)
+        ]
+
+    def _limits_by_name(self, attempt: Attempt, deadline_at: float, *, checks: bool) -> Iterator[tuple[str, int]]:
+        limits = self._session_limits(attempt, deadline_at)
+        yield "statement_timeout", limits.statement_timeout_ms
+        yield "lock_timeout", limits.lock_timeout_ms
+        yield "idle_in_transaction_session_timeout", limits.idle_in_transaction_session_timeout_ms
+        if checks:
+            yield "client_connection_check_interval", CHECK_INTERVAL_MS
+
+    def _session_limits(self, attempt: Attempt, deadline_at: float) -> SessionLimits:
+        end = attempt.stop.until if attempt.stop is not None else deadline_at + self._timeouts.cancel_grace
+        return self._timeouts.session_limits(None if end == NEVER else end - monotonic())
+
+    def _is_clean(self, conn: Connection[Any], ending: CommitAndReset | None) -> bool:
+        """Has the end of the transaction reset the session, too?"""
+        if ending is None or not ending.is_clean(conn._prepared):
+            return False
+        self._known[conn] = self._known[conn]._replace(level=_level(ending.level))
+        return True
 
     def _lend(self, attempt: Attempt, conn: Connection[Any]) -> Borrowed:
         key = advisory_key(attempt) if self._is_pooled_elsewhere else None
@@ -338,6 +415,8 @@ class HandlerConnections:
 
     def _identify(self, attempt: Attempt, borrowed: Borrowed, conn: Connection[Any], found: Sequence[Any]) -> None:
         """The server has said who serves this connection. Another process id than ours is a pooler's doing."""
+        if self._lent is None and not self._is_pooled_elsewhere:
+            self._known[conn] = Known(_level(found[0]), found[4] is not None)
         if borrowed.started:
             return
         pid, started = found[-2:]
@@ -445,6 +524,13 @@ class Question:
         """Nobody wants it any more."""
         if (found := self.take()) is not None:
             self._pool.putconn(found)
+
+
+class Known(NamedTuple):
+    """A session of our own pool that has served a handler: its next transaction's limits can go with the BEGIN."""
+
+    level: IsolationLevel  # its default
+    checks: bool  # can the server look whether we are still there?
 
 
 SNAPSHOT_LEVELS: Final = (IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE)
@@ -563,7 +649,7 @@ def _ending(one: OneTransaction | None) -> Iterator[None]:
 
 
 @contextmanager
-def conn_block(conn: Connection[Any]) -> Iterator[None]:
+def conn_block(conn: Connection[Any], ending: CommitAndReset | None) -> Iterator[None]:
     """Commit at the end, roll back on an error; tolerate a handler that closed the connection itself."""
     try:
         yield
@@ -573,8 +659,21 @@ def conn_block(conn: Connection[Any]) -> Iterator[None]:
         _close_read_only(conn, error)
         raise
     else:
-        if not conn.closed:
+        if conn.closed:
+            return
+        if ending is None:
             conn.commit()
+        else:
+            with conn.lock:
+                conn.wait(ending.commit(conn))
+
+
+async def _commit_async(conn: AsyncConnection[Any], ending: CommitAndReset | None) -> None:
+    if ending is None:
+        await conn.commit()
+    else:
+        async with conn.lock:
+            await conn.wait(ending.commit(conn))
 
 
 def _close_read_only(conn: Connection[Any], error: BaseException) -> None:

@@ -42,6 +42,7 @@ from commandbus.settings import Settings
 logger = safe_logger("commandbus.worker")
 
 PROGRESS_SECONDS = 1.0
+IDLE_SECONDS = 1.0
 MOST_TO_LOOK_AT = 1000
 
 
@@ -65,6 +66,8 @@ class LeaseKeeper(DatabaseService):
         self._on_cancel = on_cancel
         self._looking = threading.Lock()
         self._to_look_at: set[tuple[str, int]] = set()  # messages whose commands are said to be canceled
+        # What is claimed while it sleeps is renewed that much late at most.
+        self._idle_tick = max(MONITOR_TICK, min(IDLE_SECONDS, settings.timeouts.renewal_interval / 10))
         self._skipped: list[Callable[[], None]] = []  # orders to renew whose queue row another transaction held
 
     def renew_now(self, attempt: Attempt) -> Future[bool]:
@@ -146,7 +149,8 @@ class LeaseKeeper(DatabaseService):
         self.carry_out()
         self._renew()
         if not self._orders:
-            self.sleep(MONITOR_TICK)
+            is_idle = not self._skipped and not any(True for _ in self._held())
+            self.sleep(self._idle_tick if is_idle else MONITOR_TICK)
 
     def finish(self) -> None:
         try:

@@ -5,16 +5,17 @@ in SQL or through an ORM's session, breaks that without a word. So these are ref
 `commit()`, autocommit, and any statement after the transaction's end. `rollback()` is done, and the block may then
 only be left with an error.
 
-SQL text is not read. The first statement's BEGIN is sent together with a SET LOCAL of a setting that the server
-reports to its clients when it changes (`default_transaction_read_only`; to a transaction that has begun it means
-nothing). While libpq knows the changed value, the transaction is the same. After its end, also by COMMIT AND CHAIN
-or `COMMIT; BEGIN` in one text, the server has reported the old value. That is looked at before each statement and
-at the end, and costs no round trip. After the transaction has failed it says nothing, but then it cannot commit.
+SQL text is not read. The first statement's BEGIN is sent together with the transaction's limits and a SET LOCAL of
+a setting that the server reports to its clients when it changes (`default_transaction_read_only`; to a transaction
+that has begun it means nothing). While libpq knows the changed value, the transaction is the same. After its end,
+also by COMMIT AND CHAIN or `COMMIT; BEGIN` in one text, the server has reported the old value. That is looked at
+before each statement and at the end, and costs no round trip. After the transaction has failed it says nothing,
+but then it cannot commit.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ import psycopg
 from psycopg import AsyncConnection, Connection, generators
 from psycopg.abc import PQGen
 from psycopg.pq import ExecStatus, TransactionStatus
+from psycopg.pq.abc import PGresult
 
 from commandbus.errors import TransactionEndedError
 
@@ -46,10 +48,15 @@ class OneTransaction:
         self._mark: bytes | None = None  # what the setting is as long as the transaction lasts
         self._refused: str | None = None
         self._was_rolled_back = False
+        self._beginning: Callable[[], Sequence[bytes]] = tuple
 
-    def watch(self, conn: AnyKind) -> None:
-        """The handler has the connection, and has begun nothing. Calling this again begins anew."""
+    def watch(self, conn: AnyKind, beginning: Callable[[], Sequence[bytes]] = tuple) -> None:
+        """The handler has the connection, and has begun nothing. Calling this again begins anew.
+
+        `beginning`: called when the transaction begins; these statements are sent with its BEGIN.
+        """
         self.release()
+        self._beginning = beginning
         self._has_begun = False
         self._conn = conn
         own: dict[str, Any] = vars(conn)
@@ -164,17 +171,13 @@ class OneTransaction:
         if conn.autocommit or status != IDLE:
             return
         begin, mark = self._start_command(), self._make_mark(conn)
-        if mark is None:
-            yield from conn._exec_command(begin)
-        elif conn._pipeline:
-            yield from conn._exec_command(begin)
-            yield from conn._exec_command(_set_local(mark))
-        else:
-            conn._check_connection_ok()
-            conn.pgconn.send_query(begin + b"; " + _set_local(mark))
-            _raise_first_error((yield from generators.execute(conn.pgconn)), conn.pgconn._encoding)
+        statements = [begin, *self._beginning(), *(() if mark is None else (_set_local(mark),))]
         if conn._pipeline:
+            for statement in statements:
+                yield from conn._exec_command(statement)
             yield from conn._pipeline._sync_gen()
+        else:
+            raise_first_error((yield from send_together(conn, statements)), conn.pgconn._encoding)
         if mark is not None and conn.pgconn.parameter_status(_SETTING) == mark:  # else a pooler hides it
             self._mark = mark
 
@@ -195,7 +198,15 @@ def _set_local(mark: bytes) -> bytes:
     return b"SET LOCAL " + _SETTING + b" = " + mark
 
 
-def _raise_first_error(results: list[Any], encoding: str) -> None:
+def send_together(conn: AnyKind, statements: Sequence[bytes]) -> PQGen[list[PGresult]]:
+    """Run statements without parameters in one round trip. After one that fails the others are not run."""
+    conn._check_connection_ok()
+    conn.pgconn.send_query(b"; ".join(statements))
+    results: list[PGresult] = yield from generators.execute(conn.pgconn)
+    return results
+
+
+def raise_first_error(results: list[Any], encoding: str) -> None:
     for result in results:
         if result.status == ExecStatus.FATAL_ERROR:
             raise psycopg.errors.error_from_result(result, encoding=encoding)

@@ -1,9 +1,10 @@
 """A database session between two handlers: what the first left in it is gone before the second gets it.
 
 In our own pool everything is reset: user, role, settings (custom ones, too), cursors, temporary objects,
-sequences, channels and advisory locks. That is one round trip; what is not there costs a few microseconds. The
-answer names the session's prepared statements. If they are the ones that psycopg knows, they are kept, because
-they make the next handler faster. Else all of them are dropped.
+sequences, channels and advisory locks. That is one round trip, or part of the one that commits
+(`CommitAndReset`); what is not there costs a few microseconds. The answer names the session's prepared statements.
+If they are the ones that psycopg knows, they are kept, because they make the next handler faster. Else all of them
+are dropped.
 
 The session of a lent pool is somebody's: it gets back the user, the role and the settings that it had. It loses
 the cursors, prepared statements, channels and temporary objects that it did not have. Two things differ.
@@ -18,23 +19,32 @@ Nothing here is called behind PgBouncer: there a session belongs to nobody.
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from psycopg import Connection
 from psycopg._preparing import PrepareManager
+from psycopg.abc import PQGen
 from psycopg.adapt import AdaptersMap
+from psycopg.pq import ExecStatus
+
+from commandbus.runtime.one_transaction import INTRANS, AnyKind, raise_first_error, send_together
 
 Ask: TypeAlias = "tuple[bytes, dict[str, Any] | None]"
 Rows: TypeAlias = "list[tuple[Any, ...]]"
+TUPLES_OK: Final = ExecStatus.TUPLES_OK
 
 # The names come first: psycopg shows the first result of many. RESET ALL spares role and session authorization.
 _PREPARED = b"SELECT (pg_catalog.pg_prepared_statement()).name"
-_UNLOCK = b"SELECT pg_catalog.pg_advisory_unlock_all()"
-_RESET = (
-    _PREPARED
-    + b"; RESET SESSION AUTHORIZATION; RESET ROLE; RESET ALL; CLOSE ALL; DISCARD TEMP; DISCARD SEQUENCES; "
-    + b"UNLISTEN *; "
-    + _UNLOCK
+_RESETS = (
+    _PREPARED,
+    b"RESET SESSION AUTHORIZATION",
+    b"RESET ROLE",
+    b"RESET ALL",
+    b"CLOSE ALL",
+    b"DISCARD TEMP",
+    b"DISCARD SEQUENCES",
+    b"UNLISTEN *",
+    b"SELECT pg_catalog.pg_advisory_unlock_all(), pg_catalog.current_setting('default_transaction_isolation')",
 )
 _DROP_PREPARED = b"DEALLOCATE ALL"
 
@@ -91,8 +101,37 @@ def put_back(before: Remembered | None, prepared: PrepareManager) -> Generator[A
     return _reset(prepared) if before is None else _restore(before, prepared)
 
 
+class CommitAndReset:
+    """Ends a transaction in a session of our own pool and resets the session, in one round trip.
+
+    After an error nothing is known of the session. `level` is what its next transaction has by default.
+    """
+
+    __slots__ = ("_names", "level")
+
+    def __init__(self) -> None:
+        self._names: set[str] | None = None
+        self.level = ""
+
+    def commit(self, conn: AnyKind) -> PQGen[None]:
+        """Raises if it was not committed."""
+        if conn._pipeline or conn._num_transactions or conn._tpc or conn.pgconn.transaction_status != INTRANS:
+            yield from conn._commit_gen()
+            return
+        results = yield from send_together(conn, (b"COMMIT", *_RESETS))
+        raise_first_error(results[:1], conn.pgconn._encoding)
+        if len(results) == 1 + len(_RESETS) and results[-1].status == TUPLES_OK:
+            names, last = results[1], results[-1]
+            self._names = {_text(names.get_value(row, 0) or b"") for row in range(names.ntuples)}
+            self.level = _text(last.get_value(0, 1) or b"")
+
+    def is_clean(self, prepared: PrepareManager) -> bool:
+        """Is the session as the next handler is to get it?"""
+        return self._names is not None and self._names == _known(prepared)
+
+
 def _reset(prepared: PrepareManager) -> Generator[Ask, Rows, None]:
-    names = yield _RESET, None
+    names = yield b"; ".join(_RESETS), None
     if {_text(name) for (name,) in names} != _known(prepared):
         yield _DROP_PREPARED, None
         _forget(prepared)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -179,6 +178,8 @@ def redis_url() -> Kind:
 
 
 def _database_hint(text: str) -> str:
+    import difflib
+
     if difflib.get_close_matches(text.lower(), ["embedded"]):
         return ": did you mean 'embedded'?"
     if text.startswith(("postgresql+", "postgres+")):

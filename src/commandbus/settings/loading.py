@@ -7,13 +7,11 @@ writable by nobody else; else it is refused by name, as git does. A file that so
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import pwd
 import re
 import stat
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -191,6 +189,8 @@ def _place(key: str, *, root: str = "") -> str:
 
 def _did_you_mean(wrong: str, known: Mapping[str, object]) -> str:
     """A guess by spelling, or by the last part of a key that stands in the wrong section."""
+    import difflib
+
     last = wrong.rpartition(".")[2]
     close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.75) or [
         key for key in known if key.rpartition(".")[2] == last
@@ -232,6 +232,8 @@ def _folders(directory: Path) -> Iterator[Path]:
 
 def _read(path: Path, *, is_found: bool = False) -> Mapping[str, object] | None:
     """The settings in a file; None for a pyproject.toml that has none. One that was only found must be trusted."""
+    import tomllib
+
     try:
         with path.open("rb") as file:
             content, about = file.read(), [os.fstat(file.fileno()), path.lstat()]

@@ -5,7 +5,6 @@ A limit's key is its name. A breaker's is "DOMAIN/COMMAND_TYPE", "DOMAIN/*" for 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -73,6 +72,8 @@ def check_options(table: str, options: Iterable[str], origin: str) -> None:
     known = TABLES[table]
     for option in options:
         if option not in known:
+            import difflib
+
             close = difflib.get_close_matches(option, known, n=1)
             guess = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
             raise ConfigurationError(f"{origin} {option:.80}: there is no such option; {guess}")
