@@ -71,7 +71,7 @@ class Run:
         self.figures[name].append(value)
         print(f"  {name:32s} {value:12.2f}", file=sys.stderr, flush=True)
 
-    def crew(self, domain: str, kind: str, size: int = 1) -> list[Member]:
+    def worker_processes(self, domain: str, kind: str, size: int = 1) -> list[Member]:
         """The worker processes of a domain; started once, idle between rounds."""
         if domain not in self.members:
             self.members[domain] = [Member(self.base, self.base.domain(domain), kind) for _ in range(size)]
@@ -88,9 +88,9 @@ class Run:
         in_batch: bool = False,
     ) -> None:
         count = count or self.count
-        crew = self.crew(domain, kind, size)
+        worker_processes = self.worker_processes(domain, kind, size)
         self.base.fill(domain, count, in_batch=in_batch)
-        self.note(figure, drain(self.base, domain, crew, count))
+        self.note(figure, drain(self.base, domain, worker_processes, count))
 
     def floor(self, figure: str, measure: Callable[[Ground, str, int], float]) -> None:
         if "floor" not in self.base.sent:
@@ -147,7 +147,7 @@ class Run:
         """Work of a domain in which 10,000 commands wait for a limit."""
         if "parked" not in self.members:
             limits.fill_limit(self.base)
-            self.crew("parked", "parked")
+            self.worker_processes("parked", "parked")
             limits.park(self.base, "parked")
         self.drain("drain_beside_parked_per_s", "parked", "parked")
         for name, value in limits.measure(self.base, 500 if self.quick else 2000).items():
@@ -197,20 +197,20 @@ class Run:
             self.note(name, value)
 
     def base_domain(self, domain: str, kind: str) -> str:
-        self.crew(domain, kind)
+        self.worker_processes(domain, kind)
         return domain
 
     def connections(self) -> float:
         """The most connections that one worker of 8 slots holds while every handler uses one."""
-        crew = self.crew("query", "query")
+        worker_processes = self.worker_processes("query", "query")
         self.base.fill("query", 2000)
-        before = crew[0].read()[0]
+        before = worker_processes[0].read()[0]
         self.base.bus.resume("query")
         most = 0
-        while crew[0].read()[0] - before < 2000:
+        while worker_processes[0].read()[0] - before < 2000:
             held = self.base.one(
                 "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE %s",
-                f"commandbus %-{crew[0].pid}-%",
+                f"commandbus %-{worker_processes[0].pid}-%",
             )
             most = max(most, held)
             time.sleep(0.01)
@@ -238,7 +238,7 @@ class Run:
 
     def heavy(self) -> None:
         """With 100,000 delayed messages, and with a million finished commands."""
-        self.crew("delayed", "sync")
+        self.worker_processes("delayed", "sync")
         self.base.fill("delayed", 100_000, delay_seconds=86400)
         for _ in range(3):
             self.drain("drain_sync_per_s", "sync", "sync")
@@ -329,8 +329,8 @@ def main() -> None:
             else:
                 run.everything()
         finally:
-            for crew in run.members.values():
-                for member in crew:
+            for worker_processes in run.members.values():
+                for member in worker_processes:
                     member.close()
         run.count_all()
     medians = {name: statistics.median(values) for name, values in run.figures.items()}

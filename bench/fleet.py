@@ -14,9 +14,9 @@ from typing import Any
 
 from bench.ground import Ground
 from commandbus import HandlerRegistry, Worker
-from commandbus.runtime.board import Board
-from commandbus.runtime.memory import resident_megabytes
-from commandbus.runtime.spec import Supervision
+from commandbus.worker.board import Board
+from commandbus.worker.memory import resident_megabytes
+from commandbus.worker.worker_options import Supervision
 
 _LAYOUT = struct.Struct("qdd")  # settled, when the last handler began, resident megabytes
 

@@ -12,12 +12,12 @@ import psycopg
 from psycopg_pool import ConnectionPool
 
 from bench.ground import DATA, Ground
-from commandbus.db.drive import run
+from commandbus.db.drivers import run
 from commandbus.db.pool import BY_KEYS
-from commandbus.flow.claim import Claim, claim
-from commandbus.flow.settle import settle_done
+from commandbus.flow.commands.claim import Claim, claim
+from commandbus.flow.commands.settle import settle_done
 from commandbus.model.command import new_command_id
-from commandbus.runtime.attempt import Attempt
+from commandbus.worker.execution.attempt import Attempt
 
 WORKER = "floor"
 TWO_ROWS = """

@@ -14,10 +14,10 @@ import redis
 
 from bench.ground import DATA, Ground
 from commandbus import Limit, load_settings
-from commandbus.db.link import Link
-from commandbus.flow import places
-from commandbus.flow.limits import LimitRow, get_limit
-from commandbus.gate.redis_backend import RedisBackend
+from commandbus.db.service_connection import LastingConnection
+from commandbus.flow.limits import permits
+from commandbus.flow.limits.declare import LimitRow, get_limit
+from commandbus.limits.stores.redis.store import RedisPermitStore
 from commandbus.settings import Settings
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -51,7 +51,7 @@ def measure(base: Ground, count: int) -> dict[str, float]:
     """Pairs of take and give back a second, uncontended, and pairs of bare round trips."""
     base.bus.declare_limit(Limit("bench", concurrency=10, backend="postgres"))
     figures: dict[str, float] = {}
-    link = Link(load_settings({"database_url": base.url}), name="bench")
+    link = LastingConnection(load_settings({"database_url": base.url}), name="bench")
     conn = link.conn
     conn.execute(
         "CREATE TABLE IF NOT EXISTS public.bare_limit (id integer PRIMARY KEY, n bigint) WITH (fillfactor = 30)"
@@ -63,8 +63,8 @@ def measure(base: Ground, count: int) -> dict[str, float]:
             conn.execute(b"UPDATE public.bare_limit SET n = n + 1 WHERE id = %s RETURNING n", (1,)).fetchone()
 
     def postgres() -> None:
-        assert link.run(places.take("bench", ["bench/token"]))
-        link.run(places.give("bench", ["bench/token"]))
+        assert link.run(permits.take("bench", ["bench/token"]))
+        link.run(permits.give("bench", ["bench/token"]))
 
     figures["floor_postgres_pairs_per_s"] = _pairs(bare, count)
     figures["limit_postgres_pairs_per_s"] = _pairs(postgres, count)
@@ -83,7 +83,7 @@ def measure(base: Ground, count: int) -> dict[str, float]:
 def _redis(base: Ground, settings: Settings, count: int) -> dict[str, float]:
     base.bus.declare_limit(Limit("bench_redis", concurrency=10, backend="postgres"))
     row: LimitRow = base.bus.run(get_limit("bench_redis"))
-    backend = RedisBackend(settings, "bench")
+    backend = RedisPermitStore(settings, "bench")
     backend.tick()
     client = redis.Redis.from_url(settings.redis_url or "", decode_responses=True)
 

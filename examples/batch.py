@@ -9,7 +9,7 @@ BATCH = f"letters-{time.time_ns()}"
 
 
 @handlers.handler("example_print", "letter")
-def letter(command, ctx):
+def start_message(command, ctx):
     if command.data["number"] % 100 == 0:
         raise BusinessRuleException("the address is empty")
 

@@ -52,15 +52,15 @@ def below(loaded: set[str], *packages: str) -> set[str]:
 
 def test_a_module_of_handlers_does_not_load_what_sends_or_works() -> None:
     loaded = loaded_by("from commandbus import HandlerRegistry, PermanentCommandError")
-    assert "commandbus.runtime.handlers" in loaded
-    assert not below(loaded, "psycopg", "commandbus.bus", "commandbus.runtime.worker")
+    assert "commandbus.worker.execution.handlers" in loaded
+    assert not below(loaded, "psycopg", "commandbus.bus", "commandbus.worker.worker")
 
 
 @pytest.mark.parametrize("bus", ["CommandBus", "AsyncCommandBus"])
 def test_an_application_that_sends_loads_nothing_else(bus: str) -> None:
     loaded = loaded_by(f"from commandbus import {bus}, NewCommand")
     assert below(loaded, "commandbus.flow") == {
-        "commandbus.flow", "commandbus.flow.send", "commandbus.flow.statement",
+        "commandbus.flow", "commandbus.flow.commands.send", "commandbus.flow.operation",
     }  # fmt: skip
     assert not below(
         loaded, "commandbus.runtime", "commandbus.supervisor", "commandbus.cli", "commandbus.db.embedded"
@@ -83,5 +83,5 @@ with CommandBus({database!r}) as bus:
         bus.migrate(domains=["orders"])
     loaded = loaded_by(program)
     assert not below(
-        loaded, "commandbus.runtime", "commandbus.gate", "commandbus.flow.settle", "commandbus.process"
+        loaded, "commandbus.runtime", "commandbus.gate", "commandbus.flow.commands.settle", "commandbus.process"
     )

@@ -2,18 +2,19 @@
 
 The way of one command through this package:
 
-1. **send** — `bus/` takes it; `flow/send.py` writes its row and its queue message in one statement, in the
+1. **send**: `bus/` takes it. `flow/commands/send.py` writes its row and its queue message in one statement, in the
    caller's transaction if one is lent (`conn=`).
-2. **claim** — a worker's `runtime/claimer.py` takes visible messages (`flow/claim.py`, `sql/claim.sql`) under a
-   lease. What is odd about some (their last worker vanished, a foreign client sent them, their type is paused) is
-   put right before anything runs.
-3. **execute** — a slot (`runtime/slots.py`: threads; `runtime/loop.py`: async tasks) runs the handler with its
-   context (`runtime/context.py`); `runtime/execute.py` turns whatever happens into an outcome
-   (`model/outcome.py` decides the fate). The **ladder** (`runtime/ladder.py`) sees to it that the attempt ends in
-   time whatever the handler does; the supervisor (`supervisor/`) sees to it where a thread cannot.
-4. **settle** — `runtime/settler.py` writes outcomes in batches, each under its attempt's fence
-   (`flow/settle.py`): done, tried again later, failed for good, or in the troubleshooting queue.
-5. **operate** — people look (`flow/inspect.py`) and act (`flow/operate.py`): `troubleshooting.py`, `cli/`.
+2. **claim**: a worker's `worker/claimer.py` takes visible messages (`flow/commands/claim.py`) under a lease. If
+   something is odd about one (its last worker vanished, another client sent it, its type is paused), that is put
+   right before anything runs.
+3. **execute**: a slot (`worker/execution/slots.py`: threads; `async_slots.py`: async tasks) runs the handler with
+   its context (`context.py`). `execute.py` turns what happens into an outcome (`model/outcome.py` decides). The
+   **ladder** (`worker/deadlines/ladder.py`) ends the attempt in time whatever the handler does. Where a thread
+   cannot be ended, the supervisor (`supervisor/`) ends the process.
+4. **settle**: `worker/settler.py` writes outcomes in batches, each under the fence of its attempt
+   (`flow/commands/settle.py`): done, tried again later, failed for good, or in the troubleshooting queue.
+5. **operate**: people inspect (`flow/commands/inspect.py`) and act (`flow/commands/operate.py`), by
+   `troubleshooting.py` and `cli/`.
 """
 
 import importlib
@@ -33,9 +34,9 @@ _NAMES = {
         ProcessNotFoundError RateLimitError SchemaError TransactionEndedError TransactionUsedError
         TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
     """,
-    "commandbus.flow.breaker_operate": "BreakerInfo",
-    "commandbus.flow.history": "AttemptRecord StuckAttempt",
-    "commandbus.flow.inspect": "CommandQuery DomainStatus RejectedMessage UndeliveredReply WorkerInfo",
+    "commandbus.flow.breakers.operate": "BreakerInfo",
+    "commandbus.flow.commands.history": "AttemptRecord StuckAttempt",
+    "commandbus.flow.commands.inspect": "CommandQuery DomainStatus RejectedMessage UndeliveredReply WorkerInfo",
     "commandbus.model.batch": """
         BatchCancelReport BatchRecord BatchRetryReport BatchStatus CreatedBatch OnComplete
     """,
@@ -44,20 +45,20 @@ _NAMES = {
         AuditEntry AuditEvent CancelRequest CancelResult Command CommandRecord CommandStatus NewCommand
         SentCommand TsqEntry
     """,
-    "commandbus.model.http": "parse_retry_after raise_for_rate_limit",
+    "commandbus.model.api_errors": "parse_retry_after raise_for_rate_limit",
     "commandbus.model.limit": "Limit Rate",
     "commandbus.model.page": "Page",
     "commandbus.model.process": "NewProcess ProcessRecord ProcessStatus StartedProcess StepRecord StepStatus",
     "commandbus.model.retry": "RetryPolicy",
-    "commandbus.process.manager": "BaseProcessManager ProcessView StepCommand StepReply",
-    "commandbus.process.saga": "Saga branch parallel sequence step",
-    "commandbus.runtime.context": "AsyncHandlerContext HandlerContext HandlerTransaction",
-    "commandbus.runtime.handlers": "HandlerRegistry handler",
-    "commandbus.runtime.health": "HealthState HealthStatus",
-    "commandbus.runtime.reply_router": "ProcessReplyRouter",
-    "commandbus.runtime.spec": "StopReport",
-    "commandbus.runtime.watchdog": "WorkerWatchdog",
-    "commandbus.runtime.worker": "Worker",
+    "commandbus.processes.manager": "BaseProcessManager ProcessView StepCommand StepReply",
+    "commandbus.processes.saga": "Saga branch parallel sequence step",
+    "commandbus.worker.execution.context": "AsyncHandlerContext HandlerContext HandlerTransaction",
+    "commandbus.worker.execution.handlers": "HandlerRegistry handler",
+    "commandbus.worker.health": "HealthState HealthStatus",
+    "commandbus.worker.reply_router": "ProcessReplyRouter",
+    "commandbus.worker.worker_options": "StopReport",
+    "commandbus.worker.watchdog": "WorkerWatchdog",
+    "commandbus.worker.worker": "Worker",
     "commandbus.settings": "Settings load_settings",
     "commandbus.troubleshooting": "AsyncTroubleshootingQueue TroubleshootingQueue",
 }

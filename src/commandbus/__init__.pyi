@@ -1,11 +1,5 @@
 """The public names, for type checkers. `__init__.py` finds them at run time."""
 
-from commandbus.bus import (
-    AsyncCommandBus as AsyncCommandBus,
-)
-from commandbus.bus import (
-    CommandBus as CommandBus,
-)
 from commandbus.errors import (
     ApiTimeoutError as ApiTimeoutError,
 )
@@ -129,29 +123,35 @@ from commandbus.errors import (
 from commandbus.errors import (
     UnknownLimitError as UnknownLimitError,
 )
-from commandbus.flow.breaker_operate import (
+from commandbus.flow.breakers.operate import (
     BreakerInfo as BreakerInfo,
 )
-from commandbus.flow.history import (
+from commandbus.flow.commands.history import (
     AttemptRecord as AttemptRecord,
 )
-from commandbus.flow.history import (
+from commandbus.flow.commands.history import (
     StuckAttempt as StuckAttempt,
 )
-from commandbus.flow.inspect import (
+from commandbus.flow.commands.inspect import (
     CommandQuery as CommandQuery,
 )
-from commandbus.flow.inspect import (
+from commandbus.flow.commands.inspect import (
     DomainStatus as DomainStatus,
 )
-from commandbus.flow.inspect import (
+from commandbus.flow.commands.inspect import (
     RejectedMessage as RejectedMessage,
 )
-from commandbus.flow.inspect import (
+from commandbus.flow.commands.inspect import (
     UndeliveredReply as UndeliveredReply,
 )
-from commandbus.flow.inspect import (
+from commandbus.flow.commands.inspect import (
     WorkerInfo as WorkerInfo,
+)
+from commandbus.model.api_errors import (
+    parse_retry_after as parse_retry_after,
+)
+from commandbus.model.api_errors import (
+    raise_for_rate_limit as raise_for_rate_limit,
 )
 from commandbus.model.batch import (
     BatchCancelReport as BatchCancelReport,
@@ -204,12 +204,6 @@ from commandbus.model.command import (
 from commandbus.model.command import (
     TsqEntry as TsqEntry,
 )
-from commandbus.model.http import (
-    parse_retry_after as parse_retry_after,
-)
-from commandbus.model.http import (
-    raise_for_rate_limit as raise_for_rate_limit,
-)
 from commandbus.model.limit import (
     Limit as Limit,
 )
@@ -240,65 +234,32 @@ from commandbus.model.process import (
 from commandbus.model.retry import (
     RetryPolicy as RetryPolicy,
 )
-from commandbus.process.manager import (
+from commandbus.processes.manager import (
     BaseProcessManager as BaseProcessManager,
 )
-from commandbus.process.manager import (
+from commandbus.processes.manager import (
     ProcessView as ProcessView,
 )
-from commandbus.process.manager import (
+from commandbus.processes.manager import (
     StepCommand as StepCommand,
 )
-from commandbus.process.manager import (
+from commandbus.processes.manager import (
     StepReply as StepReply,
 )
-from commandbus.process.saga import (
+from commandbus.processes.saga import (
     Saga as Saga,
 )
-from commandbus.process.saga import (
+from commandbus.processes.saga import (
     branch as branch,
 )
-from commandbus.process.saga import (
+from commandbus.processes.saga import (
     parallel as parallel,
 )
-from commandbus.process.saga import (
+from commandbus.processes.saga import (
     sequence as sequence,
 )
-from commandbus.process.saga import (
+from commandbus.processes.saga import (
     step as step,
-)
-from commandbus.runtime.context import (
-    AsyncHandlerContext as AsyncHandlerContext,
-)
-from commandbus.runtime.context import (
-    HandlerContext as HandlerContext,
-)
-from commandbus.runtime.context import (
-    HandlerTransaction as HandlerTransaction,
-)
-from commandbus.runtime.handlers import (
-    HandlerRegistry as HandlerRegistry,
-)
-from commandbus.runtime.handlers import (
-    handler as handler,
-)
-from commandbus.runtime.health import (
-    HealthState as HealthState,
-)
-from commandbus.runtime.health import (
-    HealthStatus as HealthStatus,
-)
-from commandbus.runtime.reply_router import (
-    ProcessReplyRouter as ProcessReplyRouter,
-)
-from commandbus.runtime.spec import (
-    StopReport as StopReport,
-)
-from commandbus.runtime.watchdog import (
-    WorkerWatchdog as WorkerWatchdog,
-)
-from commandbus.runtime.worker import (
-    Worker as Worker,
 )
 from commandbus.settings import (
     Settings as Settings,
@@ -311,4 +272,37 @@ from commandbus.troubleshooting import (
 )
 from commandbus.troubleshooting import (
     TroubleshootingQueue as TroubleshootingQueue,
+)
+from commandbus.worker.execution.context import (
+    AsyncHandlerContext as AsyncHandlerContext,
+)
+from commandbus.worker.execution.context import (
+    HandlerContext as HandlerContext,
+)
+from commandbus.worker.execution.context import (
+    HandlerTransaction as HandlerTransaction,
+)
+from commandbus.worker.execution.handlers import (
+    HandlerRegistry as HandlerRegistry,
+)
+from commandbus.worker.execution.handlers import (
+    handler as handler,
+)
+from commandbus.worker.health import (
+    HealthState as HealthState,
+)
+from commandbus.worker.health import (
+    HealthStatus as HealthStatus,
+)
+from commandbus.worker.reply_router import (
+    ProcessReplyRouter as ProcessReplyRouter,
+)
+from commandbus.worker.watchdog import (
+    WorkerWatchdog as WorkerWatchdog,
+)
+from commandbus.worker.worker import (
+    Worker as Worker,
+)
+from commandbus.worker.worker_options import (
+    StopReport as StopReport,
 )

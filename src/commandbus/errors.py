@@ -2,7 +2,7 @@
 
 Two families: errors *of* commandbus (`CommandBusError`), which name the offending value and what to do, and
 errors that a *handler* raises to say what should happen to its command (`CommandFailure` and its kinds).
-The exit codes of the command line follow the first family (see `cli/exits.py`).
+The exit codes of the command line follow the first family (see `cli/exit_codes.py`).
 """
 
 from __future__ import annotations

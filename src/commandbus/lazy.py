@@ -1,9 +1,9 @@
 """Modules that are imported when they are first used: a program that only sends loads nothing but that.
 
     if TYPE_CHECKING:
-        from commandbus.flow import history
+        from commandbus.flow.commands import history
     else:
-        history = lazy("commandbus.flow.history")
+        history = lazy("commandbus.flow.commands.history")
 
 Type checkers and the import contract see the first line; at run time `history.list_attempts` imports the module.
 """

@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from commandbus.bus import AsyncCommandBus, CommandBus, whoami
-from commandbus.flow import inspect, operate
-from commandbus.flow.operate import Deed, Selection
+from commandbus.flow.commands import inspect, operate
+from commandbus.flow.commands.operate import OperatorAction, Selection
 from commandbus.model import names, payload
 from commandbus.model.command import TsqEntry
 
 
-def _complete(operator: str | None, result: Any, reason: str | None, max_bytes: int) -> Deed:
+def _complete(operator: str | None, result: Any, reason: str | None, max_bytes: int) -> OperatorAction:
     text = payload.dump(result, what="result", max_bytes=max_bytes)
-    return operate.deed("COMPLETE", operator or whoami(), reason, text)
+    return operate.operator_action("COMPLETE", operator or whoami(), reason, text)
 
 
 def _selection(domain: str, command_type: str | None, error_code: str | None) -> Selection:
@@ -65,13 +65,17 @@ class TroubleshootingQueue:
         self, domain: str, command_id: str, *, operator: str | None = None, reason: str | None = None
     ) -> None:
         """Run it again; its attempts start again."""
-        self._bus.run(operate.act_on(domain, command_id, operate.deed("RETRY", operator or whoami(), reason)))
+        self._bus.run(
+            operate.act_on(domain, command_id, operate.operator_action("RETRY", operator or whoami(), reason))
+        )
 
     def operator_cancel(
         self, domain: str, command_id: str, reason: str | None = None, *, operator: str | None = None
     ) -> None:
         """Give it up: CANCELED."""
-        self._bus.run(operate.act_on(domain, command_id, operate.deed("CANCEL", operator or whoami(), reason)))
+        self._bus.run(
+            operate.act_on(domain, command_id, operate.operator_action("CANCEL", operator or whoami(), reason))
+        )
 
     def operator_complete(
         self,
@@ -83,8 +87,8 @@ class TroubleshootingQueue:
         reason: str | None = None,
     ) -> None:
         """It was done by hand: COMPLETED with this result."""
-        deed = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
-        self._bus.run(operate.act_on(domain, command_id, deed))
+        operator_action = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
+        self._bus.run(operate.act_on(domain, command_id, operator_action))
 
     def retry_all(
         self,
@@ -96,8 +100,8 @@ class TroubleshootingQueue:
         reason: str | None = None,
     ) -> int:
         """Run all that match again; answers how many."""
-        deed = operate.deed("RETRY", operator or whoami(), reason)
-        return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), deed))
+        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
+        return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), operator_action))
 
     def cancel_all(
         self,
@@ -109,8 +113,8 @@ class TroubleshootingQueue:
         reason: str | None = None,
     ) -> int:
         """Give up all that match; answers how many."""
-        deed = operate.deed("CANCEL", operator or whoami(), reason)
-        return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), deed))
+        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), operator_action))
 
     def complete_all(
         self,
@@ -123,8 +127,8 @@ class TroubleshootingQueue:
         reason: str | None = None,
     ) -> int:
         """Complete all that match with one result; answers how many."""
-        deed = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
-        return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), deed))
+        operator_action = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
+        return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), operator_action))
 
 
 class AsyncTroubleshootingQueue:
@@ -166,15 +170,15 @@ class AsyncTroubleshootingQueue:
         self, domain: str, command_id: str, *, operator: str | None = None, reason: str | None = None
     ) -> None:
         """Run it again; its attempts start again."""
-        deed = operate.deed("RETRY", operator or whoami(), reason)
-        await self._bus.run(operate.act_on(domain, command_id, deed))
+        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
+        await self._bus.run(operate.act_on(domain, command_id, operator_action))
 
     async def operator_cancel(
         self, domain: str, command_id: str, reason: str | None = None, *, operator: str | None = None
     ) -> None:
         """Give it up: CANCELED."""
-        deed = operate.deed("CANCEL", operator or whoami(), reason)
-        await self._bus.run(operate.act_on(domain, command_id, deed))
+        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        await self._bus.run(operate.act_on(domain, command_id, operator_action))
 
     async def operator_complete(
         self,
@@ -186,8 +190,8 @@ class AsyncTroubleshootingQueue:
         reason: str | None = None,
     ) -> None:
         """It was done by hand: COMPLETED with this result."""
-        deed = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
-        await self._bus.run(operate.act_on(domain, command_id, deed))
+        operator_action = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
+        await self._bus.run(operate.act_on(domain, command_id, operator_action))
 
     async def retry_all(
         self,
@@ -199,8 +203,10 @@ class AsyncTroubleshootingQueue:
         reason: str | None = None,
     ) -> int:
         """Run all that match again; answers how many."""
-        deed = operate.deed("RETRY", operator or whoami(), reason)
-        return await self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), deed))
+        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
+        return await self._bus.follow(
+            operate.act_on_all(_selection(domain, command_type, error_code), operator_action)
+        )
 
     async def cancel_all(
         self,
@@ -212,8 +218,10 @@ class AsyncTroubleshootingQueue:
         reason: str | None = None,
     ) -> int:
         """Give up all that match; answers how many."""
-        deed = operate.deed("CANCEL", operator or whoami(), reason)
-        return await self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), deed))
+        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        return await self._bus.follow(
+            operate.act_on_all(_selection(domain, command_type, error_code), operator_action)
+        )
 
     async def complete_all(
         self,
@@ -226,5 +234,7 @@ class AsyncTroubleshootingQueue:
         reason: str | None = None,
     ) -> int:
         """Complete all that match with one result; answers how many."""
-        deed = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
-        return await self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), deed))
+        operator_action = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
+        return await self._bus.follow(
+            operate.act_on_all(_selection(domain, command_type, error_code), operator_action)
+        )

@@ -15,8 +15,8 @@ import pytest
 from cli_harness import SOURCES, Program, Terminal, run
 
 from commandbus import BusinessRuleException, CommandStatus, HandlerRegistry, PermanentCommandError, Worker
-from commandbus.cli import watching
-from commandbus.cli.exits import ExitCode
+from commandbus.cli import batch_progress as watching
+from commandbus.cli.exit_codes import ExitCode
 from support.waiting import until
 from support.workers import quick_settings
 
@@ -57,8 +57,8 @@ class Shop:
         self.worker = Worker(handlers, settings=quick_settings(database))
 
     def ship(self, command, ctx):
-        if (gate := self.held.get(command.command_id)) is not None:
-            while not gate.wait(0.02):
+        if (limit_client := self.held.get(command.command_id)) is not None:
+            while not limit_client.wait(0.02):
                 ctx.raise_if_cancelled()
         if command.command_id in self.fails:
             raise BusinessRuleException("sold\n\x1bout", code="SOLD_OUT")
@@ -430,17 +430,17 @@ def test_the_batch_of_a_retry_has_a_name(orders, bus, make, shop):
 
 
 def test_watch_in_a_pipe_prints_a_line_per_change(orders, bus, make, shop, database):
-    gates = {name: threading.Event() for name in ("a", "b", "c")}
-    shop.held = gates
-    make("b1", *gates)
+    limit_clients = {name: threading.Event() for name in ("a", "b", "c")}
+    shop.held = limit_clients
+    make("b1", *limit_clients)
     with at_work(shop), Program("batch", "watch", "b1", "--database", database) as program:
         first = program.read_until("0/3")
         assert re.search(r"^(PENDING|IN_PROGRESS)  0%  0/3  0\.0/s  ETA \?$", first, re.MULTILINE)
-        gates["a"].set()
+        limit_clients["a"].set()
         assert re.search(r"^IN_PROGRESS  33%  1/3  [\d.]+/s  ETA \S+$", program.read_until("1/3"), re.MULTILINE)
-        gates["b"].set()
+        limit_clients["b"].set()
         assert "66%" in program.read_until("2/3")
-        gates["c"].set()
+        limit_clients["c"].set()
         rest = program.end()
     *_, last, ending = rest.out.splitlines()
     assert (rest.code, rest.err) == (0, "")
@@ -482,17 +482,17 @@ def test_watch_ends_when_its_reader_goes_away(orders, bus, make, shop, database)
 
 
 def test_watch_on_a_terminal_redraws_a_bar(orders, bus, make, shop, database):
-    gates = {f"c{number}": threading.Event() for number in range(4)}
-    shop.held = gates
+    limit_clients = {f"c{number}": threading.Event() for number in range(4)}
+    shop.held = limit_clients
     shop.fails = {"c0"}
-    make("b1", *gates)
+    make("b1", *limit_clients)
     with at_work(shop), Terminal("batch", "watch", "b1", "--database", database) as terminal:
         terminal.read_until(r"\r\[-{40}\]    0%  0/4  0\.0/s  ETA \?")
-        gates["c0"].set()
+        limit_clients["c0"].set()
         terminal.read_until(r"\r\[#{9,10}-{29,31}\]   25%  1/4  [\d.]+/s  ETA \S+  1 failed")
         assert "\n" not in terminal.seen
-        for gate in gates.values():
-            gate.set()
+        for limit_client in limit_clients.values():
+            limit_client.set()
         terminal.read_until("is COMPLETED_WITH_FAILURES")
         assert terminal.end() == ExitCode.NO
     drawn, ending = terminal.seen.rstrip().split("\r\n")

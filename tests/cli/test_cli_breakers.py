@@ -5,9 +5,9 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from commandbus.cli.exits import ExitCode
-from commandbus.flow.breaker import Bad, report
-from commandbus.flow.claim import claim, put_right
+from commandbus.cli.exit_codes import ExitCode
+from commandbus.flow.breakers.breaker import Bad, report
+from commandbus.flow.commands.claim import claim, put_right
 from commandbus.model.breaker import Breaker
 
 

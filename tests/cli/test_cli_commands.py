@@ -10,14 +10,14 @@ import pytest
 from cli_harness import run
 
 from commandbus import CommandStatus, HandlerRegistry, TransientCommandError, Worker
-from commandbus.cli.exits import ExitCode
-from commandbus.flow.claim import claim
-from commandbus.flow.register import WorkerIdentity, beat
-from commandbus.flow.renew import renew
-from commandbus.flow.settle import cancellation, settle
+from commandbus.cli.exit_codes import ExitCode
+from commandbus.flow.commands.claim import claim
+from commandbus.flow.commands.renew import renew
+from commandbus.flow.commands.settle import cancellation, settle
+from commandbus.flow.workers.registry import WorkerIdentity, beat
 from commandbus.model.outcome import Judgement, Verdict
 from commandbus.model.retry import RetryPolicy
-from commandbus.runtime.attempt import Attempt
+from commandbus.worker.execution.attempt import Attempt
 from support.waiting import until
 
 # --- looking ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from psycopg import sql
 
 from commandbus.cli.doctor import server
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 from commandbus.settings import load_settings
 
 

@@ -18,8 +18,9 @@ from cli_harness import Answer, Program, run
 from psycopg import errors as pg
 
 from commandbus import errors
-from commandbus.cli import entry, exits
-from commandbus.cli.exits import ExitCode
+from commandbus.cli import entry
+from commandbus.cli import exit_codes as exits
+from commandbus.cli.exit_codes import ExitCode
 from commandbus.embedded import EmbeddedPostgres
 from support.waiting import until
 

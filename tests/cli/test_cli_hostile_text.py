@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from commandbus import CommandStatus
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 from commandbus.cli.render import print_fields, print_json, print_table
 from commandbus.cli.table import columns
 from support.unsafe_text import is_unsafe

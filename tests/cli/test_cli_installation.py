@@ -15,7 +15,7 @@ import pytest
 from cli_harness import SOURCES, run
 
 from commandbus.cli import installation
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 from commandbus.db.pgmq import packaged_sql
 
 

@@ -8,10 +8,10 @@ import psycopg
 import pytest
 
 from commandbus import CommandBus, HandlerRegistry, Limit, Settings, Worker
-from commandbus.cli.exits import ExitCode
-from commandbus.flow.places import answer as tell_answer
+from commandbus.cli.exit_codes import ExitCode
+from commandbus.flow.limits.permits import answer as tell_answer
 from commandbus.model.command import NewCommand
-from commandbus.model.standing import Answer
+from commandbus.model.limit_state import ApiAnswer
 from support.redis_server import RedisServer
 from support.waiting import until
 from support.workers import quick_settings
@@ -47,7 +47,9 @@ def full(orders, bus, database):
 
 def refused(bus, **more):
     """The API has answered 429."""
-    return bus.run(tell_answer("docai", None, Answer.RATE_LIMITED, gives=False, reason="429 from docai", **more))
+    return bus.run(
+        tell_answer("docai", None, ApiAnswer.RATE_LIMITED, gives=False, reason="429 from docai", **more)
+    )
 
 
 # --- looking ----------------------------------------------------------------------------------------------------

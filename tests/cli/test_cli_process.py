@@ -9,8 +9,8 @@ import pytest
 from cli_harness import Program, run
 
 from commandbus import BusinessRuleException, HandlerRegistry, PermanentCommandError, Worker
-from commandbus.cli.exits import ExitCode
-from commandbus.flow.process import set_aside
+from commandbus.cli.exit_codes import ExitCode
+from commandbus.flow.processes.move import set_aside
 from support.sagas import BARE, ORDER, TYPES, World
 from support.waiting import until
 from support.workers import quick_settings

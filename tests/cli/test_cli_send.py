@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 
 TOMORROW = datetime.now(UTC) + timedelta(days=1)
 

@@ -11,7 +11,7 @@ from cli_harness import run
 from psycopg import sql
 
 from commandbus import HandlerRegistry, Worker
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 from commandbus.sql import migrations
 from support.waiting import until
 

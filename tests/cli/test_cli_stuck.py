@@ -8,12 +8,12 @@ import re
 import pytest
 
 from commandbus.cli import autopsy
-from commandbus.cli.exits import ExitCode
-from commandbus.flow.claim import claim
-from commandbus.flow.settle import settle
+from commandbus.cli.exit_codes import ExitCode
+from commandbus.flow.commands.claim import claim
+from commandbus.flow.commands.settle import settle
 from commandbus.model.outcome import Failure, Judgement, Verdict, judge
 from commandbus.model.retry import RetryPolicy
-from commandbus.runtime.attempt import Attempt
+from commandbus.worker.execution.attempt import Attempt
 
 POLICY = RetryPolicy(max_attempts=3, backoff_schedule=[0], jitter=0)
 USERS = 'File "/srv/app/ship.py", line 12, in ship\n    conn.execute(query)'
@@ -25,7 +25,7 @@ FULL = {
             "title": "slot thread test-slot-3",
             "frames": [
                 'File "/usr/lib/python3.11/threading.py", line 1002, in _bootstrap\n    self._bootstrap_inner()',
-                'File "/opt/commandbus/runtime/slots.py", line 80, in _serve\n    run()',
+                'File "/opt/commandbus/worker/execution/slots.py", line 80, in _serve\n    run()',
                 USERS,
                 'File "/venv/lib/python3.11/site-packages/psycopg/cursor.py", line 97, in execute\n    wait()',
             ],
@@ -45,11 +45,11 @@ FULL = {
 }
 
 
-OUR_READER = 'File "/srv/commandbus/runtime/isolated.py", line 285 in _read'
+OUR_READER = 'File "/srv/commandbus/worker/isolation/child_main.py", line 285 in _read'
 DUMP = """Fatal Python error: Segmentation fault
 
 Thread 0x00007f94fabff6c0 (most recent call first):
-  File "/srv/commandbus/runtime/isolated.py", line 285 in _read
+  File "/srv/commandbus/worker/isolation/child_main.py", line 285 in _read
   ...
 
 Current thread 0x00007f94ff1c9b80 (most recent call first):
@@ -72,7 +72,7 @@ ISOLATED = {
         {
             "title": "thread 0x7f94ff1c9b80 (current)",
             "frames": [
-                'File "/srv/commandbus/runtime/isolated.py", line 219 in _run_sync',
+                'File "/srv/commandbus/worker/isolation/child_main.py", line 219 in _run_sync',
                 'File "/srv/app/ship.py", line 12 in ship',
                 'File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at',
             ],
@@ -269,11 +269,11 @@ def test_show_tells_of_the_rung_and_the_time(stuck):
         ({"process": {"exit_code": 1}}, "exit code 1"),
         ({"process": {"exit_code": 0}}, "exit code 0"),
         (
-            {"stacks": [{"frames": [USERS, OUR_READER.replace("runtime/isolated", "bus/sync")]}]},
+            {"stacks": [{"frames": [USERS, OUR_READER.replace("worker/isolation/child_main", "bus/sync")]}]},
             "ship.py:12 in ship",
         ),
         (
-            {"stacks": [{"frames": [USERS, OUR_READER.replace("runtime/isolated", "testing/hang")]}]},
+            {"stacks": [{"frames": [USERS, OUR_READER.replace("worker/isolation/child_main", "testing/hang")]}]},
             "ship.py:12 in ship",
         ),
         ({"stacks": [{"title": "thread 0x1", "frames": [OUR_READER]}, {"frames": [USERS]}]}, "ship.py:12 in ship"),

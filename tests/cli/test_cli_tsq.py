@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commandbus import CommandStatus
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 
 
 def test_list_and_count(troubled):

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from commandbus import AsyncCommandBus, HandlerRegistry, InvalidCommandError, Worker
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 from support.workers import quick_settings
 
 

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from commandbus import AsyncCommandBus, Limit
-from commandbus.flow import known
+from commandbus.flow.commands import known_types as known
 
 WORDS = {
     "pause": ["pause", "orders", "shpi"],

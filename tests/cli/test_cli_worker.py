@@ -12,9 +12,9 @@ import pytest
 from cli_harness import Program, run
 
 from commandbus import CommandStatus
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 from commandbus.errors import ConfigurationError
-from commandbus.runtime.load import load_registry
+from commandbus.worker.load_handlers import load_registry
 from support.waiting import until
 
 SHOP = """

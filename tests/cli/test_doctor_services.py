@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from commandbus.cli.doctor import manifest, unit
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 from commandbus.settings import load_settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -9,8 +9,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from commandbus.db.drive import DROP_PLANS, PLAN_SECONDS, OwnAsyncConnection, OwnConnection, run, run_async
-from commandbus.flow.statement import Operation, Statement, Steps
+from commandbus.db.drivers import DROP_PLANS, PLAN_SECONDS, OwnAsyncConnection, OwnConnection, run, run_async
+from commandbus.flow.operation import Operation, Statement, Steps
 
 LOOK = Statement(b"SELECT count(*) FROM pg_class WHERE oid = %(oid)s", {"oid": 1})
 INSERT = LOOK._replace(only_inserts=True)

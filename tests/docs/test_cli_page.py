@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from commandbus.cli.entry import root
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
 

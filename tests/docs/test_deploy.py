@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from commandbus.cli.doctor.unit import parse_span, read_unit
-from commandbus.runtime.parts import SETTLE_RESERVE_SECONDS
 from commandbus.settings import SETTINGS, load_settings
 from commandbus.supervisor.supervisor import STOP_RESERVE
+from commandbus.worker.runtime import SETTLE_RESERVE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

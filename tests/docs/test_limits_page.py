@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 from commandbus import CommandBus, CommandStatus, HandlerRegistry, Limit, Worker, load_settings
-from commandbus.flow.limit_figures import Figures, LimitFigures
-from commandbus.flow.limit_mode import DEGRADED, JOINING, REDIS
-from commandbus.gate.redis_fleet import LOST
+from commandbus.flow.limits.metrics import FleetFigures, LimitFigures
+from commandbus.flow.limits.redis_mode import DEGRADED, JOINING, REDIS
+from commandbus.limits.stores.redis.fleet_mode import LOST
 from commandbus.model.limit import BACKOFF_SECONDS
-from commandbus.supervisor.shared_metrics import shared_metrics
+from commandbus.supervisor.fleet_metrics import shared_metrics
 from support.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_the_modes_are_those_of_the_back_end() -> None:
 
 def test_every_metric_is_named() -> None:
     empty = {field.name: 0 for field in fields(LimitFigures)}
-    told = shared_metrics(Figures((LimitFigures(**empty),)))  # type: ignore[arg-type]
+    told = shared_metrics(FleetFigures((LimitFigures(**empty),)))  # type: ignore[arg-type]
     (listed,) = re.findall(r"`/metrics`, each(.*?)They are the fleet's", PAGE, re.DOTALL)
     named = set(re.findall(r"`(\w+)`", listed)) - {"limit"}  # the label
     full = {name if name.startswith("commandbus") else f"commandbus_limit{name}" for name in named}

@@ -1,6 +1,6 @@
 """docs/processes.md is true: its code and command lines run, and its table of moves is that of the model.
 
-That the example prints what the page says is tested in tests/process/test_order_saga_example.py.
+That the example prints what the page says is tested in tests/processes/test_order_saga_example.py.
 """
 
 from __future__ import annotations

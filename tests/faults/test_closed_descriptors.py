@@ -18,7 +18,7 @@ import pytest
 
 from commandbus import CommandBus, NewCommand, Settings
 from commandbus.db.descriptors import WakeFile
-from commandbus.db.link import Link
+from commandbus.db.service_connection import LastingConnection
 from support.supervised import SOURCES, Supervised
 from support.waiting import one, statuses, until
 from support.workers import short_lease
@@ -90,7 +90,7 @@ def assert_nothing_ran_twice_at_once(folder: Path, db: Db) -> None:
 
 def test_a_connection_whose_number_is_somebody_elses_leaves_it_alone(database: str) -> None:
     """Neither a query nor the end of the session goes to whoever has the number now."""
-    link = Link(Settings(database_url=database), name="test")
+    link = LastingConnection(Settings(database_url=database), name="test")
     number = link.conn.pgconn.socket
     ours, theirs = socket.socketpair()
     os.dup2(ours.fileno(), number)

@@ -219,7 +219,7 @@ def test_a_switchover_with_a_read_only_phase(
     pair.primary.stop(force=True)
     with psycopg.connect(pair.standby.dsn, autocommit=True) as conn:
         assert one(conn, "SELECT pg_is_in_recovery()")
-    until(lambda: worker._parts.is_database_lost)  # type: ignore[union-attr]
+    until(lambda: worker._runtime.is_database_lost)  # type: ignore[union-attr]
     pair.promote()
     reached = len(sender.acknowledged)
     until(lambda: len(sender.acknowledged) > reached + 50, BACK_SECONDS)
@@ -265,7 +265,7 @@ def test_an_address_that_leads_to_a_standby_before_its_promotion(
     moved.lead_to(port)
     fresh = start_worker(handlers, url)
     proceed.set()
-    until(lambda: worker._parts.settler.backlog == 1)  # type: ignore[union-attr]
+    until(lambda: worker._runtime.settler.backlog == 1)  # type: ignore[union-attr]
     for each in (worker, fresh):
         within(15, lambda each=each: "claimer" in each.health_status.as_dict()["reasons"].__str__())
     pair.kill_primary()
@@ -350,7 +350,7 @@ def test_a_message_that_is_handed_out_again_with_the_number_of_its_command(
         proxy.is_refusing = False
         until(lambda: began == ["lost", "other"], 20)
         proceed["lost"].set()
-        until(lambda: len(worker._parts.held) == 1)  # type: ignore[union-attr]
+        until(lambda: len(worker._runtime.held) == 1)  # type: ignore[union-attr]
         assert _status(bus, "other") == "IN_PROGRESS"
         proceed["other"].set()
         until(lambda: _status(bus, "other") == "COMPLETED")
@@ -365,7 +365,7 @@ def test_what_was_claimed_while_the_standby_was_away_is_given_back(
 ) -> None:
     """Commits wait for a standby that does not come, and our own clock cancels them: none of it is acknowledged,
     so nothing starts, and no command pays for it."""
-    monkeypatch.setattr("commandbus.db.link.STATEMENT_SECONDS", 1.0)
+    monkeypatch.setattr("commandbus.db.service_connection.STATEMENT_SECONDS", 1.0)
     monkeypatch.setattr("commandbus.db.service.FAILING_SECONDS", 3.0)
     ran: list[str] = []
     handlers = HandlerRegistry()
@@ -383,7 +383,7 @@ def test_what_was_claimed_while_the_standby_was_away_is_given_back(
             claimed = "SELECT count(*) FROM pgmq.q_orders__commands WHERE read_ct > 0"
             until(lambda: one(admin, claimed), 30)
             until(lambda: "claimer" in worker.health_status.critical_reasons, 30)
-            parts = worker._parts
+            parts = worker._runtime
             assert parts is not None
             assert not any(each.is_broken for each in parts._threads), "another worker would get the same"
             assert ran == []

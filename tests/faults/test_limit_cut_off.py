@@ -306,7 +306,7 @@ def test_a_place_in_redis_is_renewed_while_postgres_is_out_of_reach(
             within(6, lambda: ends() >= first + 3)  # three leases later, and PostgreSQL was never there
             assert not call.is_lost
             proxy.is_refusing = False
-            until(lambda: not bus._gates._gate.is_down)  # type: ignore[union-attr]
+            until(lambda: not bus._limit_clients._limit_client.is_down)  # type: ignore[union-attr]
             later = ends()
             until(lambda: ends() > later + 2)
             assert not call.is_lost
@@ -336,7 +336,7 @@ def test_the_clock_counts_from_before_the_question(bus: CommandBus, database: st
         until(lambda: slow.get_limit("docai").in_use == 0)
         conn.execute("SELECT 1 FROM commandbus.limits FOR UPDATE")
         began = time.clock_gettime(time.CLOCK_BOOTTIME)
-        asked = slow._gates._gate.acquire("docai", wait=10, holder="x")  # type: ignore[union-attr]
+        asked = slow._limit_clients._limit_client.acquire("docai", wait=10, holder="x")  # type: ignore[union-attr]
         time.sleep(0.7)
         conn.rollback()
         place = asked.answer.result(10)

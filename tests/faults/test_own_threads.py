@@ -28,19 +28,19 @@ from commandbus import (
     WorkerWatchdog,
 )
 from commandbus.cli.session import connect as cli_connect
-from commandbus.db.link import LOCK_SECONDS, STATEMENT_SECONDS, Link
 from commandbus.db.pool import ALIVE, lasting_conninfo
 from commandbus.db.service import DatabaseService
-from commandbus.flow.claim import claim
-from commandbus.flow.settle import settle
-from commandbus.runtime.attempt import Attempt
+from commandbus.db.service_connection import LOCK_SECONDS, STATEMENT_SECONDS, LastingConnection
+from commandbus.flow.commands.claim import claim
+from commandbus.flow.commands.settle import settle
+from commandbus.worker.execution.attempt import Attempt
 from support.network import Proxy
 from support.waiting import one, statuses, until, until_settled, verdicts, within
 from support.workers import short_lease
 
 StartWorker = Callable[..., Worker]
 Db = psycopg.Connection[Any]
-PARTS = ("claimer", "settler", "lease keeper", "maintenance", "gate")
+PARTS = ("claimer", "settler", "lease keeper", "maintenance", "limit client")
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def handlers(ran: list[str], bus: CommandBus) -> HandlerRegistry:
 
 def part_of(worker: Worker, part: str) -> DatabaseService:
     """One of its own threads."""
-    parts = worker._parts
+    parts = worker._runtime
     assert parts is not None
     return next(each for each in [*parts._threads, *parts._limited.services] if each.part == part)
 
@@ -93,7 +93,7 @@ def until_completed(bus: CommandBus, *ids: str, seconds: float = 15.0) -> None:
 
 
 def test_every_session_of_ours_has_limits_that_the_server_keeps(database: str) -> None:
-    link = Link(Settings(database_url=database), name="test")
+    link = LastingConnection(Settings(database_url=database), name="test")
     shown = {
         name: one(link.conn, f"SHOW {name}")
         for name in ("statement_timeout", "lock_timeout", "default_transaction_isolation")
@@ -108,7 +108,7 @@ def test_every_session_of_ours_has_limits_that_the_server_keeps(database: str) -
 
 def test_where_statements_are_not_prepared_nothing_is_left_in_a_session(database: str) -> None:
     """Behind PgBouncer in transaction mode a setting would be the next client's."""
-    link = Link(Settings(database_url=database, prepared_statements=False), name="test")
+    link = LastingConnection(Settings(database_url=database, prepared_statements=False), name="test")
     shown = [one(link.conn, f"SHOW {name}") for name in ("statement_timeout", "lock_timeout")]
     link.close()
     assert shown == ["0", "0"]
@@ -126,7 +126,7 @@ def test_every_connection_of_ours_notices_that_its_network_is_gone(
 
     start_worker(handlers, database)
     bus.call("orders", "look", timeout=20)
-    link = Link(Settings(database_url=database), name="test")
+    link = LastingConnection(Settings(database_url=database), name="test")
     seen["own threads"] = link.conn.info.get_parameters()
     link.close()
     with (
@@ -167,7 +167,7 @@ def test_of_several_hosts_the_one_that_can_write_is_wanted(
 def test_the_limits_cost_no_round_trip_on_claim_and_settle(
     database: str, bus: CommandBus, prepared: bool, tmp_path: Path
 ) -> None:
-    link = Link(Settings(database_url=database, prepared_statements=prepared), name="test")
+    link = LastingConnection(Settings(database_url=database, prepared_statements=prepared), name="test")
 
     def claimed() -> Attempt:
         asked = claim(domain="orders", worker="w", n=1, lease_seconds=60, cursor=None)
@@ -206,7 +206,7 @@ def test_own_sessions_are_read_committed_whatever_the_database_says(
         worker = start_worker(handlers, database)
         assert fresh.wait_for_batch("orders", batch.batch_id, timeout=15).completed == 2
         isolation = "SELECT current_setting('transaction_isolation')"
-        link = Link(Settings(database_url=database), name="test")
+        link = LastingConnection(Settings(database_url=database), name="test")
         assert one(link.conn, isolation) == "read committed"
         link.close()
     assert worker.stop().is_clean
@@ -300,7 +300,7 @@ def test_claiming_stops_when_outcomes_pile_up_and_health_says_so(
     ran: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("commandbus.runtime.parts.MOST_UNWRITTEN", 50)
+    monkeypatch.setattr("commandbus.worker.runtime.MOST_UNWRITTEN", 50)
     bus.create_queue("replies")
     commands = [NewCommand("work", command_id=f"c{n}", reply_to="replies") for n in range(2000)]
     bus.send_many("orders", commands)
@@ -321,8 +321,8 @@ def test_claiming_stops_when_outcomes_pile_up_and_health_says_so(
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same limits, shorter, so that a test takes seconds."""
-    monkeypatch.setattr("commandbus.db.link.STATEMENT_SECONDS", 2.0)
-    monkeypatch.setattr("commandbus.db.link.SILENT_SECONDS", 4.0)
+    monkeypatch.setattr("commandbus.db.service_connection.STATEMENT_SECONDS", 2.0)
+    monkeypatch.setattr("commandbus.db.service_connection.SILENT_SECONDS", 4.0)
     monkeypatch.setattr("commandbus.db.service.SILENT_SECONDS", 2.5)
     monkeypatch.setattr("commandbus.db.service.STILL_SECONDS", 2.0)
     monkeypatch.setattr("commandbus.db.service.FAILING_SECONDS", 2.0)
@@ -400,7 +400,7 @@ def test_a_second_of_read_only_costs_nothing(
     read_only = f"SELECT count(*) FROM pg_stat_activity WHERE {ours}"
     until(lambda: one(db, read_only.replace("%", "%%")) > 0)
     proceed.set()
-    until(lambda: worker._parts.settler.backlog > 0)  # type: ignore[union-attr]
+    until(lambda: worker._runtime.settler.backlog > 0)  # type: ignore[union-attr]
     db.execute(sql.SQL("ALTER DATABASE {} RESET default_transaction_read_only").format(name))
     until_completed(bus, "slow", seconds=20)
     bus.send("orders", "work", command_id="after")
@@ -491,7 +491,7 @@ def test_after_an_outage_no_part_counts_as_failing(
     bus.send("orders", "work", command_id="before")
     until_completed(bus, "before")  # every part is connected
     until(lambda: proxy.connections >= 4)
-    parts = worker._parts
+    parts = worker._runtime
     assert parts is not None
     proxy.is_refusing = True
     proxy.cut()

@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 from flow_harness import Bus, one
 
-from commandbus.flow.breaker import Bad, Moved, advance, report
+from commandbus.flow.breakers.breaker import Bad, Moved, advance, report
 from commandbus.model.breaker import Breaker
 
 Db = psycopg.Connection[Any]

@@ -12,13 +12,13 @@ import psycopg
 import pytest
 
 from commandbus.errors import SchemaError
-from commandbus.flow.claim import ANY_ROOM, Claim, ClaimedRow, Room, claim, put_right, run_alone
-from commandbus.flow.renew import renew
-from commandbus.flow.settle import Settlement, settle
-from commandbus.flow.statement import Operation, Statement
+from commandbus.flow.commands.claim import ANY_ROOM, Claim, ClaimedRow, Room, claim, put_right, run_alone
+from commandbus.flow.commands.renew import renew
+from commandbus.flow.commands.settle import Settlement, settle
+from commandbus.flow.operation import Operation, Statement
 from commandbus.model.outcome import judge_failure
 from commandbus.model.retry import RetryPolicy
-from commandbus.runtime.attempt import Attempt
+from commandbus.worker.execution.attempt import Attempt
 
 T = TypeVar("T")
 POLICY = RetryPolicy(max_attempts=3, backoff_schedule=[0], jitter=0)

@@ -29,7 +29,7 @@ from commandbus import (
     UnknownDomainError,
     handler,
 )
-from commandbus.flow.fold import fold
+from commandbus.flow.batches.fold import fold
 from support.running import examples
 
 Db = psycopg.Connection[Any]

@@ -17,10 +17,10 @@ from commandbus import (
     OnComplete,
     PermanentCommandError,
 )
-from commandbus.flow import operate
-from commandbus.flow.batch_operate import Canceling, cancel_bite, leftovers, mark, resume
-from commandbus.flow.fold import fold
-from commandbus.flow.renew import pending_cancels
+from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.operate import Canceling, cancel_bite, leftovers, mark, resume
+from commandbus.flow.commands import operate
+from commandbus.flow.commands.renew import pending_cancels
 
 Db = psycopg.Connection[Any]
 
@@ -138,12 +138,12 @@ def test_cancelling_again_goes_on(orders: Bus) -> None:
 def test_a_cancellation_that_was_interrupted_is_resumed(orders: Bus, db: Db) -> None:
     """The mark was made, one bite was taken, then whoever cancelled died."""
     made = orders.create_batch("orders", commands(30), batch_id="b", on_complete=OnComplete("orders", "Done"))
-    deed = operate.deed("CANCEL", "ann", "gone")
-    canceling = orders.run(mark("orders", "b", deed))
+    operator_action = operate.operator_action("CANCEL", "ann", "gone")
+    canceling = orders.run(mark("orders", "b", operator_action))
     orders.run(cancel_bite(canceling, after_id=0, is_sweep=False, bite=10))
     assert states(db) == {"CANCELED": 10, "PENDING": 20}
     found = orders.run(leftovers())
-    assert found.to_cancel == [Canceling(made.id, "orders", "commands", deed)]
+    assert found.to_cancel == [Canceling(made.id, "orders", "commands", operator_action)]
     done = orders.follow(resume(found.to_cancel[0]))
     assert (done.canceled, done.requested) == (20, 0)
     assert orders.get_batch("orders", "b").status == BatchStatus.CANCELED
@@ -162,7 +162,7 @@ def test_nothing_is_swept_while_the_last_one_stops(orders: Bus) -> None:
 @sync_only
 def test_a_sweep_leaves_it_to_who_is_at_it(orders: Bus, db: Db) -> None:
     orders.create_batch("orders", commands(3), batch_id="b")
-    canceling = orders.run(mark("orders", "b", operate.deed("CANCEL", "ann")))
+    canceling = orders.run(mark("orders", "b", operate.operator_action("CANCEL", "ann")))
     with psycopg.connect(orders.url) as conn:
         orders.run(cancel_bite(canceling, after_id=0, is_sweep=False), conn)
         assert orders.run(cancel_bite(canceling, after_id=0, is_sweep=True)) is None

@@ -25,9 +25,9 @@ from breaker_harness import (
 from flow_harness import Bus, at_once, expire_leases, fail, one, queue_length, sync_only, wait_until_blocked
 
 from commandbus import CommandBus, CommandStatus, NewCommand, PermanentCommandError
-from commandbus.flow.breaker import Moved, advance, explain, report, watch
-from commandbus.flow.claim import claim, put_right
-from commandbus.flow.settle import given_back, settle
+from commandbus.flow.breakers.breaker import Moved, advance, explain, report, watch
+from commandbus.flow.commands.claim import claim, put_right
+from commandbus.flow.commands.settle import given_back, settle
 from commandbus.model.breaker import Breaker
 
 # --- counting

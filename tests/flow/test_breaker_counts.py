@@ -9,10 +9,10 @@ from typing import Any
 from breaker_harness import THREE, Db, actions, failed, state, stuck, tell
 from flow_harness import Bus, one
 
-from commandbus.flow.breaker import Judged, judge, watch
-from commandbus.flow.register import WorkerIdentity, beat
+from commandbus.flow.breakers.breaker import Judged, judge, watch
+from commandbus.flow.workers.registry import WorkerIdentity, beat
 from commandbus.model.breaker import Breaker
-from commandbus.model.trouble import Tally, moments
+from commandbus.model.breaker_rule import AttemptCounts, moments
 
 
 def heartbeat(bus: Bus, worker: str, counts: Mapping[str, Any] | None = None, state: str = "ACTIVE") -> None:
@@ -25,7 +25,7 @@ def says(bus: Bus, worker: str, others: int | None, state: str = "ACTIVE", kind:
     """It tells what it has counted since each bad attempt that it knows of."""
     recent = bus.run(watch(["orders"])).recent["orders", kind]
     since = moments(recent)
-    tally = Tally(recent[-1].ended, since, [others] * len(since))
+    tally = AttemptCounts(recent[-1].ended, since, [others] * len(since))
     heartbeat(bus, worker, {f"orders/{kind}": tally.to_json()}, state)
 
 

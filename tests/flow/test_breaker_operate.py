@@ -12,7 +12,7 @@ from flow_harness import Bus, one
 
 from commandbus import InvalidCommandError, InvalidOperationError, NewCommand, UnknownDomainError
 from commandbus.errors import BreakerOpenError, ConfigurationError, UnknownLimitError
-from commandbus.flow.breaker import watch
+from commandbus.flow.breakers.breaker import watch
 from commandbus.model.breaker import Breaker
 from commandbus.settings import Settings
 

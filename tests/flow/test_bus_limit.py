@@ -30,7 +30,7 @@ from commandbus import (
     Settings,
     UnknownLimitError,
 )
-from commandbus.gate import gate as gate_module
+from commandbus.limits import client as client_module
 from support.api_stub import ApiStub, Reply, too_many
 from support.waiting import one, until
 
@@ -232,7 +232,7 @@ def test_a_short_wait_is_as_short_as_it_says(plain: CommandBus, database: str) -
 def test_who_waits_is_told_and_nobody_polls(
     plain: CommandBus, database: str, db: Db, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate_module, "SWEEP_SECONDS", 1e9)
+    monkeypatch.setattr(client_module, "SWEEP_SECONDS", 1e9)
     got = threading.Event()
 
     def wait() -> None:
@@ -546,7 +546,7 @@ def test_several_programs_never_make_more_calls_than_there_are_places(
         out, _ = process.communicate(timeout=60)
         assert out == b"done\n"
     assert api.peak == 2
-    assert len(api.visits) == 60
+    assert len(api.permit_requests) == 60
     assert json.loads(json.dumps(holders(db))) == {}
 
 
@@ -595,7 +595,7 @@ class TestRedisSemaphore:
     def test_who_waits_is_woken_when_a_place_is_free(
         self, redis_bus: CommandBus, db: Db, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gate_module, "SWEEP_SECONDS", 1e9)
+        monkeypatch.setattr(client_module, "SWEEP_SECONDS", 1e9)
         redis_bus.set_limit("docai", concurrency=1)
         got = threading.Event()
 

@@ -31,11 +31,11 @@ from commandbus import (
     NewCommand,
     PermanentCommandError,
 )
-from commandbus.flow.claim import claim
-from commandbus.flow.renew import PendingCancel, pending_cancels, renew
-from commandbus.flow.settle import Settlement, cancellation
+from commandbus.flow.commands.claim import claim
+from commandbus.flow.commands.renew import PendingCancel, pending_cancels, renew
+from commandbus.flow.commands.settle import Settlement, cancellation
 from commandbus.model.outcome import Judgement, Verdict
-from commandbus.runtime.attempt import Attempt
+from commandbus.worker.execution.attempt import Attempt
 
 Db = psycopg.Connection[Any]
 
@@ -322,7 +322,7 @@ def test_a_settlement_meets_a_cancel_in_flight(orders: Bus, db: Db) -> None:
 
 @sync_only
 def test_cancel_waits_for_a_parking_in_flight(orders: Bus, db: Db) -> None:
-    from commandbus.flow.claim import put_right
+    from commandbus.flow.commands.claim import put_right
 
     orders.send("orders", "Ship", command_id="k")
     orders.pause("orders", "Ship")

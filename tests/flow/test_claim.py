@@ -10,8 +10,8 @@ import pytest
 from flow_harness import Bus, at_once, expire_leases, fail, one, queue_length, sync_only
 
 from commandbus import CommandBus, CommandStatus, NewCommand
-from commandbus.flow.claim import Room, claim, next_due, put_right
-from commandbus.flow.settle import SUSPECT, charge_of
+from commandbus.flow.commands.claim import Room, claim, next_due, put_right
+from commandbus.flow.commands.settle import SUSPECT, charge_of
 from commandbus.model.outcome import Failure, Judgement, Verdict
 
 
@@ -92,7 +92,7 @@ def test_a_cursor_leaves_out_what_became_visible_before_it(orders: Bus, db: psyc
 def fail_row(row: tuple[Any, ...]) -> Any:
     from flow_harness import started
 
-    from commandbus.runtime.attempt import Attempt
+    from commandbus.worker.execution.attempt import Attempt
 
     return fail(started(Attempt("orders", row, None, 0.0)), ValueError())
 

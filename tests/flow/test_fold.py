@@ -20,9 +20,9 @@ from commandbus import (
     OnComplete,
     PermanentCommandError,
 )
-from commandbus.db.drive import run
-from commandbus.flow.batch_operate import leftovers
-from commandbus.flow.fold import fold
+from commandbus.db.drivers import run
+from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.operate import leftovers
 from support.waiting import until
 
 Db = psycopg.Connection[Any]

@@ -27,14 +27,14 @@ from commandbus import (
     Settings,
     Worker,
 )
-from commandbus.flow.batch_operate import leftovers
-from commandbus.flow.breaker import Bad, advance, judge, report, watch
-from commandbus.flow.claim import announce, withdraw
-from commandbus.flow.fold import fold
-from commandbus.flow.register import WorkerIdentity, beat
-from commandbus.flow.renew import pending_cancels
-from commandbus.flow.roles import print_roles
-from commandbus.flow.unpark import unkept
+from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.operate import leftovers
+from commandbus.flow.breakers.breaker import Bad, advance, judge, report, watch
+from commandbus.flow.commands.claim import announce, withdraw
+from commandbus.flow.commands.renew import pending_cancels
+from commandbus.flow.commands.unpark import unkept
+from commandbus.flow.setup.roles import print_roles
+from commandbus.flow.workers.registry import WorkerIdentity, beat
 from commandbus.model.breaker import Breaker
 from support.waiting import until
 from support.workers import quick_settings

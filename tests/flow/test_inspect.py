@@ -17,8 +17,8 @@ from commandbus import (
     NewCommand,
     PermanentCommandError,
 )
-from commandbus.flow.register import WorkerIdentity, beat
-from commandbus.flow.rescue import scout
+from commandbus.flow.commands.rescue import scout
+from commandbus.flow.workers.registry import WorkerIdentity, beat
 
 
 def _ids(page: Any) -> list[str]:

@@ -25,9 +25,9 @@ from commandbus import (
     UnknownLimitError,
     Worker,
 )
-from commandbus.db.drive import run
-from commandbus.flow.limits import Home, declare, set_limit
-from commandbus.flow.operate import deed
+from commandbus.db.drivers import run
+from commandbus.flow.commands.operate import operator_action
+from commandbus.flow.limits.declare import Home, declare, set_limit
 from commandbus.model.command import NewCommand
 from support.waiting import one, until
 from support.workers import quick_settings
@@ -270,7 +270,7 @@ def test_a_deployment_does_not_forget_what_a_person_sets_at_that_moment(bus: Bus
     home = Home("test", "postgres")
     with psycopg.connect(database) as person, psycopg.connect(database, autocommit=True) as deployment:
         # All that a person's set_limit does, but for its commit.
-        setting = set_limit("docai", {"concurrency": 2}, home, deed("CANCEL", "ann", None))
+        setting = set_limit("docai", {"concurrency": 2}, home, operator_action("CANCEL", "ann", None))
         run(person, replace(setting, atomic=False))
         begins = threading.Thread(target=lambda: run(deployment, declare([Limit("docai", concurrency=50)], home)))
         begins.start()
@@ -315,7 +315,7 @@ def test_many_workers_that_declare_at_once_do_not_disturb_each_other(bus: Bus, d
 def test_more_places_wake_those_who_wait_within_a_second(
     orders: Bus, db: Db, start: Start, handlers: HandlerRegistry, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commandbus.gate.gate.SWEEP_SECONDS", 1e9)  # they are told; nobody finds it by looking
+    monkeypatch.setattr("commandbus.limits.client.SWEEP_SECONDS", 1e9)  # they are told; nobody finds it by looking
     orders.declare_limit(Limit("docai", concurrency=1))
     for _ in range(3):
         start(handlers, concurrency=8)
@@ -334,7 +334,7 @@ def test_more_places_wake_those_who_wait_within_a_second(
 def test_a_deployment_that_declares_more_wakes_those_who_wait(
     orders: Bus, db: Db, start: Start, handlers: HandlerRegistry, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commandbus.gate.gate.SWEEP_SECONDS", 1e9)
+    monkeypatch.setattr("commandbus.limits.client.SWEEP_SECONDS", 1e9)
     orders.declare_limit(Limit("docai", concurrency=1))
     start(handlers, concurrency=8)
     orders.send_many("orders", [NewCommand("page", n) for n in range(6)])

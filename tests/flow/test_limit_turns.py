@@ -14,15 +14,15 @@ import pytest
 from flow_harness import Bus, at_once, one, sync_only
 
 from commandbus import CommandBus, CommandStatus, HandlerRegistry, Limit, LimitTimeoutError, Worker
-from commandbus.db.drive import run
-from commandbus.flow import places
-from commandbus.flow.claim import claim
-from commandbus.flow.limits import list_limits
-from commandbus.gate.waker import MOST_AT_ONCE
+from commandbus.db.drivers import run
+from commandbus.flow.commands.claim import claim
+from commandbus.flow.limits import permits
+from commandbus.flow.limits.declare import list_limits
+from commandbus.limits.waker import MOST_AT_ONCE
 from commandbus.model.command import NewCommand
+from commandbus.model.limit_state import ApiAnswer
 from commandbus.model.outcome import Failure
-from commandbus.model.standing import Answer
-from commandbus.runtime.attempt import Attempt
+from commandbus.worker.execution.attempt import Attempt
 from support.waiting import until, verdicts, within
 from support.workers import quick_settings
 
@@ -95,7 +95,7 @@ def holders(db: Db) -> dict[str, float]:
 
 def wake(conn: Db, mark: str = "turn/", most: int = 20) -> int:
     """As a gate does."""
-    return run(conn, places.wake("docai", most=most, seconds=RESERVED, grant=None, mark=mark)).count
+    return run(conn, permits.wake("docai", most=most, seconds=RESERVED, grant=None, mark=mark)).count
 
 
 # --- whose turn ------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_two_gates_that_wake_at_once_never_wake_more_than_there_are_places(
             assert sum(answers) == 4  # type: ignore[arg-type]
             assert len(holders(db)) == 4
             assert len(woken(db)) == 4 * (turn + 1)
-            run(db, places.give("docai", list(holders(db)), good=True))
+            run(db, permits.give("docai", list(holders(db)), good=True))
             assert holders(db) == {}
     finally:
         for conn in connections:
@@ -158,13 +158,13 @@ def test_newcomers_and_a_gate_that_wakes_never_take_more_than_there_are_places(
                 partial(wake, conn, f"t{turn}-{n}/") for n, conn in enumerate(connections[:3])
             ]
             jobs += [
-                partial(run, conn, places.take("docai", [f"new{turn}-{n}"]))
+                partial(run, conn, permits.take("docai", [f"new{turn}-{n}"]))
                 for n, conn in enumerate(connections[3:])
             ]
             answers = at_once(jobs)
             assert not [answer for answer in answers if isinstance(answer, BaseException)], answers
             assert len(holders(db)) <= 3
-            run(db, places.give("docai", list(holders(db))))
+            run(db, permits.give("docai", list(holders(db))))
     finally:
         for conn in connections:
             conn.close()
@@ -174,10 +174,10 @@ def test_newcomers_take_nothing_while_somebody_waits(orders: Bus, db: Db) -> Non
     orders.declare_limit(Limit("docai", concurrency=3))
     work_in(db, "orders")
     park(orders, 1)
-    assert run(db, places.take("docai", ["a"])) == []
-    assert run(db, places.take("docai", ["a", "b"])) == []
+    assert run(db, permits.take("docai", ["a"])) == []
+    assert run(db, permits.take("docai", ["a", "b"])) == []
     assert wake(db) == 1
-    assert run(db, places.take("docai", ["a", "b", "c"])) == ["a", "b"]
+    assert run(db, permits.take("docai", ["a", "b", "c"])) == ["a", "b"]
 
 
 def test_a_command_that_is_parked_again_keeps_its_turn(orders: Bus, db: Db) -> None:
@@ -190,9 +190,9 @@ def test_a_command_that_is_parked_again_keeps_its_turn(orders: Bus, db: Db) -> N
     attempt = orders.claim_one("w2")
     assert attempt.command_id == first
     db.execute("UPDATE commandbus.limits SET holders = jsonb_build_object('somebody', 9e9)")
-    (turn,) = run(db, places.turns("orders", [(attempt.msg_id, attempt.id, 0)])).values()
+    (turn,) = run(db, permits.turns("orders", [(attempt.msg_id, attempt.id, 0)])).values()
     assert turn.limit == "docai"
-    assert run(db, places.renew("docai", [turn.token or ""])) == [turn.token]
+    assert run(db, permits.renew("docai", [turn.token or ""])) == [turn.token]
     orders.settle(attempt.park("docai", Failure("Limit", "LIMIT_FULL", "full"), "full", until=None), "w2")
     db.execute("UPDATE commandbus.limits SET holders = '{}'")
     assert wake(db) == 1
@@ -262,7 +262,7 @@ def test_rows_without_a_message_do_not_hold_up_the_line(orders: Bus, db: Db) -> 
         "SELECT 'orders', 'page', 1000000 + n, 1, 'limit', 'docai', now() - interval '1 day' "
         "FROM generate_series(1, 30) n"
     )
-    gate_wakes(db)
+    client_wakes(db)
     assert len(set(woken_ids(db)) & set(ids)) == 2
 
 
@@ -274,10 +274,10 @@ def woken_ids(db: Db) -> list[str]:
     return [command_id for (command_id,) in rows]
 
 
-def gate_wakes(db: Db) -> None:
+def client_wakes(db: Db) -> None:
     """What gates do in some seconds: sweeps, and a wake at each limit that somebody waits for."""
     for n in range(5):
-        swept = run(db, places.sweep())
+        swept = run(db, permits.sweep())
         for name in swept.limits:
             assert name == "docai"
             wake(db, f"g{n}/", MOST_AT_ONCE)
@@ -295,12 +295,12 @@ def test_a_paused_domains_parked_commands_do_not_hold_up_others(orders: Bus, db:
     orders.pause("slow", operator="ann")
     assert wake(db) == 1
     assert woken(db) == [later]
-    run(db, places.give("docai", list(holders(db))))
+    run(db, permits.give("docai", list(holders(db))))
     assert wake(db) == 0
-    assert run(db, places.take("docai", ["new"])) == ["new"]
-    run(db, places.give("docai", ["new"]))
+    assert run(db, permits.take("docai", ["new"])) == ["new"]
+    run(db, permits.give("docai", ["new"]))
     orders.resume("slow")
-    assert run(db, places.take("docai", ["new"])) == []
+    assert run(db, permits.take("docai", ["new"])) == []
     assert wake(db) == 1
 
 
@@ -320,14 +320,14 @@ def test_a_domain_without_workers_does_not_hold_up_others(orders: Bus, db: Db) -
     work_in(db, "orders")
     park(orders, 30, domain="left")
     assert wake(db) == 0
-    assert run(db, places.take("docai", ["new"])) == ["new"]
-    run(db, places.give("docai", ["new"]))
+    assert run(db, permits.take("docai", ["new"])) == ["new"]
+    run(db, permits.give("docai", ["new"]))
     (later,) = park(orders, 1)
     assert wake(db) == 1
     assert woken(db) == [later]
     # The worker comes back: it is their turn, before who comes then.
     work_in(db, "orders", "left")
-    assert run(db, places.take("docai", ["new"])) == []
+    assert run(db, permits.take("docai", ["new"])) == []
 
 
 def test_a_worker_that_died_does_not_hold_up_others(orders: Bus, db: Db) -> None:
@@ -336,7 +336,7 @@ def test_a_worker_that_died_does_not_hold_up_others(orders: Bus, db: Db) -> None
     park(orders, 3)
     db.execute("UPDATE commandbus.worker SET heartbeat_at = now() - interval '1 minute'")
     assert wake(db) == 0
-    assert run(db, places.take("docai", ["new"])) == ["new"]
+    assert run(db, permits.take("docai", ["new"])) == ["new"]
 
 
 def test_after_a_pause_parked_commands_run(orders: Bus, db: Db, start: Start) -> None:
@@ -368,9 +368,9 @@ def test_a_probe_whose_turn_came_before_a_late_429_makes_room_for_another(
     orders.declare_limit(Limit("docai", concurrency=5, breaker_failures=0))
     work_in(db, "orders")
     sent = park(orders, 2)
-    refused = partial(places.answer, "docai", None, Answer.RATE_LIMITED, gives=False, retry_after=0.0)
+    refused = partial(permits.answer, "docai", None, ApiAnswer.RATE_LIMITED, gives=False, retry_after=0.0)
     run(db, refused())
-    run(db, places.wake("docai", most=MOST_AT_ONCE, seconds=RESERVED, grant=None, mark="turn/"))
+    run(db, permits.wake("docai", most=MOST_AT_ONCE, seconds=RESERVED, grant=None, mark="turn/"))
     assert woken(db) == sent[:1]
     run(db, refused())
     handlers = HandlerRegistry()
@@ -427,7 +427,7 @@ def test_a_gate_that_died_between_reserving_and_waking_costs_one_reservation(ord
     orders.declare_limit(Limit("docai", concurrency=1))
     work_in(db, "orders")
     park(orders, 2)
-    run(db, places.take("docai", ["turn/dead/1"], seconds=0.3, newcomers=False))
+    run(db, permits.take("docai", ["turn/dead/1"], seconds=0.3, newcomers=False))
     assert wake(db) == 0
     until(lambda: wake(db) == 1)
 
@@ -435,12 +435,12 @@ def test_a_gate_that_died_between_reserving_and_waking_costs_one_reservation(ord
 def test_callers_that_gave_up_are_forgotten(orders: Bus, db: Db) -> None:
     orders.declare_limit(Limit("docai", concurrency=1))
     work_in(db, "orders")
-    run(db, places.line_up("docai", "gone", number=7, seconds=0.0, who="a program that was killed"))
+    run(db, permits.line_up("docai", "gone", number=7, seconds=0.0, who="a program that was killed"))
     (later,) = park(orders, 1)
     assert wake(db) == 1
     assert woken(db) == [later]
     db.execute("UPDATE commandbus.parked SET give_up_at = now() - interval '1 minute' WHERE domain = ''")
-    run(db, places.sweep())
+    run(db, permits.sweep())
     assert one(db, "SELECT count(*) FROM commandbus.parked WHERE domain = ''") == 0
 
 
@@ -480,9 +480,9 @@ def test_2000_parked_commands_cost_newcomers_a_look_at_one(orders: Bus, db: Db, 
     park(orders, 2000, limit=waiting_for)
     db.execute("ANALYZE commandbus.parked")
     for operation in (
-        places.take("docai", ["a"]),
-        places.take("docai", ["a", "b"]),
-        places.give("docai", ["a"]),
+        permits.take("docai", ["a"]),
+        permits.take("docai", ["a", "b"]),
+        permits.give("docai", ["a"]),
         list_limits("docai"),
     ):
         plan = plan_of(db, next(operation.steps))
@@ -498,7 +498,7 @@ def test_a_wake_looks_at_no_more_than_it_may_wake(orders: Bus, db: Db) -> None:
     work_in(db, "orders")
     park(orders, 2000)
     db.execute("ANALYZE commandbus.parked")
-    steps = places.wake("docai", most=20, seconds=RESERVED, grant=None, mark="t/").steps
+    steps = permits.wake("docai", most=20, seconds=RESERVED, grant=None, mark="t/").steps
     with db.transaction(force_rollback=True):
         statement = next(steps)
         rows = db.execute(statement.sql, statement.params).fetchall()
@@ -514,7 +514,7 @@ def test_2000_parked_commands_of_a_paused_domain_cost_newcomers_no_more(orders: 
     park(orders, 2000, domain="slow")
     orders.pause("slow", operator="ann")
     db.execute("ANALYZE commandbus.parked")
-    plan = plan_of(db, next(places.take("docai", ["a", "b"]).steps))
+    plan = plan_of(db, next(permits.take("docai", ["a", "b"]).steps))
     assert visited(plan, "parked") <= 2000
     assert visited(plan, "worker") + visited(plan, "pause") <= 100, "once for each domain, not for each command"
 

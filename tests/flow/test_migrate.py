@@ -20,7 +20,7 @@ from commandbus import CommandBus, CommandStatus, SchemaError
 from commandbus.db.embedded import EmbeddedPostgres
 from commandbus.db.embedded.binaries import choose_binaries
 from commandbus.db.pgmq import packaged_sql, packaged_version
-from commandbus.flow.migrate import LOCK, script
+from commandbus.flow.setup.migrate import LOCK, script
 from commandbus.sql import is_compatible, migrations
 from support.access import let_roles_in, passfile_of, plain_address
 
@@ -259,7 +259,7 @@ def test_a_migration_gives_up_when_its_time_is_over(
 def test_a_migration_that_hangs_holds_up_the_others_for_a_while_only(
     bus: Bus, database: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("commandbus.flow.migrate._TURN_LIMIT", b"SET LOCAL lock_timeout = '200ms'")
+    monkeypatch.setattr("commandbus.flow.setup.migrate._TURN_LIMIT", b"SET LOCAL lock_timeout = '200ms'")
     with psycopg.connect(database, application_name="hung") as hung, ThreadPoolExecutor(1) as thread:
         hung.execute("SELECT pg_advisory_xact_lock(%s)", (LOCK,))
         with pytest.raises(SchemaError, match="could not be changed within 1s"):

@@ -171,20 +171,20 @@ def test_in_bulk(orders: Bus, db: psycopg.Connection[Any]) -> None:
 
 
 def test_bulk_in_bites(orders: Bus) -> None:
-    from commandbus.flow import operate
+    from commandbus.flow.commands import operate
 
     _trouble(orders, *(f"k{n}" for n in range(25)))
-    selection, deed = operate.Selection("orders"), operate.deed("CANCEL", "ann")
-    bites = [len(orders.run(operate.act(selection, deed, limit=10))) for _ in range(4)]
+    selection, operator_action = operate.Selection("orders"), operate.operator_action("CANCEL", "ann")
+    bites = [len(orders.run(operate.act(selection, operator_action, limit=10))) for _ in range(4)]
     assert bites == [10, 10, 5, 0]
 
 
 def test_what_comes_back_during_a_bulk_retry_is_not_retried_again(orders: Bus) -> None:
     """A command that fails at once must not be retried by one act for ever."""
-    from commandbus.flow import operate
+    from commandbus.flow.commands import operate
 
     _trouble(orders, "a", "b")
-    plan = operate.act_on_all(operate.Selection("orders"), operate.deed("RETRY", "ann"))
+    plan = operate.act_on_all(operate.Selection("orders"), operate.operator_action("RETRY", "ann"))
     operation: Any = next(plan)
     moved = []
     try:
@@ -205,12 +205,12 @@ def test_what_comes_back_during_a_bulk_retry_is_not_retried_again(orders: Bus) -
 @sync_only
 def test_of_two_operators_one_wins(orders: Bus, db: psycopg.Connection[Any]) -> None:
     """For real, on connections of their own, in every pair of deeds."""
-    deeds: dict[str, Callable[[TroubleshootingQueue, str], None]] = {
+    operator_actions: dict[str, Callable[[TroubleshootingQueue, str], None]] = {
         "RETRY": lambda tsq, name: tsq.operator_retry("orders", name, operator="r"),
         "CANCEL": lambda tsq, name: tsq.operator_cancel("orders", name, operator="c"),
         "COMPLETE": lambda tsq, name: tsq.operator_complete("orders", name, operator="d"),
     }
-    pairs = [(x, y) for x in deeds for y in deeds] * 3
+    pairs = [(x, y) for x in operator_actions for y in operator_actions] * 3
     names = [f"k{n}" for n in range(len(pairs))]
     _trouble(orders, *names)
     with CommandBus(orders.url) as one_bus, CommandBus(orders.url) as other_bus:
@@ -219,7 +219,10 @@ def test_of_two_operators_one_wins(orders: Bus, db: psycopg.Connection[Any]) -> 
         second.count()
         for name, (x, y) in zip(names, pairs, strict=True):
             answers = at_once(
-                [lambda name=name, x=x: deeds[x](first, name), lambda name=name, y=y: deeds[y](second, name)]
+                [
+                    lambda name=name, x=x: operator_actions[x](first, name),
+                    lambda name=name, y=y: operator_actions[y](second, name),
+                ]
             )
             assert answers.count(None) == 1, answers
             (refused,) = [answer for answer in answers if answer is not None]
@@ -234,13 +237,13 @@ def test_of_two_operators_one_wins(orders: Bus, db: psycopg.Connection[Any]) -> 
 
 @sync_only
 def test_the_second_operator_waits_for_the_first(orders: Bus, db: psycopg.Connection[Any]) -> None:
-    from commandbus.flow import operate
+    from commandbus.flow.commands import operate
 
     _trouble(orders, "rolled back", "committed")
     with ThreadPoolExecutor(1) as threads:
         for name, end in (("rolled back", "rollback"), ("committed", "commit")):
             with psycopg.connect(orders.url) as conn:
-                orders.run(operate.act_on("orders", name, operate.deed("CANCEL", "ann")), conn)
+                orders.run(operate.act_on("orders", name, operate.operator_action("CANCEL", "ann")), conn)
                 second = threads.submit(orders.tsq.operator_retry, "orders", name)
                 wait_until_blocked(db)
                 getattr(conn, end)()

@@ -28,7 +28,7 @@ from commandbus import (
     NewCommand,
     UnknownDomainError,
 )
-from commandbus.flow.claim import claim, put_right
+from commandbus.flow.commands.claim import claim, put_right
 
 
 def test_a_paused_domain_is_not_claimed(orders: Bus) -> None:
@@ -191,7 +191,7 @@ def test_resume_races_with_parking(orders: Bus, db: psycopg.Connection[Any], lev
                     rows += right
                     seen += len(found.odd) - len(right)
                 if rows:
-                    from commandbus.flow.settle import given_back, settle
+                    from commandbus.flow.commands.settle import given_back, settle
 
                     back = [given_back("orders", row[0], row[1], row[2], number=row[6] + row[1]) for row in rows]
                     while back:  # busy: the other claimer looked at the row just now

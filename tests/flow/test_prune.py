@@ -10,7 +10,7 @@ import pytest
 from flow_harness import Bus, fail, one, send_raw
 
 from commandbus import BusinessRuleException, NewCommand, PermanentCommandError, load_settings
-from commandbus.flow.prune import Retention, prune, prune_all, prune_archive, prune_asides, through_id
+from commandbus.flow.commands.prune import Retention, prune, prune_all, prune_archive, prune_asides, through_id
 
 UNFINISHED = ["waiting", "delayed", "running", "troubled", "retried"]
 FINISHED = ["completed", "failed", "canceled"]

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from flow_harness import Bus, one
 
-from commandbus.flow.prune import ASIDES, Retention, prune_all
+from commandbus.flow.commands.prune import ASIDES, Retention, prune_all
 
 Db = psycopg.Connection[Any]
 INSERTS = {

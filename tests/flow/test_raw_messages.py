@@ -21,8 +21,8 @@ from flow_harness import (
 )
 
 from commandbus import BusinessRuleException, CommandBus, CommandStatus
-from commandbus.flow.claim import claim, put_right
-from commandbus.flow.inspect import list_rejected
+from commandbus.flow.commands.claim import claim, put_right
+from commandbus.flow.commands.inspect import list_rejected
 
 
 def _claim_until_quiet(bus: Bus, worker: str = "w1") -> list[Any]:
@@ -250,7 +250,7 @@ def test_a_message_from_the_beginning_of_time(orders: Bus, db: psycopg.Connectio
 
 
 def test_a_message_at_the_end_of_time_waits(orders: Bus, db: psycopg.Connection[Any]) -> None:
-    from commandbus.flow.claim import next_due
+    from commandbus.flow.commands.claim import next_due
 
     message = json.dumps({"command_type": "Ship", "command_id": "k"})
     for vt in ("infinity", "20000-01-01"):

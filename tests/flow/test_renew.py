@@ -9,7 +9,7 @@ import psycopg
 from flow_harness import Bus, expire_leases, fail, one
 
 from commandbus import NewCommand
-from commandbus.flow.renew import PendingCancel, Renewal, renew
+from commandbus.flow.commands.renew import PendingCancel, Renewal, renew
 
 
 def _left(db: psycopg.Connection[Any]) -> list[timedelta]:

@@ -13,8 +13,14 @@ from flow_harness import Bus, expire_leases, one, send_raw, sync_only
 from psycopg import sql
 
 from commandbus import CommandStatus
-from commandbus.flow.backend import Session, cancel_backend, find_backend, look_at_backend, terminate_backend
-from commandbus.flow.rescue import Held, Rule, bury, held_by, outcome, scout, terminate_backends
+from commandbus.flow.commands.database_session import (
+    DatabaseSession,
+    cancel_backend,
+    find_backend,
+    look_at_backend,
+    terminate_backend,
+)
+from commandbus.flow.commands.rescue import Held, Rule, bury, held_by, outcome, scout, terminate_backends
 from commandbus.model.outcome import Failure
 from commandbus.model.postmortem import Finding, Role
 from commandbus.model.retry import RetryPolicy
@@ -194,8 +200,10 @@ def test_the_connections_of_one_worker_end(orders: Bus, db: psycopg.Connection[A
         session(database, "commandbus wx1 settler") as other,
         session(database, "commandbus w_11 settler") as longer,
     ):
-        later = Session(other.info.backend_pid, began(db, other) + 1)  # of a process id that somebody else has now
-        sessions = [Session(known.info.backend_pid, began(db, known)), later]
+        later = DatabaseSession(
+            other.info.backend_pid, began(db, other) + 1
+        )  # of a process id that somebody else has now
+        sessions = [DatabaseSession(known.info.backend_pid, began(db, known)), later]
         assert orders.run(terminate_backends("w_1", sessions)) == (2, 0)
         while is_open(db, its) or is_open(db, known):
             pass
@@ -211,13 +219,13 @@ def test_a_session_whose_process_id_is_somebody_elses_by_now_is_left_alone(
     """A stuck attempt's session is known by its process id and by when it began."""
     with session(database, "somebody else") as other:
         pid, started = other.info.backend_pid, began(db, other)
-        for wrong in (Session(pid, started - 1), Session(pid, started + 1)):
+        for wrong in (DatabaseSession(pid, started - 1), DatabaseSession(pid, started + 1)):
             assert not orders.run(cancel_backend(wrong))
             assert not orders.run(terminate_backend(wrong))
             assert orders.run(look_at_backend(wrong)) is None
         assert is_open(db, other)
         assert orders.run(find_backend(pid, 0, None)) is None, "one that nobody has asked about is not named"
-        assert orders.run(terminate_backend(Session(pid, started)))
+        assert orders.run(terminate_backend(DatabaseSession(pid, started)))
         assert not is_open(db, other)
 
 

@@ -17,7 +17,7 @@ from commandbus import (
     NewCommand,
     PermanentCommandError,
 )
-from commandbus.flow.roles import print_roles
+from commandbus.flow.setup.roles import print_roles
 
 pytestmark = sync_only
 

@@ -21,7 +21,7 @@ from commandbus import (
     UnknownDomainError,
     sql,
 )
-from commandbus.flow.send import prepare, send
+from commandbus.flow.commands.send import prepare, send
 
 
 def test_a_command_is_stored_as_it_was_sent(orders: Bus, db: psycopg.Connection[Any]) -> None:
@@ -70,9 +70,9 @@ def test_a_time_limit_of_its_own(orders: Bus, value: Any, seconds: float | None)
 def test_a_plain_command_takes_the_short_way() -> None:
     """Only options cost their parameters."""
     plain = next(send("orders", prepare(NewCommand("Ship", 1))).steps)
-    assert plain.sql == sql.text("send_plain", domain="orders", conflict="")
+    assert plain.sql == sql.text("commands/send_plain", domain="orders", conflict="")
     limited = next(send("orders", prepare(NewCommand("Ship", 1, timeout=0))).steps)
-    assert limited.sql == sql.text("send", domain="orders", conflict="")
+    assert limited.sql == sql.text("commands/send", domain="orders", conflict="")
 
 
 @pytest.mark.parametrize("value", [None, False, 0, "", [], {}, 1.5, "x" * 1_048_574], ids=lambda v: repr(v)[:9])
@@ -390,7 +390,7 @@ def test_a_lent_pool_is_used_and_left_open(connect: Callable[..., Bus], orders: 
 
 
 def test_nobody_is_notified_unless_somebody_waits(orders: Bus, database: str) -> None:
-    from commandbus.flow.claim import announce, withdraw
+    from commandbus.flow.commands.claim import announce, withdraw
 
     with psycopg.connect(database, autocommit=True) as listener:
         listener.execute("LISTEN commandbus_orders")

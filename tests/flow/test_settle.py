@@ -31,12 +31,12 @@ from commandbus import (
     TransientCommandError,
     UnknownCommandTypeError,
 )
-from commandbus.flow.claim import claim
-from commandbus.flow.renew import renew
-from commandbus.flow.settle import settle
+from commandbus.flow.commands.claim import claim
+from commandbus.flow.commands.renew import renew
+from commandbus.flow.commands.settle import settle
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.model.retry import RetryPolicy
-from commandbus.runtime.attempt import Attempt
+from commandbus.worker.execution.attempt import Attempt
 
 
 def _sent(orders: Bus, command_id: str = "k", **more: Any) -> Attempt:

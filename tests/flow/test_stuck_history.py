@@ -11,9 +11,9 @@ import pytest
 from flow_harness import POLICY, Bus, fail
 
 from commandbus import InvalidCommandError, NewCommand
-from commandbus.flow.settle import Settlement
+from commandbus.flow.commands.settle import Settlement
 from commandbus.model.outcome import Failure, judge
-from commandbus.runtime.attempt import Attempt
+from commandbus.worker.execution.attempt import Attempt
 
 AUTOPSY = {"stacks": [{"title": "slot thread", "frames": ["File …"]}], "backend": {"pid": 7}}
 

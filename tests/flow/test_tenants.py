@@ -25,12 +25,12 @@ from commandbus import (
     Worker,
     step,
 )
-from commandbus.flow.batch_operate import leftovers
-from commandbus.flow.breaker import Bad, report
-from commandbus.flow.claim import announce, withdraw
-from commandbus.flow.fold import fold
-from commandbus.flow.register import WorkerIdentity, beat
-from commandbus.flow.roles import print_roles
+from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.operate import leftovers
+from commandbus.flow.breakers.breaker import Bad, report
+from commandbus.flow.commands.claim import announce, withdraw
+from commandbus.flow.setup.roles import print_roles
+from commandbus.flow.workers.registry import WorkerIdentity, beat
 from commandbus.model.breaker import Breaker
 from commandbus.model.roles import TENANT_KINDS
 from support.waiting import until

@@ -10,8 +10,8 @@ from breaker_harness import Db, half_open, open_it, tell
 from flow_harness import Bus, one, sync_only
 
 from commandbus import NewCommand
-from commandbus.flow import unpark
-from commandbus.flow.unpark import Bite, Parked, unkept, wake_some
+from commandbus.flow.commands import unpark
+from commandbus.flow.commands.unpark import Parked, UnparkBite, unkept, wake_some
 
 SHIP = Parked("breaker", "orders", "Ship")
 PAUSED = Parked("pause", "orders", "Ship")
@@ -62,20 +62,20 @@ def test_a_probe_that_went_well_wakes_the_first_bite_at_once_and_the_others_are_
     assert orders.run(unkept(["orders"])) == [SHIP]
     assert orders.run(unkept(["billing"])) == []
     bite = orders.run(wake_some(SHIP, moved.rest_after))
-    assert bite == Bite(3, one(db, "SELECT min(seq) - 1 FROM commandbus.parked"))
+    assert bite == UnparkBite(3, one(db, "SELECT min(seq) - 1 FROM commandbus.parked"))
     assert orders.run(wake_some(SHIP, 0)).count == 3
-    assert orders.run(wake_some(SHIP, 0)) == Bite(0, None)
+    assert orders.run(wake_some(SHIP, 0)) == UnparkBite(0, None)
     assert orders.run(unkept(["orders"])) == []
 
 
 def test_what_a_pause_or_an_open_breaker_keeps_is_left_alone(orders: Bus, db: Db) -> None:
     open_it(orders)
     park(orders, 2)
-    assert orders.run(wake_some(SHIP, 0)) == Bite(0, None)
+    assert orders.run(wake_some(SHIP, 0)) == UnparkBite(0, None)
     orders.close_breaker("orders", "Ship")
     orders.pause("orders", "Ship")
     assert orders.claim() == []
-    assert orders.run(wake_some(PAUSED, 0)) == Bite(0, None)
+    assert orders.run(wake_some(PAUSED, 0)) == UnparkBite(0, None)
     assert orders.run(unkept(["orders"])) == []
     assert parked(db) == 2
 
@@ -131,7 +131,7 @@ def test_one_at_a_time_and_what_was_woken_and_claimed_meanwhile_stays_claimed(or
         other.execute("SELECT 1")
         held = orders.claim("w2", 10)
         assert len(held) == 4
-        assert orders.run(wake_some(SHIP, 0)) == Bite(0, None)
+        assert orders.run(wake_some(SHIP, 0)) == UnparkBite(0, None)
     assert one(db, "SELECT count(*) FROM pgmq.q_orders__commands WHERE vt > now() + interval '10 s'") == 4
     open_it(orders, "Pack")
     orders.send("orders", "Pack")
@@ -140,8 +140,8 @@ def test_one_at_a_time_and_what_was_woken_and_claimed_meanwhile_stays_claimed(or
     db.execute("UPDATE commandbus.breaker SET state = 'CLOSED'")
     with psycopg.connect(orders.url) as other:
         other.execute("SELECT pg_advisory_xact_lock(hashtextextended('commandbus unpark breaker orders Pack', 0))")
-        assert orders.run(wake_some(pack, 0)) == Bite(0, None), "somebody else is at it"
-    assert orders.run(wake_some(pack, 0)) == Bite(1, None)
+        assert orders.run(wake_some(pack, 0)) == UnparkBite(0, None), "somebody else is at it"
+    assert orders.run(wake_some(pack, 0)) == UnparkBite(1, None)
 
 
 def _wake(conn: psycopg.Connection[Any]) -> None:

@@ -40,14 +40,14 @@ from commandbus import (
     PermanentCommandError,
     TroubleshootingQueue,
 )
-from commandbus.flow import operate
-from commandbus.flow.batch_operate import cancel_bite, leftovers, mark, resume
-from commandbus.flow.claim import claim, put_right
-from commandbus.flow.fold import fold
-from commandbus.flow.settle import Settlement, cancellation, settle
+from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.operate import cancel_bite, leftovers, mark, resume
+from commandbus.flow.commands import operate
+from commandbus.flow.commands.claim import claim, put_right
+from commandbus.flow.commands.settle import Settlement, cancellation, settle
 from commandbus.model.outcome import Judgement, Verdict, judge_failure
 from commandbus.model.retry import RetryPolicy
-from commandbus.runtime.attempt import Attempt
+from commandbus.worker.execution.attempt import Attempt
 from support.running import examples
 
 POLICY = RetryPolicy(max_attempts=2, backoff_schedule=[0], jitter=0)
@@ -135,7 +135,7 @@ class Batches(RuleBasedStateMachine):
             if how == "wholly":
                 self.bus.cancel_batch("orders", name, operator="ann")
                 return
-            canceling = self.bus.run(mark("orders", name, operate.deed("CANCEL", "ann")))
+            canceling = self.bus.run(mark("orders", name, operate.operator_action("CANCEL", "ann")))
             if how == "bitten":
                 self.bus.run(cancel_bite(canceling, after_id=0, is_sweep=False, bite=1))
         except InvalidOperationError:

@@ -43,12 +43,12 @@ from commandbus import (
     PermanentCommandError,
     TroubleshootingQueue,
 )
-from commandbus.flow.claim import claim, put_right
-from commandbus.flow.renew import PendingCancel, Renewal, renew
-from commandbus.flow.settle import Settlement, cancellation, charge_of, settle
+from commandbus.flow.commands.claim import claim, put_right
+from commandbus.flow.commands.renew import PendingCancel, Renewal, renew
+from commandbus.flow.commands.settle import Settlement, cancellation, charge_of, settle
 from commandbus.model.outcome import Failure, Judgement, Verdict, judge, judge_failure
 from commandbus.model.retry import RetryPolicy
-from commandbus.runtime.attempt import Attempt
+from commandbus.worker.execution.attempt import Attempt
 from support.running import examples
 
 LIVES = 4
@@ -459,16 +459,16 @@ class Lifecycle(RuleBasedStateMachine):
     # --- people's doings ----------------------------------------------------------------------------------
 
     @precondition(lambda self: self._troubled())
-    @rule(data=st.data(), deed=st.sampled_from(["retry", "retry", "cancel", "complete"]))
-    def operate(self, data: st.DataObject, deed: str) -> None:
-        self.operate_on(data.draw(st.sampled_from(self._troubled())), deed)
+    @rule(data=st.data(), operator_action=st.sampled_from(["retry", "retry", "cancel", "complete"]))
+    def operate(self, data: st.DataObject, operator_action: str) -> None:
+        self.operate_on(data.draw(st.sampled_from(self._troubled())), operator_action)
 
     def _troubled(self) -> list[str]:
         return sorted(name for name, life in self.lives.items() if life.status == "IN_TROUBLESHOOTING_QUEUE")
 
-    @rule(command_id=IDS, deed=st.sampled_from(["retry", "cancel", "complete"]))
-    def operate_on(self, command_id: str, deed: str) -> None:
-        act = getattr(self.tsq, f"operator_{deed}")
+    @rule(command_id=IDS, operator_action=st.sampled_from(["retry", "cancel", "complete"]))
+    def operate_on(self, command_id: str, operator_action: str) -> None:
+        act = getattr(self.tsq, f"operator_{operator_action}")
         life = self.lives.get(command_id)
         if life is None:
             with pytest.raises(CommandNotFoundError):
@@ -479,24 +479,27 @@ class Lifecycle(RuleBasedStateMachine):
                 act("orders", command_id, operator="ann")
             return
         act("orders", command_id, operator="ann")
-        life.status = {"retry": "PENDING", "cancel": "CANCELED", "complete": "COMPLETED"}[deed]
-        life.history.append((f"OPERATOR_{deed.upper()}", None))
-        if deed == "retry":
+        life.status = {"retry": "PENDING", "cancel": "CANCELED", "complete": "COMPLETED"}[operator_action]
+        life.history.append((f"OPERATOR_{operator_action.upper()}", None))
+        if operator_action == "retry":
             life.start_again()
 
     @precondition(lambda self: self._troubled())
-    @rule(deed=st.sampled_from(["retry", "cancel", "complete"]), command_type=st.sampled_from([None, *TYPES]))
-    def operate_in_bulk(self, deed: str, command_type: str | None) -> None:
+    @rule(
+        operator_action=st.sampled_from(["retry", "cancel", "complete"]),
+        command_type=st.sampled_from([None, *TYPES]),
+    )
+    def operate_in_bulk(self, operator_action: str, command_type: str | None) -> None:
         chosen = [
             life
             for life in self.lives.values()
             if life.status == "IN_TROUBLESHOOTING_QUEUE" and command_type in (None, life.command_type)
         ]
-        assert getattr(self.tsq, f"{deed}_all")("orders", command_type, operator="ann") == len(chosen)
+        assert getattr(self.tsq, f"{operator_action}_all")("orders", command_type, operator="ann") == len(chosen)
         for life in chosen:
-            life.status = {"retry": "PENDING", "cancel": "CANCELED", "complete": "COMPLETED"}[deed]
-            life.history.append((f"OPERATOR_{deed.upper()}", None))
-            if deed == "retry":
+            life.status = {"retry": "PENDING", "cancel": "CANCELED", "complete": "COMPLETED"}[operator_action]
+            life.history.append((f"OPERATOR_{operator_action.upper()}", None))
+            if operator_action == "retry":
                 life.start_again()
 
     @rule(command_id=IDS)

@@ -13,10 +13,10 @@ import pytest
 from limits_harness import QUICK, Client, Maker, declare_limit
 
 from commandbus import Settings
-from commandbus.db.link import Link
-from commandbus.gate.postgres_backend import PostgresBackend
-from commandbus.gate.redis_backend import RedisBackend
-from commandbus.gate.row_link import RowLink
+from commandbus.db.service_connection import LastingConnection
+from commandbus.limits.limit_connection import LimitConnection
+from commandbus.limits.stores.postgres import PostgresPermitStore
+from commandbus.limits.stores.redis.store import RedisPermitStore
 from support.redis_server import RedisServer
 
 
@@ -56,10 +56,10 @@ def make(request: pytest.FixtureRequest, database: str, redis_url: str) -> Itera
 
     def make(name: str = "client") -> Any:
         if request.param == "postgres":
-            link = Link(Settings(database_url=database), name=name)
+            link = LastingConnection(Settings(database_url=database), name=name)
             opened.append(link.close)
-            return PostgresBackend(RowLink(link))
-        backend = RedisBackend(
+            return PostgresPermitStore(LimitConnection(link))
+        backend = RedisPermitStore(
             Settings(database_url=database, redis_url=redis_url, environment="test"), name, pace=QUICK
         )
         opened.append(backend.close)
@@ -79,7 +79,7 @@ def start(database: str) -> Iterator[Callable[..., Client]]:
         url: str, name: str = "client", *, database_url: str = database, environment: str = "test"
     ) -> Client:
         settings = Settings(database_url=database_url, redis_url=url, environment=environment)
-        client = Client(RedisBackend(settings, name, pace=QUICK))
+        client = Client(RedisPermitStore(settings, name, pace=QUICK))
         started.append(client)
         return client
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import psycopg
 
-from commandbus.db.drive import run
-from commandbus.flow.limit_mode import Pace
-from commandbus.flow.limits import Home, LimitRow, declare, get_limit
+from commandbus.db.drivers import run
+from commandbus.flow.limits.declare import Home, LimitRow, declare, get_limit
+from commandbus.flow.limits.redis_mode import HeartbeatPace
 from commandbus.model.limit import Limit
 
-QUICK = Pace(beat=0.2, live=6.0, patience=0.5)
+QUICK = HeartbeatPace(beat=0.2, live=6.0, patience=0.5)
 """Programs that look often, and are counted out late: a busy machine must not make one look dead."""
 
 
@@ -143,7 +143,7 @@ class Client:
     def _drop(self) -> None:
         """What the kernel does with the connections of a process that was killed."""
         self.backend._link.close()
-        self.backend._places.close()
+        self.backend._permits.close()
 
     def _live(self) -> None:
         while True:

@@ -17,12 +17,12 @@ import pytest
 from limits_harness import QUICK, Inside, Maker, tokens
 
 from commandbus import Settings
-from commandbus.db.drive import run
-from commandbus.db.link import Link
-from commandbus.flow.limits import get_limit
-from commandbus.gate.postgres_backend import PostgresBackend
-from commandbus.gate.redis_backend import RedisBackend
-from commandbus.gate.row_link import RowLink
+from commandbus.db.drivers import run
+from commandbus.db.service_connection import LastingConnection
+from commandbus.flow.limits.declare import get_limit
+from commandbus.limits.limit_connection import LimitConnection
+from commandbus.limits.stores.postgres import PostgresPermitStore
+from commandbus.limits.stores.redis.store import RedisPermitStore
 from commandbus.model.limit import allowance
 from support.redis_server import RedisServer
 from support.waiting import until
@@ -257,7 +257,7 @@ def test_the_clients_clock_does_not_matter(make: Maker, monkeypatch: pytest.Monk
 
 def test_never_above_the_limit_with_many_threads(make: Maker) -> None:
     limit, inside = make.limit(concurrency=5), Inside(5)
-    backends = [make(f"client {number}") for number in range(12)]
+    stores = [make(f"client {number}") for number in range(12)]
 
     def enter_and_leave(backend: Any) -> None:
         for _ in range(40):
@@ -268,11 +268,11 @@ def test_never_above_the_limit_with_many_threads(make: Maker) -> None:
                 inside.leave(token)
             backend.give(limit, granted)
 
-    with ThreadPoolExecutor(len(backends)) as pool:
-        list(pool.map(enter_and_leave, backends))
+    with ThreadPoolExecutor(len(stores)) as pool:
+        list(pool.map(enter_and_leave, stores))
     inside.assert_never_above()
     assert inside.entries > 50
-    assert backends[0].look(limit).holders == {}
+    assert stores[0].look(limit).holders == {}
 
 
 @pytest.fixture
@@ -311,9 +311,9 @@ def _enter_and_leave(kind: str, settings: dict[str, Any], counter: Any, path: li
     sys.path[:] = path
     chosen = Settings(**settings)
     backend: Any = (
-        PostgresBackend(RowLink(Link(chosen, name="process")))
+        PostgresPermitStore(LimitConnection(LastingConnection(chosen, name="process")))
         if kind == "postgres"
-        else RedisBackend(chosen, "process", pace=QUICK)
+        else RedisPermitStore(chosen, "process", pace=QUICK)
     )
     with psycopg.connect(settings["database_url"], autocommit=True) as conn:
         limit = run(conn, get_limit("docai"))

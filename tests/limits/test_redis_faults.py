@@ -13,7 +13,7 @@ import pytest
 from limits_harness import QUICK, Client, Inside, declare_limit, tokens
 
 from commandbus.db.embedded import EmbeddedPostgres
-from commandbus.limits.redis_places import TIMEOUT_SECONDS, StaleError
+from commandbus.limits.stores.redis.scripts import TIMEOUT_SECONDS, StaleError
 from support.network import Proxy
 from support.redis_server import RedisServer
 from support.waiting import one, until
@@ -303,12 +303,12 @@ def test_one_that_was_stopped_gets_nothing_from_redis_after_it_was_counted_out(
 
     def refused() -> bool:
         try:
-            granted = backend._places.take(
+            granted = backend._permits.take(
                 limit, tokens(1), 1.0, epoch=backend._fleet.epoch, leave=backend._fleet.leave
             )
         except StaleError:
             return True
-        backend._places.give(limit, granted, epoch=backend._fleet.epoch)
+        backend._permits.give(limit, granted, epoch=backend._fleet.epoch)
         return False
 
     until(refused, QUICK.live + 10)

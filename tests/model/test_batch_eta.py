@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commandbus.model.batch import MOST_LOOKED_AT, Pace, Waits, eta
+from commandbus.model.batch import MOST_LOOKED_AT, BatchPace, Waits, eta
 
-FAST = Pace(100.0, 0.5, 100.0)
-STALLED = Pace(100.0, 3600.0, 1e-9)
-NOTHING_YET = Pace()
+FAST = BatchPace(100.0, 0.5, 100.0)
+STALLED = BatchPace(100.0, 3600.0, 1e-9)
+NOTHING_YET = BatchPace()
 
 
 def test_a_batch_that_moves_takes_its_rest_at_its_pace() -> None:
@@ -27,9 +27,9 @@ def test_a_batch_that_stands_still_has_no_figure() -> None:
 
 def test_minutes_without_a_member_are_usual_where_a_member_takes_minutes() -> None:
     slow = 1 / 600
-    assert eta(3, 1, Pace(slow, 500.0, 1e-20), Waits(running=1)) == pytest.approx(1800)
-    assert eta(3, 1, Pace(slow, 1700.0, 1e-20), Waits(running=1)) == pytest.approx(1800)
-    assert eta(3, 1, Pace(slow, 1900.0, 1e-20), Waits(running=1)) is None
+    assert eta(3, 1, BatchPace(slow, 500.0, 1e-20), Waits(running=1)) == pytest.approx(1800)
+    assert eta(3, 1, BatchPace(slow, 1700.0, 1e-20), Waits(running=1)) == pytest.approx(1800)
+    assert eta(3, 1, BatchPace(slow, 1900.0, 1e-20), Waits(running=1)) is None
 
 
 def test_what_is_known_counts() -> None:
@@ -61,6 +61,6 @@ def test_no_figure_is_longer_than_the_rest_at_a_pace_that_was_seen(
     left: int, running: int, rate: float, seconds: float | None, decay: float
 ) -> None:
     """ "1361380d" came of a rate that had decayed to nothing."""
-    found = eta(left, running, Pace(rate, seconds, rate * max(decay, 0.135)), Waits(running=running))
+    found = eta(left, running, BatchPace(rate, seconds, rate * max(decay, 0.135)), Waits(running=running))
     if found is not None:
         assert found <= left / (rate * 0.13)

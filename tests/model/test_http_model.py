@@ -27,7 +27,7 @@ from commandbus.errors import (
     RateLimitError,
     TransientCommandError,
 )
-from commandbus.model.http import (
+from commandbus.model.api_errors import (
     LONGEST_RETRY_AFTER,
     ApiFailure,
     api_failure,

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from commandbus.runtime.pace import FULL_SECONDS, REST_SECONDS, SOON_SECONDS, WINDOW_SECONDS, Pace
+from commandbus.worker.execution.slot_pacing import (
+    FULL_SECONDS,
+    REST_SECONDS,
+    SOON_SECONDS,
+    WINDOW_SECONDS,
+    SlotPacing,
+)
 
 TOTAL = 10
 
@@ -22,7 +28,7 @@ class Lane:
     finished: float = 0.0
 
     def __post_init__(self) -> None:
-        self.pace = Pace(TOTAL)
+        self.pace = SlotPacing(TOTAL)
         self.looks = 0
         self.pause = self.pace.begin(self.now, int(self.finished))
 

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commandbus.model.breaker import Breaker
-from commandbus.model.trouble import LEAST_KEPT, MOST_MOMENTS, BadAttempt, Tally, find_trouble, kept, moments
+from commandbus.model.breaker_rule import (
+    LEAST_KEPT,
+    MOST_MOMENTS,
+    AttemptCounts,
+    BadAttempt,
+    find_trouble,
+    kept,
+    moments,
+)
 
 FIVE = Breaker()
 NOW = 1_800_000_000.0
@@ -110,8 +118,8 @@ def test_moments_are_few_ascend_and_contain_the_last(began: list[float]) -> None
 
 
 def test_a_tally_tells_at_most_how_many_and_can_be_stored() -> None:
-    tally = Tally(30.0, [10.0, 20.0], [None, 4])
-    assert Tally.from_json(json.loads(json.dumps(tally.to_json()))) == tally
+    tally = AttemptCounts(30.0, [10.0, 20.0], [None, 4])
+    assert AttemptCounts.from_json(json.loads(json.dumps(tally.to_json()))) == tally
     assert tally.after(9.9) is None
     assert tally.after(10.0) == math.inf
     assert tally.after(15.0) == math.inf

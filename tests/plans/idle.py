@@ -19,19 +19,20 @@ from plan_reading import EXPLAIN, Plan, execution, explain, first_statement, num
 from psycopg import sql
 
 from commandbus import sql as texts
-from commandbus.db.drive import OwnConnection, run
-from commandbus.flow import call, places, rescue, send
-from commandbus.flow.batch_operate import leftovers
-from commandbus.flow.claim import ClaimedRow, claim, next_due, put_right, run_alone
-from commandbus.flow.fold import fold
-from commandbus.flow.limits import select_limits
-from commandbus.flow.renew import pending_cancels, renew
-from commandbus.flow.reply import Reply, deliver
-from commandbus.flow.settle import Settlement, parked, settle, settle_done, settle_one
-from commandbus.flow.statement import Operation, Statement, Steps
+from commandbus.db.drivers import OwnConnection, run
+from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.operate import leftovers
+from commandbus.flow.commands import call, rescue, send
+from commandbus.flow.commands.claim import ClaimedRow, claim, next_due, put_right, run_alone
+from commandbus.flow.commands.renew import pending_cancels, renew
+from commandbus.flow.commands.reply import Reply, deliver
+from commandbus.flow.commands.settle import Settlement, parked, settle, settle_done, settle_one
+from commandbus.flow.limits import permits
+from commandbus.flow.limits.declare import select_limits
+from commandbus.flow.operation import Operation, Statement, Steps
 from commandbus.model.command import NewCommand
 from commandbus.model.outcome import Failure, Judgement, Verdict
-from commandbus.runtime.attempt import Attempt
+from commandbus.worker.execution.attempt import Attempt
 
 Conn = psycopg.Connection[Any]
 DOMAIN = "orders"
@@ -187,47 +188,50 @@ def _odd(sample: Sample) -> Named:
 
 def _limits(sample: Sample) -> Named:
     yield "settle_park", first_statement(settle(DOMAIN, WORKER, [_park(each) for each in sample.attempts]))
-    taking = places.take("free", ["token"])
+    taking = permits.take("free", ["token"])
     yield "limit_take_one", first_statement(taking)
     yield "limit_take", taking.steps.send([])
-    yield "limit_give", first_statement(places.give("free", ["token"], good=True))
-    yield "limit_renew", first_statement(places.renew("free", ["token"]))
+    yield "limit_give", first_statement(permits.give("free", ["token"], good=True))
+    yield "limit_renew", first_statement(permits.renew("free", ["token"]))
     yield "limit_rows", select_limits("free", locking=True)
-    claimable = texts.part("limit_claimable")
+    claimable = texts.part("limits/claimable")
     vain = "%(vain)s::jsonb ? p.command::text"
     order = "p.since, p.command, p.seq"
     yield (
         "limit_next",
         Statement(
-            texts.text("limit_next", claimable=claimable, chosen=f"NOT ({vain})", order=order),
+            texts.text("limits/next", claimable=claimable, chosen=f"NOT ({vain})", order=order),
             {"name": "full", "most": 10, "vain": '{"1": 1}', "unclaimed": 0.25},
         ),
     )
-    yield "limit_calling", Statement(texts.text("limit_calling", claimable=claimable), {"name": "full", "most": 3})
+    yield (
+        "limit_calling",
+        Statement(texts.text("limits/calling", claimable=claimable), {"name": "full", "most": 3}),
+    )
     msg_ids = [msg_id for _, msg_id, _ in sample.parked]
     seqs = [seq for seq, _, _ in sample.parked]
-    yield "limit_lock_waiting", Statement(texts.text("limit_lock_waiting", domain=DOMAIN), {"msg_ids": msg_ids})
+    yield "limit_lock_waiting", Statement(texts.text("limits/lock_waiting", domain=DOMAIN), {"msg_ids": msg_ids})
     yield (
         "limit_orphans",
-        Statement(texts.text("limit_orphans", domain=DOMAIN), {"domain": DOMAIN, "msg_ids": msg_ids}),
+        Statement(texts.text("limits/orphans", domain=DOMAIN), {"domain": DOMAIN, "msg_ids": msg_ids}),
     )
     yield (
         "limit_woken",
         Statement(
-            texts.text("limit_woken"), {"name": "full", "seqs": seqs, "tokens": [f"t{seq}" for seq in seqs]}
+            texts.text("limits/woken"), {"name": "full", "seqs": seqs, "tokens": [f"t{seq}" for seq in seqs]}
         ),
     )
     yield (
         "limit_wake",
         Statement(
-            texts.text("limit_wake", domain=DOMAIN),
+            texts.text("limits/wake", domain=DOMAIN),
             {"domain": DOMAIN, "msg_ids": msg_ids, "since": [since for _, _, since in sample.parked]},
         ),
     )
     visitors = [(msg_id, each.row[2], 0) for msg_id, each in zip(msg_ids, sample.attempts, strict=True)]
-    yield "limit_turns", first_statement(places.turns(DOMAIN, visitors))
-    yield "limit_sweep", first_statement(places.sweep())
-    yield "limit_overdue", first_statement(places.wake_overdue(DOMAIN))
+    yield "limit_turns", first_statement(permits.turns(DOMAIN, visitors))
+    yield "limit_sweep", first_statement(permits.sweep())
+    yield "limit_overdue", first_statement(permits.wake_overdue(DOMAIN))
 
 
 def _park(attempt: Attempt) -> Settlement:

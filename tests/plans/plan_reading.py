@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from commandbus.flow.statement import Operation, Statement
+from commandbus.flow.operation import Operation, Statement
 
 EXPLAIN = b"EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON)\n"
 

@@ -16,17 +16,18 @@ from plan_reading import Plan, explain, first_statement, visits
 from psycopg import sql
 
 from commandbus import CommandQuery
-from commandbus.db.drive import run
+from commandbus.db.drivers import run
 from commandbus.db.embedded import EmbeddedPostgres
-from commandbus.flow import batch_look, operate
-from commandbus.flow.batch_operate import Canceling, cancel_bite, leftovers
-from commandbus.flow.claim import claim
-from commandbus.flow.fold import fold
-from commandbus.flow.inspect import query_commands
-from commandbus.flow.prune import Retention, prune_groups
-from commandbus.flow.settle import settle
-from commandbus.flow.statement import Operation, Statement
-from commandbus.runtime.attempt import Attempt
+from commandbus.flow.batches import inspect as batch_look
+from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.operate import Canceling, cancel_bite, leftovers
+from commandbus.flow.commands import operate
+from commandbus.flow.commands.claim import claim
+from commandbus.flow.commands.inspect import query_commands
+from commandbus.flow.commands.prune import Retention, prune_groups
+from commandbus.flow.commands.settle import settle
+from commandbus.flow.operation import Operation, Statement
+from commandbus.worker.execution.attempt import Attempt
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared_setup]
 Conn = psycopg.Connection[Any]
@@ -145,7 +146,7 @@ def test_a_page_of_members(conn: Conn, domain: str, batch_id: str) -> None:
 
 
 def test_a_bite_of_a_cancellation(conn: Conn, generic: bool) -> None:
-    canceling = Canceling(WAITING, "backlog", "commands", operate.deed("CANCEL", "ann"))
+    canceling = Canceling(WAITING, "backlog", "commands", operate.operator_action("CANCEL", "ann"))
     bite = cancel_bite(canceling, after_id=0, is_sweep=False)
     seen = statements(bite, [(None,)])
     plan = explain(conn, seen, generic=generic)
@@ -159,7 +160,7 @@ def test_a_bite_of_a_cancellation(conn: Conn, generic: bool) -> None:
 
 
 def test_what_retention_looks_at(conn: Conn, generic: bool) -> None:
-    statement = first_statement(prune_groups("prune_batches", Retention(86400.0)))
+    statement = first_statement(prune_groups("batches/prune_batches", Retention(86400.0)))
     seen = visits(conn, statement, generic=generic)
     assert seen.scanned("command") + seen.fetched("command") <= 1000, seen
     assert seen.scanned("batch") + seen.fetched("batch") <= 20_000, seen

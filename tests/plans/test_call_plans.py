@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from plan_reading import first_statement, visits
 
-from commandbus.flow.call import outcomes
+from commandbus.flow.commands.call import outcomes
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]

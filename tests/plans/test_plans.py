@@ -9,16 +9,16 @@ import psycopg
 import pytest
 from plan_reading import Plan, explain, first_statement
 
-from commandbus.db.drive import run
-from commandbus.flow.claim import Claim, claim, next_due
-from commandbus.flow.history import list_stuck
-from commandbus.flow.inspect import CommandQuery, list_tsq, query_commands
-from commandbus.flow.operate import cancel, deed
-from commandbus.flow.renew import pending_cancels, renew
-from commandbus.flow.settle import settle
+from commandbus.db.drivers import run
+from commandbus.flow.commands.claim import Claim, claim, next_due
+from commandbus.flow.commands.history import list_stuck
+from commandbus.flow.commands.inspect import CommandQuery, list_tsq, query_commands
+from commandbus.flow.commands.operate import cancel, operator_action
+from commandbus.flow.commands.renew import pending_cancels, renew
+from commandbus.flow.commands.settle import settle
 from commandbus.model.command import CommandStatus
 from commandbus.model.outcome import Failure, Judgement, Verdict
-from commandbus.runtime.attempt import Attempt
+from commandbus.worker.execution.attempt import Attempt
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]
@@ -164,7 +164,7 @@ def test_pending_cancels(conn: Conn, generic: bool, domain: str) -> None:
 @pytest.mark.parametrize("held", [False, True], ids=["waiting", "running"])
 def test_cancel(conn: Conn, generic: bool, held: bool) -> None:
     name = attempts(conn, "backlog", 1)[0].command_id if held else "backlog-100000-99999"
-    statement = first_statement(cancel("backlog", name, deed("CANCEL", "ann")))
+    statement = first_statement(cancel("backlog", name, operator_action("CANCEL", "ann")))
     plan = explain(conn, statement, generic=generic)
     assert plan.rows == 1
     check_direct(plan, "backlog", batch=1)

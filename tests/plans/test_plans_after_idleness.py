@@ -14,9 +14,9 @@ from idle import BATCH, DOMAIN, OF_KEEPERS, SMALL, Idler, Sample, burst, path, p
 from plan_reading import Plan
 
 from commandbus import CommandBus, Limit
-from commandbus.db.drive import OwnConnection
+from commandbus.db.drivers import OwnConnection
 from commandbus.db.pool import BY_KEYS
-from commandbus.flow.statement import Statement
+from commandbus.flow.operation import Statement
 from support.databases import Databases
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared_setup]

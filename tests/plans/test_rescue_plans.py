@@ -8,9 +8,9 @@ import psycopg
 import pytest
 from plan_reading import explain, first_statement
 
-from commandbus.db.drive import run
-from commandbus.flow.claim import claim
-from commandbus.flow.rescue import held_by, scout
+from commandbus.db.drivers import run
+from commandbus.flow.commands.claim import claim
+from commandbus.flow.commands.rescue import held_by, scout
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]

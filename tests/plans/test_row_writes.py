@@ -16,14 +16,14 @@ from commandbus import (
     PermanentCommandError,
     Worker,
 )
-from commandbus.db.drive import run
-from commandbus.flow.breaker import Bad, report
-from commandbus.flow.claim import claim
-from commandbus.flow.settle import Settlement, settle
+from commandbus.db.drivers import run
+from commandbus.flow.breakers.breaker import Bad, report
+from commandbus.flow.commands.claim import claim
+from commandbus.flow.commands.settle import Settlement, settle
 from commandbus.model.breaker import Breaker
 from commandbus.model.outcome import judge_failure
 from commandbus.model.retry import RetryPolicy
-from commandbus.runtime.attempt import Attempt
+from commandbus.worker.execution.attempt import Attempt
 from support.databases import Databases
 from support.waiting import one, until, until_settled
 from support.workers import quick_settings

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from plan_reading import explain, first_statement, visits
 
-from commandbus.flow.unhandled import find_unhandled, give_up, take
+from commandbus.flow.commands.unhandled_types import find_unhandled, give_up, take
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]

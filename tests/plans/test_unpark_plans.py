@@ -9,9 +9,9 @@ import psycopg
 import pytest
 from plan_reading import explain, first_statement
 
-from commandbus.flow.breaker import Row, _probe
-from commandbus.flow.statement import Operation
-from commandbus.flow.unpark import BITE, Parked, unkept, wake_some
+from commandbus.flow.breakers.breaker import Row, _probe
+from commandbus.flow.commands.unpark import BITE, Parked, unkept, wake_some
+from commandbus.flow.operation import Operation
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]

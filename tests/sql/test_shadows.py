@@ -29,7 +29,7 @@ from commandbus import (
     Worker,
     step,
 )
-from commandbus.db.link import Link
+from commandbus.db.service_connection import LastingConnection
 from commandbus.model.roles import KINDS
 from support import shadows, statements
 from support.waiting import until
@@ -166,7 +166,7 @@ def test_setting_up_beside_shadows(database: str, shadowed: str, admin: psycopg.
 
 def test_sessions_of_own_threads_have_no_other_schema(app: str) -> None:
     for options in ("", "?options=-csearch_path%3Dapp"):
-        link = Link(quick_settings(app + options), name="test")
+        link = LastingConnection(quick_settings(app + options), name="test")
         try:
             assert link.conn.execute("SHOW search_path").fetchone() == ("pg_catalog,pg_temp",)
         finally:

@@ -11,14 +11,14 @@ import psycopg
 import pytest
 
 from commandbus import CommandBus, CommandStatus, Settings
-from commandbus.db.drive import run
-from commandbus.flow.claim import Claim, claim
-from commandbus.flow.rescue import Rule
+from commandbus.db.drivers import run
+from commandbus.flow.commands.claim import Claim, claim
+from commandbus.flow.commands.rescue import Rule
 from commandbus.model.postmortem import Cause, Death
 from commandbus.model.retry import RetryPolicy
-from commandbus.runtime.board import SlotView
 from commandbus.supervisor.coroner import Case, Coroner
-from commandbus.supervisor.said import Hello
+from commandbus.supervisor.worker_messages import Hello
+from commandbus.worker.board import SlotView
 from support.waiting import one, until, verdicts
 
 Db = psycopg.Connection[Any]

@@ -12,16 +12,16 @@ import psycopg
 import pytest
 
 from commandbus import CommandBus, Settings
-from commandbus.db.drive import run
-from commandbus.flow.breaker import advance
-from commandbus.flow.claim import claim, put_right
-from commandbus.flow.rescue import Rule
+from commandbus.db.drivers import run
+from commandbus.flow.breakers.breaker import advance
+from commandbus.flow.commands.claim import claim, put_right
+from commandbus.flow.commands.rescue import Rule
 from commandbus.model.breaker import Breaker
 from commandbus.model.postmortem import Cause, Death
 from commandbus.model.retry import RetryPolicy
-from commandbus.runtime.board import SlotView
 from commandbus.supervisor.coroner import Case, Coroner
-from commandbus.supervisor.said import Hello
+from commandbus.supervisor.worker_messages import Hello
+from commandbus.worker.board import SlotView
 from support.waiting import one, until, verdicts
 
 Db = psycopg.Connection[Any]

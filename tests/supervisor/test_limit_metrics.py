@@ -11,14 +11,14 @@ import psycopg
 from prometheus_client.parser import text_string_to_metric_families
 
 from commandbus import CommandBus, Limit, Settings
-from commandbus.flow.breaker import Bad, report
-from commandbus.flow.claim import claim, put_right
-from commandbus.flow.limit_figures import BreakerFigures, Figures, LimitFigures, figures
-from commandbus.flow.places import answer
+from commandbus.flow.breakers.breaker import Bad, report
+from commandbus.flow.commands.claim import claim, put_right
+from commandbus.flow.limits.metrics import BreakerFigures, FleetFigures, LimitFigures, figures
+from commandbus.flow.limits.permits import answer
 from commandbus.model.breaker import Breaker
 from commandbus.model.command import NewCommand
-from commandbus.model.standing import Answer
-from commandbus.supervisor.coroner import Look
+from commandbus.model.limit_state import ApiAnswer
+from commandbus.supervisor.coroner import CoronerLook
 from commandbus.supervisor.view import View, metrics
 from support.supervised import Supervised
 from support.waiting import until
@@ -55,10 +55,10 @@ def of_limit(text: str, name: str = "docai") -> dict[str, float]:
 
 def test_every_figure_has_its_metric() -> None:
     docai = LimitFigures("docai", 5, 3, 17, 2, 12.5, True, True, 100, 4, 40, 61.25)
-    free = replace(docai, name="free", places=None, is_open=False, is_degraded=False)
+    free = replace(docai, name="free", permits=None, is_open=False, is_degraded=False)
     breakers = {("orders", "ship"): BreakerFigures(True, 5, 212), ("orders", "bill"): BreakerFigures(False, 1, 0)}
-    shared = Figures((docai, free), breakers)
-    text = metrics(View(1.0, "RUNNING", look=Look(1.0, figures=shared)))
+    shared = FleetFigures((docai, free), breakers)
+    text = metrics(View(1.0, "RUNNING", look=CoronerLook(1.0, figures=shared)))
     assert of_limit(text) == {
         "places": 5, "in_use": 3, "parked": 17, "callers": 2, "backoff_seconds": 12.5, "breaker_open": 1,
         "degraded": 1, "granted_total": 100, "rate_limited_total": 4, "waits_total": 40,
@@ -87,11 +87,11 @@ def test_the_figures_are_those_of_the_database(bus: CommandBus, db: psycopg.Conn
     bus.declare_limit(Limit("other", rate="5/s"))
     with bus.limit("docai"):
         (docai, other) = bus.run(figures(["orders"])).limits
-    assert (docai.places, docai.in_use, docai.granted, docai.is_degraded) == (2, 1, 1, False)
-    assert (other.places, other.in_use) == (None, 0)
+    assert (docai.permits, docai.in_use, docai.granted, docai.is_degraded) == (2, 1, 1, False)
+    assert (other.permits, other.in_use) == (None, 0)
     for _ in range(2):
         db.execute("UPDATE commandbus.limits SET until = NULL")
-        bus.run(answer("docai", None, Answer.RATE_LIMITED, gives=False, reason="429", retry_after=500.0))
+        bus.run(answer("docai", None, ApiAnswer.RATE_LIMITED, gives=False, reason="429", retry_after=500.0))
     docai = bus.run(figures(["orders"])).limits[0]
     assert docai.rate_limited == 2
     assert docai.is_open

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from commandbus.supervisor.notify import SERVICE_VARIABLES, Notifier
+from commandbus.supervisor.systemd import SERVICE_VARIABLES, Notifier
 
 
 @pytest.fixture

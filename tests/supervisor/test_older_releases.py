@@ -14,7 +14,7 @@ import pytest
 from psycopg import sql as pgsql
 
 from commandbus import CommandBus, CommandStatus
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 from commandbus.db.embedded import EmbeddedPostgres
 from commandbus.sql import migrations
 from support.access import plain_address

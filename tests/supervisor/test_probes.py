@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from commandbus.errors import ConfigurationError
 from commandbus.supervisor import http_server as module
-from commandbus.supervisor.probes import Probes, Verdict
+from commandbus.supervisor.health_server import HealthServer, HealthVerdict
 from support.running import examples
 from support.waiting import until
 
@@ -32,8 +32,8 @@ class Supervised:
     """What the probes ask; a test changes it."""
 
     def __init__(self) -> None:
-        self.live: Callable[[], Any] = lambda: Verdict(True)
-        self.ready: Callable[[], Any] = lambda: Verdict(True)
+        self.live: Callable[[], Any] = lambda: HealthVerdict(True)
+        self.ready: Callable[[], Any] = lambda: HealthVerdict(True)
         self.metrics: Callable[[], Any] = lambda: "commandbus_slots 4\n"
 
 
@@ -43,8 +43,8 @@ def supervised() -> Supervised:
 
 
 @pytest.fixture
-def served(supervised: Supervised) -> Iterator[Probes]:
-    probes = Probes(
+def served(supervised: Supervised) -> Iterator[HealthServer]:
+    probes = HealthServer(
         "127.0.0.1", 0,
         live=lambda: supervised.live(), ready=lambda: supervised.ready(), metrics=lambda: supervised.metrics(),
     )  # fmt: skip
@@ -53,7 +53,7 @@ def served(supervised: Supervised) -> Iterator[Probes]:
 
 
 class Reply:
-    def __init__(self, probes: Probes, path: str, method: str = "GET", host: str = "127.0.0.1") -> None:
+    def __init__(self, probes: HealthServer, path: str, method: str = "GET", host: str = "127.0.0.1") -> None:
         with closing(http.client.HTTPConnection(host, probes.port, timeout=10)) as conn:
             conn.request(method, path)
             answer = conn.getresponse()
@@ -65,7 +65,7 @@ class Reply:
         return json.loads(self.body)
 
 
-def connected(probes: Probes) -> socket.socket:
+def connected(probes: HealthServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", probes.port), timeout=10)
 
 
@@ -73,14 +73,14 @@ def probe_threads() -> int:
     return sum(thread.name.startswith("probes") for thread in threading.enumerate())
 
 
-def open_connections(probes: Probes) -> int:
+def open_connections(probes: HealthServer) -> int:
     """How many connections to the server are open here."""
     wanted = f":{probes.port:04X}"
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(fields[1].endswith(wanted) and fields[3] == ESTABLISHED for fields in lines)
 
 
-def test_port_zero_takes_a_free_one_and_tells_it(served: Probes) -> None:
+def test_port_zero_takes_a_free_one_and_tells_it(served: HealthServer) -> None:
     assert served.port > 0
     assert Reply(served, "/health/live").document == {"status": "healthy", "reasons": []}
 
@@ -89,22 +89,27 @@ def test_port_zero_takes_a_free_one_and_tells_it(served: Probes) -> None:
 @pytest.mark.parametrize(
     ("verdict", "code", "document"),
     [
-        (Verdict(True), 200, {"status": "healthy", "reasons": []}),
+        (HealthVerdict(True), 200, {"status": "healthy", "reasons": []}),
         (
-            Verdict(True, {"status": "degraded", "reasons": ["10 failures"], "workers": 2}),
+            HealthVerdict(True, {"status": "degraded", "reasons": ["10 failures"], "workers": 2}),
             200,
             {"status": "degraded", "reasons": ["10 failures"], "workers": 2},
         ),
-        (Verdict(False), 503, {"status": "critical", "reasons": []}),
+        (HealthVerdict(False), 503, {"status": "critical", "reasons": []}),
         (
-            Verdict(False, {"status": "critical", "reasons": ["the database cannot be reached"]}),
+            HealthVerdict(False, {"status": "critical", "reasons": ["the database cannot be reached"]}),
             503,
             {"status": "critical", "reasons": ["the database cannot be reached"]},
         ),
     ],
 )
 def test_a_verdict_is_a_code_and_a_document(
-    served: Probes, supervised: Supervised, path: str, verdict: Verdict, code: int, document: dict[str, Any]
+    served: HealthServer,
+    supervised: Supervised,
+    path: str,
+    verdict: HealthVerdict,
+    code: int,
+    document: dict[str, Any],
 ) -> None:
     setattr(supervised, path, lambda: verdict)
     reply = Reply(served, f"/health/{path}?verbose=1")
@@ -114,7 +119,7 @@ def test_a_verdict_is_a_code_and_a_document(
     assert Reply(served, f"/health/{other}").code == 200
 
 
-def test_metrics_are_text_for_prometheus(served: Probes, supervised: Supervised) -> None:
+def test_metrics_are_text_for_prometheus(served: HealthServer, supervised: Supervised) -> None:
     supervised.metrics = lambda: 'commandbus_x{name="ü\udc80"} 1\n'
     reply = Reply(served, "/metrics")
     assert (reply.code, reply.headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
@@ -122,7 +127,7 @@ def test_metrics_are_text_for_prometheus(served: Probes, supervised: Supervised)
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/health/live/", "/HEALTH/LIVE", "/metrics/../etc/passwd", "//"])
-def test_anything_else_is_not_found(served: Probes, path: str) -> None:
+def test_anything_else_is_not_found(served: HealthServer, path: str) -> None:
     reply = Reply(served, path)
     assert reply.code == 404
     assert reply.document == {
@@ -130,8 +135,8 @@ def test_anything_else_is_not_found(served: Probes, path: str) -> None:
     }  # fmt: skip
 
 
-def test_head_is_get_without_a_body(served: Probes, supervised: Supervised) -> None:
-    supervised.ready = lambda: Verdict(False)
+def test_head_is_get_without_a_body(served: HealthServer, supervised: Supervised) -> None:
+    supervised.ready = lambda: HealthVerdict(False)
     for path, code in (("/health/live", 200), ("/health/ready", 503), ("/metrics", 200), ("/other", 404)):
         head, get = Reply(served, path, "HEAD"), Reply(served, path)
         assert (head.code, head.body) == (code, b"")
@@ -139,7 +144,7 @@ def test_head_is_get_without_a_body(served: Probes, supervised: Supervised) -> N
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "NONSENSE"])
-def test_other_methods_are_not_allowed(served: Probes, method: str) -> None:
+def test_other_methods_are_not_allowed(served: HealthServer, method: str) -> None:
     reply = Reply(served, "/health/live", method)
     assert (reply.code, reply.headers["Allow"]) == (405, "GET, HEAD")
     assert reply.document["reasons"] == ["only GET and HEAD"]
@@ -147,7 +152,7 @@ def test_other_methods_are_not_allowed(served: Probes, method: str) -> None:
 
 @pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/metrics"])
 def test_an_error_in_what_is_asked_is_a_503_that_says_it_and_is_logged(
-    served: Probes, supervised: Supervised, caplog: pytest.LogCaptureFixture, path: str
+    served: HealthServer, supervised: Supervised, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     def break_down() -> Any:
         raise LookupError("no board")
@@ -162,21 +167,21 @@ def test_an_error_in_what_is_asked_is_a_503_that_says_it_and_is_logged(
     assert record.exc_info
 
 
-@pytest.mark.parametrize("answer", [None, Verdict(True, {"loop": None}), 5])
-def test_an_answer_that_makes_no_sense_is_a_503(served: Probes, supervised: Supervised, answer: Any) -> None:
-    if isinstance(answer, Verdict):
+@pytest.mark.parametrize("answer", [None, HealthVerdict(True, {"loop": None}), 5])
+def test_an_answer_that_makes_no_sense_is_a_503(served: HealthServer, supervised: Supervised, answer: Any) -> None:
+    if isinstance(answer, HealthVerdict):
         answer.document["loop"] = answer.document  # JSON has no word for it
     supervised.live = lambda: answer
     assert Reply(served, "/health/live").code == 503
 
 
-def test_what_json_has_no_word_for_is_written_as_text(served: Probes, supervised: Supervised) -> None:
-    supervised.live = lambda: Verdict(True, {"error": LookupError("x")})
+def test_what_json_has_no_word_for_is_written_as_text(served: HealthServer, supervised: Supervised) -> None:
+    supervised.live = lambda: HealthVerdict(True, {"error": LookupError("x")})
     assert Reply(served, "/health/live").document["error"] == "x"
 
 
-def test_a_port_in_use_is_named_with_its_setting(served: Probes) -> None:
-    second = Probes("127.0.0.1", served.port, live=Verdict, ready=Verdict, metrics=str)  # type: ignore[arg-type]
+def test_a_port_in_use_is_named_with_its_setting(served: HealthServer) -> None:
+    second = HealthServer("127.0.0.1", served.port, live=HealthVerdict, ready=HealthVerdict, metrics=str)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError) as refused:
         second.start()
     for expected in ("127.0.0.1", str(served.port), "WORKER_HEALTH_PORT", "in use"):
@@ -189,7 +194,7 @@ def test_a_port_in_use_is_named_with_its_setting(served: Probes) -> None:
 )
 def test_an_address_that_cannot_be_had_is_named_with_its_settings(host: str, port: int) -> None:
     with pytest.raises(ConfigurationError) as refused:
-        Probes(host, port, live=Verdict, ready=Verdict, metrics=str).start()  # type: ignore[arg-type]
+        HealthServer(host, port, live=HealthVerdict, ready=HealthVerdict, metrics=str).start()  # type: ignore[arg-type]
     assert host in str(refused.value)
     assert "WORKER_HEALTH_HOST" in str(refused.value)
 
@@ -202,11 +207,13 @@ def test_it_listens_on_ipv6_too() -> None:
             trial.bind(("::1", 0))
     except OSError:
         pytest.skip("this machine has no IPv6")
-    with Probes("::1", 0, live=lambda: Verdict(True), ready=lambda: Verdict(True), metrics=str) as probes:
+    with HealthServer(
+        "::1", 0, live=lambda: HealthVerdict(True), ready=lambda: HealthVerdict(True), metrics=str
+    ) as probes:
         assert Reply(probes, "/health/live", host="::1").code == 200
 
 
-def test_after_the_stop_the_port_is_free_and_it_can_start_again(served: Probes) -> None:
+def test_after_the_stop_the_port_is_free_and_it_can_start_again(served: HealthServer) -> None:
     port = served.port
     served.stop()
     served.stop()
@@ -229,7 +236,7 @@ def hung_up(client: socket.socket) -> bool:
         return True
 
 
-def test_a_silent_client_is_hung_up_on(served: Probes) -> None:
+def test_a_silent_client_is_hung_up_on(served: HealthServer) -> None:
     with closing(connected(served)) as client:
         before = time.monotonic()
         assert Reply(served, "/health/live").code == 200
@@ -238,7 +245,7 @@ def test_a_silent_client_is_hung_up_on(served: Probes) -> None:
     until(lambda: open_connections(served) == 0)
 
 
-def test_a_client_that_sends_a_byte_at_a_time_is_hung_up_on(served: Probes) -> None:
+def test_a_client_that_sends_a_byte_at_a_time_is_hung_up_on(served: HealthServer) -> None:
     """A time-out of the socket would begin anew with every byte."""
     before = time.monotonic()
     with closing(connected(served)) as client:
@@ -256,7 +263,7 @@ def test_a_client_that_sends_a_byte_at_a_time_is_hung_up_on(served: Probes) -> N
 
 
 @pytest.mark.parametrize("silent", [16, 200])
-def test_silent_clients_keep_nobody_waiting(served: Probes, silent: int) -> None:
+def test_silent_clients_keep_nobody_waiting(served: HealthServer, silent: int) -> None:
     """A connection costs no thread, and one too many closes the one that has been silent for longest."""
     with ExitStack() as stack:
         clients = [stack.enter_context(closing(connected(served))) for _ in range(silent)]
@@ -271,7 +278,7 @@ def test_silent_clients_keep_nobody_waiting(served: Probes, silent: int) -> None
         until(lambda: open_connections(served) == 0)
 
 
-def test_when_full_the_one_that_was_silent_for_longest_is_closed(served: Probes) -> None:
+def test_when_full_the_one_that_was_silent_for_longest_is_closed(served: HealthServer) -> None:
     with ExitStack() as stack:
         eldest, second, *_ = [stack.enter_context(closing(connected(served))) for _ in range(module.CONNECTIONS)]
         until(lambda: open_connections(served) == module.CONNECTIONS)
@@ -283,7 +290,7 @@ def test_when_full_the_one_that_was_silent_for_longest_is_closed(served: Probes)
         assert eldest.recv(4096).startswith(b"HTTP/1.0 200 OK")
 
 
-def until_heard(probes: Probes) -> None:
+def until_heard(probes: HealthServer) -> None:
     """Until the server has read all that was sent to it."""
     wanted = f":{probes.port:04X}"
 
@@ -295,7 +302,7 @@ def until_heard(probes: Probes) -> None:
     until(nothing_waits)
 
 
-def test_a_flood_of_connections_is_borne(served: Probes) -> None:
+def test_a_flood_of_connections_is_borne(served: HealthServer) -> None:
     """Every one that asks is answered, though hundreds that do not come and go at the same time."""
     is_over = threading.Event()
 
@@ -323,12 +330,12 @@ def test_a_flood_of_connections_is_borne(served: Probes) -> None:
         thread.join()
 
 
-def test_a_slow_scrape_keeps_nobody_else_waiting(served: Probes, supervised: Supervised) -> None:
-    gate, begun = threading.Event(), threading.Event()
+def test_a_slow_scrape_keeps_nobody_else_waiting(served: HealthServer, supervised: Supervised) -> None:
+    limit_client, begun = threading.Event(), threading.Event()
 
     def slow() -> str:
         begun.set()
-        gate.wait(20)
+        limit_client.wait(20)
         return "# x\n"
 
     supervised.metrics = slow
@@ -339,7 +346,7 @@ def test_a_slow_scrape_keeps_nobody_else_waiting(served: Probes, supervised: Sup
         assert begun.wait(10)
         for path in ("/health/live", "/health/ready"):
             assert Reply(served, path).code == 200
-        gate.set()
+        limit_client.set()
         for client in clients:
             assert client.recv(4096).startswith(b"HTTP/1.0 200 OK")
 
@@ -372,7 +379,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_request_gets_an_answer_or_a_close(
-    served: Probes, name: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    served: HealthServer, name: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with closing(connected(served)) as client:
         with suppress(ConnectionError):
@@ -386,7 +393,7 @@ def test_a_hostile_request_gets_an_answer_or_a_close(
     assert capfd.readouterr().err == ""
 
 
-def test_of_pipelined_requests_the_first_is_answered(served: Probes) -> None:
+def test_of_pipelined_requests_the_first_is_answered(served: HealthServer) -> None:
     with closing(connected(served)) as client:
         client.sendall(HOSTILE["pipelined"])
         assert everything(client).startswith(b"HTTP/1.0 200 OK")
@@ -404,9 +411,11 @@ def test_whatever_is_sent_and_broken_off_the_next_one_is_answered(text: bytes) -
 
 
 @functools.cache
-def shared_probes() -> Probes:
+def shared_probes() -> HealthServer:
     """One for all examples; its threads are daemons."""
-    probes = Probes("127.0.0.1", 0, live=lambda: Verdict(True), ready=lambda: Verdict(True), metrics=str)
+    probes = HealthServer(
+        "127.0.0.1", 0, live=lambda: HealthVerdict(True), ready=lambda: HealthVerdict(True), metrics=str
+    )
     probes.start()
     return probes
 
@@ -414,7 +423,7 @@ def shared_probes() -> Probes:
 @pytest.mark.parametrize(
     "text", [b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.0\r\n" + b"A: b\r\n" * 200 + b"\r\n"]
 )
-def test_nonsense_is_answered_in_json(served: Probes, text: bytes) -> None:
+def test_nonsense_is_answered_in_json(served: HealthServer, text: bytes) -> None:
     with closing(connected(served)) as client:
         client.send(text)
         answer = b""
@@ -424,7 +433,9 @@ def test_nonsense_is_answered_in_json(served: Probes, text: bytes) -> None:
     assert b"<html" not in answer.lower()
 
 
-def test_a_client_that_does_not_take_its_answer_is_hung_up_on(served: Probes, supervised: Supervised) -> None:
+def test_a_client_that_does_not_take_its_answer_is_hung_up_on(
+    served: HealthServer, supervised: Supervised
+) -> None:
     supervised.metrics = lambda: "# x\n" * 5_000_000
     with closing(connected(served)) as client:
         client.send(b"GET /metrics HTTP/1.0\r\n\r\n")
@@ -436,7 +447,7 @@ def test_a_client_that_does_not_take_its_answer_is_hung_up_on(served: Probes, su
 
 
 def test_a_client_that_takes_its_answer_a_little_at_a_time_is_hung_up_on(
-    served: Probes, supervised: Supervised, monkeypatch: pytest.MonkeyPatch
+    served: HealthServer, supervised: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "TAKE_SECONDS", 3.0)
     supervised.metrics = lambda: "# x\n" * 20_000_000
@@ -450,13 +461,13 @@ def test_a_client_that_takes_its_answer_a_little_at_a_time_is_hung_up_on(
     assert Reply(served, "/health/live").code == 200
 
 
-def test_what_is_asked_may_take_longer_than_a_client_may(served: Probes, supervised: Supervised) -> None:
+def test_what_is_asked_may_take_longer_than_a_client_may(served: HealthServer, supervised: Supervised) -> None:
     """The limit is on the client's asking, not on our answering."""
-    gate = threading.Event()
+    limit_client = threading.Event()
 
-    def look() -> Verdict:
-        gate.wait(module.READ_SECONDS + 0.5)
-        return Verdict(True)
+    def look() -> HealthVerdict:
+        limit_client.wait(module.READ_SECONDS + 0.5)
+        return HealthVerdict(True)
 
     supervised.ready = look
     assert Reply(served, "/health/ready").code == 200

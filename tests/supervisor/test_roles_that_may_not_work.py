@@ -11,7 +11,7 @@ import pytest
 from psycopg import sql as pgsql
 
 from commandbus import CommandBus, HandlerRegistry, MissingPrivilegeError, SchemaError, Worker
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 from support.supervised import Supervised
 from support.waiting import until
 from support.workers import quick_settings

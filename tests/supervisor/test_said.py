@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commandbus.cli.exits import ExitCode, code_for, sentence_for
-from commandbus.runtime.spec import StopReport
-from commandbus.supervisor.said import (
+from commandbus.cli.exit_codes import ExitCode, code_for, sentence_for
+from commandbus.supervisor.worker_messages import (
     BURST_MESSAGES,
     LONGEST_HELLO,
     LONGEST_LINE,
@@ -24,9 +23,10 @@ from commandbus.supervisor.said import (
     Hello,
     NonsenseError,
     Said,
-    StateSaid,
+    StateMessage,
     plain,
 )
+from commandbus.worker.worker_options import StopReport
 from support.running import examples
 
 PID = 4711
@@ -144,7 +144,7 @@ def test_a_line_has_a_longest_length_which_is_shorter_after_the_hello() -> None:
 
 def test_a_worker_may_say_so_much_a_second() -> None:
     told, word = reader(), line({"say": "state", "state": "DRAINING"})
-    assert told.take(word * BURST_MESSAGES, 0.0) == [StateSaid("DRAINING")] * BURST_MESSAGES
+    assert told.take(word * BURST_MESSAGES, 0.0) == [StateMessage("DRAINING")] * BURST_MESSAGES
     assert len(told.take(word * MESSAGES_A_SECOND, 1.0)) == MESSAGES_A_SECOND
     with pytest.raises(NonsenseError, match="things a second"):
         told.take(word * 2, 1.01)
@@ -172,7 +172,7 @@ def test_whatever_comes_is_a_message_or_nonsense(pieces: list[bytes]) -> None:
     for piece in pieces:
         messages, nonsense = heard(told, piece)
         for message in messages:
-            assert isinstance(message, Doing | Hello | StateSaid | StopReport | Failed)
+            assert isinstance(message, Doing | Hello | StateMessage | StopReport | Failed)
             repr(message).encode()
             if isinstance(message, Failed):
                 assert isinstance(message.rebuilt(), Exception)

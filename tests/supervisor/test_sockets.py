@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from commandbus.model.client_sockets import Socket
-from commandbus.supervisor.sockets import open_sockets
+from commandbus.supervisor.open_sockets import open_sockets
 
 
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])

@@ -22,7 +22,7 @@ Supervise = Callable[..., Supervised]
 Db = psycopg.Connection[Any]
 NAMED_SECONDS = 15.0
 BACK_SECONDS = 5.0
-PARTS = ("claimer", "settler", "lease keeper", "maintenance", "gate", "adopter")
+PARTS = ("claimer", "settler", "lease keeper", "maintenance", "limit client", "adopter")
 RAW = '{"command_type": "quick", "command_id": "raw"}'
 MORE_TASKS = '''
 

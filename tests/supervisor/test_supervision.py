@@ -17,7 +17,7 @@ import pytest
 from psycopg import sql
 
 from commandbus import CommandBus, CommandStatus
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 from support.supervised import SOURCES, Supervised
 from support.waiting import one, statuses, until, until_settled
 

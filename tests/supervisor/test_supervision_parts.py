@@ -10,24 +10,25 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from commandbus.cli.exits import ExitCode, code_for
+from commandbus.cli.exit_codes import ExitCode, code_for
 from commandbus.errors import ConfigurationError, UnknownDomainError
-from commandbus.flow.rescue import Rule, Scouted
+from commandbus.flow.commands.rescue import Rule, Scouted
 from commandbus.model.breaker import Breaker
 from commandbus.model.limit import Limit
 from commandbus.model.postmortem import Dump
 from commandbus.model.retry import RetryPolicy
-from commandbus.runtime.board import State
-from commandbus.runtime.memory import resident_megabytes
 from commandbus.settings import Settings
-from commandbus.supervisor import letter, vitals
-from commandbus.supervisor.budget import RestartBudget
-from commandbus.supervisor.coroner import Look
-from commandbus.supervisor.letter import Letter
-from commandbus.supervisor.notices import summary
-from commandbus.supervisor.said import Failed
-from commandbus.supervisor.start import place_of
+from commandbus.supervisor import process_figures as vitals
+from commandbus.supervisor import start_message
+from commandbus.supervisor.coroner import CoronerLook
+from commandbus.supervisor.death_log import summary
+from commandbus.supervisor.restart_budget import RestartBudget
+from commandbus.supervisor.start_message import StartMessage
 from commandbus.supervisor.view import View, WorkerView, live, metrics, ready
+from commandbus.supervisor.worker_messages import Failed
+from commandbus.supervisor.worker_start import place_of
+from commandbus.worker.board import State
+from commandbus.worker.memory import resident_megabytes
 from support.waiting import until
 
 # --- budget ------------------------------------------------------------------------------------------------
@@ -93,9 +94,9 @@ def test_settings_cross_over_unchanged() -> None:
         breakers={"orders/ship": Breaker(stuck=3)},
         config_file=Path("/etc/commandbus.toml"),
     )
-    fd = letter.write(Letter(settings, "s-1", 42, 5, 6, 7, 8))
-    read = letter.read(fd)
-    assert read == Letter(settings, "s-1", 42, 5, 6, 7, 8)
+    fd = start_message.write(StartMessage(settings, "s-1", 42, 5, 6, 7, 8))
+    read = start_message.read(fd)
+    assert read == StartMessage(settings, "s-1", 42, 5, 6, 7, 8)
     assert (read.settings.origins, read.settings.config_file) == (settings.origins, settings.config_file)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
@@ -187,7 +188,7 @@ def test_a_post_mortem_names_the_first_commands() -> None:
 # --- view --------------------------------------------------------------------------------------------------
 
 WORKER = WorkerView("w1", 7, State.ACTIVE, 0, "", running=1, free=3, stuck=0, rss_mb=50.0, silent_seconds=0.1)
-GOOD = View(100.0, "RUNNING", (WORKER, replace(WORKER, id="w2")), claimed_at=99.0, look=Look(99.0))
+GOOD = View(100.0, "RUNNING", (WORKER, replace(WORKER, id="w2")), claimed_at=99.0, look=CoronerLook(99.0))
 
 
 def with_workers(**changes: object) -> View:
@@ -195,7 +196,7 @@ def with_workers(**changes: object) -> View:
 
 
 def waiting(seconds: float, *, claimed_at: float = 80.0) -> View:
-    return replace(GOOD, claimed_at=claimed_at, look=Look(99.0, {"orders": Scouted(5, seconds, 2)}))
+    return replace(GOOD, claimed_at=claimed_at, look=CoronerLook(99.0, {"orders": Scouted(5, seconds, 2)}))
 
 
 @pytest.mark.parametrize(
@@ -219,8 +220,8 @@ def waiting(seconds: float, *, claimed_at: float = 80.0) -> View:
         (replace(GOOD, workers=(replace(WORKER, health=2), WORKER)), True, True, "w1 is critical"),
         (replace(GOOD, phase="STOPPING"), True, False, "stopping"),
         (replace(GOOD, trouble="the coroner has ended"), True, False, "the coroner has ended"),
-        (replace(GOOD, look=Look(90.0, {}, 95.0)), True, False, "database"),
-        (replace(GOOD, look=Look(90.0, {}, 99.5)), True, True, ""),
+        (replace(GOOD, look=CoronerLook(90.0, {}, 95.0)), True, False, "database"),
+        (replace(GOOD, look=CoronerLook(90.0, {}, 99.5)), True, True, ""),
         (waiting(15.0), True, False, "nothing is being claimed"),
         (waiting(5.0), True, True, ""),
         (waiting(15.0, claimed_at=98.0), True, True, ""),

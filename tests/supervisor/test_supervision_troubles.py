@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from commandbus import CommandBus
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 from support.supervised import Supervised
 from support.waiting import one, statuses, until, until_settled
 

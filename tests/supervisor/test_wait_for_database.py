@@ -15,7 +15,7 @@ import pytest
 from psycopg import sql
 
 from commandbus import CommandBus
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 from commandbus.db.wait_for_server import passes_by_itself
 from support.network import Proxy
 from support.supervised import Supervised

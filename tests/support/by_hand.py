@@ -14,10 +14,10 @@ from typing import Any
 
 import psycopg
 
-from commandbus.db.drive import run
+from commandbus.db.drivers import run
 from commandbus.errors import AttemptFencedError, ProcessMovedError
-from commandbus.flow.settle import settle
-from commandbus.runtime.attempt import Attempt
+from commandbus.flow.commands.settle import settle
+from commandbus.worker.execution.attempt import Attempt
 
 MAX_BYTES = 100_000
 

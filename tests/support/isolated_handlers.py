@@ -437,7 +437,7 @@ def what_was_late(command: Any, ctx: Any) -> Any:
 @process("lie")
 def lie(command: Any, ctx: Any) -> str | None:
     """As C code might that has overwritten things: speak on the socket by itself."""
-    from commandbus.runtime.channel import frame
+    from commandbus.worker.isolation.channel import frame
 
     channel = ctx._services.connections._channel
     what = command.data["what"]

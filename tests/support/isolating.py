@@ -13,18 +13,18 @@ import psycopg
 
 from commandbus import CommandBus, HandlerRegistry, RetryPolicy
 from commandbus.clock import boottime
-from commandbus.db.drive import run
-from commandbus.flow.claim import claim
-from commandbus.flow.settle import Done, Settlement, settle
-from commandbus.runtime.attempt import Attempt, Stop, Why
-from commandbus.runtime.connections import Borrowed, HandlerConnections
-from commandbus.runtime.context import Services
-from commandbus.runtime.execute import Ended, Executor, Note
-from commandbus.runtime.health import HealthStatus
-from commandbus.runtime.isolation import Isolation
-from commandbus.runtime.limited import LimitedWork
-from commandbus.runtime.process import ChildProcess
+from commandbus.db.drivers import run
+from commandbus.flow.commands.claim import claim
+from commandbus.flow.commands.settle import Done, Settlement, settle
 from commandbus.settings import Settings
+from commandbus.worker.execution.attempt import Attempt, Stop, Why
+from commandbus.worker.execution.connections import Borrowed, HandlerConnections
+from commandbus.worker.execution.context import Services
+from commandbus.worker.execution.execute import Ended, Executor, Note
+from commandbus.worker.health import HealthStatus
+from commandbus.worker.isolation.child_process import ChildProcess
+from commandbus.worker.isolation.isolation import Isolation
+from commandbus.worker.limits import LimitedWork
 
 WORKER = "test-worker"
 MakeLab = Callable[..., "Lab"]

@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 import commandbus
 from commandbus import sql
-from commandbus.flow import backend, batch, claim, inspect, send, unhandled
+from commandbus.flow.batches import create as batch
+from commandbus.flow.commands import claim, inspect, send
+from commandbus.flow.commands import database_session as backend
+from commandbus.flow.commands import unhandled_types as unhandled
 
 PACKAGE = Path(commandbus.__file__).parent
 DOMAIN = "orders"
@@ -26,15 +29,15 @@ _PLACEHOLDER = re.compile(r"%\((\w+)\)s|%s|%%")
 _BODY = re.compile(
     r"CREATE (?:OR REPLACE )?FUNCTION (?P<name>\S+?)\((?P<head>.*?)\$\$(?P<body>.*?)\$\$", re.DOTALL
 )
-_PARTS_ONLY = {"limit_claimable", "settle_done_batches", "settle_groups"}
+_PARTS_ONLY = {"limits/claimable", "batches/settle_done_batches", "commands/settle_groups"}
 _HOLE = "hole"
 _LOCKING = {
-    "breaker_lock": "FOR UPDATE",
-    "limit_client_list": "FOR UPDATE",
-    "limit_rows": "FOR NO KEY UPDATE OF l",
+    "breakers/lock": "FOR UPDATE",
+    "limits/client_list": "FOR UPDATE",
+    "limits/rows": "FOR NO KEY UPDATE OF l",
 }
-_ORDER = {"limit_next": "(%(vain)s::jsonb ->> p.command::text)::integer, p.since, p.command, p.seq"}
-_CHOSEN = {"limit_next": "NOT (%(vain)s::jsonb ? p.command::text)"}
+_ORDER = {"limits/next": "(%(vain)s::jsonb ->> p.command::text)::integer, p.since, p.command, p.seq"}
+_CHOSEN = {"limits/next": "NOT (%(vain)s::jsonb ? p.command::text)"}
 _JOINED = {  # what the code joins to a text when it runs
     "SELECT pg_catalog.pg_cancel_backend(pid)": backend._IT,
     "SELECT pg_catalog.pg_terminate_backend(pid, 2000)": backend._IT,
@@ -75,22 +78,25 @@ def bodies() -> list[Body]:
 
 
 def _in_files() -> Iterator[Found]:
-    for path in sorted((PACKAGE / "sql").glob("*.sql")):
-        if path.stem not in _PARTS_ONLY:
+    for path in sorted((PACKAGE / "sql").rglob("*.sql")):
+        name = path.relative_to(PACKAGE / "sql").with_suffix("").as_posix()
+        if not name.startswith("migrations/") and name not in _PARTS_ONLY:
             parts = {
-                "locking": _LOCKING.get(path.stem, "SKIP LOCKED"),
-                "order": _ORDER.get(path.stem, inspect._MEMBERS["order"]),
-                "chosen": _CHOSEN.get(path.stem, "true"),
+                "locking": _LOCKING.get(name, "SKIP LOCKED"),
+                "order": _ORDER.get(name, inspect._MEMBERS["order"]),
+                "chosen": _CHOSEN.get(name, "true"),
                 "of_batch": inspect._MEMBERS["of_batch"],
-                "claimable": sql.part("limit_claimable"),
-                "groups": sql.part("settle_done_batches" if path.stem == "settle_done" else "settle_groups"),
+                "claimable": sql.part("limits/claimable"),
+                "groups": sql.part(
+                    "batches/settle_done_batches" if name == "commands/settle_done" else "commands/settle_groups"
+                ),
                 **send.CALLERS_IDS,
                 **batch._RETRIES,
                 "kind": claim.OURS,
                 "table": "rejected_message",
                 "of_age": unhandled._OF_AGE,
             }
-            yield Found(path.name, _numbered(sql.text(path.stem, domain=DOMAIN, **parts).decode()))
+            yield Found(f"{name}.sql", _numbered(sql.text(name, domain=DOMAIN, **parts).decode()))
 
 
 def _in_python() -> Iterator[Found]:

@@ -78,7 +78,7 @@ class Supervised:
 
     def workers(self) -> dict[int, str]:
         """Its worker processes: pid to command line."""
-        return {pid: line for pid, line in self.processes().items() if "commandbus.supervisor.child" in line}
+        return {pid: line for pid, line in self.processes().items() if "commandbus.supervisor.child_main" in line}
 
     def processes(self) -> dict[int, str]:
         """All living processes that carry its mark: itself and whatever it started, and they."""

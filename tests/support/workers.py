@@ -82,14 +82,14 @@ async def either(block: Any) -> AsyncIterator[Any]:
             yield entered
 
 
-async def opened(gate: threading.Event, seconds: float = 20.0) -> None:
+async def opened(limit_client: threading.Event, seconds: float = 20.0) -> None:
     """Wait for a gate without blocking an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        assert gate.wait(seconds), "the gate was not opened"
+        assert limit_client.wait(seconds), "the gate was not opened"
         return
     deadline = monotonic() + seconds
-    while not gate.is_set():
+    while not limit_client.is_set():
         assert monotonic() < deadline, "the gate was not opened"
         await asyncio.sleep(0.005)

@@ -83,15 +83,17 @@ def test_many_rounds_in_one_and_the_same_worker_leave_nothing_behind(fleet: Flee
     """What neither drains nor kills a worker leaves no thread, file or connection in it."""
     kinds = ["hang.pg_sleep", "hang.close_connection", "hang.leave_thread", "isolated.sleep"]
     worker = warm_worker(fleet)
-    at_first = own_holdings(worker)
+    at_first = own_held_in_redis(worker)
     for kind in kinds:
         run_rounds(fleet, [kind], 3 if kind.endswith("thread") else MANY)
     fleet.meet_at_once(10)
     assert fleet.workers() == [worker]
     allowed = at_first["threads"] + 3  # the threads that leave_thread has left
-    until(lambda: own_holdings(worker)["threads"] <= allowed, 10, what=lambda: (at_first, names_of(worker)))
+    until(lambda: own_held_in_redis(worker)["threads"] <= allowed, 10, what=lambda: (at_first, names_of(worker)))
     until(
-        lambda: own_holdings(worker)["files"] <= at_first["files"], 10, what=lambda: (at_first, names_of(worker))
+        lambda: own_held_in_redis(worker)["files"] <= at_first["files"],
+        10,
+        what=lambda: (at_first, names_of(worker)),
     )
 
 
@@ -116,7 +118,7 @@ def names_of(pid: int) -> list[str]:
     return threads + [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
 
 
-def own_holdings(pid: int) -> dict[str, int]:
+def own_held_in_redis(pid: int) -> dict[str, int]:
     return {"threads": len(os.listdir(f"/proc/{pid}/task")), "files": len(os.listdir(f"/proc/{pid}/fd"))}
 
 

@@ -5,7 +5,7 @@ with `conn=`, whose transaction it then is part of. There is no logic here that 
 """
 
 from commandbus.bus.asynchronous import AsyncCommandBus
-from commandbus.bus.shell import whoami
+from commandbus.bus.base import whoami
 from commandbus.bus.sync import CommandBus
 
 __all__ = ["AsyncCommandBus", "CommandBus", "whoami"]

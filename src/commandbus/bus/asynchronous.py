@@ -15,18 +15,18 @@ from psycopg import AsyncConnection
 from psycopg import errors as pg
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from commandbus.bus.batches import AsyncBatches
-from commandbus.bus.breakers import AsyncBreakers
-from commandbus.bus.limiting import AsyncLimiting, GateHolder
-from commandbus.bus.listening import LAST_LOOK_SECONDS, Call, address_of
-from commandbus.bus.processes import AsyncProcesses
-from commandbus.bus.shell import CHUNK, POOL_SIZE, command_query, whoami
-from commandbus.db.borrow import borrow_async
+from commandbus.bus.base import CHUNK, POOL_SIZE, command_query, whoami
+from commandbus.bus.batches import AsyncBatchMethods
+from commandbus.bus.breakers import AsyncBreakerMethods
+from commandbus.bus.call_listener import LAST_LOOK_SECONDS, WaitingCall, address_of
+from commandbus.bus.limits import AsyncLimitMethods, LimitClientHolder
+from commandbus.bus.processes import AsyncProcessMethods
 from commandbus.db.bus_pool import AsyncBusPool, make_async_bus_pool, no_connection, unavailable
-from commandbus.db.drive import run_async
+from commandbus.db.drivers import run_async
+from commandbus.db.lent_connection import borrow_async
 from commandbus.db.pool import lasting_conninfo
 from commandbus.errors import CommandBusError, DatabaseUnavailableError
-from commandbus.flow.statement import Operation, Plan, explain_absence
+from commandbus.flow.operation import Operation, Plan, explain_absence
 from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.command import AuditEntry, CancelResult, CommandRecord, NewCommand, SentCommand
@@ -36,30 +36,37 @@ from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 from commandbus.settings import Settings
 
 if TYPE_CHECKING:
-    from commandbus.flow import call as calls
-    from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune
-    from commandbus.flow.call import CommandOutcome
-    from commandbus.flow.domains import DomainInfo
-    from commandbus.flow.history import AttemptRecord, StuckAttempt
-    from commandbus.flow.inspect import CommandQuery, DomainStatus, RejectedMessage, UndeliveredReply, WorkerInfo
-    from commandbus.flow.migrate import SchemaState
-    from commandbus.flow.pause import PauseInfo
-    from commandbus.flow.prune import PruneReport
+    from commandbus.flow.commands import call as calls
+    from commandbus.flow.commands import history, inspect, operate, pause, prune
+    from commandbus.flow.commands.call import CommandOutcome
+    from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
+    from commandbus.flow.commands.inspect import (
+        CommandQuery,
+        DomainStatus,
+        RejectedMessage,
+        UndeliveredReply,
+        WorkerInfo,
+    )
+    from commandbus.flow.commands.pause import PauseInfo
+    from commandbus.flow.commands.prune import PruneReport
+    from commandbus.flow.setup import domains, migrate
+    from commandbus.flow.setup.domains import DomainInfo
+    from commandbus.flow.setup.migrate import SchemaState
 else:
-    calls = lazy("commandbus.flow.call")
-    domains = lazy("commandbus.flow.domains")
-    history = lazy("commandbus.flow.history")
-    inspect = lazy("commandbus.flow.inspect")
-    migrate = lazy("commandbus.flow.migrate")
-    operate = lazy("commandbus.flow.operate")
-    pause = lazy("commandbus.flow.pause")
-    prune = lazy("commandbus.flow.prune")
+    calls = lazy("commandbus.flow.commands.call")
+    domains = lazy("commandbus.flow.setup.domains")
+    history = lazy("commandbus.flow.commands.history")
+    inspect = lazy("commandbus.flow.commands.inspect")
+    migrate = lazy("commandbus.flow.setup.migrate")
+    operate = lazy("commandbus.flow.commands.operate")
+    pause = lazy("commandbus.flow.commands.pause")
+    prune = lazy("commandbus.flow.commands.prune")
 
 T = TypeVar("T")
 LATE_SECONDS = 0.2  # the wait for a connection ends by itself, and says why
 
 
-class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting):
+class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethods, AsyncLimitMethods):
     """The bus for async code: the same methods, awaited. One bus belongs to one event loop."""
 
     def __init__(
@@ -69,7 +76,7 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
         pool: AsyncConnectionPool[Any] | None = None,
         settings: Settings | None = None,
     ) -> None:
-        self._gates = GateHolder()
+        self._limit_clients = LimitClientHolder()
         self._own_pool: AsyncBusPool | None = None
         self._unfinished: set[asyncio.Task[Any]] = set()  # what nobody waits for any more
         super().__init__(database_url, settings, pool)
@@ -85,7 +92,7 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
     async def close(self) -> None:
         """Close what this bus opened; who waits in `call` hears BusClosedError."""
         await asyncio.to_thread(self._listening.close)
-        await asyncio.to_thread(self._gates.close)
+        await asyncio.to_thread(self._limit_clients.close)
         if self._own_pool is not None:
             await self._own_pool.close()
             self._own_pool = None
@@ -185,7 +192,7 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
     async def migrate(
         self, *, domains: Sequence[str] = (), wait: Duration = MIGRATION_WAIT_SECONDS
     ) -> SchemaState:
-        """Bring the schema to this release, and create domains; see `flow/migrate.py`.
+        """Bring the schema to this release, and create domains; see `flow/setup/migrate.py`.
 
         While somebody's transaction is in the way, it steps back and tries again, for about as long as `wait`.
         """
@@ -293,7 +300,7 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
                 raise call.timed_out(sent) from error
         return call.conclude(sent, outcome)
 
-    async def _send_call(self, call: Call) -> SentCommand:
+    async def _send_call(self, call: WaitingCall) -> SentCommand:
         try:
             return await self._run_within(call.seconds_to_send(), call.send)
         except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
@@ -309,8 +316,8 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
         conn: object = None,
     ) -> CancelResult:
         """Cancel a command, or ask the worker that runs it to stop it; see CommandBus.cancel."""
-        deed = operate.deed("CANCEL", operator or whoami(), reason)
-        return await self.run(operate.cancel(names.check_domain(domain), command_id, deed), conn)
+        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        return await self.run(operate.cancel(names.check_domain(domain), command_id, operator_action), conn)
 
     # --- looking ------------------------------------------------------------------------------------------
 
@@ -387,8 +394,8 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
         reason: str | None = None,
     ) -> bool:
         """Pause a domain or one of its command types; False if it was."""
-        deed = operate.deed("CANCEL", operator or whoami(), reason)
-        return await self.run(pause.pause(names.check_domain(domain), command_type, deed))
+        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        return await self.run(pause.pause(names.check_domain(domain), command_type, operator_action))
 
     async def resume(
         self,
@@ -399,8 +406,8 @@ class AsyncCommandBus(AsyncBatches, AsyncProcesses, AsyncBreakers, AsyncLimiting
         reason: str | None = None,
     ) -> int:
         """Resume; returns how many parked commands went back to the queue."""
-        deed = operate.deed("RETRY", operator or whoami(), reason)
-        return await self.follow(pause.resume(names.check_domain(domain), command_type, deed))
+        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
+        return await self.follow(pause.resume(names.check_domain(domain), command_type, operator_action))
 
     async def pauses(self) -> list[PauseInfo]:
         """What is paused."""

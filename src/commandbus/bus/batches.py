@@ -9,10 +9,10 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from commandbus.bus.shell import Shell, whoami
+from commandbus.bus.base import BusBase, whoami
 from commandbus.clock import monotonic
 from commandbus.errors import BatchNotFoundError, BatchTimeoutError
-from commandbus.flow.statement import Operation, Plan
+from commandbus.flow.operation import Operation, Plan
 from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.command import NewCommand
@@ -20,7 +20,10 @@ from commandbus.model.durations import Duration, format_seconds
 from commandbus.model.page import Page
 
 if TYPE_CHECKING:
-    from commandbus.flow import batch, batch_look, batch_operate, call, operate
+    from commandbus.flow.batches import create as batch
+    from commandbus.flow.batches import inspect as batch_look
+    from commandbus.flow.batches import operate as batch_operate
+    from commandbus.flow.commands import call, operate
     from commandbus.model.batch import (
         BatchCancelReport,
         BatchRecord,
@@ -30,11 +33,11 @@ if TYPE_CHECKING:
         WhenComplete,
     )
 else:
-    batch = lazy("commandbus.flow.batch")
-    batch_look = lazy("commandbus.flow.batch_look")
-    batch_operate = lazy("commandbus.flow.batch_operate")
-    call = lazy("commandbus.flow.call")
-    operate = lazy("commandbus.flow.operate")
+    batch = lazy("commandbus.flow.batches.create")
+    batch_look = lazy("commandbus.flow.batches.inspect")
+    batch_operate = lazy("commandbus.flow.batches.operate")
+    call = lazy("commandbus.flow.commands.call")
+    operate = lazy("commandbus.flow.commands.operate")
 
 T = TypeVar("T")
 Commands = Iterable[NewCommand | Mapping[str, Any]]
@@ -42,7 +45,7 @@ FIRST_LOOK_SECONDS = 0.05
 LOOK_SECONDS = 0.5
 
 
-class _BatchShell(Shell):
+class _BatchOperations(BusBase):
     """Operations made of arguments."""
 
     def _create_batch(self, domain: str, commands: Commands, **definition: Any) -> Operation[CreatedBatch]:
@@ -61,7 +64,7 @@ class _BatchShell(Shell):
         return guard.before(batch.add(domain, batch_id, guard.watch(outgoing)))
 
 
-class Batches(_BatchShell):
+class BatchMethods(_BatchOperations):
     """What CommandBus can do with batches."""
 
     @abstractmethod
@@ -148,8 +151,8 @@ class Batches(_BatchShell):
 
         The batch ends CANCELED when the last one has stopped. Workers finish what a crash interrupts.
         """
-        deed = operate.deed("CANCEL", operator or whoami(), reason)
-        return self.follow(batch_operate.cancel(domain, batch_id, deed))
+        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        return self.follow(batch_operate.cancel(domain, batch_id, operator_action))
 
     def retry_failed(
         self,
@@ -166,11 +169,13 @@ class Batches(_BatchShell):
         Those are sent in a new batch that names this one (`retry_of`), under new command_ids, each at most once:
         what fails again is a member of the new batch. `name` and `on_complete` are that batch's.
         """
-        deed = operate.deed("RETRY", operator or whoami(), reason)
-        return self.follow(batch_operate.retry_failed(domain, batch_id, deed, name=name, on_complete=on_complete))
+        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
+        return self.follow(
+            batch_operate.retry_failed(domain, batch_id, operator_action, name=name, on_complete=on_complete)
+        )
 
 
-class AsyncBatches(_BatchShell):
+class AsyncBatchMethods(_BatchOperations):
     """What AsyncCommandBus can do with batches: the same, awaited."""
 
     @abstractmethod
@@ -243,8 +248,8 @@ class AsyncBatches(_BatchShell):
         self, domain: str, batch_id: str, *, operator: str | None = None, reason: str | None = None
     ) -> BatchCancelReport:
         """Cancel a batch; see CommandBus.cancel_batch."""
-        deed = operate.deed("CANCEL", operator or whoami(), reason)
-        return await self.follow(batch_operate.cancel(domain, batch_id, deed))
+        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        return await self.follow(batch_operate.cancel(domain, batch_id, operator_action))
 
     async def retry_failed(
         self,
@@ -257,9 +262,9 @@ class AsyncBatches(_BatchShell):
         on_complete: WhenComplete | None = None,
     ) -> BatchRetryReport:
         """Retry what failed in a batch; see CommandBus.retry_failed."""
-        deed = operate.deed("RETRY", operator or whoami(), reason)
+        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
         return await self.follow(
-            batch_operate.retry_failed(domain, batch_id, deed, name=name, on_complete=on_complete)
+            batch_operate.retry_failed(domain, batch_id, operator_action, name=name, on_complete=on_complete)
         )
 
 

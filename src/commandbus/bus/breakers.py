@@ -5,31 +5,32 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, TypeVar
 
-from commandbus.bus.shell import Shell, whoami
+from commandbus.bus.base import BusBase, whoami
 from commandbus.errors import InvalidOperationError
-from commandbus.flow.statement import Operation, Plan
+from commandbus.flow.operation import Operation, Plan
 from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.limit import check_limit_name
 
 if TYPE_CHECKING:
-    from commandbus.flow import breaker_operate, operate
-    from commandbus.flow.breaker_operate import BreakerInfo
-    from commandbus.flow.operate import Deed
+    from commandbus.flow.breakers import operate as breaker_operate
+    from commandbus.flow.breakers.operate import BreakerInfo
+    from commandbus.flow.commands import operate
+    from commandbus.flow.commands.operate import OperatorAction
 else:
-    breaker_operate = lazy("commandbus.flow.breaker_operate")
-    operate = lazy("commandbus.flow.operate")
+    breaker_operate = lazy("commandbus.flow.breakers.operate")
+    operate = lazy("commandbus.flow.commands.operate")
 
 T = TypeVar("T")
 
 
-class _BreakerShell(Shell):
+class _BreakerOperations(BusBase):
     """Operations made of arguments. A command type's breaker is named by domain and type, a limit's by `limit`."""
 
     def _opening(
         self, domain: str | None, command_type: str | None, limit: str | None, who: str | None, why: str | None
     ) -> Operation[bool]:
-        what = _deed(who, why)
+        what = _operator_action(who, why)
         if limit is not None:
             return breaker_operate.open_limit(_limit(domain, command_type, limit), what)
         name, kind = _type(domain, command_type)
@@ -38,7 +39,7 @@ class _BreakerShell(Shell):
     def _closing(
         self, domain: str | None, command_type: str | None, limit: str | None, who: str | None, why: str | None
     ) -> Plan[int]:
-        what = _deed(who, why)
+        what = _operator_action(who, why)
         if limit is not None:
             return _one(breaker_operate.close_limit(_limit(domain, command_type, limit), what))
         return breaker_operate.close_type(*_type(domain, command_type), what)
@@ -46,13 +47,13 @@ class _BreakerShell(Shell):
     def _resetting(
         self, domain: str | None, command_type: str | None, limit: str | None, who: str | None, why: str | None
     ) -> Plan[int]:
-        what = _deed(who, why)
+        what = _operator_action(who, why)
         if limit is not None:
             return _one(breaker_operate.reset_limit(_limit(domain, command_type, limit), what))
         return breaker_operate.reset_type(*_type(domain, command_type), what)
 
 
-class Breakers(_BreakerShell):
+class BreakerMethods(_BreakerOperations):
     """What CommandBus can do with breakers."""
 
     @abstractmethod
@@ -106,7 +107,7 @@ class Breakers(_BreakerShell):
         return self.follow(self._resetting(domain, command_type, limit, operator, reason))
 
 
-class AsyncBreakers(_BreakerShell):
+class AsyncBreakerMethods(_BreakerOperations):
     """What AsyncCommandBus can do with breakers: the same, awaited."""
 
     @abstractmethod
@@ -156,8 +157,8 @@ class AsyncBreakers(_BreakerShell):
         return await self.follow(self._resetting(domain, command_type, limit, operator, reason))
 
 
-def _deed(operator: str | None, reason: str | None) -> Deed:
-    return operate.deed("CANCEL", operator or whoami(), reason)
+def _operator_action(operator: str | None, reason: str | None) -> OperatorAction:
+    return operate.operator_action("CANCEL", operator or whoami(), reason)
 
 
 def _one(operation: Operation[T]) -> Plan[T]:

@@ -7,31 +7,36 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from commandbus.bus.shell import Shell, whoami
+from commandbus.bus.base import BusBase, whoami
 from commandbus.errors import InvalidCommandError
-from commandbus.flow.statement import Operation, Plan
+from commandbus.flow.operation import Operation, Plan
 from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.durations import Duration
 from commandbus.model.page import Page
 
 if TYPE_CHECKING:
-    from commandbus.flow import batch, operate, process_batch, process_inspect, process_operate, process_start
-    from commandbus.flow.process_start import Starting
+    from commandbus.flow.batches import batches_of_processes as process_batch
+    from commandbus.flow.batches import create as batch
+    from commandbus.flow.commands import operate
+    from commandbus.flow.processes import inspect as process_inspect
+    from commandbus.flow.processes import operate as process_operate
+    from commandbus.flow.processes import start as process_start
+    from commandbus.flow.processes.start import Starting
     from commandbus.model import process as model
     from commandbus.model.batch import CreatedBatch, WhenComplete
     from commandbus.model.process import NewProcess, ProcessRecord, ProcessStatus, StartedProcess
-    from commandbus.process import manager as managers
-    from commandbus.process.manager import BaseProcessManager
+    from commandbus.processes import manager as managers
+    from commandbus.processes.manager import BaseProcessManager
 else:
-    batch = lazy("commandbus.flow.batch")
-    operate = lazy("commandbus.flow.operate")
-    process_batch = lazy("commandbus.flow.process_batch")
-    process_inspect = lazy("commandbus.flow.process_inspect")
-    process_operate = lazy("commandbus.flow.process_operate")
-    process_start = lazy("commandbus.flow.process_start")
+    batch = lazy("commandbus.flow.batches.create")
+    operate = lazy("commandbus.flow.commands.operate")
+    process_batch = lazy("commandbus.flow.batches.batches_of_processes")
+    process_inspect = lazy("commandbus.flow.processes.inspect")
+    process_operate = lazy("commandbus.flow.processes.operate")
+    process_start = lazy("commandbus.flow.processes.start")
     model = lazy("commandbus.model.process")
-    managers = lazy("commandbus.process.manager")
+    managers = lazy("commandbus.processes.manager")
 
 T = TypeVar("T")
 Manager: TypeAlias = "BaseProcessManager[Any] | str"
@@ -99,14 +104,18 @@ def _address(manager: Manager, domain: str | None) -> tuple[str, str, Duration |
 
 
 def cancel(domain: str, process_id: str, operator: str | None, reason: str | None) -> Plan[ProcessStatus]:
-    return process_operate.cancel_process(domain, process_id, operate.deed("CANCEL", operator or whoami(), reason))
+    return process_operate.cancel_process(
+        domain, process_id, operate.operator_action("CANCEL", operator or whoami(), reason)
+    )
 
 
 def retry(domain: str, process_id: str, operator: str | None, reason: str | None) -> Operation[None]:
-    return process_operate.retry_process(domain, process_id, operate.deed("RETRY", operator or whoami(), reason))
+    return process_operate.retry_process(
+        domain, process_id, operate.operator_action("RETRY", operator or whoami(), reason)
+    )
 
 
-class Processes(Shell):
+class ProcessMethods(BusBase):
     """The part of CommandBus that is about processes."""
 
     @abstractmethod
@@ -203,8 +212,8 @@ class Processes(Shell):
         return self.run(process_inspect.list_strays(domain, process_id=process_id, limit=limit))
 
 
-class AsyncProcesses(Shell):
-    """The part of AsyncCommandBus that is about processes; see `Processes`."""
+class AsyncProcessMethods(BusBase):
+    """The part of AsyncCommandBus that is about processes; see `ProcessMethods`."""
 
     @abstractmethod
     async def run(self, operation: Operation[T], conn: object = None) -> T: ...

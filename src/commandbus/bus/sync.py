@@ -15,20 +15,20 @@ from psycopg import Connection
 from psycopg import errors as pg
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from commandbus.bus.batches import Batches
-from commandbus.bus.breakers import Breakers
-from commandbus.bus.limiting import GateHolder, Limiting
-from commandbus.bus.listening import LAST_LOOK_SECONDS, Call, address_of
-from commandbus.bus.processes import Processes
-from commandbus.bus.shell import CHUNK, POOL_SIZE, command_query, warn_on_loop, whoami
+from commandbus.bus.base import CHUNK, POOL_SIZE, command_query, warn_on_loop, whoami
+from commandbus.bus.batches import BatchMethods
+from commandbus.bus.breakers import BreakerMethods
+from commandbus.bus.call_listener import LAST_LOOK_SECONDS, WaitingCall, address_of
+from commandbus.bus.limits import LimitClientHolder, LimitMethods
+from commandbus.bus.processes import ProcessMethods
 from commandbus.clock import monotonic
 from commandbus.db.answer_clock import run_until
-from commandbus.db.borrow import borrow
 from commandbus.db.bus_pool import BusPool, make_bus_pool, no_connection, unavailable
-from commandbus.db.drive import run
+from commandbus.db.drivers import run
+from commandbus.db.lent_connection import borrow
 from commandbus.db.pool import lasting_conninfo
 from commandbus.errors import CommandBusError, DatabaseUnavailableError
-from commandbus.flow.statement import Operation, Plan, explain_absence
+from commandbus.flow.operation import Operation, Plan, explain_absence
 from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.command import AuditEntry, CancelResult, CommandRecord, NewCommand, SentCommand
@@ -38,29 +38,36 @@ from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 from commandbus.settings import Settings
 
 if TYPE_CHECKING:
-    from commandbus.flow import call as calls
-    from commandbus.flow import domains, history, inspect, migrate, operate, pause, prune
-    from commandbus.flow.call import CommandOutcome
-    from commandbus.flow.domains import DomainInfo
-    from commandbus.flow.history import AttemptRecord, StuckAttempt
-    from commandbus.flow.inspect import CommandQuery, DomainStatus, RejectedMessage, UndeliveredReply, WorkerInfo
-    from commandbus.flow.migrate import SchemaState
-    from commandbus.flow.pause import PauseInfo
-    from commandbus.flow.prune import PruneReport
+    from commandbus.flow.commands import call as calls
+    from commandbus.flow.commands import history, inspect, operate, pause, prune
+    from commandbus.flow.commands.call import CommandOutcome
+    from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
+    from commandbus.flow.commands.inspect import (
+        CommandQuery,
+        DomainStatus,
+        RejectedMessage,
+        UndeliveredReply,
+        WorkerInfo,
+    )
+    from commandbus.flow.commands.pause import PauseInfo
+    from commandbus.flow.commands.prune import PruneReport
+    from commandbus.flow.setup import domains, migrate
+    from commandbus.flow.setup.domains import DomainInfo
+    from commandbus.flow.setup.migrate import SchemaState
 else:
-    calls = lazy("commandbus.flow.call")
-    domains = lazy("commandbus.flow.domains")
-    history = lazy("commandbus.flow.history")
-    inspect = lazy("commandbus.flow.inspect")
-    migrate = lazy("commandbus.flow.migrate")
-    operate = lazy("commandbus.flow.operate")
-    pause = lazy("commandbus.flow.pause")
-    prune = lazy("commandbus.flow.prune")
+    calls = lazy("commandbus.flow.commands.call")
+    domains = lazy("commandbus.flow.setup.domains")
+    history = lazy("commandbus.flow.commands.history")
+    inspect = lazy("commandbus.flow.commands.inspect")
+    migrate = lazy("commandbus.flow.setup.migrate")
+    operate = lazy("commandbus.flow.commands.operate")
+    pause = lazy("commandbus.flow.commands.pause")
+    prune = lazy("commandbus.flow.commands.prune")
 
 T = TypeVar("T")
 
 
-class CommandBus(Batches, Processes, Breakers, Limiting):
+class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
     """The bus for sync code. Safe to share between threads; close it, or use it as a context manager.
 
     `CommandBus()` takes its database from the settings (environment, commandbus.toml); `pool=` uses a psycopg
@@ -74,7 +81,7 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
         pool: ConnectionPool[Any] | None = None,
         settings: Settings | None = None,
     ) -> None:
-        self._gates = GateHolder()
+        self._limit_clients = LimitClientHolder()
         self._own_pool: BusPool | None = None
         self._has_warned = False
         super().__init__(database_url, settings, pool)
@@ -90,7 +97,7 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
     def close(self) -> None:
         """Close what this bus opened; who waits in `call` hears BusClosedError."""
         self._listening.close()
-        self._gates.close()
+        self._limit_clients.close()
         if self._own_pool is not None:
             self._own_pool.close()
             self._own_pool = None
@@ -180,7 +187,7 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
     # --- set-up -------------------------------------------------------------------------------------------
 
     def migrate(self, *, domains: Sequence[str] = (), wait: Duration = MIGRATION_WAIT_SECONDS) -> SchemaState:
-        """Bring the schema to this release, and create domains; see `flow/migrate.py`.
+        """Bring the schema to this release, and create domains; see `flow/setup/migrate.py`.
 
         While somebody's transaction is in the way, it steps back and tries again, for about as long as `wait`.
         """
@@ -306,7 +313,7 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
                 raise call.timed_out(sent) from error
         return call.conclude(sent, outcome)
 
-    def _send_call(self, call: Call) -> SentCommand:
+    def _send_call(self, call: WaitingCall) -> SentCommand:
         try:
             return self._run(call.send, call.seconds_to_send())
         except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
@@ -326,8 +333,8 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
         A command that runs is told by its context, and has its grace to clean up; it ends CANCELED, unless it
         completes by then. Asking again changes nothing and answers the same.
         """
-        deed = operate.deed("CANCEL", operator or whoami(), reason)
-        return self.run(operate.cancel(names.check_domain(domain), command_id, deed), conn)
+        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        return self.run(operate.cancel(names.check_domain(domain), command_id, operator_action), conn)
 
     # --- looking ------------------------------------------------------------------------------------------
 
@@ -401,8 +408,8 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
         reason: str | None = None,
     ) -> bool:
         """Pause a domain or one of its command types; False if it was."""
-        deed = operate.deed("CANCEL", operator or whoami(), reason)
-        return self.run(pause.pause(names.check_domain(domain), command_type, deed))
+        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        return self.run(pause.pause(names.check_domain(domain), command_type, operator_action))
 
     def resume(
         self,
@@ -413,8 +420,8 @@ class CommandBus(Batches, Processes, Breakers, Limiting):
         reason: str | None = None,
     ) -> int:
         """Resume; returns how many parked commands went back to the queue."""
-        deed = operate.deed("RETRY", operator or whoami(), reason)
-        return self.follow(pause.resume(names.check_domain(domain), command_type, deed))
+        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
+        return self.follow(pause.resume(names.check_domain(domain), command_type, operator_action))
 
     def pauses(self) -> list[PauseInfo]:
         """What is paused."""

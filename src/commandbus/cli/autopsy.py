@@ -15,7 +15,9 @@ from typing import Any
 from commandbus.cli.render import age, moment, printable, printable_lines
 
 # What a person did not write: this package (but for its demo), the interpreter's own library, what was installed.
-_OURS = re.compile(r"/commandbus/(?:bus|db|embedded|flow|limits|runtime|supervisor|testing|troubleshooting)\b")
+_OURS = re.compile(
+    r"/commandbus/(?:bus|db|embedded|flow|limits|processes|supervisor|testing|troubleshooting|worker)\b"
+)
 _FOREIGN = re.compile(rf"<frozen |/site-packages/|/dist-packages/|/lib/python\d|{_OURS.pattern}")
 # As a traceback has it (`line 5, in f`), and as faulthandler does (`line 5 in f`).
 _FRAME = re.compile(r'File "(?P<path>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')

@@ -12,19 +12,21 @@ from typing import Any, TypeVar
 
 import click
 
-from commandbus.cli import batch_text, watching, where
-from commandbus.cli.exits import ExitCode
-from commandbus.cli.lines import check_unique
+from commandbus.cli import batch_progress as watching
+from commandbus.cli import batch_text
+from commandbus.cli import find_id as where
+from commandbus.cli.exit_codes import ExitCode
+from commandbus.cli.json_lines import check_unique
 from commandbus.cli.parameters import DURATION, JsonType, operator_options
 from commandbus.cli.render import age_of, print_json, print_table, say, say_heading
 from commandbus.cli.send import read_commands
-from commandbus.cli.session import Group, Session, check_known
+from commandbus.cli.session import CliGroup, CliSession, check_known
 from commandbus.cli.table import columns
 from commandbus.errors import BatchNotFoundError, DuplicateMemberError, InvalidOperationError
 from commandbus.model import names
 from commandbus.model.batch import BatchStatus, completion_of
 from commandbus.model.command import NewCommand
-from commandbus.model.words import counted
+from commandbus.model.counting import counted
 
 F = TypeVar("F", bound=Callable[..., Any])
 FEW = 5
@@ -33,7 +35,7 @@ DOMAIN = click.option("--domain", metavar="NAME", help="Its domain, if several h
 BATCH = click.argument("batch_id", metavar="ID")
 
 
-@click.group(cls=Group)
+@click.group(cls=CliGroup)
 def batch() -> None:
     """Batches: commands that are counted together, and what is to happen when all are done."""
 
@@ -57,7 +59,7 @@ def _when_complete(function: F) -> F:
 @click.option("--open", "is_open", is_flag=True, help="More will be added: it can end only after `batch close`.")
 @click.pass_obj
 def create(
-    session: Session,
+    session: CliSession,
     /,
     domain: str,
     source: str | None,
@@ -97,7 +99,7 @@ def watch(ctx: click.Context, /, batch_id: str, domain: str | None, timeout: flo
     The exit code is 0 if every command completed, and 1 if not, or if it did not end in time. Ctrl-C ends the
     watching, not the batch.
     """
-    session: Session = ctx.obj
+    session: CliSession = ctx.obj
     with session.bus() as bus:
         of_domain, batch_id = where.of_batch(bus, batch_id, domain)
         with _watcher(session) as show:
@@ -117,7 +119,7 @@ def watch(ctx: click.Context, /, batch_id: str, domain: str | None, timeout: flo
 @click.option("--before-id", type=int, metavar="ID", help="The next page: before this internal id.")
 @click.pass_obj
 def list_batches(
-    session: Session, domain: str | None, status: str | None, limit: int, before_id: int | None
+    session: CliSession, domain: str | None, status: str | None, limit: int, before_id: int | None
 ) -> None:
     """Batches, newest first, and how far they are.
 
@@ -159,7 +161,7 @@ def list_batches(
     help="How many of those that failed, and of those that need a person.",
 )  # fmt: skip
 @click.pass_obj
-def show(session: Session, batch_id: str, domain: str | None, limit: int) -> None:
+def show(session: CliSession, batch_id: str, domain: str | None, limit: int) -> None:
     """One batch: counts, progress, and what failed.
 
     Of those that failed or need a person the newest are shown, with their errors, and how to see the rest.
@@ -189,7 +191,7 @@ def show(session: Session, batch_id: str, domain: str | None, limit: int) -> Non
 @DOMAIN
 @click.option("--from", "source", required=True, metavar="FILE", help="A file of JSON lines; - is stdin.")
 @click.pass_obj
-def add(session: Session, batch_id: str, domain: str | None, source: str) -> None:
+def add(session: CliSession, batch_id: str, domain: str | None, source: str) -> None:
     """Add commands to an open batch: all, or none."""
     commands = _read(session, source)
     with session.bus() as bus, _told_by_line(source, commands):
@@ -205,7 +207,7 @@ def add(session: Session, batch_id: str, domain: str | None, source: str) -> Non
 @BATCH
 @DOMAIN
 @click.pass_obj
-def close(session: Session, batch_id: str, domain: str | None) -> None:
+def close(session: CliSession, batch_id: str, domain: str | None) -> None:
     """Say that nothing more will be added.
 
     An open batch can end only after that.
@@ -224,7 +226,9 @@ def close(session: Session, batch_id: str, domain: str | None) -> None:
 @DOMAIN
 @operator_options
 @click.pass_obj
-def cancel(session: Session, batch_id: str, domain: str | None, operator: str | None, reason: str | None) -> None:
+def cancel(
+    session: CliSession, batch_id: str, domain: str | None, operator: str | None, reason: str | None
+) -> None:
     """Cancel what waits, ask what runs to stop.
 
     Processes are asked to stop, and undo what they have done; one that has sent nothing yet ends at once. The
@@ -246,7 +250,7 @@ def cancel(session: Session, batch_id: str, domain: str | None, operator: str | 
 @operator_options
 @click.pass_obj
 def retry_failed(
-    session: Session,
+    session: CliSession,
     batch_id: str,
     domain: str | None,
     name: str | None,
@@ -286,7 +290,7 @@ def completion(on_complete: str | None, reply_to: str | None) -> Mapping[str, An
     return completion_of({"domain": domain, "command_type": command_type})
 
 
-def _read(session: Session, source: str) -> dict[int, NewCommand]:
+def _read(session: CliSession, source: str) -> dict[int, NewCommand]:
     """The commands by line. A batch has each of its commands once, so the second of an id is a bad line."""
     found = read_commands(source, session.settings())
     check_unique(source, found, "command_id", undone="nothing was sent")
@@ -308,7 +312,7 @@ def _told_by_line(source: str | None, commands: Mapping[int, NewCommand]) -> Ite
 # --- what it says -------------------------------------------------------------------------------------------
 
 
-def _watcher(session: Session) -> AbstractContextManager[watching.Show]:
+def _watcher(session: CliSession) -> AbstractContextManager[watching.Show]:
     if session.as_json:
         return watching.changes(lambda record: print_json(batch_text.document(record), on_one_line=True))
     if sys.stdout.isatty():

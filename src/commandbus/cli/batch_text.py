@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from commandbus.bus import CommandBus
-from commandbus.cli import watching
+from commandbus.cli import batch_progress as watching
 from commandbus.cli.render import age, age_of, compact, moment, print_fields
 from commandbus.model.batch import BatchCancelReport, BatchRecord, BatchRetryReport
 from commandbus.model.command import CancelRequest, CommandStatus
+from commandbus.model.counting import counted
 from commandbus.model.process import ProcessStatus
-from commandbus.model.words import counted
 
 
 @dataclass(frozen=True, slots=True)

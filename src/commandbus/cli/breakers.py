@@ -9,11 +9,11 @@ import click
 
 from commandbus.cli.parameters import operator_options
 from commandbus.cli.render import print_table, say
-from commandbus.cli.session import ListingGroup, Session
+from commandbus.cli.session import CliSession, ListingGroup
 from commandbus.cli.table import columns
-from commandbus.flow.breaker_operate import BreakerInfo
-from commandbus.flow.known import doubt_type
-from commandbus.model.words import counted
+from commandbus.flow.breakers.operate import BreakerInfo
+from commandbus.flow.commands.known_types import doubt_type
+from commandbus.model.counting import counted
 
 F = TypeVar("F", bound=Callable[..., Any])
 _STATES = {"CLOSED": "closed", "OPEN": "open", "HALF_OPEN": "half open"}
@@ -41,7 +41,7 @@ def breakers(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is not None:
         return
-    session: Session = ctx.obj
+    session: CliSession = ctx.obj
     with session.bus() as bus:
         found = bus.breakers()
     session.answer(
@@ -59,7 +59,7 @@ def breakers(ctx: click.Context) -> None:
 @_which
 @click.pass_obj
 def open_breaker(
-    session: Session,
+    session: CliSession,
     domain: str | None,
     command_type: str | None,
     limit: str | None,
@@ -82,7 +82,7 @@ def open_breaker(
 @_which
 @click.pass_obj
 def close_breaker(
-    session: Session,
+    session: CliSession,
     domain: str | None,
     command_type: str | None,
     limit: str | None,
@@ -103,7 +103,7 @@ def close_breaker(
 @_which
 @click.pass_obj
 def reset_breaker(
-    session: Session,
+    session: CliSession,
     domain: str | None,
     command_type: str | None,
     limit: str | None,

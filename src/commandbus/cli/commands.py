@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from commandbus.bus import CommandBus
-from commandbus.cli import autopsy, where
+from commandbus.cli import autopsy
+from commandbus.cli import find_id as where
 from commandbus.cli.parameters import SINCE
 from commandbus.cli.render import (
     age,
@@ -23,11 +24,11 @@ from commandbus.cli.render import (
     say,
     say_heading,
 )
-from commandbus.cli.session import Command, Session, check_known
+from commandbus.cli.session import CliCommand, CliSession, check_known
 from commandbus.cli.table import columns
 from commandbus.errors import CommandNotFoundError, InvalidOperationError
-from commandbus.flow.belonging import PartOfProcess, process_of
-from commandbus.flow.history import AttemptRecord, list_attempts
+from commandbus.flow.commands.history import AttemptRecord, list_attempts
+from commandbus.flow.processes.process_of_command import PartOfProcess, process_of
 from commandbus.model.command import AuditEntry, CancelRequest, CommandRecord, CommandStatus
 from commandbus.model.durations import format_seconds
 
@@ -35,7 +36,7 @@ SHORT = {"IN_TSQ": CommandStatus.IN_TROUBLESHOOTING_QUEUE}
 STATUSES = [*(status.value for status in CommandStatus), *SHORT]
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("--domain", metavar="NAME", help="Only of this domain.")
 @click.option("--type", "command_type", metavar="TYPE", help="Only of this command type.")
 @click.option("--status", type=click.Choice(STATUSES, case_sensitive=False), help="Only in this status.")
@@ -46,7 +47,7 @@ STATUSES = [*(status.value for status in CommandStatus), *SHORT]
 @click.option("--before-id", type=int, metavar="ID", help="The next page: before this internal id.")
 @click.pass_obj
 def commands(
-    session: Session,
+    session: CliSession,
     domain: str | None,
     command_type: str | None,
     status: str | None,
@@ -103,12 +104,12 @@ def _delay(item: CommandRecord) -> str | None:
     return f"ready from {when}" if item.error is None else f"tried again at {when}: {item.error}"
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.argument("words", nargs=-1, required=True, metavar="[DOMAIN] ID")
 @click.option("--traceback", "with_traceback", is_flag=True, help="The traceback of each failed attempt too.")
 @click.option("--autopsy", "with_autopsy", is_flag=True, help="What was seen when an attempt had to be stopped.")
 @click.pass_obj
-def show(session: Session, words: tuple[str, ...], with_traceback: bool, with_autopsy: bool) -> None:  # noqa: FBT001
+def show(session: CliSession, words: tuple[str, ...], with_traceback: bool, with_autopsy: bool) -> None:  # noqa: FBT001
     """One command: its fields, data and result, its last error, and its life as a timeline.
 
     ID is the command_id, looked for in every domain if none is given; '#123' is the internal id. An id with

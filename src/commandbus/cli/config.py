@@ -5,16 +5,16 @@ from __future__ import annotations
 import click
 
 from commandbus.cli.render import print_json, print_table, say
-from commandbus.cli.session import Command, Session
+from commandbus.cli.session import CliCommand, CliSession
 from commandbus.cli.table import columns
 from commandbus.model.durations import format_seconds
 from commandbus.settings import SETTINGS, Settings
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("--changed", is_flag=True, help="Only what is not a default.")
 @click.pass_obj
-def config(session: Session, changed: bool) -> None:  # noqa: FBT001
+def config(session: CliSession, changed: bool) -> None:  # noqa: FBT001
     """Print the effective settings.
 
     Arguments count before the environment, then commandbus.toml, then [tool.commandbus] in pyproject.toml.

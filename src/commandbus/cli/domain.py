@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 
 from commandbus.cli.render import print_json, print_table, say
-from commandbus.cli.session import Group, Session
+from commandbus.cli.session import CliGroup, CliSession
 from commandbus.cli.table import columns
 
 
-@click.group(cls=Group)
+@click.group(cls=CliGroup)
 def domain() -> None:
     """Domains: queues of commands."""
 
@@ -17,7 +17,7 @@ def domain() -> None:
 @domain.command("create")
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @click.pass_obj
-def create_domain(session: Session, names: tuple[str, ...]) -> None:
+def create_domain(session: CliSession, names: tuple[str, ...]) -> None:
     """Create domains; those that exist are left as they are."""
     with session.bus() as bus:
         made = [{"domain": name, "created": bus.create_domain(name)} for name in names]
@@ -30,7 +30,7 @@ def create_domain(session: Session, names: tuple[str, ...]) -> None:
 
 @domain.command("list")
 @click.pass_obj
-def list_domains(session: Session) -> None:
+def list_domains(session: CliSession) -> None:
     """List all domains."""
     with session.bus() as bus:
         found = bus.list_domains()
@@ -44,7 +44,7 @@ def list_domains(session: Session) -> None:
     )
 
 
-@click.group(cls=Group)
+@click.group(cls=CliGroup)
 def queue() -> None:
     """Plain PGMQ queues, such as for replies."""
 
@@ -52,7 +52,7 @@ def queue() -> None:
 @queue.command("create")
 @click.argument("name")
 @click.pass_obj
-def create_queue(session: Session, name: str) -> None:
+def create_queue(session: CliSession, name: str) -> None:
     """Create a queue, to be named in `send --reply-to`."""
     with session.bus() as bus:
         bus.create_queue(name)

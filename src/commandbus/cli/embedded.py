@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from commandbus.cli.render import print_fields, say
-from commandbus.cli.session import Group, Session
-from commandbus.db.resolve import DEFAULT_FOLDER, embedded_folder
+from commandbus.cli.session import CliGroup, CliSession
+from commandbus.db.database_address import DEFAULT_FOLDER, embedded_folder
 from commandbus.embedded import EmbeddedPostgres, EmbeddedStatus
 
 FOLDER = click.option(
@@ -18,7 +18,7 @@ FOLDER = click.option(
 )  # fmt: skip
 
 
-@click.group(cls=Group)
+@click.group(cls=CliGroup)
 def embedded() -> None:
     """The embedded PostgreSQL: a real server in a folder, for development and small things.
 
@@ -29,7 +29,7 @@ def embedded() -> None:
 @embedded.command()
 @FOLDER
 @click.pass_obj
-def start(session: Session, folder: Path | None) -> None:
+def start(session: CliSession, folder: Path | None) -> None:
     """Start it and leave it up; nothing happens if it is up already."""
     server = EmbeddedPostgres(folder or _default_folder(session))
     server.start()
@@ -43,7 +43,7 @@ def start(session: Session, folder: Path | None) -> None:
 @embedded.command()
 @FOLDER
 @click.pass_obj
-def stop(session: Session, folder: Path | None) -> None:
+def stop(session: CliSession, folder: Path | None) -> None:
     """Stop it, whoever uses it; its data stays."""
     server = EmbeddedPostgres(folder or _default_folder(session))
     was_running = server.stop(force=True)
@@ -57,16 +57,16 @@ def stop(session: Session, folder: Path | None) -> None:
 @embedded.command("status")
 @FOLDER
 @click.pass_obj
-def show_status(session: Session, folder: Path | None) -> None:
+def show_status(session: CliSession, folder: Path | None) -> None:
     """Is it up, where is its data, and at which address does it answer?"""
     _say(session, EmbeddedPostgres(folder or _default_folder(session)).status())
 
 
-def _default_folder(session: Session) -> Path:
+def _default_folder(session: CliSession) -> Path:
     return embedded_folder(session.settings()) or Path(DEFAULT_FOLDER)
 
 
-def _say(session: Session, status: EmbeddedStatus) -> None:
+def _say(session: CliSession, status: EmbeddedStatus) -> None:
     session.answer(_document(status), lambda: print_fields(_document(status)))
 
 

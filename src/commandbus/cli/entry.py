@@ -16,11 +16,11 @@ from typing import NoReturn
 import click
 from click.shell_completion import shell_complete
 
-from commandbus.cli.exits import ExitCode, code_for, one_line, sentence_for
-from commandbus.cli.release import release
+from commandbus.cli.exit_codes import ExitCode, code_for, one_line, sentence_for
 from commandbus.cli.render import printable_lines, say
-from commandbus.cli.session import Group, Session
+from commandbus.cli.session import CliGroup, CliSession
 from commandbus.cli.signals import TerminatedError, as_exceptions
+from commandbus.cli.version import release
 
 COMPLETION = "_COMMANDBUS_COMPLETE"
 
@@ -66,7 +66,7 @@ COMMANDS = {
 }
 
 
-class Root(Group):
+class Root(CliGroup):
     """The group of all commands."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command line; answers the exit code."""
-    session = Session()
+    session = CliSession()
     # What psycopg has to say about a connection that a signal tore apart is of no use here; a worker logs it.
     logging.getLogger("psycopg").addHandler(logging.NullHandler())
     for stream in (sys.stdout, sys.stderr):
@@ -142,7 +142,7 @@ def run(arguments: Sequence[str]) -> int:
     return ExitCode.OK
 
 
-def _invoke(arguments: Sequence[str], session: Session) -> None:
+def _invoke(arguments: Sequence[str], session: CliSession) -> None:
     with root.make_context("commandbus", list(arguments), obj=session) as context:
         root.invoke(context)
 

@@ -9,14 +9,14 @@ import click
 
 from commandbus.cli.parameters import DURATION, AnyType, operator_options
 from commandbus.cli.render import age, moment, print_fields, print_table, say, say_heading
-from commandbus.cli.session import ListingGroup, Session
+from commandbus.cli.session import CliSession, ListingGroup
 from commandbus.cli.table import columns
 from commandbus.errors import ConfigurationError
-from commandbus.flow.known import doubt_limit
-from commandbus.flow.limit_look import ControlAction, Estimate, LimitInfo, list_actions
+from commandbus.flow.commands.known_types import doubt_limit
+from commandbus.flow.limits.inspect import ControlAction, Estimate, LimitInfo, list_actions
+from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds, roughly
 from commandbus.model.limit import OPTIONS
-from commandbus.model.words import counted
 
 ACTIONS = 10
 HOW_TO = (
@@ -56,7 +56,7 @@ def limits(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is not None:
         return
-    session: Session = ctx.obj
+    session: CliSession = ctx.obj
     with session.bus() as bus:
         found = bus.limits()
         undeclared = sorted({limit.name for limit in bus.settings.limits} - {item.name for item in found})
@@ -68,7 +68,7 @@ def limits(ctx: click.Context) -> None:
 @click.option("--actions", type=click.IntRange(0, 1000), default=ACTIONS, show_default=True,
               help="How many of the last changes.")  # fmt: skip
 @click.pass_obj
-def show(session: Session, name: str, actions: int) -> None:
+def show(session: CliSession, name: str, actions: int) -> None:
     """Everything about one: what it allows and who said so, who holds its places, and what was done to it."""
     with session.bus() as bus:
         info, estimate = bus.get_limit(name), bus.estimate(name)
@@ -92,7 +92,7 @@ def show(session: Session, name: str, actions: int) -> None:
 @click.option("--backend", type=click.Choice(["postgres", "redis"]), help="Where a new one keeps its places.")
 @operator_options
 @click.pass_obj
-def set_limit(session: Session, /, name: str, operator: str | None, reason: str | None, **options: Any) -> None:
+def set_limit(session: CliSession, /, name: str, operator: str | None, reason: str | None, **options: Any) -> None:
     """Change a limit, or make one. All workers follow at once; it stays so over deployments, until it is unset.
 
     One that no program declares, and that was never used, is made with a warning: the name may be misspelt.
@@ -117,7 +117,9 @@ def set_limit(session: Session, /, name: str, operator: str | None, reason: str 
 @click.argument("options", nargs=-1, metavar="[OPTION]...")
 @operator_options
 @click.pass_obj
-def unset(session: Session, name: str, options: tuple[str, ...], operator: str | None, reason: str | None) -> None:
+def unset(
+    session: CliSession, name: str, options: tuple[str, ...], operator: str | None, reason: str | None
+) -> None:
     """Go back to what is declared, for these options (concurrency, rate, …) or all.
 
     A limit that is declared nowhere is gone then.
@@ -143,7 +145,7 @@ def unset(session: Session, name: str, options: tuple[str, ...], operator: str |
 @click.option("--domain", metavar="NAME", help="The domain of the command.")
 @click.option("--command-id", metavar="ID", help="A command that waits; without it, one that is sent now.")
 @click.pass_obj
-def estimate(session: Session, name: str, domain: str | None, command_id: str | None) -> None:
+def estimate(session: CliSession, name: str, domain: str | None, command_id: str | None) -> None:
     """How long one waits: what is left of the back-off, and those ahead at the rate that was measured."""
     if (domain is None) != (command_id is None):
         raise click.UsageError("a command is named by both: --domain D --command-id ID")

@@ -7,17 +7,17 @@ from typing import Any
 import click
 
 from commandbus.bus import CommandBus
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 from commandbus.cli.parameters import DURATION
 from commandbus.cli.render import print_json, say
-from commandbus.cli.session import Command, Session
-from commandbus.flow import migrate as migrate_flow
-from commandbus.flow.migrate import SchemaState
+from commandbus.cli.session import CliCommand, CliSession
+from commandbus.flow.setup import migrate as migrate_flow
+from commandbus.flow.setup.migrate import SchemaState
+from commandbus.model.counting import counted
 from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
-from commandbus.model.words import counted
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("--print", "print_sql", is_flag=True, help="Print the SQL instead; needs no database.")
 @click.option("--check", is_flag=True, help="Change nothing; exit code 1 if something is missing.")
 @click.option("--domain", "domains", multiple=True, metavar="NAME", help="Create this domain too; repeatable.")
@@ -43,7 +43,7 @@ def migrate(
     Workers of an older release may start on a newer schema if each newer migration is compatible. One that is not
     is named: workers of older releases that still run may fail, and cannot be started again.
     """
-    session: Session = ctx.obj
+    session: CliSession = ctx.obj
     if print_sql and check:
         raise click.UsageError("--print and --check do not go together")
     if print_sql:
@@ -59,7 +59,7 @@ def migrate(
             _migrate(session, bus, domains, wait)
 
 
-def _migrate(session: Session, bus: CommandBus, domains: tuple[str, ...], wait: float) -> None:
+def _migrate(session: CliSession, bus: CommandBus, domains: tuple[str, ...], wait: float) -> None:
     before = bus.migrate(domains=domains, wait=wait)
     now = bus.schema_state()
     if session.as_json:

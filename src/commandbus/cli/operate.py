@@ -7,25 +7,25 @@ import time
 import click
 
 from commandbus.bus import CommandBus
-from commandbus.cli import where
-from commandbus.cli.exits import ExitCode
+from commandbus.cli import find_id as where
+from commandbus.cli.exit_codes import ExitCode
 from commandbus.cli.parameters import DURATION, operator_options
 from commandbus.cli.render import print_table, say
-from commandbus.cli.session import Command, Session
+from commandbus.cli.session import CliCommand, CliSession
 from commandbus.cli.table import columns
 from commandbus.errors import CommandNotFoundError
-from commandbus.flow.known import doubt_type
-from commandbus.flow.limit_look import ControlAction
-from commandbus.flow.pause import PREFIX, list_actions
+from commandbus.flow.commands.known_types import doubt_type
+from commandbus.flow.commands.pause import PREFIX, list_actions
+from commandbus.flow.limits.inspect import ControlAction
 from commandbus.model.command import CancelResult, CommandRecord, CommandStatus
+from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds
-from commandbus.model.words import counted
 
 WAIT = "60s"
 LOOK_SECONDS = 0.2
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.argument("domain")
 @click.argument("command_id", metavar="ID")
 @operator_options
@@ -85,13 +85,13 @@ def _outcome(name: str, status: CommandStatus, worker: str | None, wait: float |
     return asked if wait is None else f"{asked}; it has not ended after {format_seconds(wait)}"
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.argument("domain")
 @click.argument("command_type", metavar="[TYPE]", required=False)
 @operator_options
 @click.pass_obj
 def pause(
-    session: Session, domain: str, command_type: str | None, operator: str | None, reason: str | None
+    session: CliSession, domain: str, command_type: str | None, operator: str | None, reason: str | None
 ) -> None:
     """Pause a domain, or one command type of it. What runs goes on; what waits, waits.
 
@@ -107,13 +107,13 @@ def pause(
     )
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.argument("domain")
 @click.argument("command_type", metavar="[TYPE]", required=False)
 @operator_options
 @click.pass_obj
 def resume(
-    session: Session, domain: str, command_type: str | None, operator: str | None, reason: str | None
+    session: CliSession, domain: str, command_type: str | None, operator: str | None, reason: str | None
 ) -> None:
     """Resume what was paused, with the same arguments. Who did it is written down: `pauses --actions 10`."""
     with session.bus() as bus:
@@ -126,11 +126,11 @@ def resume(
     )
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("--actions", type=click.IntRange(0, 1000), default=0, metavar="N",
               help="Instead: who has paused and resumed what, the last N times.")  # fmt: skip
 @click.pass_obj
-def pauses(session: Session, actions: int) -> None:
+def pauses(session: CliSession, actions: int) -> None:
     """What is paused, by whom, and why."""
     with session.bus() as bus:
         if actions:

@@ -9,12 +9,13 @@ from typing import Any
 import click
 
 from commandbus.bus import CommandBus
-from commandbus.cli import process_text, where
+from commandbus.cli import find_id as where
+from commandbus.cli import process_text
 from commandbus.cli.batch import completion
-from commandbus.cli.lines import check_unique, read_items
+from commandbus.cli.json_lines import check_unique, read_items
 from commandbus.cli.parameters import DURATION, JsonType, operator_options
 from commandbus.cli.render import age_of, print_json, print_table, say, shortened
-from commandbus.cli.session import Group, Session, check_known
+from commandbus.cli.session import CliGroup, CliSession, check_known
 from commandbus.cli.table import columns
 from commandbus.errors import (
     DuplicateProcessError,
@@ -22,8 +23,8 @@ from commandbus.errors import (
     InvalidOperationError,
     ProcessNotFoundError,
 )
-from commandbus.flow import process_start
-from commandbus.flow.known import doubt_type
+from commandbus.flow.commands.known_types import doubt_type
+from commandbus.flow.processes import start as process_start
 from commandbus.model import names
 from commandbus.model.process import DEFAULT_DOMAIN, NewProcess, ProcessRecord, ProcessStatus
 from commandbus.model.safe_text import unescaped
@@ -32,7 +33,7 @@ DOMAIN = click.option("--domain", metavar="NAME", help="Its domain, if several h
 UNDONE = "nothing was started"
 
 
-@click.group(cls=Group)
+@click.group(cls=CliGroup)
 def process() -> None:
     """Processes (sagas): commands that follow each other, and are undone if one fails."""
 
@@ -58,7 +59,7 @@ def process() -> None:
 @click.option("--on-complete", metavar="DOMAIN/TYPE", help="With --from: when all have ended, send this command.")
 @click.pass_obj
 def start(
-    session: Session, /, process_type: str, domain: str, source: str | None, reply_to: str | None, **fields: Any
+    session: CliSession, /, process_type: str, domain: str, source: str | None, reply_to: str | None, **fields: Any
 ) -> None:
     """Start a process. A worker that has TYPE's manager takes it from there.
 
@@ -82,7 +83,7 @@ def _refuse(options: Mapping[str, Any], why: str) -> None:
         raise click.UsageError(f"--{given[0].replace('_', '-')} {why}")
 
 
-def _start_one(session: Session, process_type: str, domain: str, *, data: Any, **fields: Any) -> None:
+def _start_one(session: CliSession, process_type: str, domain: str, *, data: Any, **fields: Any) -> None:
     with session.bus() as bus:
         doubt = _doubt(bus, domain, process_type)
         receipt = bus.start_process(process_type, data, domain=domain, **fields)
@@ -99,7 +100,7 @@ def _doubt(bus: CommandBus, domain: str, process_type: str) -> str | None:
 
 
 def _start_batch(
-    session: Session,
+    session: CliSession,
     process_type: str,
     domain: str,
     source: str,
@@ -128,7 +129,7 @@ def _start_batch(
     )
 
 
-def _read(session: Session, source: str) -> dict[int, NewProcess]:
+def _read(session: CliSession, source: str) -> dict[int, NewProcess]:
     """The processes by line. A batch has each of its processes once, so the second of an id is a bad line."""
     most = session.settings().max_payload_bytes
 
@@ -170,7 +171,7 @@ def _told_by_line(source: str, processes: Mapping[int, NewProcess]) -> Iterator[
 @click.option("--before-id", type=int, metavar="ID", help="The next page: before this internal id.")
 @click.pass_obj
 def list_processes(
-    session: Session,
+    session: CliSession,
     domain: str | None,
     process_type: str | None,
     status: str | None,
@@ -210,7 +211,7 @@ def list_processes(
 @click.argument("process_id", metavar="ID")
 @DOMAIN
 @click.pass_obj
-def show(session: Session, process_id: str, domain: str | None) -> None:
+def show(session: CliSession, process_id: str, domain: str | None) -> None:
     """One process: its fields, its state, what it waits for, and its trail.
 
     The trail has every command that it sent. UNDOES is the number of the step that a compensation undoes; TOOK is
@@ -231,7 +232,7 @@ def show(session: Session, process_id: str, domain: str | None) -> None:
 @operator_options
 @click.pass_obj
 def cancel(
-    session: Session, process_id: str, domain: str | None, operator: str | None, reason: str | None
+    session: CliSession, process_id: str, domain: str | None, operator: str | None, reason: str | None
 ) -> None:
     """Stop a process: what is outstanding is canceled, what was done is undone, and it ends CANCELED."""
     with session.bus() as bus:
@@ -248,7 +249,9 @@ def cancel(
 @DOMAIN
 @operator_options
 @click.pass_obj
-def retry(session: Session, process_id: str, domain: str | None, operator: str | None, reason: str | None) -> None:
+def retry(
+    session: CliSession, process_id: str, domain: str | None, operator: str | None, reason: str | None
+) -> None:
     """Let a FAILED process go on from the step, or the compensation, that failed."""
     with session.bus() as bus:
         of_domain, process_id = where.of_process(bus, process_id, domain)
@@ -264,7 +267,7 @@ def retry(session: Session, process_id: str, domain: str | None, operator: str |
 @click.option("--process", "process_id", metavar="ID", help="Only for this process.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
 @click.pass_obj
-def strays(session: Session, domain: str | None, process_id: str | None, limit: int) -> None:
+def strays(session: CliSession, domain: str | None, process_id: str | None, limit: int) -> None:
     """Replies that moved nothing, newest first, with the reason: late, duplicated, malformed, for nobody."""
     with session.bus() as bus:
         found = bus.stray_replies(domain, process_id=process_id, limit=limit)

@@ -6,15 +6,15 @@ import click
 
 from commandbus.cli.parameters import DURATION
 from commandbus.cli.render import say
-from commandbus.cli.session import Command, Session
-from commandbus.model.words import counted
+from commandbus.cli.session import CliCommand, CliSession
+from commandbus.model.counting import counted
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("--age", type=DURATION, help="Forget what finished longer ago than this, such as 30d.")
 @click.option("--count", type=click.IntRange(min=0), help="Keep only the newest so many.")
 @click.pass_obj
-def prune(session: Session, age: float | None, count: int | None) -> None:
+def prune(session: CliSession, age: float | None, count: int | None) -> None:
     """Forget finished commands, old archives and rejected messages.
 
     Without options the settings decide (retention.age, retention.count). What is not finished is never touched.

@@ -5,17 +5,17 @@ from __future__ import annotations
 import click
 
 from commandbus.cli.render import print_table, shortened
-from commandbus.cli.session import Command, Session, check_known
+from commandbus.cli.session import CliCommand, CliSession, check_known
 from commandbus.cli.table import columns
-from commandbus.flow.inspect import RejectedMessage, list_rejected
+from commandbus.flow.commands.inspect import RejectedMessage, list_rejected
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("--domain", metavar="NAME", help="Only of this domain.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
 @click.option("--before-id", type=int, metavar="ID", help="The next page: before this id.")
 @click.pass_obj
-def rejected(session: Session, domain: str | None, limit: int, before_id: int | None) -> None:
+def rejected(session: CliSession, domain: str | None, limit: int, before_id: int | None) -> None:
     """Messages that were moved aside, newest first, with the reason."""
     with session.bus() as bus:
         found = bus.run(list_rejected(domain=domain, limit=limit, before_id=before_id))

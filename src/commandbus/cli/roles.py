@@ -6,9 +6,9 @@ import click
 
 from commandbus.cli.parameters import DURATION
 from commandbus.cli.render import print_table
-from commandbus.cli.session import Command, Session
+from commandbus.cli.session import CliCommand, CliSession
 from commandbus.cli.table import columns
-from commandbus.flow.roles import print_roles
+from commandbus.flow.setup.roles import print_roles
 
 PURPOSES = {
     "reader": "looks: status, commands, show",
@@ -29,7 +29,7 @@ BEHIND_A_POOLER = """\
 """
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("--print", "print_sql", is_flag=True, help="Print the SQL instead.")
 @click.option("--prefix", default="commandbus", show_default=True, help="How the roles' names begin.")
 @click.option("--domain", "domains", multiple=True, help="The roles have this domain only. May be repeated.")
@@ -37,7 +37,7 @@ BEHIND_A_POOLER = """\
 @click.option("--keep", type=DURATION, help="For so long nothing finished can be pruned, by whomever.")
 @click.pass_obj
 def roles(
-    session: Session,
+    session: CliSession,
     print_sql: bool,  # noqa: FBT001
     prefix: str,
     domains: tuple[str, ...],

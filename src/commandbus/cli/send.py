@@ -9,20 +9,20 @@ from typing import Any
 import click
 
 from commandbus.bus import CommandBus
-from commandbus.cli.lines import STDIN, read_items, read_text
+from commandbus.cli.json_lines import STDIN, read_items, read_text
 from commandbus.cli.parameters import DURATION, INSTANT, parse_instant, parse_json
 from commandbus.cli.render import print_json, say
-from commandbus.cli.session import Command, Session
+from commandbus.cli.session import CliCommand, CliSession
 from commandbus.errors import InvalidCommandError
-from commandbus.flow import send as send_flow
+from commandbus.flow.commands import send as send_flow
 from commandbus.model import names
 from commandbus.model.command import NewCommand, SentCommand
+from commandbus.model.counting import counted
 from commandbus.model.durations import parse_seconds
-from commandbus.model.words import counted
 from commandbus.settings import Settings
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.argument("domain")
 @click.argument("command_type", metavar="[TYPE]", required=False)
 @click.argument("data", metavar="[DATA]", required=False)
@@ -38,7 +38,7 @@ from commandbus.settings import Settings
 @click.option("--from", "source", metavar="FILE", help="Send one command per line of this file of JSON lines.")
 @click.pass_obj
 def send(
-    session: Session,
+    session: CliSession,
     /,
     domain: str,
     command_type: str | None,
@@ -84,7 +84,7 @@ def _send_one(bus: CommandBus, domain: str, new: NewCommand) -> SentCommand:
     )  # fmt: skip
 
 
-def _send_file(session: Session, domain: str, commands: list[NewCommand]) -> None:
+def _send_file(session: CliSession, domain: str, commands: list[NewCommand]) -> None:
     with session.connection(autocommit=False) as conn, CommandBus(settings=session.settings()) as bus:
         sent = bus.send_many(domain, commands, conn=conn)
     if session.as_json:

@@ -34,7 +34,7 @@ POOL_SECONDS = 10.0
 
 
 @dataclass
-class Session:
+class CliSession:
     """The options of this run. Commands get it with `@click.pass_obj`."""
 
     database: str | None = None
@@ -75,7 +75,7 @@ class Session:
     @contextmanager
     def resolved(self) -> Iterator[Settings]:
         """Settings whose `database_url` is a server's address, embedded or not."""
-        from commandbus.db.resolve import Database
+        from commandbus.db.database_address import Database
 
         database = Database(self.settings())
         try:
@@ -159,7 +159,7 @@ def check_known(bus: CommandBus, domain: str | None) -> None:
 def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
     """What was given nearer to the end of the line counts."""
     if value and param.name is not None:
-        setattr(ctx.ensure_object(Session), param.name, value)
+        setattr(ctx.ensure_object(CliSession), param.name, value)
 
 
 def shared_options() -> list[click.Parameter]:
@@ -178,7 +178,7 @@ def shared_options() -> list[click.Parameter]:
     ]  # fmt: skip
 
 
-class Command(click.Command):
+class CliCommand(click.Command):
     """A command that also takes the options that stand everywhere."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -186,10 +186,10 @@ class Command(click.Command):
         self.params.extend(shared_options())
 
 
-class Group(click.Group):
+class CliGroup(click.Group):
     """A group of such commands; alone on the line it shows its help."""
 
-    command_class = Command
+    command_class = CliCommand
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"no_args_is_help": True})
@@ -200,7 +200,7 @@ class Group(click.Group):
         return list(self.commands)
 
 
-class ListingGroup(Group):
+class ListingGroup(CliGroup):
     """A group that alone on the line lists, instead of showing its help."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -208,4 +208,4 @@ class ListingGroup(Group):
         self.no_args_is_help = False
 
 
-Group.group_class = Group
+CliGroup.group_class = CliGroup

@@ -9,21 +9,21 @@ import click
 
 from commandbus.cli.parameters import DURATION
 from commandbus.cli.render import age, age_of, print_json, print_table, say
-from commandbus.cli.session import Command, Session
+from commandbus.cli.session import CliCommand, CliSession
 from commandbus.cli.table import columns
-from commandbus.flow.inspect import DomainStatus, WorkerInfo
-from commandbus.flow.unhandled import MOST_COUNTED, UnhandledType
-from commandbus.model.words import counted
+from commandbus.flow.commands.inspect import DomainStatus, WorkerInfo
+from commandbus.flow.commands.unhandled_types import MOST_COUNTED, UnhandledType
+from commandbus.model.counting import counted
 
 CLEAR = "\x1b[H\x1b[2J"
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.argument("domains", nargs=-1, metavar="[DOMAIN]...")
 @click.option("--watch", is_flag=True, help="Print it again and again, until Ctrl-C.")
 @click.option("--interval", type=DURATION, default="2s", show_default=True, help="How often, with --watch.")
 @click.pass_obj
-def status(session: Session, domains: tuple[str, ...], watch: bool, interval: float) -> None:  # noqa: FBT001
+def status(session: CliSession, domains: tuple[str, ...], watch: bool, interval: float) -> None:  # noqa: FBT001
     """Figures of these domains, or of all.
 
     READY could run now, OLDEST is how long the first of them has waited, DELAYED will be ready later, RUNNING
@@ -81,10 +81,10 @@ def _paused(item: DomainStatus) -> str:
     return ", ".join(item.paused_types) or "-"
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("--all", "everyone", is_flag=True, help="Those that stopped in good order too.")
 @click.pass_obj
-def workers(session: Session, everyone: bool) -> None:  # noqa: FBT001
+def workers(session: CliSession, everyone: bool) -> None:  # noqa: FBT001
     """Who lives, where, since when; how they are; and who has stopped beating.
 
     STATE is ACTIVE, DRAINING (claims nothing more), EXITING or STOPPED; HEALTH is what the worker says of itself;

@@ -10,13 +10,13 @@ import click
 from commandbus.cli import autopsy
 from commandbus.cli.parameters import SINCE
 from commandbus.cli.render import age, print_table, say, say_heading
-from commandbus.cli.session import Command, Session, check_known
+from commandbus.cli.session import CliCommand, CliSession, check_known
 from commandbus.cli.table import columns
-from commandbus.flow.history import StuckAttempt, list_stuck
+from commandbus.flow.commands.history import StuckAttempt, list_stuck
 from commandbus.model.outcome import Verdict
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("--domain", metavar="NAME", help="Only of this domain.")
 @click.option("--type", "command_type", metavar="TYPE", help="Only of this command type.")
 @click.option(
@@ -27,7 +27,7 @@ from commandbus.model.outcome import Verdict
 @click.option("--autopsy", "with_autopsy", is_flag=True, help="The stacks and the backend's state of each too.")
 @click.pass_obj
 def stuck(
-    session: Session,
+    session: CliSession,
     domain: str | None,
     command_type: str | None,
     since: datetime | None,

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 import click
 
-from commandbus.cli import where
-from commandbus.cli.exits import ExitCode
+from commandbus.cli import find_id as where
+from commandbus.cli.exit_codes import ExitCode
 from commandbus.cli.parameters import JsonType, operator_options
 from commandbus.cli.render import age_of, print_table, say
-from commandbus.cli.session import Group, Session, check_known
+from commandbus.cli.session import CliGroup, CliSession, check_known
 from commandbus.cli.table import columns
 from commandbus.errors import InvalidOperationError
-from commandbus.model.words import counted
+from commandbus.model.counting import counted
 from commandbus.troubleshooting import TroubleshootingQueue
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,7 +36,7 @@ class Target:
     is_confirmed: bool
 
 
-@click.group(cls=Group)
+@click.group(cls=CliGroup)
 def tsq() -> None:
     """The troubleshooting queue: commands that need a person."""
 
@@ -63,7 +63,7 @@ def _target(function: F) -> F:
 @click.option("--after-id", type=int, default=0, metavar="ID", help="The next page: after this internal id.")
 @click.pass_obj
 def list_entries(
-    session: Session,
+    session: CliSession,
     domain_option: str | None,
     command_type: str | None,
     error_code: str | None,
@@ -93,7 +93,9 @@ def list_entries(
 @tsq.command()
 @_filters
 @click.pass_obj
-def count(session: Session, domain_option: str | None, command_type: str | None, error_code: str | None) -> None:
+def count(
+    session: CliSession, domain_option: str | None, command_type: str | None, error_code: str | None
+) -> None:
     """How many wait, by domain and type."""
     with session.bus() as bus:
         found = TroubleshootingQueue(bus).count_by_type(domain_option, command_type, error_code=error_code)
@@ -206,7 +208,7 @@ def is_somebody_there() -> bool:
     return sys.stdin.isatty()
 
 
-def _say(session: Session, target: Target, done: str, moved: int) -> None:
+def _say(session: CliSession, target: Target, done: str, moved: int) -> None:
     what = counted(moved, "command") if target.command_id is None else target.command_id
     session.answer(
         {"domain": target.domain, "command_id": target.command_id, "action": done, "count": moved},

@@ -5,15 +5,15 @@ from __future__ import annotations
 import click
 
 from commandbus.cli.render import print_table, shortened
-from commandbus.cli.session import Command, Session
+from commandbus.cli.session import CliCommand, CliSession
 from commandbus.cli.table import columns
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
 @click.option("--before-id", type=int, metavar="ID", help="The next page: before this id.")
 @click.pass_obj
-def undelivered(session: Session, limit: int, before_id: int | None) -> None:
+def undelivered(session: CliSession, limit: int, before_id: int | None) -> None:
     """Replies that could not be delivered, newest first, with the reason.
 
     A reply whose queue is gone, and what a batch was to send when it ended, is kept here: nothing waits for it.

@@ -11,16 +11,16 @@ from typing import Any
 
 import click
 
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.exit_codes import ExitCode
 from commandbus.cli.parameters import setting_options, settings_in
 from commandbus.cli.render import print_json
-from commandbus.cli.session import Command, Session, connect
-from commandbus.db.resolve import embedded_folder
+from commandbus.cli.session import CliCommand, CliSession, connect
+from commandbus.db.database_address import embedded_folder
 from commandbus.errors import ConfigurationError
 from commandbus.logger import safe_logger
-from commandbus.runtime.logs import set_up_logging
 from commandbus.settings import Settings
 from commandbus.supervisor.supervisor import supervise
+from commandbus.worker.logs import set_up_logging
 
 logger = safe_logger("commandbus.worker")
 
@@ -32,7 +32,7 @@ OPTIONS = [
 ]
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.argument("handlers", metavar="[MODULE:REGISTRY]", required=False)
 @click.option(
     "--domain", "domains", multiple=True, metavar="NAME",
@@ -56,7 +56,7 @@ def worker(
     runs. Exit code 7 says that something was cut off or left behind; its command is tried again. A database that
     is away at the start is waited for.
     """
-    session: Session = ctx.obj
+    session: CliSession = ctx.obj
     if no_wait:
         overrides["wait_for_database"] = False
 

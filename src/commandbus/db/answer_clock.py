@@ -25,7 +25,7 @@ import psycopg
 from psycopg import Connection
 
 from commandbus.clock import monotonic
-from commandbus.db.drive import OwnConnection, Runnable, run
+from commandbus.db.drivers import OwnConnection, Runnable, run
 from commandbus.errors import DatabaseUnavailableError
 from commandbus.logger import safe_logger
 
@@ -36,7 +36,7 @@ TICK_SECONDS: Final = 0.5
 CANCEL_TIMEOUT_SECONDS: Final = 3.0
 
 
-class Question:
+class PendingAnswer:
     """What one connection is waiting for. Written by its owner, read by the clock."""
 
     def __init__(self, name: str, *, cancel_after: float, cut_after: float) -> None:
@@ -91,7 +91,7 @@ def run_until(until: float, conn: Connection[Any], operation: Runnable[T]) -> T:
     """Run an operation until this moment (monotonic). Within a second after it the connection is cut."""
     began = monotonic()
     seconds = max(0.0, until - began)
-    question = Question("a call of the bus", cancel_after=seconds, cut_after=seconds)
+    question = PendingAnswer("a call of the bus", cancel_after=seconds, cut_after=seconds)
     try:
         with question.asked(conn):
             return run(conn, operation)
@@ -121,11 +121,11 @@ class _Clock:
     """One thread per process, started with the first question."""
 
     def __init__(self) -> None:
-        self._questions: weakref.WeakSet[Question] = weakref.WeakSet()
+        self._questions: weakref.WeakSet[PendingAnswer] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def add(self, question: Question) -> None:
+    def add(self, question: PendingAnswer) -> None:
         with self._lock:
             self._questions.add(question)
             if self._thread is None or not self._thread.is_alive():

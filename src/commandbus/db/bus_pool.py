@@ -19,7 +19,7 @@ from psycopg_pool import AsyncConnectionPool, ConnectionPool
 from psycopg_pool.base import AttemptWithBackoff
 
 from commandbus.clock import monotonic
-from commandbus.db.drive import OwnAsyncConnection, OwnConnection
+from commandbus.db.drivers import OwnAsyncConnection, OwnConnection
 from commandbus.db.pool import async_pool_options, cut, pool_options
 from commandbus.db.wait_for_server import passes_by_itself, reason_of
 from commandbus.errors import DatabaseUnavailableError

@@ -26,8 +26,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg_pool import ConnectionPool
 
 from commandbus.clock import monotonic
-from commandbus.db.answer_clock import Question
-from commandbus.db.drive import (
+from commandbus.db.answer_clock import PendingAnswer
+from commandbus.db.drivers import (
     AnyAsyncConnection,
     AnyConnection,
     LostSocketError,
@@ -162,7 +162,7 @@ def ask_default_level(conn: OwnConnection) -> None:
 
 def _configure(conn: OwnConnection) -> None:
     read_committed(conn)
-    question = Question("a pool's new connection", cancel_after=ANSWER_SECONDS, cut_after=ANSWER_SECONDS)
+    question = PendingAnswer("a pool's new connection", cancel_after=ANSWER_SECONDS, cut_after=ANSWER_SECONDS)
     with question.asked(conn):
         ask_default_level(conn)
 

@@ -22,8 +22,8 @@ from psycopg import Connection
 
 from commandbus.clock import monotonic
 from commandbus.db.descriptors import WakeFile
-from commandbus.db.link import LOCK_SECONDS, Link
-from commandbus.db.passing import is_locked
+from commandbus.db.service_connection import LOCK_SECONDS, LastingConnection
+from commandbus.db.transient_errors import is_locked
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 
@@ -53,7 +53,7 @@ class DatabaseService:
         goes_by_keys: bool = False,
     ) -> None:
         self.part = part
-        self._link = Link(
+        self._link = LastingConnection(
             settings,
             name=f"{name} {part}",
             on_connect=self.connected,

@@ -1,4 +1,5 @@
-"""Shared limits of external resources in Redis: scripts that take, renew and give back places. A leaf, like `db`.
+"""The gate: where the commands and callers of one program wait for places of limits, and where places are kept.
 
-What happens when Redis is gone, or has lost its data, is decided above, in `gate/redis_fleet.py`.
+`postgres_backend` and `redis_backend` keep them; `backends` tells which of them does. `gate` is the thread; what
+its rounds do is in `desk`, `waker`, `exits`, `visits` and `line`, each using only those before it.
 """

@@ -239,7 +239,7 @@ def rate_now(rate: float, seconds: float | None, count_then: int, count_now: int
     return rate + ((count_now - count_then) / seconds - rate) * weight
 
 
-class Pace(NamedTuple):
+class BatchPace(NamedTuple):
     """How fast a batch moves: the rate when something last became final, how many seconds ago that was, and the
     moving average as of now. `seconds` is None if nothing has become final yet."""
 
@@ -277,7 +277,7 @@ class Waits(NamedTuple):
         return self.delayed + (0 if self.limit_seconds is None else self.limited)
 
 
-def eta(left: int, running: int, pace: Pace, waits: Waits) -> float | None:
+def eta(left: int, running: int, pace: BatchPace, waits: Waits) -> float | None:
     """How many seconds it takes until `left` members are final; None if nobody can say.
 
     While a batch moves, that is the rest at its pace, and no less than what some of it has to wait for. While it

@@ -1,4 +1,4 @@
-"""A breaker: after how much trouble a command type is left alone for a while (`model/trouble.py`).
+"""A breaker: after how much trouble a command type is left alone for a while (`model/breaker_rule.py`).
 
     closed ──enough attempts stuck, or failed, within the window──► open ──reset──► half open: one probe
        ▲                                                             ▲                  │

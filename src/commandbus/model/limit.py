@@ -244,7 +244,7 @@ OPTIONS: Final = tuple(item.name for item in fields(Limit) if item.name != "name
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class LimitUse:
     """How a limit's places are used at this moment, as its back end says."""
 
     holders: Mapping[str, float] = field(default_factory=dict)  # token → seconds until its lease ends

@@ -19,13 +19,12 @@ from typing import Final
 
 import psycopg
 
-from commandbus.db.passing import is_locked, is_passing
 from commandbus.db.service import DatabaseService
-from commandbus.flow.backend import Session
-from commandbus.flow.breaker import PATIENCE_SECONDS, watch
-from commandbus.flow.claim import ClaimedRow, put_right
-from commandbus.flow.limit_figures import Figures, figures
-from commandbus.flow.rescue import (
+from commandbus.db.transient_errors import is_locked, is_passing
+from commandbus.flow.breakers.breaker import PATIENCE_SECONDS, watch
+from commandbus.flow.commands.claim import ClaimedRow, put_right
+from commandbus.flow.commands.database_session import DatabaseSession
+from commandbus.flow.commands.rescue import (
     Held,
     Rule,
     Scouted,
@@ -36,17 +35,18 @@ from commandbus.flow.rescue import (
     scout,
     terminate_backends,
 )
-from commandbus.flow.settle import Settlement, settle
+from commandbus.flow.commands.settle import Settlement, settle
+from commandbus.flow.limits.metrics import FleetFigures, figures
 from commandbus.logger import safe_logger
 from commandbus.model.client_sockets import Socket, Times, opened_by_handlers
+from commandbus.model.counting import counted
 from commandbus.model.outcome import Judgement, Verdict
 from commandbus.model.postmortem import Cause, Death, Finding, Role, Running, examine
-from commandbus.model.words import counted
-from commandbus.runtime.board import SlotView
-from commandbus.runtime.breakers import Judge, Words, word_of
 from commandbus.settings import Settings
-from commandbus.supervisor.notices import say_culprit, say_done
-from commandbus.supervisor.said import Hello
+from commandbus.supervisor.death_log import say_culprit, say_done
+from commandbus.supervisor.worker_messages import Hello
+from commandbus.worker.board import SlotView
+from commandbus.worker.breakers import Judge, Words, word_of
 
 logger = safe_logger("commandbus.supervisor")
 
@@ -117,14 +117,14 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class CoronerLook:
     """What the scout saw, and when; `lost_since` is set while the database does not answer. `figures` are those of
     limits and breakers, which the whole fleet shares."""
 
     at: float = 0.0
     domains: dict[str, Scouted] = field(default_factory=dict)
     lost_since: float | None = None
-    figures: Figures = field(default_factory=Figures)
+    figures: FleetFigures = field(default_factory=FleetFigures)
 
 
 class Coroner(DatabaseService):
@@ -134,14 +134,14 @@ class Coroner(DatabaseService):
         super().__init__(settings, name=name, part="coroner")
         self._cases: list[Case] = []
         self._traces: list[Trace] = []
-        self._opened: dict[str, list[Session]] = {}  # by a worker's handlers
+        self._opened: dict[str, list[DatabaseSession]] = {}  # by a worker's handlers
         self._lock = threading.Lock()
         self._scouted_at = 0.0
         self._words = Words(settings)
         self._judge = Judge(settings)
         self._judging: dict[str, float] = {}  # domains with new culprits, and until when to judge their breakers
         self.domains: tuple[str, ...] = ()
-        self.look = Look()
+        self.look = CoronerLook()
         self.done = 0
 
     def add(self, case: Case) -> None:
@@ -200,7 +200,7 @@ class Coroner(DatabaseService):
 
     def _scout(self) -> None:
         seen = {domain: self._link.run(scout(domain)) for domain in self.domains}
-        self.look = Look(time.monotonic(), seen, figures=self._link.run(figures(self.domains)))
+        self.look = CoronerLook(time.monotonic(), seen, figures=self._link.run(figures(self.domains)))
 
     def _spare_others(self, work: Callable[[], None]) -> bool:
         """One bite: whatever is wrong with it, the others are done."""
@@ -233,7 +233,7 @@ class Coroner(DatabaseService):
         server, sessions = self._link.run(client_sessions(trace.worker, ports))
         times = Times(trace.spawned_at, trace.read_at, asked_at, time.monotonic())
         if found := opened_by_handlers(trace.sockets, sessions, server, times):
-            self._opened[trace.worker] = [Session(session.pid, session.started) for session in found]
+            self._opened[trace.worker] = [DatabaseSession(session.pid, session.started) for session in found]
 
     # -- one case
 
@@ -274,7 +274,7 @@ class Coroner(DatabaseService):
     def _end_backends(self, case: Case) -> None:
         """End what the server still does for it; wait a moment until that is over."""
         known = [
-            Session(slot.backend, slot.backend_started)
+            DatabaseSession(slot.backend, slot.backend_started)
             for slot in case.slots
             if slot.backend and slot.backend_started  # else nobody knows whose that process id is by now
         ]

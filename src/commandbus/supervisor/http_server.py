@@ -54,7 +54,7 @@ _END: Final = re.compile(rb"\r?\n\r?\n")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """What a client gets."""
 
     code: int
@@ -62,7 +62,7 @@ class Answer:
     content_type: str
 
 
-Route = Callable[[], Answer]
+Route = Callable[[], HttpAnswer]
 
 
 class _State(IntEnum):
@@ -93,7 +93,7 @@ class _Client:
 class _Maker:
     """The thread that makes the answers of one path; each is for all who had asked when it was begun."""
 
-    def __init__(self, name: str, route: Route, done: Callable[[list[_Client], Answer], None]) -> None:
+    def __init__(self, name: str, route: Route, done: Callable[[list[_Client], HttpAnswer], None]) -> None:
         self._route = route
         self._done = done
         self._change = threading.Condition()
@@ -135,13 +135,13 @@ class HttpServer:
         *,
         urgent: Mapping[str, Route],
         others: Mapping[str, Route],
-        refusal: Callable[[HTTPStatus, str], Answer],
+        refusal: Callable[[HTTPStatus, str], HttpAnswer],
     ) -> None:
         self._urgent = urgent
         self._paths = ", ".join([*urgent, *others])
         self._refusal = refusal
         self._makers = {path: _Maker(path, route, self._made) for path, route in others.items()}
-        self._made_answers: deque[tuple[list[_Client], Answer]] = deque()
+        self._made_answers: deque[tuple[list[_Client], HttpAnswer]] = deque()
         self._clients: dict[_Client, None] = {}  # in the order in which they came
         self._selector = selectors.DefaultSelector()
         self._listener = _listening(host, port)
@@ -336,7 +336,7 @@ class HttpServer:
     def _refuse(self, client: _Client, code: HTTPStatus, reason: str, now: float) -> None:
         self._give(self._refusal(code, reason), client, now)
 
-    def _give(self, answer: Answer, client: _Client, now: float) -> None:
+    def _give(self, answer: HttpAnswer, client: _Client, now: float) -> None:
         head = _head(answer)
         body = b"" if client.is_head else answer.body
         client.rest = [memoryview(part) for part in ([head, body] if len(body) > _PIECE else [head + body])]
@@ -372,7 +372,7 @@ class HttpServer:
 
     # -- answers that are made elsewhere
 
-    def _made(self, clients: list[_Client], answer: Answer) -> None:
+    def _made(self, clients: list[_Client], answer: HttpAnswer) -> None:
         """On a maker's thread."""
         self._made_answers.append((clients, answer))
         self._wake()
@@ -410,7 +410,7 @@ def _first_line(client: _Client) -> bytes:
     return bytes(client.asked.partition(b"\n")[0])
 
 
-def _head(answer: Answer) -> bytes:
+def _head(answer: HttpAnswer) -> bytes:
     lines: Iterable[str] = (
         f"HTTP/1.0 {int(answer.code)} {HTTPStatus(answer.code).phrase}",
         "Server: commandbus",

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from commandbus.logger import safe_logger
-from commandbus.model.words import counted
+from commandbus.model.counting import counted
 
 logger = safe_logger("commandbus.supervisor")
 

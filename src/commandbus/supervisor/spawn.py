@@ -13,14 +13,14 @@ import subprocess
 import sys
 import time
 
-from commandbus.runtime.board import Board, sealed_memory
-from commandbus.runtime.spec import ROUTER_SLOTS
 from commandbus.settings import Settings
-from commandbus.supervisor import letter
-from commandbus.supervisor.notify import SERVICE_VARIABLES
-from commandbus.supervisor.process import LONGEST_DUMP, WorkerProcess
+from commandbus.supervisor import start_message
+from commandbus.supervisor.systemd import SERVICE_VARIABLES
+from commandbus.supervisor.worker_process import LONGEST_DUMP, WorkerProcess
+from commandbus.worker.board import Board, sealed_memory
+from commandbus.worker.worker_options import ROUTER_SLOTS
 
-CHILD = "commandbus.supervisor.child"
+CHILD = "commandbus.supervisor.child_main"
 
 
 def spawn(settings: Settings, supervisor: str, *, turn: int, generation: int = 0) -> WorkerProcess:
@@ -29,7 +29,9 @@ def spawn(settings: Settings, supervisor: str, *, turn: int, generation: int = 0
     board = Board.create(2 * settings.concurrency + ROUTER_SLOTS)
     crash = sealed_memory("commandbus-crash", LONGEST_DUMP)
     ours, theirs = socket.socketpair()
-    told = letter.write(letter.Letter(settings, supervisor, os.getpid(), board.fd, theirs.fileno(), crash, turn))
+    told = start_message.write(
+        start_message.StartMessage(settings, supervisor, os.getpid(), board.fd, theirs.fileno(), crash, turn)
+    )
     environment = {name: value for name, value in os.environ.items() if name not in SERVICE_VARIABLES}
     try:
         process = subprocess.Popen(  # noqa: S603 - our own program, no shell

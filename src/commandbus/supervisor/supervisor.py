@@ -28,24 +28,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from commandbus.db.link import Link
-from commandbus.db.resolve import Database, embedded_folder
+from commandbus.db.database_address import Database, embedded_folder
+from commandbus.db.service_connection import LastingConnection
 from commandbus.db.wait_for_server import ServerWait
 from commandbus.errors import CommandBusError
-from commandbus.flow.privileges import check_may_work
+from commandbus.flow.setup.privileges import check_may_work
 from commandbus.logger import safe_logger
+from commandbus.model.counting import counted
 from commandbus.model.postmortem import Death
-from commandbus.model.words import counted
 from commandbus.settings import Settings
 from commandbus.supervisor import view
-from commandbus.supervisor.catch import Signals
 from commandbus.supervisor.coroner import Case, Coroner, Trace
-from commandbus.supervisor.crew import Crew
-from commandbus.supervisor.notify import Notifier
-from commandbus.supervisor.probes import Probes
-from commandbus.supervisor.process import WorkerProcess
+from commandbus.supervisor.health_server import HealthServer
 from commandbus.supervisor.report import SupervisorReport
+from commandbus.supervisor.signals import Signals
+from commandbus.supervisor.systemd import Notifier
 from commandbus.supervisor.view import View
+from commandbus.supervisor.worker_process import WorkerProcess
+from commandbus.supervisor.worker_processes import WorkerProcesses
 
 logger = safe_logger("commandbus.supervisor")
 
@@ -102,7 +102,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._notifier = Notifier()
         self._coroner = Coroner(self._settings, self.id)
-        self._crew = Crew(
+        self._worker_processes = WorkerProcesses(
             self._settings,
             self.id,
             reserve_seconds=self._reserve,
@@ -157,10 +157,10 @@ class Supervisor:
             self._blind_until = now  # a suspended machine, a SIGSTOP: not the workers' silence
         for number in self._signals.take():
             self._obey(number, now)
-        self._crew.look(now, blind_until=self._blind_until)
+        self._worker_processes.look(now, blind_until=self._blind_until)
         if self._phase == STOPPING:
             if now >= self._stop_by - min(KILL_RESERVE, self._settings.shutdown_timeout / 4):
-                self._crew.kill_all(f"{self._stop_reason}, and its time was up", now)
+                self._worker_processes.kill_all(f"{self._stop_reason}, and its time was up", now)
         else:
             self._move_on(now)
         self._trace_condemned()
@@ -171,7 +171,7 @@ class Supervisor:
         now = time.monotonic()
         due = [
             max(worker.condemned.kill_at, now + LOOK_SECONDS)  # until it is dead
-            for worker in self._crew.workers
+            for worker in self._worker_processes.workers
             if worker.condemned is not None
         ]
         for key, _ in self._selector.select(max(0.0, min([now + TICK_SECONDS, *due]) - now)):
@@ -180,32 +180,36 @@ class Supervisor:
                 self._selector.unregister(worker.control)  # closed; its pidfd says when it is dead
 
     def _move_on(self, now: float) -> None:
-        if self._crew.fatal is not None:
-            self._stop(self._crew.fatal.message, now)
+        if self._worker_processes.fatal is not None:
+            self._stop(self._worker_processes.fatal.message, now)
             return
         if not self._has_server(now):
             return
-        if self._phase == STARTING and self._crew.was_ready:
+        if self._phase == STARTING and self._worker_processes.was_ready:
             self._phase = RUNNING
-            workers = counted(self._crew.settings.processes, "worker")
+            workers = counted(self._worker_processes.settings.processes, "worker")
             logger.info("supervisor %s runs %s", self.id, workers)
             self._notifier.ready(workers)
         if self._phase == RELOADING:
-            is_done = self._crew.advance_reload(now)
-            if is_done or not self._crew.is_reloading:
+            is_done = self._worker_processes.advance_reload(now)
+            if is_done or not self._worker_processes.is_reloading:
                 self._phase = RUNNING
                 self._notifier.ready("new workers have taken over" if is_done else "the reload failed")
         elif self._phase == RUNNING and self._wants_reload:
             self._begin_reload(now)
-        self._crew.fill(now, is_database_away=self._coroner.look.lost_since is not None)
+        self._worker_processes.fill(now, is_database_away=self._coroner.look.lost_since is not None)
         self._coroner.domains = next(
-            (tuple(worker.hello.domains) for worker in reversed(self._crew.workers) if worker.hello is not None),
+            (
+                tuple(worker.hello.domains)
+                for worker in reversed(self._worker_processes.workers)
+                if worker.hello is not None
+            ),
             self._coroner.domains,
         )
 
     def _trace_condemned(self) -> None:
         """Before they are killed: which sessions have they opened?"""
-        for worker in self._crew.workers:
+        for worker in self._worker_processes.workers:
             if worker.condemned is not None and worker.hello is not None and worker.traced is None:
                 end = worker.condemned
                 trace = Trace(worker.hello.id, end.sockets, worker.spawned_at, end.at)
@@ -214,7 +218,7 @@ class Supervisor:
 
     def _connect(self) -> None:
         """On the thread of the `ServerWait`: is there a server that takes us, and may we work there?"""
-        link = Link(self._settings, name=f"{self.id} start")
+        link = LastingConnection(self._settings, name=f"{self.id} start")
         try:
             link.run(check_may_work(self._settings.domains))
         finally:
@@ -244,7 +248,11 @@ class Supervisor:
 
     def _examine(self, worker: WorkerProcess, death: Death) -> None:
         if worker.hello is not None:
-            slots, settings, is_spoiled = worker.snapshot.slots, self._crew.settings, worker.is_board_spoiled
+            slots, settings, is_spoiled = (
+                worker.snapshot.slots,
+                self._worker_processes.settings,
+                worker.is_board_spoiled,
+            )
             self._coroner.add(
                 Case(worker.hello, death, slots, time.monotonic(), settings, is_board_spoiled=is_spoiled)
             )
@@ -259,43 +267,43 @@ class Supervisor:
         else:
             logger.warning("%s again: the workers are killed", number.name)
             self._stop_by = min(self._stop_by, now + AT_ONCE_SECONDS)
-            self._crew.kill_all(f"{self._stop_reason}, twice", now, at_once=True)
+            self._worker_processes.kill_all(f"{self._stop_reason}, twice", now, at_once=True)
 
     def _begin_reload(self, now: float) -> None:
         self._wants_reload = False
         try:
             fresh = self._reload()
         except CommandBusError as error:
-            self._crew.note_failed_reload(f"the settings cannot be read: {error}")
+            self._worker_processes.note_failed_reload(f"the settings cannot be read: {error}")
             return
         logger.info("SIGHUP: new workers are started")
         self._phase = RELOADING
         self._notifier.reloading("new workers are started")
         # The database stays: the coroner, and an embedded server, belong to this supervisor.
-        self._crew.begin_reload(replace(fresh, database_url=self._settings.database_url), now)
+        self._worker_processes.begin_reload(replace(fresh, database_url=self._settings.database_url), now)
 
     def _stop(self, reason: str, now: float) -> None:
         self._phase = STOPPING
         self._stop_reason = reason
         self._stop_by = now + self._settings.shutdown_timeout - (self._reserve - STOP_RESERVE)
         self._notifier.stopping(reason)
-        if self._crew.fatal is None and self._unusable is None:
+        if self._worker_processes.fatal is None and self._unusable is None:
             logger.info("supervisor %s stops (%s): up to %g s", self.id, reason, self._settings.shutdown_timeout)
-        self._crew.stop(reason, now)
+        self._worker_processes.stop(reason, now)
 
     # -- the end
 
     def _is_over(self) -> bool:
-        if self._phase != STOPPING or self._crew.workers:
+        if self._phase != STOPPING or self._worker_processes.workers:
             return False
         return not self._coroner.open_cases or time.monotonic() >= self._stop_by - 0.1
 
     def _end(self) -> SupervisorReport:
         if self._unusable is not None:
             raise self._unusable
-        if self._crew.fatal is not None:
-            raise self._crew.fatal.rebuilt()
-        totals = self._crew.totals
+        if self._worker_processes.fatal is not None:
+            raise self._worker_processes.fatal.rebuilt()
+        totals = self._worker_processes.totals
         unwritten = totals["unwritten"] + sum(max(1, len(case.slots)) for case in self._coroner.open_cases)
         report = SupervisorReport(
             self._stop_reason,
@@ -311,16 +319,16 @@ class Supervisor:
 
     def _leave_nobody(self) -> None:
         """Normally nobody is left; after an error of ours nobody may be."""
-        for worker in self._crew.workers:
+        for worker in self._worker_processes.workers:
             worker.kill()
             worker.reap(time.monotonic())
             worker.close()
-        self._crew.end_descendants(f"{self.id}/").join(DESCENDANTS_SECONDS)
+        self._worker_processes.end_descendants(f"{self.id}/").join(DESCENDANTS_SECONDS)
 
     # -- what others see
 
     def _publish(self, now: float) -> None:
-        workers, totals, look = self._crew.workers, self._crew.totals, self._coroner.look
+        workers, totals, look = self._worker_processes.workers, self._worker_processes.totals, self._coroner.look
         claimed = totals["claimed"] + sum(worker.snapshot.claimed for worker in workers)
         if claimed != self._claimed:
             self._claimed, self._claimed_at = claimed, now
@@ -331,9 +339,9 @@ class Supervisor:
             settled=totals["settled"] + sum(worker.snapshot.settled for worker in workers),
             stuck=totals["stuck"] + sum(worker.snapshot.stuck for worker in workers),
             restarts=totals["restarts"],
-            reloads=dict(self._crew.reloads),
-            reload_error=self._crew.reload_error,
-            deaths=dict(self._crew.deaths),
+            reloads=dict(self._worker_processes.reloads),
+            reload_error=self._worker_processes.reload_error,
+            deaths=dict(self._worker_processes.deaths),
             postmortems=self._coroner.done,
             open_postmortems=len(self._coroner.open_cases),
             claimed_at=self._claimed_at,
@@ -349,10 +357,10 @@ class Supervisor:
             if view.live(self._view, now).ok:
                 self._notifier.watchdog()
 
-    def _probes(self) -> Probes | None:
+    def _probes(self) -> HealthServer | None:
         if self._settings.health_port is None:
             return None
-        return Probes(
+        return HealthServer(
             self._settings.health_host,
             self._settings.health_port,
             live=lambda: view.live(self._view, time.monotonic()),

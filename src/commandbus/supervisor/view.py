@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from commandbus.runtime.board import State
-from commandbus.supervisor.coroner import Look
+from commandbus.supervisor.coroner import CoronerLook
+from commandbus.supervisor.fleet_metrics import shared_metrics
+from commandbus.supervisor.health_server import HealthVerdict
 from commandbus.supervisor.metrics import COUNTER, GAUGE, Metric, Sample, render
-from commandbus.supervisor.probes import Verdict
-from commandbus.supervisor.process import WorkerProcess
-from commandbus.supervisor.shared_metrics import shared_metrics
+from commandbus.supervisor.worker_process import WorkerProcess
+from commandbus.worker.board import State
 
 STALL_SECONDS: Final = 5.0
 FROZEN_SECONDS: Final = 5.0
@@ -60,7 +60,7 @@ class View:
     postmortems: int = 0
     open_postmortems: int = 0
     claimed_at: float = 0.0
-    look: Look = field(default_factory=Look)
+    look: CoronerLook = field(default_factory=CoronerLook)
     waits_for: str = ""
     trouble: str = ""
 
@@ -82,7 +82,7 @@ def of_worker(worker: WorkerProcess, now: float) -> WorkerView:
     )
 
 
-def live(view: View, now: float) -> Verdict:
+def live(view: View, now: float) -> HealthVerdict:
     """Is anything here alive?"""
     reasons = []
     if now - view.at > STALL_SECONDS:
@@ -90,16 +90,18 @@ def live(view: View, now: float) -> Verdict:
     beating = [worker for worker in view.workers if worker.state in (State.ACTIVE, State.DRAINING)]
     if beating and all(worker.silent_seconds > FROZEN_SECONDS for worker in beating):
         reasons.append("all workers are frozen")
-    return Verdict(not reasons, {"reasons": reasons, "phase": view.phase} if reasons else {"phase": view.phase})
+    return HealthVerdict(
+        not reasons, {"reasons": reasons, "phase": view.phase} if reasons else {"phase": view.phase}
+    )
 
 
-def ready(view: View, now: float) -> Verdict:
+def ready(view: View, now: float) -> HealthVerdict:
     """Can it take work?"""
     serving = [worker for worker in view.workers if worker.state is State.ACTIVE]
     reasons = list(_failures(view, serving, now))
     document: dict[str, Any] = {"phase": view.phase, "workers": [_shown(worker) for worker in view.workers]}
     if reasons:
-        return Verdict(False, document | {"status": "critical", "reasons": reasons})
+        return HealthVerdict(False, document | {"status": "critical", "reasons": reasons})
     doubts = [
         f"worker {worker.id} is {_WORDS[min(worker.health, 2)]}" + (f": {worker.note}" if worker.note else "")
         for worker in serving
@@ -107,7 +109,7 @@ def ready(view: View, now: float) -> Verdict:
     ] + _slow_starts(view)
     if view.reload_error:
         doubts.append(f"the last reload failed, and the old workers stay: {view.reload_error}")
-    return Verdict(True, document | {"status": "degraded" if doubts else "healthy", "reasons": doubts})
+    return HealthVerdict(True, document | {"status": "degraded" if doubts else "healthy", "reasons": doubts})
 
 
 def is_unclaimed(view: View, now: float) -> bool:

@@ -38,8 +38,8 @@ import psycopg
 from psycopg import sql
 
 from commandbus.model.command import Command
-from commandbus.runtime.context import AsyncHandlerContext, HandlerContext
-from commandbus.runtime.handlers import HandlerRegistry
+from commandbus.worker.execution.context import AsyncHandlerContext, HandlerContext
+from commandbus.worker.execution.handlers import HandlerRegistry
 
 SECONDS: Final = 1000.0
 MEGABYTES: Final = 512

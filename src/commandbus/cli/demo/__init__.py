@@ -17,17 +17,17 @@ import click
 
 from commandbus.bus import CommandBus
 from commandbus.cli.demo import tally as books
-from commandbus.cli.demo.fleet import Fleet, stop_line
+from commandbus.cli.demo.fleet import DemoFleet, stop_line
 from commandbus.cli.demo.handlers import DOMAIN
 from commandbus.cli.demo.stage import Stage, folder_word, program
-from commandbus.cli.demo.tally import GROUPS, Tally
-from commandbus.cli.exits import ExitCode
+from commandbus.cli.demo.tally import GROUPS, OutcomeCounts
+from commandbus.cli.exit_codes import ExitCode
 from commandbus.cli.render import print_json
-from commandbus.cli.session import Command, Session
-from commandbus.db.resolve import DEFAULT_FOLDER, embedded_folder
+from commandbus.cli.session import CliCommand, CliSession
+from commandbus.db.database_address import DEFAULT_FOLDER, embedded_folder
 from commandbus.embedded import EmbeddedPostgres
 from commandbus.model.command import CommandStatus, new_command_id
-from commandbus.model.words import counted
+from commandbus.model.counting import counted
 from commandbus.settings import Settings, mask_database_url
 
 WORKERS = 2
@@ -45,7 +45,7 @@ class Place:
     folder: Path | None
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("--keep", is_flag=True, help="Leave workers and server up at the end.")
 @click.option("--commands", "count", type=click.IntRange(1, 100_000), default=300, show_default=True)
 @click.option(
@@ -58,12 +58,12 @@ def demo(ctx: click.Context, keep: bool, count: int, folder: Path | None) -> Non
     Uses the server of --database, else an embedded PostgreSQL in a folder. The commands go to a domain `demo`;
     each run reports only its own.
     """
-    session: Session = ctx.obj
+    session: CliSession = ctx.obj
     stage = Stage(as_json=session.as_json)
     correlation_id = f"demo-{new_command_id()}"
     with _place(session, folder, stage, keep=keep) as place, CommandBus(settings=place.settings) as bus:
         _prepare(bus, stage)
-        with Fleet(place.settings.database_url or "", place.logs, size=WORKERS, keep=keep) as fleet:
+        with DemoFleet(place.settings.database_url or "", place.logs, size=WORKERS, keep=keep) as fleet:
             tally, wrong, seconds = _play(bus, fleet, stage, count, correlation_id)
             if session.as_json:
                 print_json(_document(tally, wrong, correlation_id, place, fleet))
@@ -85,7 +85,7 @@ def demo(ctx: click.Context, keep: bool, count: int, folder: Path | None) -> Non
 
 
 @contextlib.contextmanager
-def _place(session: Session, folder: Path | None, stage: Stage, *, keep: bool) -> Iterator[Place]:
+def _place(session: CliSession, folder: Path | None, stage: Stage, *, keep: bool) -> Iterator[Place]:
     if folder is not None and session.database is not None:
         raise click.UsageError("--folder is for the embedded server: it does not go with --database")
     if session.database is None:
@@ -135,8 +135,8 @@ def _prepare(bus: CommandBus, stage: Stage) -> None:
 
 
 def _play(
-    bus: CommandBus, fleet: Fleet, stage: Stage, count: int, correlation_id: str
-) -> tuple[Tally, list[str], float]:
+    bus: CommandBus, fleet: DemoFleet, stage: Stage, count: int, correlation_id: str
+) -> tuple[OutcomeCounts, list[str], float]:
     """Send, and watch until all are through; answers the books, what is wrong with them, and how long it took."""
     stage.say(f"{WORKERS} worker processes start: pid {', '.join(map(str, fleet.pids))}")
     if earlier := _waiting(bus):
@@ -166,7 +166,7 @@ def _waiting(bus: CommandBus) -> int:
     return status.ready + status.delayed + status.running + status.parked
 
 
-def _conclude(stage: Stage, tally: Tally, wrong: list[str], seconds: float) -> None:
+def _conclude(stage: Stage, tally: OutcomeCounts, wrong: list[str], seconds: float) -> None:
     stage.say()
     for problem in wrong:
         stage.say(f"NOT AS EXPECTED  {problem}")
@@ -202,7 +202,7 @@ def _point_on(bus: CommandBus, stage: Stage, place: Place, correlation_id: str) 
     stage.say(f"  {prefix} doctor")
 
 
-def _say_kept(stage: Stage, place: Place, fleet: Fleet) -> None:
+def _say_kept(stage: Stage, place: Place, fleet: DemoFleet) -> None:
     stage.say("\nEverything stays up. To stop it:")
     stage.say(f"  {stop_line(fleet.pids)}")
     if place.folder is not None:
@@ -211,7 +211,7 @@ def _say_kept(stage: Stage, place: Place, fleet: Fleet) -> None:
 
 
 def _document(
-    tally: Tally, wrong: list[str], correlation_id: str, place: Place, fleet: Fleet
+    tally: OutcomeCounts, wrong: list[str], correlation_id: str, place: Place, fleet: DemoFleet
 ) -> dict[str, object]:
     return {
         "correlation_id": correlation_id,

@@ -31,7 +31,7 @@ OPTIONS = {
 }
 
 
-class Fleet:
+class DemoFleet:
     """Some worker processes."""
 
     def __init__(self, database_url: str, logs: Path, *, size: int, keep: bool) -> None:

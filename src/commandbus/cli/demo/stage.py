@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from commandbus.cli.demo.tally import GROUPS, Tally
+from commandbus.cli.demo.tally import GROUPS, OutcomeCounts
 from commandbus.cli.render import print_table
 from commandbus.cli.table import columns, fitted
 
@@ -37,7 +37,7 @@ class Stage:
         self.close_line()
         click.echo(text, err=self._err)
 
-    def progress(self, tally: Tally, total: int, seconds: float, *, running: int) -> None:
+    def progress(self, tally: OutcomeCounts, total: int, seconds: float, *, running: int) -> None:
         """How far it is."""
         parts = [
             f"{tally.done}/{total} done", f"{running} running", f"{tally.sum('completed')} completed",
@@ -59,7 +59,7 @@ class Stage:
             click.echo("", err=self._err)
             self._line_is_open = False
 
-    def table(self, tally: Tally) -> None:
+    def table(self, tally: OutcomeCounts) -> None:
         """What happened to each group."""
         self.say()
         rows: list[tuple[object, ...]] = [

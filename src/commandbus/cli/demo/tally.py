@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from commandbus.cli.demo.handlers import DOMAIN
-from commandbus.flow.statement import Statement, Steps, operation
+from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model.command import CommandStatus, NewCommand
 from commandbus.model.names import queue_of
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class OutcomeGroup:
     """Commands of one kind: of ten, `share` are of it; `attempts` each makes, `fate` is where they end."""
 
     command_type: str
@@ -40,11 +40,11 @@ class Group:
 
 
 GROUPS = (
-    Group("greet", "succeeds", 6, 1, CommandStatus.COMPLETED),
-    Group("call_flaky_service", "fails twice first", 2, 3, CommandStatus.COMPLETED, failures=2),
-    Group("import_file", "never can succeed", 1, 1, CommandStatus.IN_TROUBLESHOOTING_QUEUE),
-    Group("withdraw", "a rule says no", 1, 1, CommandStatus.FAILED),
-    Group("hang", "never returns", 0, 1, CommandStatus.IN_TROUBLESHOOTING_QUEUE),
+    OutcomeGroup("greet", "succeeds", 6, 1, CommandStatus.COMPLETED),
+    OutcomeGroup("call_flaky_service", "fails twice first", 2, 3, CommandStatus.COMPLETED, failures=2),
+    OutcomeGroup("import_file", "never can succeed", 1, 1, CommandStatus.IN_TROUBLESHOOTING_QUEUE),
+    OutcomeGroup("withdraw", "a rule says no", 1, 1, CommandStatus.FAILED),
+    OutcomeGroup("hang", "never returns", 0, 1, CommandStatus.IN_TROUBLESHOOTING_QUEUE),
 )
 HANGING = 2  # of all, from ten on: each costs a second of grace and a fresh worker
 _IN_TURN = [group for group in GROUPS for _ in range(group.share)]
@@ -59,7 +59,7 @@ def make_commands(count: int, correlation_id: str) -> Iterator[NewCommand]:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class OutcomeLine:
     """One group's figures; `attempts` are those made."""
 
     command_type: str
@@ -76,10 +76,10 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class OutcomeCounts:
     """All groups' figures, and how many of their messages are still in the queue."""
 
-    lines: Sequence[Line]
+    lines: Sequence[OutcomeLine]
     queued: int
 
     @property
@@ -98,7 +98,7 @@ class Tally:
 
 
 @operation(atomic=True)
-def count(ids: Sequence[int]) -> Steps[Tally]:
+def count(ids: Sequence[int]) -> Steps[OutcomeCounts]:
     """Count what became of these commands."""
     rows = yield Statement(
         b"SELECT command_type, pg_catalog.count(*), "
@@ -109,16 +109,18 @@ def count(ids: Sequence[int]) -> Steps[Tally]:
         b"FROM commandbus.command WHERE id = ANY (%(ids)s::bigint[]) GROUP BY 1",
         {"ids": list(ids)},
     )
-    found = {row[0]: Line(*row) for row in rows}
+    found = {row[0]: OutcomeLine(*row) for row in rows}
     waiting = (
         f"SELECT pg_catalog.count(*) FROM pgmq.q_{queue_of(DOMAIN)} "
         f"WHERE (message ->> 'command'::text)::bigint = ANY (%(ids)s)"
     )
     queued = yield Statement(waiting.encode(), {"ids": list(ids)})
-    return Tally([found.get(group.command_type, Line(group.command_type)) for group in GROUPS], queued[0][0])
+    return OutcomeCounts(
+        [found.get(group.command_type, OutcomeLine(group.command_type)) for group in GROUPS], queued[0][0]
+    )
 
 
-def discrepancies(tally: Tally, sent: Sequence[NewCommand]) -> list[str]:
+def discrepancies(tally: OutcomeCounts, sent: Sequence[NewCommand]) -> list[str]:
     """Where what was sent and what was found do not agree; nothing, if nothing was lost."""
     wrong = []
     for group, line in zip(GROUPS, tally.lines, strict=True):

@@ -10,7 +10,7 @@ import signal
 import sys
 
 from commandbus.cli.entry import main
-from commandbus.runtime.offspring import die_with
+from commandbus.worker.isolation.child_setup import die_with
 
 if __name__ == "__main__":
     die_with(int(sys.argv[1]), signal.SIGTERM)

@@ -16,13 +16,13 @@ import psycopg
 from commandbus.cli import installation
 from commandbus.cli.doctor import configuration, fleet, limits, manifest, privileges, schema, server, unit
 from commandbus.cli.doctor.findings import Conn, Finding, Findings, Level, fail, ok, warn
-from commandbus.cli.exits import ExitCode, one_line, sentence_for
-from commandbus.cli.release import release
+from commandbus.cli.exit_codes import ExitCode, one_line, sentence_for
 from commandbus.cli.render import print_json, say, say_heading
-from commandbus.cli.session import Command, Session, connect_as_the_role
-from commandbus.db.resolve import Database, embedded_folder
+from commandbus.cli.session import CliCommand, CliSession, connect_as_the_role
+from commandbus.cli.version import release
+from commandbus.db.database_address import Database, embedded_folder
 from commandbus.errors import CommandBusError, ConfigurationError
-from commandbus.model.words import counted
+from commandbus.model.counting import counted
 from commandbus.settings import Settings, mask_database_url
 
 LOCK_SECONDS = 5
@@ -31,7 +31,7 @@ WIDTH = 5
 FILE = click.File("r", encoding="utf-8", errors="replace")
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option(
     "--unit",
     "unit_file",
@@ -52,7 +52,7 @@ def doctor(ctx: click.Context, unit_file: TextIO | None, manifest_file: TextIO |
 
     OK is fine, WARN is worth a look, FAIL will not work; exit code 1 if anything fails.
     """
-    session: Session = ctx.obj
+    session: CliSession = ctx.obj
     found = []
     for finding in examine(session, unit_file, manifest_file):
         found.append(finding)
@@ -70,7 +70,7 @@ def doctor(ctx: click.Context, unit_file: TextIO | None, manifest_file: TextIO |
         ctx.exit(ExitCode.NO)
 
 
-def examine(session: Session, unit_file: TextIO | None = None, manifest_file: TextIO | None = None) -> Findings:
+def examine(session: CliSession, unit_file: TextIO | None = None, manifest_file: TextIO | None = None) -> Findings:
     """All findings, as they are made."""
     yield from _installation()
     settings, findings = configuration.load(session)

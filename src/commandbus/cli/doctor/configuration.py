@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from commandbus.cli.doctor.findings import Findings, fail, ok, warn
-from commandbus.cli.session import Session
+from commandbus.cli.session import CliSession
 from commandbus.errors import ConfigurationError
+from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds
-from commandbus.model.words import counted
 from commandbus.settings import SETTINGS, Settings
 
 
-def load(session: Session) -> tuple[Settings | None, Findings]:
+def load(session: CliSession) -> tuple[Settings | None, Findings]:
     """The settings, if they can be loaded, and what is to be said about them."""
     try:
         settings = session.settings()

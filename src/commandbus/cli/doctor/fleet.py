@@ -7,10 +7,10 @@ from datetime import UTC, datetime, timedelta
 from commandbus.cli.doctor.findings import Conn, Findings, ok, warn
 from commandbus.cli.render import age
 from commandbus.cli.status import unhandled_text
-from commandbus.db.drive import run
-from commandbus.flow.inspect import DomainStatus, WorkerInfo, domain_status, list_workers
-from commandbus.flow.prune import ASIDES
-from commandbus.model.words import counted
+from commandbus.db.drivers import run
+from commandbus.flow.commands.inspect import DomainStatus, WorkerInfo, domain_status, list_workers
+from commandbus.flow.commands.prune import ASIDES
+from commandbus.model.counting import counted
 from commandbus.settings import Settings
 
 TAKEN_WITHIN = timedelta(minutes=1)

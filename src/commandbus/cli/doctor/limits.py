@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from commandbus.cli.doctor.findings import Conn, Findings, fail, ok, warn
-from commandbus.cli.exits import one_line
-from commandbus.db.drive import run
+from commandbus.cli.exit_codes import one_line
+from commandbus.db.drivers import run
 from commandbus.errors import ConfigurationError
-from commandbus.flow.limit_figures import look_at_fleet
-from commandbus.flow.limits import LimitRow, difference, list_limits
-from commandbus.limits.redis_places import RedisLostError, RedisPlaces
+from commandbus.flow.limits.declare import LimitRow, difference, list_limits
+from commandbus.flow.limits.metrics import look_at_fleet
+from commandbus.limits.stores.redis.scripts import RedisLostError, RedisScripts
+from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds
-from commandbus.model.words import counted
 from commandbus.settings import Settings, mask_redis_url
 
 CHECK = "limits"
@@ -27,7 +27,7 @@ def examine(conn: Conn, settings: Settings) -> Findings:
     in_redis = [row for row in rows if row.backend == "redis"]
     if in_redis or settings.redis_url is not None:
         yield from _redis(conn, settings, in_redis)
-    troubles = [finding for row in rows for finding in (*_times(row), *_standing(row))]
+    troubles = [finding for row in rows for finding in (*_times(row), *_limit_state(row))]
     troubles += _declarations(rows, settings)
     yield from troubles
     if not troubles:
@@ -61,11 +61,11 @@ def _redis(conn: Conn, settings: Settings, in_redis: list[LimitRow]) -> Findings
     address = mask_redis_url(settings.redis_url)
     needed = f"{names} cannot be used from here" if names else "limits that are declared without a backend need it"
     try:
-        places = RedisPlaces(settings.redis_url, settings.environment)
+        permits = RedisScripts(settings.redis_url, settings.environment)
         try:
-            places.probe()
+            permits.probe()
         finally:
-            places.close()
+            permits.close()
     except ConfigurationError as error:
         yield fail("redis", one_line(error))
         return
@@ -100,8 +100,8 @@ def _times(row: LimitRow) -> Findings:
         )
 
 
-def _standing(row: LimitRow) -> Findings:
-    if row.standing.is_forced or row.standing.is_open:
+def _limit_state(row: LimitRow) -> Findings:
+    if row.limit_state.is_forced or row.limit_state.is_open:
         yield warn(
-            CHECK, row.standing.explain(row.name), f"`commandbus breakers close --limit {row.name}` closes it"
+            CHECK, row.limit_state.explain(row.name), f"`commandbus breakers close --limit {row.name}` closes it"
         )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from psycopg.errors import InsufficientPrivilege
 
 from commandbus.cli.doctor.findings import Conn, Findings, fail, ok, warn
-from commandbus.db.drive import run
+from commandbus.db.drivers import run
 from commandbus.errors import SchemaError
-from commandbus.flow.domains import list_domains
-from commandbus.flow.migrate import SchemaState, look
-from commandbus.model.words import counted
+from commandbus.flow.setup.domains import list_domains
+from commandbus.flow.setup.migrate import SchemaState, look
+from commandbus.model.counting import counted
 
 
 def examine_schema(conn: Conn) -> tuple[SchemaState | None, Findings]:

@@ -11,10 +11,10 @@ from typing import Any
 
 from commandbus.cli.doctor.findings import Conn, Findings, fail, ok, warn
 from commandbus.cli.render import age
+from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds
-from commandbus.model.words import counted
-from commandbus.runtime.spec import ROUTER_SLOTS
 from commandbus.settings import Settings
+from commandbus.worker.worker_options import ROUTER_SLOTS
 
 OLDEST, NEWEST = 14, 18
 CLOCK_SECONDS = 2.0
@@ -242,10 +242,10 @@ def _connections(conn: Conn, settings: Settings) -> Findings:
     used = _one(
         conn, "SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_activity WHERE backend_type = 'client backend'"
     )
-    gate = _gate_connections(conn, settings)
+    limit_client = _limit_client_connections(conn, settings)
     messages = _message_connections(conn)
-    own = WORKER_CONNECTIONS + gate + messages
-    counted_in = " and ".join(what for what, count in (("limits", gate), ("processes", messages)) if count)
+    own = WORKER_CONNECTIONS + limit_client + messages
+    counted_in = " and ".join(what for what, count in (("limits", limit_client), ("processes", messages)) if count)
     included = f", {counted_in} included" if counted_in else ""
     needed = settings.processes * (settings.concurrency + own) + SUPERVISOR_CONNECTIONS
     for what, limit in (
@@ -290,7 +290,7 @@ def _is_readable(conn: Conn, table: str) -> bool:
     return found
 
 
-def _gate_connections(conn: Conn, settings: Settings) -> int:
+def _limit_client_connections(conn: Conn, settings: Settings) -> int:
     """Where limits are used, a worker has a connection for them, and one more if some are kept in Redis."""
     is_readable = _is_readable(conn, "limits")
     kept = {settings.backend_of(limit) for limit in settings.limits}

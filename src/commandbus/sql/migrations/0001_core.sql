@@ -168,7 +168,7 @@ CREATE TABLE commandbus.waiting (
 ) WITH (fillfactor = 50);
 
 -- The audit trail, derived from what is stored anyway. An attempt that is running now is added by the reader
--- (flow/inspect.py), because it exists only in the queue row. Its order is `rank` (attempt by attempt, and within
+-- (flow/commands/inspect.py), because it exists only in the queue row. Its order is `rank` (attempt by attempt, and within
 -- one by what follows what), not `at`: when an attempt started is said by its worker's clock, the rest by ours.
 CREATE VIEW commandbus.audit AS
     SELECT id AS command, created_at AS at, 10 AS rank, 'SENT'::text AS event, NULL::integer AS attempt,

@@ -161,10 +161,10 @@ BEGIN
 END
 $$;
 
--- Sends commands of one domain as members of a batch, like send_many.sql. Returns how many were sent, and the first
+-- Sends commands of one domain as members of a batch, like commands/send_many.sql. Returns how many were sent, and the first
 -- command_id that exists already: then the caller rolls back. The batch counts them, if it was there before (p_counts).
 --
--- Locks and indexes as in send_many.sql; the batch's row FOR KEY SHARE. Without p_own_ids, that is, where all ids are ours,
+-- Locks and indexes as in commands/send_many.sql; the batch's row FOR KEY SHARE. Without p_own_ids, that is, where all ids are ours,
 -- nothing can be in the way.
 CREATE FUNCTION commandbus.send_to_batch(p_domain text, p_batch bigint, p_rows json, p_own_ids boolean, p_counts boolean)
     RETURNS TABLE (sent bigint, taken text)
@@ -246,7 +246,7 @@ BEGIN
 END
 $$;
 
--- A batch that the caller can name, as query_batches.sql shows it. What its creator stored with it is only for roles that
+-- A batch that the caller can name, as batches/query_batches.sql shows it. What its creator stored with it is only for roles that
 -- may read it in the table. Indexes: batch_domain_batch_id_key, batch_delta_batch.
 CREATE FUNCTION commandbus.batch_named(p_domain text, p_batch_id text, p_running bigint)
     RETURNS TABLE (id bigint, domain text, batch_id text, name text, holds text, status text, is_open boolean, total bigint,
@@ -278,7 +278,7 @@ BEGIN
 END
 $$;
 
--- How many members of a batch somebody is running, as in batch_running.sql.
+-- How many members of a batch somebody is running, as in batches/running.sql.
 -- Index: q_*_vt_idx: what is held becomes visible within a day, what is parked in years; then the command's key.
 CREATE FUNCTION commandbus.running_in_batch(p_domain text, p_batch bigint) RETURNS bigint
     LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -309,7 +309,7 @@ $$;
 -- Those whose process_id exists are left out: the caller compares them. A batch that was there before counts them
 -- (p_counts).
 --
--- Locks and indexes: as in send_many.sql; process_domain_process_id_key. The first message's command_id is its own.
+-- Locks and indexes: as in commands/send_many.sql; process_domain_process_id_key. The first message's command_id is its own.
 CREATE FUNCTION commandbus.start_processes(p_domain text, p_process_type text, p_batch bigint, p_rows json, p_counts boolean)
     RETURNS TABLE (process_id text, id bigint)
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$

@@ -9,7 +9,7 @@
 ALTER TABLE commandbus.worker ADD COLUMN types text[];
 
 -- reason 'handler': the worker that claimed it has no handler for its type. Workers that have one lease such rows from here
--- (sql/take_unhandled.sql). kept_limit: the limit of which a place was kept for it under `token` when that happened.
+-- (sql/commands/take_unhandled.sql). kept_limit: the limit of which a place was kept for it under `token` when that happened.
 ALTER TABLE commandbus.parked ADD COLUMN kept_limit text;
 
 -- The command types of these domains whose commands wait for a handler: how many wait (counted up to p_most), since when

@@ -14,7 +14,7 @@ ALTER TABLE commandbus.breaker
     ADD COLUMN counted_until  timestamptz,
     ADD COLUMN vain           bigint[] NOT NULL DEFAULT '{}';
 
--- counts: 'DOMAIN/COMMAND_TYPE' → how many attempts ended and were not stuck since some moments (model/trouble.py). Null
+-- counts: 'DOMAIN/COMMAND_TYPE' → how many attempts ended and were not stuck since some moments (model/breaker_rule.py). Null
 -- as long as no type has a bad attempt in its window.
 ALTER TABLE commandbus.worker ADD COLUMN counts jsonb;
 

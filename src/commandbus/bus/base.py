@@ -1,0 +1,206 @@
+"""What both shells share: settings, and operations made of arguments. No I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
+
+from psycopg_pool import AsyncNullConnectionPool, NullConnectionPool
+
+from commandbus.bus.call_listener import Listening, WaitingCall
+from commandbus.db.bus_pool import AsyncBusPool, BusPool, leave_to_parent
+from commandbus.db.database_address import Database
+from commandbus.errors import ConfigurationError, InvalidOperationError
+from commandbus.flow.commands import send
+from commandbus.flow.operation import Operation, Plan
+from commandbus.lazy import lazy
+from commandbus.logger import safe_logger
+from commandbus.model import names
+from commandbus.model.command import NewCommand, SentCommand
+from commandbus.model.durations import Duration, parse_seconds
+from commandbus.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from commandbus.flow.breakers import operate as breaker_operate
+    from commandbus.flow.breakers.operate import Guard
+    from commandbus.flow.commands import call, inspect, prune
+    from commandbus.flow.commands.inspect import CommandQuery
+    from commandbus.flow.commands.prune import Retention
+    from commandbus.flow.setup import migrate, roles
+    from commandbus.flow.setup.migrate import SchemaState
+else:
+    breaker_operate = lazy("commandbus.flow.breakers.operate")
+    call = lazy("commandbus.flow.commands.call")
+    inspect = lazy("commandbus.flow.commands.inspect")
+    migrate = lazy("commandbus.flow.setup.migrate")
+    prune = lazy("commandbus.flow.commands.prune")
+    roles = lazy("commandbus.flow.setup.roles")
+
+logger = safe_logger("commandbus.bus")
+T = TypeVar("T")
+CHUNK = 1000
+POOL_SIZE = 8
+
+
+class BusBase:
+    """What both shells share: settings, and operations made of arguments."""
+
+    settings: Settings
+    _limit_clients: Any  # a GateHolder
+    _own_pool: Any = None
+
+    def __init__(self, database_url: str | None, settings: Settings | None, lent_pool: Any) -> None:
+        if settings is None:
+            settings = load_settings({"database_url": database_url})
+        elif database_url is not None:
+            raise TypeError("give database_url or settings, not both")
+        self.settings = settings
+        self._database = Database(settings)
+        self._listening = Listening()
+        self._lent_pool = lent_pool
+        self._lent_is_parents = False
+        _buses.add(self)
+
+    def _leave_to_parent(self) -> None:
+        """This is a forked copy: what was open is the parent's, down to the sockets. The next use opens anew."""
+        self._listening.leave_to_parent()
+        self._database.leave_to_parent()
+        if (limit_clients := getattr(self, "_gates", None)) is not None:
+            limit_clients.leave_to_parent()
+        pool, self._own_pool = self._own_pool, None
+        if isinstance(pool, BusPool | AsyncBusPool):
+            leave_to_parent(pool)
+        self._lent_is_parents = _cannot_be_shared(self._lent_pool)
+
+    def _check_lent(self) -> None:
+        if self._lent_is_parents:
+            raise ConfigurationError(
+                "the pool that was lent to this bus was open when this process was forked: its connections are "
+                "the parent's, and its threads are not here. Open the pool after the fork (preforking servers "
+                "have a hook for that), or make the bus without a pool: then it opens its own in each process"
+            )
+
+    def _send(self, domain: str, new: NewCommand) -> Operation[SentCommand]:
+        outgoing = send.prepare(new, max_bytes=self.settings.max_payload_bytes)
+        return self._unless_refused(domain, send.send(names.check_domain(domain), outgoing), [new.command_type])
+
+    def _call(
+        self,
+        domain: str,
+        new: NewCommand,
+        *,
+        deadline: Duration | None,
+        timeout: Duration,
+        conn: object,
+        listen_at: Callable[[], Settings],
+    ) -> WaitingCall:
+        if conn is not None:
+            raise InvalidOperationError(
+                "call takes no conn: what is not committed does not run, so its outcome cannot be waited for; "
+                "use send(..., conn=conn), or call outside the transaction"
+            )
+        seconds = call.seconds_of(timeout, "timeout")
+        new.timeout = None if deadline is None else call.seconds_of(deadline, "deadline")
+        sending = call.send_call(domain, new, max_bytes=self.settings.max_payload_bytes)
+        sending = self._unless_refused(domain, sending, [new.command_type])
+        return WaitingCall(sending, self._listening.get(listen_at), seconds=seconds)
+
+    def _chunks(
+        self, domain: str, commands: Iterable[NewCommand | Mapping[str, Any]], size: int
+    ) -> Iterator[Operation[list[SentCommand]]]:
+        names.check_domain(domain)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"chunk_size must be a whole number of at least 1, not {size!r}")
+        limit = self.settings.max_payload_bytes
+        outgoing = send.prepare_all(commands, max_bytes=limit)
+        while chunk := list(islice(outgoing, size)):
+            yield self._unless_refused(
+                domain, send.send_chunk(domain, chunk), (item.command_type for item in chunk)
+            )
+
+    def _guard(self, domain: str) -> Guard | None:
+        """Who refuses commands whose breaker is open; None if these settings want that of no command type."""
+        settings = self.settings
+        if not any(rule.refuses for rule in settings.breakers.values()):
+            return None
+        return breaker_operate.Guard(
+            domain, lambda command_type: settings.breaker_of(domain, command_type).refuses
+        )
+
+    def _unless_refused(self, domain: str, sending: Operation[T], types: Iterable[str]) -> Operation[T]:
+        guard = self._guard(domain)
+        if guard is None or not (refusable := {each for each in types if guard.may_refuse(each)}):
+            return sending
+        return guard.before(sending, sorted(refusable))
+
+    def _migration(self, domains: Sequence[str], wait: Duration) -> Plan[SchemaState]:
+        def told(by: str) -> None:
+            logger.warning("the migration waits for %s", by)
+
+        return migrate.migrate(domains, wait_seconds=parse_seconds(wait, name="wait"), on_wait=told)
+
+    def _roles(
+        self, prefix: str, domains: Sequence[str], queues: Sequence[str], keep: Duration | None
+    ) -> Operation[dict[str, str]]:
+        seconds = None if keep is None else parse_seconds(keep, name="keep")
+        return roles.create_roles(prefix, domains=domains, queues=queues, keep_seconds=seconds)
+
+    def _retention(self, age: float | str | timedelta | None, count: int | None) -> Retention:
+        if age is None and count is None:
+            return prune.Retention.of(self.settings)
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
+            raise ValueError(f"count must be a whole number of at least 0, not {count!r}")
+        return prune.Retention(None if age is None else parse_seconds(age, name="age"), count)
+
+
+_buses: WeakSet[BusBase] = WeakSet()
+
+
+def _begin_anew() -> None:
+    for bus in list(_buses):
+        bus._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def _cannot_be_shared(pool: Any) -> bool:
+    """Is it a pool with connections and threads? One that is not open yet has none; a null pool never does."""
+    if pool is None or isinstance(pool, NullConnectionPool | AsyncNullConnectionPool):
+        return False
+    return not getattr(pool, "closed", True)
+
+
+def warn_on_loop() -> bool:
+    """Warn if the caller's thread runs an event loop, which a sync bus blocks; returns whether it does."""
+    if asyncio._get_running_loop() is None:
+        return False
+    depth, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("commandbus."):
+        depth, frame = depth + 1, frame.f_back
+    text = (
+        "CommandBus is used on a running event loop, which stands still until the database has answered: use "
+        "AsyncCommandBus there and await its methods, or `await asyncio.to_thread(bus.send, …)`"
+    )
+    warnings.warn(text, RuntimeWarning, stacklevel=depth)
+    return True
+
+
+def command_query(query: CommandQuery | None, filters: dict[str, Any]) -> CommandQuery:
+    return query if query is not None else inspect.CommandQuery(**filters)
+
+
+def whoami() -> str:
+    """The name of the person at the keyboard, for the audit trail."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"

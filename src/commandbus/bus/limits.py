@@ -1,0 +1,391 @@
+"""Limits on the bus: a place for a block of plain application code, and how limits stand."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import math
+import os
+import secrets
+import socket
+import threading
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
+
+from psycopg.errors import InsufficientPrivilege
+
+from commandbus.bus.base import BusBase, whoami
+from commandbus.clock import monotonic
+from commandbus.db.bus_pool import keep
+from commandbus.errors import ApiTimeoutError, ConfigurationError, DeadlineExceededError
+from commandbus.flow.operation import Operation
+from commandbus.lazy import lazy
+from commandbus.logger import safe_logger
+from commandbus.model.limit import WAIT_SECONDS, Limit, LimitUse
+from commandbus.settings import Settings
+
+if TYPE_CHECKING:
+    from commandbus.flow.commands import operate
+    from commandbus.flow.limits import declare as limits
+    from commandbus.flow.limits import inspect as limit_look
+    from commandbus.flow.limits import metrics as limit_figures
+    from commandbus.flow.limits.declare import LimitRow
+    from commandbus.flow.limits.inspect import Estimate, LimitInfo
+    from commandbus.limits import inspect_redis as looking
+    from commandbus.limits import make_client as build
+    from commandbus.limits import requests
+    from commandbus.limits import with_block as holding
+    from commandbus.limits.client import LimitClient
+    from commandbus.limits.requests import Permit
+    from commandbus.limits.with_block import Hold
+    from commandbus.model import limit_state
+    from commandbus.model.api_errors import ApiFailure
+    from commandbus.model.limit_state import ApiAnswer
+else:
+    limit_figures = lazy("commandbus.flow.limits.metrics")
+    limit_look = lazy("commandbus.flow.limits.inspect")
+    limits = lazy("commandbus.flow.limits.declare")
+    operate = lazy("commandbus.flow.commands.operate")
+    build = lazy("commandbus.limits.make_client")
+    holding = lazy("commandbus.limits.with_block")
+    looking = lazy("commandbus.limits.inspect_redis")
+    requests = lazy("commandbus.limits.requests")
+    limit_state = lazy("commandbus.model.limit_state")
+
+T = TypeVar("T")
+logger = safe_logger("commandbus.limits")
+CLOSE_GATE_SECONDS = 5.0
+AT_EXIT_SECONDS = 1.0
+_AWAY = "the database is away"
+
+
+class LimitClientHolder:
+    """The gate of a bus: made on first use, made anew in a process that was forked."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._limit_client: LimitClient | None = None
+        self.has_declared = False  # what the settings declare
+
+    def get(self, settings: Callable[[], Settings]) -> LimitClient:
+        """The gate."""
+        with self._lock:
+            if self._limit_client is None or not self._limit_client.is_serving:
+                owner = f"{socket.gethostname()[:40]}-{os.getpid()}-bus-{secrets.token_hex(3)}"
+                self._limit_client = build.make_limit_client(settings(), owner)
+                self._limit_client.start()
+                _open.add(self._limit_client)
+            return self._limit_client
+
+    def leave_to_parent(self) -> None:
+        """In a forked copy: the gate and what it holds are the parent's."""
+        self._lock = threading.Lock()
+        limit_client, self._limit_client = self._limit_client, None
+        if limit_client is not None:
+            limit_client.leave_to_parent()
+            keep(limit_client)
+
+    def close(self) -> None:
+        """End it, if there is one."""
+        with self._lock:
+            if self._limit_client is not None and self._limit_client.is_serving:
+                self._limit_client.stop(CLOSE_GATE_SECONDS)
+            self._limit_client = None
+
+
+_open: WeakSet[LimitClient] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A program that ends without closing its bus still gives back what it has left."""
+    for limit_client in list(_open):
+        if limit_client.is_serving:
+            limit_client.stop(AT_EXIT_SECONDS)
+
+
+class _LimitOperations(BusBase):
+    """Operations made of arguments."""
+
+    def _declaration(self, *declared: Limit) -> Operation[list[str]]:
+        return limits.declare(build.settle_limits(declared, self.settings), limits.home_of(self.settings))
+
+    def _log(self, notes: list[str]) -> None:
+        for note in notes:
+            logger.warning("%s", note)
+
+    def _setting(
+        self, name: str, options: dict[str, Any], who: str | None, why: str | None
+    ) -> Operation[LimitRow]:
+        if options.get("backend") == "redis" and self.settings.redis_url is None:
+            raise ConfigurationError(
+                f"limit {name!r}: backend 'redis' needs redis_url, which is not set; set COMMANDBUS_REDIS_URL"
+            )
+        return limits.set_limit(
+            name, options, limits.home_of(self.settings), operate.operator_action("CANCEL", who or whoami(), why)
+        )
+
+    def _unsetting(
+        self, name: str, options: tuple[str, ...], who: str | None, why: str | None
+    ) -> Operation[LimitRow | None]:
+        return limits.unset_limit(
+            name, options, limits.home_of(self.settings), operate.operator_action("CANCEL", who or whoami(), why)
+        )
+
+
+def _leave(
+    limit_client: LimitClient, permit: Permit, answer: ApiAnswer, api: ApiFailure | None, *, keeps: bool
+) -> None:
+    reason = str(answer) if api is None else api.at(permit.limit)
+    limit_client.leave([requests.Release(permit, answer, reason, None if api is None else api.retry_after, keeps)])
+
+
+class LimitMethods(_LimitOperations):
+    """What CommandBus can do with limits."""
+
+    _limit_clients: LimitClientHolder
+
+    @abstractmethod
+    def run(self, operation: Operation[T], conn: object = None) -> T: ...
+
+    @abstractmethod
+    def _resolved(self) -> Settings: ...
+
+    @contextmanager
+    def limit(
+        self,
+        name: str,
+        *,
+        wait: float | str | timedelta = WAIT_SECONDS,
+        timeout: float | str | timedelta | None = None,
+    ) -> Iterator[Hold]:
+        """A place of a limit for the block: `with bus.limit("docai", timeout=60) as call: …`.
+
+        Waits up to `wait`, then raises LimitTimeoutError. Nothing interrupts the call after `timeout`:
+        `call.remaining()` is for the client that makes it. It raises LimitLostError if the place is lost
+        (`call.is_lost`), because its lease could not be renewed in time.
+        """
+        most, seconds = holding.check_limit_terms(name, wait, timeout)
+        limit_client = self._ready_limit_client()
+        asked = limit_client.acquire(name, wait=most, holder=f"pid-{os.getpid()}")
+        try:
+            permit = asked.answer.result(most + holding.LEAST_SECONDS)
+        except TimeoutError as error:
+            is_told = asked.answer.done() and isinstance(asked.answer.exception(), type(error))
+            limit_client.forget(asked)  # cancels what was not answered
+            if is_told:
+                raise
+            raise requests.waited_in_vain(name, most, _AWAY if limit_client.is_down else None) from None
+        except BaseException:
+            limit_client.forget(asked)
+            raise
+        until = monotonic() + seconds
+        try:
+            yield holding.Hold(permit, until)
+        except BaseException as error:
+            answer, api, keeps = holding.verdict(error)
+            is_late = monotonic() >= until - holding.CLOSE_SECONDS
+            if is_late and (answer is limit_state.ApiAnswer.TIMEOUT or isinstance(error, DeadlineExceededError)):
+                _leave(limit_client, permit, limit_state.ApiAnswer.TIMEOUT, holding.TIMED_OUT, keeps=True)
+                raise ApiTimeoutError(holding.LATE) from error
+            _leave(limit_client, permit, answer, api, keeps=keeps)
+            raise
+        else:
+            _leave(limit_client, permit, limit_state.ApiAnswer.GOOD, None, keeps=False)
+
+    def declare_limit(self, limit: Limit) -> None:
+        """Make a limit known to all; what a person has set at run time stays above it."""
+        self._log(self.run(self._declaration(limit)))
+
+    def limits(self) -> list[LimitInfo]:
+        """All limits, and how they stand."""
+        found = self.run(limit_look.list_waiting())
+        looks = self._look(*(row for row, _ in found))
+        return [limit_look.describe(row, looks[row.name], waiting) for row, waiting in found]
+
+    def get_limit(self, name: str) -> LimitInfo:
+        """One limit; UnknownLimitError names those that there are."""
+        row, waiting = self.run(limit_look.get_waiting(name))
+        return limit_look.describe(row, self._look(row)[name], waiting)
+
+    def set_limit(
+        self, name: str, *, operator: str | None = None, reason: str | None = None, **options: Any
+    ) -> LimitInfo:
+        """Change a limit at run time: `bus.set_limit("docai", concurrency=5, rate="120/m")`. All workers follow
+        at once, and it stays so over deployments, until it is unset."""
+        self.run(self._setting(name, options, operator, reason))
+        return self.get_limit(name)
+
+    def unset_limit(
+        self, name: str, *options: str, operator: str | None = None, reason: str | None = None
+    ) -> LimitInfo | None:
+        """Go back to what is declared, for these options or all; None if nobody declares it: it is gone."""
+        row = self.run(self._unsetting(name, options, operator, reason))
+        return None if row is None else self.get_limit(name)
+
+    def estimate(self, name: str, *, domain: str | None = None, command_id: str | None = None) -> Estimate:
+        """How long a command that is sent now would wait for a limit, or one that waits already (by its id)."""
+        row, ahead = self.run(limit_look.estimate_terms(name, domain, command_id))
+        look = self._look(row)[name]
+        return limit_look.estimate(row, look, ahead, is_waiting=command_id is not None)
+
+    @abstractmethod
+    def _mind_the_loop(self) -> None: ...
+
+    def _ready_limit_client(self) -> LimitClient:
+        self._mind_the_loop()
+        if self.settings.limits and not self._limit_clients.has_declared:
+            with suppress(InsufficientPrivilege):  # a role that only sends: workers and operators declare
+                self._log(self.run(self._declaration(*self.settings.limits)))
+            self._limit_clients.has_declared = True
+        return self._limit_clients.get(self._resolved)
+
+    def _look(self, *rows: LimitRow) -> dict[str, LimitUse]:
+        kept, elsewhere = _by_backend(rows)
+        return (
+            kept
+            if not elsewhere
+            else kept | looking.look_at(self.settings, elsewhere, self.run(limit_figures.look_at_fleet()))
+        )
+
+
+class AsyncLimitMethods(_LimitOperations):
+    """What AsyncCommandBus can do with limits."""
+
+    _limit_clients: LimitClientHolder
+
+    @abstractmethod
+    async def run(self, operation: Operation[T], conn: object = None) -> T: ...
+
+    @abstractmethod
+    def _resolved(self) -> Settings: ...
+
+    @asynccontextmanager
+    async def limit(
+        self,
+        name: str,
+        *,
+        wait: float | str | timedelta = WAIT_SECONDS,
+        timeout: float | str | timedelta | None = None,
+    ) -> AsyncIterator[Hold]:
+        """A place of a limit for the block: `async with bus.limit("docai", timeout=60): …`.
+
+        Waits up to `wait`, then raises LimitTimeoutError. After `timeout` what is awaited in the block is
+        cancelled, and the block raises ApiTimeoutError. If the place is lost, because its lease could not be
+        renewed in time, it is cancelled too, and the block raises LimitLostError.
+        """
+        most, seconds = holding.check_limit_terms(name, wait, timeout)
+        limit_client = await self._ready_limit_client()
+        losing = _Losing(asyncio.get_running_loop())
+        asked = limit_client.acquire(name, wait=most, holder=f"pid-{os.getpid()}", on_lost=losing)
+        waiting = asyncio.wrap_future(asked.answer)
+        try:
+            permit = await asyncio.wait_for(asyncio.shield(waiting), most + holding.LEAST_SECONDS)
+        except TimeoutError:
+            limit_client.forget(asked)
+            if waiting.done():
+                raise
+            raise requests.waited_in_vain(name, most, _AWAY if limit_client.is_down else None) from None
+        except BaseException:
+            limit_client.forget(asked)
+            raise
+        try:
+            try:
+                async with asyncio.timeout(None if seconds == math.inf else seconds) as timer:
+                    losing.watch(permit, timer)
+                    yield holding.Hold(permit, monotonic() + seconds)
+            except TimeoutError as error:
+                if timer.expired():
+                    raise holding.lost(name) if permit.is_lost else ApiTimeoutError(holding.LATE) from error
+                raise
+        except BaseException as error:
+            answer, api, keeps = holding.verdict(error)
+            _leave(limit_client, permit, answer, api, keeps=keeps)
+            raise
+        else:
+            _leave(limit_client, permit, limit_state.ApiAnswer.GOOD, None, keeps=False)
+
+    async def declare_limit(self, limit: Limit) -> None:
+        """Make a limit known to all; what a person has set at run time stays above it."""
+        self._log(await self.run(self._declaration(limit)))
+
+    async def limits(self) -> list[LimitInfo]:
+        """All limits, and how they stand."""
+        found = await self.run(limit_look.list_waiting())
+        looks = await self._look(*(row for row, _ in found))
+        return [limit_look.describe(row, looks[row.name], waiting) for row, waiting in found]
+
+    async def get_limit(self, name: str) -> LimitInfo:
+        """One limit; UnknownLimitError names those that there are."""
+        row, waiting = await self.run(limit_look.get_waiting(name))
+        return limit_look.describe(row, (await self._look(row))[name], waiting)
+
+    async def set_limit(
+        self, name: str, *, operator: str | None = None, reason: str | None = None, **options: Any
+    ) -> LimitInfo:
+        """Change a limit at run time: `await bus.set_limit("docai", concurrency=5, rate="120/m")`. All workers
+        follow at once, and it stays so over deployments, until it is unset."""
+        await self.run(self._setting(name, options, operator, reason))
+        return await self.get_limit(name)
+
+    async def unset_limit(
+        self, name: str, *options: str, operator: str | None = None, reason: str | None = None
+    ) -> LimitInfo | None:
+        """Go back to what is declared, for these options or all; None if nobody declares it: it is gone."""
+        row = await self.run(self._unsetting(name, options, operator, reason))
+        return None if row is None else await self.get_limit(name)
+
+    async def estimate(self, name: str, *, domain: str | None = None, command_id: str | None = None) -> Estimate:
+        """How long a command that is sent now would wait for a limit, or one that waits already (by its id)."""
+        row, ahead = await self.run(limit_look.estimate_terms(name, domain, command_id))
+        look = (await self._look(row))[name]
+        return limit_look.estimate(row, look, ahead, is_waiting=command_id is not None)
+
+    async def _ready_limit_client(self) -> LimitClient:
+        if self.settings.limits and not self._limit_clients.has_declared:
+            with suppress(InsufficientPrivilege):  # a role that only sends: workers and operators declare
+                self._log(await self.run(self._declaration(*self.settings.limits)))
+            self._limit_clients.has_declared = True
+        return await asyncio.to_thread(self._limit_clients.get, self._resolved)
+
+    async def _look(self, *rows: LimitRow) -> dict[str, LimitUse]:
+        kept, elsewhere = _by_backend(rows)
+        if not elsewhere:
+            return kept
+        fleet = await self.run(limit_figures.look_at_fleet())
+        return kept | await asyncio.to_thread(looking.look_at, self.settings, elsewhere, fleet)
+
+
+class _Losing:
+    """Ends the timer of an `async with` when its place is lost; called on the gate's or the clock's thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._timer: asyncio.Timeout | None = None
+
+    def __call__(self, permit: Permit) -> None:  # noqa: ARG002 - there is one
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._end)
+
+    def watch(self, permit: Permit, timer: asyncio.Timeout) -> None:
+        """The block has begun."""
+        self._timer = timer
+        if permit.is_lost:
+            self._end()
+
+    def _end(self) -> None:
+        if self._timer is not None:
+            with suppress(RuntimeError):  # the block is over
+                self._timer.reschedule(self._loop.time())
+
+
+def _by_backend(rows: Sequence[LimitRow]) -> tuple[dict[str, LimitUse], list[LimitRow]]:
+    """How those look whose places are in PostgreSQL, and the others."""
+    return (
+        {row.name: row.look for row in rows if row.backend == "postgres"},
+        [row for row in rows if row.backend != "postgres"],
+    )

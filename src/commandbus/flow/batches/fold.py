@@ -1,0 +1,158 @@
+"""fold: add up what happened to a batch, and finish it when all is final.
+
+A settle never decides that a batch is complete: concurrent ones cannot see each other's deltas. `fold` locks the
+batch, and there, if nothing is left, sets the final status and sends what `on_complete` asks for: exactly once,
+because both commit together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from psycopg import errors as pg
+
+from commandbus import sql
+from commandbus.errors import CommandBusError
+from commandbus.flow.commands import reply, send
+from commandbus.flow.operation import Statement, Steps, operation
+from commandbus.model import payload
+from commandbus.model.command import NewCommand
+from commandbus.model.names import check_queue, queue_of
+
+# A command_id that somebody else's transaction is about to use could make us wait for that transaction.
+LOCK_TIMEOUT = b"SET LOCAL lock_timeout = '500ms'"
+ROW_TIMEOUT = b"SET LOCAL lock_timeout = '1s'"
+_LIMIT_WAITING = (
+    b"WITH before AS MATERIALIZED (SELECT pg_catalog.current_setting('lock_timeout') AS value) "
+    b"SELECT value, pg_catalog.set_config('lock_timeout', '500ms', true) FROM before"
+)
+
+
+@operation(atomic=True)
+def fold(batches: Iterable[int], *, waiting: bool = False, line: set[int] | None = None) -> Steps[set[int]]:
+    """Fold these in a transaction of its own; answers those that were not locked by somebody else. Never waits
+    long.
+
+    With `waiting` it waits for them, a second at most: then LockNotAvailable. Of those who share a `line` one
+    waits for a batch, and folds what the others have noted too.
+    """
+    wanted = sorted(batches)
+    done = yield from _fold(wanted, is_alone=True)
+    if waiting and (left := [batch for batch in wanted if batch not in done]):
+        done |= yield from _fold_waiting(left, set() if line is None else line)
+    return done
+
+
+def _fold_waiting(batches: Sequence[int], line: set[int]) -> Steps[set[int]]:
+    """Whoever waits in line has not begun to fold: it will see whatever was committed up to now."""
+    mine = [batch for batch in batches if batch not in line]
+    if not mine:
+        return set()
+    line.update(mine)
+    try:
+        yield Statement(ROW_TIMEOUT)
+        yield Statement(
+            b"SELECT id FROM commandbus.batch WHERE id = ANY (%(batches)s::bigint[]) "
+            b"ORDER BY id FOR NO KEY UPDATE",
+            {"batches": mine},
+        )
+    finally:
+        line.difference_update(mine)
+    return (yield from _fold(mine, is_alone=True))
+
+
+def fold_now(batches: Sequence[int]) -> Steps[set[int]]:
+    """Fold in the transaction that is under way. If a completion would have to wait for somebody's transaction,
+    nothing is folded: what was noted stays for the workers."""
+    yield Statement(b"SAVEPOINT commandbus_fold")
+    try:
+        done = yield from _fold(batches, is_alone=False)
+    except pg.LockNotAvailable:
+        yield Statement(b"ROLLBACK TO SAVEPOINT commandbus_fold")
+        done = set()
+    yield Statement(b"RELEASE SAVEPOINT commandbus_fold")
+    return done
+
+
+def _fold(batches: Sequence[int], *, is_alone: bool) -> Steps[set[int]]:
+    rows = yield Statement(sql.text("batches/fold"), {"batches": list(batches)})
+    due = [row for row in rows if row[1]]
+    before: str | None = None
+    if due and is_alone:
+        yield Statement(LOCK_TIMEOUT)
+    elif due:
+        before = (yield Statement(_LIMIT_WAITING))[0][0]
+    for id_, _, *summary in due:
+        yield from _send_completion(id_, *summary)
+    if before is not None:
+        yield Statement(b"SELECT pg_catalog.set_config('lock_timeout', %(before)s, true)", {"before": before})
+    return {row[0] for row in rows}
+
+
+def _send_completion(
+    id_: int,
+    domain: str,
+    batch_id: str,
+    name: str | None,
+    status: str,
+    total: int,
+    completed: int,
+    failed: int,
+    canceled: int,
+    custom_data: str | None,
+    on_complete: str,
+) -> Steps[None]:
+    """Send what the batch's creator asked for. What cannot be sent is put aside: it must not keep the batch."""
+    queue, aside = queue_of(domain), _dump({"batch": id_, "on_complete": on_complete})
+    try:
+        wanted: dict[str, Any] = payload.loads(on_complete)
+        summary = {
+            "domain": domain,
+            "batch_id": batch_id,
+            "name": name,
+            "status": status,
+            "total": total,
+            "completed": completed,
+            "failed": failed,
+            "canceled": canceled,
+            "custom_data": None if custom_data is None else payload.loads(custom_data),
+        }
+        if "reply_to" in wanted:
+            queue = check_queue(wanted["reply_to"])
+            yield from reply.deliver([reply.Reply(queue, _dump({"event": "batch_completed"} | summary))])
+        else:
+            queue = queue_of(wanted["domain"])
+            data = wanted.get("data")
+            new = NewCommand(
+                wanted["command_type"],
+                summary if data is None else data,
+                wanted.get("command_id"),
+                correlation_id=batch_id,
+                headers={"batch": summary},
+            )
+            outgoing = send.prepare(new, max_bytes=payload.COMPOSED)
+            what = {"batch": id_, "command_type": outgoing.command_type, "command_id": outgoing.command_id}
+            aside = _dump(what)[:-1] + f',"data":{outgoing.data}}}'
+            yield from _send(wanted["domain"], outgoing)
+    except (CommandBusError, ValueError, RecursionError) as error:
+        reason = payload.clean_text(f"on_complete of batch {id_}: {error}", longest=2000)
+        yield Statement(
+            b"INSERT INTO commandbus.undelivered_reply (queue, message, reason) "
+            b"VALUES (%(queue)s, %(message)s::jsonb, %(reason)s)",
+            {"queue": queue, "message": aside, "reason": reason},
+        )
+    yield Statement(
+        b"UPDATE commandbus.batch SET completion_sent_at = pg_catalog.now() WHERE id = %(id)s", {"id": id_}
+    )
+
+
+def _send(domain: str, outgoing: send.Outgoing) -> Steps[None]:
+    found = yield Statement(sql.text("setup/find_queues"), {"queues": [queue_of(domain)]})
+    if not found:
+        raise CommandBusError(f"domain {domain!r} does not exist, or the folding role may not send to it")
+    yield from send.send(domain, outgoing).steps
+
+
+def _dump(value: dict[str, Any]) -> str:
+    return payload.dump(value, what="summary", max_bytes=payload.COMPOSED)

@@ -1,0 +1,99 @@
+"""groups: what an operator's or a sender's move of commands means for their batches and processes.
+
+Settling counts by itself (commands/settle_final.sql); here are the moves that are not settlements: out of the
+troubleshooting queue, and cancelled before they ran. Batches are counted in deltas and folded in the same
+transaction, if nobody else is folding them; processes are locked after the commands.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from commandbus import sql
+from commandbus.flow.batches.fold import fold_now
+from commandbus.flow.commands.reply import Reply, deliver
+from commandbus.flow.operation import Statement, Steps
+from commandbus.model import payload
+
+Count = Literal["t", "c", "f", "x", "q"]
+"""One-letter names of a batch's counts in batches/count_batches.sql: total, completed, failed, canceled, in the
+TSQ.
+"""
+
+
+class Member(NamedTuple):
+    """A moved command: its row id, its batch, its process, and which step of it."""
+
+    command: int
+    batch: int | None
+    process: int | None
+    step: int | None
+
+
+def retried(members: Sequence[Member]) -> Steps[None]:
+    """They left the troubleshooting queue to be run again."""
+    counts = _count(members, {"q": -1})
+    yield from _release(members, counts)
+    yield from count(counts)
+
+
+def ended(
+    members: Sequence[Member], status: Literal["CANCELED", "COMPLETED"], *, was_in_tsq: bool, why: str
+) -> Steps[None]:
+    """They were ended by a person, in the troubleshooting queue or before they ran."""
+    change: dict[Count, int] = {"x" if status == "CANCELED" else "c": 1}
+    if was_in_tsq:
+        change["q"] = -1
+    counts = _count(members, change)
+    if was_in_tsq:
+        yield from _release(members, counts)
+    if messages := [item.command for item in members if item.process is not None and item.step == 0]:
+        yield from _abandon(messages, why, counts)
+    yield from count(counts)
+
+
+def unhandled(messages: Sequence[int]) -> Steps[None]:
+    """Messages to processes (their row ids) were settled as CANCELED: somebody had asked for it while they ran."""
+    counts: dict[int, Counter[Count]] = {}
+    yield from _abandon(messages, "somebody canceled a message that this process had not handled", counts)
+    yield from count(counts)
+
+
+def count(counts: dict[int, Counter[Count]]) -> Steps[None]:
+    """Note the counts of batches, and fold those that nobody else is folding."""
+    if not counts:
+        return
+    rows = [{"b": batch} | {name: n for name, n in changes.items() if n} for batch, changes in counts.items()]
+    yield Statement(sql.text("batches/count_batches"), {"rows": payload.dump(rows, what="rows")})
+    yield from fold_now(sorted(counts))
+
+
+def _count(members: Iterable[Member], change: dict[Count, int]) -> dict[int, Counter[Count]]:
+    counts: dict[int, Counter[Count]] = {}
+    for item in members:
+        if item.batch is not None:
+            found = counts.setdefault(item.batch, Counter())
+            for name, n in change.items():
+                found[name] += n
+    return counts
+
+
+def _abandon(messages: Sequence[int], why: str, counts: dict[int, Counter[Count]]) -> Steps[None]:
+    rows = yield Statement(sql.text("processes/abandon"), {"messages": list(messages), "why": why})
+    for batch, was_troubled, _, _ in rows:
+        if batch is not None:
+            found = counts.setdefault(batch, Counter())
+            found["f"] += 1
+            found["q"] -= was_troubled
+    if replies := [Reply(reply_to, message) for _, _, reply_to, message in rows if reply_to is not None]:
+        yield from deliver(replies)
+
+
+def _release(members: Sequence[Member], counts: dict[int, Counter[Count]]) -> Steps[None]:
+    processes = sorted(item.process for item in members if item.process is not None)
+    if processes:
+        rows = yield Statement(sql.text("processes/release"), {"processes": processes})
+        for (batch,) in rows:
+            counts.setdefault(batch, Counter())["q"] -= 1

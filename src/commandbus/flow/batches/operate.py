@@ -1,0 +1,337 @@
+"""batch_operate: cancel a batch, and retry what failed in one. Long work, in bites of a thousand members.
+
+Cancelling begins with a mark on the batch (`cancel`), which also closes it. Then pass after pass goes over its
+members: what waits is CANCELED, what runs is asked to stop, what is in the troubleshooting queue is cancelled
+there; a pass that found nothing on the move between those is the last. The mark is what counts: if whoever
+cancels dies on the way, workers go on (`sweep`), and the fold that finds nothing left says CANCELED.
+
+Of two who carry out one cancellation (its caller and a worker that sweeps) one works at a time, under an advisory
+lock that each bite takes; with processes, each of the transactions in which one is cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from psycopg import errors as pg
+
+from commandbus import sql
+from commandbus.errors import BatchNotFoundError, CommandBusError, InvalidOperationError
+from commandbus.flow.batches import batches_of_processes as process_batch
+from commandbus.flow.batches.create import Locked, ask_to_fold, check_targets, define, finish, insert, lock
+from commandbus.flow.batches.fold import fold_now
+from commandbus.flow.commands import operate
+from commandbus.flow.commands.operate import OperatorAction, Selection
+from commandbus.flow.commands.send import explain_missing
+from commandbus.flow.operation import Operation, Plan, Statement, Steps, operation
+from commandbus.model import names, payload
+from commandbus.model.batch import BatchCancelReport, BatchRetryReport
+
+BITE = 1000
+PASSES = 20  # then the rest is left to the workers' sweep: something is moving all the time
+_LOCK_SPACE = 0x636D6262  # "cmbb": advisory locks of cancellations
+_LOCK = b"SELECT pg_catalog.pg_advisory_xact_lock(%(space)s::bigint << 32 | %(key)s::bigint)"
+_TRY_LOCK = b"SELECT pg_catalog.pg_try_advisory_xact_lock(%(space)s::bigint << 32 | %(key)s::bigint)"
+
+
+class Canceling(NamedTuple):
+    """A batch that is being cancelled, and in whose name."""
+
+    id: int
+    domain: str
+    holds: str
+    what: OperatorAction
+
+
+class Canceled(NamedTuple):
+    """What a bite, or all of them, did: how many members ended, how many were asked to stop."""
+
+    canceled: int = 0
+    requested: int = 0
+
+
+class _Bite(NamedTuple):
+    canceled: int
+    requested: int
+    moving: int  # seen in one state, found in none: look again
+    last_id: int
+    is_last: bool
+
+
+# --- cancelling -------------------------------------------------------------------------------------------------
+
+
+def cancel(domain: str, batch_id: str, what: OperatorAction) -> Plan[BatchCancelReport]:
+    """Cancel a batch: what waits or needs a person at once, what runs by asking it to stop."""
+    canceling = yield mark(domain, batch_id, what)
+    done: Canceled = yield from CANCEL_MEMBERS[canceling.holds](canceling, is_sweep=False)
+    return BatchCancelReport(domain, str(batch_id), *done)
+
+
+@operation(atomic=True)
+def mark(domain: str, batch_id: str, what: OperatorAction) -> Steps[Canceling]:
+    """Note that a batch is to be cancelled, and close it; who asked first is kept. Asked again, it is to be done
+    again: one of its processes may have been retried meanwhile."""
+    found = yield from lock(domain, batch_id, "UPDATE")
+    if not found.is_finished:
+        yield from fold_now([found.id])  # it may be complete, and nobody has noticed yet
+        found = yield from lock(domain, batch_id, "UPDATE")
+    if found.is_finished:
+        raise found.refuse("cancel")
+    if found.is_open:
+        found.check_isolation("cancel_batch")
+    if found.cancel is not None:
+        yield Statement(
+            b"UPDATE commandbus.batch SET cancel = (cancel::jsonb - 'done'::text)::json WHERE id = %(id)s",
+            {"id": found.id},
+        )
+        return Canceling(found.id, domain, found.holds, _operator_action_of(found.cancel))
+    yield Statement(
+        b"UPDATE commandbus.batch SET is_open = false, cancel = pg_catalog.json_build_object('by', %(by)s::text, "
+        b"'reason', %(reason)s::text, 'at', pg_catalog.now()) WHERE id = %(id)s",
+        {"id": found.id, "by": what.operator, "reason": what.reason},
+    )
+    yield from ask_to_fold(found.id)
+    return Canceling(found.id, domain, found.holds, what)
+
+
+def cancel_commands(canceling: Canceling, *, is_sweep: bool) -> Plan[Canceled]:
+    """Pass over the members until all are final or asked to stop; a sweep leaves it to who is at it already."""
+    canceled = requested = 0
+    for _ in range(PASSES):
+        moving, last_id, is_last = 0, 0, False
+        while not is_last:
+            bite: _Bite | None = yield cancel_bite(canceling, after_id=last_id, is_sweep=is_sweep)
+            if bite is None:
+                return Canceled(canceled, requested)
+            canceled, requested, moving = (
+                canceled + bite.canceled,
+                requested + bite.requested,
+                moving + bite.moving,
+            )
+            last_id, is_last = bite.last_id, bite.is_last
+        if not moving:
+            yield done(canceling.id)
+            break
+    return Canceled(canceled, requested)
+
+
+def cancel_processes(canceling: Canceling, *, is_sweep: bool) -> Plan[Canceled]:
+    """Ask all processes that are not final to stop; each ends when what it has done is undone. A sweep leaves it
+    to who is at it already."""
+    members: Plan[int] = process_batch.cancel_members(canceling.id, canceling.domain, canceling.what)
+    try:
+        step = next(members)
+        while True:
+            try:
+                answer = yield _alone(canceling, step, is_sweep=is_sweep)
+            except CommandBusError as error:
+                step = members.throw(error)
+                continue
+            if answer is None:
+                members.close()
+                return Canceled()
+            step = members.send(answer[0])
+    except StopIteration as stop:
+        yield done(canceling.id)
+        return Canceled(0, stop.value)
+
+
+@operation(atomic=True)
+def _alone(canceling: Canceling, step: Operation[Any], *, is_sweep: bool) -> Steps[tuple[Any] | None]:
+    """An operation's answer; None if somebody else is at this cancellation."""
+    if not (yield from _lock(canceling, is_sweep=is_sweep)):
+        return None
+    return ((yield from step.steps),)
+
+
+def _lock(canceling: Canceling, *, is_sweep: bool) -> Steps[bool]:
+    """For the rest of the transaction; a sweep does not wait."""
+    answer = yield Statement(
+        _TRY_LOCK if is_sweep else _LOCK, {"space": _LOCK_SPACE, "key": canceling.id & 0xFFFFFFFF}
+    )
+    return answer[0][0] is not False
+
+
+CANCEL_MEMBERS: Final[dict[str, Callable[..., Plan[Canceled]]]] = {
+    "commands": cancel_commands,
+    "processes": cancel_processes,
+}
+"""How the members of a batch are cancelled, by what it holds: `(canceling, *, is_sweep)`."""
+
+
+@operation(atomic=True)
+def cancel_bite(canceling: Canceling, *, after_id: int, is_sweep: bool, bite: int = BITE) -> Steps[_Bite | None]:
+    """One bite of a pass; None if somebody else is at it."""
+    if not (yield from _lock(canceling, is_sweep=is_sweep)):
+        return None
+    rows = yield Statement(
+        sql.text("batches/members"), {"batch": canceling.id, "after_id": after_id, "bite": bite}
+    )
+    waiting = [id_ for id_, status in rows if status == "PENDING"]
+    troubled = [id_ for id_, status in rows if status == "IN_TROUBLESHOOTING_QUEUE"]
+    canceled, requested, found = yield from _cancel_waiting(canceling, waiting)
+    if troubled:
+        selection = Selection(canceling.domain, ids=troubled)
+        ended = yield from operate.act(selection, canceling.what, limit=len(troubled)).steps
+        canceled, found = canceled + len(ended), found + len(ended)
+    moving = len(waiting) + len(troubled) - found
+    return _Bite(canceled, requested, moving, rows[-1][0] if rows else after_id, len(rows) < bite)
+
+
+def _cancel_waiting(canceling: Canceling, ids: Sequence[int]) -> Steps[tuple[int, int, int]]:
+    """How many were cancelled, how many asked to stop now, and how many were found where they seemed to be."""
+    if not ids:
+        return 0, 0, 0
+    domain, what = canceling.domain, canceling.what
+    try:
+        rows = yield Statement(
+            sql.text("batches/cancel", domain=domain),
+            {"domain": domain, "ids": list(ids), "operator": what.operator, "reason": what.reason},
+        )
+    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+        raise explain_missing(domain, error) from None
+    ended = [row for row in rows if row[8] == "CANCELED"]
+    if ended:
+        yield Statement(
+            b"DELETE FROM commandbus.parked WHERE domain = %(domain)s AND msg_id = ANY (%(msg_ids)s)",
+            {"domain": domain, "msg_ids": [row[9] for row in ended]},
+        )
+        yield from operate.tell(domain, [row[:8] for row in ended], what, was_in_tsq=False)
+    return len(ended), sum(row[8] == "REQUESTED" for row in rows), len(rows)
+
+
+@operation(atomic=False)
+def done(batch: int) -> Steps[None]:
+    """Every member is final, or was asked to stop: there is nothing left to sweep. A batch that has ended gets it
+    too: one of its processes may be retried, and must not be cancelled again."""
+    yield Statement(
+        b"UPDATE commandbus.batch SET cancel = (cancel::jsonb || '{\"done\": true}')::json "
+        b"WHERE id = %(id)s AND cancel ->> 'done'::text IS NULL",
+        {"id": batch},
+    )
+
+
+# --- what a crash left ------------------------------------------------------------------------------------------
+
+
+class Leftovers(NamedTuple):
+    """Batches with something to fold, and those whose cancellation is not done."""
+
+    to_fold: list[int]
+    to_cancel: list[Canceling]
+
+
+@operation(atomic=False)
+def leftovers(limit: int = 100, *, but: Sequence[int] = ()) -> Steps[Leftovers]:
+    """What somebody must look after, `but` for these: a crash left it, or it was settled a moment ago."""
+    rows = yield Statement(sql.text("batches/sweep"), {"limit": limit, "but": list(but)})
+    return Leftovers(
+        [id_ for id_, _, _, cancel in rows if cancel is None],
+        [
+            Canceling(id_, domain, holds, _operator_action_of(cancel))
+            for id_, domain, holds, cancel in rows
+            if cancel is not None and holds in CANCEL_MEMBERS
+        ],
+    )
+
+
+def resume(canceling: Canceling) -> Plan[Canceled]:
+    """Go on with a cancellation, unless somebody is at it."""
+    return (yield from CANCEL_MEMBERS[canceling.holds](canceling, is_sweep=True))
+
+
+def _operator_action_of(cancel: str) -> OperatorAction:
+    found = payload.loads(cancel)
+    return OperatorAction("CANCEL", found["by"], found["reason"])
+
+
+# --- retrying ---------------------------------------------------------------------------------------------------
+
+
+def retry_failed(
+    domain: str, batch_id: str, what: OperatorAction, *, name: object = None, on_complete: object = None
+) -> Plan[BatchRetryReport]:
+    """Retry what is in the troubleshooting queue, and send what FAILED for good again in a new batch.
+
+    Processes that are FAILED go on where they stopped; those that were undone are started again in the new batch.
+    `name` and `on_complete` are those of the new batch.
+    """
+    define(domain, name=name, on_complete=on_complete)  # refused before anything is retried
+    batch, holds = yield _find(domain, batch_id)
+    retried, last_id, is_last = 0, 0, False
+    if holds == "processes":
+        retried = yield from process_batch.retry_members(batch, domain, what)
+        is_last = True
+    while not is_last:
+        moved, last_id, is_last = yield _retry_bite(domain, batch, what, after_id=last_id)
+        retried += moved
+    again, before, new_batch_id = yield _send_again(domain, batch_id, name, on_complete)
+    return BatchRetryReport(domain, str(batch_id), retried, again, before, new_batch_id)
+
+
+@operation(atomic=False)
+def _find(domain: str, batch_id: str) -> Steps[tuple[int, str]]:
+    name = names.to_id(batch_id, "batch_id")
+    rows = yield Statement(
+        sql.text("batches/existing"), {"domain": names.check_domain(domain), "batch_id": name, "fingerprint": None}
+    )
+    if not rows:
+        raise BatchNotFoundError(domain, name)
+    return rows[0][0], rows[0][3]
+
+
+@operation(atomic=True)
+def _retry_bite(domain: str, batch: int, what: OperatorAction, *, after_id: int) -> Steps[tuple[int, int, bool]]:
+    """How many were retried, the last id that was looked at, and was it the last bite?"""
+    rows = yield Statement(sql.text("batches/members"), {"batch": batch, "after_id": after_id, "bite": BITE})
+    moved: list[str] = []
+    if ids := [id_ for id_, status in rows if status == "IN_TROUBLESHOOTING_QUEUE"]:
+        moved = yield from operate.act(Selection(domain, ids=ids), what, limit=len(ids)).steps
+    return len(moved), rows[-1][0] if rows else after_id, len(rows) < BITE
+
+
+@operation(atomic=True)
+def _send_again(
+    domain: str, batch_id: str, name: object, on_complete: object
+) -> Steps[tuple[int, int, str | None]]:
+    """How many were sent again, how many had been before, and the new batch."""
+    old = yield from lock(domain, batch_id, "NO KEY UPDATE")  # of two who retry, the second finds all sent
+    definition = define(
+        domain,
+        holds=old.holds,
+        name=f"retry of {old.batch_id}"[: names.MAX_ID_LENGTH] if name is None else name,
+        on_complete=on_complete,
+        retry_of=old.id,
+    )
+    yield from check_targets(definition)
+    yield Statement(b"SAVEPOINT commandbus_batch")
+    new = yield from insert(definition)
+    if new is None:
+        raise InvalidOperationError(f"the batch_id {definition.batch_id!r} is taken")
+    if old.holds == "processes":
+        again, seen = yield from process_batch.start_again(old.id, domain, new)
+    else:
+        again, seen = yield from _send_all_again(old, new)
+    if not again:
+        yield Statement(b"ROLLBACK TO SAVEPOINT commandbus_batch")
+        return 0, seen, None
+    yield from finish(definition, new, total=again, fingerprint=None)
+    return again, seen - again, definition.batch_id
+
+
+def _send_all_again(old: Locked, new: int) -> Steps[tuple[int, int]]:
+    again = seen = last_id = 0
+    while True:
+        try:
+            rows = yield Statement(
+                sql.text("batches/retry", domain=old.domain),
+                {"domain": old.domain, "batch": old.id, "into": new, "after_id": last_id, "bite": BITE},
+            )
+        except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+            raise explain_missing(old.domain, error) from None
+        sent, looked_at, last, _ = rows[0]
+        again, seen, last_id = again + sent, seen + looked_at, last or last_id
+        if looked_at < BITE:
+            return again, seen

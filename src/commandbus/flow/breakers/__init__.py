@@ -1,0 +1,1 @@
+"""Operations on breakers of command types and of limits."""

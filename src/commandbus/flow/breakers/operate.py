@@ -1,0 +1,230 @@
+"""What people do to breakers, of command types and of limits, and what senders ask of them.
+
+A breaker that a person has opened stays open until a person closes it. Everything is written down in
+control_action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TypeVar
+
+from commandbus import sql
+from commandbus.errors import BreakerOpenError, InvalidOperationError, UnknownDomainError, UnknownLimitError
+from commandbus.flow.breakers.breaker import Row, explain, lock, make, move
+from commandbus.flow.commands.operate import OperatorAction
+from commandbus.flow.commands.send import Outgoing
+from commandbus.flow.commands.unpark import Parked, UnparkBite, wake_rest
+from commandbus.flow.limits.declare import CHANGED, note_action, tell
+from commandbus.flow.operation import Operation, Plan, Statement, Steps, operation
+from commandbus.model import names
+from commandbus.model.breaker import Breaker
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerInfo:
+    """A breaker for people. `kind` is "type" (`name` is "DOMAIN/COMMAND_TYPE") or "limit" (`name` is the limit's).
+
+    `until`: when one command is tried; None while it is closed, or a person has opened it (`is_forced`). `probe`:
+    the command_id, or the place's token, that is tried. `stuck` and `failures` are the attempts that it has
+    counted within its window, `others` those of the type that ended otherwise since the first of these began, as
+    the workers said last. `parked` is how many wait.
+    """
+
+    kind: str
+    name: str
+    state: str
+    reason: str | None
+    opened_at: datetime | None
+    until: datetime | None
+    probe: str | None
+    stuck: int
+    failures: int
+    others: int
+    parked: int
+    is_forced: bool
+
+
+@operation(atomic=False)
+def list_breakers() -> Steps[list[BreakerInfo]]:
+    """Those of command types that have ever counted something or been opened, and those of all limits."""
+    rows = yield Statement(sql.text("breakers/list"))
+    return [BreakerInfo(*row) for row in rows]
+
+
+@operation(atomic=True)
+def open_type(domain: str, command_type: str, rule: Breaker, what: OperatorAction) -> Steps[bool]:
+    """Open it until a person closes it; False if a person had opened it."""
+    names.check_type(command_type)
+    known = yield Statement(b"SELECT 1 FROM commandbus.domain WHERE name = %(domain)s", {"domain": domain})
+    if not known:
+        raise UnknownDomainError(domain)
+    row = yield from make(domain, command_type, rule)
+    if row.is_forced:
+        return False
+    forced = replace(row.opened(_by(what)), is_forced=True, until=None)
+    yield from move(forced, what=what)
+    return True
+
+
+def close_type(domain: str, command_type: str, what: OperatorAction) -> Plan[int]:
+    """Close it, whoever has opened it; returns how many parked commands went back to the queue, in bites."""
+    return (yield from _wake(domain, command_type, _close(domain, command_type, what)))
+
+
+def reset_type(domain: str, command_type: str, what: OperatorAction) -> Plan[int]:
+    """Forget what was counted, and close it if it is open; returns how many commands went back to the queue."""
+    return (yield from _wake(domain, command_type, _reset(domain, command_type, what)))
+
+
+def _wake(domain: str, command_type: str, closing: Operation[UnparkBite]) -> Plan[int]:
+    return (yield from wake_rest(Parked("breaker", domain, command_type), closing))
+
+
+@operation(atomic=True)
+def _close(domain: str, command_type: str, what: OperatorAction) -> Steps[UnparkBite]:
+    row = yield from _known(domain, command_type)
+    if row.state == "CLOSED":
+        raise InvalidOperationError(
+            f"the breaker of command_type {command_type!r} of domain {domain!r} is not open"
+        )
+    moved = yield from move(row.closed(), _by(what), what=what)
+    return UnparkBite(moved.released, moved.rest_after)
+
+
+@operation(atomic=True)
+def _reset(domain: str, command_type: str, what: OperatorAction) -> Steps[UnparkBite]:
+    row = yield from _known(domain, command_type)
+    moved = yield from move(row.closed(), _by(what), what=what, action="RESET")
+    return UnparkBite(moved.released, moved.rest_after)
+
+
+@operation(atomic=True)
+def open_limit(name: str, what: OperatorAction) -> Steps[bool]:
+    """Open a limit's breaker until a person closes it; False if a person had opened it."""
+    is_forced, _ = yield from _limit(name)
+    if is_forced:
+        return False
+    yield Statement(
+        b"UPDATE commandbus.limits SET is_open = true, is_forced = true, "
+        b"opened_at = pg_catalog.clock_timestamp(), "
+        b"open_until = NULL, open_reason = %(reason)s, probe = NULL, probe_until = NULL WHERE name = %(name)s",
+        {"name": name, "reason": _by(what)},
+    )
+    yield note_action(f"breaker {name}", "OPEN", what)
+    yield tell(CHANGED + name)
+    return True
+
+
+@operation(atomic=True)
+def close_limit(name: str, what: OperatorAction) -> Steps[int]:
+    """Close a limit's breaker; answers how many wait for the limit, each until there is a place for it."""
+    _, is_open = yield from _limit(name)
+    if not is_open:
+        raise InvalidOperationError(f"the breaker of limit {name!r} is not open")
+    return (yield from _close_limit(name, what, "CLOSE"))
+
+
+@operation(atomic=True)
+def reset_limit(name: str, what: OperatorAction) -> Steps[int]:
+    """Close a limit's breaker and end its back-off, as if its API had never failed."""
+    yield from _limit(name)
+    yield Statement(
+        b"UPDATE commandbus.limits SET step = 0, until = NULL, reason = NULL WHERE name = %(name)s", {"name": name}
+    )
+    return (yield from _close_limit(name, what, "RESET"))
+
+
+def _limit(name: str) -> Steps[tuple[bool, bool]]:
+    rows = yield Statement(
+        b"SELECT is_forced, is_open FROM commandbus.limits WHERE name = %(name)s FOR UPDATE", {"name": name}
+    )
+    if not rows:
+        known = yield Statement(b"SELECT name FROM commandbus.limits ORDER BY name")
+        raise UnknownLimitError(name, [row[0] for row in known])
+    return rows[0][0], rows[0][1]
+
+
+def _close_limit(name: str, what: OperatorAction, action: str) -> Steps[int]:
+    yield Statement(
+        b"UPDATE commandbus.limits SET is_open = false, is_forced = false, opened_at = NULL, open_until = NULL, "
+        b"open_reason = NULL, failures = 0, blamed = '{}', vain = '{}', probe = NULL, probe_until = NULL "
+        b"WHERE name = %(name)s",
+        {"name": name},
+    )
+    yield note_action(f"breaker {name}", action, what)
+    yield tell(CHANGED + name)
+    rows = yield Statement(
+        b"SELECT pg_catalog.count(*) FROM commandbus.parked WHERE limit_name = %(name)s AND woken_at IS NULL",
+        {"name": name},
+    )
+    waiting: int = rows[0][0]
+    return waiting
+
+
+def _known(domain: str, command_type: str) -> Steps[Row]:
+    names.check_type(command_type)
+    row = yield from lock(domain, command_type)
+    if row is None:
+        known = yield Statement(b"SELECT 1 FROM commandbus.domain WHERE name = %(domain)s", {"domain": domain})
+        if not known:
+            raise UnknownDomainError(domain)
+        raise InvalidOperationError(f"{_name(domain, command_type)} has counted nothing and was never opened")
+    return row
+
+
+def _name(domain: str, command_type: str) -> str:
+    return f"the breaker of command_type {command_type!r} of domain {domain!r}"
+
+
+def _by(what: OperatorAction) -> str:
+    return f"by {what.operator}" + (f": {what.reason}" if what.reason else "")
+
+
+# --- what senders ask -------------------------------------------------------------------------------------------
+
+
+class Guard:
+    """Refuses to send commands whose breaker is open; only for a sender whose settings want that of some type.
+
+    Once `reset` has passed commands are let in again: one of them is tried.
+    """
+
+    def __init__(self, domain: str, refuses: Callable[[str], bool]) -> None:
+        self._domain = domain
+        self._refuses = refuses
+        self._open: dict[str, str] = {}
+
+    def may_refuse(self, command_type: str) -> bool:
+        """Is this type to be refused while its breaker is open?"""
+        return self._refuses(command_type)
+
+    def before(self, sending: Operation[T], types: Iterable[str] = ()) -> Operation[T]:
+        """The sending, with a look at the breakers before it, in its own transaction."""
+
+        def steps() -> Steps[T]:
+            rows = yield Statement(sql.text("breakers/refusing"), {"domain": self._domain})
+            self._open = {
+                command_type: explain(state, is_forced=is_forced, until=until, reason=reason, now=now)
+                for command_type, state, is_forced, until, reason, now in rows
+                if self._refuses(command_type)
+            }
+            for command_type in types:
+                self._check(command_type)
+            return (yield from sending.steps)
+
+        return Operation(steps(), sending.atomic, sending.whole)
+
+    def watch(self, outgoing: Iterable[Outgoing]) -> Iterator[Outgoing]:
+        """Pass on what is sent, as it is sent; BreakerOpenError at the first that is refused."""
+        for item in outgoing:
+            self._check(item.command_type)
+            yield item
+
+    def _check(self, command_type: str) -> None:
+        if command_type in self._open:
+            raise BreakerOpenError(self._domain, command_type, self._open[command_type])

@@ -1,0 +1,543 @@
+"""claim: take visible messages, and put right what is odd about some of them before anything runs.
+
+The claim itself is one statement and one row write a message. Odd rows are rare and each kind has an operation:
+
+- still held by somebody when its lease ran out: that worker vanished; its attempt is recorded as LOST, and
+  model/suspects.py decides what that costs the command. If somebody had asked to cancel it, it does not run again:
+  it is CANCELED
+- lost before, or in quarantine: it runs if there is room to run it apart from the others. Else it is given back
+  for later, and holds no slot meanwhile
+- no command belongs to it: a raw message of another client is adopted, or rejected with a reason
+- its command type is paused, or the type's breaker is not closed: parked. The breaker's probe is let through
+- this worker has no handler for its type: parked, for a worker that has one (flow/commands/unhandled_types.py)
+
+Until such an operation has run, the row is simply leased to this worker: a crash in between changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+from psycopg import errors as pg
+
+from commandbus import sql
+from commandbus.errors import InvalidCommandError
+from commandbus.flow.breakers.breaker import OpenBreaker, hold
+from commandbus.flow.commands.renew import pending_cancels
+from commandbus.flow.commands.send import explain_missing
+from commandbus.flow.commands.settle import Settlement, cancellation, given_back, marks_of, of_row, settle
+from commandbus.flow.operation import Statement, Steps, operation
+from commandbus.model import envelope, names, payload
+from commandbus.model.command import NewCommand
+from commandbus.model.outcome import Failure, Judgement, Verdict
+from commandbus.model.suspects import LONGEST_DELAY, Marks, delay_apart
+
+FAR_SECONDS = 1e9
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+BITE_BYTES = 8 << 20
+"""How much text of raw messages is read at once."""
+SPACED = 2
+"""The server's text of a document has a blank after each comma and colon."""
+OTHER_FIELDS_BYTES = 1 << 16
+PREVIEW_CHARACTERS = 2000
+UNHANDLED = "handler "
+"""Begins a notification that commands of a type wait for a handler."""
+EVERY = "true"
+"""Which messages are claimed: all of them …"""
+OURS = "(pg_catalog.pg_column_size(message) <= 80 AND message OPERATOR(pg_catalog.?) 'command')"
+"""… those that look like a command of ours (the size is known without reading a large message) …"""
+RAW = f"{OURS} IS NOT TRUE"
+"""… or the others."""
+
+
+class ClaimedRow(NamedTuple):
+    """A row of commands/claim.sql, in its order. `is_paused` also says that the breaker of its type is not closed.
+
+    `before` is True if somebody held it when its lease ran out. `created_at` is an epoch second; `last_vt` and
+    `claimed_at` are microseconds, the same in every row. `unhandled` is no column: it is the note with which a
+    command is parked for which this worker has no handler.
+    """
+
+    msg_id: int
+    read_ct: int
+    id: int | None
+    command_id: str
+    command_type: str
+    data: str | None
+    attempt_base: int
+    waived: int
+    max_attempts: int | None
+    correlation_id: str | None
+    reply_to: str | None
+    headers: str | None
+    created_at: float | None
+    is_paused: bool | None
+    before: bool | None
+    message: None
+    last_vt: int
+    claimed_at: int
+    timeout: float | None = None
+    suspect: int | None = None
+    step: int | None = None
+    batch: int | None = None
+    is_probe: bool | None = None
+    quarantine: bool | None = None
+    alone: bool | None = None
+    unhandled: str | None = None
+
+
+class Text(NamedTuple):
+    """A raw message as text. `text` is None if it is too long (`size` bytes), or if the message has a flaw."""
+
+    flaw: str | None
+    size: int | None
+    text: str | None
+
+
+UNREAD = Text(None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many commands that run alone may wait here for their turn, and how many in quarantine may start now;
+    None is any number.
+
+    Commands of the types in `isolated` run in child processes anyway, and do not count as in quarantine. `spread`,
+    from 0 to 1, spreads the delays of those for whom there is no room. Those that would run alone come again after
+    about `soonest` seconds: then there may be room.
+    """
+
+    alone: int | None = None
+    quarantined: int | None = None
+    isolated: frozenset[str] = frozenset()
+    spread: float = 0.5
+    soonest: float = LONGEST_DELAY
+
+    def without(self, admitted: Sequence[ClaimedRow]) -> Room:
+        """What is left when these have been let in."""
+        alone = sum(bool(row.alone) for row in admitted)
+        quarantined = sum(
+            bool(row.quarantine) and not row.alone and row.command_type not in self.isolated for row in admitted
+        )
+        return replace(
+            self,
+            alone=None if self.alone is None else max(0, self.alone - alone),
+            quarantined=None if self.quarantined is None else max(0, self.quarantined - quarantined),
+        )
+
+
+ANY_ROOM = Room()
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one claim brought: rows to run as plain tuples (they are the hot path), and the odd ones."""
+
+    ready: list[tuple[Any, ...]]
+    odd: list[ClaimedRow]
+    full: bool
+    last_vt: datetime | None
+    claimed_at: datetime | None
+
+
+@operation(atomic=False)
+def claim(
+    *, domain: str, worker: str, n: int, lease_seconds: float, cursor: datetime | None, kind: str = EVERY
+) -> Steps[Claim]:
+    """Claim up to n messages that became visible at or after the cursor (None: from the beginning)."""
+    try:
+        rows = yield Statement(
+            sql.text("commands/claim", domain=domain, kind=kind),
+            {
+                "domain": domain,
+                "worker": worker,
+                "n": n,
+                "lease": lease_seconds,
+                "cursor": cursor or "-infinity",
+            },
+            by_keys=True,
+        )
+    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+        raise explain_missing(domain, error) from None
+    return as_claim(rows, n)
+
+
+def as_claim(rows: Sequence[tuple[Any, ...]], n: int) -> Claim:
+    """What a statement that leased up to n messages brought, the odd ones apart."""
+    if not rows:
+        return Claim([], [], False, None, None)
+    ready = [
+        row
+        for row in rows
+        if row[14] is None and row[2] is not None and not row[13] and not row[23] and not row[24]
+    ]
+    odd = [] if len(ready) == len(rows) else [
+        ClaimedRow(*row)
+        for row in rows
+        if row[14] is not None or row[2] is None or row[13] or row[23] or row[24]
+    ]  # fmt: skip
+    return Claim(ready, odd, len(rows) == n, _moment(rows[0][16]), _moment(rows[0][17]))
+
+
+def _moment(microseconds: int) -> datetime:
+    return EPOCH + timedelta(microseconds=microseconds)
+
+
+@operation(atomic=True)
+def put_right(
+    *, domain: str, worker: str, odd: Sequence[ClaimedRow], max_bytes: int, room: Room = ANY_ROOM
+) -> Steps[tuple[list[ClaimedRow], int]]:
+    """Record lost attempts, adopt or reject raw messages, park what must wait, end what was to be cancelled, and
+    give back what there is no room for now.
+
+    Answers what is to be run now, and how many messages were adopted: those are back in the queue as ordinary
+    commands, for the next claim.
+    """
+    # Whoever waits here keeps all other commands waiting. Nothing of it is left in the session.
+    yield Statement(b"SET LOCAL lock_timeout = '200ms'")
+    ours = [row for row in odd if row.id is not None]
+    adopted = yield from _take_in(domain, worker, [row for row in odd if row.id is None], max_bytes)
+    canceled: dict[int, Failure] = {}
+    if lost := [row for row in ours if row.before is not None]:
+        holders = yield from _read_holders(domain, worker, lost)
+        canceled |= _canceled_before(holders)
+        marks = {row.msg_id: _after_loss(row, holders[row.msg_id], worker) for row in lost}
+        asked = yield Statement(
+            sql.text("commands/record_lost", domain=domain),
+            {
+                "worker": worker,
+                "rows": _lost_rows(lost, holders, marks, worker),
+                "marks": _mark_rows(lost, marks),
+            },
+        )
+        ours = [_marked(row, marks.get(row.msg_id)) for row in ours]
+        canceled |= {msg_id: cancellation(by, reason) for msg_id, by, reason in asked}
+    if paused := [row for row in ours if row.msg_id not in canceled and (row.is_paused or row.unhandled)]:
+        broken = yield from hold(domain, [row.command_type for row in paused])
+        asked = yield Statement(
+            sql.text("commands/park", domain=domain),
+            {"domain": domain, "worker": worker, "rows": _dump([_parking(row, broken) for row in paused])},
+        )
+        canceled |= {msg_id: cancellation(by, reason) for msg_id, by, reason in asked}
+        yield from _tell(domain, {row.command_type for row in paused if row.unhandled})
+    yield from _cancel(domain, worker, [row for row in ours if row.msg_id in canceled], canceled)
+    free = [row for row in ours if not row.is_paused and not row.unhandled and row.msg_id not in canceled]
+    return (yield from _admit(domain, worker, free, room)), adopted
+
+
+@operation(atomic=False)
+def run_alone(*, domain: str, worker: str, msg_id: int, read_ct: int) -> Steps[bool]:
+    """A suspect is about to start, and no other one runs beside it; False if it must not: this worker is not sure
+    to hold it."""
+    rows = yield Statement(
+        sql.text("commands/run_alone", domain=domain), {"worker": worker, "msg_id": msg_id, "read_ct": read_ct}
+    )
+    return bool(rows)
+
+
+@operation(atomic=False)
+def next_due(domain: str, *, within_seconds: float = FAR_SECONDS) -> Steps[float | None]:
+    """Seconds until the next delayed message becomes visible."""
+    rows = yield Statement(
+        sql.text("commands/next_due", domain=domain), {"domain": domain, "within": within_seconds}, by_keys=True
+    )
+    return rows[0][0] if rows else None
+
+
+@operation(atomic=False)
+def announce(*, worker: str, domains: Sequence[str], seconds: float) -> Steps[None]:
+    """Ask senders for notifications."""
+    yield Statement(
+        sql.text("commands/announce"), {"worker": worker, "domains": list(domains), "seconds": seconds}
+    )
+
+
+@operation(atomic=False)
+def withdraw(worker: str) -> Steps[None]:
+    """Ask for no more notifications."""
+    yield Statement(sql.text("commands/withdraw"), {"worker": worker})
+
+
+@operation(atomic=True)
+def set_aside(*, domain: str, worker: str, row: ClaimedRow, reason: str) -> Steps[None]:
+    """A row with which something is wrong that nobody has foreseen: a raw message is rejected unread, a
+    command goes to the troubleshooting queue.
+    """
+    if row.id is None:
+        yield from _reject(domain, worker, [row], {row.msg_id: (reason, None)})
+        return
+    failure = Failure("UnreadableRow", "UNREADABLE", reason)
+    settlement = of_row(domain, row, Judgement(Verdict.PERMANENT, failure), started=None)
+    yield from settle(domain, worker, [settlement], waiting=True).steps
+
+
+def _take_in(domain: str, worker: str, raw: Sequence[ClaimedRow], max_bytes: int) -> Steps[int]:
+    """Adopt what is readable, reject the rest; answers how many were adopted."""
+    adopted, left = 0, list(raw)
+    while left:
+        texts = yield from _read_some(domain, worker, left, max_bytes)
+        done = [row for row in left if row.msg_id in texts] or left  # what is gone meanwhile is nobody's
+        left = [row for row in left if row.msg_id not in texts] if texts else []
+        adopted += yield from _take_in_some(domain, worker, done, texts, max_bytes)
+    return adopted
+
+
+def _read_some(domain: str, worker: str, raw: Sequence[ClaimedRow], max_bytes: int) -> Steps[dict[int, Text]]:
+    """What the first of them say."""
+    asked = {
+        "worker": worker,
+        "msg_ids": [row.msg_id for row in raw],
+        "most": SPACED * max_bytes + OTHER_FIELDS_BYTES,
+        "bite": BITE_BYTES,
+    }
+    rows = yield Statement(sql.text("commands/read_raw", domain=domain), asked)
+    return {msg_id: Text(*found) for msg_id, *found in rows}
+
+
+def _take_in_some(
+    domain: str,
+    worker: str,
+    raw: Sequence[ClaimedRow],
+    texts: Mapping[int, Text],
+    max_bytes: int,
+) -> Steps[int]:
+    readable: dict[int, NewCommand] = {}
+    rows: list[str] = []
+    reasons: dict[int, tuple[str, str | None]] = {}
+    for row in raw:
+        found = texts.get(row.msg_id, UNREAD)
+        text = found.text
+        try:
+            if text is None:
+                raise InvalidCommandError(_why_unread(found, max_bytes))
+            # Dumped here, one by one: what cannot be (too deep, too many digits) is this message's fault alone.
+            new = envelope.read(
+                payload.loads(text), queue=names.queue_of(domain), msg_id=row.msg_id, max_bytes=max_bytes
+            )
+            rows.append(_dump(_adoption(row, new)))
+            readable[row.msg_id] = new
+        except (ValueError, RecursionError) as error:
+            reasons[row.msg_id] = str(error), text
+    adopted: set[int] = set()
+    if readable:
+        answer = yield Statement(
+            sql.text("commands/adopt", domain=domain),
+            {"domain": domain, "worker": worker, "rows": "[" + ",".join(rows) + "]"},
+        )
+        adopted = {msg_id for (msg_id,) in answer}
+        for msg_id, new in readable.items():
+            if msg_id not in adopted:
+                reasons[msg_id] = f"command_id {new.command_id!r} was sent before", texts[msg_id].text
+    yield from _reject(domain, worker, raw, reasons)
+    return len(adopted)
+
+
+def _why_unread(found: Text, max_bytes: int) -> str:
+    if found.flaw == "deep":
+        return f"the message is nested more than {envelope.MAX_NESTING} levels deep"
+    if found.size is None:
+        return "the message has a number of more than 400 digits"
+    limit = f"max_payload_bytes ({max_bytes})"
+    return f"the message has {found.size} bytes of text, more than one with {limit} can have"
+
+
+def _reject(
+    domain: str, worker: str, raw: Sequence[ClaimedRow], reasons: Mapping[int, tuple[str, str | None]]
+) -> Steps[None]:
+    rejected = []
+    for row in raw:
+        if row.msg_id in reasons:
+            reason, text = reasons[row.msg_id]
+            preview = None if text is None else payload.clean_text(text[:PREVIEW_CHARACTERS])
+            rejected.append(
+                {"m": row.msg_id, "r": row.read_ct, "e": payload.clean_text(reason, longest=2000), "p": preview}
+            )
+    if rejected:
+        yield Statement(
+            sql.text("commands/reject", domain=domain),
+            {"domain": domain, "worker": worker, "rows": _dump(rejected)},
+        )
+
+
+def _adoption(row: ClaimedRow, new: NewCommand) -> dict[str, Any]:
+    return {"m": row.msg_id, "k": row.read_ct, "i": new.command_id, "t": new.command_type, "x": new.max_attempts,
+            "c": new.correlation_id, "r": new.reply_to, "h": new.headers, "d": new.data,
+            "o": envelope.timeout_seconds(new.timeout)}  # fmt: skip
+
+
+def _read_holders(domain: str, worker: str, lost: Sequence[ClaimedRow]) -> Steps[dict[int, list[dict[str, Any]]]]:
+    """The vanished holders of each, last first; none of a row whose headers are none of ours."""
+    asked = {"worker": worker, "msg_ids": [row.msg_id for row in lost]}
+    rows = yield Statement(sql.text("commands/read_holders", domain=domain), asked)
+    found: dict[int, list[dict[str, Any]]] = {row.msg_id: [] for row in lost}
+    return found | {msg_id: payload.loads(text) for msg_id, text in rows}
+
+
+def _canceled_before(holders: Mapping[int, Sequence[dict[str, Any]]]) -> dict[int, Failure]:
+    """Those whose vanished holder, or one before it, was asked to stop."""
+    found: dict[int, Failure] = {}
+    for msg_id, chain in holders.items():
+        for holder in chain:
+            if (request := holder["cancel"]) is not None:
+                found.setdefault(msg_id, cancellation(str(request["by"]), request["reason"]))
+    return found
+
+
+def _cancel(domain: str, worker: str, rows: Sequence[ClaimedRow], why: Mapping[int, Failure]) -> Steps[None]:
+    """Settle rows of ours as CANCELED, without having run them."""
+    settlements = [of_row(domain, row, Judgement(Verdict.CANCELED, why[row.msg_id]), started=None) for row in rows]
+    if settlements:
+        yield from settle(domain, worker, settlements, waiting=True).steps
+
+
+def _after_loss(row: ClaimedRow, holders: Sequence[dict[str, Any]], worker: str) -> Marks:
+    """What the loss costs. Whoever claimed it after the first vanished holder vanished before starting it.
+
+    This worker itself has not vanished: the database was away for longer than a lease, or the machine stood still.
+    """
+    marks = marks_of(row)
+    vanished = [holder for holder in holders if holder["held_by"] != worker]
+    marks = marks.after_outage(len(holders) - len(vanished))
+    if not vanished:  # or headers that are none of ours
+        return marks
+    return marks.after_loss(ran_alone=vanished[-1]["alone"] is True, unstarted=len(vanished) - 1)
+
+
+def _marked(row: ClaimedRow, marks: Marks | None) -> ClaimedRow:
+    if marks is None:
+        return row
+    return row._replace(waived=marks.waived, suspect=marks.suspect, alone=marks.alone or None)
+
+
+def _mark_rows(lost: Sequence[ClaimedRow], marks: Mapping[int, Marks]) -> str:
+    rows: list[dict[str, Any]] = []
+    for row in lost:
+        found = marks[row.msg_id]
+        rows.append({"m": row.msg_id, "r": row.read_ct, "c": row.id, "v": found.waived, "x": found.suspect,
+                     "a": found.alone or None})  # fmt: skip
+    return _dump(rows)
+
+
+_OWN_LOSS = "its worker was alive, but could not renew the lease in time: not charged"
+
+
+def _lost_text(row: ClaimedRow, holders: int, marks: Marks) -> str:
+    text = "the worker vanished and its lease ran out"
+    if marks.waived - row.waived < holders:
+        return f"{text}, while it ran alone: charged"
+    return f"{text}: not charged, and its next attempt runs in a process of its own" + (
+        " (it had not started)" if row.alone else ""
+    )
+
+
+def _lost_rows(
+    lost: Sequence[ClaimedRow],
+    holders: Mapping[int, Sequence[dict[str, Any]]],
+    marks: Mapping[int, Marks],
+    worker: str,
+) -> str:
+    """One row per holder."""
+    rows = []
+    for row in lost:
+        last = row.attempt_base + row.read_ct - 1
+        text = _lost_text(row, len(holders[row.msg_id]), marks[row.msg_id])
+        for number, holder in zip(range(last, 0, -1), holders[row.msg_id], strict=False):
+            rows.append(
+                {
+                    "m": row.msg_id,
+                    "r": row.read_ct,
+                    "c": row.id,
+                    "n": number,
+                    "w": holder["held_by"],
+                    "s": holder["since"],
+                    "e": _OWN_LOSS if holder["held_by"] == worker else text,
+                }
+            )
+    return _dump(rows)
+
+
+def _admit(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -> Steps[list[ClaimedRow]]:
+    """Those that may stay: all but those that run alone or in quarantine, and find no room."""
+    admitted, late = _choose(rows, room)
+    if late:
+        yield from _put_off(domain, worker, late, room)
+    return admitted
+
+
+def _choose(rows: Sequence[ClaimedRow], room: Room) -> tuple[list[ClaimedRow], list[ClaimedRow]]:
+    """Those that may start, and those for whom there is no room."""
+    admitted: list[ClaimedRow] = []
+    late: list[ClaimedRow] = []
+    alone = quarantined = 0
+    for row in rows:
+        if row.alone:
+            alone += 1
+            is_late = room.alone is not None and alone > room.alone
+        elif row.quarantine and row.command_type not in room.isolated:
+            quarantined += 1
+            is_late = room.quarantined is not None and quarantined > room.quarantined
+        else:
+            is_late = False
+        (late if is_late else admitted).append(row)
+    return admitted, late
+
+
+def _put_off(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -> Steps[None]:
+    """Give back for later, uncharged; what somebody asked to cancel meanwhile is CANCELED."""
+    answers = yield from settle(domain, worker, [_later(domain, row, room) for row in rows], waiting=True).steps
+    asked = [row for row in rows if answers.get((row.msg_id, row.read_ct)) == "canceled"]
+    if asked:
+        fences = [(row.msg_id, row.read_ct) for row in asked]
+        found = yield from pending_cancels(domain, worker, fences).steps
+        why = {cancel.msg_id: cancellation(cancel.by, cancel.reason) for cancel in found}
+        yield from _cancel(domain, worker, [row for row in asked if row.msg_id in why], why)
+
+
+def _later(domain: str, row: ClaimedRow, room: Room) -> Settlement:
+    assert row.id is not None  # noqa: S101 - raw messages are not ours
+    why, longest = "commands in quarantine fill the processes that this worker has for them", LONGEST_DELAY
+    if row.alone:
+        longest = room.soonest
+        why = "its worker was lost with it before: such commands run one at a time"
+    return given_back(
+        domain,
+        row.msg_id,
+        row.read_ct,
+        row.id,
+        number=row.attempt_base + row.read_ct,
+        delay=delay_apart(row.waived, spread=room.spread, longest=longest),
+        why=why,
+    )
+
+
+def _tell(domain: str, types: set[str]) -> Steps[None]:
+    """Commands of these types wait for a handler now: workers that have one take them at once."""
+    if types:
+        yield Statement(
+            b"SELECT pg_catalog.pg_notify('commandbus_' || %(domain)s, %(prefix)s || command_type) "
+            b"FROM pg_catalog.unnest(%(types)s::text[]) AS command_type",
+            {"domain": domain, "prefix": UNHANDLED, "types": sorted(types)},
+        )
+
+
+def _parking(row: ClaimedRow, broken: Mapping[str, OpenBreaker]) -> dict[str, Any]:
+    parking = {
+        "m": row.msg_id,
+        "r": row.read_ct,
+        "c": row.id,
+        "n": row.attempt_base + row.read_ct,
+        "t": row.command_type,
+        "k": row.unhandled,
+    }
+    breaker = broken.get(row.command_type)
+    if breaker is None or breaker.probe == row.id:
+        return parking
+    until = None if breaker.until is None else breaker.until.isoformat()
+    return parking | {"b": breaker.sentence, "u": until}
+
+
+def _dump(rows: list[dict[str, Any]] | dict[str, Any]) -> str:
+    return payload.dump(rows, what="rows", max_bytes=1 << 30)

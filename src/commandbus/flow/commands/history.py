@@ -1,0 +1,106 @@
+"""history: attempts that did not simply complete, and why: tracebacks and autopsies included.
+
+`list_attempts` tells those of one command; the audit trail (`inspect.get_audit_trail`) is its short form.
+`list_stuck` tells, over all commands, which attempts a limit had to stop. Reads only, locks nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from commandbus import sql
+from commandbus.errors import InvalidCommandError
+from commandbus.flow.operation import Statement, Steps, operation
+from commandbus.model import names, payload
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """One attempt; `verdict` is what `model/outcome.py` calls it. `number` counts all attempts of the command.
+
+    `rung` is the limit that stopped it, `autopsy` what was seen then: its stacks, and what its backend did.
+    """
+
+    number: int
+    verdict: str
+    started_at: datetime | None
+    finished_at: datetime
+    retry_at: datetime | None
+    worker: str | None
+    error_type: str | None
+    error_code: str | None
+    error: str | None
+    details: Any
+    traceback: str | None
+    rung: str | None
+    duration_ms: int | None = None
+    autopsy: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class StuckAttempt:
+    """An attempt that a limit had to stop, and its command; `id` is the command's internal id."""
+
+    id: int
+    domain: str
+    command_id: str
+    command_type: str
+    number: int
+    verdict: str
+    rung: str
+    error_type: str | None
+    error_code: str | None
+    error: str | None
+    worker: str | None
+    started_at: datetime | None
+    finished_at: datetime
+    duration_ms: int | None
+    autopsy: Any
+
+
+@operation(atomic=False)
+def list_attempts(domain: str, command_id: str) -> Steps[list[AttemptRecord]]:
+    """Failed, lost and returned attempts in order; empty if there were none, or no such command."""
+    names.check_domain(domain)
+    rows = yield Statement(
+        sql.text("commands/list_attempts"), {"domain": domain, "command_id": names.to_id(command_id)}
+    )
+    return [
+        AttemptRecord(*(*head, _loads(details), trace, rung, duration_ms, _loads(autopsy)))
+        for *head, details, trace, rung, duration_ms, autopsy in rows
+    ]
+
+
+@operation(atomic=False)
+def list_stuck(
+    domain: str | None = None,
+    command_type: str | None = None,
+    *,
+    since: datetime | None = None,
+    limit: int = 50,
+    everything: bool = True,
+) -> Steps[list[StuckAttempt]]:
+    """Attempts that a limit had to stop, newest first.
+
+    Without `everything` only those that had it coming: none that was waived (a bystander, a shutdown, a lost
+    lease), and none that stopped within its grace when an operator cancelled it.
+    """
+    if since is not None and (not isinstance(since, datetime) or since.tzinfo is None):
+        raise InvalidCommandError(f"since must be a datetime with a time zone, not {names.shown(since)}")
+    rows = yield Statement(
+        sql.text("commands/list_stuck"),
+        {
+            "domain": None if domain is None else names.check_domain(domain),
+            "command_type": None if command_type is None else names.check_type(command_type),
+            "since": since,
+            "everything": everything,
+            "limit": names.check_count(limit, "limit"),
+        },
+    )
+    return [StuckAttempt(*(*head, _loads(autopsy))) for *head, autopsy in rows]
+
+
+def _loads(text: str | None) -> Any:
+    return None if text is None else payload.loads(text)

@@ -1,0 +1,205 @@
+"""operate: what people do. The troubleshooting queue (retry, cancel, complete), and cancelling what waits or runs.
+
+Every action locks what it moves, is guarded by state, and is written down with the operator's name. Of two
+operators one wins; the other's action finds nothing, and `explain` says what the command is now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Literal
+
+from psycopg import errors as pg
+
+from commandbus import sql
+from commandbus.errors import CommandNotFoundError, InvalidCommandError, InvalidOperationError
+from commandbus.flow.batches import membership as groups
+from commandbus.flow.commands.reply import Outcome, compose, deliver
+from commandbus.flow.commands.send import explain_missing
+from commandbus.flow.commands.settle import cancellation
+from commandbus.flow.operation import Plan, Row, Statement, Steps, operation
+from commandbus.model import names, payload
+from commandbus.model.command import CancelResult
+
+BITE = 1000  # commands moved by one bulk statement: a bound on locks held, not on what a caller may ask for
+
+Action = Literal["RETRY", "CANCEL", "COMPLETE"]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which commands of a domain's troubleshooting queue: by id, by type, by error code; all conditions hold."""
+
+    domain: str
+    ids: Sequence[int] | None = None
+    command_type: str | None = None
+    error_code: str | None = None
+    entered_before: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorAction:
+    """What to do, by whom and why; `result` is JSON text, for COMPLETE."""
+
+    action: Action
+    operator: str
+    reason: str | None = None
+    result: str | None = None
+
+
+def operator_action(
+    action: Action, operator: object, reason: object = None, result: str | None = None
+) -> OperatorAction:
+    """A checked deed: nobody acts anonymously."""
+    name = names.check_id(operator, "operator")
+    if reason is not None and (not isinstance(reason, str) or "\x00" in reason or len(reason) > 8192):
+        raise InvalidCommandError("reason must be text of at most 8192 characters without NUL")
+    return OperatorAction(action, name, None if reason is None else payload.clean_text(reason), result)
+
+
+@operation(atomic=True)
+def act(selection: Selection, what: OperatorAction, *, limit: int = BITE) -> Steps[list[str]]:
+    """Apply a deed to what is selected, up to `limit`; answers the command_ids that were moved."""
+    rows = yield from _apply(selection, what, limit)
+    return [row[1] for row in rows]
+
+
+def act_on_all(selection: Selection, what: OperatorAction) -> Plan[int]:
+    """Apply a deed to everything that is selected now, in bites; answers how many were moved.
+
+    What enters the queue meanwhile is left alone: a retried command that fails again must not be retried by the
+    same act, for ever.
+    """
+    now = yield _now()
+    bounded = replace(selection, entered_before=now)
+    moved = 0
+    while bite := (yield act(bounded, what)):
+        moved += len(bite)
+    return moved
+
+
+@operation(atomic=False)
+def _now() -> Steps[datetime]:
+    rows = yield Statement(b"SELECT pg_catalog.clock_timestamp()")
+    found: datetime = rows[0][0]
+    return found
+
+
+@operation(atomic=True)
+def act_on(domain: str, command_id: str, what: OperatorAction) -> Steps[None]:
+    """Apply a deed to one command in the troubleshooting queue, or raise InvalidOperationError."""
+    command_id = names.to_id(command_id)
+    id_ = yield from _find(domain, command_id)
+    if not (yield from _apply(Selection(domain, ids=[id_]), what, 1)):
+        raise InvalidOperationError((yield from _explain(domain, command_id, what.action.lower())))
+
+
+@operation(atomic=True)
+def cancel(domain: str, command_id: str, what: OperatorAction) -> Steps[CancelResult]:
+    """Cancel a command that waits, or ask the worker that runs it to stop it.
+
+    Asking again changes nothing. One that is in the troubleshooting queue or final is refused.
+    """
+    command_id = names.to_id(command_id)
+    try:
+        rows = yield Statement(
+            sql.text("commands/cancel", domain=domain),
+            {"domain": domain, "command_id": command_id, "operator": what.operator, "reason": what.reason},
+        )
+    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+        raise explain_missing(domain, error) from None
+    if not rows:
+        yield from _find(domain, command_id)
+        raise InvalidOperationError((yield from _explain(domain, command_id, "cancel")))
+    *told, result, msg_id = rows[0]
+    if result == CancelResult.CANCELED:
+        yield Statement(
+            b"DELETE FROM commandbus.parked WHERE domain = %(domain)s AND msg_id = %(msg_id)s",
+            {"domain": domain, "msg_id": msg_id},
+        )
+        yield from tell(domain, [tuple(told)], what, was_in_tsq=False)
+    return CancelResult(result)
+
+
+def _apply(selection: Selection, what: OperatorAction, limit: int) -> Steps[list[Row]]:
+    params = {
+        "domain": selection.domain,
+        "ids": None if selection.ids is None else list(selection.ids),
+        "command_type": selection.command_type,
+        "error_code": selection.error_code,
+        "entered_before": selection.entered_before,
+        "limit": limit,
+        "operator": what.operator,
+        "reason": what.reason,
+    }
+    try:
+        if what.action == "RETRY":
+            rows = yield Statement(sql.text("commands/tsq_retry", domain=selection.domain), params)
+            yield from groups.retried([groups.Member(row[0], row[2], row[3], None) for row in rows])
+            return rows
+        status = "CANCELED" if what.action == "CANCEL" else "COMPLETED"
+        rows = yield Statement(
+            sql.text("commands/tsq_end"), params | {"action": what.action, "status": status, "result": what.result}
+        )
+    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+        raise explain_missing(selection.domain, error) from None
+    yield from tell(selection.domain, rows, what, was_in_tsq=True)
+    return rows
+
+
+def tell(domain: str, rows: Sequence[Row], what: OperatorAction, *, was_in_tsq: bool) -> Steps[None]:
+    """The replies, batches and processes of commands that a person has ended."""
+    outcome: Outcome = "SUCCESS" if what.action == "COMPLETE" else "CANCELED"
+    failure = cancellation(what.operator, what.reason) if outcome == "CANCELED" else None
+    yield from groups.ended(
+        [groups.Member(row[0], *row[5:]) for row in rows],
+        "CANCELED" if failure is not None else "COMPLETED",
+        was_in_tsq=was_in_tsq,
+        why=f"{what.operator} ended a message that this process had not handled"
+        + (f": {what.reason}" if what.reason else ""),
+    )
+    replies = [
+        compose(
+            reply_to,
+            outcome,
+            id_=id_,
+            domain=domain,
+            command_id=command_id,
+            command_type=command_type,
+            correlation_id=correlation_id,
+            result=what.result,
+            failure=failure,
+        )
+        for id_, command_id, command_type, correlation_id, reply_to, *_ in rows
+        if reply_to is not None
+    ]
+    if replies:
+        yield from deliver(replies)
+
+
+def _find(domain: str, command_id: str) -> Steps[int]:
+    names.check_domain(domain)
+    rows = yield Statement(
+        b"SELECT id FROM commandbus.command WHERE domain = %(domain)s AND command_id = %(command_id)s",
+        {"domain": domain, "command_id": command_id},
+    )
+    if not rows:
+        raise CommandNotFoundError(f"no command {command_id!r} in domain {domain!r}")
+    id_: int = rows[0][0]
+    return id_
+
+
+def _explain(domain: str, command_id: str, verb: str) -> Steps[str]:
+    rows = yield Statement(
+        sql.text("commands/status_of", domain=domain), {"domain": domain, "command_id": command_id}
+    )
+    status, holder, lease_ends, asked_by = rows[0] if rows else ("gone", None, None, None)
+    asked = f", and {asked_by} has asked to cancel it" if asked_by else ""
+    state = {
+        "IN_TROUBLESHOOTING_QUEUE": "it is in the troubleshooting queue (see `commandbus tsq`)",
+        "IN_PROGRESS": f"worker {holder} holds it (its lease ends at {lease_ends} unless renewed){asked}",
+        "PENDING": "it is waiting in the queue, not in the troubleshooting queue",
+    }.get(status, f"it is {status}, and that is final")
+    return f"cannot {verb} command {command_id!r} of domain {domain!r}: {state}"

@@ -1,0 +1,173 @@
+"""prune: forget finished commands by age or by count, and old archives, in small bites.
+
+One bite is one short transaction; the caller goes on until `is_done`, or stops between bites. Commands that are
+not finished are never touched, however old, and neither is what belongs to a batch or a process that is not;
+batches and processes themselves go when nothing of them is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from commandbus import sql
+from commandbus.flow.operation import Plan, Statement, Steps, operation
+from commandbus.flow.setup.domains import list_domains
+from commandbus.model.names import queue_of
+from commandbus.settings import Settings
+
+BITE = 1000
+ASIDES = {
+    "rejected_message": "rejected messages",
+    "undelivered_reply": "undelivered replies",
+    "stray_reply": "stray replies",
+}
+"""Tables of things put aside, which strangers can fill, and what people call these things."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What is kept: commands that finished within `age_seconds`, and the newest `count` in all. Of each kind of
+    things put aside the newest `asides_count`, and no more than `asides_bytes`."""
+
+    age_seconds: float | None = None
+    count: int | None = None
+    asides_count: int | None = None
+    asides_bytes: int | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> Retention:
+        """What the settings say."""
+        return cls(
+            settings.retention_age, settings.retention_count,
+            settings.retention_asides_count, settings.retention_asides_bytes,
+        )  # fmt: skip
+
+    @property
+    def is_off(self) -> bool:
+        """Everything is kept."""
+        return self.age_seconds is None and self.count is None
+
+
+@dataclass(frozen=True, slots=True)
+class PruneBite:
+    """What one bite did, and where the next one begins."""
+
+    removed: int
+    after_id: int
+    is_done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReport:
+    """How much was forgotten: commands, archived messages, things put aside (rejected messages …), and batches and
+    processes of which nothing was left."""
+
+    commands: int = 0
+    archived: int = 0
+    asides: int = 0
+    batches: int = 0
+    processes: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Things put aside that were dropped because there were too many, by their kind."""
+
+
+def prune_all(retention: Retention) -> Plan[PruneReport]:
+    """Bite by bite until nothing is left to forget."""
+    dropped = yield from _prune_excess(retention)
+    if retention.is_off:
+        return PruneReport(dropped=dropped)
+    through = yield through_id(retention)
+    bite = PruneBite(0, 0, False)
+    commands = archived = asides = 0
+    while not bite.is_done:
+        bite = yield prune(retention, through=through, after_id=bite.after_id)
+        commands += bite.removed
+    processes = yield from _prune_walk("processes/prune_processes", retention)
+    batches = yield from _prune_walk("batches/prune_batches", retention)
+    if retention.age_seconds is not None:
+        for domain in (yield list_domains()):
+            while gone := (yield prune_archive(domain.name, retention.age_seconds)):
+                archived += gone
+        while gone := (yield prune_asides(retention.age_seconds)):
+            asides += gone
+    return PruneReport(commands, archived, asides, batches, processes, dropped)
+
+
+def _prune_excess(retention: Retention) -> Plan[dict[str, int]]:
+    """Of each kind of things put aside the oldest, where there are too many, or too many bytes of them."""
+    dropped: dict[str, int] = {}
+    if retention.asides_count is None or retention.asides_bytes is None:
+        return dropped
+    for table, kind in ASIDES.items():
+        while gone := (yield prune_excess(table, retention.asides_count, retention.asides_bytes)):
+            dropped[kind] = dropped.get(kind, 0) + gone
+    return dropped
+
+
+def _prune_walk(name: str, retention: Retention) -> Plan[int]:
+    """Over all batches, or all processes; how many went."""
+    removed, bite = 0, PruneBite(0, 0, False)
+    while not bite.is_done:
+        bite = yield prune_groups(name, retention, after_id=bite.after_id)
+        removed += bite.removed
+    return removed
+
+
+@operation(atomic=False)
+def through_id(retention: Retention) -> Steps[int]:
+    """The newest id that the count condition gives up (0: none)."""
+    if retention.count is None:
+        return 0
+    rows = yield Statement(
+        b"SELECT id FROM commandbus.command "
+        b"WHERE status OPERATOR(pg_catalog.=) ANY ('{COMPLETED,FAILED,CANCELED}') "
+        b"ORDER BY id DESC OFFSET %(count)s LIMIT 1",
+        {"count": retention.count},
+    )
+    return rows[0][0] if rows else 0
+
+
+@operation(atomic=False)
+def prune(retention: Retention, *, through: int, after_id: int = 0, bite: int = BITE) -> Steps[PruneBite]:
+    """One bite of commands."""
+    rows = yield Statement(
+        sql.text("commands/prune"),
+        {"after_id": after_id, "bite": bite, "through_id": through, "age": retention.age_seconds},
+    )
+    removed, last_id, seen, all_young = rows[0]
+    return PruneBite(removed, last_id or after_id, seen < bite or all_young)
+
+
+@operation(atomic=False)
+def prune_groups(name: str, retention: Retention, *, after_id: int = 0, bite: int = BITE) -> Steps[PruneBite]:
+    """One bite of batches (`prune_batches`) or processes (`prune_processes`)."""
+    rows = yield Statement(sql.text(name), {"after_id": after_id, "bite": bite, "age": retention.age_seconds})
+    removed, seen, last_id = rows[0]
+    return PruneBite(removed, last_id or after_id, seen < bite)
+
+
+@operation(atomic=False)
+def prune_archive(domain: str, age_seconds: float, *, bite: int = BITE) -> Steps[int]:
+    """One bite of a domain's PGMQ archive (we archive nothing; other clients may)."""
+    rows = yield Statement(
+        sql.text("commands/prune_archive", queue=queue_of(domain)), {"age": age_seconds, "bite": bite}
+    )
+    return len(rows)
+
+
+@operation(atomic=False)
+def prune_excess(table: str, count: int, size: int, *, bite: int = BITE) -> Steps[int]:
+    """One bite of the oldest rows of a table of things put aside, where it has too many."""
+    rows = yield Statement(
+        sql.text("commands/prune_excess", table=table), {"count": count, "bytes": size, "bite": bite}
+    )
+    return len(rows)
+
+
+@operation(atomic=False)
+def prune_asides(age_seconds: float, *, bite: int = BITE) -> Steps[int]:
+    """One bite of rejected messages, undelivered replies and workers long gone."""
+    rows = yield Statement(sql.text("commands/prune_asides"), {"age": age_seconds, "bite": bite})
+    count: int = rows[0][0]
+    return count

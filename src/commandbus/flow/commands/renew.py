@@ -1,0 +1,78 @@
+"""renew: extend the leases of attempts that are alive, and learn which were lost or are to be cancelled.
+
+What a handler tells of its progress travels with the renewal: it is a field of the queue row's headers and costs
+no write of its own. A row that another transaction has locked is skipped: it is neither renewed nor lost, and the
+caller tries again. A request to cancel it is told nevertheless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from commandbus import sql
+from commandbus.flow.operation import Statement, Steps, operation
+
+
+class PendingCancel(NamedTuple):
+    """Somebody asked to cancel this attempt's command."""
+
+    msg_id: int
+    read_ct: int
+    by: str
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """What a renewal learned: (msg_id, read_ct) whose fence is gone, those that are to be canceled, and those
+    whose queue row another transaction holds: their leases are as old as before."""
+
+    lost: list[tuple[int, int]]
+    canceled: list[PendingCancel]
+    skipped: list[tuple[int, int]] = field(default_factory=list)
+
+
+@operation(atomic=False)
+def renew(
+    domain: str,
+    worker: str,
+    held: Sequence[tuple[int, int]],
+    *,
+    lease_seconds: float,
+    progress: Mapping[int, str] | None = None,
+) -> Steps[Renewal]:
+    """Extend the leases of these (msg_id, read_ct), and store their progress: JSON text by msg_id.
+
+    A request to cancel is told at every renewal until the attempt is settled.
+    """
+    told = None if not progress else "{" + ",".join(f'"{key:d}":{text}' for key, text in progress.items()) + "}"
+    rows = yield Statement(
+        sql.text("commands/renew", domain=domain),
+        _fences(worker, held) | {"lease": lease_seconds, "progress": told},
+    )
+    return Renewal(
+        lost=[(msg_id, read_ct) for msg_id, read_ct, answer, *_ in rows if answer == "lost"],
+        canceled=[
+            PendingCancel(msg_id, read_ct, by, reason)
+            for msg_id, read_ct, _, is_canceled, by, reason in rows
+            if is_canceled
+        ],
+        skipped=[(msg_id, read_ct) for msg_id, read_ct, answer, *_ in rows if answer == "skipped"],
+    )
+
+
+@operation(atomic=False)
+def pending_cancels(domain: str, worker: str, held: Sequence[tuple[int, int]]) -> Steps[list[PendingCancel]]:
+    """Which of these (msg_id, read_ct) are to be cancelled. Reads only."""
+    rows = yield Statement(sql.text("commands/pending_cancels", domain=domain), _fences(worker, held))
+    return [PendingCancel(*row) for row in rows]
+
+
+def _fences(worker: str, held: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    return {
+        "worker": worker,
+        "msg_ids": [msg_id for msg_id, _ in held],
+        "read_cts": [read_ct for _, read_ct in held],
+    }

@@ -1,0 +1,158 @@
+"""rescue: what a dead worker still held is settled by its supervisor, at once and under the dead worker's fence.
+
+    terminate_backends → held_by → put_right (lost predecessors, raw messages) → settle with worker=<the dead one>
+
+The fence decides, as everywhere: what the worker managed to settle before it died is not held any more, and what
+somebody else has claimed since is refused. A requested cancel is fulfilled. What was held and did not run (it
+waited for a slot, or its outcome for the settler) is given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from psycopg import errors as pg
+
+from commandbus import sql
+from commandbus.flow.commands.claim import ClaimedRow
+from commandbus.flow.commands.database_session import DatabaseSession
+from commandbus.flow.commands.settle import Settlement, cancellation, charge_of, given_back, of_row, waived
+from commandbus.flow.operation import Statement, Steps, operation
+from commandbus.model.client_sockets import ClientSession
+from commandbus.model.outcome import Failure, Judgement, Verdict, judge
+from commandbus.model.postmortem import Finding, Role
+from commandbus.model.retry import RetryPolicy
+
+MOST_COUNTED = 10_000
+_CLAIMED = len(ClaimedRow._fields)
+
+
+class Held(NamedTuple):
+    """A queue row that a dead worker holds; `cancel` says who asked to cancel it and why."""
+
+    row: ClaimedRow
+    cancel: Failure | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How failures of one command type are judged; what a worker tells its supervisor about its handlers."""
+
+    policy: RetryPolicy
+    on_timeout: str = "retry"
+    isolation: str = "thread"
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Rule:
+        """From the worker's own words."""
+        policy = RetryPolicy(document["max_attempts"], tuple(document["backoff_schedule"]), document["jitter"])
+        return cls(policy, document.get("on_timeout", "retry"), document.get("isolation", "thread"))
+
+
+@dataclass(frozen=True, slots=True)
+class Scouted:
+    """What could be claimed in a domain, up to MOST_COUNTED; `oldest_seconds` is how long the first one waits."""
+
+    ready: int
+    oldest_seconds: float | None
+    in_tsq: int
+
+
+@operation(atomic=False)
+def terminate_backends(worker: str, sessions: Sequence[DatabaseSession] = ()) -> Steps[tuple[int, int]]:
+    """End the server's side of a worker's connections; returns how many were ended, and how many we may not end.
+
+    `sessions` are those that are known to be its own, whatever their names. To be asked until nothing is left: an
+    ended one is listed until it is gone.
+    """
+    try:
+        rows = yield Statement(
+            sql.text("commands/terminate_sessions"),
+            {
+                "prefix": f"commandbus {worker} ",
+                "pids": [session.pid for session in sessions],
+                "started": [session.started for session in sessions],
+            },
+        )
+    except pg.InsufficientPrivilege:
+        return 0, 1
+    ended = sum(answer is not None for _, answer in rows)
+    return ended, len(rows) - ended
+
+
+@operation(atomic=False)
+def client_sessions(
+    worker: str, ports: Sequence[int]
+) -> Steps[tuple[tuple[str, int] | None, list[ClientSession]]]:
+    """This server's address, and sessions that a worker has by name or whose client has one of these ports."""
+    rows = yield Statement(
+        sql.text("commands/client_sessions"),
+        {
+            "prefix": f"commandbus {worker} ",
+            "isolated": f"commandbus {worker} isolated",
+            "ports": list(ports),
+        },
+    )
+    server = rows[0][-2:] if rows and rows[0][-2] is not None else None
+    return server, [ClientSession(*row[:-2]) for row in rows]
+
+
+@operation(atomic=False)
+def held_by(
+    domain: str, worker: str, *, running: Sequence[int], past_seconds: float, lease_seconds: float
+) -> Steps[list[Held]]:
+    """What a worker holds in a domain; `running` are msg_ids that its board shows."""
+    rows = yield Statement(
+        sql.text("commands/held_by", domain=domain),
+        {
+            "domain": domain,
+            "worker": worker,
+            "running": list(running),
+            "past": past_seconds,
+            "lease": lease_seconds,
+        },
+    )
+    return [
+        Held(ClaimedRow(*row[:_CLAIMED]), cancellation(row[-2] or "somebody", row[-1]) if row[-3] else None)
+        for row in rows
+    ]
+
+
+@operation(atomic=False)
+def bury(worker: str) -> Steps[None]:
+    """Tell the registry that a worker is dead."""
+    yield Statement(sql.text("commands/bury"), {"worker": worker})
+
+
+@operation(atomic=False)
+def scout(domain: str) -> Steps[Scouted]:
+    """Look whether there is work that nobody takes."""
+    rows = yield Statement(sql.text("commands/scout", domain=domain), {"domain": domain, "most": MOST_COUNTED})
+    return Scouted(*rows[0])
+
+
+def outcome(
+    domain: str, held: Held, finding: Finding | None, rule: Rule, *, started: float | None, spread: float
+) -> Settlement:
+    """The settlement of what a dead worker held; no finding: it did not run. `started` is an epoch second."""
+    row, cancel = held
+    assert row.id is not None  # noqa: S101 - raw messages were put right before
+    number = row.attempt_base + row.read_ct
+    if cancel is not None:
+        return of_row(domain, row, Judgement(Verdict.CANCELED, cancel), started=started)
+    if finding is None:
+        return given_back(domain, row.msg_id, row.read_ct, row.id, number=number, why="its worker ended")
+    if finding.role is not Role.CULPRIT:
+        is_suspect = finding.role is Role.SUSPECT
+        return waived(domain, row, started=started, failure=finding.failure, suspect=is_suspect)
+    judgement = judge(
+        finding.failure,
+        charge=charge_of(row, finding.failure),
+        policy=rule.policy,
+        max_attempts=row.max_attempts,
+        is_final=rule.on_timeout == "fail" and finding.failure.error_type == "ExecutionStuck",
+        spread=spread,
+    )
+    return of_row(domain, row, judgement, started=started)

@@ -1,0 +1,291 @@
+"""send: a command and its queue message, in one statement, in the caller's transaction if one is lent.
+
+`command_id` is an idempotency key, and the unique constraint decides: of any number of concurrent senders one
+inserts; the others find its row and compare. Same content: the same command again. Other content:
+DuplicateCommandError. When to run (`delay`, `at`) is not content: a second send never re-times the first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from psycopg import errors as pg
+
+from commandbus import sql
+from commandbus.errors import (
+    CommandBusError,
+    DuplicateCommandError,
+    InvalidCommandError,
+    UnknownDomainError,
+)
+from commandbus.flow.operation import Statement, Steps, no_schema, operation
+from commandbus.model import envelope, names, payload
+from commandbus.model.command import NewCommand, SentCommand, new_command_id
+
+_FIELDS = frozenset(field.name for field in fields(NewCommand))
+MAX_DELAY_SECONDS = 10 * 366 * 86400.0
+
+
+# Left out where the ids are ours: a speculative insertion costs a third of a bulk send.
+# It names no columns: who names them must be able to read them, and a producer reads no ids of others.
+ON_CONFLICT = "ON CONFLICT DO NOTHING"
+CALLERS_IDS = {
+    "conflict": ON_CONFLICT,
+    "by_id": "ORDER BY i",
+    "by_turn": "ORDER BY msg_id",
+    "answer": "i, id, (SELECT pg_catalog.count(*) FROM woken) FROM sent JOIN input USING (msg_id)",
+}
+OUR_IDS = {
+    "conflict": "",
+    "by_id": "",
+    "by_turn": "",
+    # The join costs a twentieth.
+    "answer": "NULL, id, (SELECT pg_catalog.count(*) FROM woken) FROM sent ORDER BY msg_id",
+}
+
+
+class Outgoing(NamedTuple):
+    """A checked command, its JSON dumped: what is compared and stored."""
+
+    command_id: str
+    command_type: str
+    data: str
+    headers: str | None
+    correlation_id: str | None
+    reply_to: str | None
+    max_attempts: int | None
+    delay_seconds: float
+    at: str | None
+    timeout_seconds: float | None
+    has_own_id: bool  # the caller's, which may exist already
+
+
+def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> Outgoing:
+    """Check a command and dump its JSON; InvalidCommandError names what is wrong, before anything is sent."""
+    if isinstance(new.command_id, UUID) or isinstance(new.correlation_id, UUID):
+        new = _with_text_ids(new)
+    envelope.check(new)
+    return Outgoing(
+        command_id=new_command_id() if new.command_id is None else new.command_id,
+        command_type=new.command_type,
+        data=payload.dump(new.data, what="data", max_bytes=max_bytes),
+        headers=None if new.headers is None else payload.dump(new.headers, what="headers", max_bytes=max_bytes),
+        correlation_id=new.correlation_id,
+        reply_to=new.reply_to,
+        max_attempts=new.max_attempts,
+        delay_seconds=_seconds_of(new.delay, at=new.at),
+        at=_instant_of(new.at),
+        timeout_seconds=envelope.timeout_seconds(new.timeout),
+        has_own_id=new.command_id is not None,
+    )
+
+
+def prepare_all(
+    commands: Iterable[NewCommand | Mapping[str, Any]], *, max_bytes: int, of: str = "send_many"
+) -> Iterator[Outgoing]:
+    """Check commands one by one as they come; an error says which of them it was, counted from 1."""
+    for number, item in enumerate(commands, 1):
+        try:
+            prepared = prepare(to_new_command(item), max_bytes=max_bytes)
+        except InvalidCommandError as error:
+            raise InvalidCommandError(f"command {number} of {of}: {error}") from None
+        yield prepared
+
+
+@operation(atomic=False)
+def send(domain: str, outgoing: Outgoing) -> Steps[SentCommand]:
+    """Send one command; answers the existing one if it was sent before with the same content."""
+    try:
+        rows = yield _statement(domain, outgoing)
+    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+        raise explain_missing(domain, error) from None
+    except pg.StatementTooComplex:
+        raise InvalidCommandError(
+            "the data is nested too deeply for the server to read (max_stack_depth)"
+        ) from None
+    if rows:
+        return SentCommand(domain, outgoing.command_id, rows[0][0])
+    existing = yield from _find_existing(domain, [outgoing])
+    return existing[outgoing.command_id]
+
+
+@operation(atomic=True)
+def send_chunk(domain: str, outgoing: Sequence[Outgoing]) -> Steps[list[SentCommand]]:
+    """Send many commands, all or none."""
+    parts = CALLERS_IDS if any(item.has_own_id for item in outgoing) else OUR_IDS
+    statement = sql.text("commands/send_many", domain=domain, **parts)
+    unique = _unique(domain, outgoing)
+    try:
+        rows = yield Statement(
+            statement, {"domain": domain, "rows": json_rows(unique.values())}, only_inserts=True
+        )
+    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+        raise explain_missing(domain, error) from None
+    except pg.StatementTooComplex:
+        raise InvalidCommandError(
+            "the data is nested too deeply for the server to read (max_stack_depth)"
+        ) from None
+    ids = [row[0] for row in rows] if parts is CALLERS_IDS else list(unique)
+    sent = {command_id: SentCommand(domain, command_id, row[1]) for command_id, row in zip(ids, rows, strict=True)}
+    if len(sent) < len(unique):
+        missing = [item for item in unique.values() if item.command_id not in sent]
+        sent |= yield from _find_existing(domain, missing)
+    return [sent[item.command_id] for item in outgoing]
+
+
+def to_new_command(item: NewCommand | Mapping[str, Any]) -> NewCommand:
+    """A NewCommand from what a caller of send_many wrote."""
+    if isinstance(item, NewCommand):
+        return item
+    if not isinstance(item, Mapping):
+        raise InvalidCommandError(f"{names.shown(item)} is no command: give NewCommand or dicts")
+    if not item.keys() <= _FIELDS:
+        unknown = sorted(str(key) for key in item if key not in _FIELDS)
+        raise InvalidCommandError(
+            f"unknown field {unknown[0]!r} of a command; known are {', '.join(sorted(_FIELDS))}"
+        )
+    if "command_type" not in item:
+        raise InvalidCommandError("it has no command_type")
+    return NewCommand(**item)
+
+
+def explain_missing(domain: str, error: Exception) -> CommandBusError:
+    """An undefined table or schema: is the domain missing, or all of commandbus?"""
+    if f"q_{names.queue_of(domain)}" in str(error):
+        return UnknownDomainError(domain)
+    return no_schema()
+
+
+def _statement(domain: str, outgoing: Outgoing) -> Statement:
+    command_id, command_type, data, *rest, has_own_id = outgoing
+    conflict = ON_CONFLICT if has_own_id else ""
+    if rest == _NOTHING_MORE:
+        statement = sql.text("commands/send_plain", domain=domain, conflict=conflict)
+        return Statement(statement, (command_id, command_type, data), only_inserts=True)
+    return Statement(
+        sql.text("commands/send", domain=domain, conflict=conflict),
+        {
+            "domain": domain,
+            "command_id": command_id,
+            "command_type": command_type,
+            "data": data,
+            "headers": outgoing.headers,
+            "correlation_id": outgoing.correlation_id,
+            "reply_to": outgoing.reply_to,
+            "max_attempts": outgoing.max_attempts,
+            "delay": outgoing.delay_seconds,
+            "at": outgoing.at,
+            "timeout": outgoing.timeout_seconds,
+        },
+        only_inserts=True,
+    )
+
+
+_NOTHING_MORE = [None, None, None, None, 0.0, None, None]
+
+
+def _find_existing(domain: str, wanted: Sequence[Outgoing]) -> Steps[dict[str, SentCommand]]:
+    rows = yield Statement(sql.text("commands/find_existing"), {"domain": domain, "rows": json_rows(wanted)})
+    found = {command_id: (id_, difference) for command_id, id_, difference in rows}
+    existing = {}
+    for item in wanted:
+        if item.command_id not in found:
+            raise DuplicateCommandError(
+                domain,
+                item.command_id,
+                "content that this transaction cannot see yet (retry the transaction)",
+            )
+        id_, difference = found[item.command_id]
+        if difference is not None:
+            raise DuplicateCommandError(domain, item.command_id, difference)
+        existing[item.command_id] = SentCommand(domain, item.command_id, id_, created=False)
+    return existing
+
+
+def _difference(item: Outgoing, other: Outgoing) -> str | None:
+    """Which field differs between two commands of one call; between calls the server compares."""
+    pairs = {
+        "command_type": (item.command_type, other.command_type),
+        "data": (canonical(item.data), canonical(other.data)),
+        "correlation_id": (item.correlation_id, other.correlation_id),
+        "reply_to": (item.reply_to, other.reply_to),
+        "max_attempts": (item.max_attempts, other.max_attempts),
+        "timeout": (item.timeout_seconds, other.timeout_seconds),
+        "headers": (canonical(item.headers), canonical(other.headers)),
+    }
+    return next((name for name, (ours, theirs) in pairs.items() if ours != theirs), None)
+
+
+def canonical(text: str | None) -> str:
+    """JSON to compare: the order of keys is no difference, but 1, 1.0 and true are (Python would say equal)."""
+    return "null" if text is None else json.dumps(payload.loads(text), sort_keys=True)
+
+
+def _unique(domain: str, outgoing: Iterable[Outgoing]) -> dict[str, Outgoing]:
+    unique: dict[str, Outgoing] = {}
+    for item in outgoing:
+        first = unique.setdefault(item.command_id, item)
+        if first is not item and (difference := _difference(item, first)):
+            raise DuplicateCommandError(domain, item.command_id, difference)
+    return unique
+
+
+def json_rows(outgoing: Iterable[Outgoing]) -> str:
+    """One JSON array with the payloads as they were dumped: parsing and dumping them again would cost as much
+    as the rest of the send."""
+    quote = payload.quote
+    parts = []
+    for item in outgoing:
+        row = f'{{"i":{quote(item.command_id)},"t":{quote(item.command_type)},"d":{item.data}'
+        if item.correlation_id is not None:
+            row += f',"c":{quote(item.correlation_id)}'
+        if item.reply_to is not None:
+            row += f',"r":{quote(item.reply_to)}'
+        if item.headers is not None:
+            row += f',"h":{item.headers}'
+        if item.max_attempts is not None:
+            row += f',"m":{item.max_attempts}'
+        if item.timeout_seconds is not None:
+            row += f',"o":{item.timeout_seconds!r}'
+        if item.at is not None:
+            row += f',"a":{quote(item.at)}'
+        elif item.delay_seconds:
+            row += f',"s":{item.delay_seconds}'
+        parts.append(row + "}")
+    return "[" + ",".join(parts) + "]"
+
+
+def _seconds_of(delay: object, *, at: object) -> float:
+    if delay is None:
+        return 0.0
+    if at is not None:
+        raise InvalidCommandError("give delay or at, not both")
+    seconds = delay.total_seconds() if isinstance(delay, timedelta) else delay
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_DELAY_SECONDS:
+        raise InvalidCommandError(
+            f"delay must be seconds (or a timedelta) from 0 to ten years, not {names.shown(delay)}"
+        )
+    return float(seconds)
+
+
+def _instant_of(at: object) -> str | None:
+    if at is None:
+        return None
+    if not isinstance(at, datetime) or at.tzinfo is None:
+        raise InvalidCommandError(f"at must be a datetime with a time zone (such as UTC), not {names.shown(at)}")
+    if not 1970 < at.year < 3000:  # a vt that a session in another time zone could not load would stop a claim
+        raise InvalidCommandError(f"at must be in the years 1971 to 2999, not {names.shown(at)}")
+    return at.isoformat()
+
+
+def _with_text_ids(new: NewCommand) -> NewCommand:
+    values = {field.name: getattr(new, field.name) for field in fields(new)}
+    for name in ("command_id", "correlation_id"):
+        if isinstance(values[name], UUID):
+            values[name] = str(values[name])
+    return NewCommand(**values)

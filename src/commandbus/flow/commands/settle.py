@@ -1,0 +1,391 @@
+"""settle: write how attempts ended, once, under their fence, many at a time.
+
+An outcome is JSON text from the moment the attempt ended: the settler only joins the texts. `settle` answers what
+was NOT settled: refused (the fence is gone; nothing was changed), busy (ask again), or canceled (somebody asked to
+cancel it meanwhile, and it did not complete: it is to be settled as CANCELED). Replies go out in the same
+transaction. One bad row must not fail its neighbours: the caller settles one by one after an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, Protocol
+
+from commandbus import sql
+from commandbus.flow.batches.membership import unhandled
+from commandbus.flow.commands.reply import CALL, Outcome, Reply, compose, deliver
+from commandbus.flow.operation import Operation, Statement, Steps, operation
+from commandbus.model import payload
+from commandbus.model.outcome import STATUS_AFTER, Failure, Judgement, Verdict, insist
+from commandbus.model.suspects import Marks
+
+Answer = Literal["done", "refused", "busy", "canceled"]
+REPLY_TO: Final = 10  # where a claimed row tells whither its reply goes
+STEP: Final = 20  # where a claimed row tells which step of a process it is, and its batch
+BATCH: Final = 21
+PROBE: Final = 22  # and whether it is the probe of its type's breaker
+WAIVED: Final = 7  # and what earlier trouble has left: model/suspects.py
+SUSPECT: Final = 19
+QUARANTINE: Final = 23
+ALONE: Final = 24
+_REPLIES: Final[dict[Verdict, Outcome]] = {
+    Verdict.BUSINESS_RULE: "FAILED",
+    Verdict.TIMED_OUT: "FAILED",
+    Verdict.CANCELED: "CANCELED",
+}
+
+
+@dataclass(slots=True)
+class Settlement:
+    """One attempt's outcome, ready to be written. `row` is its JSON for the statement that `is_final` names."""
+
+    domain: str
+    msg_id: int
+    read_ct: int
+    row: str
+    is_final: bool = True
+    is_parked: bool = False
+    reply: Reply | None = None
+    is_completion: bool = False
+    is_grouped: bool = True  # its command may belong to a batch or a process
+    unhandled: int | None = None  # the command, if it is a message to a process and somebody cancelled it
+
+
+class Done:
+    """The usual outcome, which needs no words: the first attempt completed, without a result or a reply."""
+
+    is_completion = True
+    is_final = True
+
+
+DONE: Final = Done()
+SPARSE: Final = 16
+"""Commands of one settle_done have numbers that lie together: at most so many numbers for each command."""
+
+
+class Claimed(Protocol):
+    """What settle_done needs to know of an attempt."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def msg_id(self) -> int: ...
+    @property
+    def started(self) -> float | None: ...
+    @property
+    def batch(self) -> int | None: ...
+
+
+def is_dense(attempts: Sequence[Claimed]) -> bool:
+    """Do the numbers of their commands lie near enough to each other for settle_done?"""
+    ids = [attempt.id for attempt in attempts]
+    return max(ids) - min(ids) < SPARSE * len(ids) + 100
+
+
+@operation(atomic=False)
+def settle_done(domain: str, worker: str, attempts: Sequence[Claimed]) -> Steps[list[int] | None]:
+    """Write that attempts have completed (`DONE`); returns the commands that were settled, or None for all.
+
+    It waits for locked queue rows, as long as the session's lock_timeout allows.
+    """
+    ids = [attempt.id for attempt in attempts]
+    first = min(ids) - 1
+    messages = ["0"] * (max(ids) - first)
+    started = messages.copy()
+    for attempt in attempts:
+        at = attempt.id - first - 1
+        messages[at] = str(attempt.msg_id)
+        started[at] = f"{attempt.started:.6f}"
+    groups = (
+        sql.part("batches/settle_done_batches") if any(attempt.batch is not None for attempt in attempts) else ""
+    )
+    rows = yield Statement(
+        sql.text("commands/settle_done", domain=domain, groups=groups),
+        {
+            "worker": worker,
+            "asked": len(attempts),
+            "first": first,
+            "messages": "{" + ",".join(messages) + "}",
+            "started": "{" + ",".join(started) + "}",
+        },
+        by_keys=True,
+    )
+    settled: list[int] | None = rows[0][0]
+    return settled
+
+
+@operation(atomic=False)
+def settle_one(
+    domain: str, worker: str, attempt: Claimed, *, read_ct: int, number: int, result: str | None
+) -> Steps[dict[tuple[int, int], Answer]]:
+    """Write one completion without a reply, a batch or a process, in its handler's transaction.
+
+    Answers as `settle` does. `result` is JSON text.
+    """
+    rows = yield Statement(
+        sql.text("commands/settle_one", domain=domain),
+        {
+            "msg_id": attempt.msg_id,
+            "read_ct": read_ct,
+            "command": attempt.id,
+            "worker": worker,
+            "number": number,
+            "started": attempt.started,
+            "result": result,
+        },
+        by_keys=True,
+    )
+    return {} if rows else {(attempt.msg_id, read_ct): "refused"}
+
+
+def completed(
+    domain: str, msg_id: int, read_ct: int, id_: int, *, number: int, started: float, result: str | None
+) -> Settlement:
+    """The command is done; `started` is the epoch second, `result` its JSON text."""
+    value = "" if result is None else f',"v":{result}'
+    row = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"s":"COMPLETED","n":{number},"t":{started:.6f}{value}}}'
+    return Settlement(domain, msg_id, read_ct, row, is_completion=True)
+
+
+def judged(
+    domain: str,
+    msg_id: int,
+    read_ct: int,
+    id_: int,
+    *,
+    number: int,
+    started: float | None,
+    command_type: str,
+    judgement: Judgement,
+    marks: Marks | None = None,
+    is_waived: bool = False,
+) -> Settlement:
+    """The attempt failed; the judgement says what becomes of the command. `marks` are those that it had;
+    `is_waived`: the retry is not charged."""
+    error = _error(judgement.verdict, judgement.failure, command_type)
+    head = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":{_epoch(started)},"e":{error}'
+    if judgement.verdict is Verdict.RETRY:
+        before = marks or Marks()
+        after = before.after_failure(judgement.failure)
+        change = _change(before, replace(after, waived=after.waived + is_waived))
+        return Settlement(
+            domain, msg_id, read_ct, f'{head},"d":{judgement.delay_seconds:.6f},{change}}}', is_final=False
+        )
+    status = STATUS_AFTER[judgement.verdict]
+    return Settlement(domain, msg_id, read_ct, f'{head},"s":"{status}"}}')
+
+
+def of_row(
+    domain: str, row: Sequence[Any], judgement: Judgement, *, started: float | None, is_waived: bool = False
+) -> Settlement:
+    """The settlement, with its reply, of an attempt that did not complete; `row` is as the claim returned it."""
+    judgement = insist(judgement, row[STEP])
+    settlement = judged(
+        domain,
+        row[0],
+        row[1],
+        row[2],
+        number=row[6] + row[1],
+        started=started,
+        command_type=row[4],
+        judgement=judgement,
+        marks=marks_of(row),
+        is_waived=is_waived,
+    )
+    settlement.is_grouped = row[STEP] is not None or row[BATCH] is not None
+    reply_to, verdict = row[10], judgement.verdict
+    if verdict is Verdict.CANCELED and row[STEP] == 0:
+        settlement.unhandled = row[2]
+    if reply_to is not None and (verdict in _REPLIES or (reply_to == CALL and settlement.is_final)):
+        settlement.reply = compose(
+            reply_to,
+            _REPLIES.get(verdict, "FAILED"),
+            id_=row[2],
+            domain=domain,
+            command_id=row[3],
+            command_type=row[4],
+            correlation_id=row[9],
+            failure=judgement.failure,
+        )
+    return settlement
+
+
+def marks_of(row: Sequence[Any]) -> Marks:
+    """What earlier trouble has left; `row` is as the claim returned it."""
+    return Marks(row[WAIVED], row[SUSPECT], bool(row[QUARANTINE]), bool(row[ALONE]))
+
+
+def charge_of(row: Sequence[Any], failure: Failure) -> int:
+    """What counts against max_attempts after this failure. A suspect that it convicts pays for earlier crashes."""
+    charge: int = row[1] - marks_of(row).after_failure(failure).waived
+    return charge
+
+
+def waived(
+    domain: str, row: Sequence[Any], *, started: float | None, failure: Failure, suspect: bool = False
+) -> Settlement:
+    """Stopped through no fault of its own: tried again at once, and not charged.
+
+    `row` is as the claim returned it. `suspect`: it may have killed its worker, so its next attempt runs in a
+    process of its own.
+    """
+    error = _error(Verdict.WAIVED, failure, "")
+    before = marks_of(row)
+    change = _change(before, before.after_suspicion()) if suspect else '"w":1'
+    head = f'{{"m":{row[0]},"r":{row[1]},"c":{row[2]},"n":{row[6] + row[1]},"t":{_epoch(started)},"d":0,{change}'
+    return Settlement(domain, row[0], row[1], f'{head},"e":{error}}}', is_final=False)
+
+
+def parked(
+    domain: str,
+    row: Sequence[Any],
+    *,
+    started: float | None,
+    limit: str,
+    failure: Failure,
+    note: str,
+    until: float | None,
+) -> Settlement:
+    """It waits for a limit, outside the queue's sight, and is not charged; `row` is as the claim returned it.
+
+    `until` is the epoch second at which it was told to expect its turn.
+    """
+    quote = payload.quote
+    parts = [
+        f'{{"m":{row[0]},"r":{row[1]},"c":{row[2]},"n":{row[6] + row[1]},"t":{_epoch(started)}',
+        f'"y":{quote(row[4])},"l":{quote(limit)},"u":{_epoch(until)}',
+        f'"o":{quote(note)},"e":{_error(Verdict.PARKED, failure, row[4])}}}',
+    ]
+    return Settlement(domain, row[0], row[1], ",".join(parts), is_final=False, is_parked=True)
+
+
+def cancellation(by: str, reason: str | None) -> Failure:
+    """Why an attempt that somebody asked to cancel ended."""
+    return Failure("OperatorCancel", "CANCELED", f"canceled by {by}" + (f": {reason}" if reason else ""))
+
+
+def given_back(
+    domain: str,
+    msg_id: int,
+    read_ct: int,
+    id_: int,
+    *,
+    number: int,
+    delay: float = 0.0,
+    why: str = "its worker stops",
+) -> Settlement:
+    """Claimed but never started: back to the queue, at once or after a delay, and not charged."""
+    failure = Failure("GivenBack", "GIVEN_BACK", f"given back before it had started: {why}")
+    error = _error(Verdict.GIVEN_BACK, failure, "")
+    row = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":null,"d":{delay:.6f},"w":1,"e":{error}}}'
+    return Settlement(domain, msg_id, read_ct, row, is_final=False)
+
+
+def settle(
+    domain: str,
+    worker: str,
+    settlements: Sequence[Settlement],
+    *,
+    waiting: bool = False,
+    lock_timeout_ms: int | None = None,
+) -> Operation[dict[tuple[int, int], Answer]]:
+    """Write outcomes of one domain; answers those (msg_id, read_ct) that were not settled, and why.
+
+    `waiting=True` waits for locked queue rows instead of answering busy. `lock_timeout_ms` is how long it waits at
+    most for any other row; without it that is the session's own limit.
+    """
+    # Rows in key order: every transaction that locks several queue rows does so, so none can deadlock.
+    ordered = sorted(settlements, key=lambda item: item.msg_id)
+    first = {(item.msg_id, item.read_ct): item for item in reversed(ordered)}
+    if len(first) < len(ordered):  # an attempt has one outcome: its first
+        ordered = sorted(first.values(), key=lambda item: item.msg_id)
+    final = [item for item in ordered if item.is_final]
+    again = [item for item in ordered if not item.is_final and not item.is_parked]
+    waiting_ = [item for item in ordered if item.is_parked]
+    more = [item for item in final if item.reply is not None or item.unhandled is not None]
+    kinds = {"commands/settle_final": final, "commands/settle_again": again, "commands/settle_park": waiting_}
+    steps = _settle(domain, worker, kinds, locking="" if waiting else "SKIP LOCKED")
+    if lock_timeout_ms is not None:
+        return Operation(_hurried(steps, lock_timeout_ms), atomic=True)
+    return Operation(steps, atomic=bool(more) or sum(map(bool, kinds.values())) > 1)
+
+
+def _hurried(
+    steps: Steps[dict[tuple[int, int], Answer]], lock_timeout_ms: int
+) -> Steps[dict[tuple[int, int], Answer]]:
+    yield Statement(f"SET LOCAL lock_timeout = {lock_timeout_ms:d}".encode())
+    return (yield from steps)
+
+
+def _settle(
+    domain: str, worker: str, kinds: Mapping[str, list[Settlement]], *, locking: str
+) -> Steps[dict[tuple[int, int], Answer]]:
+    unsettled: dict[tuple[int, int], Answer] = {}
+    final = kinds["commands/settle_final"]
+    for name, items in kinds.items():
+        if items:
+            # 6% of a settle's time, so only where somebody is in a batch or a process.
+            groups = sql.part("commands/settle_groups") if any(item.is_grouped for item in items) else ""
+            rows = yield Statement(
+                sql.text(name, domain=domain, locking=locking, groups=groups),
+                {
+                    "domain": domain,
+                    "worker": worker,
+                    "rows": "[" + ",".join([item.row for item in items]) + "]",
+                },
+                by_keys=not groups,
+            )
+            # Nothing is busy for who has waited: the row was taken meanwhile, after the snapshot that says busy.
+            unsettled |= {
+                (msg_id, read_ct): "refused" if answer == "busy" and not locking else answer
+                for msg_id, read_ct, answer in rows
+            }
+    replies = [
+        item.reply for item in final if item.reply is not None and (item.msg_id, item.read_ct) not in unsettled
+    ]
+    if replies:
+        yield from deliver(replies)
+    messages = [
+        item.unhandled
+        for item in final
+        if item.unhandled is not None and (item.msg_id, item.read_ct) not in unsettled
+    ]
+    if messages:
+        yield from unhandled(messages)
+    return unsettled
+
+
+def _error(verdict: Verdict, failure: Failure, command_type: str) -> str:
+    quote = payload.quote
+    parts = [
+        f'"verdict":"{verdict}"',
+        f'"error_type":{quote(failure.error_type)}',
+        f'"error_code":{quote(failure.error_code)}',
+        f'"error":{quote(failure.error)}',
+        f'"command_type":{quote(command_type)}',
+    ]
+    if failure.traceback is not None:
+        parts.append(f'"traceback":{quote(failure.traceback)}')
+    if failure.details is not None:
+        parts.append(f'"details":{failure.details}')
+    if failure.rung is not None:
+        parts.append(f'"rung":{quote(failure.rung)}')
+    if failure.autopsy is not None:
+        parts.append(f'"autopsy":{failure.autopsy}')
+    if failure.duration_ms is not None:
+        parts.append(f'"duration_ms":{failure.duration_ms}')
+    return "{" + ",".join(parts) + "}"
+
+
+def _change(before: Marks, after: Marks) -> str:
+    """What is to change in the command's row: nothing, as a rule."""
+    if after == before:
+        return '"w":0'
+    suspect = "null" if after.suspect is None else after.suspect
+    quarantine, alone = ("true" if mark else "null" for mark in (after.quarantine, after.alone))
+    return f'"w":{after.waived - before.waived},"k":true,"x":{suspect},"q":{quarantine},"a":{alone}'
+
+
+def _epoch(started: float | None) -> str:
+    return "null" if started is None else f"{started:.6f}"

@@ -1,0 +1,71 @@
+"""unpark: what a pause or a breaker had parked goes back to the queue, in bites.
+
+A million commands may be parked. Whoever ends the pause, or closes the breaker, wakes the first bite in its own
+transaction, and goes on in transactions of their own, so that no claim waits for a lock. What is left because
+somebody was killed on the way, `unkept` finds: the maintenance of every worker looks for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from psycopg import errors as pg
+
+from commandbus import sql
+from commandbus.flow.commands.send import explain_missing
+from commandbus.flow.operation import Operation, Plan, Statement, Steps, operation
+
+Reason = Literal["pause", "breaker"]
+BITE: Final = 1000
+
+
+class Parked(NamedTuple):
+    """Commands of one type that wait for the same."""
+
+    reason: Reason
+    domain: str
+    command_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnparkBite:
+    """How many went back to the queue, and after which parked row the next bite begins; None: there is none."""
+
+    count: int
+    after: int | None = None
+
+
+def wake(parked: Parked, *, after: int = 0, bite: int = BITE) -> Steps[UnparkBite]:
+    """One bite. A statement of its own: its snapshot sees what was parked by those that our locks waited for."""
+    reason, domain, command_type = parked
+    params = {"reason": reason, "domain": domain, "type": command_type, "after": after, "bite": bite}
+    try:
+        rows = yield Statement(sql.text("commands/unpark", domain=domain), params)
+    except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
+        raise explain_missing(domain, error) from None
+    return UnparkBite(*rows[0][:2])
+
+
+@operation(atomic=False)
+def wake_some(parked: Parked, after: int) -> Steps[UnparkBite]:
+    """One more bite, in a transaction of its own."""
+    return (yield from wake(parked, after=after))
+
+
+def wake_rest(parked: Parked, first: Operation[UnparkBite] | None = None) -> Plan[int]:
+    """Bite by bite until nothing of it is left, beginning with `first`; returns how many went back in all."""
+    bite: UnparkBite = yield first or wake_some(parked, 0)
+    total = bite.count
+    while bite.after is not None:
+        bite = yield wake_some(parked, bite.after)
+        total += bite.count
+    return total
+
+
+@operation(atomic=False)
+def unkept(domains: Sequence[str]) -> Steps[list[Parked]]:
+    """What is parked in these domains although nothing keeps it."""
+    rows = yield Statement(sql.text("commands/unkept"), {"domains": list(domains)})
+    return [Parked(*row) for row in rows]

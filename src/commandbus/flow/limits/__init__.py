@@ -1,0 +1,1 @@
+"""Operations on limits: declarations, permits, and where permits are kept."""

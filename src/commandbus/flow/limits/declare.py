@@ -1,0 +1,356 @@
+"""limits: what is declared, what people have changed, and how each stands now.
+
+A limit's row is made by whoever declares it (a worker at its start, a bus on first use) and kept for all. What a
+person sets at run time lies above what is declared, over deployments too, until it is unset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from commandbus import sql
+from commandbus.errors import ConfigurationError, InvalidOperationError, UnknownLimitError
+from commandbus.flow.commands.operate import OperatorAction
+from commandbus.flow.operation import Row, Statement, Steps, operation
+from commandbus.model import payload
+from commandbus.model.limit import OPTIONS, Limit, LimitUse, Rate, check_limit_name, is_limit_name
+from commandbus.model.limit_state import LimitState
+from commandbus.settings import Settings
+
+ITSELF = "commandbus"
+"""Who did what no person did."""
+
+CHANNEL = "commandbus_limits"
+CHANGED = "limit "
+CLOSED = "closed "
+WAKE = "wake "  # somebody who may not touch queues asks others to wake who is next
+TOKEN = "token "  # noqa: S105 - the token of a place, not a secret
+
+
+@dataclass(frozen=True, slots=True)
+class LimitRow:
+    """A limit, and how it stands at `now` (the database's clock, in epoch seconds)."""
+
+    limit: Limit
+    environment: str
+    backend: str
+    limit_state: LimitState
+    now: float
+    tat: float
+    look: LimitUse
+    granted: int
+    rate_limited: int
+    waits: int
+    waited_seconds: float
+    declared: Mapping[str, Any] | None
+    override: Mapping[str, Any] | None
+    changed_at: datetime
+    is_awaited: bool
+    good_at: float | None = None  # when a call last succeeded
+    stalled_seconds: float | None = None  # for how long none has, while somebody waited and was looked after
+
+    def waited_in_vain(self, seconds: float | None) -> float:
+        """How much of such a wait counts against `max_wait`: the time without a successful call of anybody."""
+        return min(seconds or 0.0, self.stalled_seconds or 0.0)
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.limit.name
+
+    @property
+    def concurrency(self) -> int | None:
+        """How many at once; None: any number."""
+        return self.limit.concurrency
+
+    @property
+    def per_second(self) -> float | None:
+        """Its rate; None: any."""
+        return self.limit.per_second
+
+    @property
+    def burst(self) -> int:
+        """How many at one moment, as far as the rate goes."""
+        return self.limit.burst
+
+    @property
+    def lease(self) -> float:
+        """How long a place is kept for a holder of whom nothing is heard."""
+        return self.limit.lease_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where limits live unless they say otherwise: this deployment's name, and the usual back end."""
+
+    environment: str
+    backend: str
+
+
+def home_of(settings: Settings) -> Home:
+    """Where the limits of a program live that do not say otherwise."""
+    return Home(settings.environment, "redis" if settings.redis_url else "postgres")
+
+
+def read_rows(rows: Sequence[Row]) -> list[LimitRow]:
+    """The rows of limits/rows.sql."""
+    return [_read(row) for row in rows]
+
+
+def select_limits(name: str | None, *, locking: bool = False) -> Statement:
+    """The statement for `read_rows`; `locking` locks the row, for who is about to change it."""
+    text = sql.text(
+        "limits/rows", claimable=sql.part("limits/claimable"), locking="FOR NO KEY UPDATE OF l" if locking else ""
+    )
+    return Statement(text, {"name": name})
+
+
+@operation(atomic=False)
+def list_limits(name: str | None = None) -> Steps[list[LimitRow]]:
+    """All limits, or one."""
+    return read_rows((yield select_limits(name)))
+
+
+@operation(atomic=False)
+def is_awaited() -> Steps[bool]:
+    """Does anybody wait for a limit? Perhaps for one that is gone."""
+    rows = yield Statement(
+        b"SELECT EXISTS (SELECT FROM commandbus.parked WHERE limit_name IS NOT NULL AND woken_at IS NULL)"
+    )
+    return bool(rows[0][0])
+
+
+@operation(atomic=False)
+def get_limit(name: str) -> Steps[LimitRow]:
+    """One limit; UnknownLimitError names those that there are."""
+    found = read_rows((yield select_limits(name))) if is_limit_name(name) else []
+    if not found:
+        known = yield Statement(b"SELECT name FROM commandbus.limits ORDER BY name")
+        raise UnknownLimitError(name, [row[0] for row in known])
+    return found[0]
+
+
+@operation(atomic=True)
+def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
+    """Make known what code and configuration declare. What a person has set stays above it.
+
+    Where a limit lives (back end and environment) is left as it is, unless the declaration says otherwise, or a
+    Redis has come; and it does not move while it is in use: who holds a place would not be counted at the new
+    one. Answers what is worth a line in the log: what was declared otherwise before, and what did not move.
+    """
+    notes = []
+    for limit in sorted(limits, key=lambda item: item.name):
+        yield _lock(limit.name)
+        rows = yield Statement(
+            b"SELECT declared, override, environment, backend FROM commandbus.limits WHERE name = %(name)s "
+            b"FOR UPDATE",
+            {"name": limit.name},
+        )
+        declared, override, *permit = rows[0] if rows else (None, None)
+        effective = Limit.from_json(limit.name, limit.to_json(), override)
+        where = _home_of(effective, home, permit)
+        if permit and where != tuple(permit) and not (yield from _is_idle(limit.name, permit[1])):
+            notes.append(
+                f"limit {limit.name} is in use, and stays in {permit[1]} ({permit[0]}): start again when nobody "
+                f"uses it"
+            )
+            where = (permit[0], permit[1])
+        if rows and declared == limit.to_json() and where == tuple(permit):
+            continue
+        if declared is not None and declared != limit.to_json():
+            notes.append(f"limit {limit.name} was declared otherwise: {difference(declared, limit.to_json())}")
+            yield note_action(
+                f"limit {limit.name}", "DECLARE", OperatorAction("CANCEL", ITSELF), details=limit.to_json()
+            )
+        yield _store(effective, where, declared=limit.to_json(), override=override)
+        yield tell(CHANGED + limit.name)
+    return notes
+
+
+def _home_of(limit: Limit, home: Home, permit: Sequence[str]) -> tuple[str, str]:
+    """Where a limit is to live: as it says; else where it lives, or in Redis if there is one now."""
+    if not permit:
+        return limit.environment or home.environment, limit.backend or home.backend
+    backend = limit.backend or ("redis" if "redis" in (home.backend, permit[1]) else permit[1])
+    return limit.environment or permit[0], backend
+
+
+def _is_idle(name: str, backend: str) -> Steps[bool]:
+    """Does nobody hold a place, or wait for one?"""
+    rows = yield Statement(sql.text("limits/idle"), {"name": name, "is_here": backend == "postgres"})
+    return bool(rows and rows[0][0])
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """What two declarations of a limit differ in, for people."""
+    names = [name for name in OPTIONS if before.get(name) != after.get(name)]
+    return ", ".join(f"{name} was {before.get(name)!r}, is {after.get(name)!r}" for name in names)
+
+
+@operation(atomic=True)
+def set_limit(name: str, options: Mapping[str, Any], home: Home, what: OperatorAction) -> Steps[LimitRow]:
+    """Change a limit for all workers at once, or make one that nobody has declared."""
+    check_limit_name(name)
+    yield _lock(name)
+    rows = yield Statement(
+        b"SELECT declared, override, environment, backend FROM commandbus.limits WHERE name = %(name)s FOR UPDATE",
+        {"name": name},
+    )
+    declared, override, *where = rows[0] if rows else (None, None)
+    if not options:
+        raise ConfigurationError(f"limit {name!r}: nothing to set; there are {', '.join(OPTIONS)}")
+    if (
+        rows
+        and (fixed := {"backend", "environment"} & options.keys())
+        and not (yield from _is_idle(name, where[1]))
+    ):
+        raise InvalidOperationError(
+            f"{' and '.join(sorted(fixed))} of limit {name!r} cannot be changed while it is in use: who holds a "
+            f"place would not be counted; try again when nobody uses it"
+        )
+    wanted = {**(override or {}), **options}
+    effective = Limit.from_json(name, declared, wanted)
+    if where:
+        home = Home(*where)  # who changes it need not know where it lives
+    yield _store(
+        effective,
+        (effective.environment or home.environment, effective.backend or home.backend),
+        declared=declared,
+        override=_in_json(effective, wanted),
+    )
+    yield note_action(f"limit {name}", "SET", what, details=_in_json(effective, options))
+    yield tell(CHANGED + name)
+    return read_rows((yield select_limits(name)))[0]
+
+
+@operation(atomic=True)
+def unset_limit(name: str, options: Sequence[str], home: Home, what: OperatorAction) -> Steps[LimitRow | None]:
+    """Go back to what is declared, for some options or all (none named); None: nobody declares it, it is gone."""
+    check_limit_name(name)
+    for option in options:
+        if option not in OPTIONS:
+            raise ConfigurationError(
+                f"limit {name!r}: there is no option {option!r:.80}; there are {', '.join(OPTIONS)}"
+            )
+    yield _lock(name)
+    rows = yield Statement(
+        b"SELECT declared, override, environment, backend FROM commandbus.limits WHERE name = %(name)s FOR UPDATE",
+        {"name": name},
+    )
+    if not rows:
+        known = yield Statement(b"SELECT name FROM commandbus.limits ORDER BY name")
+        raise UnknownLimitError(name, [row[0] for row in known])
+    declared, override, *where = rows[0]
+    rest = {key: value for key, value in (override or {}).items() if options and key not in options}
+    yield note_action(f"limit {name}", "UNSET", what, details=list(options) or None)
+    if declared is None and not rest:
+        used = yield Statement(
+            b"SELECT 1 FROM commandbus.parked WHERE limit_name = %(name)s AND woken_at IS NULL LIMIT 1",
+            {"name": name},
+        )
+        if used:
+            raise InvalidOperationError(
+                f"limit {name!r} is declared nowhere else, and commands wait for it: declare it, or cancel them"
+            )
+        yield Statement(b"DELETE FROM commandbus.limits WHERE name = %(name)s", {"name": name})
+        yield tell(CHANGED + name)
+        return None
+    effective = Limit.from_json(name, declared, rest)
+    home = Home(*where)
+    kept = (effective.environment or home.environment, effective.backend or home.backend)
+    yield _store(effective, kept, declared=declared, override=rest or None)
+    yield tell(CHANGED + name)
+    return read_rows((yield select_limits(name)))[0]
+
+
+def note_action(subject: str, action: str, what: OperatorAction, *, details: object = None) -> Statement:
+    """Write down what was done to a limit or a breaker."""
+    return Statement(
+        b"INSERT INTO commandbus.control_action (subject, action, operator, reason, details) "
+        b"VALUES (%(subject)s, %(action)s, %(operator)s, %(reason)s, %(details)s::json)",
+        {
+            "subject": subject,
+            "action": action,
+            "operator": what.operator,
+            "reason": what.reason,
+            "details": None if details is None else payload.dump(details, what="details"),
+        },
+    )
+
+
+def tell(text: str) -> Statement:
+    """Tell all gates, when this transaction commits."""
+    return Statement(b"SELECT pg_catalog.pg_notify(%(channel)s, %(text)s)", {"channel": CHANNEL, "text": text})
+
+
+def _store(
+    limit: Limit, where: tuple[str, str], *, declared: Mapping[str, Any] | None, override: Mapping[str, Any] | None
+) -> Statement:
+    return Statement(
+        sql.text("limits/store"),
+        {
+            "name": limit.name,
+            "environment": where[0],
+            "backend": where[1],
+            "concurrency": limit.concurrency,
+            "per_second": limit.per_second,
+            "burst": limit.burst,
+            "lease": limit.lease,
+            "max_wait": limit.max_wait,
+            "tries": limit.tries,
+            "backoff": list(limit.backoff),
+            "breaker_failures": limit.breaker_failures,
+            "breaker_reset": limit.breaker_reset,
+            "declared": None if declared is None else payload.dump(dict(declared), what="declared"),
+            "override": None if not override else payload.dump(dict(override), what="override"),
+        },
+    )
+
+
+def _lock(name: str) -> Statement:
+    """One at a time, also for a limit that is not there yet."""
+    return Statement(
+        b"SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('commandbus limit'), "
+        b"pg_catalog.hashtext(%(name)s))",
+        {"name": name},
+    )
+
+
+def _in_json(limit: Limit, names: Iterable[str]) -> dict[str, Any]:
+    """Some options of a limit, as they are stored."""
+    found = {}
+    for name in names:
+        value = getattr(limit, name)
+        found[name] = str(value) if isinstance(value, Rate) else list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def _read(row: Row) -> LimitRow:
+    (name, environment, backend, *_, declared, override, changed_at, is_awaited, good_at, stalled) = row
+    limit = Limit.from_json(name, declared, override)
+    *moved, blamed, vain = row[12:25]
+    limit_state = replace(LimitState(*moved), blamed=tuple(blamed), vain=vain)
+    look = LimitUse(row[28], row[27], "postgres")
+    granted, rate_limited, waits, waited_seconds = row[29:33]
+    return LimitRow(
+        limit=limit,
+        environment=environment,
+        backend=backend,
+        limit_state=limit_state,
+        now=row[25],
+        tat=row[26],
+        look=look,
+        granted=granted,
+        rate_limited=rate_limited,
+        waits=waits,
+        waited_seconds=waited_seconds,
+        declared=declared,
+        override=override,
+        changed_at=changed_at,
+        is_awaited=is_awaited,
+        good_at=good_at,
+        stalled_seconds=stalled,
+    )

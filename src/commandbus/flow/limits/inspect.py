@@ -1,0 +1,281 @@
+"""limit_look: how limits stand, in words and figures, and how long one would wait. Times in words are in the local
+zone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from commandbus import sql
+from commandbus.errors import CommandNotFoundError
+from commandbus.flow.limits.declare import LimitRow, get_limit, read_rows, select_limits
+from commandbus.flow.operation import Statement, Steps, operation
+from commandbus.model.durations import roughly
+from commandbus.model.limit import LimitUse, until_next
+
+UNKNOWN = "unknown"
+"""The mode of a look from where the places are out of reach."""
+PROBING = "one call finds out whether it is over"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Who waits for a limit: commands, callers inside programs, and since when the first of them."""
+
+    commands: int = 0
+    callers: int = 0
+    oldest_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LimitInfo:
+    """A limit, what it allows, who uses it, and how it stands.
+
+    `state`: OPEN (places are given), BACKING_OFF, BREAKER_OPEN, or PROBING (one call finds out whether it is
+    over). `until` is when that ends, `text` says all of it in a sentence. `mode`: where its places are kept now:
+    postgres, redis, degraded (every program keeps to its share), joining (Redis is back, and holders register) or
+    unknown (in Redis, which is out of reach from here: `holders` is empty then, and `in_use` None).
+    """
+
+    name: str
+    environment: str
+    backend: str
+    mode: str
+    concurrency: int | None
+    rate: str | None
+    burst: int
+    lease_seconds: float
+    max_wait_seconds: float | None
+    tries: int
+    backoff: tuple[float, ...]
+    breaker_failures: int
+    breaker_reset_seconds: float
+    state: str
+    text: str
+    until: datetime | None
+    seconds_left: float | None
+    backoff_step: int
+    failures: int
+    holders: Mapping[str, float]
+    in_use: int | None
+    parked: int
+    callers: int
+    oldest_seconds: float | None
+    starts_per_second: float | None
+    granted: int
+    rate_limited: int
+    waits: int
+    waited_seconds: float
+    declared: Mapping[str, Any] | None
+    override: Mapping[str, Any] | None
+    changed_at: datetime
+
+    @property
+    def warning(self) -> str | None:
+        """What a person should know of it: nobody declares it, and it was never used. Its name may be misspelt."""
+        if self.declared is not None or self.granted or self.parked or self.callers:
+            return None
+        return f"no program declares limit {self.name!r}, and it was never used; is its name right?"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """How long one waits for a limit: what is left of its back-off, plus those ahead at the rate that was
+    measured.
+
+    `seconds` is None where nobody can say: a person has closed it, or nothing was measured yet. `text` says why.
+    """
+
+    limit: str
+    seconds: float | None
+    backoff_seconds: float
+    ahead: int
+    per_second: float | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LineEstimate:
+    """Where a command stands that waits for a limit: how many are before it, what it waits for now (`note`), until
+    when nobody begins at all, and how many seconds it will take (None: nobody can say)."""
+
+    ahead: int
+    note: str
+    until: datetime | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ControlAction:
+    """What was done to a limit or a breaker, by whom and why; `operator` is "commandbus" where nobody did."""
+
+    subject: str
+    action: str
+    operator: str
+    reason: str | None
+    details: Any
+    performed_at: datetime
+
+
+@operation(atomic=True)
+def list_waiting() -> Steps[list[tuple[LimitRow, Waiting]]]:
+    """All limits, and who waits for them."""
+    rows = read_rows((yield select_limits(None)))
+    counted = yield Statement(sql.text("limits/waiting"), {"name": None})
+    waiting = {row[0]: Waiting(*row[1:]) for row in counted}
+    return [(row, waiting.get(row.name, Waiting())) for row in rows]
+
+
+@operation(atomic=True)
+def get_waiting(name: str) -> Steps[tuple[LimitRow, Waiting]]:
+    """One limit, and who waits for it."""
+    row = yield from get_limit(name).steps
+    counted = yield Statement(sql.text("limits/waiting"), {"name": name})
+    return row, Waiting(*counted[0][1:]) if counted else Waiting()
+
+
+@operation(atomic=True)
+def estimate_terms(name: str, domain: str | None, command_id: str | None) -> Steps[tuple[LimitRow, int]]:
+    """A limit, and how many are ahead: of a command that waits, or of one that would come now."""
+    row = yield from get_limit(name).steps
+    found = yield Statement(sql.text("limits/ahead"), {"name": name, "domain": domain, "command_id": command_id})
+    ahead, is_known = found[0]
+    if command_id is not None and not is_known:
+        raise CommandNotFoundError(f"command {command_id!r} of domain {domain!r} does not wait for limit {name!r}")
+    return row, ahead
+
+
+@operation(atomic=False)
+def list_actions(name: str, *, limit: int) -> Steps[list[ControlAction]]:
+    """What was done last to a limit and its breaker, newest first."""
+    rows = yield Statement(
+        b"SELECT subject, action, operator, reason, details, performed_at FROM commandbus.control_action "
+        b"WHERE subject = ANY (%(subjects)s::text[]) ORDER BY id DESC LIMIT %(limit)s",
+        {"subjects": [f"limit {name}", f"breaker {name}"], "limit": limit},
+    )
+    return [ControlAction(*row) for row in rows]
+
+
+def lines_of(domain: str, limited: Mapping[int, str]) -> Steps[dict[int, LineEstimate]]:
+    """Where commands (msg_id → limit) stand in line. What a limit says now counts, not what it said when it parked
+    them. One whose limit is gone is not among the answers."""
+    names = sorted(set(limited.values()))
+    rows = read_rows((yield select_limits(names[0] if len(names) == 1 else None)))
+    known = {row.name: row for row in rows}
+    found = yield Statement(
+        sql.text("limits/lines"), {"names": names, "domain": domain, "msg_ids": sorted(limited)}
+    )
+    return {
+        msg_id: _call_waiters(known[limited[msg_id]], ahead) for msg_id, ahead in found if limited[msg_id] in known
+    }
+
+
+def _call_waiters(row: LimitRow, ahead: int) -> LineEstimate:
+    closed = row.limit_state.closed_until(row.now)
+    until = None if closed is None or row.limit_state.is_forced else datetime.fromtimestamp(closed, UTC)
+    return LineEstimate(ahead, why_none(row), until, estimate(row, row.look, ahead, is_waiting=True).seconds)
+
+
+def why_none(row: LimitRow) -> str:
+    """Why a limit has no place for somebody now."""
+    limit_state = row.limit_state
+    if limit_state.closed_until(row.now) is not None:
+        return limit_state.explain(row.name)
+    return f"{limit_state.explain(row.name)}; {PROBING}" if limit_state.is_probing else full(row)
+
+
+def full(row: LimitRow) -> str:
+    """That a limit has nothing to give, in words."""
+    cap = "" if row.concurrency is None else f"{row.concurrency} at once"
+    rate = "" if row.per_second is None else str(row.limit.rate)
+    return f"waits for a place of {row.name} ({', '.join(part for part in (cap, rate) if part)})"
+
+
+def describe(row: LimitRow, look: LimitUse, waiting: Waiting) -> LimitInfo:
+    """Everything about a limit."""
+    limit_state, limit = row.limit_state, row.limit
+    closed = limit_state.closed_until(row.now)
+    state, text = "OPEN", _in_use(row, look)
+    if limit_state.is_open or limit_state.is_forced:
+        state, text = "BREAKER_OPEN", limit_state.explain(row.name)
+    elif limit_state.is_probing:
+        state, text = "BACKING_OFF", limit_state.explain(row.name)
+    left = None if closed is None or limit_state.is_forced else closed - row.now
+    if state != "OPEN" and closed is None:
+        state = "PROBING"
+        text += f"; {PROBING}"
+    until = None if left is None or closed is None else datetime.fromtimestamp(closed, UTC)
+    if until is not None and left is not None:
+        text = f"until {until.astimezone():%H:%M:%S} (in about {roughly(left)}): {text}"
+    return LimitInfo(
+        name=row.name,
+        environment=row.environment,
+        backend=row.backend,
+        mode=look.mode,
+        concurrency=row.concurrency,
+        rate=None if limit.rate is None else str(limit.rate),
+        burst=row.burst,
+        lease_seconds=row.lease,
+        max_wait_seconds=limit.max_wait_seconds,
+        tries=limit.tries,
+        backoff=limit.backoff_seconds,
+        breaker_failures=limit.breaker_failures,
+        breaker_reset_seconds=limit.breaker_reset_seconds,
+        state=state,
+        text=text,
+        until=until,
+        seconds_left=left,
+        backoff_step=limit_state.step,
+        failures=limit_state.failures,
+        holders=dict(look.holders),
+        in_use=None if look.mode == UNKNOWN else len(look.holders),
+        parked=waiting.commands,
+        callers=waiting.callers,
+        oldest_seconds=waiting.oldest_seconds,
+        starts_per_second=look.flow,
+        granted=row.granted,
+        rate_limited=row.rate_limited,
+        waits=row.waits,
+        waited_seconds=row.waited_seconds,
+        declared=row.declared,
+        override=row.override,
+        changed_at=row.changed_at,
+    )
+
+
+def estimate(row: LimitRow, look: LimitUse, ahead: int, *, is_waiting: bool) -> Estimate:
+    """How long it takes, as far as one can say."""
+    limit_state = row.limit_state
+    closed = limit_state.closed_until(row.now)
+    if limit_state.is_forced:
+        return Estimate(
+            row.name, None, 0.0, ahead, look.flow, f"{limit_state.explain(row.name)}; a person has to close it"
+        )
+    backoff = 0.0 if closed is None else closed - row.now
+    has_permit = row.concurrency is None or (look.mode != UNKNOWN and len(look.holders) < row.concurrency)
+    pace = 0.0
+    if row.per_second is not None and row.backend == "postgres":
+        pace = until_next(row.now, row.tat, row.per_second, row.burst)
+    if not ahead and not is_waiting and has_permit and not limit_state.is_probing:
+        return Estimate(
+            row.name, pace, 0.0, 0, look.flow, "a place is free" if not pace else f"the rate of {row.name}"
+        )
+    rates = [rate for rate in (look.flow, row.per_second) if rate]
+    rate = min(rates) if rates else None
+    why = limit_state.explain(row.name) if limit_state.is_probing else f"{ahead} ahead at {row.name}"
+    if rate is None:
+        seconds = backoff if backoff and not ahead else None
+        return Estimate(
+            row.name, seconds, backoff, ahead, None, f"{why}; nothing was measured yet" if seconds is None else why
+        )
+    return Estimate(row.name, backoff + max(pace, (ahead + 1) / rate), backoff, ahead, rate, why)
+
+
+def _in_use(row: LimitRow, look: LimitUse) -> str:
+    used = f"{len(look.holders)} of {row.concurrency} places in use" if row.concurrency is not None else ""
+    if used and look.mode == UNKNOWN:
+        used = f"{row.concurrency} places in Redis, which is out of reach from here (redis_url): use unknown"
+    rate = "" if row.per_second is None else f"at most {row.limit.rate}"
+    return ", ".join(part for part in (used, rate) if part)

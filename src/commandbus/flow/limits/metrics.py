@@ -1,0 +1,88 @@
+"""limit_figures: limits and breakers in figures, for metrics and for who looks from outside. Reads only, but for
+`count_granted`: what was given in Redis is told to PostgreSQL now and then, where everybody can see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from commandbus import sql
+from commandbus.flow.limits.redis_mode import HeartbeatPace, Program
+from commandbus.flow.operation import Statement, Steps, operation
+
+MOST_COUNTED = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class LimitFigures:
+    """One limit. `places` is None if any number may be in use at once; the counters are since it was declared."""
+
+    name: str
+    permits: int | None
+    in_use: int
+    parked: int
+    callers: int
+    backoff_seconds: float
+    is_open: bool
+    is_degraded: bool
+    granted: int
+    rate_limited: int
+    waits: int
+    waited_seconds: float
+
+
+class BreakerFigures(NamedTuple):
+    """The breaker of one command type: is it open, what does it count as stuck, how many commands does it keep?"""
+
+    is_open: bool
+    stuck: int
+    parked: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFigures:
+    """All limits, and the breakers of command types, by (domain, command_type)."""
+
+    limits: tuple[LimitFigures, ...] = ()
+    breakers: Mapping[tuple[str, str], BreakerFigures] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RedisFleet:
+    """Where the places of Redis limits are kept now, and those that PostgreSQL counts: limit → token → seconds."""
+
+    mode: str
+    epoch: str | None
+    tokens: Mapping[str, Mapping[str, float]]
+
+
+@operation(atomic=False)
+def figures(domains: Sequence[str]) -> Steps[FleetFigures]:
+    """All limits, and the breakers of these domains."""
+    rows = yield Statement(sql.text("limits/figures"), {"most": MOST_COUNTED, "alive": HeartbeatPace().live})
+    found = yield Statement(sql.text("breakers/figures"), {"domains": list(domains), "most": MOST_COUNTED})
+    breakers = {(domain, command_type): BreakerFigures(*rest) for domain, command_type, *rest in found}
+    return FleetFigures(tuple(LimitFigures(*row) for row in rows), breakers)
+
+
+@operation(atomic=False)
+def look_at_fleet() -> Steps[RedisFleet]:
+    """What PostgreSQL knows of places in Redis."""
+    mode = yield Statement(sql.text("limits/mode_read"))
+    rows = yield Statement(sql.text("limits/client_list", locking=""))
+    tokens: dict[str, dict[str, float]] = {}
+    for row in rows:
+        program, now = Program(*row[:5]), row[6]
+        for name in program.held:
+            left = {token: ends - now for token, ends in program.tokens(name, now).items()}
+            tokens.setdefault(name, {}).update(left)
+    return RedisFleet(mode[0][0] if mode else "redis", mode[0][1] if mode else None, tokens)
+
+
+@operation(atomic=False)
+def count_granted(granted: Mapping[str, int], seconds: float) -> Steps[None]:
+    """Tell how many places of Redis limits were given here within so many seconds."""
+    for name, count in sorted(granted.items()):
+        yield Statement(sql.text("limits/count"), {"name": name, "count": count, "seconds": seconds})

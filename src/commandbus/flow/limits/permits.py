@@ -1,0 +1,466 @@
+"""places: take, renew and give back places of a limit; tell it how a call went; wake who is next.
+
+The limit's row is the only thing that is locked, for one statement on the usual way. `wake` is a transaction under
+that lock: it keeps a place for the first in line, then makes its queue row visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import groupby, takewhile
+
+from commandbus import sql
+from commandbus.errors import UnknownLimitError
+from commandbus.flow.commands.operate import OperatorAction
+from commandbus.flow.limits.declare import (
+    CLOSED,
+    ITSELF,
+    WAKE,
+    LimitRow,
+    note_action,
+    read_rows,
+    select_limits,
+    tell,
+)
+from commandbus.flow.operation import Row, Statement, Steps, operation
+from commandbus.model import payload
+from commandbus.model.limit import until_next
+from commandbus.model.limit_state import (
+    MOST_BLAMED,
+    ApiAnswer,
+    LimitState,
+    after_bad,
+    after_good,
+    after_unknown,
+    caller_of,
+    token_of,
+)
+
+CALL_SECONDS = 3.0
+"""How long a place is kept for who waits inside a program."""
+BESIDE_CALLS_SECONDS = 0.5
+"""How long one is kept for a command while somebody waits inside a program. Those may have all the slots: then
+nobody can claim the command, and each waits for the other."""
+UNCLAIMED_SECONDS = 0.25
+"""If nobody has claimed a command for so long after its turn has come, there is no slot for it now."""
+
+Grant = Callable[[LimitRow, list[str], float], list[str]]
+"""Takes places for some seconds from a back end other than the row: which of the tokens have one now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is known of a command that was claimed before."""
+
+    limit: str | None
+    token: str | None
+    waited_seconds: float | None
+    tries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What a limit made of an answer: its row as it was, how it stands now, and whether that call was the probe.
+
+    `is_waived`: the command is not charged. It failed for all who wait: as the probe, while others waited, and no
+    call had succeeded since the breaker opened.
+    """
+
+    row: LimitRow
+    limit_state: LimitState
+    was_probe: bool
+    is_waived: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """Whose turn has come, and in how many seconds to look again (None: when somebody gives a place back)."""
+
+    count: int
+    again_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """The limits that somebody waits for, and the domains with commands that have waited too long."""
+
+    limits: list[str]
+    domains: list[str]
+
+
+@operation(atomic=False)
+def take(
+    name: str, tokens: Sequence[str], *, seconds: float | None = None, newcomers: bool = True, probes: bool = True
+) -> Steps[list[str]]:
+    """Take places for a lease (or for so many seconds), as far as there are any: the tokens that have one.
+    `probes`: the first of them may find out whether a back-off is over."""
+    if len(tokens) == 1 and newcomers and seconds is None:
+        rows = yield Statement(sql.text("limits/take_one"), {"name": name, "token": tokens[0]})
+        if rows:
+            return list(tokens)
+    return (yield from _take(name, tokens, seconds=seconds, newcomers=newcomers, probes=probes))
+
+
+@operation(atomic=True)
+def wait_for_row(name: str) -> Steps[None]:
+    """Wait a tenth of a second at most until nobody else holds the limit's row; LockNotAvailable: somebody
+    does."""
+    yield Statement(b"SET LOCAL lock_timeout = '100ms'")
+    yield Statement(b"SELECT FROM commandbus.limits WHERE name = %(name)s FOR NO KEY UPDATE", {"name": name})
+
+
+@operation(atomic=False)
+def take_probe(name: str, token: str, *, seconds: float | None = None) -> Steps[bool]:
+    """Find out whether a back-off is over, where places are kept elsewhere; False: somebody else does."""
+    rows = yield Statement(
+        b"UPDATE commandbus.limits SET probe = %(token)s, "
+        b"probe_until = pg_catalog.clock_timestamp() "
+        b"+ pg_catalog.make_interval(secs => COALESCE(%(seconds)s, lease)) "
+        b"WHERE name = %(name)s AND (probe IS NULL OR probe_until <= pg_catalog.clock_timestamp()) RETURNING name",
+        {"name": name, "token": token, "seconds": seconds},
+    )
+    return bool(rows)
+
+
+@operation(atomic=False)
+def renew(name: str, tokens: Sequence[str], *, seconds: float | None = None) -> Steps[list[str]]:
+    """Renew leases; answers the tokens that hold no place any more."""
+    rows = yield Statement(sql.text("limits/renew"), {"name": name, "tokens": list(tokens), "seconds": seconds})
+    return [row[0] for row in rows]
+
+
+@operation(atomic=False)
+def give(name: str, tokens: Sequence[str], *, good: bool = False) -> Steps[tuple[bool, str | None]]:
+    """Give places back (`good`: and the calls went well); answers whether somebody waits, and who the probe is."""
+    rows = yield Statement(
+        sql.text("limits/give", claimable=sql.part("limits/claimable")),
+        {"name": name, "tokens": list(tokens), "good": good},
+    )
+    is_awaited, probe = rows[0]
+    return is_awaited, probe
+
+
+@operation(atomic=True)
+def answer(
+    name: str,
+    token: str | None,
+    how: ApiAnswer,
+    *,
+    gives: bool,
+    reason: str = "",
+    retry_after: float | None = None,
+    spread: float = 0.5,
+    caller: str | None = None,
+    others: Iterable[str] = (),
+    has_begun: bool = True,
+) -> Steps[Answered]:
+    """Tell a limit how a call went; `gives`: its place is free too. `caller`: who called, if it held no place;
+    `others`: tokens of those who hold one elsewhere."""
+    rows = read_rows((yield select_limits(name, locking=True)))
+    if not rows:
+        raise UnknownLimitError(name)
+    (row,) = rows
+    before = row.limit_state
+    if how.is_bad:
+        callers = yield from _callers(row, others)
+        after = after_bad(
+            before,
+            row.limit,
+            how,
+            token=token,
+            reason=reason,
+            retry_after=retry_after,
+            now=row.now,
+            spread=spread,
+            caller=caller,
+            callers=callers,
+        )
+    elif how is ApiAnswer.GOOD:
+        after = after_good(before, token=token)
+    else:
+        after = after_unknown(before, token=token, has_begun=has_begun)
+    yield _move(name, after, how, gone=[token] if gives and token is not None else [])
+    if after.is_open != before.is_open or (after.is_open and after.open_until != before.open_until):
+        action = "OPEN" if after.is_open else "CLOSE"
+        why = after.open_reason if after.is_open else "its probe went well"
+        yield note_action(f"breaker {name}", action, OperatorAction("CANCEL", ITSELF, why))
+    if after.is_probing and after.closed_until(row.now) != before.closed_until(row.now):
+        yield tell(CLOSED + name)
+    was_probe = token is not None and before.probe == token
+    return Answered(row, after, was_probe, is_waived=was_probe and _fails_for_all(row, how))
+
+
+def _fails_for_all(row: LimitRow, how: ApiAnswer) -> bool:
+    """Does a probe that ended so say more of the API than of its command? 429s have a count of their own."""
+    opened = row.limit_state.opened_at
+    has_worked = opened is not None and row.good_at is not None and row.good_at > opened
+    return how in (ApiAnswer.BROKEN, ApiAnswer.TIMEOUT) and row.is_awaited and not has_worked
+
+
+def _callers(row: LimitRow, others: Iterable[str]) -> Steps[set[str]]:
+    """Who calls an API, or waits to, as far as it matters for its breaker."""
+    most = min(row.limit.breaker_failures, MOST_BLAMED)
+    callers = {caller_of(token) for token in (*row.look.holders, *others)}
+    if len(callers) < most and row.is_awaited:
+        found = yield Statement(
+            sql.text("limits/calling", claimable=sql.part("limits/claimable")), {"name": row.name, "most": most}
+        )
+        callers |= {str(command) for (command,) in found}
+    return callers
+
+
+@operation(atomic=True)
+def wake(
+    name: str, *, most: int, seconds: float, grant: Grant | None, mark: str, is_barred: bool = False
+) -> Steps[Woken]:
+    """Keep places for those who are first in line, for so many seconds, and wake them.
+
+    `is_barred`: this role may not touch queues. It wakes callers only; where a command comes next, it tells those
+    who may.
+    """
+    rows = read_rows((yield select_limits(name, locking=True)))
+    if not rows:
+        return (yield from _dismiss(name, most, is_barred=is_barred))
+    (row,) = rows
+    limit_state = row.limit_state
+    if (closed := limit_state.closed_until(row.now)) is not None:
+        return Woken(0, None if limit_state.is_forced else closed - row.now)
+    if limit_state.is_probing:
+        if limit_state.is_probed(row.now):
+            return Woken(0, (limit_state.probe_until or row.now) - row.now)
+        if limit_state.probe is not None:  # nothing was heard of it any more: its worker may have died of it
+            limit_state = limit_state.without_probe()
+            yield _note_vain(name, limit_state)
+        most = 1
+    waiting = yield from _first_in_line(name, most, limit_state.vain if limit_state.is_probing else {})
+    if is_barred and any(item[1] for item in waiting):
+        yield tell(WAKE + name)
+        waiting = list(takewhile(lambda item: not item[1], waiting))
+    if not waiting:
+        return Woken(0)
+    has_calls, has_unclaimed = waiting[0][7:]
+    if has_calls and has_unclaimed:  # those who have slots first: when they have ended, commands can be claimed
+        waiting = yield from _first_in_line(
+            name, most, limit_state.vain if limit_state.is_probing else {}, calls=True
+        )
+    ready, has_orphans = yield from _lock(waiting)
+    chosen: list[tuple[Row, str | None]] = []
+    for is_call, group in groupby(ready, key=lambda item: item[1] == ""):
+        # Who waits inside a program answers at once; if it died, its place must not be kept for long.
+        kept = CALL_SECONDS if is_call else min(seconds, BESIDE_CALLS_SECONDS if has_calls else seconds)
+        items = {item[3] or token_of(f"{mark}{item[0]}/{item[5]}"[:170], item[6]): item for item in group}
+        if grant is None:
+            granted = yield from _take(name, list(items), seconds=kept, newcomers=False)
+        else:
+            granted = grant(row, list(items), kept)
+            if granted and limit_state.is_probing:
+                yield from take_probe(name, granted[0], seconds=kept).steps
+        chosen += [(items[token], token) for token in granted]
+        if len(granted) < len(items):
+            break
+    if chosen:
+        yield from _let_go(name, chosen)
+    if has_orphans:
+        return Woken(len(chosen), 0.0)
+    if has_calls and (has_unclaimed or any(item[1] for item, _ in chosen)):
+        return Woken(len(chosen), BESIDE_CALLS_SECONDS)  # nobody is told when a place was kept in vain
+    is_more = len(chosen) < len(ready) or len(waiting) == most
+    return Woken(len(chosen), _next_look(row, len(chosen)) if is_more else None)
+
+
+def _first_in_line(name: str, most: int, vain: Mapping[str, int], *, calls: bool = False) -> Steps[list[Row]]:
+    """Who comes next. `vain`: a probe is wanted, and who was one in vain comes after those who were not.
+    `calls`: of those who wait inside programs."""
+    line = "p.since, p.command, p.seq"
+    values = {
+        "name": name,
+        "most": most,
+        "vain": payload.dump(dict(vain), what="vain"),
+        "unclaimed": UNCLAIMED_SECONDS,
+    }
+    known = "(%(vain)s::jsonb ? p.command::text)"
+
+    def ask(chosen: str, order: str) -> Statement:
+        chosen = f"{chosen} AND p.domain = ''" if calls else chosen
+        parts = {"claimable": sql.part("limits/claimable"), "chosen": chosen, "order": order}
+        return Statement(sql.text("limits/next", **parts), values)
+
+    waiting = yield ask(f"NOT {known}", line)
+    if waiting or not vain:
+        return list(waiting)
+    return list((yield ask(known, f"(%(vain)s::jsonb ->> p.command::text)::integer, {line}")))
+
+
+def _lock(waiting: Sequence[Row]) -> Steps[tuple[list[Row], bool]]:
+    """Lock the queue rows of those who wait: who is ready, and whether there were some whose message is gone."""
+    free: set[tuple[str, int]] = set()
+    has_orphans = False
+    for domain in sorted({item[1] for item in waiting} - {""}):
+        msg_ids = [item[2] for item in waiting if item[1] == domain]
+        locked = yield Statement(sql.text("limits/lock_waiting", domain=domain), {"msg_ids": msg_ids})
+        free |= {(domain, msg_id) for (msg_id,) in locked}
+        if len(locked) < len(msg_ids):
+            gone = yield Statement(
+                sql.text("limits/orphans", domain=domain), {"domain": domain, "msg_ids": msg_ids}
+            )
+            has_orphans = has_orphans or bool(gone)
+    return [item for item in waiting if item[1] == "" or (item[1], item[2]) in free], has_orphans
+
+
+def _dismiss(name: str, most: int, *, is_barred: bool) -> Steps[Woken]:
+    """The limit is gone, and somebody waits for it: a command that was refused just before, and parked just after.
+    Wake them all: they are told that there is no such limit."""
+    waiting = yield from _first_in_line(name, most, {})
+    if is_barred:
+        waiting = [item for item in waiting if not item[1]]
+    ready, has_orphans = yield from _lock(waiting)
+    if ready:
+        yield from _let_go(name, [(item, item[3]) for item in ready])
+    return Woken(len(ready), 0.0 if has_orphans or len(waiting) == most else None)
+
+
+def _note_vain(name: str, limit_state: LimitState) -> Statement:
+    return Statement(
+        b"UPDATE commandbus.limits SET probe = NULL, probe_until = NULL, vain = %(vain)s::jsonb "
+        b"WHERE name = %(name)s",
+        {"name": name, "vain": payload.dump(dict(limit_state.vain), what="vain")},
+    )
+
+
+def _let_go(name: str, chosen: Sequence[tuple[Row, str | None]]) -> Steps[None]:
+    yield Statement(
+        sql.text("limits/woken"),
+        {"name": name, "seqs": [item[0] for item, _ in chosen], "tokens": [token for _, token in chosen]},
+    )
+    for domain in sorted({item[1] for item, _ in chosen} - {""}):
+        own = [item for item, _ in chosen if item[1] == domain]
+        since: list[datetime] = [item[4] for item in own]
+        yield Statement(
+            sql.text("limits/wake", domain=domain),
+            {"domain": domain, "msg_ids": [item[2] for item in own], "since": since},
+        )
+
+
+def _next_look(row: LimitRow, granted: int) -> float | None:
+    """When the rate lets the next one begin; None if only places are missing: who gives one back looks."""
+    if row.per_second is None:
+        return None
+    tat = max(row.tat, row.now) + granted / row.per_second if row.backend == "postgres" else row.now
+    return max(until_next(row.now, tat, row.per_second, row.burst), min(1 / row.per_second, 1.0) / 2, 0.002)
+
+
+@operation(atomic=False)
+def turns(domain: str, visitors: Sequence[tuple[int, int, int]]) -> Steps[dict[int, Turn]]:
+    """What is known of commands (msg_id, id, attempt_base) that were claimed before; they are waiting no more."""
+    rows = [{"m": msg_id, "c": id_, "b": base} for msg_id, id_, base in visitors]
+    found = yield Statement(
+        sql.text("limits/turns"), {"domain": domain, "rows": payload.dump(rows, what="rows", max_bytes=1 << 30)}
+    )
+    return {row[0]: Turn(*row[1:]) for row in found}
+
+
+@operation(atomic=False)
+def line_up(
+    name: str,
+    token: str,
+    *,
+    number: int,
+    seconds: float,
+    who: str,
+    since: datetime | None = None,
+    command: int | None = None,
+) -> Steps[None]:
+    """Wait in line inside a program: `token` is told on the channel when the turn comes. `since`: from when on it
+    counts; None is now. `command`: whose handler waits."""
+    yield Statement(
+        b"INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since, "
+        b"give_up_at, token, note) VALUES ('', %(who)s, %(number)s, %(command)s, 'call', %(name)s, "
+        b"COALESCE(%(since)s, pg_catalog.clock_timestamp()), "
+        b"pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(seconds)s), %(token)s, "
+        b"'waits inside a program')",
+        {
+            "name": name,
+            "token": token,
+            "number": -number,
+            "seconds": seconds,
+            "who": who[:200],
+            "since": since,
+            "command": command or 0,
+        },
+    )
+
+
+@operation(atomic=False)
+def step_out(number: int) -> Steps[bool]:
+    """Wait no more; answers whether the turn had come meanwhile."""
+    rows = yield Statement(
+        b"DELETE FROM commandbus.parked WHERE domain = '' AND msg_id = %(number)s RETURNING woken_at IS NOT NULL",
+        {"number": -number},
+    )
+    return bool(rows and rows[0][0])
+
+
+@operation(atomic=False)
+def stand_again(number: int) -> Steps[bool]:
+    """Its turn came, but not its place: stand where one stood; answers whether that was so."""
+    rows = yield Statement(
+        b"UPDATE commandbus.parked SET woken_at = NULL WHERE domain = '' AND msg_id = %(number)s "
+        b"AND woken_at IS NOT NULL RETURNING seq",
+        {"number": -number},
+    )
+    return bool(rows)
+
+
+@operation(atomic=False)
+def sweep() -> Steps[Swept]:
+    """Find what is due, and forget what is of no use."""
+    rows = yield Statement(sql.text("limits/sweep", claimable=sql.part("limits/claimable")))
+    return Swept([row[0] for row in rows if row[0]], [row[1] for row in rows if row[1]])
+
+
+@operation(atomic=False)
+def wake_overdue(domain: str) -> Steps[int]:
+    """Wake commands that have waited as long as they may."""
+    text = sql.text("limits/overdue", domain=domain, claimable=sql.part("limits/claimable"))
+    rows = yield Statement(text, {"domain": domain})
+    count: int = rows[0][0]
+    return count
+
+
+def _take(
+    name: str, tokens: Sequence[str], *, seconds: float | None, newcomers: bool, probes: bool = True
+) -> Steps[list[str]]:
+    rows = yield Statement(
+        sql.text("limits/take", claimable=sql.part("limits/claimable")),
+        {"name": name, "tokens": list(tokens), "seconds": seconds, "newcomers": newcomers, "probes": probes},
+    )
+    return rows[0][0] if rows else []
+
+
+def _move(name: str, after: LimitState, how: ApiAnswer, *, gone: Sequence[str]) -> Statement:
+    times: Mapping[str, float | None] = {
+        "until": after.until,
+        "opened_at": after.opened_at,
+        "open_until": after.open_until,
+        "probe_until": after.probe_until,
+    }
+    return Statement(
+        sql.text("limits/move"),
+        {
+            "name": name,
+            "gone": list(gone),
+            "counts": int(how is ApiAnswer.RATE_LIMITED),
+            "good": how is ApiAnswer.GOOD,
+            "blamed": list(after.blamed),
+            "vain": payload.dump(dict(after.vain), what="vain"),
+            "step": after.step,
+            "reason": after.reason,
+            "failures": after.failures,
+            "is_open": after.is_open,
+            "open_reason": after.open_reason,
+            "probe": after.probe,
+            **times,
+        },
+    )

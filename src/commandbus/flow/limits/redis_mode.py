@@ -1,0 +1,324 @@
+"""limit_mode: where the places of Redis limits are kept now, as the whole fleet sees it, and the places that
+PostgreSQL keeps while Redis is out of everybody's reach.
+
+    redis ──(all live programs have lost it)──▶ degraded ──(one reaches it again)──▶ joining ──(one lease)──▶ redis
+      └────────────────(it is there, but has lost its data)──────────────────────────▲
+
+Everything that is decided here is decided under the lock of the one row of `limit_mode`. Lock order: that row,
+then the programs' rows in ascending order; no row of `limits` is locked after it.
+
+What a program holds is in its own row. While it reaches Redis, that is only the most that it may hold for each
+limit (`most`), which counts should it be gone for good. While it does not, it is each token and when its lease
+ends (`tokens`), and how far the rate is used up (`tat`). So in `degraded` the sum over all rows is never less than
+what is in use, whatever somebody held when Redis went away; on top of that each program keeps to its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from commandbus import sql
+from commandbus.flow.limits.declare import CHANNEL
+from commandbus.flow.operation import Row, Statement, Steps, operation
+from commandbus.model import payload
+from commandbus.model.limit import allowance, share
+from commandbus.model.limit_terms import LimitTerms
+
+REDIS: Final = "redis"
+DEGRADED: Final = "degraded"
+JOINING: Final = "joining"
+MODE: Final = "mode "
+"""How the notice of a change begins on the channel of limits."""
+
+Held = dict[str, dict[str, Any]]
+
+
+class Epochs(Protocol):
+    """What is asked of Redis while the mode is decided (`limits.redis_places.RedisPlaces` does it)."""
+
+    def probe(self) -> Any: ...
+
+    def begin_epoch(self, known: str | None, lease: float) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatPace:
+    """How often a program says that it is alive, and when others stop to count on it. One for a whole fleet."""
+
+    beat: float = 2.0  # a program says that it is alive, and looks whether Redis is
+    live: float = 10.0  # one of which nothing was heard for so long is dead
+    patience: float = 2.0  # Redis must be out of everybody's reach for so long: coming back takes a whole lease
+
+    @property
+    def leave(self) -> float:
+        """For how long after a beat a program may ask Redis for anything: less than it counts as living, so that
+        one that was stopped, or cut off from PostgreSQL, has nothing to say once others have counted it out."""
+        return self.live * 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Where places are kept. `seconds`: how long only those who hold one may go on; `was`: the mode before."""
+
+    mode: str
+    epoch: str | None
+    seconds: float | None = None
+    is_lost: bool = False
+    programs: int = 0
+    was: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One that uses Redis limits, as its row says."""
+
+    id: str
+    started_at: float
+    silent: float
+    lost: float | None
+    held: Held = field(default_factory=dict)
+
+    def is_live(self, pace: HeartbeatPace) -> bool:
+        """Has it been heard of lately?"""
+        return self.silent < pace.live
+
+    def may_hold(self, name: str, lease: float, pace: HeartbeatPace) -> int:
+        """How many places it may have, as far as it told: one that is dead may have renewed until it was counted
+        out, and what it called then may go on for a lease."""
+        if self.lost is not None or self.silent >= pace.live + lease:
+            return 0
+        most: int = self.held.get(name, {}).get("most", 0)
+        return most
+
+    def tokens(self, name: str, now: float) -> dict[str, float]:
+        """The tokens that PostgreSQL counts for it, and when their leases end."""
+        if self.lost is None:
+            return {}
+        kept = self.held.get(name, {}).get("tokens", {})
+        return {token: ends for token, ends in kept.items() if ends > now}
+
+    def is_gone(self, fleet: RedisFleetState, pace: HeartbeatPace) -> bool:
+        """Is it dead, and whatever it held free?"""
+        return not self.is_live(pace) and not any(
+            self.may_hold(name, fleet.lease, pace) or self.tokens(name, fleet.now) for name in self.held
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RedisFleetState:
+    """All programs at one moment (`now`: PostgreSQL's clock)."""
+
+    mode: str
+    epoch: str | None
+    since: float
+    until: float | None
+    programs: Sequence[Program]
+    lease: float
+    now: float
+
+    def find(self, id_: str) -> Program | None:
+        """One of them."""
+        return next((program for program in self.programs if program.id == id_), None)
+
+    def live(self, pace: HeartbeatPace) -> list[Program]:
+        """Those that are alive, the eldest first."""
+        alive = [program for program in self.programs if program.is_live(pace)]
+        return sorted(alive, key=lambda program: (program.started_at, program.id))
+
+    def has_lost_redis(self, pace: HeartbeatPace) -> bool:
+        """Is Redis out of the reach of every live program, for some time?"""
+        return all(program.lost is not None and program.lost >= pace.patience for program in self.live(pace))
+
+    def in_use(self, name: str, pace: HeartbeatPace) -> int:
+        """How many places of a limit are in use, at most. One that is being handed over is in two rows."""
+        tokens = {token for program in self.programs for token in program.tokens(name, self.now)}
+        return len(tokens) + sum(program.may_hold(name, self.lease, pace) for program in self.programs)
+
+    def tat(self, limit: LimitTerms) -> float:
+        """How far the rate is used up. Redis' own books are out of reach: the bucket is full at the start."""
+        if not limit.per_second:
+            return 0.0
+        kept: list[float] = [program.held.get(limit.name, {}).get("tat", 0.0) for program in self.programs]
+        return max([self.since + limit.burst / limit.per_second, *kept])
+
+
+@operation(atomic=False)
+def beat(id_: str, held: Held | None) -> Steps[Mode | None]:
+    """Say that a program is alive; None if nobody knows it. The mode is read after that, by a statement of its
+    own: who decides otherwise meanwhile has either seen this, or is seen."""
+    known = yield Statement(sql.text("limits/client_beat"), {"id": id_, "held": _json(held)})
+    rows = yield Statement(sql.text("limits/mode_read"))
+    if not known or not rows:
+        return None
+    mode, epoch, seconds = rows[0]
+    return Mode(mode, epoch, seconds, is_lost=known[0][0])
+
+
+@operation(atomic=True)
+def settle(id_: str, held: Held, *, lease: float, pace: HeartbeatPace, redis: Epochs | None) -> Steps[Mode]:
+    """Say that a program is alive and can reach Redis (None: it cannot), and change the mode if that calls for it.
+    `held`: the most that it may hold of each limit, or, if it cannot, what it does: `left`, the seconds of each
+    lease."""
+    before = yield from _lock()
+    if redis is None:
+        rows = yield Statement(b"SELECT extract(epoch FROM pg_catalog.clock_timestamp())::float8")
+        held = _by_the_clock(held, rows[0][0])
+    yield Statement(sql.text("limits/client_say"), {"id": id_, "held": _json(held), "is_lost": redis is None})
+    fleet = yield from _fleet(before, lease)
+    after = _decide(fleet, pace, redis)
+    if (after.mode, after.epoch) != (fleet.mode, fleet.epoch):
+        yield Statement(
+            sql.text("limits/mode_set"),
+            {
+                "mode": after.mode,
+                "epoch": after.epoch,
+                "seconds": after.seconds,
+                "channel": CHANNEL,
+                "text": MODE + after.mode,
+            },
+        )
+    gone = [program.id for program in fleet.programs if program.is_gone(fleet, pace)]
+    if gone and after.mode != DEGRADED:  # then their books of the rate are still needed
+        yield Statement(sql.text("limits/client_forget"), {"ids": gone})
+    return after
+
+
+def _decide(fleet: RedisFleetState, pace: HeartbeatPace, redis: Epochs | None) -> Mode:
+    programs = len(fleet.live(pace))
+
+    def mode(name: str, epoch: str | None, seconds: float | None = None) -> Mode:
+        return Mode(name, epoch, seconds, is_lost=redis is None, programs=programs, was=fleet.mode)
+
+    same = mode(fleet.mode, fleet.epoch, None if fleet.until is None else fleet.until - fleet.now)
+    if redis is None:
+        is_new = fleet.mode != DEGRADED and fleet.has_lost_redis(pace)
+        return mode(DEGRADED, fleet.epoch) if is_new else same
+    if fleet.mode != DEGRADED:
+        if fleet.epoch is None:
+            return mode(REDIS, redis.begin_epoch(None, fleet.lease))
+        # Looked at under the lock: what the caller saw before it may have been repaired by another program.
+        if redis.probe().epoch == fleet.epoch:
+            is_over = fleet.mode == JOINING and (fleet.until is None or fleet.until <= fleet.now)
+            return mode(REDIS, fleet.epoch) if is_over else same
+    return mode(JOINING, redis.begin_epoch(fleet.epoch, fleet.lease), fleet.lease)
+
+
+@operation(atomic=True)
+def take_share(
+    id_: str, limit: LimitTerms, tokens: Sequence[str], seconds: float, *, pace: HeartbeatPace
+) -> Steps[tuple[str, list[str]]]:
+    """Take places that PostgreSQL keeps. Answers the mode (nothing is taken in another than `degraded`), and the
+    tokens that have a place."""
+    fleet = yield from _fleet((yield from _lock()), limit.lease)
+    live = fleet.live(pace)
+    own = fleet.find(id_)
+    if fleet.mode != DEGRADED or own not in live or own is None or own.lost is None:
+        return fleet.mode, []
+    mine = own.tokens(limit.name, fleet.now)
+    room, tat = len(tokens), fleet.tat(limit)
+    if limit.concurrency is not None:
+        part = share(limit.concurrency, live.index(own), len(live))
+        room = min(room, part - len(mine), limit.concurrency - fleet.in_use(limit.name, pace))
+    if limit.per_second:
+        room, _ = allowance(fleet.now, tat, limit.per_second, limit.burst, room)
+    granted, added = [], 0
+    for token in tokens:
+        if token not in mine:
+            if added >= room:
+                break
+            added += 1
+        granted.append(token)
+    if granted:
+        kept: dict[str, Any] = {"tokens": mine | dict.fromkeys(granted, fleet.now + seconds)}
+        if limit.per_second:
+            kept["tat"] = allowance(fleet.now, tat, limit.per_second, limit.burst, added)[1]
+        yield _hold({id_: {**own.held, limit.name: {**own.held.get(limit.name, {}), **kept}}})
+    return fleet.mode, granted
+
+
+@operation(atomic=True)
+def renew_share(id_: str, limit: LimitTerms, tokens: Sequence[str]) -> Steps[tuple[str, list[str]]]:
+    """Renew places that PostgreSQL keeps; a place that another program has taken for this one becomes its own.
+    Answers the mode (nothing is renewed in another than `degraded`), and the tokens that hold no place."""
+    fleet = yield from _fleet((yield from _lock()), limit.lease)
+    own = fleet.find(id_)
+    if fleet.mode != DEGRADED or own is None or own.lost is None:
+        return fleet.mode, []
+    known = {token for program in fleet.programs for token in program.tokens(limit.name, fleet.now)}
+    found = [token for token in tokens if token in known]
+    if found:
+        mine = own.tokens(limit.name, fleet.now) | dict.fromkeys(found, fleet.now + limit.lease)
+        yield _hold({id_: {**own.held, limit.name: {**own.held.get(limit.name, {}), "tokens": mine}}})
+    return fleet.mode, [token for token in tokens if token not in known]
+
+
+@operation(atomic=True)
+def give_share(name: str, tokens: Sequence[str]) -> Steps[None]:
+    """Give places back that PostgreSQL counts, in whoever's row they are."""
+    fleet = yield from _fleet((yield from _lock()), 0.0)
+    changed: dict[str, Held] = {}
+    for program in fleet.programs:
+        kept = program.tokens(name, fleet.now)
+        rest = {token: ends for token, ends in kept.items() if token not in tokens}
+        if len(rest) < len(kept):
+            changed[program.id] = {**program.held, name: {**program.held[name], "tokens": rest}}
+    if changed:
+        yield _hold(changed)
+
+
+@operation(atomic=False)
+def look_share(name: str) -> Steps[dict[str, float]]:
+    """The tokens that PostgreSQL counts, and how many seconds their leases last."""
+    rows = yield Statement(sql.text("limits/client_list", locking=""))
+    left: dict[str, float] = {}
+    for row in rows:
+        for token, ends in Program(*row[:5]).tokens(name, row[6]).items():
+            left[token] = max(ends - row[6], left.get(token, 0.0))
+    return left
+
+
+@operation(atomic=True)
+def leave(id_: str) -> Steps[None]:
+    """A program ends, and holds nothing more in Redis."""
+    fleet = yield from _fleet((yield from _lock()), 0.0)
+    own = fleet.find(id_)
+    is_counted = own is not None and any(own.tokens(name, fleet.now) for name in own.held)
+    statement = "limits/client_leave" if is_counted or fleet.mode == DEGRADED else "limits/client_forget"
+    yield Statement(sql.text(statement), {"id": id_, "ids": [id_]})
+
+
+def _lock() -> Steps[Row]:
+    rows = yield Statement(sql.text("limits/mode_lock"))
+    if not rows:
+        yield Statement(sql.text("limits/mode_make"))
+        rows = yield Statement(sql.text("limits/mode_lock"))
+    return rows[0]
+
+
+def _fleet(mode: Row, lease: float) -> Steps[RedisFleetState]:
+    """`lease`: the longest that the caller knows of."""
+    rows = yield Statement(sql.text("limits/client_list", locking="FOR UPDATE"))
+    lease = max([lease, *(row[5] for row in rows)])
+    now = max((row[6] for row in rows), default=0.0)
+    name, epoch, since, until = mode
+    return RedisFleetState(name, epoch, since, until, [Program(*row[:5]) for row in rows], lease, now)
+
+
+def _by_the_clock(held: Held, now: float) -> Held:
+    """What is left of a lease is the same on every clock; when it ends is not."""
+    return {
+        name: {"tokens": {token: now + left for token, left in kept["left"].items()}}
+        for name, kept in held.items()
+    }
+
+
+def _hold(held: Mapping[str, Held]) -> Statement:
+    return Statement(
+        sql.text("limits/client_hold"), {"ids": list(held), "held": [_json(one) for one in held.values()]}
+    )
+
+
+def _json(held: Held | None) -> str | None:
+    return None if held is None else payload.dump(held, what="held", max_bytes=1 << 30)

@@ -1,0 +1,160 @@
+"""process_inspect: what is known of processes. Reads only, locks nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from commandbus import sql
+from commandbus.errors import InvalidCommandError
+from commandbus.flow.operation import Row, Statement, Steps, operation
+from commandbus.flow.processes.move import loads
+from commandbus.model import names
+from commandbus.model.page import Page
+from commandbus.model.process import ProcessRecord, ProcessStatus, StepRecord, StepStatus
+
+MAX_ID = 2**63 - 1
+
+
+@operation(atomic=False)
+def query_processes(
+    *,
+    domain: str | None = None,
+    process_id: str | None = None,
+    process_type: str | None = None,
+    status: str | None = None,
+    batch_id: str | None = None,
+    limit: int = 50,
+    before_id: int | None = None,
+) -> Steps[Page[ProcessRecord]]:
+    """Processes that match, newest first."""
+    status = status.upper() if isinstance(status, str) else status
+    if status is not None and status not in list(ProcessStatus):
+        raise InvalidCommandError(
+            f"status {names.shown(status)} is no process status; known are {', '.join(ProcessStatus)}"
+        )
+    rows = yield Statement(
+        sql.text("processes/query_processes"),
+        {
+            "domain": None if domain is None else names.check_domain(domain),
+            "process_id": None if process_id is None else names.to_id(process_id, "process_id"),
+            "process_type": None if process_type is None else names.check_type(process_type),
+            "status": status,
+            "batch_id": None if batch_id is None else names.to_id(batch_id, "batch_id"),
+            "limit": names.check_count(limit, "limit") + 1,
+            "before_id": None if before_id is None else names.check_count(before_id, "before_id", most=MAX_ID),
+        },
+    )
+    items = [_record(row) for row in rows[:limit]]
+    return Page(items, items[-1].id if len(rows) > limit else None)
+
+
+@operation(atomic=True)
+def get_process(domain: str, process_id: str) -> Steps[ProcessRecord | None]:
+    """Everything that is known of a process, its trail included; None if there is none."""
+    found = yield from query_processes(domain=names.check_domain(domain), process_id=process_id, limit=1).steps
+    if not found:
+        return None
+    record: ProcessRecord = found[0]
+    rows = yield Statement(sql.text("processes/trail"), {"process": record.id})
+    for row in rows:
+        record.steps.append(
+            StepRecord(
+                number=row[0],
+                name=row[1],
+                undoes=row[2],
+                status=StepStatus(row[3]),
+                domain=row[4],
+                command_id=row[5],
+                command_type=row[6],
+                sent_at=row[7],
+                finished_at=row[8],
+                deadline_at=row[9],
+                result=loads(row[10]),
+                error=loads(row[11]),
+                command_status=row[12],
+                data=loads(row[13]),
+            )
+        )
+    strays = yield Statement(
+        b"SELECT created_at, reason, message::text FROM commandbus.stray_reply "
+        b"WHERE process = %(process)s ORDER BY id",
+        {"process": record.id},
+    )
+    record.strays.extend({"at": at, "reason": reason, "message": loads(message)} for at, reason, message in strays)
+    return record
+
+
+@operation(atomic=False)
+def list_strays(domain: str | None, *, process_id: str | None = None, limit: int) -> Steps[list[dict[str, Any]]]:
+    """Replies that moved nothing, newest first."""
+    rows = yield Statement(
+        b"SELECT s.id, s.domain, p.process_id, s.created_at, s.reason, s.message::text "
+        b"FROM commandbus.stray_reply s LEFT JOIN commandbus.process p ON p.id = s.process "
+        b"WHERE (%(domain)s::text IS NULL OR s.domain = %(domain)s) "
+        b"AND (%(process_id)s::text IS NULL OR p.process_id = %(process_id)s) ORDER BY s.id DESC LIMIT %(limit)s",
+        {
+            "domain": None if domain is None else names.check_domain(domain),
+            "process_id": None if process_id is None else names.to_id(process_id, "process_id"),
+            "limit": names.check_count(limit, "limit"),
+        },
+    )
+    keys = ("id", "domain", "process_id", "at", "reason")
+    return [dict(zip(keys, row[:5], strict=True)) | {"message": loads(row[5])} for row in rows]
+
+
+def _record(row: Row) -> ProcessRecord:
+    (id_, domain, process_id, process_type, status, is_compensating, data, state, created_at, started_at,
+     updated_at, finished_at, deadline_at, batch_id, reply_to, correlation_id, failure, cancel, in_tsq,
+     outstanding, troubles, failing) = row  # fmt: skip
+    status = ProcessStatus(status)
+    troubled: list[Mapping[str, Any]] = loads(troubles) or []
+    return ProcessRecord(
+        id_,
+        domain,
+        process_id,
+        process_type,
+        status,
+        is_compensating,
+        loads(data),
+        loads(state),
+        created_at,
+        started_at,
+        updated_at,
+        finished_at,
+        deadline_at,
+        batch_id,
+        reply_to,
+        correlation_id,
+        loads(failure),
+        loads(cancel),
+        in_tsq,
+        _waits_for(status, loads(outstanding) or [], troubled, loads(failing), domain),
+        troubles=troubled,
+    )
+
+
+def _waits_for(
+    status: ProcessStatus,
+    outstanding: list[Mapping[str, Any]],
+    troubles: list[Mapping[str, Any]],
+    failing: Mapping[str, Any] | None,
+    domain: str,
+) -> str | None:
+    """In words, for whoever asks why it does not go on."""
+    if status.is_final:
+        return None
+    if troubles:
+        first = troubles[0]
+        what = "its own message" if first["step"] == 0 else f"command {first['command_id']!r}"
+        return f"{what} in the troubleshooting queue of {first['domain']!r}: {first['error']}"
+    if failing is not None:
+        what = f"its own message {failing['command_id']!r} of domain {domain!r}"
+        return f"{what}, which is tried again: attempt number {failing['number']} failed: {failing['error']}"
+    if outstanding:
+        return "the reply to " + ", ".join(
+            f"{'step' if one['undoes'] is None else 'the compensation'} {one['name']!r} "
+            f"(command {one['command_id']!r} of domain {one['domain']!r})"
+            for one in outstanding
+        )
+    return f"a worker of domain {domain!r} to handle its next message"

@@ -1,0 +1,29 @@
+"""belonging: which process a command is of, and as what. Reads only, locks nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commandbus import sql
+from commandbus.flow.operation import Statement, Steps, operation
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfProcess:
+    """`step` is the number of the step in the process's trail; 0 is a message to the process itself."""
+
+    domain: str
+    process_id: str
+    step: int
+    name: str | None
+    is_compensation: bool
+
+
+@operation(atomic=False)
+def process_of(command: int) -> Steps[PartOfProcess | None]:
+    """What a command, by its internal id, is for a process; None if it is of none, or that was forgotten."""
+    rows = yield Statement(sql.text("processes/process_of"), {"id": command})
+    if not rows:
+        return None
+    domain, process_id, step, name = rows[0]
+    return PartOfProcess(domain, process_id, abs(step or 0), name, (step or 0) < 0)

@@ -1,0 +1,1 @@
+"""Operations that prepare a database: schema, domains, roles."""

@@ -1,0 +1,89 @@
+"""domains: create and list them. A domain is a PGMQ queue, its name in `commandbus.domain`, and grants on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from psycopg import errors as pg
+
+from commandbus import sql
+from commandbus.errors import MissingPrivilegeError
+from commandbus.flow.operation import Statement, Steps, no_schema, operation
+from commandbus.model import roles
+from commandbus.model.names import check_domain, check_queue, queue_of
+
+SAFE_PATH = b"SET LOCAL search_path = pg_catalog, pg_temp"
+"""Until the transaction ends. PGMQ's functions call others by their bare names: they must meet nobody else's."""
+
+
+@dataclass(frozen=True, slots=True)
+class DomainInfo:
+    """A domain and its age."""
+
+    name: str
+    queue: str
+    created_at: datetime
+
+
+@operation(atomic=True)
+def create_domain(domain: str) -> Steps[bool]:
+    """Create a domain's queue; False if it was there. Safe to run concurrently."""
+    created = yield from create_steps(domain)
+    return created
+
+
+@operation(atomic=True)
+def create_queue(queue: str) -> Steps[None]:
+    """Create a plain PGMQ queue, such as one for replies."""
+    yield from _create_queue(check_queue(queue, what="queue"))
+    yield Statement(
+        b"INSERT INTO commandbus.setting (name, value) VALUES ('queue.' || %(queue)s, 'reply') "
+        b"ON CONFLICT DO NOTHING",
+        {"queue": queue},
+    )
+
+
+@operation(atomic=False)
+def list_domains() -> Steps[list[DomainInfo]]:
+    """All domains by name."""
+    rows = yield Statement(b"SELECT name, created_at FROM commandbus.domain ORDER BY name")
+    return [DomainInfo(name, queue_of(name), created_at) for name, created_at in rows]
+
+
+def create_steps(domain: str) -> Steps[bool]:
+    """The steps of create_domain, for a larger operation."""
+    check_domain(domain)
+    try:
+        rows = yield Statement(
+            b"INSERT INTO commandbus.domain (name) VALUES (%(domain)s) ON CONFLICT DO NOTHING RETURNING name",
+            {"domain": domain},
+        )
+    except (pg.UndefinedTable, pg.InvalidSchemaName):
+        raise no_schema() from None
+    except pg.InsufficientPrivilege as error:
+        raise _may_not_create(queue_of(domain), error) from None
+    yield from _create_queue(queue_of(domain))
+    if rows:
+        # A queue's rows live for milliseconds: vacuum it by its churn, not by its size.
+        yield Statement(sql.text("setup/tune_queue", domain=domain))
+    return bool(rows)
+
+
+def _create_queue(queue: str) -> Steps[None]:
+    yield Statement(SAFE_PATH)
+    try:
+        yield Statement(b"SELECT pgmq.create(%(queue)s)", {"queue": queue})
+    except pg.InsufficientPrivilege as error:
+        raise _may_not_create(queue, error) from None
+    settings = yield Statement(b"SELECT name, value FROM commandbus.setting WHERE name LIKE 'role.%%'", {})
+    for name, role in settings:
+        for grant in roles.queue_grants(name.removeprefix("role."), role, queue):
+            yield Statement(grant.encode())
+
+
+def _may_not_create(queue: str, error: pg.InsufficientPrivilege) -> MissingPrivilegeError:
+    return MissingPrivilegeError(
+        f"this role may not create queue {queue!r} ({error.diag.message_primary}); create it as the role that "
+        f"ran `commandbus migrate`"
+    )

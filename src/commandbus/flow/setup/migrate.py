@@ -1,0 +1,264 @@
+"""migrate: bring a database's schema to this release, from whatever it has.
+
+Everything happens in one transaction under one advisory lock: any number of processes may run it at once, and
+a failure leaves nothing behind. No superuser is needed, only CREATE on the database.
+
+Each migration says whether it is compatible: whether programs that do not know it may go on with the schema that
+it leaves. The flag is stored with the migration's number, so that an older program, which does not have the file,
+can read it. A newer schema is refused if any of its newer migrations is not compatible: an old release must not
+guess what a new one meant.
+
+An ALTER TABLE that waits for a long transaction makes every send wait behind it. So it waits for LOCK_SECONDS at
+most; then all is rolled back, the others have their turn, and it is tried again. For its turn among others that
+migrate it waits longer, because that keeps nobody else waiting; but not for ever, because one of them may hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from psycopg import errors as pg
+
+from commandbus import sql
+from commandbus.db import pgmq
+from commandbus.errors import MissingPrivilegeError, SchemaError
+from commandbus.flow.operation import Plan, Statement, Steps, operation
+from commandbus.flow.setup.domains import SAFE_PATH, create_steps
+from commandbus.flow.setup.roles import grant_again
+from commandbus.model.durations import format_seconds
+from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
+
+LOCK = 0x636D6462_75730001  # 'cmdbus' and a purpose; any constant would do, all releases must share it
+
+LOCK_SECONDS: Final = 1.0
+TURN_SECONDS: Final = 10.0
+FIRST_PAUSE_SECONDS: Final = 0.5
+LONGEST_PAUSE_SECONDS: Final = 5.0
+
+_LIMIT = f"SET LOCAL lock_timeout = {LOCK_SECONDS * 1000:.0f}".encode()
+_TURN_LIMIT = f"SET LOCAL lock_timeout = {TURN_SECONDS * 1000:.0f}".encode()
+_BEGIN = b"""
+CREATE SCHEMA IF NOT EXISTS commandbus;
+CREATE TABLE IF NOT EXISTS commandbus.migration (
+    number      integer PRIMARY KEY,
+    name        text NOT NULL,
+    applied_at  timestamptz NOT NULL DEFAULT now()
+);
+ALTER TABLE commandbus.migration ADD COLUMN IF NOT EXISTS is_compatible boolean NOT NULL DEFAULT false;
+"""
+# A schema of an older release has no such column: then nothing in it is newer than we are.
+_APPLIED = b"""
+SELECT number, COALESCE((pg_catalog.to_jsonb(m) -> 'is_compatible'::text)::boolean, false)
+  FROM commandbus.migration m ORDER BY number
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaState:
+    """What a database has, and what this release would add.
+
+    `newer` are those of the applied migrations that this release does not know; they are compatible with it.
+    `incompatible` are those of the missing ones after which older programs cannot start.
+    """
+
+    applied: tuple[int, ...]
+    missing: tuple[int, ...]
+    pgmq_version: str | None
+    pgmq_way: str | None
+    newer: tuple[int, ...] = ()
+    incompatible: tuple[int, ...] = ()
+
+    @property
+    def is_current(self) -> bool:
+        """Nothing is missing."""
+        return not self.missing
+
+
+class _BusyError(SchemaError):
+    """Somebody else's transaction holds a lock that a migration needs, and has waited for."""
+
+    def __init__(self, error: BaseException, waited: float) -> None:
+        super().__init__(str(error))
+        self.waited = waited
+
+
+def migrate(
+    domains: Sequence[str] = (),
+    *,
+    wait_seconds: float = MIGRATION_WAIT_SECONDS,
+    on_wait: Callable[[str], None] = lambda _: None,
+) -> Plan[SchemaState]:
+    """Apply what is missing; returns the state from before, whose `missing` is what was applied.
+
+    It is tried again for about `wait_seconds` while somebody's transaction is in its way; `on_wait` is told whose.
+    """
+    pause, waited = FIRST_PAUSE_SECONDS, 0.0
+    while True:
+        try:
+            state: SchemaState = yield _migrate_once(domains)
+        except _BusyError as busy:
+            waited += busy.waited
+            if waited > wait_seconds:
+                raise SchemaError(
+                    f"the schema could not be changed within {format_seconds(wait_seconds)}: a transaction on its "
+                    f"tables does not end; end it (`commandbus doctor` names the oldest), and migrate again"
+                ) from None
+        else:
+            return state
+        on_wait((yield _who_blocks()) or "a transaction that has ended since")
+        yield _sleep(pause)
+        waited += pause
+        pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+
+
+@operation(atomic=False)
+def _sleep(seconds: float) -> Steps[None]:
+    """On the server, so that the sync and the async driver both can."""
+    yield Statement(b"SELECT pg_catalog.pg_sleep(%(seconds)s)", {"seconds": seconds})
+
+
+@operation(atomic=False)
+def _who_blocks() -> Steps[str | None]:
+    """The oldest transaction that holds something of ours, in words."""
+    rows = yield Statement(sql.text("setup/schema_holder"), {"key": LOCK})
+    if not rows:
+        return None
+    pid, application, seconds = rows[0]
+    name = f" ({application})" if application else ""
+    return f"the transaction of session {pid}{name}, open for {format_seconds(round(seconds))}"
+
+
+@operation(atomic=True)
+def _migrate_once(domains: Sequence[str]) -> Steps[SchemaState]:
+    yield Statement(_TURN_LIMIT)
+    try:
+        yield Statement(b"SELECT pg_catalog.pg_advisory_xact_lock(%(key)s)", {"key": LOCK})
+    except pg.LockNotAvailable as error:
+        raise _BusyError(error, TURN_SECONDS) from None
+    yield Statement(_LIMIT)
+    yield Statement(SAFE_PATH)  # what a default or a view calls is looked up once, here
+    try:
+        return (yield from _migrate(domains))
+    except pg.LockNotAvailable as error:
+        raise _BusyError(error, LOCK_SECONDS) from None
+
+
+def _migrate(domains: Sequence[str]) -> Steps[SchemaState]:
+    state = yield from _look()
+    if state.missing and state.newer:
+        raise SchemaError(
+            f"this database's commandbus schema lacks migration {state.missing[0]} but has {state.newer[0]}, "
+            f"which this release does not know; run `commandbus migrate` of the newer release"
+        )
+    if state.missing:
+        try:
+            yield Statement(_BEGIN)
+            version, way = yield from pgmq.install(Statement)
+            for number, (name, text) in sql.migrations().items():
+                if number in state.missing:
+                    yield Statement(text.encode())
+                    yield Statement(
+                        b"INSERT INTO commandbus.migration (number, name, is_compatible) "
+                        b"VALUES (%(number)s, %(name)s, %(is_compatible)s)",
+                        {"number": number, "name": name, "is_compatible": sql.is_compatible(text)},
+                    )
+            for key, value in (("pgmq_version", version), ("pgmq_way", way)):
+                yield Statement(
+                    b"INSERT INTO commandbus.setting (name, value) VALUES (%(key)s, %(value)s) "
+                    b"ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+                    {"key": key, "value": value},
+                )
+            yield from grant_again()
+        except pg.InsufficientPrivilege as error:
+            raise MissingPrivilegeError(
+                f"this role may not create the schema ({error.diag.message_primary}); run `commandbus migrate` as "
+                f"the database's owner, GRANT CREATE ON DATABASE to this role, or give a DBA the output of "
+                f"`commandbus migrate --print`"
+            ) from None
+    for domain in domains:
+        yield from create_steps(domain)
+    return state
+
+
+@operation(atomic=False)
+def look() -> Steps[SchemaState]:
+    """What this database has; changes nothing. Raises SchemaError if this release cannot work with it."""
+    return (yield from _look())
+
+
+def script() -> str:
+    """All of it as one SQL script for a DBA, for a database that has nothing yet or an older schema."""
+    parts = [
+        "-- commandbus: the schema, as `commandbus migrate` would apply it. Safe to run again.",
+        "BEGIN;",
+        f"{_TURN_LIMIT.decode()};",
+        f"SELECT pg_catalog.pg_advisory_xact_lock({LOCK});",
+        "-- Sends must not queue up behind an ALTER TABLE that waits for a long transaction: run it again then.",
+        f"{_LIMIT.decode()};",
+        "-- What a default or a view calls is looked up once, here.",
+        f"{SAFE_PATH.decode()};",
+        _BEGIN.decode().strip(),
+        pgmq.script(),
+    ]
+    for number, (name, text) in sql.migrations().items():
+        guarded = text.replace("$commandbus$", "")
+        parts.append(
+            f"DO $migrate$ BEGIN IF NOT EXISTS (SELECT FROM commandbus.migration WHERE number = {number}) THEN\n"
+            f"EXECUTE $commandbus$\n{guarded}\n$commandbus$;\n"
+            f"INSERT INTO commandbus.migration (number, name, is_compatible) "
+            f"VALUES ({number}, '{name}', {str(sql.is_compatible(text)).lower()});\n"
+            f"END IF; END $migrate$;"
+        )
+    parts.append(
+        "INSERT INTO commandbus.setting (name, value)\n"
+        "SELECT 'pgmq_version', COALESCE((SELECT extversion FROM pg_catalog.pg_extension "
+        "WHERE extname = 'pgmq'),\n"
+        f"                                '{pgmq.packaged_version()}')\n"
+        "UNION ALL SELECT 'pgmq_way', CASE WHEN EXISTS (SELECT FROM pg_catalog.pg_extension "
+        "WHERE extname = 'pgmq')\n"
+        "                                  THEN 'extension' ELSE 'sql' END\n"
+        "ON CONFLICT (name) DO NOTHING;"
+    )
+    parts.append("COMMIT;\n")
+    return "\n\n".join(parts)
+
+
+def _look() -> Steps[SchemaState]:
+    try:
+        return (yield from _state())
+    except pg.InsufficientPrivilege as error:
+        raise MissingPrivilegeError(
+            f"this role may not look at the commandbus schema ({error.diag.message_primary}); grant it one of the "
+            f"roles of `commandbus roles`"
+        ) from None
+
+
+def _state() -> Steps[SchemaState]:
+    known = sql.migrations()
+    (exists,) = (yield Statement(b"SELECT pg_catalog.to_regclass('commandbus.migration') IS NOT NULL"))[0]
+    if not exists:
+        return SchemaState((), tuple(known), None, None, incompatible=tuple(known))
+    found: dict[int, bool] = dict((yield Statement(_APPLIED)))
+    applied = tuple(found)
+    settings: dict[str, str] = {}
+    if applied:
+        rows = yield Statement(b"SELECT name, value FROM commandbus.setting WHERE name LIKE 'pgmq%%'", {})
+        settings = dict(rows)
+    missing = tuple(number for number in known if number not in applied)
+    incompatible = tuple(number for number in missing if not sql.is_compatible(known[number][1]))
+    newer = {number: is_compatible for number, is_compatible in found.items() if number > max(known)}
+    _refuse_newer(newer)
+    pgmq_version, pgmq_way = settings.get("pgmq_version"), settings.get("pgmq_way")
+    return SchemaState(applied, missing, pgmq_version, pgmq_way, tuple(newer), incompatible)
+
+
+def _refuse_newer(newer: Mapping[int, bool]) -> None:
+    """The first that is not compatible is named: from there on this release cannot follow."""
+    if strange := [number for number, is_compatible in newer.items() if not is_compatible]:
+        raise SchemaError(
+            f"this database's commandbus schema is at migration {max(newer)}, newer than this release knows "
+            f"({max(sql.migrations())}), and migration {strange[0]} is not compatible with older releases; "
+            f"install a newer commandbus"
+        )

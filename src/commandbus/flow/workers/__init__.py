@@ -1,0 +1,1 @@
+"""Operations on the registry of workers."""

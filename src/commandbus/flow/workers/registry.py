@@ -1,0 +1,61 @@
+"""register: a worker's row in the registry, beaten every few seconds, and what it learns there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from commandbus import sql
+from commandbus.flow.operation import Statement, Steps, operation
+from commandbus.model import payload
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """What does not change in a worker's life; `types` are the types that it has handlers for ("orders/ship")."""
+
+    id: str
+    host: str
+    pid: int
+    domains: Sequence[str]
+    concurrency: int
+    version: str
+    supervisor: str | None = None
+    types: Callable[[], Sequence[str]] = tuple
+
+
+@operation(atomic=False)
+def beat(
+    identity: WorkerIdentity,
+    *,
+    state: str,
+    running: int,
+    settled: int,
+    rates: Mapping[str, float],
+    health: Mapping[str, Any] | None = None,
+    counts: Mapping[str, Any] | None = None,
+) -> Steps[None]:
+    """Write the worker's row; `health` is what `{"state": "HEALTHY", "reasons": []}` looks like.
+
+    `counts` are those that breakers need, by 'DOMAIN/COMMAND_TYPE' (model/breaker_rule.py); None as a rule.
+    """
+    yield Statement(
+        sql.text("workers/beat"),
+        {
+            "id": identity.id,
+            "host": identity.host,
+            "pid": identity.pid,
+            "domains": list(identity.domains),
+            "concurrency": identity.concurrency,
+            "version": identity.version,
+            "supervisor": identity.supervisor,
+            "state": state,
+            "running": running,
+            "settled": settled,
+            "rates": payload.dump(dict(rates), what="rates"),
+            "types": sorted(identity.types()),
+            "health": None if health is None else payload.dump(dict(health), what="health"),
+            "counts": None if not counts else payload.dump(dict(counts), what="counts"),
+        },
+    )

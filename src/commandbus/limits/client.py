@@ -1,0 +1,339 @@
+"""The LimitClient: one thread through which everything goes that concerns limits, on a connection of its own.
+
+    commands ──visit──► granted ──► a slot            calls inside programs ──acquire──► a future
+                  └───► refused ──► parked                                        └────► in line, woken by name
+    ends ─────leave───► the place is free ──► kept for the first in line, who is woken
+
+One thread, because it then asks for many at once: ten commands that need a place of one limit are one statement.
+It waits for nobody but the database and Redis; whoever waits for a place waits outside, in line, in the database.
+
+The line of a limit is in the database, as is everything that the fleet must agree on: back-off, breaker, whose
+turn it is. Who frees a place keeps it for the first in line, under a lease of a few seconds, and wakes that one;
+so nobody can overtake. What was lost on the way (a worker killed between two statements) is found by the sweep.
+
+Here are the thread, its round, and what others may ask of it. What a round does is in modules of its own, each
+using only those before it: `desk` (places that are held), `waker` (whose turn it is), `exits` (places given back),
+`visits` (commands) and `line` (calls inside programs).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import datetime
+from typing import Any
+
+import psycopg
+from psycopg import Connection
+
+from commandbus.clock import monotonic
+from commandbus.db.service import DatabaseService
+from commandbus.errors import CommandBusError
+from commandbus.flow.limits.declare import CHANGED, CHANNEL, CLOSED, TOKEN, WAKE, LimitRow
+from commandbus.flow.operation import explain_absence
+from commandbus.limits.admission import Admission
+from commandbus.limits.call_waiters import CallWaiters
+from commandbus.limits.held_permits import HeldPermits
+from commandbus.limits.limit_connection import LimitConnection
+from commandbus.limits.releases import Releases
+from commandbus.limits.requests import Limited, Permit, PermitCall, PermitRequest, Release
+from commandbus.limits.stores.choose import Elsewhere, PermitStores
+from commandbus.limits.stores.redis.backup_renewer import BackupRenewer
+from commandbus.limits.waker import Waker
+from commandbus.logger import safe_logger
+from commandbus.model.limit import LimitUse
+from commandbus.model.limit_state import token_of
+from commandbus.settings import Settings
+
+logger = safe_logger("commandbus.limits")
+
+SWEEP_SECONDS = 2.0
+LONGEST_SLEEP = 1.0
+
+
+class LimitClient(DatabaseService):
+    """Places of limits, for one worker or one bus."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        owner: str,
+        *,
+        elsewhere: Callable[[], Elsewhere] | None = None,
+        on_error: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        super().__init__(settings, name=owner, part="limit client", on_end=self._end_with)
+        self._owner = owner
+        self._on_error = on_error
+        link = LimitConnection(self._link)
+        self._stores = PermitStores(link, elsewhere, on_elsewhere=self._renew_beside)
+        self._held_permits = HeldPermits(link, self._stores, name=owner)
+        self._backstop = BackupRenewer(owner, self._held_permits)
+        self._waker = Waker(self._held_permits)
+        self._releases = Releases(self._held_permits, self._waker)
+        self._admission = Admission(self._held_permits, self._waker, self._releases, make_token=self._make_token)
+        self._call_waiters = CallWaiters(self._held_permits, self._waker, self._releases)
+        self._shut: dict[str, float] = {}  # when (monotonic) an API was last heard to say no
+        self._said_shut: dict[str, float] = {}  # the same, by notifications that nobody has looked into yet
+        self._sweep_at = monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311 - they spread out
+        self._numbers = itertools.count(secrets.randbits(40) << 20)
+        self._must_ask_line = False
+        self._is_at_work = True
+        self._closing = False
+        self._over: BaseException | None = None
+
+    # --- asked from other threads; none of these waits ---------------------------------------------------------
+
+    @property
+    def is_serving(self) -> bool:
+        """Can one ask? Not after the end, and not in a forked process, which has no such thread."""
+        return self._over is None and not self._closing and self._thread.is_alive()
+
+    @property
+    def is_busy(self) -> bool:
+        """Is there something that may let a command begin soon?"""
+        if (
+            self._is_at_work
+            or self._admission.asking
+            or self._releases.leaves
+            or self._orders
+            or self._admission.parking
+        ):
+            return True
+        return self._waker.is_due_within(LONGEST_SLEEP)
+
+    @property
+    def waiting(self) -> int:
+        """How many commands are at the gate."""
+        return len(self._admission.asking)
+
+    @property
+    def modes(self) -> dict[str, str]:
+        """Where the places of each limit that is used here are kept now."""
+        return self._held_permits.modes
+
+    @property
+    def held(self) -> dict[str, int]:
+        """How many places of each limit are held here."""
+        return self._held_permits.held
+
+    def permit_request(self, permit_requests: Sequence[PermitRequest]) -> None:
+        """Commands ask for their places."""
+        self._admission.asking.extend(permit_requests)
+        self.wake()
+
+    def take_back(self) -> list[PermitRequest]:
+        """Everything that was not answered yet."""
+        back = []
+        while True:
+            try:
+                back.append(self._admission.asking.popleft())
+            except IndexError:
+                return back
+
+    def leave(self, leaves: Sequence[Release]) -> None:
+        """Places are needed no more."""
+        self._releases.leaves.extend(leaves)
+        self.wake()
+
+    def note_parked(self, name: str) -> None:
+        """A command that was refused is parked now: it is in line."""
+        self.order(lambda: self._admission.note_parked(name))
+
+    def acquire(
+        self,
+        name: str,
+        *,
+        wait: float,
+        holder: str,
+        on_lost: Callable[[Permit], None] | None = None,
+        command: tuple[str, int, int, int] | None = None,
+        since: datetime | None = None,
+        caller: int | None = None,
+    ) -> PermitCall:
+        """Ask for a place inside a program; `call.answer` is resolved with it, or with an error.
+
+        `command` (domain, msg_id, id, attempt_base): for whom a place may be kept, because it was parked.
+        `since`: from when on its turn counts; None is now. `caller`: the id of the command whose handler asks.
+        """
+        number = next(self._numbers)
+        token = token_of(f"{self._owner}/{holder}/{number:x}", caller)
+        until = monotonic() + wait
+        call = PermitCall(name, token, number, until, wait, holder, Future(), on_lost, command, since, caller)
+        if not self.is_serving:
+            call.answer.set_exception(self._over or CommandBusError("the gate of this program is closed"))
+            return call
+        self._call_waiters.calls.append(call)
+        self.wake()
+        return call
+
+    def forget(self, call: PermitCall) -> None:
+        """Who asked waits no more; a place that was given meanwhile is given back."""
+        call.answer.cancel()  # orders come before calls: one that has not been looked at yet must not be answered
+        self.order(lambda: self._call_waiters.forget(call))
+
+    def tell(self, name: str, holder: str, reason: str, retry_after: float | None, *, caller: int) -> None:
+        """An API has refused a call that held no place of its limit."""
+        self.order(lambda: self._releases.tell(name, holder, reason, retry_after, str(caller)))
+
+    def is_stale(self, permit: Permit) -> bool:
+        """Was the place given before the API said no? Then nothing may begin with it."""
+        return permit.taken_at < self._shut.get(permit.limit, 0.0)
+
+    def judge(self, limited: Limited) -> None:
+        """Find out what becomes of a command whose call went badly; after what it left was heard."""
+
+        def judge() -> None:
+            self._releases.let_out()  # orders may come first in a round, and what it left begins the back-off
+            self._admission.judge(limited)
+
+        self.order(judge)
+
+    def look(self, name: str) -> Future[tuple[LimitRow, LimitUse]]:
+        """How a limit stands, and who holds its places."""
+        answer: Future[tuple[LimitRow, LimitUse]] = Future()
+
+        def find() -> None:
+            try:
+                row = self._held_permits.row(name)
+                answer.set_result((row, self._stores.of(row).look(row)))
+            except CommandBusError as error:
+                answer.set_exception(error)
+
+        self.order(find)
+        return answer
+
+    def stop(self, timeout: float) -> None:
+        """Give back what was left here, then end."""
+        self._closing = True
+        self.join(timeout)
+        self._stopping.set()
+        self._stop_beside()
+
+    # --- the thread --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, and the clock of what it holds."""
+        self._held_permits.clock.start()
+        try:
+            super().start()
+        except BaseException:
+            self._stop_beside()
+            raise
+
+    def _renew_beside(self, elsewhere: Elsewhere) -> None:
+        self._backstop.start(elsewhere)
+
+    def _stop_beside(self) -> None:
+        """What is still held ends with its lease."""
+        self._backstop.stop()
+        self._held_permits.clock.stop()
+
+    def _make_token(self, holder: str, command: int) -> str:
+        return token_of(f"{self._owner}/{holder}/{next(self._numbers):x}", command)
+
+    def connected(self, conn: Connection[Any]) -> None:
+        self.listen(conn, CHANNEL)
+        self._must_ask_line = True  # whose turn came before this was not heard
+
+    @property
+    def is_done(self) -> bool:
+        return self._stopping.is_set() or (self._closing and not self._releases.leaves and not self._orders)
+
+    def lost(self, error: psycopg.Error) -> None:  # noqa: ARG002
+        if self._closing:
+            self._stopping.set()  # what was not given back ends with its lease
+
+    def _end_with(self, error: BaseException) -> None:
+        """The thread has ended by an error: those who asked are told, and the worker."""
+        if isinstance(error, psycopg.errors.UndefinedTable | psycopg.errors.InvalidSchemaName):
+            error = explain_absence(error)
+        self._over = error
+        self._stop_beside()
+        self._call_waiters.fail_all(error)
+        if self._on_error is not None:
+            self._on_error(error)
+        elif not isinstance(error, CommandBusError):  # else those who asked are told, and that is enough
+            logger.error("the gate has ended", exc_info=error)
+
+    def round(self) -> None:
+        self._rest()
+        self._releases.let_out()
+        self.carry_out()
+        self._admission.let_in()
+        self._call_waiters.answer_calls()
+        now = monotonic()
+        self._call_waiters.give_up_late(now)
+        self._waker.wake_due(now)
+        if now >= self._held_permits.renew_at or self._stores.is_untended:
+            self._held_permits.renew()
+        if now >= self._sweep_at:
+            self._sweep_at = now + SWEEP_SECONDS * (0.75 + random.random() / 2)  # noqa: S311
+            self._waker.sweep()
+            self._call_waiters.take_turns()
+
+    def _rest(self) -> None:
+        self.hear()  # what came during our own statements does not wake the poll
+        self._look_who_is_shut()
+        self._take_turns_if_reconnected()
+        if (
+            self._orders
+            or self._admission.asking
+            or self._call_waiters.calls
+            or self._releases.leaves
+            or self._closing
+        ):
+            return
+        parts = (self._waker.soonest, self._call_waiters.soonest, self._releases.soonest)
+        soonest = min(*parts, self._sweep_at, self._held_permits.renew_at)
+        self._is_at_work = False
+        self.sleep(min(soonest - monotonic(), LONGEST_SLEEP) + 0.001)
+        self._is_at_work = True
+        self._look_who_is_shut()
+
+    def heard(self, channel: str, payload: str) -> None:  # noqa: ARG002 - there is one channel
+        """Anybody may notify: what is said is a reason to look, and a limit that is not used here is none. Whoever
+        waits at a limit of which nobody here knows is found by the sweep."""
+        if payload.startswith(TOKEN):
+            self._call_waiters.hear(payload.removeprefix(TOKEN))
+            return
+        kind, name = next(
+            ((kind, payload.removeprefix(kind)) for kind in (CLOSED, CHANGED, WAKE) if payload.startswith(kind)),
+            ("", ""),
+        )
+        if not self._held_permits.knows(name):
+            return
+        if kind == CLOSED:
+            self._said_shut[name] = monotonic()
+        elif kind == CHANGED:
+            self._held_permits.forget(name)
+            self._waker.look_at(name)
+        elif not self._waker.is_barred:
+            self._waker.look_at(name)
+
+    def _look_who_is_shut(self) -> None:
+        said, self._said_shut = self._said_shut, {}
+        for name, at in said.items():
+            try:
+                limit_state = self._held_permits.row(name).limit_state
+            except CommandBusError:
+                continue  # it is gone
+            if limit_state.is_probing:
+                self._shut[name] = at
+
+    def _take_turns_if_reconnected(self) -> None:
+        if self._must_ask_line:
+            self._must_ask_line = False
+            self._call_waiters.take_turns()
+
+    def finish(self) -> None:
+        self._over = self._over or CommandBusError("the gate of this program is closed")
+        try:
+            self._call_waiters.step_out()
+            self._stores.close()
+        except (psycopg.Error, CommandBusError) as error:
+            logger.info("the gate was left without a word: %s", error)
+        self._call_waiters.fail_all(self._over)

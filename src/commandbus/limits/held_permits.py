@@ -1,0 +1,215 @@
+"""The HeldPermits: takes places of limits for this program, and knows which ones are held here.
+
+    newcomer ──take──┐
+                     ├──► held ──renew, after a third of its lease──► held, or lost
+    kept ────adopt───┘      └──let_go──► (given back by `exits`)
+
+A place is taken for a newcomer, or was kept for somebody whose turn has come and is adopted. Limits' rows are
+remembered as last seen; what must be right is asked for. Used by the gate's thread alone, but for what says so.
+While that thread waits for PostgreSQL, the hold clock ends what is held, and the backstop renews in Redis.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+from commandbus.clock import boottime, monotonic
+from commandbus.errors import CommandBusError, UnknownLimitError
+from commandbus.flow.limits import permits
+from commandbus.flow.limits.declare import LimitRow, get_limit
+from commandbus.limits.limit_connection import LimitConnection, LockedRowError
+from commandbus.limits.permit_clock import PermitClock
+from commandbus.limits.requests import Permit
+from commandbus.limits.stores.choose import PermitStores
+from commandbus.logger import safe_logger
+from commandbus.model.limit_state import ApiAnswer
+
+logger = safe_logger("commandbus.limits")
+
+TICK_SECONDS = 1.0
+LONGEST_SECONDS = 30.0
+LEAST_SECONDS = 0.05
+
+
+class HeldPermits:
+    """The limits that this program uses, and the places of them that it holds."""
+
+    def __init__(self, link: LimitConnection, stores: PermitStores, *, name: str) -> None:
+        self.link = link
+        self.stores = stores
+        self.clock = PermitClock(name, self._lose)
+        self.renew_at = 0.0
+        self._rows: dict[str, LimitRow] = {}  # as last seen; what must be right is asked for
+        self._held: dict[str, dict[str, Permit]] = {}
+        self._losing = threading.Lock()
+        self.has_held = threading.Event()  # for the backstop: something is held
+
+    # --- asked from other threads ------------------------------------------------------------------------------
+
+    @property
+    def modes(self) -> dict[str, str]:
+        """Where the places of each limit that is used here are kept now."""
+        mode = self.stores.mode_elsewhere
+        return {name: "postgres" if row.backend == "postgres" else mode for name, row in list(self._rows.items())}
+
+    @property
+    def held(self) -> dict[str, int]:
+        """How many places of each limit are held here."""
+        return {name: len(own) for name, own in list(self._held.items()) if own}
+
+    def late_elsewhere(self, part: float) -> Iterator[tuple[LimitRow, list[Permit]]]:
+        """What is held outside PostgreSQL and was not renewed for this part of its lease."""
+        now = boottime()
+        for name, held in list(self._held.items()):
+            row = self._rows.get(name)
+            own = [permit for permit in list(held.values()) if not permit.is_lost]
+            late = [permit for permit in own if now - permit.renewed_at >= permit.lease * part]
+            if row is not None and row.backend != "postgres" and late:
+                yield row, late
+
+    def leases_elsewhere(self) -> list[float]:
+        """The leases of what is held outside PostgreSQL."""
+        return [permit.lease for _, permits in self.late_elsewhere(0.0) for permit in permits]
+
+    # --- limits ------------------------------------------------------------------------------------------------
+
+    def row(self, name: str) -> LimitRow:
+        """The limit as it is now."""
+        row = self._rows[name] = self.link.run(get_limit(name))
+        return row
+
+    def known(self, name: str) -> LimitRow:
+        """The limit as last seen: for what does not change from moment to moment, as its lease."""
+        return self._rows.get(name) or self.row(name)
+
+    def remember(self, row: LimitRow) -> None:
+        """A row that was read on another occasion."""
+        self._rows[row.name] = row
+
+    def knows(self, name: str) -> bool:
+        """Is this a limit that is used here?"""
+        return name in self._rows
+
+    def forget(self, name: str) -> None:
+        """It was changed, or is gone: it is asked for the next time."""
+        self._rows.pop(name, None)
+
+    # --- places ------------------------------------------------------------------------------------------------
+
+    def take(self, name: str, tokens: Sequence[str], *, probes: bool = True) -> tuple[list[str], LimitRow | None]:
+        """Take places for newcomers; `probes`: one of them may be the probe. If some get none: the limit's row,
+        which says why."""
+        if self.known(name).backend == "postgres":
+            taken = self.link.run(permits.take(name, tokens, probes=probes), limit=name)
+            if len(taken) == len(tokens):
+                return taken, None
+            row = self.row(name)
+            if row.backend == "postgres":
+                return taken, row
+        else:
+            row = self.row(name)
+        limit_state = row.limit_state
+        if row.is_awaited or limit_state.closed_until(row.now) is not None:
+            return [], row
+        if not limit_state.is_probing:
+            granted = self.stores.of(row).take(row, tokens, row.lease)
+            return granted, None if len(granted) == len(tokens) else row
+        if limit_state.is_probed(row.now) or not probes:
+            return [], row
+        granted = self.stores.of(row).take(row, tokens[:1], row.lease)
+        if granted and not self.link.run(permits.take_probe(name, granted[0]), limit=name):
+            self.stores.of(row).give(row, granted)
+            granted = []
+        return granted, row
+
+    def adopt(self, name: str, token: str) -> bool:
+        """Is the place that was kept under this token still there? Then it is held from now on."""
+        row = self.row(name)
+        limit_state = row.limit_state
+        backend = self.stores.of(row)
+        if limit_state.closed_until(row.now) is not None or (
+            limit_state.is_probing and limit_state.probe != token
+        ):
+            backend.give(row, [token])  # it was kept before the API said no
+            if limit_state.probe == token:
+                # Another one may be it.
+                unknown = permits.answer(name, token, ApiAnswer.UNKNOWN, gives=False, has_begun=False)
+                self.link.run(unknown, limit=name)
+            return False
+        is_held = not backend.renew(row, [token])
+        if is_held and row.backend != "postgres" and limit_state.probe == token:
+            self.link.run(permits.renew(name, [token]), limit=name)  # that it is the probe is kept there
+        return is_held
+
+    def hold(self, permit: Permit) -> Permit:
+        """Renew this place from now on."""
+        self._held.setdefault(permit.limit, {})[permit.token] = permit
+        self.clock.watch(permit)
+        self.has_held.set()
+        self.renew_at = min(self.renew_at, monotonic() + permit.lease / 3)
+        return permit
+
+    def let_go(self, permit: Permit) -> None:
+        """Renew it no more."""
+        self.clock.forget(permit)
+        self._held.get(permit.limit, {}).pop(permit.token, None)
+
+    def renew(self) -> None:
+        """Renew what is due, tell whoever has lost a place, and find out when to do so again."""
+        now, age_now = monotonic(), boottime()
+        again = now + (TICK_SECONDS if self.stores.tick() else LONGEST_SECONDS)
+        for name, held in list(self._held.items()):
+            for permit in [permit for permit in held.values() if permit.is_lost]:
+                self.let_go(permit)  # the clock has ended it
+            due = [permit for permit in held.values() if age_now - permit.renewed_at >= permit.lease / 3]
+            for permit in self._renew(name, due) if due else []:
+                self._lose(permit)
+                self.let_go(permit)
+            next_at = [now + self._due_in(permit, age_now) for permit in held.values()]
+            again = min(again, max(min(next_at, default=again), self.link.barred_until(name)))
+        self.renew_at = max(again, now + LEAST_SECONDS)  # at the end: what fails on the way is done again at once
+
+    @staticmethod
+    def _due_in(permit: Permit, now: float) -> float:
+        """Seconds until it is to be renewed; if that did not succeed just now, it is tried again soon."""
+        left = permit.renewed_at + permit.lease / 3 - now
+        return left if left > 0 else min(TICK_SECONDS, permit.lease / 10)
+
+    def _renew(self, name: str, own: Sequence[Permit]) -> list[Permit]:
+        """Renew leases; answers what is lost."""
+        sent_at = boottime()
+        try:
+            row = self.row(name)
+            backend = self.stores.of(row)
+            gone = set(backend.renew(row, [permit.token for permit in own]))
+        except UnknownLimitError:
+            for permit in own:  # nobody counts any more who is inside
+                self.let_go(permit)
+            return []
+        except LockedRowError:
+            return []  # again when the bar is over; said when it was put up
+        except CommandBusError as error:
+            logger.warning("places of limit %s cannot be renewed: %s", name, error)
+            return []
+        for permit in own:
+            if permit.token not in gone:
+                self._note_renewed(permit, row, sent_at)
+        return [permit for permit in own if permit.token in gone]
+
+    def _note_renewed(self, permit: Permit, row: LimitRow, sent_at: float) -> None:
+        """A back end elsewhere may not have been reached: it knows when the lease was last asked for."""
+        if row.backend != "postgres":
+            sent_at = self.stores.elsewhere(row).renewed_at(row, permit.token) or permit.renewed_at
+        permit.lease = row.lease if sent_at > permit.renewed_at else permit.lease
+        permit.renewed_at = max(permit.renewed_at, sent_at)
+
+    def _lose(self, permit: Permit) -> None:
+        """Called by the gate's thread, and by the clock's."""
+        with self._losing:
+            if permit.is_lost:
+                return
+            permit.is_lost = True
+        logger.warning("%s has lost its place of limit %s", permit.holder, permit.limit)
+        if permit.on_lost is not None:
+            permit.on_lost(permit)

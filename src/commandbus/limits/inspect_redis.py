@@ -1,0 +1,35 @@
+"""Looking at places in Redis without taking part: who only looks is no program of the fleet, holds nothing, and
+needs no right to write. A look from a machine that does not reach Redis says so ("unknown") instead of guessing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from commandbus.flow.limits.declare import LimitRow
+from commandbus.flow.limits.inspect import UNKNOWN
+from commandbus.flow.limits.metrics import RedisFleet
+from commandbus.limits.stores.redis.scripts import EpochError, RedisLostError, RedisScripts, StaleError
+from commandbus.model.limit import LimitUse
+from commandbus.settings import Settings
+
+
+def look_at(settings: Settings, rows: Sequence[LimitRow], fleet: RedisFleet) -> dict[str, LimitUse]:
+    """How the places of these limits are used, all of them kept in Redis. Waits for it a second at most."""
+    if fleet.mode == "degraded":
+        return {row.name: LimitUse(fleet.tokens.get(row.name, {}), row.look.flow, fleet.mode) for row in rows}
+    found = {row.name: LimitUse({}, row.look.flow, UNKNOWN) for row in rows}
+    if settings.redis_url is None:
+        return found
+    if fleet.epoch is None:  # nobody has used it yet
+        return {row.name: LimitUse({}, row.look.flow, fleet.mode) for row in rows}
+    permits = RedisScripts(settings.redis_url, settings.environment)
+    try:
+        for row in rows:
+            seen = permits.look(row, epoch=fleet.epoch)
+            found[row.name] = LimitUse(seen.holders, seen.flow or row.look.flow, fleet.mode)
+    except (RedisLostError, EpochError, StaleError):
+        pass  # what was not seen stays unknown
+    finally:
+        permits.close()
+    return found

@@ -1,0 +1,101 @@
+"""RowLink: the gate's connection. What is wrong with one row is a CommandBusError to whoever asked for that row.
+
+Nearly every question of the gate is about one limit. If somebody has written nonsense into that limit's row, only
+those who use that limit must hear of it, and the gate goes on for all others.
+
+The same holds for a row that somebody has locked. Its lock is waited for once (2 s, the session's
+`lock_timeout`). Then the limit is *barred*: for a moment that grows, whoever asks is told so at once
+(`LockedRowError`): commands are parked, calls inside programs and what is to be told ask again later. When the
+moment is over the row is looked at first, in a statement that hardly waits.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+from commandbus.clock import monotonic
+from commandbus.db.drivers import Runnable
+from commandbus.db.service_connection import LastingConnection
+from commandbus.db.transient_errors import is_locked, is_of_a_row
+from commandbus.errors import CommandBusError
+from commandbus.flow.limits.permits import wait_for_row
+from commandbus.logger import safe_logger
+
+T = TypeVar("T")
+logger = safe_logger("commandbus.limits")
+
+FIRST_BAR_SECONDS: Final = 0.5
+LONGEST_BAR_SECONDS: Final = 10.0
+
+
+class UnusableRowError(CommandBusError):
+    """A row of ours has a value that nobody can use."""
+
+
+class LockedRowError(CommandBusError):
+    """Another transaction holds the row of a limit. `until` is when (monotonic) to ask again."""
+
+    def __init__(self, limit: str, until: float) -> None:
+        super().__init__(
+            f"another transaction holds the row of limit {limit!r} in commandbus.limits; end it "
+            f"(`commandbus doctor` names the oldest)"
+        )
+        self.until = until
+
+
+class LimitConnection:
+    """Runs operations on a link."""
+
+    def __init__(self, link: LastingConnection) -> None:
+        self._link = link
+        self._bars: dict[str, tuple[float, float]] = {}  # limits whose rows are locked: until when, and how long
+
+    def run(self, operation: Runnable[T], *, limit: str | None = None) -> T:
+        """As `LastingConnection.run`; raises UnusableRowError where a value in a row is to blame.
+
+        `limit`: it writes to that limit's row; raises LockedRowError where somebody else holds it.
+        """
+        if limit is not None and limit in self._bars:
+            self._look_at_bar(limit)
+        return self._run(operation, limit)
+
+    def barred_until(self, limit: str) -> float:
+        """Until when (monotonic) whoever asks for this limit is refused; 0: nobody is."""
+        until, _ = self._bars.get(limit, (0.0, 0.0))
+        return until if until > monotonic() else 0.0
+
+    def _look_at_bar(self, limit: str) -> None:
+        if until := self.barred_until(limit):
+            raise LockedRowError(limit, until)
+        self._run(wait_for_row(limit), limit)
+        del self._bars[limit]
+        logger.info("the row of limit %s is free again", limit)
+
+    def _run(self, operation: Runnable[T], limit: str | None) -> T:
+        try:
+            return self._link.run(operation)
+        except CommandBusError:
+            raise
+        except Exception as error:
+            if self._link.conn_is_lost():
+                raise
+            if limit is not None and is_locked(error):
+                raise LockedRowError(limit, self._bar(limit)) from error
+            if not is_of_a_row(error):
+                raise
+            said = str(error).strip().partition("\n")[0]
+            raise UnusableRowError(
+                f"a row of commandbus.limits or commandbus.parked cannot be used ({type(error).__name__}: "
+                f"{said}); correct the value, or delete the row: workers that start declare their limits again"
+            ) from error
+
+    def _bar(self, limit: str) -> float:
+        _, last = self._bars.get(limit, (0.0, 0.0))
+        pause = min(max(2 * last, FIRST_BAR_SECONDS), LONGEST_BAR_SECONDS)
+        if not last:
+            logger.warning(
+                "somebody holds the row of limit %s: what needs it waits, the other limits go on", limit
+            )
+        until = monotonic() + pause
+        self._bars[limit] = (until, pause)
+        return until

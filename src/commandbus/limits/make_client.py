@@ -1,0 +1,39 @@
+"""How a gate is made from settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from commandbus.errors import ConfigurationError
+from commandbus.limits.client import LimitClient
+from commandbus.limits.stores.choose import Elsewhere
+from commandbus.model.limit import Limit
+from commandbus.settings import Settings
+
+
+def make_limit_client(
+    settings: Settings, owner: str, *, on_error: Callable[[BaseException], None] | None = None
+) -> LimitClient:
+    """A gate that keeps the places of some limits in Redis, if there is one."""
+    elsewhere = None
+    if settings.redis_url is not None:
+
+        def elsewhere() -> Elsewhere:
+            from commandbus.limits.stores.redis.store import (
+                RedisPermitStore,  # only who uses Redis needs its library
+            )
+
+            return RedisPermitStore(settings, owner)
+
+    return LimitClient(settings, owner, elsewhere=elsewhere, on_error=on_error)
+
+
+def settle_limits(declared: Iterable[Limit], settings: Settings) -> list[Limit]:
+    """Each limit once, without its breaker if breakers are off; two that differ under one name are a mistake."""
+    found: dict[str, Limit] = {}
+    for limit in declared:
+        if found.setdefault(limit.name, limit) != limit:
+            raise ConfigurationError(
+                f"limit {limit.name!r} is declared twice, differently: {found[limit.name]} and {limit}"
+            )
+    return [settings.declared(limit) for limit in found.values()]

@@ -1,0 +1,180 @@
+"""What is asked of a gate, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from commandbus.clock import boottime, monotonic
+from commandbus.errors import CommandBusError, LimitTimeoutError, UnknownLimitError
+from commandbus.flow.limits.declare import LimitRow
+from commandbus.flow.limits.inspect import full, why_none
+from commandbus.flow.limits.permits import Turn
+from commandbus.model.durations import format_seconds
+from commandbus.model.limit_state import ApiAnswer
+
+EARLY: Final = 0.1
+MOST_EARLY_SECONDS: Final = 5.0
+"""By how much of its lease a hold ends early, so that who hears of it has stopped before somebody else begins."""
+
+
+class Permit:
+    """A place of a limit that somebody holds here. `taken_at` is monotonic; `renewed_at` (of `clock.boottime`) is
+    when its lease was last asked for: before that was sent, so that it never ends later here than elsewhere."""
+
+    __slots__ = ("holder", "is_left", "is_lost", "lease", "limit", "on_lost", "renewed_at", "taken_at", "token")
+
+    def __init__(
+        self,
+        limit: str,
+        token: str,
+        lease: float,
+        *,
+        holder: str,
+        on_lost: Callable[[Permit], None] | None = None,
+        asked_at: float | None = None,
+    ) -> None:
+        self.limit = limit
+        self.token = token
+        self.lease = lease
+        self.holder = holder
+        self.on_lost = on_lost
+        self.is_lost = False
+        self.is_left = False  # was it left for whoever holds it, because nobody waits for that one any more?
+        self.taken_at = monotonic()
+        self.renewed_at = boottime() if asked_at is None else asked_at
+
+    @property
+    def ends_at(self) -> float:
+        """When (of `clock.boottime`) it is lost unless it is renewed: a little before its lease ends."""
+        return self.renewed_at + self.lease - min(self.lease * EARLY, MOST_EARLY_SECONDS)
+
+    @property
+    def is_sure(self) -> bool:
+        """Is it surely still held? A living gate renews it after a third of its lease."""
+        return not self.is_lost and boottime() - self.renewed_at < self.lease * 2 / 3
+
+    def __repr__(self) -> str:
+        return f"Place({self.limit!r}, {self.token!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a command does not begin now. `until`: epoch second by the database's clock, if that is known."""
+
+    limit: str
+    code: str
+    note: str
+    until: float | None
+    gives_up: bool = False
+
+
+def refuse(row: LimitRow, *, waited_seconds: float | None) -> Refusal:
+    """Put into words why a limit has no place for a command now."""
+    limit_state, now, name = row.limit_state, row.now, row.name
+    max_wait = row.limit.max_wait_seconds
+    until = limit_state.closed_until(now)
+    if until is not None or limit_state.is_probing:
+        code = "LIMIT_BREAKER" if limit_state.is_open or limit_state.is_forced else "LIMIT_BACKOFF"
+        note = why_none(row)
+        if limit_state.is_forced:
+            until = None
+    else:
+        code, note = "LIMIT_FULL", full(row)
+    waited = row.waited_in_vain(waited_seconds)
+    gives_up = max_wait is not None and waited >= max_wait
+    if gives_up:
+        code = "LIMIT_WAIT" if code == "LIMIT_FULL" else "RATE_LIMITED"
+        note = f"{too_long(row, waited)}: {limit_state.explain(name) if code == 'RATE_LIMITED' else full(row)}"
+    return Refusal(name, code, note, until, gives_up=gives_up)
+
+
+def too_long(row: LimitRow, waited: float) -> str:
+    """That a command has waited for a limit as long as it may."""
+    return (
+        f"has waited {format_seconds(round(waited, 1))} for limit {row.name} without a successful call of anybody,"
+        f" and max_wait is {format_seconds(row.limit.max_wait_seconds or 0.0)}"
+    )
+
+
+def no_such(name: str, error: CommandBusError) -> Refusal:
+    """A limit that is declared no more, or cannot be used now, or from here (then another worker may)."""
+    is_gone = isinstance(error, UnknownLimitError)
+    return Refusal(name, "LIMIT_UNKNOWN" if is_gone else "LIMIT_BACKEND", str(error), None, gives_up=is_gone)
+
+
+def waited_in_vain(name: str, wait: float, why: str | None = None) -> LimitTimeoutError:
+    """The error of who has waited too long for a place, and what was in the way, if that is known."""
+    text = f"no place of limit {name!r} became free within {format_seconds(round(wait, 3))}"
+    return LimitTimeoutError(f"{text}: {why}" if why else f"{text}; see `commandbus limits`", limit=name)
+
+
+@dataclass(slots=True, eq=False)
+class PermitRequest:
+    """A claimed command whose handler needs places of some limits; exactly one of the two answers follows."""
+
+    domain: str
+    msg_id: int
+    id: int
+    attempt_base: int
+    is_known: bool  # it was claimed before: a place may be kept for it
+    names: Sequence[str]
+    holder: str
+    on_granted: Callable[[list[Permit]], None]
+    on_refused: Callable[[Refusal], None]
+    on_lost: Callable[[Permit], None]
+    payload: object = None  # whatever who asks wants to find again
+
+
+@dataclass(slots=True, eq=False)
+class PermitCall:
+    """Somebody inside a program who waits for a place."""
+
+    name: str
+    token: str
+    number: int
+    until: float  # monotonic
+    wait: float
+    holder: str
+    answer: Future[Permit]
+    on_lost: Callable[[Permit], None] | None
+    command: tuple[str, int, int, int] | None = None
+    since: datetime | None = None
+    caller: int | None = None  # the id of the command whose handler asks
+    is_in_line: bool = False
+    on_forgotten: Callable[[], None] | None = None  # instead of giving the place back
+    on_given_up: Callable[[Permit], object] | None = None  # beside giving the place back
+
+
+@dataclass(slots=True, eq=False)
+class Release:
+    """A place is needed no more, and how the call went. `keeps`: the call may still be under way on the other
+    side, so the place stays taken until its lease ends. `stays`: the place is used further, only the answer is
+    told. `has_begun`: False if nothing was done with it."""
+
+    permit: Permit
+    answer: ApiAnswer
+    reason: str = ""
+    retry_after: float | None = None
+    keeps: bool = False
+    stays: bool = False
+    has_begun: bool = True
+    then: Callable[[Release], None] | None = None
+    is_waived: bool = False  # said by the gate: the command failed for all who wait, and pays nothing
+
+
+@dataclass(slots=True, eq=False)
+class Limited:
+    """A command whose call went badly. `then` is told how the limit stands (None: it is gone) and what is known of
+    the command, and answers whether it will be parked."""
+
+    limit: str
+    domain: str
+    msg_id: int
+    id: int
+    attempt_base: int
+    is_known: bool
+    then: Callable[[LimitRow | None, Turn | None], bool]

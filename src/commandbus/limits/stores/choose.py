@@ -1,0 +1,109 @@
+"""Back ends: where the places of limits are kept, and which of them keeps those of a limit.
+
+PostgreSQL is always there. The other is made when a limit first asks for it, on the gate's thread: a program none
+of whose limits is kept in Redis never connects to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from commandbus.errors import CommandBusError
+from commandbus.flow.limits.declare import LimitRow
+from commandbus.limits.limit_connection import LimitConnection
+from commandbus.limits.stores.postgres import PostgresPermitStore
+from commandbus.model.limit import LimitUse
+
+
+class PermitStore(Protocol):
+    """Where the places of some limits are kept."""
+
+    @property
+    def mode(self) -> str:
+        """postgres, redis, degraded, joining or lost."""
+
+    def take(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:
+        """Take places for some seconds; answers the tokens that have one."""
+
+    def renew(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
+        """Renew leases; answers the tokens that hold no place any more."""
+
+    def give(self, limit: LimitRow, tokens: Sequence[str]) -> None:
+        """Give places back."""
+
+    def look(self, limit: LimitRow) -> LimitUse:
+        """Who holds a place, and how fast they are given."""
+
+
+class Elsewhere(PermitStore, Protocol):
+    """A back end outside PostgreSQL, which must be looked after."""
+
+    def renew_beside(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
+        """Renew leases on another thread than all else, without PostgreSQL; answers the tokens that were."""
+
+    def renewed_at(self, limit: LimitRow, token: str) -> float | None:
+        """When (of `clock.boottime`) the lease of this token was last asked for; None: it is not known here."""
+
+    def close_backstop(self) -> None:
+        """Close what `renew_beside` uses, on its thread."""
+
+    def keep_for_others(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:
+        """Take places that others will adopt; answers the tokens that have one."""
+
+    def tick(self) -> None:
+        """Called every second or so."""
+
+    def close(self) -> None:
+        """Sign off."""
+
+
+class PermitStores:
+    """The back ends of one program."""
+
+    def __init__(
+        self,
+        link: LimitConnection,
+        make_elsewhere: Callable[[], Elsewhere] | None,
+        on_elsewhere: Callable[[Elsewhere], None] = lambda _: None,
+    ) -> None:
+        self._postgres = PostgresPermitStore(link)
+        self._make_elsewhere = make_elsewhere
+        self._on_elsewhere = on_elsewhere
+        self._elsewhere: Elsewhere | None = None
+        self.is_untended = False  # the one outside PostgreSQL is new, and `tick` was not called yet
+
+    def of(self, row: LimitRow) -> PermitStore:
+        """The one that keeps the places of this limit."""
+        return self._postgres if row.backend == "postgres" else self.elsewhere(row)
+
+    def elsewhere(self, row: LimitRow) -> Elsewhere:
+        """The one outside PostgreSQL, for a limit that is kept there."""
+        if self._elsewhere is None:
+            if self._make_elsewhere is None:
+                raise CommandBusError(
+                    f"limit {row.name!r} is kept in Redis, and this program has no redis_url: set "
+                    f'COMMANDBUS_REDIS_URL, or declare one under another name with backend="postgres"'
+                )
+            self._elsewhere = self._make_elsewhere()
+            self.is_untended = True
+            self._on_elsewhere(self._elsewhere)
+        return self._elsewhere
+
+    @property
+    def mode_elsewhere(self) -> str:
+        """How the one outside PostgreSQL stands; asked from other threads."""
+        return "unknown" if self._elsewhere is None else self._elsewhere.mode  # not made here: threads would race
+
+    def tick(self) -> bool:
+        """Look after the one outside PostgreSQL; False: there is none."""
+        if self._elsewhere is None:
+            return False
+        self.is_untended = False
+        self._elsewhere.tick()
+        return True
+
+    def close(self) -> None:
+        """Sign off."""
+        if self._elsewhere is not None:
+            self._elsewhere.close()

@@ -1,0 +1,72 @@
+"""The BackupRenewer renews places in Redis while the gate's thread waits for PostgreSQL.
+
+It has a thread and a connection to Redis of its own. It does nothing while the gate renews in time, which is after
+a third of a lease; and Redis refuses it when this program has not said in PostgreSQL for a while that it is alive
+(`Pace.leave`). Then the hold clock ends what is held.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from commandbus.clock import boottime
+from commandbus.limits.held_permits import HeldPermits
+from commandbus.limits.stores.choose import Elsewhere
+from commandbus.logger import safe_logger
+
+logger = safe_logger("commandbus.limits")
+
+LATE = 0.45
+"""The part of a lease after which the gate is late."""
+PARTS = 10
+"""How often in a lease it looks."""
+LONGEST_SECONDS = 1.0
+
+
+class BackupRenewer:
+    """Renews what the gate of one program could not."""
+
+    def __init__(self, name: str, held_permits: HeldPermits) -> None:
+        self._held_permits = held_permits
+        self._stopping = threading.Event()
+        self._name = name
+        self._thread: threading.Thread | None = None
+
+    def start(self, elsewhere: Elsewhere) -> None:
+        """Start the thread, once there is something to renew elsewhere."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._serve, args=[elsewhere], name=f"{self._name}-backstop", daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Renew no more."""
+        self._stopping.set()
+        self._held_permits.has_held.set()
+
+    def _serve(self, elsewhere: Elsewhere) -> None:
+        while not self._stopping.wait(self._pause()):
+            try:
+                self._renew(elsewhere)
+            except Exception:
+                logger.exception("places in Redis could not be renewed beside the gate")
+        elsewhere.close_backstop()
+
+    def _pause(self) -> float:
+        """Until the next look; it begins when something is held."""
+        self._held_permits.has_held.clear()
+        leases = self._held_permits.leases_elsewhere()
+        if not leases:
+            self._held_permits.has_held.wait()
+        return min(
+            [LONGEST_SECONDS, *(lease / PARTS for lease in leases or self._held_permits.leases_elsewhere())]
+        )
+
+    def _renew(self, elsewhere: Elsewhere) -> None:
+        for row, permits in self._held_permits.late_elsewhere(LATE):
+            sent_at = boottime()
+            renewed = elsewhere.renew_beside(row, [permit.token for permit in permits])
+            for permit in permits:
+                if permit.token in renewed:
+                    permit.lease, permit.renewed_at = row.lease, max(permit.renewed_at, sent_at)

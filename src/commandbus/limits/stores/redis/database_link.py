@@ -1,0 +1,49 @@
+"""The database, as seen from limits in Redis: it may be away, and that is logged once and stops nobody.
+
+Without it nothing can be decided, and Redis is asked for as long as our leave lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import psycopg
+
+from commandbus.db.drivers import Runnable
+from commandbus.db.service_connection import LastingConnection
+from commandbus.logger import safe_logger
+from commandbus.settings import Settings
+
+T = TypeVar("T")
+logger = safe_logger("commandbus.limits")
+
+
+class PatientConnection:
+    """One connection, one thread."""
+
+    def __init__(self, settings: Settings, *, name: str) -> None:
+        self._link = LastingConnection(settings, name=name)
+        self._is_unwell = False  # is PostgreSQL out of reach?
+
+    def run(self, operation: Runnable[T]) -> T:
+        """Run an operation; raises psycopg.OperationalError while the server is away."""
+        result = self._link.run(operation)
+        if self._is_unwell:
+            self._is_unwell = False
+            logger.info("limits in Redis: the database is back")
+        return result
+
+    def safely(self, action: Callable[[], T], otherwise: T) -> T:
+        """Do something that needs it; what to answer otherwise, should it be away."""
+        try:
+            return action()
+        except psycopg.OperationalError as error:
+            if not self._is_unwell:
+                self._is_unwell = True
+                logger.warning("limits in Redis: no word from the database: %s", str(error).strip())
+            return otherwise
+
+    def close(self) -> None:
+        """Close it."""
+        self._link.close()

@@ -1,0 +1,249 @@
+"""Following the fleet: where it keeps the places of limits in Redis now, and what one program must say for that.
+
+One program is told nothing of the others but through PostgreSQL (`flow/limits/redis_mode.py`), where it says every
+two seconds that it is alive. That is also its leave to ask Redis, for eight seconds on Redis' clock: who was
+stopped, or cut off from PostgreSQL, gets no place from Redis while the others believe that it is dead and have
+shared out the limit.
+
+Called by one thread. That Redis is away raises nothing here; that PostgreSQL is does.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from commandbus.clock import boottime
+from commandbus.flow.limits import redis_mode as limit_mode
+from commandbus.flow.limits.redis_mode import DEGRADED, JOINING, REDIS, HeartbeatPace, Held, Mode
+from commandbus.limits.stores.redis.database_link import PatientConnection
+from commandbus.limits.stores.redis.held_permits import HeldPermit, RedisHeldPermits
+from commandbus.limits.stores.redis.ping import Ping
+from commandbus.limits.stores.redis.scripts import EpochError, Probe, RedisLostError, RedisScripts, StaleError
+from commandbus.logger import safe_logger
+from commandbus.model.limit_terms import LimitTerms
+
+T = TypeVar("T")
+logger = safe_logger("commandbus.limits")
+
+LOST: Final = "lost"
+SEARCH_SECONDS: Final = 0.05
+_MICRO: Final = 1_000_000
+NO_LEAVE: Final = 1  # a moment that has passed
+
+
+class FleetFollower:
+    """One program of the fleet."""
+
+    def __init__(
+        self,
+        client: str,
+        link: PatientConnection,
+        permits: RedisScripts,
+        holdings: RedisHeldPermits,
+        pace: HeartbeatPace,
+    ) -> None:
+        self.id = f"{client} {secrets.token_hex(4)}"
+        self._link = link
+        self._permits = permits
+        self._held_in_redis = holdings
+        self._pace = pace
+        self._seen: Mode | None = None
+        self._lost: str | None = "not asked yet"  # why Redis is out of reach; None: it is not
+        self.is_marked = False  # does PostgreSQL know that, and count our tokens?
+        self.leave = NO_LEAVE  # until when, on Redis' clock, it may be asked
+        self._due = 0.0
+        self._search: Ping | None = None
+        self._said: str | None = None
+
+    @property
+    def mode(self) -> str:
+        """redis, lost, degraded or joining."""
+        if self._seen is None:
+            return LOST
+        if self._lost is None:
+            return self._seen.mode
+        return DEGRADED if self._seen.mode == DEGRADED and self.is_marked else LOST
+
+    @property
+    def epoch(self) -> str:
+        """In which Redis is; what it was told in another it has forgotten."""
+        return (self._seen.epoch if self._seen else None) or ""
+
+    @property
+    def is_known(self) -> bool:
+        """Was anything heard of the fleet yet?"""
+        return self._seen is not None
+
+    @property
+    def reaches_redis(self) -> bool:
+        """Could Redis be asked the last time?"""
+        return self._lost is None
+
+    @property
+    def is_due(self) -> bool:
+        """Is it time for a beat?"""
+        return boottime() >= self._due
+
+    def hurry(self) -> None:
+        """The fleet has gone on: the next beat is due now."""
+        self._due = 0.0
+
+    def ask(self, question: Callable[[str], T]) -> T | None:
+        """Ask Redis; None if it is to be asked again, now that the fleet's mode is known better."""
+        try:
+            return question(self.epoch)
+        except RedisLostError as error:
+            self._lose(error)
+            self._settle()
+        except (EpochError, StaleError):
+            self.beat()
+        return None
+
+    def beat(self) -> None:
+        """The whole round: Redis, PostgreSQL, and whatever follows from what they say."""
+        now = boottime()
+        self._due = now + (self._pace.beat if self._lost is None else self._pace.beat / 2)
+        try:
+            probe = self._probe()
+        except RedisLostError as error:
+            self._lose(error)
+            self._settle()
+            return
+        was_lost = self._lost is not None
+        most = self._held_in_redis.count()
+        fleet = None if was_lost else self._link.run(limit_mode.beat(self.id, _as_held(most)))
+        joins = fleet is not None and fleet.mode == JOINING and (fleet.seconds or 0.0) > 0
+        if (
+            fleet is not None
+            and not fleet.is_lost
+            and fleet.epoch is not None
+            and fleet.epoch == probe.epoch
+            and (fleet.mode == REDIS or joins)
+        ):
+            self._follow(fleet)
+        elif not self._settle(reachable=True):
+            return
+        self._held_in_redis.note_told(most)
+        self.leave = probe.now + round(self._pace.leave * _MICRO)
+        self._tell_redis(renews=was_lost)
+
+    def give_owed(self, limit: LimitTerms, epoch: str) -> bool:
+        """Tell Redis what was given back."""
+        owed = self._held_in_redis.owed[limit.name]
+        if owed:
+            self._permits.give(limit, list(owed), epoch=epoch)
+            owed.clear()
+        return True
+
+    def sign_off(self) -> None:
+        """This program holds nothing any more, and need not be counted."""
+        self._link.run(limit_mode.leave(self.id))
+
+    def close(self) -> None:
+        """Nothing uses the connection to Redis after this."""
+        if self._search is not None:
+            self._search.join()
+
+    def _probe(self) -> Probe:
+        """Is Redis there? While it is known not to be, that is asked on another thread: of a server that is
+        stopped nothing is heard before the time-out, and nobody must wait for that again and again."""
+        if self._lost is None or self._seen is None:
+            return self._permits.probe()
+        search = self._search = self._search or Ping(self._permits)
+        if search.is_over(SEARCH_SECONDS):
+            self._search = None
+        return search.answer()
+
+    def _settle(self, *, reachable: bool = False) -> bool:
+        """Say under the fleet's lock whether Redis is in reach, and learn what the mode is; False: it was lost
+        just now."""
+        redis = self._permits if reachable else None
+        held = _as_held(self._held_in_redis.count()) if reachable else self._held_in_redis.tokens()
+        lease = max((limit.lease for limit in self._held_in_redis.limits.values()), default=0.0)
+        operation = limit_mode.settle(self.id, held, lease=lease, pace=self._pace, redis=redis)
+        try:
+            fleet = self._link.run(operation)
+        except RedisLostError as error:
+            self._lose(error)
+            if reachable:
+                self._settle()
+            return False
+        if reachable:
+            self._lost, self.is_marked = None, False
+        else:
+            self.is_marked = True
+        self._follow(fleet)
+        return True
+
+    def _follow(self, fleet: Mode) -> None:
+        self._seen = fleet
+        if fleet.mode == JOINING and fleet.seconds is not None:
+            self._due = min(self._due, boottime() + max(fleet.seconds, 0.0))
+        if self.mode != self._said:
+            self._say(fleet)
+
+    def _lose(self, error: RedisLostError) -> None:
+        self.leave = NO_LEAVE
+        self._held_in_redis.begin_life()
+        if self._lost is None or self._seen is None:
+            self._lost = str(error)
+
+    def _tell_redis(self, *, renews: bool) -> None:
+        """Tell Redis what it has forgotten or could not be told: who has a place, and who has given his back.
+        After a time out of reach leases are renewed at once, too."""
+        try:
+            for name, limit in self._held_in_redis.limits.items():
+                self.give_owed(limit, self.epoch)
+                for token, permit in list(self._held_in_redis.held[name].items()):
+                    if (renews or permit.epoch != self.epoch) and permit.ends > boottime():
+                        self._tell_of(limit, token, permit)
+        except RedisLostError as error:
+            self._lose(error)
+            self._settle()
+        except (EpochError, StaleError):
+            self.hurry()
+
+    def _tell_of(self, limit: LimitTerms, token: str, permit: HeldPermit) -> None:
+        """A place that was taken for a lease is renewed; one that is kept for another program is not."""
+        began = boottime()
+        seconds = limit.lease if permit.seconds >= limit.lease else permit.ends - began
+        register = permit.epoch != self.epoch
+        if self._permits.renew(
+            limit, [token], epoch=self.epoch, leave=self.leave, register=register, seconds=seconds
+        ):
+            self._held_in_redis.lose(limit, [token])
+        else:
+            self._held_in_redis.held[limit.name][token] = HeldPermit(began + seconds, permit.seconds, self.epoch)
+
+    def _say(self, fleet: Mode) -> None:
+        """Log a change of mode, once."""
+        before, self._said = self._said, self.mode
+        if self.mode == LOST:
+            logger.warning(
+                "limits in Redis: it is out of reach of %s (%s): nothing that needs a place begins here until it "
+                "is back, or out of reach of all programs",
+                self.id,
+                self._lost,
+            )
+        elif self.mode == DEGRADED:
+            logger.warning(
+                "limits in Redis: it is out of reach of all %d programs (%s): each keeps to its share (degraded)",
+                fleet.programs,
+                self._lost,
+            )
+        elif self.mode == JOINING:
+            logger.warning(
+                "limits in Redis: it is back, has lost its data, or is another one: whoever has a place registers "
+                "it, and nobody gets a new one for %.0f s (joining)",
+                fleet.seconds or 0.0,
+            )
+        elif before is None:
+            logger.info("limits in Redis: %s takes part (epoch %s)", self.id, fleet.epoch)
+        else:
+            logger.info("limits in Redis: as usual again, after %s", before)
+
+
+def _as_held(most: dict[str, int]) -> Held:
+    return {name: {"most": count} for name, count in most.items()}

@@ -1,0 +1,147 @@
+"""What one program has of the places that Redis keeps, and what Redis or PostgreSQL must still be told of them.
+
+    keep ──► held ──give──► owed (Redis does not know yet) ──► told, or over
+              └──► its lease ends
+
+PostgreSQL knows, for each limit, the most that this program may hold: at least as much as it does hold, at any
+moment. It asks nobody anything; `redis_backend` and `redis_fleet` do. Called by one thread, but for
+`renewed_beside`: what is renewed there counts only if Redis was not lost meanwhile (`lives`), because then
+PostgreSQL was told of shorter leases.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from commandbus.clock import boottime
+from commandbus.flow.limits.redis_mode import Held
+from commandbus.model.limit_terms import LimitTerms
+
+
+@dataclass(slots=True)
+class HeldPermit:
+    """A place that this program has: when its lease ends at the earliest, and how long that was. `epoch`: in which
+    Redis knows of it; None: only PostgreSQL does."""
+
+    ends: float
+    seconds: float
+    epoch: str | None
+
+
+class RedisHeldPermits:
+    """The places of one program, by limit and token."""
+
+    def __init__(self) -> None:
+        self.limits: dict[str, LimitTerms] = {}
+        self.held: defaultdict[str, dict[str, HeldPermit]] = defaultdict(dict)
+        # What was given back and Redis does not know yet, and until when that matters.
+        self.owed: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        self._most: dict[str, int] = {}  # what PostgreSQL knows that we may hold, by limit
+        self._peak: defaultdict[str, int] = defaultdict(int)  # what we did hold since it was told
+        self._lock = threading.Lock()
+        self.lives = 0  # how often Redis was lost
+
+    def __bool__(self) -> bool:
+        return any(self.held.values())
+
+    def keep(
+        self, limit: LimitTerms, tokens: Sequence[str], began: float, seconds: float, epoch: str | None
+    ) -> None:
+        """Remember what we have: from before it was asked for, so that our own lease never ends last."""
+        held = self.held[limit.name]
+        with self._lock:
+            for token in tokens:
+                held[token] = HeldPermit(began + seconds, seconds, epoch)
+        self._peak[limit.name] = max(self._peak[limit.name], len(held))
+
+    def begin_life(self) -> None:
+        """Redis is lost: what was asked of it before counts no more."""
+        with self._lock:
+            self.lives += 1
+
+    def renewed_beside(
+        self, limit: LimitTerms, tokens: Sequence[str], began: float, epoch: str, life: int
+    ) -> list[str]:
+        """Remember what another thread has renewed; answers the tokens for which that counts."""
+        with self._lock:
+            held = self.held[limit.name]
+            if life != self.lives:
+                return []
+            counted = [token for token in tokens if token in held and held[token].epoch == epoch]
+            for token in counted:
+                held[token] = HeldPermit(began + limit.lease, limit.lease, epoch)
+            return counted
+
+    def give(self, limit: LimitTerms, tokens: Sequence[str]) -> None:
+        """They are ours no more; what Redis knows of, or may know of, it must be told."""
+        ends, held = boottime() + limit.lease, self.held[limit.name]
+        for token in tokens:
+            with self._lock:
+                permit = held.pop(token, None)
+            if permit is None or permit.epoch is not None:
+                self.owed[limit.name][token] = ends
+
+    def lose(self, limit: LimitTerms, tokens: Sequence[str]) -> None:
+        """Others may have them now."""
+        with self._lock:
+            for token in tokens:
+                self.held[limit.name].pop(token, None)
+
+    def ending(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
+        """Which of them end within so many seconds, or are not ours at all?"""
+        soon, held = boottime() + seconds, self.held[limit.name]
+        return [token for token in tokens if token not in held or held[token].ends <= soon]
+
+    def forgotten(self, limit: LimitTerms, tokens: Sequence[str], epoch: str) -> list[str]:
+        """Which of them was Redis told in another epoch, if the lease has not run out meanwhile?"""
+        now, held = boottime(), self.held[limit.name]
+        return [
+            token for token in tokens if token in held and held[token].epoch != epoch and held[token].ends > now
+        ]
+
+    def forget_old(self) -> None:
+        """Places whose lease has ended, such as those that were kept for another program."""
+        now = boottime()
+        with self._lock:
+            for held in self.held.values():
+                for token in [token for token, permit in held.items() if permit.ends <= now]:
+                    del held[token]
+        for owed in self.owed.values():
+            for token in [token for token, ends in owed.items() if ends <= now]:
+                del owed[token]
+
+    # ── What PostgreSQL is told ─────────────────────────────────────────────────────────────────────────────────
+
+    def plan(self, limit: LimitTerms, more: int) -> bool:
+        """So many more may be ours soon. True: that is more than PostgreSQL knows, and it must be told first."""
+        if limit.concurrency is None:
+            return False
+        known, held = self._most.get(limit.name, 0), len(self.held[limit.name])
+        needed = min(held + more, max(held, limit.concurrency))
+        if needed <= known:
+            return False
+        self._peak[limit.name] = max(needed, min(2 * known, limit.concurrency))
+        return True
+
+    def count(self) -> dict[str, int]:
+        """The most that we hold, or have held since it was told last."""
+        names = {*self.held, *self._peak}
+        counted = {name: max(len(self.held[name]), self._peak[name]) for name in names}
+        return {name: count for name, count in counted.items() if count}
+
+    def note_told(self, most: dict[str, int]) -> None:
+        """PostgreSQL knows of so many."""
+        self._most = most
+        self._peak.clear()
+
+    def tokens(self) -> Held:
+        """What we hold, and what is left of each lease."""
+        now = boottime()
+        return {
+            name: {"left": {token: permit.ends - now for token, permit in held.items() if permit.ends > now}}
+            for name, held in self.held.items()
+            if held
+        }

@@ -1,0 +1,37 @@
+"""One question to Redis, asked on a thread of its own: is it there? Of a server that is stopped nothing is heard
+before the time-out, and whoever wants to know must not wait for that.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from commandbus.limits.stores.redis.scripts import Probe, RedisLostError, RedisScripts
+
+
+class Ping(threading.Thread):
+    """Asks Redis once. Nothing else uses the connection meanwhile."""
+
+    def __init__(self, permits: RedisScripts) -> None:
+        super().__init__(name="commandbus-redis-search", daemon=True)
+        self._permits = permits
+        self._answer: Probe | RedisLostError = RedisLostError("no answer yet")
+        self.start()
+
+    def run(self) -> None:
+        """Ask."""
+        try:
+            self._answer = self._permits.probe()
+        except RedisLostError as error:
+            self._answer = error
+
+    def is_over(self, seconds: float) -> bool:
+        """Is there an answer, or will there be one within so many seconds?"""
+        self.join(seconds)
+        return not self.is_alive()
+
+    def answer(self) -> Probe:
+        """What it said, if it has."""
+        if isinstance(self._answer, RedisLostError):
+            raise self._answer
+        return self._answer

@@ -1,0 +1,220 @@
+"""Places of limits in Redis: one script for each thing that is done, so that it is done at once or not at all.
+
+A limit is a sorted set `{name}_semaphore:{environment}` (token → when its lease ends) and a hash
+`{name}_rate:{environment}` (how far its rate is used up). The clock is Redis' own, so that it does not matter what
+time a caller believes it is. `commandbus_epoch:{environment}` says which life of this Redis it is: a script that
+expects another does nothing (EpochError), because a Redis that has lost its data has forgotten who holds a place.
+An epoch names the server's process too: one that was started again may have lost what it did last, and one that
+took over from another may never have had it; each connection learns once which process it speaks with.
+
+One connection, one thread, short time-outs, nothing is tried twice: what is to be done without an answer is the
+caller's decision. Not for Redis Cluster, where the keys of one limit would lie on several servers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import secrets
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any, Final, NamedTuple
+
+from commandbus.errors import ConfigurationError
+from commandbus.logger import safe_logger
+from commandbus.model.limit import FLOW_SECONDS, LimitUse
+from commandbus.model.limit_terms import LimitTerms
+
+logger = safe_logger("commandbus.limits")
+
+TIMEOUT_SECONDS: Final = 1.0
+_MICRO: Final = 1_000_000
+
+
+class RedisLostError(Exception):
+    """No answer, or none that is of use: cut off, too slow, loading, read-only, out of memory."""
+
+
+class EpochError(Exception):
+    """Redis is not the one that it was: it has lost its data, or somebody has begun another epoch (`found`)."""
+
+    def __init__(self, found: str | None) -> None:
+        super().__init__(f"another epoch: {found}")
+        self.found = found
+
+
+class StaleError(Exception):
+    """The caller's leave has run out: it must first say that it is alive."""
+
+
+class Probe(NamedTuple):
+    """Redis' clock in microseconds, and the epoch; None if there is none of this server's process."""
+
+    now: int
+    epoch: str | None
+
+
+class RedisScripts:
+    """Takes, renews and gives back places in one Redis. Every method may raise RedisLostError."""
+
+    def __init__(self, url: str, environment: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        try:
+            import redis
+        except ImportError:
+            raise ConfigurationError(
+                "limits are to be kept in Redis, but its client is missing: pip install 'commandbus-pg[redis]'"
+            ) from None
+        self._failure = redis.RedisError
+        self._unknown_script = redis.exceptions.NoScriptError
+        try:
+            pool = redis.ConnectionPool.from_url(
+                url,
+                socket_timeout=timeout_seconds,
+                socket_connect_timeout=timeout_seconds,
+                client_name="commandbus",
+            )
+            # Protocol 3 begins with a command that Redis 5 does not know.
+            pool.connection_kwargs.update(protocol=2, decode_responses=True)
+            # Not one of the pool's own: it must be known when a connection is a new one.
+            self._conn: Any = pool.make_connection()
+        except (ValueError, TypeError, redis.RedisError):
+            raise ConfigurationError(
+                "redis_url (not shown, as it may hold a password) is not a Redis URL: give redis://host:6379/0, "
+                "rediss://… for TLS, or unix://…"
+            ) from None
+        self._epoch_key = f"commandbus_epoch:{environment}"
+        self._server: str | None = None  # which process the connection leads to; None: not connected
+
+    def probe(self) -> Probe:
+        """Is Redis there?"""
+        now, epoch = self._run("probe", [self._epoch_key], [])
+        return Probe(int(now), epoch if epoch and self._is_current(epoch) else None)
+
+    def begin_epoch(self, known: str | None, lease: float) -> str:
+        """Leave the epoch that is known (None: there never was one). Answers the one that holds from now on: a new
+        one, in which newcomers get no place before so many seconds have passed, or the one that somebody else
+        has begun."""
+        self._connect()
+        new = [known or "", secrets.token_hex(8), round(lease * _MICRO), self._server]
+        epoch: str = self._run("begin", [self._epoch_key], new)
+        return epoch
+
+    def take(
+        self, limit: LimitTerms, tokens: Sequence[str], seconds: float, *, epoch: str, leave: int = 0
+    ) -> list[str]:
+        """Take places for some seconds; answers the tokens that have one, which are the first of those given."""
+        began, opens = _moments(epoch)
+        terms = (-1 if limit.concurrency is None else limit.concurrency, limit.per_second or 0, limit.burst)
+        lease = round(seconds * _MICRO)
+        words = (epoch, leave, began, opens, FLOW_SECONDS, *terms, lease, *tokens)
+        granted: int = self._ask("take", limit, epoch, words)[0]
+        return list(tokens[:granted])
+
+    def renew(
+        self,
+        limit: LimitTerms,
+        tokens: Sequence[str],
+        *,
+        epoch: str,
+        leave: int = 0,
+        register: bool = False,
+        seconds: float | None = None,
+    ) -> list[str]:
+        """Renew leases, for the limit's own time unless told otherwise; answers the tokens that hold no place.
+        `register`: put in what Redis has forgotten."""
+        _, opens = _moments(epoch)
+        lease = round((limit.lease if seconds is None else seconds) * _MICRO)
+        concurrency = -1 if limit.concurrency is None else limit.concurrency
+        return self._ask("renew", limit, epoch, (epoch, leave, opens, int(register), concurrency, lease, *tokens))
+
+    def give(self, limit: LimitTerms, tokens: Sequence[str], *, epoch: str) -> None:
+        """Give places back."""
+        self._ask("give", limit, epoch, (epoch, *tokens))
+
+    def look(self, limit: LimitTerms, *, epoch: str) -> LimitUse:
+        """Who holds a place, and how fast they are given."""
+        flow, holders = self._ask("look", limit, epoch, (epoch, 0, FLOW_SECONDS))
+        pairs = zip(holders[::2], holders[1::2], strict=True)
+        return LimitUse(
+            {token: int(left) / _MICRO for token, left in pairs}, float(flow) if flow else None, "redis"
+        )
+
+    def close(self) -> None:
+        """Close the connection; it comes back on the next use."""
+        self._server = None
+        self._conn.disconnect()
+
+    def _ask(self, script: str, limit: LimitTerms, epoch: str, words: Sequence[object]) -> list[Any]:
+        """Run one of the scripts that serve a limit."""
+        self._connect()
+        if not self._is_current(epoch):
+            raise EpochError(None)
+        keys = (
+            self._epoch_key,
+            f"{limit.name}_semaphore:{limit.environment}",
+            f"{limit.name}_rate:{limit.environment}",
+        )
+        said: list[Any] = self._run(script, keys, words)
+        outcome, *answer = said
+        if outcome == "epoch":
+            raise EpochError(answer[0] or None)
+        if outcome == "stale":
+            raise StaleError
+        return answer
+
+    def _run(self, script: str, keys: Sequence[str], words: Sequence[object]) -> Any:
+        text, digest = _script(script)
+        rest = (len(keys), *keys, *words)
+        self._connect()
+        try:
+            try:
+                return self._command("EVALSHA", digest, *rest)
+            except self._unknown_script:
+                return self._command("EVAL", text, *rest)
+        except (self._failure, OSError) as error:
+            # What was asked may be answered later: by then nobody must be listening on this connection.
+            self.close()
+            raise RedisLostError(f"{type(error).__name__}: {error}") from error
+
+    def _connect(self) -> None:
+        if self._server is not None:
+            return
+        try:
+            self._conn.connect()
+            text = self._command("INFO")
+        except (self._failure, OSError) as error:
+            self.close()
+            raise RedisLostError(f"{type(error).__name__}: {error}") from error
+        facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+        self._server = facts.get("run_id", "").replace(":", "")
+        policy = facts.get("maxmemory_policy", "noeviction")
+        if policy != "noeviction" and facts.get("maxmemory", "0") != "0":
+            logger.warning(
+                "this Redis drops keys when its memory is full (maxmemory-policy %s), and with them the places of "
+                "limits: set it to noeviction, or they may be exceeded",
+                policy,
+            )
+
+    def _command(self, *words: object) -> Any:
+        self._conn.send_command(*words)
+        return self._conn.read_response()
+
+    def _is_current(self, epoch: str) -> bool:
+        return epoch.rpartition(":")[2] == self._server
+
+
+@lru_cache(maxsize=8)
+def _moments(epoch: str) -> tuple[str, str]:
+    """When an epoch began and when it opens to newcomers, in microseconds."""
+    parts = epoch.split(":")
+    return (parts[1], parts[2]) if len(parts) == 4 else ("0", "0")
+
+
+@cache
+def _script(name: str) -> tuple[str, str]:
+    """Its text, and the name by which Redis knows it."""
+    folder = importlib.resources.files(__package__).joinpath("lua")
+    text = folder.joinpath(f"{name}.lua").read_text("utf-8")
+    if name in ("take", "renew", "look"):
+        text = folder.joinpath("head.lua").read_text("utf-8") + text
+    return text, hashlib.sha1(text.encode()).hexdigest()  # noqa: S324 - Redis' own choice

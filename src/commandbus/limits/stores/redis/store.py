@@ -1,0 +1,241 @@
+"""Places kept in Redis, and what becomes of them when Redis is gone, or is not the one that it was.
+
+    mode        whose places               take              renew
+    redis       Redis'                     Redis             Redis
+    lost        Redis', out of my reach    nothing           fails until Redis is back or the lease ends
+    degraded    PostgreSQL's, in shares    up to my share    PostgreSQL
+    joining     Redis', being told         nothing           Redis, which is told of what it has forgotten
+
+The mode is the fleet's, and followed in `redis_fleet`; what this program has, and owes, is in `redis_holdings`.
+
+Called by one thread. It has a connection of its own: `take` is called in the middle of the gate's transactions,
+and neither their locks nor their rollback may reach what is said here. Neither Redis nor PostgreSQL being away
+raises anything: then nobody gets a place. `renew_beside` is another thread's, with a connection to Redis of its
+own, so that a lease does not run out there while this thread waits for PostgreSQL.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from commandbus.clock import boottime
+from commandbus.errors import ConfigurationError
+from commandbus.flow.limits import redis_mode as limit_mode
+from commandbus.flow.limits.metrics import count_granted
+from commandbus.flow.limits.redis_mode import DEGRADED, REDIS, HeartbeatPace
+from commandbus.limits.stores.redis.database_link import PatientConnection
+from commandbus.limits.stores.redis.fleet_mode import NO_LEAVE, FleetFollower
+from commandbus.limits.stores.redis.held_permits import RedisHeldPermits
+from commandbus.limits.stores.redis.scripts import EpochError, RedisLostError, RedisScripts, StaleError
+from commandbus.model.limit import LimitUse
+from commandbus.model.limit_terms import LimitTerms
+from commandbus.settings import Settings
+
+_TRIES: Final = 3
+
+
+class RedisPermitStore:
+    """Places of limits in Redis, for one program."""
+
+    def __init__(self, settings: Settings, client: str, *, pace: HeartbeatPace | None = None) -> None:
+        if settings.redis_url is None:
+            raise ConfigurationError(
+                "limits are to be kept in Redis, and redis_url is not set: COMMANDBUS_REDIS_URL"
+            )
+        self._permits = RedisScripts(settings.redis_url, settings.environment)
+        self._permits_beside = RedisScripts(settings.redis_url, settings.environment)
+        self._link = PatientConnection(settings, name=f"{client} limits")
+        self._pace = pace or HeartbeatPace()
+        self._held_in_redis = RedisHeldPermits()
+        self._fleet = FleetFollower(client, self._link, self._permits, self._held_in_redis, self._pace)
+        self._granted: defaultdict[str, int] = defaultdict(
+            int
+        )  # places given here, and not counted in PostgreSQL yet
+
+    @property
+    def mode(self) -> str:
+        """redis, lost, degraded or joining."""
+        return self._fleet.mode
+
+    # ── What the gate asks ──────────────────────────────────────────────────────────────────────────────────────
+
+    def take(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
+        """Take places for some seconds; answers the tokens that have one, which are the first of those given."""
+        self._held_in_redis.limits[limit.name] = limit
+        granted: list[str] = self._link.safely(lambda: self._take(limit, tokens, seconds), []) if tokens else []
+        self._granted[limit.name] += len(granted)
+        return granted
+
+    def keep_for_others(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
+        """Take places that others will adopt. They are not in our books then: when Redis is lost, who has adopted
+        one counts it, and one that nobody has is void."""
+        granted = self.take(limit, tokens, seconds)
+        if self.mode == REDIS:
+            self._held_in_redis.lose(limit, granted)
+        return granted
+
+    def renew(self, limit: LimitTerms, tokens: Sequence[str]) -> list[str]:
+        """Renew leases; answers the tokens that hold no place any more."""
+        self._held_in_redis.limits[limit.name] = limit
+        if not tokens:
+            return []
+        lost = self._link.safely(lambda: self._renew(limit, tokens), None)
+        if lost is None:
+            # Nobody could be asked. The next time is in a third of a lease: it must not be too late by then.
+            lost = self._held_in_redis.ending(limit, tokens, limit.lease * 0.4)
+        self._held_in_redis.lose(limit, lost)
+        return lost
+
+    def renewed_at(self, limit: LimitTerms, token: str) -> float | None:
+        """When the lease of this token was last asked for with success; None: we do not have it."""
+        permit = self._held_in_redis.held[limit.name].get(token)
+        return None if permit is None else permit.ends - permit.seconds
+
+    def renew_beside(self, limit: LimitTerms, tokens: Sequence[str]) -> list[str]:
+        """Renew leases without PostgreSQL, as long as Redis lets this program; answers the tokens that were."""
+        life, epoch, leave = self._held_in_redis.lives, self._fleet.epoch, self._fleet.leave
+        held = self._held_in_redis.held[limit.name]
+        known = [token for token in tokens if (permit := held.get(token)) is not None and permit.epoch == epoch]
+        if not known or leave == NO_LEAVE:
+            return []
+        began = boottime()
+        try:
+            lost = self._permits_beside.renew(limit, known, epoch=epoch, leave=leave)
+        except (RedisLostError, EpochError, StaleError):
+            return []
+        renewed = [token for token in known if token not in lost]
+        return self._held_in_redis.renewed_beside(limit, renewed, began, epoch, life)
+
+    def close_backstop(self) -> None:
+        """Close the other thread's connection, on that thread."""
+        self._permits_beside.close()
+
+    def give(self, limit: LimitTerms, tokens: Sequence[str]) -> None:
+        """Give places back. If nobody can be told now, Redis is when it is back."""
+        self._held_in_redis.limits[limit.name] = limit
+        if not tokens:
+            return
+        self._held_in_redis.give(limit, tokens)
+        self._link.safely(lambda: self._give(limit, tokens), None)
+
+    def look(self, limit: LimitTerms) -> LimitUse:
+        """Who holds a place, and how fast they are given."""
+        self._held_in_redis.limits[limit.name] = limit
+        return self._link.safely(lambda: self._look(limit), LimitUse(mode=self.mode))
+
+    def tick(self) -> None:
+        """Say that this program is alive, see whether Redis is, and follow the fleet. To be called every second or
+        so; it does nothing while that is not due."""
+        if self._fleet.is_due:
+            self._link.safely(self._fleet.beat, None)
+            self._held_in_redis.forget_old()
+            self._link.safely(self._tell_granted, None)
+
+    def close(self) -> None:
+        """Say good-bye, unless something is still held: then its leases count on."""
+        self._held_in_redis.forget_old()
+        self._link.safely(self._tell_granted, None)
+        if not self._held_in_redis:
+            self._link.safely(self._fleet.sign_off, None)
+        self._fleet.close()
+        self._permits.close()
+        self._link.close()
+
+    # ── Places ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
+        for _ in range(_TRIES):
+            self._prepare(limit, len(tokens))
+            if not self._fleet.reaches_redis:
+                return self._take_share(limit, tokens, seconds) if self.mode == DEGRADED else []
+            if self.mode != REDIS:
+                return []
+            began = boottime()
+            granted = self._fleet.ask(partial(self._take_at_redis, limit, tokens, seconds))
+            if granted is not None:
+                self._held_in_redis.keep(limit, granted, began, seconds, self._fleet.epoch)
+                return granted
+        return []
+
+    def _take_at_redis(self, limit: LimitTerms, tokens: Sequence[str], seconds: float, epoch: str) -> list[str]:
+        return self._permits.take(limit, tokens, seconds, epoch=epoch, leave=self._fleet.leave)
+
+    def _take_share(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
+        began = boottime()
+        mode, granted = self._link.run(
+            limit_mode.take_share(self._fleet.id, limit, tokens, seconds, pace=self._pace)
+        )
+        if mode != DEGRADED:
+            self._fleet.hurry()  # the fleet has gone on
+        self._held_in_redis.keep(limit, granted, began, seconds, None)
+        return granted
+
+    def _renew(self, limit: LimitTerms, tokens: Sequence[str]) -> list[str] | None:
+        held = self._held_in_redis.held[limit.name]
+        for _ in range(_TRIES):
+            self._prepare(limit, sum(1 for token in tokens if token not in held))
+            if not self._fleet.reaches_redis:
+                return self._renew_share(limit, tokens) if self.mode == DEGRADED else None
+            began = boottime()
+            lost = self._fleet.ask(partial(self._renew_at_redis, limit, tokens))
+            if lost is not None:
+                kept = [token for token in tokens if token not in lost]
+                self._held_in_redis.keep(limit, kept, began, limit.lease, self._fleet.epoch)
+                return lost
+        return None
+
+    def _renew_at_redis(self, limit: LimitTerms, tokens: Sequence[str], epoch: str) -> list[str]:
+        """What Redis was told in another epoch it is told again, if the lease has not run out meanwhile."""
+        forgotten = self._held_in_redis.forgotten(limit, tokens, epoch)
+        known = [token for token in tokens if token not in forgotten]
+        lost: list[str] = []
+        for group, register in ((forgotten, True), (known, False)):
+            if group:
+                lost += self._permits.renew(limit, group, epoch=epoch, leave=self._fleet.leave, register=register)
+        return lost
+
+    def _renew_share(self, limit: LimitTerms, tokens: Sequence[str]) -> list[str] | None:
+        began = boottime()
+        mode, lost = self._link.run(limit_mode.renew_share(self._fleet.id, limit, tokens))
+        if mode != DEGRADED:
+            self._fleet.hurry()
+            return None
+        self._held_in_redis.keep(limit, [token for token in tokens if token not in lost], began, limit.lease, None)
+        return lost
+
+    def _give(self, limit: LimitTerms, tokens: Sequence[str]) -> None:
+        for _ in range(_TRIES):
+            self._prepare(limit, 0)
+            if not self._fleet.reaches_redis:
+                if self._fleet.is_marked:
+                    self._link.run(limit_mode.give_share(limit.name, tokens))
+                return
+            if self._fleet.ask(partial(self._fleet.give_owed, limit)):
+                return
+
+    def _look(self, limit: LimitTerms) -> LimitUse:
+        self._prepare(limit, 0)
+        if self._fleet.reaches_redis:
+            found = self._fleet.ask(lambda epoch: self._permits.look(limit, epoch=epoch))
+            if found is not None:
+                return replace(found, mode=self.mode)
+        return LimitUse(self._link.run(limit_mode.look_share(limit.name)), None, self.mode)
+
+    def _prepare(self, limit: LimitTerms, more: int) -> None:
+        """Before so many more places are asked for: PostgreSQL knows at least as much as we hold before we hold
+        it. Should this program be killed, and Redis be lost too, that counts as used for a lease."""
+        if not self._fleet.is_known:
+            self._fleet.beat()
+        if self._fleet.reaches_redis and more and self._held_in_redis.plan(limit, more):
+            self._fleet.beat()
+
+    def _tell_granted(self) -> None:
+        """What was given here is counted in PostgreSQL too, for who measures the fleet."""
+        granted = {name: count for name, count in self._granted.items() if count}
+        if granted:
+            self._link.run(count_granted(granted, self._pace.beat))
+            self._granted.clear()

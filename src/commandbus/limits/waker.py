@@ -1,0 +1,121 @@
+"""The Waker: sees whose turn it is, keeps a place for that one, and wakes it.
+
+Looking is cheap to ask for and done once: `look_at` notes when, and however often that was asked, the round looks
+one time. Whoever gives a place back, joins the line or ends a back-off asks for it. What nobody asked for, because
+a worker was killed between two statements, is found by the sweep.
+
+Used by the gate's thread alone, but for `is_due_within`.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+
+import psycopg
+
+from commandbus.clock import monotonic
+from commandbus.errors import CommandBusError, UnknownLimitError
+from commandbus.flow.limits import permits
+from commandbus.limits.held_permits import HeldPermits
+from commandbus.limits.limit_connection import LockedRowError
+from commandbus.logger import safe_logger
+
+logger = safe_logger("commandbus.limits")
+
+RESERVE_SECONDS = 15.0
+MOST_AT_ONCE = 20
+
+
+class Waker:
+    """Wakes who is first in line, at the limits that this program has to do with."""
+
+    def __init__(self, held_permits: HeldPermits) -> None:
+        self._held_permits = held_permits
+        self._due: dict[str, float] = {}
+        self._unreachable: dict[str, str] = {}  # limits that cannot be looked after from here, and why
+        self.is_barred = False  # from queues, as a role that only sends: others wake commands then
+
+    @property
+    def soonest(self) -> float:
+        """When (monotonic) to look next."""
+        return min(self._due.values(), default=math.inf)
+
+    def is_due_within(self, seconds: float) -> bool:
+        """Will it look so soon? May be asked from other threads."""
+        return any(at < monotonic() + seconds for at in list(self._due.values()))
+
+    def look_at(self, name: str, seconds: float = 0.0) -> None:
+        """See, in so many seconds, who is first in line."""
+        at = monotonic() + max(0.0, seconds)
+        self._due[name] = min(self._due.get(name, at), at)
+
+    def wake_due(self, now: float) -> None:
+        """Look at all limits whose time has come."""
+        for name in [name for name, at in self._due.items() if at <= now]:
+            del self._due[name]
+            self._wake_next(name)
+
+    def sweep(self) -> None:
+        """Find what nobody has asked for: limits with somebody in line, and commands that have waited too long."""
+        try:
+            found = self._held_permits.link.run(permits.sweep())
+        except CommandBusError as error:
+            self._say_once("", error)
+            return
+        for name in found.limits:
+            if name not in self._due:
+                self._wake_next(name)
+        for domain in [] if self.is_barred else found.domains:
+            try:
+                self._held_permits.link.run(permits.wake_overdue(domain))
+            except psycopg.errors.InsufficientPrivilege:
+                self.is_barred = True
+                break
+            except psycopg.errors.UndefinedTable:
+                logger.warning("domain %s is gone, and commands of it are parked", domain)
+            except CommandBusError as error:
+                self._say_once(domain, error)
+
+    def _wake_next(self, name: str) -> None:
+        grant = None
+        try:
+            row = self._held_permits.known(name)
+            if row.backend != "postgres":
+                grant = self._held_permits.stores.elsewhere(row).keep_for_others
+        except UnknownLimitError:
+            pass  # it is gone: who waits for it is told that
+        except CommandBusError as error:
+            self._say_once(name, error)
+            return
+        mark, barred = f"turn/{secrets.token_hex(4)}/", self.is_barred
+        waking = permits.wake(
+            name, most=MOST_AT_ONCE, seconds=RESERVE_SECONDS, grant=grant, mark=mark, is_barred=barred
+        )
+        try:
+            woken = self._held_permits.link.run(waking, limit=name)
+        except LockedRowError as error:
+            self.look_at(name, error.until - monotonic())
+            return
+        except psycopg.errors.InsufficientPrivilege:
+            if barred:
+                raise
+            self.is_barred = True
+            self.look_at(name)
+            return
+        except psycopg.errors.UndefinedTable as error:
+            logger.warning("nobody can be woken at limit %s, a domain of who waits is gone: %s", name, error)
+            return
+        except CommandBusError as error:
+            self._say_once(name, error)
+            return
+        self._unreachable.pop(name, None)
+        if woken.again_seconds is not None:
+            self.look_at(name, woken.again_seconds)
+        elif woken.count == MOST_AT_ONCE:
+            self.look_at(name)
+
+    def _say_once(self, name: str, error: CommandBusError) -> None:
+        if self._unreachable.get(name) != str(error):
+            self._unreachable[name] = str(error)
+            logger.warning("this program cannot wake who waits for limit %s: %s", name or "(any)", error)

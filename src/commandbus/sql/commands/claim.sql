@@ -1,0 +1,73 @@
+-- Claims up to n visible messages of one domain and returns what to run.
+--
+-- Locks: queue rows, SKIP LOCKED, so claimers never wait for each other or for anybody; no other table's rows.
+-- Index: q_*_vt_idx by a range scan from the claimer's cursor (ordering by vt, not msg_id, keeps delayed
+-- messages out of the way; now(), not clock_timestamp(), so that the index can be used at all). The cursor is
+-- compared as a row: without statistics PostgreSQL takes a range with two plain bounds for a two-hundredth of the
+-- table, and would rather sort all that is visible than walk along the index. `sign(n) = 1` is always true; a plan for
+-- these values does not contain it, and a generic one guesses few rows by it. Otherwise the generic plan would look
+-- dearer than it is, and the server would plan every claim of a large queue anew (a tenth of a claim of 200).
+--
+-- The update goes by ctid and the command rows by their key inside a LATERAL that cannot be flattened: no estimate of
+-- the backlog can turn either into a scan. The domain is compared outside of it: inside it would offer the planner
+-- command_domain_command_id_key, which looks as good as the key while the table is small (ADR 15).
+--
+-- `kind` is always true, or tells commands from raw messages while a flood of the latter is in the queue (flow/commands/claim.py).
+--
+-- One row write each: read_ct, vt and the holder. A row that somebody still held (its worker vanished) keeps
+-- the previous holder under "before" until flow/commands/claim.py has written the lost attempt down.
+--
+-- A command of a paused type, or of one whose breaker is not closed and whose probe it is not, is marked and gets parked
+-- by flow/commands/claim.py. What is paused or broken is looked up once, and not at all where nothing was claimed.
+--
+-- A message is a command's if the command says so too (msg_id and domain) and waits: any client can write
+-- {"command": 7}, and with the msg_id of a command that has ended. What else a message or its headers say is not read
+-- here: 81 KB of jsonb can be a gigabyte of text. Moments and counts are clamped to what Python and the next claim can
+-- bear: a foreign client may write any, -infinity too. Moments come as numbers, because a timestamp is slow to write
+-- and to read, and here it would be so in every row; Python makes a datetime of `created_at` if somebody asks.
+WITH picked AS MATERIALIZED (
+    SELECT ctid, vt
+      FROM pgmq.{queue}
+     WHERE vt <= pg_catalog.now()
+       AND (vt, msg_id) >= (%(cursor)s::timestamptz, 0)
+       AND (pg_catalog.sign(%(n)s::float8) = 1::float8 OR msg_id = 0)
+       AND NOT EXISTS (SELECT FROM commandbus.pause WHERE domain = %(domain)s AND command_type = '')
+       AND {kind}
+     ORDER BY vt
+     LIMIT %(n)s
+       FOR UPDATE SKIP LOCKED
+), reached AS MATERIALIZED (
+    SELECT (extract(epoch FROM greatest(pg_catalog.max(vt), 'epoch')) * 1000000::numeric)::bigint AS last_vt,
+           (extract(epoch FROM pg_catalog.now()) * 1000000::numeric)::bigint AS claimed_at
+      FROM picked
+), holder AS MATERIALIZED (
+    SELECT pg_catalog.jsonb_build_object('held_by', %(worker)s::text, 'since', pg_catalog.now()) AS holder
+), broken AS MATERIALIZED (
+    SELECT command_type, probe FROM commandbus.breaker WHERE domain = %(domain)s AND state <> 'CLOSED'
+), leased AS (
+    UPDATE pgmq.{queue}
+       SET read_ct = least(read_ct, 100000000) + 1,
+           vt = pg_catalog.now() + pg_catalog.make_interval(secs => %(lease)s),
+           headers = CASE WHEN headers IS NULL THEN (SELECT holder FROM holder)
+                          ELSE (SELECT holder FROM holder) || pg_catalog.jsonb_build_object('before', headers) END
+     WHERE ctid = ANY (ARRAY(SELECT ctid FROM picked))
+    RETURNING msg_id, read_ct, message, headers ? 'before'::text AS is_lost
+)
+SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, least(c.attempt_base, 2000000000), c.waived,
+       c.max_attempts, c.correlation_id, c.reply_to, c.headers::text,
+       pg_catalog.date_part('epoch', c.created_at),
+       c.command_type = ANY (ARRAY(SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s))
+           OR (c.command_type = ANY (ARRAY(SELECT command_type FROM broken))
+               AND c.id <> ALL (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL))),
+       NULLIF(l.is_lost, false), NULL, (SELECT last_vt FROM reached), (SELECT claimed_at FROM reached),
+       c.timeout, c.suspect, c.step, c.batch, c.id = ANY (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL)),
+       c.quarantine, c.alone
+  FROM leased l
+  LEFT JOIN LATERAL (
+       SELECT *
+         FROM commandbus.command
+        WHERE id = CASE WHEN l.message -> 'command'::text BETWEEN '1'::jsonb AND '999999999999999999'::jsonb
+                             AND pg_catalog.jsonb_typeof(l.message -> 'command'::text) = 'number'
+                        THEN (l.message -> 'command'::text)::bigint END
+       OFFSET 0) c ON c.msg_id = l.msg_id AND c.domain = %(domain)s AND c.status OPERATOR(pg_catalog.=) 'PENDING'
+ ORDER BY l.msg_id

@@ -1,0 +1,33 @@
+-- Sends many commands of one domain in one statement; rows is a JSON array of objects with one-letter keys.
+--
+-- Locks and indexes as in commands/send.sql. Rows whose command_id exists are left out: the caller (flow/commands/send.py) looks
+-- at those and decides. Ids of the caller's are inserted in their own order, so that two senders of the same ids
+-- in different orders wait for each other instead of deadlocking; the queue keeps the caller's order. One NOTIFY
+-- for all, with the earliest vt. The ids are not read from the command rows, which a producer may not read: they come
+-- from the input, or, where all are ours and none can be left out, the answer is in the order of the input.
+WITH ours AS (  -- never run; named first, so that a database without our schema says that, not that the queue is missing
+    SELECT FROM commandbus.command
+), input AS MATERIALIZED (
+    SELECT x.*, pg_catalog.nextval('pgmq.{queue}_msg_id_seq') AS msg_id
+      FROM pg_catalog.json_to_recordset(%(rows)s::json)
+        AS x(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8)
+), sent AS (
+    INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
+                                    reply_to, headers, data, timeout)
+    SELECT %(domain)s, i, t, msg_id, m, c, r, h, d, o FROM input {by_id}
+    {conflict}
+    RETURNING id, msg_id
+), queued AS (
+    INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
+    SELECT msg_id, COALESCE(input.a, pg_catalog.clock_timestamp()
+                            + pg_catalog.make_interval(secs => COALESCE(input.s, 0))),
+           pg_catalog.jsonb_build_object('command', sent.id)
+      FROM sent JOIN input USING (msg_id) {by_turn}
+    RETURNING vt
+), woken AS MATERIALIZED (
+    SELECT pg_catalog.pg_notify('commandbus_' || %(domain)s, extract(epoch FROM pg_catalog.min(vt))::text)
+      FROM queued
+     WHERE EXISTS (SELECT FROM commandbus.waiting WHERE domain = %(domain)s AND expires_at > pg_catalog.now())
+    HAVING pg_catalog.count(*) > 0
+)
+SELECT {answer}

@@ -1,0 +1,46 @@
+-- Settles attempts whose command is to be tried again: after a failure (with an attempt row), or waived.
+-- Returns the rows that were not settled, as commands/settle_final.sql does.
+--
+-- The holder is cleared, so a zombie cannot settle during its own back-off. Locks: queue rows in key order, then
+-- command rows (of waived ones, and where the marks of trouble change). Index: the queue's key, the command's key.
+WITH input AS MATERIALIZED (
+    SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
+        AS x(m bigint, r integer, c bigint, n integer, t float8, d float8, w integer, k boolean, x smallint, q boolean,
+             a boolean, e json)
+), held AS MATERIALIZED (
+    SELECT msg_id, read_ct, message ->> 'command'::text AS command, headers ? 'cancel'::text AS is_canceled
+      FROM pgmq.{queue}
+     WHERE msg_id = ANY (ARRAY(SELECT m FROM input))
+       AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
+       FOR UPDATE {locking}
+), fenced AS MATERIALIZED (
+    SELECT i.* FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct AND i.c::text = h.command
+     WHERE NOT h.is_canceled
+), retimed AS (
+    UPDATE pgmq.{queue} q
+       SET vt = pg_catalog.now() + pg_catalog.make_interval(secs => f.d), headers = NULL
+      FROM fenced f
+     WHERE q.msg_id = f.m
+), waived AS (
+    UPDATE commandbus.command c
+       SET waived = c.waived + f.w, suspect = CASE WHEN f.k THEN f.x ELSE c.suspect END,
+           quarantine = CASE WHEN f.k THEN f.q ELSE c.quarantine END, alone = CASE WHEN f.k THEN f.a ELSE c.alone END
+      FROM fenced f
+     WHERE c.id = f.c AND (f.w <> 0 OR f.k)
+), failed AS (
+    INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, retry_at, error_type,
+                                    error_code, error, details, traceback, rung, autopsy, duration_ms)
+    SELECT c, n, e ->> 'verdict'::text, %(worker)s, pg_catalog.to_timestamp(t),
+           pg_catalog.now() + pg_catalog.make_interval(secs => d),
+           e ->> 'error_type'::text, e ->> 'error_code'::text, e ->> 'error'::text, e -> 'details'::text,
+           e ->> 'traceback'::text, e ->> 'rung'::text, e -> 'autopsy'::text, (e ->> 'duration_ms'::text)::bigint
+      FROM fenced
+)
+SELECT m, r, COALESCE((SELECT CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = q.msg_id AND h.is_canceled)
+                                     THEN 'canceled' ELSE 'busy' END
+                         FROM pgmq.{queue} q
+                        WHERE q.msg_id = i.m AND q.read_ct = i.r
+                          AND q.headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
+                          AND q.message ->> 'command'::text = i.c::text), 'refused')
+  FROM input i
+ WHERE NOT EXISTS (SELECT FROM fenced f WHERE f.m = i.m AND f.r = i.r)

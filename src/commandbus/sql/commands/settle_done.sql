@@ -1,0 +1,28 @@
+-- commands/settle_final.sql for the usual outcome: a command's first attempt completed, without a result, a reply or a process.
+-- Returns, where some were not settled, those that were; the caller asks commands/settle_final.sql about the rest.
+--
+-- `messages` and `started` have a place for each number from first + 1 on: the msg_id of the command with that number and
+-- when its attempt started, or 0 where that command is not among them. So there is no join: each table is read by an
+-- array of keys, and no estimate can make it anything else.
+--
+-- Fence and row writes: as in commands/settle_final.sql. The DELETE is the fence. It waits for a queue row that somebody has
+-- locked, as long as the session's lock_timeout allows. Locks: queue rows in key order, then command rows.
+-- Indexes: the queue's key, the command's key.
+--
+-- Where members of batches are among them, batches/settle_done_batches.sql is put into the middle.
+WITH gone AS (
+    DELETE FROM pgmq.{queue}
+     WHERE msg_id = ANY (%(messages)s::bigint[])
+       AND read_ct = 1
+       AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
+       AND msg_id = (%(messages)s::bigint[])[(message -> 'command'::text)::bigint - %(first)s::bigint]
+    RETURNING (message -> 'command'::text)::bigint AS command
+), settled AS (
+    UPDATE commandbus.command
+       SET status = 'COMPLETED', attempt = 1, worker = %(worker)s, finished_at = pg_catalog.now(),
+           started_at = pg_catalog.to_timestamp((%(started)s::float8[])[id - %(first)s::bigint])
+     WHERE id = ANY (ARRAY(SELECT command FROM gone))
+       AND msg_id = (%(messages)s::bigint[])[id - %(first)s::bigint]
+{groups})
+SELECT CASE WHEN pg_catalog.count(*) < %(asked)s
+            THEN COALESCE(pg_catalog.array_agg(command), ARRAY[]::bigint[]) END FROM gone

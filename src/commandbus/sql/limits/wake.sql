@@ -1,0 +1,10 @@
+-- Makes parked commands visible, and tells the workers of their domain. They come before what was sent after them.
+-- Locks: queue rows, which the caller has locked. Index: the queue's key, by an array as in limits/woken.sql.
+WITH woken AS (
+    UPDATE pgmq.{queue}
+       SET vt = least(pg_catalog.now(),
+                      (%(since)s::timestamptz[])[pg_catalog.array_position(%(msg_ids)s::bigint[], msg_id)])
+     WHERE msg_id = ANY (ARRAY(SELECT pg_catalog.unnest(%(msg_ids)s::bigint[]))) AND headers IS NULL
+    RETURNING msg_id
+)
+SELECT pg_catalog.count(*), pg_catalog.pg_notify('commandbus_' || %(domain)s, '0') FROM woken

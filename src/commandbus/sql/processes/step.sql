@@ -1,0 +1,29 @@
+-- Sends the command of a process's step: the command, its queue row, and the line in the trail. No row comes back if the
+-- command_id exists. If the process has a step of this number, somebody else has moved it: then process_advance refuses.
+--
+-- Locks: new rows only, as in commands/send.sql. Indexes: command_domain_command_id_key, process_step's key.
+WITH sent AS (
+    INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to,
+                                    headers, data, timeout, process, step)
+    VALUES (%(domain)s, %(command_id)s, %(command_type)s, pg_catalog.nextval('pgmq.{queue}_msg_id_seq'),
+            %(max_attempts)s,
+            %(correlation_id)s, %(reply_to)s, %(headers)s::json, %(data)s::json, %(timeout)s, %(process)s, %(step)s)
+    ON CONFLICT (domain, command_id) DO NOTHING
+    RETURNING id, msg_id
+), noted AS (
+    INSERT INTO commandbus.process_step (process, number, name, undoes, command, timer, domain, command_id, command_type,
+                                         deadline_at)
+    SELECT %(process)s, pg_catalog.abs(%(step)s), %(name)s, %(undoes)s, id, %(timer)s, %(domain)s, %(command_id)s,
+           %(command_type)s,
+           pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(deadline)s)
+      FROM sent
+    ON CONFLICT (process, number) DO NOTHING
+)
+INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
+SELECT msg_id, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(delay)s),
+       pg_catalog.jsonb_build_object('command', id)
+  FROM sent
+RETURNING (message ->> 'command'::text)::bigint,
+          CASE WHEN EXISTS (SELECT FROM commandbus.waiting
+                             WHERE domain = %(domain)s AND expires_at > pg_catalog.now())
+               THEN pg_catalog.pg_notify('commandbus_' || %(domain)s, extract(epoch FROM vt)::text) END

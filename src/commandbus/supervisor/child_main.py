@@ -1,0 +1,192 @@
+"""child: the worker process under a supervisor. `python -m commandbus.supervisor.child_main FD` is how it is
+spawned.
+
+It dies with its supervisor (PDEATHSIG), leaves its stacks in the crash file when it crashes or is asked for them,
+does what the control socket says, and always ends with `os._exit` after flushing: threads of stuck handlers must
+not keep it alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import asdict
+from typing import Any, Final, NoReturn
+
+import psycopg
+
+from commandbus.db.descriptors import file_behind
+from commandbus.errors import ConfigurationError, EmbeddedPostgresError, MissingPrivilegeError, SchemaError
+from commandbus.logger import safe_logger
+from commandbus.supervisor import start_message
+from commandbus.supervisor.start_message import StartMessage
+from commandbus.supervisor.worker_messages import LONGEST_TEXT
+from commandbus.worker.board import Board
+from commandbus.worker.isolation.child_setup import die_with, write_stacks_to
+from commandbus.worker.load_handlers import load_registry
+from commandbus.worker.logs import set_up_logging
+from commandbus.worker.worker import Worker
+from commandbus.worker.worker_options import StopReport, Supervision
+
+logger = safe_logger("commandbus.worker")
+
+FLUSH_SECONDS: Final = 1.0
+CLEAN, CONFIGURATION, REFUSED, DATABASE, LEFT_BEHIND, BUG = 0, 3, 5, 6, 7, 70
+
+
+class Control:
+    """The worker's end of the control socket. What comes before the worker has started waits for that, but for the
+    order to stop: its start may be waiting for the database."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._file = file_behind(connection.fileno())
+        self._saying = threading.Lock()
+        self._obeying = threading.Lock()
+        self._worker: Worker | None = None
+        self._is_started = False
+        self._waiting: list[dict[str, Any]] = []
+
+    def start(self) -> None:
+        """Listen, on a thread of its own, from before the user's code is imported."""
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+
+    def say(self, what: str, **more: Any) -> None:
+        """Tell the supervisor, no more of a text than it listens to; one that is gone need not know."""
+        cut = {name: value[:LONGEST_TEXT] if isinstance(value, str) else value for name, value in more.items()}
+        line = json.dumps({"say": what, **cut}, default=str).encode() + b"\n"
+        with self._saying, contextlib.suppress(OSError):
+            if file_behind(self._connection.fileno()) == self._file:  # a handler may have closed it
+                self._connection.sendall(line)
+
+    def say_state(self, state: str, reason: str) -> None:
+        """The worker's state has changed."""
+        self.say("state", state=state, reason=reason)
+
+    def say_waiting(self, reason: str) -> None:
+        """The start waits for the database."""
+        self.say("doing", doing=f"waiting for the database: {reason}")
+
+    def starting(self, worker: Worker) -> None:
+        """From now on something may have been claimed, and the process must not just leave."""
+        with self._obeying:
+            self._worker = worker
+
+    def started(self, worker: Worker) -> None:
+        """From now on this worker does what is said."""
+        with self._obeying:
+            self._is_started = True
+            for order in self._waiting:
+                _obey(worker, order)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError), self._connection.makefile("r", encoding="utf-8") as lines:
+            for line in lines:
+                try:
+                    self._take(json.loads(line))
+                except Exception:
+                    logger.exception("the supervisor's order %r could not be followed", line.strip())
+                if file_behind(self._connection.fileno()) != self._file:
+                    return  # what comes now is for somebody else
+
+    def _take(self, order: dict[str, Any]) -> None:
+        with self._obeying:
+            if self._worker is None:
+                leave(CLEAN)  # the import of the user's code may take long, and nothing was claimed yet
+            if self._is_started or order["do"] == "stop":
+                _obey(self._worker, order)
+            else:
+                self._waiting.append(order)
+
+
+def _obey(worker: Worker, order: dict[str, Any]) -> None:
+    match order["do"]:
+        case "stop":
+            worker.request_stop(str(order["reason"]))
+        case "drain":
+            worker.drain(str(order["reason"]))
+        case "hurry":
+            worker.hurry()
+
+
+def main() -> NoReturn:
+    """Read the letter, work, and leave."""
+    told = start_message.read(int(sys.argv[1]))
+    die_with(told.parent)
+    write_stacks_to(told.crash)
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # reloading is the supervisor's business
+    set_up_logging(told.settings)
+    control = Control(socket.socket(fileno=told.control))
+    control.start()
+    leave(_work(told, control))
+
+
+def _work(told: StartMessage, control: Control) -> int:
+    try:
+        control.say("doing", doing=f"importing {told.settings.handlers}")
+        registry = load_registry(told.settings.handlers)
+        control.say("doing", doing="connecting to the database")
+        worker = Worker(
+            registry,
+            settings=told.settings,
+            supervision=Supervision(
+                board=Board.attach(told.board),
+                supervisor=told.supervisor,
+                on_state=control.say_state,
+                on_waiting=control.say_waiting,
+                turn=told.turn,
+            ),
+        )
+        control.say("hello", id=worker.id, domains=list(worker.domains), policies=worker.policies())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: worker.request_stop(signal.Signals(number).name))  # noqa: ARG005
+        control.starting(worker)
+        report = _run(worker, control)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the supervisor says it
+        control.say("failed", module=type(error).__module__, kind=type(error).__name__, message=str(error))
+        return _code(error)
+    control.say("report", is_clean=report.is_clean, **asdict(report))
+    return CLEAN if report.is_clean else LEFT_BEHIND
+
+
+def _run(worker: Worker, control: Control) -> StopReport:
+    if not worker.start():
+        return StopReport("it was told to stop before it had started", 0, 0, 0, 0)
+    control.started(worker)
+    worker.wait()
+    return worker.stop()
+
+
+def _code(error: BaseException) -> int:
+    if isinstance(error, ConfigurationError):
+        return CONFIGURATION
+    if isinstance(error, MissingPrivilegeError):
+        return REFUSED
+    return DATABASE if isinstance(error, SchemaError | EmbeddedPostgresError | psycopg.Error) else BUG
+
+
+def leave(code: int) -> NoReturn:
+    """Flush what can be flushed, and end. A stuck thread may hold a stream's lock, so nobody waits for it long."""
+    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing.start()
+    flushing.join(FLUSH_SECONDS)
+    os._exit(code)
+
+
+def _flush() -> None:
+    with contextlib.suppress(Exception):
+        logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Metrics of limits and breakers. Pure.
+
+They are state of the whole fleet, in the database: every supervisor tells the same, so take `max by (limit)` of
+them, not a sum. They are as old as the coroner's last look (3 s), and older while the database is away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from commandbus.flow.limits.metrics import BreakerFigures, FleetFigures, LimitFigures
+from commandbus.supervisor.metrics import COUNTER, GAUGE, Metric, MetricKind, Sample
+
+
+def shared_metrics(figures: FleetFigures) -> list[Metric]:
+    """What the fleet shares."""
+
+    def limit(name: str, kind: MetricKind, about: str, value: Callable[[LimitFigures], float | None]) -> Metric:
+        found = [(item.name, value(item)) for item in figures.limits]
+        samples = [Sample(number, {"limit": label}) for label, number in found if number is not None]
+        return Metric(f"commandbus_limit_{name}", kind, about, samples)
+
+    def breaker(name: str, about: str, value: Callable[[BreakerFigures], int]) -> Metric:
+        samples = [
+            Sample(value(item), {"domain": domain, "command_type": command_type})
+            for (domain, command_type), item in figures.breakers.items()
+        ]
+        return Metric(f"commandbus_breaker_{name}", GAUGE, about, samples)
+
+    return [
+        limit("places", GAUGE, "How many may be in use at once; absent if any number may.",
+              lambda item: item.permits),
+        limit("in_use", GAUGE, "Places in use; of those in Redis, at most so many.", lambda item: item.in_use),
+        limit("parked", GAUGE, "Commands that wait for a place, counted up to 10000.", lambda item: item.parked),
+        limit("callers", GAUGE, "Callers inside programs that wait for a place.", lambda item: item.callers),
+        limit("backoff_seconds", GAUGE, "What is left of a back-off or an open breaker.",
+              lambda item: item.backoff_seconds),
+        limit("breaker_open", GAUGE, "1 while its breaker is open.", lambda item: int(item.is_open)),
+        limit("degraded", GAUGE, "1 while its places are not kept in Redis, as they should be.",
+              lambda item: int(item.is_degraded)),
+        limit("granted_total", COUNTER, "Places given.", lambda item: item.granted),
+        limit("rate_limited_total", COUNTER, "Refusals by the API (429).", lambda item: item.rate_limited),
+        limit("waits_total", COUNTER, "Waits for a place that are over.", lambda item: item.waits),
+        limit("wait_seconds_total", COUNTER, "How long they took, together.", lambda item: item.waited_seconds),
+        breaker("open", "1 while the breaker of a command type is open or half open.",
+                lambda item: int(item.is_open)),
+        breaker("stuck", "Attempts of a command type that its breaker counts as stuck, within its window.",
+                lambda item: item.stuck),
+        breaker("parked", "Commands that wait until the breaker of their type closes, counted up to 10000.",
+                lambda item: item.parked),
+    ]  # fmt: skip

@@ -1,0 +1,63 @@
+"""letter: what a worker process is told at its birth, as JSON in an inherited memfd.
+
+Not on the command line and not in the environment: both can be read by others, and a database URL has a password.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from commandbus.settings import Settings
+
+"""Makes a worker process write the stacks of all its threads into its crash file, also when it is frozen."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartMessage:
+    """The settings, whose child it is, and its file descriptors."""
+
+    settings: Settings
+    supervisor: str
+    parent: int
+    board: int
+    control: int
+    crash: int
+    turn: int
+
+
+def write(start_message: StartMessage) -> int:
+    """A descriptor to inherit, from which `read` reads the letter."""
+    settings = start_message.settings
+    document = {
+        "settings": settings.plain(),
+        "origins": dict(settings.origins),
+        "config_file": None if settings.config_file is None else str(settings.config_file),
+        "supervisor": start_message.supervisor,
+        "parent": start_message.parent,
+        "fds": [start_message.board, start_message.control, start_message.crash, start_message.turn],
+    }
+    fd = os.memfd_create("commandbus-letter", os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(json.dumps(document).encode())
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def read(fd: int) -> StartMessage:
+    """The letter behind an inherited descriptor, which is closed."""
+    with os.fdopen(fd, "rb") as file:
+        document: dict[str, Any] = json.load(file)
+    values: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in document["settings"].items()
+    }
+    config_file = document["config_file"]
+    settings = Settings(
+        **values,
+        origins=document["origins"],
+        config_file=None if config_file is None else Path(config_file),
+    )
+    return StartMessage(settings, document["supervisor"], document["parent"], *document["fds"])

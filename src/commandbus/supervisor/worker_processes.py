@@ -1,0 +1,381 @@
+"""Crew: the worker processes of a supervisor. Births, deaths and what lies between, but not when it all ends.
+
+A worker serves, or drains, or is condemned; only those that serve count, so whoever drains or is to be killed has
+its replacement started at once (after crashes in a row: within the budget). A generation is those that were
+started with the same settings: a reload brings up the next one beside the old one, which drains when the new one
+is complete, and stays if that cannot be.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from commandbus.logger import safe_logger
+from commandbus.model.counting import counted
+from commandbus.model.postmortem import Cause, Death
+from commandbus.settings import Settings
+from commandbus.supervisor.death_log import say_death
+from commandbus.supervisor.restart_budget import EARLY_SECONDS, RestartBudget
+from commandbus.supervisor.spawn import spawn
+from commandbus.supervisor.worker_messages import Failed
+from commandbus.supervisor.worker_process import WorkerProcess
+from commandbus.supervisor.worker_start import place_of
+from commandbus.worker.board import State
+from commandbus.worker.isolation.descendants import kill_marked
+from commandbus.worker.memory import resident_megabytes
+
+logger = safe_logger("commandbus.supervisor")
+
+SILENT_SECONDS: Final = 0.6
+MEMORY_SECONDS: Final = 1.0
+MEMORY_FACTOR: Final = 2
+START_SECONDS: Final = 300.0
+EXIT_SECONDS: Final = 3.0
+OBEY_SECONDS: Final = 5.0
+CLAIMLESS_SECONDS: Final = 15.0
+"""A worker that has had room for so long and could not ask for work is replaced, if it is not the database."""
+DRAIN_SECONDS: Final = 60.0
+"""Reloads may follow each other within seconds, and what runs should finish. Attempts that have a deadline always
+may: it ends them. Only attempts without one are hurried, after this long."""
+
+
+class WorkerProcesses:
+    """Living workers, and counters that outlive them. `on_death` gets what the dead may have left behind."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        supervisor: str,
+        *,
+        reserve_seconds: float,
+        selector: selectors.BaseSelector,
+        on_death: Callable[[WorkerProcess, Death], None],
+    ) -> None:
+        self.settings = settings
+        self.workers: list[WorkerProcess] = []
+        self.totals: Counter[str] = Counter()
+        self.deaths: Counter[str] = Counter()
+        self.fatal: Failed | None = None
+        self.is_ending = False
+        self.reloads: Counter[str] = Counter()
+        self.reload_error = ""  # why the last reload failed; nothing if it did not
+        self._supervisor = supervisor
+        self._reserve = reserve_seconds
+        self._selector = selector
+        self._on_death = on_death
+        self._budget = RestartBudget()
+        self._was_ready = False
+        self._has_lived = False  # a worker, for longer than those that fail as they begin to work
+        self._generation = 0
+        self._coming: tuple[int, Settings] | None = None
+        self._waits_for_database = False
+        self._away_at = -math.inf  # when the database was last out of our own reach
+        self._turn = os.memfd_create("commandbus-turn", os.MFD_CLOEXEC)  # its lock: worker/isolation/quarantine.py
+        weakref.finalize(self, os.close, self._turn)
+
+    @property
+    def was_ready(self) -> bool:
+        """Has any worker ever been?"""
+        return self._was_ready
+
+    @property
+    def is_reloading(self) -> bool:
+        """Does a new generation come up?"""
+        return self._coming is not None
+
+    # -- looking after them
+
+    def look(self, now: float, *, blind_until: float) -> None:
+        """Look at every worker. Silence before `blind_until` proves nothing: we were not looking."""
+        for worker in list(self.workers):
+            if worker.has_ended():
+                self._bury(worker, now)
+            else:
+                self._look_safely_at(worker, now, blind_until)
+            if worker.ready_at is not None and now - worker.spawned_at > EARLY_SECONDS:
+                self._has_lived = True
+                self._budget.survived(worker.spawned_at)
+
+    def _look_safely_at(self, worker: WorkerProcess, now: float, blind_until: float) -> None:
+        """An error in looking at one worker is that worker's: the others are looked after."""
+        try:
+            self._look_at(worker, now, blind_until)
+        except Exception:
+            if worker.condemned is None:
+                logger.exception("worker %s could not be looked at", worker.name)
+            worker.condemn(Cause.NONSENSE, "it could not be looked at", now)
+            worker.kill()
+
+    def _look_at(self, worker: WorkerProcess, now: float, blind_until: float) -> None:
+        was_ready = worker.ready_at is not None
+        shown = worker.look(now)
+        worker.judge_board(now)
+        if worker.condemned is not None:
+            if worker.may_be_killed(now):
+                worker.kill()
+            return
+        if worker.ready_at is None:
+            self._watch_start(worker, now)
+            return
+        if not was_ready:
+            self._was_ready = True
+            logger.info("worker %s is ready (process %d)", worker.name, worker.pid)
+        if worker.reported_at is not None:
+            if now - worker.reported_at > EXIT_SECONDS:
+                worker.condemn(Cause.STOPPED, f"it did not exit within {EXIT_SECONDS:g} s of its report", now)
+            return
+        limits = self.settings.timeouts
+        seen_at = max(shown.beat_at, blind_until)
+        kill_at = limits.kill_at(seen_at, [slot.stuck_at for slot in shown.slots])
+        if worker.exits_since is not None:
+            # It beats no more when it takes itself apart: its own limit for that counts, not the heartbeat's.
+            if now > worker.exits_since + limits.shutdown_timeout:
+                worker.condemn(Cause.STOPPED, f"it did not stop within {limits.shutdown_timeout:g} s", now)
+            if kill_at >= seen_at + limits.heartbeat_timeout:
+                return
+        worker.watch_freeze(now, is_silent=now - seen_at > SILENT_SECONDS)
+        if now >= kill_at:
+            worker.condemn(Cause.FROZEN, "frozen", now, silent_seconds=now - shown.beat_at)
+        elif self._is_idle_by_mistake(worker, now):
+            self._replace_claimless(worker, now)
+        elif now >= worker.memory_at:
+            worker.memory_at = now + MEMORY_SECONDS
+            self._check_memory(worker, now)
+
+    def _is_idle_by_mistake(self, worker: WorkerProcess, now: float) -> bool:
+        """It has room and cannot ask for work, though we can reach the database."""
+        shown = worker.snapshot
+        was_away = now - self._away_at < 2 * CLAIMLESS_SECONDS
+        return shown.state is State.ACTIVE and shown.claimless >= CLAIMLESS_SECONDS and not was_away
+
+    def _replace_claimless(self, worker: WorkerProcess, now: float) -> None:
+        """It is told to drain. One that does not hear that is killed: what it holds is settled by the coroner."""
+        if worker.told_at is None:
+            reason = f"it has room, and could not ask for work for {worker.snapshot.claimless} s"
+            logger.warning("worker %s is replaced: %s", worker.name, reason)
+            worker.told_at = now
+            worker.tell("drain", reason=reason)
+        elif now - worker.told_at >= OBEY_SECONDS:
+            worker.condemn(Cause.STOPPED, f"it did not drain within {OBEY_SECONDS:g} s of being told", now)
+
+    def _watch_start(self, worker: WorkerProcess, now: float) -> None:
+        if now - worker.spawned_at > START_SECONDS:
+            worker.condemn(Cause.STOPPED, f"it was not ready after {START_SECONDS:g} s", now)
+        elif worker.start.wants_stacks(now):
+            worker.ask_for_stacks()
+        elif worker.start.is_due(now):
+            worker.start.place = place_of(worker.stacks())
+            logger.warning("worker %s %s", worker.name, worker.start.note(now, worker.doing))
+
+    def _check_memory(self, worker: WorkerProcess, now: float) -> None:
+        """A worker ends by itself beyond max_memory_mb; one that cannot is killed at twice that."""
+        limit = self.settings.max_memory_mb
+        if limit is None or (used := resident_megabytes(worker.pid)) <= MEMORY_FACTOR * limit:
+            return
+        reason = f"it used {used:.0f} MB of memory, more than {MEMORY_FACTOR} times max_memory_mb ({limit})"
+        worker.condemn(Cause.OVER_MEMORY, reason, now)
+
+    # -- births
+
+    def fill(self, now: float, *, is_database_away: bool = False) -> None:
+        """Start what is missing, unless it could not do anything; and let no more drain than there are."""
+        wanted = self.settings.processes
+        if not self._was_ready and any(worker.failed is not None for worker in self.workers):
+            return  # it ends with a message of its own, and so shall we
+        serving = sum(
+            (worker.is_serving or worker.is_failing) and worker.generation == self._generation
+            for worker in self.workers
+        )
+        waits = is_database_away and self._was_ready and serving < wanted
+        if waits and not self._waits_for_database:
+            missing = counted(wanted - serving, "worker")
+            logger.warning("the database is away: %s will be started when it is back", missing)
+        self._waits_for_database = waits
+        if is_database_away:
+            self._away_at = now
+        for _ in range(0 if waits else wanted - serving):
+            if self.fatal is not None or not self._budget.may_start(now):
+                break
+            self._spawn(self.settings, self._generation, now)
+        self._hurry(wanted, now)
+
+    def _hurry(self, wanted: int, now: float) -> None:
+        """Memory is bounded: of more than `wanted` that drain, the oldest must end after DRAIN_SECONDS.
+
+        Its attempts with a deadline keep it (promise 5); the others, which nothing else would end, are canceled.
+        """
+        busy = [worker for worker in self.workers if worker.state is State.DRAINING and worker.snapshot.running]
+        busy.sort(key=lambda worker: worker.drains_since or now)
+        for worker in busy[: max(0, len(busy) - wanted)]:
+            drained = now - (worker.drains_since or now)
+            endless = sum(math.isinf(slot.stuck_at) for slot in worker.snapshot.slots)
+            if drained >= DRAIN_SECONDS and endless and not worker.is_hurried:
+                worker.is_hurried = True
+                text = "%d workers drain, more than %d: %s has drained for %.0f s, so its %s must end"
+                logger.warning(text, len(busy), wanted, worker.name, drained, _without_deadline(endless))
+                worker.tell("hurry")
+
+    def _spawn(self, settings: Settings, generation: int, now: float) -> None:
+        # A worker must have stopped before its supervisor does, who needs a moment for those that do not.
+        spare = (settings.shutdown_timeout - settings.cancel_grace) / 2
+        own = replace(settings, shutdown_timeout=settings.shutdown_timeout - min(self._reserve, spare))
+        try:
+            worker = spawn(own, self._supervisor, turn=self._turn, generation=generation)
+        except OSError as error:  # no memory, no processes, no descriptors: that may pass
+            pause = self._budget.died(now, lived_seconds=0.0, was_running=False)
+            logger.error("a worker could not be started, tried again in %.0f s: %s", pause, error)  # noqa: TRY400
+            return
+        self.workers.append(worker)
+        self._selector.register(worker.control, selectors.EVENT_READ, worker)
+        if worker.pidfd is not None:
+            self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
+
+    # -- deaths
+
+    def _bury(self, worker: WorkerProcess, now: float) -> None:
+        death = worker.reap(now)
+        self.workers.remove(worker)
+        self.forget_files(worker)
+        is_clean = worker.report is not None and worker.report.is_clean and worker.condemned is None
+        if not is_clean and not (worker.ready_at is None and worker.failed is not None):
+            self._on_death(worker, death)
+        if not is_clean and worker.hello is not None:
+            self.end_descendants(f"{self._supervisor}/{worker.hello.id}/")
+        self._count(worker, death)
+        if worker.is_planned and not is_clean and worker.ready_at is not None:
+            say_death(worker, death)
+        if not self.is_ending:
+            self._draw_conclusions(worker, death, now)
+        worker.close()
+
+    @staticmethod
+    def end_descendants(mark: str) -> threading.Thread:
+        """End what isolated attempts have started, on a thread of its own: /proc may be slow."""
+        ending = threading.Thread(target=kill_marked, args=(mark,), name="descendants", daemon=True)
+        ending.start()
+        return ending
+
+    def forget_files(self, worker: WorkerProcess) -> None:
+        """Wait for nothing of it any more."""
+        for file in (worker.control, worker.pidfd):
+            if file is not None and file in self._selector.get_map():
+                self._selector.unregister(file)
+
+    def _draw_conclusions(self, worker: WorkerProcess, death: Death, now: float) -> None:
+        if self._coming is not None and worker.generation == self._coming[0] and worker.ready_at is None:
+            self._give_up_reload(
+                worker.failed.message if worker.failed is not None else worker.epitaph(death), now
+            )
+            return
+        if worker.failed is not None and self._ends_all(worker.failed):
+            self.fatal = worker.failed
+            return
+        self.totals["restarts"] += 1
+        if worker.is_planned:
+            return
+        lived, was_running = now - worker.spawned_at, worker.was_running
+        pause = self._budget.died(now, lived_seconds=lived, was_running=was_running)
+        cause = worker.epitaph(death)
+        if not was_running and lived < EARLY_SECONDS and (times := self._budget.times(cause)) > 1:
+            text = "workers are still failing (%d times), for the same cause: next in %.0f s"
+            logger.warning(text, times, pause)
+            return
+        say_death(worker, death)
+        if pause:
+            logger.warning("worker %s lived for %.1f s: next in %.0f s", worker.name, lived, pause)
+
+    def _ends_all(self, failed: Failed) -> bool:
+        """Would every worker fail like this? The first ones, and for want of a right those that follow them."""
+        return not self._was_ready or (failed.needs_a_person and not self._has_lived)
+
+    def _count(self, worker: WorkerProcess, death: Death) -> None:
+        shown, report = worker.snapshot, worker.report
+        planned = worker.is_planned and death.cause is Cause.STOPPED
+        self.deaths["planned" if planned else death.cause.value] += 1
+        self.totals["claimed"] += shown.claimed
+        self.totals["stuck"] += shown.stuck + (death.cause is Cause.FROZEN)
+        if report is None:
+            self.totals["settled"] += shown.settled
+        else:
+            self.totals["settled"] += report.settled
+            self.totals["given_back"] += report.given_back
+        if self.is_ending:
+            self.totals["abandoned"] += len(shown.slots) if report is None else report.abandoned
+            self.totals["unwritten"] += 0 if report is None else report.unwritten
+
+    # -- a new generation
+
+    def begin_reload(self, settings: Settings, now: float) -> None:
+        """Start workers with these settings beside the others."""
+        self._coming = (self._generation + 1, settings)
+        for _ in range(settings.processes):
+            self._spawn(settings, self._generation + 1, now)
+
+    def advance_reload(self, now: float) -> bool:
+        """When the new ones are ready, the old ones drain. Answers whether this is so now."""
+        if self._coming is None:
+            return False
+        generation, settings = self._coming
+        new = [worker for worker in self.workers if worker.generation == generation]
+        if any(worker.ready_at is None for worker in new):
+            return False
+        if len(new) < settings.processes:
+            self._give_up_reload("not all of them are there", now)
+            return False
+        self._generation, self.settings, self._coming = generation, settings, None
+        for worker in self.workers:
+            if worker.generation != generation and worker.told_at is None:
+                worker.told_at = now
+                worker.tell("drain", reason="a new worker has taken over")
+        self.reloads["done"] += 1
+        self.reload_error = ""
+        logger.info(
+            "reloaded: %s taken over", "1 new worker has" if len(new) == 1 else f"{len(new)} new workers have"
+        )
+        return True
+
+    def _give_up_reload(self, reason: str, now: float) -> None:
+        self.note_failed_reload(f"a new one could not start: {reason}")
+        if self._coming is None:
+            return
+        failed, self._coming = self._coming[0], None
+        for worker in self.workers:
+            if worker.generation == failed:
+                worker.told_at = now
+                worker.tell("stop", reason="the reload failed")
+                worker.generation = -1  # of no generation: the next one gets this number
+
+    def note_failed_reload(self, reason: str) -> None:
+        """The old workers stay. Health and metrics say so until a reload succeeds."""
+        self.reloads["failed"] += 1
+        self.reload_error = reason
+        logger.error("the reload failed, and the old workers stay: %s", reason)
+
+    # -- the end
+
+    def stop(self, reason: str, now: float) -> None:
+        """Tell everybody to stop."""
+        self.is_ending = True
+        self._coming = None
+        for worker in self.workers:
+            worker.told_at = worker.told_at or now
+            worker.tell("stop", reason=reason)
+
+    def kill_all(self, reason: str, now: float, *, at_once: bool = False) -> None:
+        """Nobody gets more time."""
+        for worker in self.workers:
+            worker.condemn(Cause.STOPPED, reason, now)
+            if at_once:
+                worker.kill()
+
+
+def _without_deadline(attempts: int) -> str:
+    return f"{counted(attempts, 'attempt')} without a deadline"

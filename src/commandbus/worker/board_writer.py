@@ -1,0 +1,93 @@
+"""Showing: what a supervised worker shows of itself on its board, and what it tidies up after each attempt there.
+
+A worker inside an application has no board: `Parts` then has no `BoardWriter` at all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from commandbus.worker.board import Board, State
+from commandbus.worker.deadlines.ladder import Running
+from commandbus.worker.execution.attempt import Attempt
+from commandbus.worker.health import HealthState, HealthStatus
+from commandbus.worker.memory import resident_megabytes
+from commandbus.worker.os_state import OsState
+
+_HEALTH_NUMBERS = {HealthState.HEALTHY: 0, HealthState.DEGRADED: 1, HealthState.CRITICAL: 2}
+
+
+class BoardWriter:
+    """The worker's side of the board."""
+
+    def __init__(self, board: Board, domains: Sequence[str], running: Running, *, grace: float) -> None:
+        self._board = board
+        self._domains = {name: index for index, name in enumerate(domains)}
+        self._running = running
+        self._grace = grace
+        self._process = OsState()
+        self.leave = board.leave
+
+    def start(self) -> None:
+        """Notice from now on what handlers change in this process."""
+        self._process.watch()
+
+    def enter(self, attempt: Attempt, slot: int) -> None:
+        """An attempt starts in this slot."""
+        stuck_at = attempt.deadline_at + self._grace
+        domain = self._domains[attempt.domain]
+        self._board.enter(slot, domain, attempt.msg_id, attempt.read_ct, attempt.started_at, stuck_at)
+
+    def end(self, slot: int) -> None:
+        """The slot's attempt has ended: the next one finds the process as it was."""
+        self._board.leave(slot)
+        if self._process.is_touched:
+            self._process.restore()
+
+    def thread(self, slot: int) -> None:
+        """The calling thread serves this slot."""
+        self._board.thread(slot, threading.get_ident(), threading.get_native_id())
+
+    def backend(self, attempt: Attempt, pid: int, started: int) -> None:
+        """At once: a handler may change its session's name, and a crash leaves no time to look."""
+        place = self._running.get(attempt)
+        if place is not None:
+            self._board.backend(place.index, pid, started)
+
+    def beat(
+        self,
+        now: float,
+        health: HealthStatus,
+        *,
+        state: State,
+        settled: int,
+        claimed: int,
+        slots: int,
+        stuck: int,
+        claimless: float,
+    ) -> None:
+        """The ladder's thread lives, and this is what it sees."""
+        self._board.beat(
+            now,
+            state=state,
+            health=_HEALTH_NUMBERS[health.state],
+            running=len(self._running),
+            settled=settled,
+            claimed=claimed,
+            free=max(0, slots - len(self._running)) if state is State.ACTIVE else 0,
+            stuck=stuck,
+            rss_mb=resident_megabytes(),
+            claimless=int(claimless),
+        )
+        self._board.note("; ".join(health.reasons))
+        for attempt, place in list(self._running.items()):
+            borrowed = attempt.borrowed
+            if self._running.get(attempt) is place:  # it may have ended meanwhile, and its slot gone on
+                pid, started = (0, 0) if borrowed is None else (borrowed.pid, borrowed.started)
+                self._board.backend(place.index, pid, started)
+                self._board.stuck_at(place.index, self._stuck_at(attempt))
+
+    def _stuck_at(self, attempt: Attempt) -> float:
+        stop = attempt.stop
+        return attempt.deadline_at + self._grace if stop is None else stop.until

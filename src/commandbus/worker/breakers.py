@@ -1,0 +1,286 @@
+"""Breakers: what a worker counts and tells of its attempts, and how it looks after breakers.
+
+Slots and the ladder count attempts that have ended, in memory, and leave word of those that count against their
+type or were a breaker's probe. The maintenance writes that word on its own connection, many at once; while the
+database is away the word waits. What is counted rides on the heartbeat, and only while a type has a bad attempt
+in its window. Whatever the settings say, a worker tells its counts and looks after what is open: somebody else
+may have opened it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import psycopg
+
+from commandbus.clock import monotonic
+from commandbus.db.service_connection import LastingConnection
+from commandbus.flow.breakers.breaker import Bad, Moved, Watch, advance, judge, report, watch
+from commandbus.flow.commands.settle import PROBE
+from commandbus.logger import safe_logger
+from commandbus.model.breaker_rule import AttemptCounts, BadAttempt, find_trouble, moments
+from commandbus.model.outcome import Failure, Judgement, Verdict
+from commandbus.settings import Settings
+from commandbus.worker.execution.attempt import Attempt
+
+logger = safe_logger("commandbus.worker")
+
+SWEEP_SECONDS: Final = 2.0
+SOONEST_SECONDS: Final = 0.05
+UNDECIDED_SECONDS: Final = 0.5
+TROUBLED_SECONDS: Final = 60.0
+REMEMBERED: Final = 512
+_STUCK: Final = frozenset({"stuck", "kill", "crash"})
+_TROUBLE: Final = (Verdict.RETRY, Verdict.EXHAUSTED, Verdict.TIMED_OUT)
+_SAYS_NOTHING: Final = (Verdict.CANCELED, Verdict.UNKNOWN_TYPE)
+
+
+Key = tuple[str, str]
+"""Domain and command type."""
+
+
+class Word(NamedTuple):
+    """What is to be told of one attempt, and when it began, by `monotonic`; no `bad`: it was a probe, and went
+    well."""
+
+    domain: str
+    command_type: str
+    command: int
+    bad: Bad | None
+    began: float = 0.0
+
+
+def word_of(
+    settings: Settings,
+    domain: str,
+    command_type: str,
+    command: int,
+    judgement: Judgement,
+    *,
+    is_probe: bool,
+    ran_for: float = 0.0,
+) -> Word | None:
+    """What a judged attempt that ran for so many seconds, until now, means for its breaker; None: nothing.
+
+    Stuck is what had to be given up, and what took its process with it. A probe that was cancelled, or that could
+    not even begin, says nothing: it, or another one, is tried again.
+    """
+    failure, rule = judgement.failure, settings.breaker_of(domain, command_type)
+    if says_nothing(judgement):
+        return None
+    if judgement.verdict in _TROUBLE and (rule.failures or (rule.stuck and is_stuck(failure))):
+        bad = Bad(command, is_stuck(failure), _text(failure))
+        return Word(domain, command_type, command, bad, monotonic() - ran_for)
+    return Word(domain, command_type, command, None) if is_probe else None
+
+
+def is_stuck(failure: Failure) -> bool:
+    """Was the attempt given up, or did it take its process with it?"""
+    return failure.rung in _STUCK
+
+
+def says_nothing(judgement: Judgement) -> bool:
+    """Somebody canceled the attempt, or it could not even begin."""
+    return judgement.verdict in _SAYS_NOTHING or judgement.failure.error_code == "ISOLATION_FAILED"
+
+
+def say(moved: Moved | None) -> None:
+    """A line in the log for a breaker that has moved."""
+    if moved is None:
+        return
+    extra = {"domain": moved.domain, "command_type": moved.command_type, "breaker": moved.state}
+    name = f"{moved.domain}/{moved.command_type}"
+    match moved.state:
+        case "OPEN":
+            logger.warning("the breaker of %s is open: %s", name, moved.reason, extra=extra)
+        case "HALF_OPEN":
+            logger.info("the breaker of %s is half open: %s", name, moved.reason, extra=extra)
+        case _:
+            more = "" if moved.rest_after is None else ", the others follow"
+            text = "the breaker of %s is closed: %s; %d parked commands went back to the queue%s"
+            logger.info(text, name, moved.reason, moved.released, more, extra=extra)
+
+
+class Words:
+    """Word on its way to the database. Left by any thread, written by one."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._words: list[Word] = []
+        self._lock = threading.Lock()
+
+    def add(self, word: Word) -> None:
+        """Leave word."""
+        with self._lock:
+            self._words.append(word)
+
+    def write(self, link: LastingConnection) -> None:
+        """Write what was left; what a lost connection interrupts is kept."""
+        while self._words:
+            with self._lock:
+                domain, command_type, *_ = self._words[0]
+                words = [word for word in self._words if word[:2] == (domain, command_type)]
+            rule = self._settings.breaker_of(domain, command_type)
+            now = monotonic()
+            bad = [word.bad._replace(began_ago=now - word.began) for word in words if word.bad is not None]
+            good = [word.command for word in words if word.bad is None]
+            try:
+                say(link.run(report(domain, command_type, rule, bad=bad, good=good)))
+            except psycopg.OperationalError:
+                raise
+            except Exception:
+                logger.exception("a breaker of domain %s could not be told of %d attempts", domain, len(words))
+            with self._lock:
+                self._words = [word for word in self._words if not any(word is told for told in words)]
+
+
+class Judge:
+    """Opens breakers whose type is in trouble. Asks again until nobody's counts are missing, then not until there
+    is another bad attempt: counts of attempts that ended well only grow."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._judged: dict[Key, float] = {}
+
+    def undecided(self, seen: Watch) -> list[Key]:
+        """The types that may be in trouble."""
+        self._judged = {key: at for key, at in self._judged.items() if key in seen.recent}
+        return [
+            key
+            for key, recent in seen.recent.items()
+            if self._judged.get(key) != recent[-1].ended
+            and find_trouble(self._settings.breaker_of(*key), recent) is not None
+        ]
+
+    def judge(self, link: LastingConnection, seen: Watch) -> bool:
+        """True if something is to be judged again soon."""
+        is_open = False
+        for key in self.undecided(seen):
+            judged = link.run(judge(*key, self._settings.breaker_of(*key)))
+            say(judged.moved)
+            if judged.is_final:
+                self._judged[key] = seen.recent[key][-1].ended
+            is_open = is_open or not judged.is_final
+        return is_open
+
+
+class _Ended(dict[Key, deque[float]]):
+    """When attempts of each type ended, by `monotonic`: the last of them, more than could be half of what is
+    bad."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self._settings = settings
+
+    def __missing__(self, key: Key) -> deque[float]:
+        rule = self._settings.breaker_of(*key)
+        return self.setdefault(key, deque(maxlen=max(REMEMBERED, 8 * rule.stuck, 8 * rule.failures)))
+
+
+class WorkerBreakers:
+    """What a worker counts, its word of its attempts, and the times at which breakers are due."""
+
+    def __init__(self, settings: Settings, domains: Sequence[str]) -> None:
+        self._settings = settings
+        self._domains = list(domains)
+        self._words = Words(settings)
+        self._judge = Judge(settings)
+        self._ended = _Ended(settings)
+        self._recent: Mapping[Key, Sequence[BadAttempt]] = {}
+        self._told: dict[Key, float] = {}
+        self._clock = 0.0  # what to add to `monotonic` for the server's clock
+        self._sweep_at = 0.0
+        self.on_word: Callable[[], None] = lambda: None
+
+    # --- called by slots, the ladder and the keeper; never wait ------------------------------------------------
+
+    def failed(self, attempt: Attempt, judgement: Judgement) -> None:
+        """An attempt did not complete."""
+        if attempt.is_lost or says_nothing(judgement):
+            return
+        key = (attempt.domain, attempt.command_type)
+        if not is_stuck(judgement.failure):
+            self._ended[key].append(monotonic())
+        is_probe, ran_for = bool(attempt.row[PROBE]), attempt.elapsed_ms() / 1000
+        self._leave(word_of(self._settings, *key, attempt.id, judgement, is_probe=is_probe, ran_for=ran_for))
+
+    def completed(self, attempt: Attempt) -> None:
+        """An attempt completed."""
+        self._ended[attempt.domain, attempt.command_type].append(monotonic())
+        if attempt.row[PROBE] and not attempt.is_lost:
+            self._leave(Word(attempt.domain, attempt.command_type, attempt.id, None))
+
+    # --- called by the maintenance -----------------------------------------------------------------------------
+
+    def write(self, link: LastingConnection) -> None:
+        """Write what was left; what a lost connection interrupts is kept."""
+        self._words.write(link)
+        self._sweep_at = 0.0
+
+    @property
+    def is_counting(self) -> bool:
+        """Do others need what is counted here?"""
+        return bool(self._recent)
+
+    def counts(self) -> dict[str, Any] | None:
+        """What the heartbeat is to tell: of each type with a bad attempt in its window, how many ended since."""
+        if not self._recent:
+            return None
+        self._told = {key: recent[-1].ended for key, recent in self._recent.items()}
+        return {f"{domain}/{kind}": self._tally((domain, kind)).to_json() for domain, kind in self._recent}
+
+    def _tally(self, key: Key) -> AttemptCounts:
+        ended = self._ended[key].copy() if key in self._ended else deque[float]()
+        since = moments(self._recent[key])
+        others = [sum(at + self._clock >= moment for at in ended) for moment in since]
+        most = ended.maxlen
+        return AttemptCounts(
+            self._recent[key][-1].ended, since, [None if count == most else count for count in others]
+        )
+
+    def sweep(self, link: LastingConnection, tell: Callable[[], None]) -> None:
+        """Look after breakers: move those that are due, `tell` what others need to know, judge, and find out when
+        to look again."""
+        if monotonic() >= self._sweep_at:
+            self.sweep_now(link, tell)
+
+    def sweep_now(self, link: LastingConnection, tell: Callable[[], None]) -> None:
+        """The same, whether it is time or not."""
+        pause = SWEEP_SECONDS
+        try:
+            seen = self._watch(link)
+            if any(self._told.get(key) != recent[-1].ended for key, recent in seen.recent.items()):
+                tell()
+            for item in seen.due:
+                if item.seconds > 0:
+                    pause = min(pause, item.seconds)
+                elif not item.is_probing:
+                    say(link.run(advance(item.domain, item.command_type)))
+            if self._judge.judge(link, seen):
+                pause = min(pause, UNDECIDED_SECONDS)
+        except psycopg.OperationalError:
+            raise
+        except Exception as error:  # noqa: BLE001 - leases must not wait for breakers
+            pause = TROUBLED_SECONDS
+            logger.warning("breakers cannot be looked after now, trying again in a minute: %s", error)
+        self._sweep_at = monotonic() + max(pause, SOONEST_SECONDS)
+
+    def _watch(self, link: LastingConnection) -> Watch:
+        asked_at = monotonic()
+        seen = link.run(watch(self._domains))
+        if seen.now is not None:
+            self._clock = seen.now - (asked_at + monotonic()) / 2
+        self._recent = seen.recent
+        return seen
+
+    def _leave(self, word: Word | None) -> None:
+        if word is not None:
+            self._words.add(word)
+            self.on_word()
+
+
+def _text(failure: Failure) -> str:
+    return f"{failure.error_type}: {failure.error}"

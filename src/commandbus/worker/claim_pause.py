@@ -1,0 +1,34 @@
+"""Pause: after connections or threads were used up nothing is claimed for a while, longer each time in a row."""
+
+from __future__ import annotations
+
+from commandbus.clock import monotonic
+from commandbus.logger import safe_logger
+
+logger = safe_logger("commandbus.worker")
+
+FIRST_SECONDS = 0.5
+LONGEST_SECONDS = 8.0
+
+
+class ClaimPause:
+    """How long to claim nothing."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        self._seconds = FIRST_SECONDS
+
+    @property
+    def is_on(self) -> bool:
+        """Is nothing to be claimed now?"""
+        return self._until > 0.0 and monotonic() < self._until
+
+    def begin(self, reason: str) -> None:
+        """No connection came in time, or no thread could be started."""
+        now = monotonic()
+        if now < self._until:
+            return
+        again = now - self._until < self._seconds * 4
+        self._seconds = min(self._seconds * 2, LONGEST_SECONDS) if again else FIRST_SECONDS
+        self._until = now + self._seconds
+        logger.warning("%s: nothing is claimed for %g s", reason, self._seconds)

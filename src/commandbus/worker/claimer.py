@@ -1,0 +1,437 @@
+"""The Claimer: brings work for the slots, on a connection of its own that also LISTENs.
+
+Under load it claims in large bites, so that the slots never run dry: what they will start within the next 40 ms
+is prefetched (leased and renewed like what runs), or within the time of two claims, where the server is slow or
+far away: else the claims would keep the rate down, and the rate the claims. With slow handlers that is nothing,
+so no command waits in one worker while another is idle.
+
+Idle, it announces that it waits (senders notify only then), looks again at once and after 5, 20 and 100 ms (a
+sender may have looked before the announcement and committed after it), and then sleeps until a notification, the
+next delayed message, or the poll interval. It takes the announcement back after a second of work.
+
+Messages of processes have slots of their own beside the others (`spare`), so that a worker whose handlers are
+all busy still moves processes; domains that hold nothing else are asked while only those are free.
+
+Raw messages are claimed here and read elsewhere (`worker/raw_messages.py`). While some are being read, and once a
+full claim brought mostly such messages, commands are claimed by themselves, past the others, and raw messages in
+bites of their own, each when the last one has been read.
+
+The cursor: a long-open transaction elsewhere keeps dead index entries, and every claim would walk over all that
+were settled since. So a claim begins where the last one ended; once a second, and after anything that may have
+become visible in the past, it begins at the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import psycopg
+from psycopg import Connection
+
+from commandbus.clock import boottime, monotonic
+from commandbus.db.drivers import UnreplicatedError
+from commandbus.db.service import DatabaseService
+from commandbus.errors import CommandBusError
+from commandbus.flow.commands.claim import (
+    ANY_ROOM,
+    EVERY,
+    OURS,
+    RAW,
+    UNHANDLED,
+    Claim,
+    announce,
+    claim,
+    next_due,
+    withdraw,
+)
+from commandbus.logger import safe_logger
+from commandbus.settings import Settings
+from commandbus.worker.isolation.quarantine import Quarantine
+from commandbus.worker.odd_rows import OddRows
+from commandbus.worker.raw_messages import Adopter
+from commandbus.worker.unhandled_types import UnhandledTypes
+
+logger = safe_logger("commandbus.worker")
+
+LARGEST_CLAIM = 800
+LARGEST_PREFETCH = 1600
+PREFETCH_SECONDS = 0.04
+LONGEST_PREFETCH_SECONDS = 0.4
+SWEEP_SECONDS = 1.0
+LOOKS_SECONDS = (0.0, 0.005, 0.02, 0.1)
+ANNOUNCEMENT_SECONDS = 60.0
+BUSY_SECONDS = 1.0
+HEAR_SECONDS = 0.25
+LOCKED_SECONDS = 1.0
+FULL_SECONDS = 0.25
+LARGEST_SIEVE = 500
+SMALLEST_SIEVE = 20
+SIEVE_SECONDS = 0.25
+SLOTLESS_FACTOR = 4
+CANCEL = "cancel "
+MARGIN = timedelta(milliseconds=5)
+
+Deliver = Callable[[str, list[tuple[Any, ...]], float], list[tuple[Any, ...]]]
+"""Domain, rows, and when (by `clock.boottime`) the claim was sent: their leases count from then. Returns the rows
+that this worker has no handler for."""
+
+
+class Claimer(DatabaseService):
+    """One thread that claims for all domains of a worker."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        worker: str,
+        domains: Sequence[str],
+        *,
+        routed: Sequence[str],
+        room: Callable[[int], int],
+        spare: Callable[[], int],
+        finished: Callable[[], int],
+        deliver: Deliver,
+        on_unsure: Callable[[str, list[tuple[Any, ...]], float], None],
+        apart: Quarantine,
+        adopter: Adopter,
+        unhandled: UnhandledTypes,
+        on_cancel: Callable[[str, int], None],
+        on_idle: Callable[[], bool],
+        on_connect: Callable[[], None],
+        on_error: Callable[[BaseException], None],
+        name: str,
+    ) -> None:
+        super().__init__(settings, name=name, part="claimer", on_end=on_error, goes_by_keys=True)
+        self._settings = settings
+        self._worker = worker
+        self._domains = [_Domain(name_, is_routed=name_ in routed) for name_ in domains]
+        self._room = room
+        self._spare = spare
+        self._finished = finished
+        self._deliver = deliver
+        self._on_unsure = on_unsure
+        self._apart = apart
+        self._adopter = adopter
+        self._unhandled = unhandled
+        adopter.on_read = lambda domain, seconds: self.order(lambda: self._read(domain, seconds))
+        self._odd = OddRows(
+            self._link, worker, max_bytes=settings.max_payload_bytes, keeps_lock_timeout=self.can_listen
+        )
+        self._on_cancel = on_cancel
+        self._on_idle = on_idle
+        self._on_connect = on_connect
+        self.is_waiting_for_room = False
+        self.is_ended = False  # claim nothing more: the worker drains
+        self.claimed = 0
+        self._asked_at = monotonic()  # when a claim was last answered, or there was no room for one
+        self._heard_at = 0.0
+        self._announced_until = 0.0
+        self._busy_since: float | None = None
+        self._rate = _Rate()
+        self._claim_seconds = 0.0  # what asking all domains takes, of late
+
+    def end(self) -> None:
+        """Claim nothing more; the thread goes on listening for cancels."""
+        self.is_ended = True
+        self.wake()
+
+    @property
+    def prefetch(self) -> int:
+        """How many attempts may wait before the slots."""
+        ahead = max(PREFETCH_SECONDS, min(2 * self._claim_seconds, LONGEST_PREFETCH_SECONDS))
+        return min(LARGEST_PREFETCH, int(self._rate.per_second * ahead))
+
+    @property
+    def claimless_seconds(self) -> float:
+        """For how long it should have asked for work, and could not."""
+        usual = min(self._settings.poll_interval, ANNOUNCEMENT_SECONDS / 2)
+        return max(0.0, monotonic() - self._asked_at - usual)
+
+    def lost(self, error: psycopg.Error) -> None:
+        if error.sqlstate is not None:
+            self._asked_at = monotonic()  # a refusal is an answer: another worker would get the same
+
+    def connected(self, conn: Connection[Any]) -> None:
+        self.listen(conn, *(f"commandbus_{domain.name}" for domain in self._domains))
+        for domain in self._domains:
+            domain.cursor = None
+        self._announced_until = 0.0
+        self._on_connect()
+
+    def round(self) -> None:
+        room = self._wait_for_room()
+        if self._stopping.is_set():
+            return
+        if self._claim_all(room, self._spare()):
+            self._note_work()
+        else:
+            self._idle()
+
+    def _wait_for_room(self) -> int:
+        while True:
+            self._rate.observe(self._finished())
+            self.is_waiting_for_room = True
+            room = 0 if self.is_ended else self._room(self.prefetch)
+            if room > 0 or self._stopping.is_set():
+                self.is_waiting_for_room = False
+                return room
+            self._asked_at = monotonic()
+            if not self.is_ended and self._spare() > 0:
+                return 0  # and still waiting for room: a slot that becomes free wakes us
+            self.sleep(0.25)
+
+    def _claim_all(self, room: int, spare: int) -> int:
+        """Ask every domain, the one served last at the end; answers how many were claimed."""
+        total = 0
+        began = monotonic()
+        for domain in list(self._domains):
+            own = spare if domain.is_routed else 0
+            if room + own <= 0 or self._adopter.is_full:
+                continue
+            got = self._claim_or_take(domain, min(room + own, LARGEST_CLAIM), own)
+            if domain.is_flooded and not self._adopter.is_busy:
+                total += self._sift(domain)
+            if got:
+                self._domains.remove(domain)
+                self._domains.append(domain)
+            total += got
+            spare -= min(got, own)
+            room -= got - min(got, own)
+        self._asked_at = monotonic()
+        self._claim_seconds += (self._asked_at - began - self._claim_seconds) * 0.3
+        return total
+
+    def _claim(self, domain: _Domain, n: int) -> int:
+        now, claimed_at = monotonic(), boottime()
+        sweeps = now - domain.swept_at >= domain.sweep_seconds
+        if sweeps:
+            domain.cursor = None
+            domain.swept_at = now
+        n = min(n * domain.slotless, LARGEST_CLAIM)
+        is_picky = domain.is_flooded or self._adopter.is_busy
+        found = self._ask(domain, n, domain.cursor, OURS if is_picky else EVERY)
+        if sweeps:  # over a flood it is a long walk
+            walked = monotonic() - now if domain.is_flooded else 0.0
+            domain.sweep_seconds = max(SWEEP_SECONDS, 10 * walked)
+        domain.advance(found)
+        domain.note(found)
+        if found.odd:
+            self._deliver_odd(domain, found, claimed_at)
+        elif found.ready:
+            self._pass_on(domain, found.ready, claimed_at)
+        return len(found.ready) + len(found.odd)
+
+    def _claim_or_take(self, domain: _Domain, n: int, own: int) -> int:
+        """Claim, and take what others have parked because they have no handler for it, each first in its turn."""
+        if not self._unhandled.is_due(domain.name):
+            return self._claim(domain, n)
+        domain.takes_first = not domain.takes_first
+        taken = self._take(domain, n, own) if domain.takes_first else 0
+        claimed = self._claim(domain, n - taken) if taken < n else 0
+        return taken + claimed + (0 if domain.takes_first else self._take(domain, n - claimed, own))
+
+    def _take(self, domain: _Domain, n: int, own: int) -> int:
+        """For slots that are free now: what waits before the slots may be given back, and others would see it."""
+        n = min(n, self._room(0) + own)
+        if n <= 0:
+            return 0
+        claimed_at = boottime()
+        found = self._unhandled.take(self._link, domain.name, n)
+        if found.odd:
+            self._deliver_odd(domain, found, claimed_at)
+        else:
+            self._pass_on(domain, found.ready, claimed_at)
+        return len(found.ready) + len(found.odd)
+
+    def _ask(self, domain: _Domain, n: int, cursor: datetime | None, kind: str) -> Claim:
+        claimed_at = boottime()
+        asked = claim(
+            domain=domain.name,
+            worker=self._worker,
+            n=n,
+            lease_seconds=self._settings.visibility_timeout,
+            cursor=cursor,
+            kind=kind,
+        )
+        try:
+            return self._link.run(asked)
+        except UnreplicatedError as error:
+            self._on_unsure(domain.name, error.result.ready, claimed_at)  # a failover may lose this claim
+            raise
+
+    def _sift(self, domain: _Domain) -> int:
+        """A bite of a flood of raw messages; answers how many it had. The last one ends the flood."""
+        found = self._ask(domain, domain.sieve, domain.raw_cursor, RAW)
+        domain.raw_cursor = found.last_vt
+        if found.odd:
+            self._adopter.take(domain.name, found.odd)
+        if not found.full:
+            domain.end_flood()
+        return len(found.odd)
+
+    def _read(self, name: str, seconds: float) -> None:
+        """Raw messages of a domain were read: some may be commands now, and others may have been passed by."""
+        for domain in self._domains:
+            domain.cursor = None
+            if domain.name == name:
+                domain.size_sieve(seconds)
+
+    def _deliver_odd(self, domain: _Domain, found: Claim, claimed_at: float) -> None:
+        """Put right what is odd, and deliver the rest with it."""
+        self._pass_on(domain, found.ready, claimed_at)  # they have nothing to do with the others
+        if raw := [row for row in found.odd if row.id is None]:
+            self._adopter.take(domain.name, raw)
+        if ours := self._unhandled.marked(domain.name, [row for row in found.odd if row.id is not None]):
+            try:
+                room = self._apart.room(domain.name, ours)
+                right, _ = self._odd.put_right(domain.name, ours, room, until=monotonic() + LOCKED_SECONDS)
+                self._pass_on(domain, list(right), claimed_at)
+            finally:
+                self._apart.admitted()
+
+    def _pass_on(self, domain: _Domain, rows: list[tuple[Any, ...]], claimed_at: float) -> None:
+        if rows:
+            self.claimed += len(rows)
+            if unhandled := self._deliver(domain.name, rows, claimed_at):
+                marked = self._unhandled.marked(domain.name, unhandled)
+                self._odd.put_right(domain.name, marked, ANY_ROOM, until=monotonic() + LOCKED_SECONDS)
+
+    def _note_work(self) -> None:
+        now = monotonic()
+        if now - self._heard_at > HEAR_SECONDS:
+            self._heard_at = now
+            self.hear()  # a cancel is heard under load too
+        if self._busy_since is None:
+            self._busy_since = now
+        elif self._announced_until and now - self._busy_since > BUSY_SECONDS:
+            self._link.run(withdraw(self._worker))
+            self._announced_until = 0.0
+
+    def _idle(self) -> None:
+        """Nothing was there. Announce, look again, sleep."""
+        self._busy_since = None
+        if self._adopter.is_full:
+            self.sleep(FULL_SECONDS)  # it wakes us when it has read some
+            return
+        if self._unhandled.is_any_due:
+            self.is_waiting_for_room = True  # a slot that becomes free wakes us
+            if self._room(0) <= 0:  # none has become free since we looked
+                self.sleep(FULL_SECONDS)
+            return
+        if monotonic() > self._announced_until - ANNOUNCEMENT_SECONDS / 2:
+            self._announce()
+            for pause in LOOKS_SECONDS:
+                if pause and self.sleep(pause):
+                    return
+                if self._claim_all(self._room(0), self._spare()):
+                    return
+        if self._on_idle():
+            for domain in self._domains:
+                domain.cursor = None
+            return
+        # Not beyond half the announcement: it is renewed before it expires.
+        longest = min(self._settings.poll_interval, ANNOUNCEMENT_SECONDS / 2)
+        due = [self._link.run(next_due(domain.name, within_seconds=longest)) for domain in self._domains]
+        soonest = min((seconds for seconds in due if seconds is not None), default=longest)
+        self.sleep(min(max(soonest, 0.001), longest))
+
+    def _announce(self) -> None:
+        names = [domain.name for domain in self._domains]
+        self._link.run(announce(worker=self._worker, domains=names, seconds=ANNOUNCEMENT_SECONDS))
+        self._announced_until = monotonic() + ANNOUNCEMENT_SECONDS
+        for domain in self._domains:
+            domain.cursor = None  # a sender that saw no announcement may have committed below it
+
+    def heard(self, channel: str, payload: str) -> None:
+        for domain in self._domains:
+            if channel != f"commandbus_{domain.name}":
+                continue
+            msg_id = payload.removeprefix(CANCEL)
+            if msg_id != payload and msg_id.isascii() and msg_id.isdigit() and len(msg_id) < 20:
+                self._on_cancel(domain.name, int(msg_id))
+            elif payload.startswith(UNHANDLED):
+                self._unhandled.add(domain.name, payload.removeprefix(UNHANDLED))
+            else:
+                domain.step_back(payload)
+
+    def finish(self) -> None:
+        try:
+            self._link.run(withdraw(self._worker))
+        except (psycopg.Error, CommandBusError) as error:
+            logger.info("the announcement was left to expire: %s", error)
+
+
+class _Domain:
+    """A domain's cursor."""
+
+    def __init__(self, name: str, *, is_routed: bool) -> None:
+        self.name = name
+        self.is_routed = is_routed
+        self.takes_first = False  # does what others have no handler for come first in this round?
+        self.cursor: datetime | None = None
+        self.swept_at = 0.0
+        self.sweep_seconds = SWEEP_SECONDS
+        self.is_flooded = False
+        self.slotless = 1  # so many times as many are claimed: what comes needs no slot
+        self.raw_cursor: datetime | None = None
+        self.sieve = LARGEST_CLAIM
+
+    def note(self, found: Claim) -> None:
+        """Is it a flood: of raw messages, of messages that only say that they are ours, or of suspects?"""
+        raw = sum(row.id is None for row in found.odd)
+        count = len(found.ready) + len(found.odd)
+        suspects = sum(row.id is not None and bool(row.alone or row.before) for row in found.odd)
+        is_slotless = found.full and raw + suspects == count
+        self.slotless = min(self.slotless * SLOTLESS_FACTOR, LARGEST_CLAIM) if is_slotless else 1
+        if found.full and 2 * raw >= count and not self.is_flooded:
+            self.is_flooded, self.raw_cursor = True, None
+
+    def end_flood(self) -> None:
+        """Its last message was claimed."""
+        self.is_flooded, self.cursor, self.sweep_seconds = False, None, SWEEP_SECONDS
+
+    def size_sieve(self, seconds: float) -> None:
+        """To read a bite of the flood took so long: how large is the next one?"""
+        if seconds > SIEVE_SECONDS:
+            self.sieve = max(SMALLEST_SIEVE, self.sieve // 2)
+        elif seconds < SIEVE_SECONDS / 2:
+            self.sieve = min(LARGEST_SIEVE, self.sieve * 2)
+
+    def advance(self, found: Claim) -> None:
+        """Begin the next claim where this one ended: at the last vt of a full one, else at its own time.
+
+        A sender's vt is taken a moment before its commit: the margin leaves room for those on the way.
+        """
+        if found.claimed_at is not None:
+            reached = found.last_vt if found.full and found.last_vt is not None else found.claimed_at - MARGIN
+            self.cursor = reached
+
+    def step_back(self, payload: str) -> None:
+        """A notification speaks of a message that may be older than the cursor: its vt, or 0 for "anywhere"."""
+        try:
+            seconds = float(payload)
+        except ValueError:
+            seconds = 0.0
+        vt = datetime.fromtimestamp(seconds, UTC) - MARGIN if 0 < seconds < 32503680000 else None
+        if self.cursor is not None and (vt is None or vt < self.cursor):
+            self.cursor = vt
+
+
+class _Rate:
+    """Finished attempts per second, over the last fraction of a second."""
+
+    def __init__(self) -> None:
+        self.per_second = 0.0
+        self._count = 0
+        self._at = monotonic()
+
+    def observe(self, count: int) -> None:
+        now = monotonic()
+        elapsed = now - self._at
+        if elapsed < 0.002:
+            return
+        current = (count - self._count) / elapsed
+        weight = min(1.0, elapsed / 0.02)
+        self.per_second += (current - self.per_second) * weight
+        self._count, self._at = count, now

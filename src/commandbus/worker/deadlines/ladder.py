@@ -1,0 +1,304 @@
+"""The Ladder: every attempt ends in time, whatever its handler does.
+
+    deadline   the attempt is asked to stop: its cancel event is set, its task cancelled, its query cancelled
+    grace      it may still finish, and a result that comes in time counts
+    stuck      an autopsy is taken, the attempt is fenced and settled, its slot gets a new thread or task
+
+A person's cancel, the shutdown and a lost lease go down the same ladder. It looks four times a second, on a thread
+of its own, in memory only: nothing here touches the database or anything else that can block, so a dead server or
+a silent network cannot stop the clock. What needs the database is handed to the keeper.
+
+Whoever takes an attempt out of `running` owns its settlement: the slot that ran it, or the ladder. Both cannot.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from commandbus.clock import boottime, epoch, monotonic
+from commandbus.logger import safe_logger
+from commandbus.model.outcome import Failure
+from commandbus.model.timeouts import MONITOR_TICK, Timeouts
+from commandbus.worker.deadlines import autopsy
+from commandbus.worker.execution.async_slots import AsyncSlot, AsyncSlots
+from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why, lost_text
+from commandbus.worker.execution.slots import Slot
+from commandbus.worker.health import HealthStatus
+
+logger = safe_logger("commandbus.worker")
+
+BLOCKED_SECONDS = 1.0  # without a beat of an event loop
+
+Running = dict[Attempt, Slot | AsyncSlot]
+Document = dict[str, Any]
+
+
+class Ladder:
+    """One thread that looks at what runs."""
+
+    def __init__(
+        self,
+        timeouts: Timeouts,
+        running: Running,
+        *,
+        loop: AsyncSlots | None,
+        health: HealthStatus,
+        cancel_query: Callable[[Attempt], None],
+        fence: Callable[[Attempt, Stop, Document], None],
+        bystander: Callable[[Attempt, Slot | AsyncSlot, Failure, bool], None],
+        on_stuck: Callable[[Attempt, Slot | AsyncSlot], None],
+        on_tick: Callable[[float], None],
+        can_isolate: bool,
+        name: str,
+    ) -> None:
+        self._timeouts = timeouts
+        self._late_seconds = timeouts.late_seconds
+        self._running = running
+        self._loop = loop
+        self._health = health
+        self._cancel_query = cancel_query
+        self._fence = fence
+        self._bystander = bystander
+        self._on_stuck = on_stuck
+        self._on_tick = on_tick
+        self._can_isolate = can_isolate
+        self._asked: SimpleQueue[tuple[Attempt, Stop]] = SimpleQueue()
+        self._wake = threading.Event()
+        self._stopping = False
+        self.beat_at = monotonic()
+        self.abandoned = 0
+        self._thread = threading.Thread(target=self._serve, name=f"{name}-ladder", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopping = True
+        self._wake.set()
+
+    def ask(self, attempt: Attempt, why: Why, text: str, *, grace: float | None = None) -> None:
+        """Ask an attempt to stop, from any thread; it has the usual grace unless told otherwise."""
+        now = monotonic()
+        until = now + (self._timeouts.cancel_grace if grace is None else grace)
+        self._asked.put((attempt, Stop(why, text, now, until)))
+        self._wake.set()
+
+    def _serve(self) -> None:
+        while not self._stopping:
+            self._wake.wait(self._until_due())
+            self._wake.clear()
+            try:
+                self._tick()
+            except Exception:
+                logger.exception("the ladder's tick failed")  # and the next one tries again
+
+    def _until_due(self) -> float:
+        """Seconds until the next look: a tick, or less if something is due before."""
+        due = [item.deadline_at if item.stop is None else item.stop.until for item in list(self._running)]
+        return max(0.01, min(MONITOR_TICK, min(due, default=NEVER) - monotonic()))
+
+    def _tick(self) -> None:
+        self.beat_at = now = monotonic()
+        while not self._asked.empty():
+            attempt, stop = self._asked.get()
+            self._ask_to_stop(attempt, self._running.get(attempt), stop)
+        for attempt, place in list(self._running.items()):
+            try:
+                self._look(attempt, place, now)
+            except Exception:
+                logger.exception("looking at command %s failed", attempt.command_id)  # the others are looked at
+        self._on_tick(now)
+
+    # --- one attempt ---------------------------------------------------------------------------------------
+
+    def _look(self, attempt: Attempt, place: Slot | AsyncSlot, now: float) -> None:
+        if not attempt.started_at:
+            return  # a slot is just about to start it
+        child = attempt.child
+        if child is not None:
+            child.check_memory()
+        stop = attempt.stop
+        if stop is None:
+            stop = self._due(attempt, now)
+            if stop is not None:
+                self._ask_to_stop(attempt, place, stop)
+            else:
+                for scope in attempt.scopes:
+                    scope.end(now)
+        if stop is None:
+            return
+        if now >= stop.until:
+            self._give_up(attempt, place, stop)
+            return
+        if isinstance(place, AsyncSlot) and self._loop is not None and not attempt.extras.is_delivered:
+            self._loop.cancel(attempt, place)  # it was just about to start when it was asked, or its loop is busy
+        if attempt.borrowed is not None and not attempt.extras.is_reminded:
+            self._remind(attempt, stop, now)
+
+    def _remind(self, attempt: Attempt, stop: Stop, now: float) -> None:
+        """A statement that began just after the cancel gets half of the grace, then it is cancelled too."""
+        if now >= (stop.asked_at + stop.until) / 2:
+            attempt.extras.is_reminded = True
+            self._cancel_query(attempt)
+
+    def _due(self, attempt: Attempt, now: float) -> Stop | None:
+        """Is it time to ask this one to stop?"""
+        limits = self._timeouts
+        if now >= attempt.deadline_at:
+            until = attempt.deadline_at + limits.cancel_grace
+            return Stop(Why.DEADLINE, attempt.lateness(), attempt.deadline_at, until)
+        if attempt.is_lost:
+            text = "its lease was lost: somebody else may be running the command (layer 3: visibility_timeout)"
+            return Stop(Why.LEASE, text, now, now + limits.cancel_grace)
+        if (limit := attempt.lost_limit) is not None:
+            return Stop(Why.LEASE, lost_text(limit), now, now + limits.cancel_grace)
+        age = boottime() - attempt.renewed_at
+        if age >= self._late_seconds:
+            text = (
+                "its lease could not be renewed: the database is out of reach, or another transaction holds its "
+                "queue row (layer 3: visibility_timeout)"
+            )
+            return Stop(Why.LEASE, text, now, now + max(0.0, limits.visibility_timeout - age))
+        return None
+
+    def _ask_to_stop(self, attempt: Attempt, place: Slot | AsyncSlot | None, stop: Stop) -> None:
+        before = attempt.stop
+        if before is not None and stop.until < before.until:
+            attempt.stop = stop  # a hurried shutdown leaves less time
+        attempt.ask_to_stop(stop)
+        if place is None or before is not None:
+            return
+        logger.info(
+            "attempt number %d of command %s is asked to stop: %s",
+            attempt.number,
+            attempt.command_id,
+            stop.text,
+            extra=attempt.log_fields,
+        )
+        if attempt.child is not None:
+            attempt.child.cancel(stop)
+        elif isinstance(place, AsyncSlot) and self._loop is not None:
+            self._loop.cancel(attempt, place)
+        if stop.why is Why.LEASE and attempt.is_lost:
+            attempt.bar()
+        if attempt.borrowed is not None:
+            self._cancel_query(attempt)
+
+    def _give_up(self, attempt: Attempt, place: Slot | AsyncSlot, stop: Stop) -> None:
+        if attempt.child is not None:
+            attempt.child.kill(stop.text)  # its slot's thread is well, and settles it
+            return
+        if isinstance(place, AsyncSlot) and self._loop is not None:
+            blocked = not attempt.extras.is_delivered
+            if blocked and place.loop.blocker() is not attempt:
+                self._give_up_loop(attempt, place, stop)
+                return
+            taken = _examine(place, is_blocked=blocked)
+            if not self._take(attempt, stop, taken):
+                return
+            if blocked:
+                self._leave_loop(place, _blocked_by(attempt))
+            else:
+                self._loop.replace(place)
+        elif isinstance(place, Slot):
+            taken = _examine(place)
+            if not self._take(attempt, stop, taken):
+                return
+            place.lane.replace(place)
+
+    def _take(self, attempt: Attempt, stop: Stop, taken: Document) -> bool:
+        """Own its settlement, unless it has ended at the last moment."""
+        place = self._running.pop(attempt, None)
+        if place is None:
+            return False
+        attempt.bar()
+        if stop.why is Why.SHUTDOWN:
+            self.abandoned += 1
+        else:
+            self._health.record_stuck_thread()
+        logger.error(
+            "attempt number %d of command %s (%s) is stuck after %.1f s: %s",
+            attempt.number,
+            attempt.command_id,
+            attempt.command_type,
+            attempt.elapsed_ms() / 1000,
+            stop.text,
+            extra=attempt.log_fields,
+        )
+        self._fence(attempt, stop, taken)
+        if attempt.child is not None:  # a process came for it at the last moment
+            attempt.child.kill(stop.text)
+        self._note_stuck(attempt, place)
+        return True
+
+    def _note_stuck(self, attempt: Attempt, place: Slot | AsyncSlot) -> None:
+        try:
+            self._on_stuck(attempt, place)
+        except Exception:
+            logger.exception("the worker could not be told of a stuck attempt")  # its slot must come back
+
+    # --- a blocked event loop ----------------------------------------------------------------------------------
+
+    def _give_up_loop(self, attempt: Attempt, place: AsyncSlot, stop: Stop) -> None:
+        """An attempt's cancel never reached it, because another one blocks their loop: that one is to blame."""
+        blocker = place.loop.blocker()
+        culprit = self._running.get(blocker) if blocker is not None else None
+        if blocker is None or not isinstance(culprit, AsyncSlot):
+            if monotonic() - place.loop.beat_at > BLOCKED_SECONDS:
+                self._give_up_unnamed(attempt, place, stop)
+            elif self._loop is not None:
+                self._loop.cancel(attempt, place)  # the loop was let go this very moment
+            return
+        blocked = monotonic() - place.loop.beat_at
+        text = f"it blocked the event loop for {blocked:.1f} s; command {attempt.command_id!r} could not stop"
+        why = Why.SHUTDOWN if stop.why is Why.SHUTDOWN else Why.DEADLINE  # a neighbour's cancel is not its own
+        blamed = blocker.stop or Stop(why, text, stop.asked_at, stop.until, is_told=False)
+        blocker.ask_to_stop(blamed)
+        taken = _examine(culprit, is_blocked=True)
+        if self._take(blocker, blamed, taken):
+            self._leave_loop(place, _blocked_by(blocker))
+
+    def _give_up_unnamed(self, attempt: Attempt, place: AsyncSlot, stop: Stop) -> None:
+        """A task or a callback that somebody made blocks the loop, and nothing tells whose it is.
+
+        Whoever is alone there did it; of several, each runs in a process of its own next time.
+        """
+        here = [other for other in list(self._running.values()) if isinstance(other, AsyncSlot)]
+        if sum(other.loop is place.loop for other in here) > 1 and self._can_isolate:
+            self._health.record_stuck_thread()
+            logger.error("the event loop is blocked, by a task or callback of an attempt that cannot be named")
+            self._leave_loop(place, "its event loop was blocked, and nothing tells by whom", suspect=True)
+            self._note_stuck(attempt, place)
+        elif self._take(attempt, stop, _examine(place, is_blocked=True)):
+            self._leave_loop(place, _blocked_by(attempt))
+
+    def _leave_loop(self, place: AsyncSlot, text: str, *, suspect: bool = False) -> None:
+        """Everybody else on the loop is fenced and tried again, not charged."""
+        loop = place.loop
+        for attempt, other in list(self._running.items()):
+            is_here = isinstance(other, AsyncSlot) and other.loop is loop
+            if is_here and self._running.pop(attempt, None) is not None:
+                attempt.bar()
+                failure = Failure("LoopBlocked", "BYSTANDER", text, duration_ms=attempt.elapsed_ms())
+                self._bystander(attempt, other, failure, suspect)
+        if self._loop is not None:
+            self._loop.abandon_loop(loop)
+
+
+def _blocked_by(culprit: Attempt) -> str:
+    return f"its event loop was blocked by command {culprit.command_id!r} ({culprit.command_type})"
+
+
+def _examine(place: Slot | AsyncSlot, *, is_blocked: bool = False) -> Document:
+    """An autopsy; whatever goes wrong with it (a module's loader may raise) must not save a stuck attempt."""
+    try:
+        if isinstance(place, AsyncSlot):
+            return autopsy.of_task(place.task, place.loop.thread.ident, is_blocked=is_blocked)
+        return autopsy.of_thread(place.ident)
+    except Exception as error:  # noqa: BLE001
+        return {"taken_at": round(epoch(), 3), "stacks": [], "left_out": f"{type(error).__name__}: {error}"}

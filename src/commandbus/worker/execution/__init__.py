@@ -1,0 +1,1 @@
+"""How one attempt runs: its slot, its context, its connections."""

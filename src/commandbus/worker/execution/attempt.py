@@ -1,0 +1,469 @@
+"""One attempt: a claimed row, its fence, and what this worker knows of it.
+
+It is made for every command, so it is small: an object around the row that commands/claim.sql returned. What only
+some attempts need (a cancel event, a connection, child deadlines, progress) is in `Extras`, made on first use.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from commandbus.clock import boottime, monotonic
+from commandbus.errors import AttemptCancelledError, DeadlineExceededError
+from commandbus.flow.commands.reply import compose
+from commandbus.flow.commands.settle import (
+    BATCH,
+    DONE,
+    QUARANTINE,
+    REPLY_TO,
+    STEP,
+    SUSPECT,
+    Done,
+    Settlement,
+    completed,
+    given_back,
+    of_row,
+    parked,
+    waived,
+)
+from commandbus.model import payload
+from commandbus.model.api_errors import ApiFailure
+from commandbus.model.command import Command
+from commandbus.model.durations import format_seconds
+from commandbus.model.limit_state import ApiAnswer
+from commandbus.model.outcome import Failure, Judgement
+from commandbus.worker.execution.handlers import Handler
+
+if TYPE_CHECKING:
+    from commandbus.limits.requests import Permit
+    from commandbus.worker.execution.connections import Borrowed, ConnectionRequest
+    from commandbus.worker.isolation.isolation import Child
+
+NEVER = math.inf
+LATEST = 253402300799.0  # the end of the year 9999, which is datetime's
+
+
+CHILD_LATE = "the deadline of a child context has passed"
+
+
+def lost_text(limit: str) -> str:
+    """Why an attempt is asked to stop that has lost its place of a limit."""
+    return f"it has lost its place of limit {limit}"
+
+
+class Why(StrEnum):
+    """Who asks an attempt to stop."""
+
+    DEADLINE = "deadline"
+    CANCEL = "cancel"
+    SHUTDOWN = "shutdown"
+    LEASE = "lease"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """An attempt was asked to stop. `until` (monotonic) is the end of its grace.
+
+    `is_told=False`: it could not be asked, because it blocks the event loop for everybody there.
+    """
+
+    why: Why
+    text: str
+    asked_at: float
+    until: float
+    is_told: bool = True
+
+    def error(self) -> AttemptCancelledError:
+        """What a handler that asks is told."""
+        kind = DeadlineExceededError if self.why is Why.DEADLINE else AttemptCancelledError
+        return kind(self.text)
+
+
+class Extras:
+    """What only some attempts have."""
+
+    __slots__ = (
+        "answer",
+        "api",
+        "asks",
+        "blamed",
+        "blocks",
+        "borrowed",
+        "child",
+        "event",
+        "failed_at",
+        "has_asked",
+        "has_connection",
+        "has_told",
+        "holds_row",
+        "is_delivered",
+        "is_fenced",
+        "is_reminded",
+        "is_waived",
+        "keeps",
+        "late_text",
+        "lent",
+        "parks_at",
+        "permits",
+        "progress",
+        "scopes",
+        "told",
+    )
+
+    def __init__(self) -> None:
+        self.event: threading.Event | None = None
+        self.borrowed: Borrowed | None = None
+        self.asks: ConnectionRequest | None = None  # a thread that waits for a connection for it, if it is async
+        self.scopes: list[Scope] = []
+        self.progress: str | None = None  # JSON text that is not stored yet
+        self.child: Child | None = None
+        self.is_delivered = False  # has the event loop passed the cancel on?
+        self.is_fenced = False  # given up: it gets no connection any more
+        self.is_reminded = False  # has its query been cancelled for the second time?
+        self.has_connection = False
+        self.holds_row = False  # must its queue row be left alone, for the snapshot of its transaction?
+        self.permits: list[Permit] = []  # of limits, which it holds
+        self.blocks: list[Permit] = []  # of limits, which blocks of its handler hold
+        self.failed_at: str | None = None  # the limit at which a call of it went badly, other than by a 429
+        self.is_waived = False  # does it pay nothing for that? Said by the gate
+        self.answer = ApiAnswer.GOOD  # what its end says of the API that they protect
+        self.api: ApiFailure | None = None
+        self.blamed: str | None = None  # the limit whose API has refused it
+        self.keeps = False  # may its call still be under way, on the other side?
+        self.has_told = False  # was the answer told already, by a block?
+        self.has_asked = False  # for the place that was kept for it
+        self.told: set[str] = set()  # limits that have heard that their API refused it
+        self.lent: set[str] = set()  # tokens of its places that blocks use now
+        self.parks_at: str | None = None
+        self.late_text: str | None = None  # what its deadline is called, while that of one call is nearer
+
+
+class Scope:
+    """A child context's own deadline."""
+
+    __slots__ = ("deadline_at", "event", "stop")
+
+    def __init__(self, deadline_at: float) -> None:
+        self.deadline_at = deadline_at
+        self.stop: Stop | None = None
+        self.event = threading.Event()
+
+    def end(self, now: float) -> None:
+        """Set the event when the deadline has passed; the attempt itself goes on."""
+        if self.stop is None and now >= self.deadline_at:
+            self.stop = Stop(Why.DEADLINE, CHILD_LATE, now, now)
+            self.event.set()
+
+
+_making = threading.Lock()
+
+
+class Attempt:
+    """An execution of a command by this worker.
+
+    `renewed_at` (of `clock.boottime`) is when its lease was last asked for; in the future while it was asked for
+    longer than usual.
+
+    `started` is the epoch second for the record; `started_at` (0 unless it runs) and `deadline_at` are monotonic,
+    for the ladder.
+
+    `charge` is what it counts against `max_attempts`, `number` is its running number in the command's history.
+    """
+
+    # Defaults are the class's: an attempt writes only what differs, because one is made for every command.
+    started: float | None = None
+    started_at = 0.0
+    deadline_at = NEVER
+    stop: Stop | None = None
+    is_lost = False
+    has_committed = False
+    _extras: Extras | None = None
+
+    def __init__(self, domain: str, row: tuple[Any, ...], handler: Handler | None, renewed_at: float) -> None:
+        self.domain = domain
+        self.row = row
+        self.msg_id: int = row[0]
+        self.read_ct: int = row[1]
+        self.id: int = row[2]
+        self.handler = handler
+        self.renewed_at = renewed_at
+
+    @property
+    def number(self) -> int:
+        """Its running number in the command's history."""
+        number: int = self.row[6] + self.row[1]
+        return number
+
+    @property
+    def charge(self) -> int:
+        """What it counts against `max_attempts`."""
+        charge: int = self.row[1] - self.row[7]
+        return charge
+
+    @property
+    def command_id(self) -> str:
+        """The caller's id."""
+        found: str = self.row[3]
+        return found
+
+    @property
+    def command_type(self) -> str:
+        """The command's type."""
+        found: str = self.row[4]
+        return found
+
+    @property
+    def log_fields(self) -> dict[str, Any]:
+        """What a log record about it carries."""
+        return {
+            "domain": self.domain,
+            "command_id": self.command_id,
+            "attempt": self.charge,
+            "attempt_number": self.number,
+        }
+
+    @property
+    def max_attempts(self) -> int | None:
+        """The command's own limit, if its sender gave one."""
+        found: int | None = self.row[8]
+        return found
+
+    @property
+    def timeout(self) -> float | None:
+        """The command's own deadline in seconds, if its sender gave one; 0 is none."""
+        found: float | None = self.row[18]
+        return found
+
+    def lateness(self) -> str:
+        """That its deadline has passed, and who had set it, for people."""
+        if self._extras is not None and self._extras.late_text is not None:
+            return self._extras.late_text
+        whose = "task_timeout"
+        if self.timeout is not None:
+            whose = "timeout of the command"
+        elif self.handler is not None and self.handler.options.timeout is not None:
+            whose = f"timeout of handler {self.handler.name}"
+        allowed = format_seconds(round(self.deadline_at - self.started_at, 3))
+        return f"the deadline of {allowed} has passed (layer 4: {whose})"
+
+    @property
+    def step(self) -> int | None:
+        """Which step of a process it is: 0 a message to the process, below 0 a compensation; None: none."""
+        found: int | None = self.row[STEP]
+        return found
+
+    @property
+    def batch(self) -> int | None:
+        """The batch that it is counted in."""
+        found: int | None = self.row[BATCH]
+        return found
+
+    @property
+    def is_suspect(self) -> bool:
+        """May it have killed its worker? Then it runs isolated."""
+        return self.row[SUSPECT] is not None
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Did an earlier attempt get stuck, or crash its worker?"""
+        return bool(self.row[QUARANTINE])
+
+    @property
+    def is_plain(self) -> bool:
+        """Does its end concern nobody else: no reply, no batch, no process?"""
+        row = self.row
+        return row[REPLY_TO] is None and row[STEP] is None and row[BATCH] is None
+
+    @property
+    def extras(self) -> Extras:
+        """What only some attempts have; made on first use."""
+        if self._extras is None:
+            with _making:  # the handler's thread and the ladder may come at once
+                if self._extras is None:
+                    self._extras = Extras()
+        return self._extras
+
+    @property
+    def permits(self) -> list[Permit]:
+        """The places of limits that it holds."""
+        return [] if self._extras is None else self._extras.permits
+
+    @property
+    def lost_limit(self) -> str | None:
+        """A limit of which it has lost its place."""
+        return next((permit.limit for permit in self.permits if permit.is_lost), None)
+
+    @property
+    def was_calling(self) -> bool:
+        """Does it hold a place of a limit, or did a call of it go badly?"""
+        extras = self._extras
+        return extras is not None and bool(extras.permits or extras.blocks or extras.failed_at)
+
+    @property
+    def blamed(self) -> str | None:
+        """The limit whose API has refused it, in a block of its handler."""
+        return None if self._extras is None else self._extras.blamed
+
+    @property
+    def parks_at(self) -> str | None:
+        """The limit that it is about to be parked for."""
+        return None if self._extras is None else self._extras.parks_at
+
+    @property
+    def is_fenced(self) -> bool:
+        """Was it given up, or is it over? Then it gets no connection."""
+        return not self.started_at or (self._extras is not None and self._extras.is_fenced)
+
+    def bar(self) -> None:
+        """Give it up: it gets no connection any more."""
+        self.extras.is_fenced = True
+
+    @property
+    def borrowed(self) -> Borrowed | None:
+        """The connection that it holds now."""
+        return None if self._extras is None else self._extras.borrowed
+
+    @property
+    def asks(self) -> ConnectionRequest | None:
+        """Who waits for a connection for it now, on a thread."""
+        return None if self._extras is None else self._extras.asks
+
+    @property
+    def child(self) -> Child | None:
+        """The process that it runs in, if that is one of its own."""
+        return None if self._extras is None else self._extras.child
+
+    @property
+    def scopes(self) -> list[Scope]:
+        """The deadlines of its child contexts."""
+        return [] if self._extras is None else self._extras.scopes
+
+    @property
+    def has_progress(self) -> bool:
+        """Is there progress that is not stored yet?"""
+        return self._extras is not None and self._extras.progress is not None
+
+    def progress(self) -> str | None:
+        """The progress that is not stored yet, as JSON text."""
+        return None if self._extras is None else self._extras.progress
+
+    def note_stored(self, text: str) -> None:
+        """This progress is stored; a later one may have come meanwhile."""
+        if self.extras.progress is text:
+            self.extras.progress = None
+
+    def release_row(self) -> None:
+        """Its queue row was to be left alone (`LeaseKeeper.hold`); from now on it may be renewed as always."""
+        self.renewed_at = min(self.renewed_at, boottime())
+
+    def is_surely_held(self, late_seconds: float) -> bool:
+        """Is its lease younger than that, and not known to be lost? Since the claim or the last renewal was sent,
+        this process may have been stopped, or its machine suspended; then nobody knows whose the command is."""
+        return not self.is_lost and boottime() - self.renewed_at < late_seconds
+
+    def elapsed_ms(self) -> int:
+        """How long it has been running."""
+        return int((monotonic() - self.started_at) * 1000) if self.started_at else 0
+
+    def event(self) -> threading.Event:
+        """Set when it is asked to stop."""
+        extras = self.extras
+        with _making:
+            if extras.event is None:
+                extras.event = threading.Event()
+        if self.stop is not None:  # after the event can be seen: whoever asks sets `stop` first
+            extras.event.set()
+        return extras.event
+
+    def ask_to_stop(self, stop: Stop) -> None:
+        """The first reason counts. Only the ladder's thread calls this."""
+        if self.stop is None:
+            self.stop = stop
+        if self._extras is not None:
+            if self._extras.event is not None:
+                self._extras.event.set()
+            for scope in list(self._extras.scopes):
+                scope.stop = scope.stop or self.stop
+                scope.event.set()
+
+    @property
+    def created_at(self) -> datetime | None:
+        """When it was sent. A row may say anything, infinity too."""
+        sent: float | None = self.row[12]
+        return None if sent is None else datetime.fromtimestamp(max(0.0, min(sent, LATEST)), UTC)
+
+    def command(self) -> Command:
+        """What the handler is given."""
+        row = self.row
+        return Command(
+            self.domain,
+            row[4],
+            row[3],
+            None if row[5] is None else payload.loads(row[5]),
+            row[9],
+            row[10],
+            None if row[11] is None else payload.loads(row[11]),
+            self.created_at,
+            row[2],
+        )
+
+    def done(self) -> Settlement | Done:
+        """The settlement of a completion without a result."""
+        row = self.row
+        if row[1] == 1 and row[6] == 0 and row[REPLY_TO] is None and row[STEP] is None:
+            return DONE
+        return self.complete(None)
+
+    def complete(self, result: str | None) -> Settlement:
+        """The settlement of a completion; `result` is JSON text."""
+        settlement = completed(
+            self.domain,
+            self.msg_id,
+            self.read_ct,
+            self.id,
+            number=self.number,
+            started=self.started or 0.0,
+            result=result,
+        )
+        settlement.is_grouped = self.row[STEP] is not None or self.row[BATCH] is not None
+        if self.row[REPLY_TO] is not None:
+            settlement.reply = compose(
+                self.row[REPLY_TO],
+                "SUCCESS",
+                id_=self.id,
+                domain=self.domain,
+                command_id=self.row[3],
+                command_type=self.row[4],
+                correlation_id=self.row[9],
+                result=result,
+            )
+        return settlement
+
+    def fail(self, judgement: Judgement, *, is_waived: bool = False) -> Settlement:
+        """The settlement of a failure; `is_waived`: its retry is not charged."""
+        return of_row(self.domain, self.row, judgement, started=self.started, is_waived=is_waived)
+
+    def waive(self, failure: Failure, *, suspect: bool = False) -> Settlement:
+        """The settlement of an attempt that was stopped through no fault of its own."""
+        return waived(self.domain, self.row, started=self.started, failure=failure, suspect=suspect)
+
+    def park(self, limit: str, failure: Failure, note: str, *, until: float | None) -> Settlement:
+        """The settlement of an attempt that waits for a limit."""
+        return parked(
+            self.domain,
+            self.row,
+            started=self.started,
+            limit=limit,
+            failure=failure,
+            note=note,
+            until=until,
+        )
+
+    def give_back(self, why: str = "its worker stops") -> Settlement:
+        """The settlement of an attempt that never started."""
+        return given_back(self.domain, self.msg_id, self.read_ct, self.id, number=self.number, why=why)

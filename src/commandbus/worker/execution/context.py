@@ -1,0 +1,635 @@
+"""HandlerContext: what a handler is given besides its command.
+
+`connection()` is a plain connection: its writes are the handler's own and may happen twice if the attempt is
+repeated. `transaction()` is a connection in whose transaction the command's completion commits too, so its
+writes happen exactly once: the settlement is the last statement before COMMIT, under the attempt's fence. If the
+fence is gone, everything in the block is rolled back.
+
+Time: `deadline`, `remaining()`, `cancelled` and `raise_if_cancelled()` tell; `sleep()` ends early when the attempt
+is asked to stop; `extend()` asks for more. `child(timeout=…)` is a context with a deadline of its own, which can
+only be shorter; it shares everything else with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Generic, Self, TypeVar
+
+import psycopg
+from psycopg import AsyncConnection, Connection, IsolationLevel
+
+from commandbus import sql
+from commandbus.clock import monotonic
+from commandbus.db.drivers import run, run_async
+from commandbus.errors import (
+    AttemptFencedError,
+    ConnectionInUseError,
+    DeadlineExceededError,
+    InvalidCommandError,
+    PermanentCommandError,
+    TransactionUsedError,
+    TransientCommandError,
+)
+from commandbus.flow.commands.settle import settle, settle_one
+from commandbus.flow.operation import Operation, Statement, Steps, operation
+from commandbus.limits.with_block import Hold
+from commandbus.model import payload
+from commandbus.model.command import Command
+from commandbus.model.durations import format_seconds, parse_seconds
+from commandbus.model.limit import WAIT_SECONDS
+from commandbus.model.safe_text import escaped
+from commandbus.model.timeouts import SHORTEST
+from commandbus.worker.execution.attempt import CHILD_LATE, NEVER, Attempt, Scope, Stop
+from commandbus.worker.execution.connections import HandlerConnections
+from commandbus.worker.execution.limit_block import AsyncBlock, Door, async_block, sync_block
+from commandbus.worker.execution.one_transaction import OneTransaction
+
+C = TypeVar("C")
+MAX_PROGRESS_BYTES = 4096
+_REFUSED = (  # the server is there, and rolled back
+    psycopg.errors.QueryCanceled,
+    psycopg.errors.LockNotAvailable,
+    psycopg.errors.SerializationFailure,
+    psycopg.errors.DeadlockDetected,
+)
+_LOOK_SECONDS = 0.1  # a sync handler that waits for its lease hears at most this late that it is to stop
+_LONGEST_WAIT = 3600.0  # threading cannot wait for years at a time
+logger = logging.getLogger("commandbus.handler")
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What contexts of one worker share."""
+
+    worker: str
+    connections: HandlerConnections
+    max_payload_bytes: int
+    default_max_attempts: int
+    extend: Callable[[Attempt, float], Future[bool]]
+    hold: Callable[[Attempt], Future[bool]]
+    """Makes the lease last beyond the deadline, and keeps the queue row as it is until `release`."""
+    release: Callable[[Attempt], None]
+    extend_timeout: float
+    max_extension: float
+    progress: Callable[[Attempt, str], None]
+    """Stores what `heartbeat` was told (JSON text), soon."""
+    limits: Door
+    """Places of limits, for blocks of handlers' code."""
+
+
+def dump_result(result: Any, max_bytes: int) -> str:
+    """A result's JSON text; one that is none is a mistake that trying again would repeat, effects and all."""
+    try:
+        return payload.dump(result, what="result", max_bytes=max_bytes)
+    except InvalidCommandError as error:
+        raise PermanentCommandError(str(error), code="INVALID_RESULT") from error
+
+
+class HandlerTransaction(Generic[C]):
+    """The `tx` of ctx.transaction(): its connection, and `complete(result)`.
+
+    It can be passed as `conn=` to a bus: what is sent in it is sent if, and only if, the command completes.
+    """
+
+    def __init__(self, connection: C, max_bytes: int) -> None:
+        self.connection = connection
+        self.max_bytes = max_bytes
+        self._result: str | None = None
+
+    def complete(self, result: Any = None) -> None:
+        """Say what the command's result is (JSON); without this it is null."""
+        self._result = dump_result(result, self.max_bytes)
+
+    @property
+    def execute(self) -> Any:
+        """`connection.execute` (to be awaited on an async connection)."""
+        return self.connection.execute  # type: ignore[attr-defined]
+
+    @property
+    def cursor(self) -> Any:
+        """`connection.cursor`."""
+        return self.connection.cursor  # type: ignore[attr-defined]
+
+
+class _Context:
+    """What both contexts share."""
+
+    __slots__ = ("_attempt", "_command", "_log", "_scope", "_services")
+
+    def __init__(self, attempt: Attempt, services: Services, scope: Scope | None = None) -> None:
+        self._attempt = attempt
+        self._services = services
+        self._scope = scope
+        self._command: Command | None = None
+        self._log: logging.LoggerAdapter[logging.Logger] | None = None
+
+    @property
+    def command(self) -> Command:
+        """The command."""
+        if self._command is None:
+            self._command = self._attempt.command()
+        return self._command
+
+    @property
+    def attempt(self) -> int:
+        """Which of the `max_attempts` this is: 1, 2, … Attempts that were not charged (parked, given back, stopped
+        through no fault of their own) do not count, and an operator's retry begins at 1 again."""
+        return self._attempt.charge
+
+    @property
+    def attempt_number(self) -> int:
+        """Its running number in the command's history, which counts all attempts, also over operators' retries."""
+        return self._attempt.number
+
+    @property
+    def max_attempts(self) -> int:
+        """How many attempts will be charged before a person must look."""
+        handler = self._attempt.handler
+        if self._attempt.max_attempts is not None:
+            return self._attempt.max_attempts
+        if handler is not None and handler.retry_policy is not None:
+            return handler.retry_policy.max_attempts
+        return self._services.default_max_attempts
+
+    @property
+    def internal_id(self) -> int:
+        """The number of the command's row, as `commandbus show` tells it (#7)."""
+        return self._attempt.id
+
+    @property
+    def worker(self) -> str:
+        """The id of the worker that runs this."""
+        return self._services.worker
+
+    @property
+    def log(self) -> logging.LoggerAdapter[logging.Logger]:
+        """A logger whose records carry the command."""
+        if self._log is None:
+            attempt = self._attempt
+            extra = {
+                "domain": attempt.domain,
+                "command_type": escaped(attempt.command_type),
+                "command_id": escaped(attempt.command_id),
+                "attempt": attempt.charge,
+                "attempt_number": attempt.number,
+            }
+            self._log = logging.LoggerAdapter(logger, extra)
+        return self._log
+
+    # --- time ------------------------------------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> datetime | None:
+        """The moment at which this is asked to stop, by this machine's clock; None if it never is."""
+        left = self._left()
+        return None if left == NEVER else datetime.now(UTC) + timedelta(seconds=left)
+
+    def remaining(self) -> float | None:
+        """Seconds until the deadline, to hand to sockets and clients as their time-out; None for no deadline.
+
+        Never 0, which would switch a time-out off: at least a millisecond.
+        """
+        left = self._left()
+        return None if left == NEVER else max(SHORTEST, left)
+
+    @property
+    def cancelled(self) -> threading.Event:
+        """Set when the handler is asked to stop: `ctx.cancelled.is_set()`, `ctx.cancelled.wait(…)`."""
+        event = self._attempt.event() if self._scope is None else self._scope.event
+        if not event.is_set() and self._left() <= 0:
+            event.set()  # the ladder looks four times a second; who asks at the right moment is told
+        return event
+
+    def raise_if_cancelled(self) -> None:
+        """Raise AttemptCancelledError (DeadlineExceededError at the deadline) if asked to stop."""
+        if (stop := self._stop()) is not None:
+            raise stop.error()
+        if self._left() <= 0:
+            raise DeadlineExceededError(self._late())
+
+    def heartbeat(self, progress: Any = None) -> None:
+        """Say how far it is (any JSON value), for `commandbus show` while it runs. Raises if asked to stop."""
+        if progress is not None:
+            text = payload.dump(
+                progress, what="progress", max_bytes=MAX_PROGRESS_BYTES, remedy="say it in fewer words"
+            )
+            self._services.progress(self._attempt, text)
+        self.raise_if_cancelled()
+
+    def _left(self) -> float:
+        return self._deadline_at() - monotonic()
+
+    def _deadline_at(self) -> float:
+        own = self._attempt.deadline_at
+        return own if self._scope is None else min(own, self._scope.deadline_at)
+
+    def _stop(self) -> Stop | None:
+        return self._attempt.stop or (None if self._scope is None else self._scope.stop)
+
+    def _late(self) -> str:
+        attempt = self._attempt
+        is_child = self._scope is not None and self._scope.deadline_at < attempt.deadline_at
+        return CHILD_LATE if is_child else attempt.lateness()
+
+    def _enter_child(self, timeout: float | str | timedelta) -> Self:
+        seconds = parse_seconds(timeout, name="timeout")
+        if seconds == 0:
+            raise ValueError("timeout of a child context must be more than 0: it can only shorten a deadline")
+        scope = Scope(min(self._deadline_at(), monotonic() + seconds))
+        self._attempt.extras.scopes.append(scope)
+        if (stop := self._stop()) is not None:
+            scope.stop = stop
+            scope.event.set()
+        return type(self)(self._attempt, self._services, scope)
+
+    def _leave_child(self, child: Self) -> None:
+        if child._scope is not None:
+            self._attempt.extras.scopes.remove(child._scope)
+
+    # --- the database ------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self._attempt.has_committed:
+            raise TransactionUsedError(
+                f"command {self._attempt.command_id!r} was completed by an earlier ctx.transaction()"
+            )
+
+    def _ask_to_extend(self, seconds: float | str | timedelta) -> tuple[float, Future[bool]]:
+        """The keeper does it, on its own connection: the handler's may be in the middle of a transaction."""
+        self.raise_if_cancelled()
+        attempt, most = self._attempt, self._services.max_extension
+        wanted = parse_seconds(seconds, name="seconds")
+        if attempt.extras.holds_row:
+            raise ValueError(
+                f"extend({format_seconds(wanted)}): the transaction keeps its snapshot, and a renewed lease would "
+                f"conflict with it; extend before ctx.transaction() begins"
+            )
+        end = monotonic() + wanted
+        if end - attempt.started_at > most:
+            raise ValueError(
+                f"extend({format_seconds(wanted)}): this attempt would run for "
+                f"{format_seconds(end - attempt.started_at)}, more than max_extension ({format_seconds(most)})"
+            )
+        return end, self._services.extend(attempt, wanted)
+
+    def _extended(self, is_held: bool, end: float) -> None:  # noqa: FBT001
+        if not is_held:
+            raise self._fenced()
+        self._attempt.deadline_at = max(self._attempt.deadline_at, end)
+        self.raise_if_cancelled()
+
+    def _not_extended(self, error: TimeoutError) -> Exception:
+        if (stop := self._stop()) is not None:
+            return stop.error()
+        limit = format_seconds(self._services.extend_timeout)
+        why = str(error) or f"the database has not answered for {limit}"
+        return TimeoutError(
+            f"the lease of command {self._attempt.command_id!r} could not be renewed: {why}; its deadline has not "
+            f"moved"
+        )
+
+    def _ask_to_hold(self, level: IsolationLevel) -> Future[bool]:
+        """The transaction keeps the snapshot that it is about to take: its queue row must stay as it is."""
+        self.raise_if_cancelled()
+        if self._attempt.deadline_at == NEVER:
+            raise PermanentCommandError(
+                f"ctx.transaction() would be {_name_of(level)}, which needs a deadline: the lease is held until "
+                f"then, because a renewal would be a conflict. Give the handler a timeout, or say "
+                f'ctx.transaction(isolation="read committed")',
+                code="NO_DEADLINE",
+            )
+        self._attempt.extras.holds_row = True
+        return self._services.hold(self._attempt)
+
+    def _release_row(self) -> None:
+        if self._attempt.extras.holds_row:
+            self._attempt.extras.holds_row = False
+            self._services.release(self._attempt)
+
+    def _refused(self, error: psycopg.OperationalError) -> Exception:
+        """The settlement was refused. One that does not know that it has a snapshot is told what to do."""
+        if not isinstance(error, psycopg.errors.SerializationFailure) or self._attempt.extras.holds_row:
+            return error
+        return TransientCommandError(
+            f"the transaction could not complete the command, whose queue row has changed since its snapshot "
+            f"({error}): say at its beginning that it keeps one, with ctx.transaction(isolation=…)",
+            code="SERIALIZATION_FAILURE",
+        )
+
+    def _take_connection(self) -> None:
+        if self._attempt.extras.has_connection:
+            raise ConnectionInUseError(
+                f"this attempt of command {self._attempt.command_id!r} already holds a connection: use that one "
+                f"(in ctx.transaction() it is tx.connection), or leave its block first"
+            )
+        self._attempt.extras.has_connection = True
+
+    def _settlement(self, result: str | None) -> Operation[dict[tuple[int, int], Any]]:
+        attempt, worker = self._attempt, self._services.worker
+        if attempt.is_plain:
+            number, read_ct = attempt.number, attempt.read_ct
+            return settle_one(attempt.domain, worker, attempt, read_ct=read_ct, number=number, result=result)
+        return settle(attempt.domain, worker, [attempt.complete(result)], waiting=True)
+
+    def _check(self, unsettled: object) -> None:
+        if unsettled:
+            self._attempt.is_lost = True
+            raise self._fenced()
+
+    def _fenced(self) -> AttemptFencedError:
+        attempt = self._attempt
+        return AttemptFencedError(
+            f"attempt number {attempt.number} of command {attempt.command_id!r} no longer holds its lease; "
+            f"nothing of it was committed"
+        )
+
+    def _uncertain(self, has_committed: bool, error: psycopg.Error) -> None:  # noqa: FBT001
+        """The connection broke in COMMIT: what the database says decides."""
+        if not has_committed:
+            raise TransientCommandError(
+                f"the connection was lost in COMMIT and the transaction did not take place: {error}",
+                code="COMMIT_LOST",
+            ) from error
+        self._attempt.has_committed = True
+
+
+def _level_of(isolation: IsolationLevel | str | None) -> IsolationLevel | None:
+    """What a caller says of the isolation level: psycopg's own, or SQL's words."""
+    if isolation is None or isinstance(isolation, IsolationLevel):
+        return isolation
+    known = {_name_of(level): level for level in IsolationLevel}
+    words = isolation.lower().replace("_", " ") if isinstance(isolation, str) else ""
+    if words not in known:
+        raise ValueError(f"isolation must be one of {', '.join(map(repr, known))}, not {isolation!r}")
+    return known[words]
+
+
+def _name_of(level: IsolationLevel) -> str:
+    return level.name.lower().replace("_", " ")
+
+
+@operation(atomic=False)
+def _has_committed(attempt: Attempt, worker: str) -> Steps[bool]:
+    rows = yield Statement(
+        sql.text("commands/has_committed"), {"id": attempt.id, "number": attempt.number, "worker": worker}
+    )
+    return bool(rows)
+
+
+class HandlerContext(_Context):
+    """The context of a `def` handler."""
+
+    __slots__ = ()
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection[Any]]:
+        """A connection for the handler's own queries, one at a time; committed at the end of the block."""
+        with self._connection() as conn:
+            yield conn
+
+    @contextmanager
+    def _connection(self, **more: Any) -> Iterator[Connection[Any]]:
+        self._take_connection()
+        try:
+            with self._services.connections.sync(self._attempt, deadline_at=self._deadline_at(), **more) as conn:
+                yield conn
+        finally:
+            self._attempt.extras.has_connection = False
+
+    @contextmanager
+    def transaction(
+        self, *, isolation: IsolationLevel | str | None = None
+    ) -> Iterator[HandlerTransaction[Connection[Any]]]:
+        """A transaction whose commit also completes the command. An attempt has one.
+
+        The block commits and rolls back. A handler that does either itself gets TransactionEndedError, and its
+        command goes to the troubleshooting queue. Savepoints are fine.
+
+        `isolation`: "read committed", "repeatable read" or "serializable"; without it, the database's default. The
+        latter two need a deadline: the lease is held until then, and progress is stored when the block has ended.
+        """
+        self._begin()
+        level, one = _level_of(isolation), OneTransaction(self._attempt.command_id)
+        finishing = False
+        try:
+            with self._connection(isolation=level, before_snapshot=self._hold, one=one) as conn:
+                tx = HandlerTransaction(conn, self._services.max_payload_bytes)
+                with one.judged(conn):
+                    yield tx
+                finishing = True
+                self._check(run(conn, self._settlement(tx._result)))
+            self._attempt.has_committed = True
+        except psycopg.OperationalError as error:
+            if not finishing:
+                raise
+            if isinstance(error, _REFUSED):
+                raise self._refused(error) from error
+            with self.connection() as other:
+                self._uncertain(run(other, _has_committed(self._attempt, self._services.worker)), error)
+        finally:
+            self._release_row()
+
+    def _hold(self, level: IsolationLevel) -> None:
+        if not self._await_lease(self._ask_to_hold(level)):
+            raise self._fenced()
+
+    def extend(self, seconds: float | str | timedelta) -> None:
+        """Move the deadline to at least this long from now, up to max_extension in all.
+
+        The lease is renewed at once, for its usual time, and then as always. Raises AttemptFencedError if the
+        command is lost, AttemptCancelledError if it was asked to stop, and TimeoutError if the lease could not be
+        renewed within its own length; then the deadline has not moved.
+        """
+        end, asked = self._ask_to_extend(seconds)
+        self._extended(self._await_lease(asked), end)
+
+    def _await_lease(self, asked: Future[bool]) -> bool:
+        until = monotonic() + self._services.extend_timeout
+        try:
+            while not wait([asked], _LOOK_SECONDS).done and monotonic() < until and self._stop() is None:
+                pass
+            return asked.result(0)
+        except TimeoutError as error:
+            raise self._not_extended(error) from error
+        finally:
+            asked.cancel()  # whoever leaves before the answer waits no more
+
+    def sleep(self, seconds: float | str | timedelta) -> None:
+        """Sleep, but raise as soon as the handler is asked to stop."""
+        until = monotonic() + parse_seconds(seconds, name="seconds")
+        while True:
+            self.raise_if_cancelled()
+            left = until - monotonic()
+            if left <= 0:
+                return
+            self.cancelled.wait(max(0.0, min(left, self._left(), _LONGEST_WAIT)))
+
+    def limit(
+        self,
+        name: str,
+        *,
+        wait: float | str | timedelta = WAIT_SECONDS,
+        timeout: float | str | timedelta | None = None,
+    ) -> AbstractContextManager[Hold]:
+        """A place of a limit for the block: `with ctx.limit("docai", timeout=60) as call: …`.
+
+        Waits up to `wait` for it, then raises LimitTimeoutError. `timeout` is for the call in the block: the
+        attempt is asked to stop then, and a handler that ignores that goes down the ladder. `call.remaining()`
+        tells what is left.
+        """
+        return sync_block(
+            self._services.limits,
+            self._attempt,
+            name,
+            wait,
+            timeout,
+            deadline_at=self._deadline_at(),
+            check=self.raise_if_cancelled,
+        )
+
+    @contextmanager
+    def child(self, *, timeout: float | str | timedelta) -> Iterator[HandlerContext]:
+        """A context with a deadline of its own, never later than this one's: `with ctx.child(timeout=5) as c:`.
+
+        Nothing interrupts Python code at a child's deadline: its `cancelled` is set, its `sleep` and
+        `raise_if_cancelled` raise, and queries on its connections end soon after it.
+        """
+        child = self._enter_child(timeout)
+        try:
+            yield child
+        finally:
+            self._leave_child(child)
+
+
+class AsyncHandlerContext(_Context):
+    """The context of an `async def` handler."""
+
+    __slots__ = ()
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[AsyncConnection[Any]]:
+        """A connection for the handler's own queries, one at a time; committed at the end of the block."""
+        async with self._connection() as conn:
+            yield conn
+
+    @asynccontextmanager
+    async def _connection(self, **more: Any) -> AsyncIterator[AsyncConnection[Any]]:
+        self._take_connection()
+        try:
+            lend = self._services.connections.asynchronous
+            async with lend(self._attempt, deadline_at=self._deadline_at(), **more) as conn:
+                yield conn
+        finally:
+            self._attempt.extras.has_connection = False
+
+    @asynccontextmanager
+    async def transaction(
+        self, *, isolation: IsolationLevel | str | None = None
+    ) -> AsyncIterator[HandlerTransaction[AsyncConnection[Any]]]:
+        """A transaction whose commit also completes the command. An attempt has one.
+
+        The block commits and rolls back. A handler that does either itself gets TransactionEndedError, and its
+        command goes to the troubleshooting queue. Savepoints are fine.
+
+        `isolation`: "read committed", "repeatable read" or "serializable"; without it, the database's default. The
+        latter two need a deadline: the lease is held until then, and progress is stored when the block has ended.
+        """
+        self._begin()
+        level, one = _level_of(isolation), OneTransaction(self._attempt.command_id)
+        finishing = False
+        try:
+            async with self._connection(isolation=level, before_snapshot=self._hold, one=one) as conn:
+                tx = HandlerTransaction(conn, self._services.max_payload_bytes)
+                with one.judged(conn):
+                    yield tx
+                finishing = True
+                self._check(await run_async(conn, self._settlement(tx._result)))
+            self._attempt.has_committed = True
+        except psycopg.OperationalError as error:
+            if not finishing:
+                raise
+            if isinstance(error, _REFUSED):
+                raise self._refused(error) from error
+            async with self.connection() as other:
+                found = await run_async(other, _has_committed(self._attempt, self._services.worker))
+                self._uncertain(found, error)
+        finally:
+            self._release_row()
+
+    async def _hold(self, level: IsolationLevel) -> None:
+        if not await self._await_lease(self._ask_to_hold(level)):
+            raise self._fenced()
+
+    async def _await_lease(self, asked: Future[bool]) -> bool:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(asked), self._services.extend_timeout)
+        except TimeoutError as error:
+            raise self._not_extended(error) from error
+
+    async def extend(self, seconds: float | str | timedelta) -> None:
+        """Move the deadline to at least this long from now, up to max_extension in all.
+
+        The lease is renewed at once, for its usual time, and then as always. Raises AttemptFencedError if the
+        command is lost, AttemptCancelledError if it was asked to stop, and TimeoutError if the lease could not be
+        renewed within its own length; then the deadline has not moved.
+        """
+        end, asked = self._ask_to_extend(seconds)
+        self._extended(await self._await_lease(asked), end)
+
+    async def sleep(self, seconds: float | str | timedelta) -> None:
+        """Sleep, but raise as soon as the handler is asked to stop."""
+        self.raise_if_cancelled()
+        wanted, left = parse_seconds(seconds, name="seconds"), self._left()
+        await asyncio.sleep(min(wanted, max(left, 0.0)))
+        if wanted > left:
+            raise DeadlineExceededError(self._late())
+        self.raise_if_cancelled()
+
+    def limit(
+        self,
+        name: str,
+        *,
+        wait: float | str | timedelta = WAIT_SECONDS,
+        timeout: float | str | timedelta | None = None,
+    ) -> AbstractAsyncContextManager[Hold]:
+        """A place of a limit for the block: `async with ctx.limit("docai", timeout=60): …`.
+
+        Waits up to `wait` for it, then raises LimitTimeoutError. After `timeout` what is awaited in the block is
+        cancelled, and the block raises ApiTimeoutError: the handler may go on with its other calls.
+        """
+        return AsyncBlock(
+            async_block(
+                self._services.limits,
+                self._attempt,
+                name,
+                wait,
+                timeout,
+                deadline_at=self._deadline_at(),
+                check=self.raise_if_cancelled,
+            )
+        )
+
+    @asynccontextmanager
+    async def child(self, *, timeout: float | str | timedelta) -> AsyncIterator[AsyncHandlerContext]:
+        """A context with a deadline of its own, never later than this one's.
+
+        At its deadline what is awaited in the block is cancelled, and the block raises DeadlineExceededError.
+        """
+        child = self._enter_child(timeout)
+        left = child._left()
+        try:
+            async with asyncio.timeout(None if left == NEVER else left) as limit:
+                yield child
+        except TimeoutError as error:
+            if limit.expired() and not isinstance(error, DeadlineExceededError):
+                raise DeadlineExceededError(child._late()) from error
+            raise
+        finally:
+            self._leave_child(child)

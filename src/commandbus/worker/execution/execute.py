@@ -1,0 +1,416 @@
+"""Run one attempt and say how it ended. Whatever a handler raises becomes a settlement; nothing escapes.
+
+The sync and the async way differ in one `await`; what an end means is decided once, in `completed` and `failed`.
+An attempt that was asked to stop may still complete: a result that comes within its grace counts. If it raises
+what a cancelled attempt raises, that is put down to whoever asked: its deadline, a person, the shutdown, or the
+loss of its lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import random
+import traceback
+from collections.abc import Callable, Container
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from psycopg import errors as pg
+from psycopg_pool import PoolTimeout
+
+from commandbus.clock import epoch, monotonic
+from commandbus.errors import (
+    AttemptCancelledError,
+    AttemptFencedError,
+    BusinessRuleException,
+    DeadlineExceededError,
+    LimitLostError,
+    PermanentCommandError,
+    UnknownCommandTypeError,
+)
+from commandbus.flow.commands.settle import Done, Settlement, charge_of
+from commandbus.logger import safe_logger
+from commandbus.model.api_errors import ApiFailure, api_failure
+from commandbus.model.command import CommandStatus
+from commandbus.model.durations import format_seconds
+from commandbus.model.limit_state import ApiAnswer
+from commandbus.model.outcome import (
+    STATUS_AFTER,
+    Failure,
+    Judgement,
+    Verdict,
+    describe,
+    insist,
+    judge,
+    judge_failure,
+)
+from commandbus.model.retry import RetryPolicy
+from commandbus.model.timeouts import Timeouts
+from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why
+from commandbus.worker.execution.context import AsyncHandlerContext, HandlerContext, Services, dump_result
+from commandbus.worker.execution.handlers import HandlerRegistry
+from commandbus.worker.exhaustion import ExhaustedError
+from commandbus.worker.health import HealthStatus
+from commandbus.worker.isolation.remote_errors import API
+from commandbus.worker.limits import CallFailed, RateLimited
+
+logger = safe_logger("commandbus.worker")
+
+
+_FATES = {
+    Verdict.RETRY: "tried again in {delay:.3g} s",
+    Verdict.EXHAUSTED: "attempts used up: to the troubleshooting queue",
+    Verdict.PERMANENT: "to the troubleshooting queue",
+    Verdict.UNKNOWN_TYPE: "to the troubleshooting queue",
+    Verdict.BUSINESS_RULE: "FAILED for good",
+    Verdict.TIMED_OUT: "FAILED for good (on_timeout)",
+    Verdict.CANCELED: "CANCELED",
+}
+
+_LEVELS = {Verdict.BUSINESS_RULE: logging.INFO} | {
+    verdict: logging.ERROR
+    for verdict, status in STATUS_AFTER.items()
+    if status is CommandStatus.IN_TROUBLESHOOTING_QUEUE
+}
+
+_CANCELLATIONS = (
+    asyncio.CancelledError,
+    AttemptCancelledError,
+    TimeoutError,
+    PoolTimeout,
+    pg.QueryCanceled,
+    pg.AdminShutdown,
+)
+"""What a handler raises when it gives in: to us, or because we cancelled its query."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """An exception after the completing transaction had committed: written down, never a retry."""
+
+    attempt: Attempt
+    failure: Failure
+
+
+Written = Settlement | Done | Note | None
+"""What is left to write about an attempt; None if its own transaction wrote everything."""
+
+Ended = Written | RateLimited | CallFailed
+"""How an attempt ended: what becomes of one that an API has refused or failed is decided by its limit."""
+
+
+class Executor:
+    """Runs attempts for one worker."""
+
+    def __init__(
+        self,
+        services: Services,
+        policy: RetryPolicy,
+        timeouts: Timeouts,
+        handlers: HandlerRegistry,
+        health: HealthStatus,
+        *,
+        running: Container[Attempt],
+        on_failed: Callable[[Attempt, Judgement], None],
+    ) -> None:
+        self._running = running
+        self._on_failed = on_failed
+        self._services = services
+        self._policy = policy
+        self._timeouts = timeouts
+        self._health = health
+        self._usual = timeouts.deadline_seconds() or NEVER
+        self._limits = {id(item): timeouts.deadline_seconds(item.options.timeout) or NEVER for item in handlers}
+
+    def begin(self, attempt: Attempt) -> None:
+        """Stamp the start and the deadline: the command's own, else the handler's or the worker's."""
+        attempt.started = epoch()
+        attempt.started_at = now = monotonic()
+        own = attempt.row[18]
+        limit = self._limits.get(id(attempt.handler), self._usual) if own is None else own or NEVER
+        attempt.deadline_at = now + limit
+
+    def is_exhausted(self, attempt: Attempt) -> bool:
+        """Were all charged attempts used up before this one (by workers that died of it)?"""
+        policy = self._policy_of(attempt)
+        return attempt.charge > 1 and not policy.may_retry(attempt.charge - 1, max_attempts=attempt.max_attempts)
+
+    def exhaust(self, attempt: Attempt) -> Settlement:
+        """The settlement of a command that is not run again."""
+        failure = Failure(
+            "WorkerLost",
+            "WORKER_LOST",
+            f"{attempt.charge - 1} attempts ended with the loss of their worker or lease; it is not tried again",
+        )
+        _log(logging.ERROR, attempt, f"{failure.error}: to the troubleshooting queue")
+        return attempt.fail(Judgement(Verdict.EXHAUSTED, failure))
+
+    def run(self, attempt: Attempt) -> Ended:
+        """Run a sync handler to its end."""
+        handler = attempt.handler
+        try:
+            if handler is None:
+                raise UnknownCommandTypeError(attempt.domain, attempt.command_type)
+            ctx = HandlerContext(attempt, self._services)
+            result = handler.function(ctx.command, ctx) if handler.takes_command else handler.function(ctx)
+            if result is None and not attempt.has_committed:
+                return attempt.done()
+            return self.completed(attempt, result)
+        except BaseException as error:  # noqa: BLE001 - SystemExit and the like end the attempt, not the slot
+            return self.failed(attempt, error)
+
+    async def run_async(self, attempt: Attempt) -> Ended:
+        """Run an async handler to its end."""
+        handler = attempt.handler
+        try:
+            if handler is None:
+                raise UnknownCommandTypeError(attempt.domain, attempt.command_type)
+            ctx = AsyncHandlerContext(attempt, self._services)
+            result = await (handler.function(ctx.command, ctx) if handler.takes_command else handler.function(ctx))
+            if result is None and not attempt.has_committed:
+                return attempt.done()
+            return self.completed(attempt, result)
+        except BaseException as error:  # noqa: BLE001
+            return self.failed(attempt, error)
+
+    def completed(self, attempt: Attempt, result: Any) -> Ended:
+        """The handler returned."""
+        if result is None:
+            return None if attempt.has_committed else attempt.done()
+        if attempt.has_committed:
+            text = (
+                "the handler returned a value after its transaction had completed the command: the value was not "
+                "stored; give the result with tx.complete(result)"
+            )
+            _log(logging.WARNING, attempt, text)
+            return Note(attempt, Failure("ReturnedTooLate", "RETURNED_TOO_LATE", text))
+        if inspect.isawaitable(result):
+            close = getattr(result, "close", None)
+            if close is not None:
+                close()
+            raise PermanentCommandError(
+                f"handler {attempt.handler.name if attempt.handler else '?'} is not `async def` but returned an "
+                f"awaitable, which was not run",
+                code="INVALID_RESULT",
+            )
+        return attempt.complete(dump_result(result, self._services.max_payload_bytes))
+
+    def failed(self, attempt: Attempt, error: BaseException, trace: str | None = None) -> Ended:
+        """The handler raised; `trace` is its traceback as text, if it was raised elsewhere."""
+        if attempt not in self._running:
+            return None  # it was given up as stuck and judged then: what ends its leftovers is no news
+        raised = None
+        if trace is None and not isinstance(error, UnknownCommandTypeError):
+            trace, raised = _traceback_of(error), error
+        if attempt.has_committed:
+            text = f"raised {type(error).__name__} after its transaction had completed the command: only noted"
+            _log(logging.WARNING, attempt, text)
+            return Note(attempt, describe(error, trace))
+        if isinstance(error, AttemptFencedError):
+            attempt.is_lost = True
+        stop = attempt.stop
+        if stop is not None and (stop.why is Why.CANCEL or isinstance(error, _CANCELLATIONS)):
+            if attempt.permits:
+                late = stop.why is Why.DEADLINE
+                attempt.extras.answer = (
+                    ApiAnswer.TIMEOUT if late and not attempt.extras.has_told else ApiAnswer.UNKNOWN
+                )
+                attempt.extras.keeps = True
+                attempt.extras.api = ApiFailure("timeout", None, None, "timeout") if late else None
+            return self._stopped(attempt, stop, trace)
+        if isinstance(error, LimitLostError):
+            if attempt.permits:
+                attempt.extras.answer, attempt.extras.keeps = ApiAnswer.UNKNOWN, True
+            return self.waive(attempt, replace(describe(error, trace), duration_ms=attempt.elapsed_ms()))
+        if isinstance(error, ExhaustedError):
+            return self.waive(attempt, replace(describe(error, trace), duration_ms=attempt.elapsed_ms()))
+        api = self._api_of(error)
+        if api is not None and (limited := self._ask_api(attempt, api, error, trace)) is not None:
+            return limited
+        if isinstance(error, BusinessRuleException | PermanentCommandError | UnknownCommandTypeError):
+            judgement = judge_failure(
+                error, charge=attempt.charge, policy=self._policy, max_attempts=None, traceback=trace
+            )
+            return self._fail(attempt, judgement, raised)
+        self._health.record_failure(error)
+        failure = self._explain(error, trace)
+        is_timeout = failure.rung is not None
+        if is_timeout:
+            failure = replace(failure, duration_ms=attempt.elapsed_ms())
+        return self._conclude(attempt, failure, raised, is_timeout=is_timeout, is_calls=api is not None)
+
+    @staticmethod
+    def _api_of(error: BaseException) -> ApiFailure | None:
+        """What the error says of the API that was called."""
+        api = getattr(error, API, None)
+        return api if isinstance(api, ApiFailure) else api_failure(error)
+
+    def _ask_api(
+        self, attempt: Attempt, api: ApiFailure, error: BaseException, trace: str | None
+    ) -> RateLimited | None:
+        """Note what the API that a limit protects has said; the answer, if it was a 429."""
+        limits = attempt.handler.options.limits if attempt.handler is not None else ()
+        name = api.limit or attempt.blamed or (limits[0] if limits else None)
+        if attempt.permits:
+            attempt.extras.api = api
+            attempt.extras.answer = ApiAnswer.UNKNOWN if attempt.extras.has_told else ApiAnswer(api.kind)
+            attempt.extras.keeps = api.kind == "timeout"
+            attempt.extras.blamed = name
+        if api.kind != "rate_limited" or name is None:
+            return None
+        text = f"{api.at(name)}: waits for that limit"
+        _log(logging.INFO, attempt, text)
+        failure = replace(describe(error, trace), duration_ms=attempt.elapsed_ms())
+        return RateLimited(attempt, name, failure, api)
+
+    def _stopped(self, attempt: Attempt, stop: Stop, trace: str | None) -> Settlement | CallFailed:
+        """It gave in within its grace."""
+        kind = "OperatorCancel" if stop.why is Why.CANCEL else type(stop.error()).__name__
+        code = {Why.DEADLINE: "TIMEOUT", Why.CANCEL: "CANCELED"}.get(stop.why, stop.why.upper())
+        failure = Failure(kind, code, stop.text, trace, rung=stop.why, duration_ms=attempt.elapsed_ms())
+        return self.end_stopped(attempt, stop, failure)
+
+    def give_up(self, attempt: Attempt, stop: Stop, autopsy: str | None) -> Settlement | CallFailed:
+        """It did not give in within its grace: the settlement of a stuck attempt."""
+        grace = f"{max(0.0, stop.until - stop.asked_at):.3g} seconds"
+        elapsed = attempt.elapsed_ms()
+        how = f"did not respond to cancellation within {grace}: {stop.text}" if stop.is_told else stop.text
+        text = f"{how}; stuck after {elapsed / 1000:.1f} s"
+        failure = Failure("ExecutionStuck", "EXECUTION_STUCK", text, None, None, "stuck", autopsy, elapsed)
+        return self.end_stopped(attempt, stop, failure)
+
+    def end_stopped(self, attempt: Attempt, stop: Stop, failure: Failure) -> Settlement | CallFailed:
+        """What becomes of an attempt that was asked to stop and did not complete."""
+        if stop.why is Why.CANCEL:
+            return self._fail(attempt, Judgement(Verdict.CANCELED, failure))
+        if stop.why is Why.DEADLINE:
+            self._health.record_failure(TimeoutError(failure.error))
+            return self._conclude(attempt, failure, None, is_timeout=True, is_calls=True)
+        return self.waive(attempt, failure)
+
+    def _conclude(
+        self,
+        attempt: Attempt,
+        failure: Failure,
+        raised: BaseException | None,
+        *,
+        is_timeout: bool,
+        is_calls: bool,
+    ) -> Settlement | CallFailed:
+        """The settlement of a failure that may pass. If a call to a limited API failed (`is_calls`), that may have
+        been the limit's probe, and its limit says whether the command is charged."""
+
+        def charge() -> Settlement:
+            return self._fail(attempt, self._judge(attempt, failure, is_timeout=is_timeout), raised)
+
+        if is_calls and attempt.was_calling and not self._is_final(attempt, is_timeout=is_timeout):
+            return CallFailed(attempt, failure, charge)
+        return charge()
+
+    @staticmethod
+    def _is_final(attempt: Attempt, *, is_timeout: bool) -> bool:
+        """Does its handler want no time-out to be tried again?"""
+        return is_timeout and attempt.handler is not None and attempt.handler.options.on_timeout == "fail"
+
+    def lost(self, attempt: Attempt, failure: Failure) -> Settlement:
+        """The process that ran it died of it."""
+        return self._fail(attempt, self._judge(attempt, failure, is_timeout=False))
+
+    def waive(self, attempt: Attempt, failure: Failure, *, suspect: bool = False) -> Settlement:
+        """Stopped through no fault of its own."""
+        _log(logging.WARNING, attempt, f"was stopped: {failure.error}; tried again, not charged")
+        return attempt.waive(failure, suspect=suspect)
+
+    def _judge(self, attempt: Attempt, failure: Failure, *, is_timeout: bool) -> Judgement:
+        return judge(
+            failure,
+            charge=charge_of(attempt.row, failure),
+            policy=self._policy_of(attempt),
+            max_attempts=attempt.max_attempts,
+            is_final=self._is_final(attempt, is_timeout=is_timeout),
+            spread=random.random(),  # noqa: S311 - jitter
+        )
+
+    def _fail(self, attempt: Attempt, judgement: Judgement, raised: BaseException | None = None) -> Settlement:
+        self._on_failed(attempt, judgement)
+        judgement = insist(judgement, attempt.step)
+        self._say(attempt, judgement, raised)
+        return attempt.fail(judgement)
+
+    def _explain(self, error: BaseException, trace: str | None) -> Failure:
+        """The failure's description; a time limit of ours says which layer it is."""
+        failure, limits = describe(error, trace), self._timeouts
+        for kind, code, rung, layer in (
+            (pg.QueryCanceled, "TIMEOUT", "statement", ("1: statement_timeout", limits.statement_timeout)),
+            (pg.LockNotAvailable, "LOCK_TIMEOUT", "lock", ("1: lock_timeout", limits.lock_timeout)),
+            (
+                pg.IdleInTransactionSessionTimeout,
+                "IDLE_IN_TRANSACTION",
+                None,
+                ("1: idle_in_transaction_session_timeout", limits.statement_timeout),
+            ),
+            (PoolTimeout, "POOL_TIMEOUT", None, ("2: pool_timeout", limits.pool_timeout)),
+        ):
+            if isinstance(error, kind) and "could not obtain lock" not in failure.error:  # that is NOWAIT's
+                text = f"{failure.error} (layer {layer[0]}, {format_seconds(layer[1])} or what remained)"
+                return replace(failure, error_code=code, error=text, rung=rung)
+        if isinstance(error, pg.AdminShutdown):
+            return replace(failure, error_code="ADMIN_SHUTDOWN")
+        if isinstance(error, DeadlineExceededError):
+            return replace(failure, error_code="TIMEOUT", rung="deadline")
+        return failure
+
+    def _say(self, attempt: Attempt, judgement: Judgement, raised: BaseException | None) -> None:
+        """One line a failure, for whoever reads the log.
+
+        What needs a person is an ERROR, with its traceback, and with the exception if it was raised in this
+        process: error trackers listen there. Of all else the traceback is in the history, and here at DEBUG.
+        """
+        most = attempt.max_attempts or self._policy_of(attempt).max_attempts
+        failure = judgement.failure
+        fate = _FATES[judgement.verdict].format(delay=judgement.delay_seconds)
+        level = _LEVELS.get(judgement.verdict, logging.WARNING)
+        # Crashes of before may be charged with this one: all tries are used then, and no more than all.
+        tries = f"{min(charge_of(attempt.row, failure), most)} of {most} tries used"
+        text = f"failed ({tries}): {failure.error_type}: {failure.error[:500]}; {fate}"
+        if level == logging.ERROR:
+            _log(level, attempt, text, trace=failure.traceback, raised=raised)
+            return
+        _log(level, attempt, text)
+        if failure.traceback is not None:
+            _log(logging.DEBUG, attempt, "failed at", trace=failure.traceback)
+
+    def _policy_of(self, attempt: Attempt) -> RetryPolicy:
+        handler = attempt.handler
+        if handler is not None and handler.retry_policy is not None:
+            return handler.retry_policy
+        return self._policy
+
+
+def _log(
+    level: int, attempt: Attempt, text: str, *, trace: str | None = None, raised: BaseException | None = None
+) -> None:
+    """Say something of an attempt, in safe text. Whatever a log's handler does (raise, or format a hostile
+    exception, which may raise SystemExit then) must not cost us the outcome or the slot."""
+    with suppress(BaseException):
+        what = (attempt.command_type, attempt.command_id, attempt.domain)
+        exc_info = None if raised is None else (type(raised), raised, _own_frames(raised))
+        logger.log(
+            level, "%s %s of domain %s %s", *what, text, extra=attempt.log_fields, trace=trace, exc_info=exc_info
+        )
+
+
+def _own_frames(error: BaseException) -> TracebackType | None:
+    """From the handler's own frame on: ours say nothing."""
+    return error.__traceback__.tb_next if error.__traceback__ is not None else None
+
+
+def _traceback_of(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(type(error), error, _own_frames(error)))
+    except Exception:  # noqa: BLE001 - a hostile exception must not cost us the outcome
+        return f"<no traceback: formatting {type(error).__name__} failed>"

@@ -1,0 +1,1 @@
+"""Attempts in child processes: warm children, messages, crashes, quarantine."""

@@ -1,0 +1,300 @@
+"""The LeaseKeeper: what must never wait. Leases, cancels, and the end of a stuck attempt's database session.
+
+It works on a thread and a connection of its own, never runs user code, and does nothing that waits for a row:
+renewals skip what is locked. Long or lockable work is the Maintenance's. A lease is renewed when a third of it has
+passed, counted from when it was last *asked for*, while its attempt is within its limits; a lost one is marked,
+and the ladder stops the attempt. A lease whose queue row another transaction holds is not renewed, and is tried
+again at every tick. Orders (renew a lease now, cancel a query, fence a stuck attempt) are worked off at once;
+while the database is away they wait.
+
+Fencing, in order: the attempt gets no connection any more (the ladder saw to that), its database session is
+looked at and ended, so that nothing it does can commit later, and only then is its outcome handed to the
+settler.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+
+import psycopg
+
+from commandbus.clock import boottime, monotonic
+from commandbus.db.service import DatabaseService
+from commandbus.flow.commands.claim import run_alone
+from commandbus.flow.commands.database_session import (
+    DatabaseSession,
+    cancel_backend,
+    find_backend,
+    is_of_child,
+    look_at_backend,
+    terminate_backend,
+)
+from commandbus.flow.commands.renew import PendingCancel, pending_cancels, renew
+from commandbus.logger import safe_logger
+from commandbus.model.timeouts import MONITOR_TICK
+from commandbus.settings import Settings
+from commandbus.worker.deadlines.ladder import Document
+from commandbus.worker.execution.attempt import Attempt
+from commandbus.worker.execution.connections import Borrowed
+
+logger = safe_logger("commandbus.worker")
+
+PROGRESS_SECONDS = 1.0
+IDLE_SECONDS = 1.0
+MOST_TO_LOOK_AT = 1000
+
+
+class LeaseKeeper(DatabaseService):
+    """One thread that looks after what the others hold."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        worker: str,
+        *,
+        held: Callable[[], Iterable[Attempt]],
+        on_cancel: Callable[[Attempt, PendingCancel], None],
+        on_error: Callable[[BaseException], None],
+        name: str,
+    ) -> None:
+        super().__init__(settings, name=name, part="lease keeper", on_end=on_error)
+        self._settings = settings
+        self._worker = worker
+        self._held = held
+        self._on_cancel = on_cancel
+        self._looking = threading.Lock()
+        self._to_look_at: set[tuple[str, int]] = set()  # messages whose commands are said to be canceled
+        # What is claimed while it sleeps is renewed that much late at most.
+        self._idle_tick = max(MONITOR_TICK, min(IDLE_SECONDS, settings.timeouts.renewal_interval / 10))
+        self._skipped: list[Callable[[], None]] = []  # orders to renew whose queue row another transaction held
+
+    def renew_now(self, attempt: Attempt) -> Future[bool]:
+        """Renew an attempt's lease; the answer is False if it is lost. Called by handlers' contexts.
+
+        While another transaction holds the queue row this is tried again; TimeoutError after a whole lease.
+        """
+        return self._ask_to_renew(attempt, lambda: 0.0)
+
+    def hold(self, attempt: Attempt) -> Future[bool]:
+        """Renew an attempt's lease beyond its deadline and grace, and leave its queue row alone until then.
+
+        Its transaction is about to take a snapshot that it keeps: a later change of the row would be a conflict.
+        `attempt.release_row` ends it.
+        """
+        grace = self._settings.cancel_grace
+        return self._ask_to_renew(attempt, lambda: max(0.0, attempt.deadline_at - monotonic()) + grace)
+
+    def _ask_to_renew(self, attempt: Attempt, longer: Callable[[], float]) -> Future[bool]:
+        answer: Future[bool] = Future()
+        until = boottime() + self._settings.visibility_timeout
+        self.order(lambda: self._renew_now(attempt, answer, until, longer))
+        return answer
+
+    def run_alone(self, attempt: Attempt, then: Callable[[Attempt, bool], None]) -> None:
+        """Note that a suspect starts now, and go on with `then`; False if this worker is not sure to hold it."""
+
+        def note() -> None:
+            noted = run_alone(
+                domain=attempt.domain, worker=self._worker, msg_id=attempt.msg_id, read_ct=attempt.read_ct
+            )
+            is_held = False
+            try:
+                is_held = self._link.run(noted)
+            except psycopg.OperationalError:
+                raise
+            except Exception:
+                then(attempt, is_held)
+                raise
+            then(attempt, is_held)
+
+        self.order(note)
+
+    def cancel_query(self, attempt: Attempt) -> None:
+        """Cancel the SQL that an attempt is running; end its session if the attempt is fenced."""
+        borrowed = attempt.borrowed
+        if borrowed is not None:
+            self.order(lambda: self._interrupt(borrowed, end=attempt.is_fenced))
+
+    def fence(self, attempt: Attempt, taken: Document, then: Callable[[Document], None]) -> None:
+        """Complete the autopsy, end the attempt's session, and go on with `then`."""
+        borrowed = attempt.borrowed
+        self.order(lambda: self._fence(borrowed, taken, then))
+
+    def end_sessions(self, sessions: Sequence[Borrowed]) -> Future[None]:
+        """End the sessions of a process that died."""
+        answer: Future[None] = Future()
+
+        def end() -> None:
+            for borrowed in sessions:
+                self._interrupt(borrowed, end=True)
+            answer.set_result(None)
+
+        self.order(end)
+        return answer
+
+    def look_for_cancel(self, domain: str, msg_id: int) -> None:
+        """Somebody asked to cancel a command, perhaps one of ours. Anybody can say so, as often as they like."""
+        with self._looking:
+            is_first = not self._to_look_at
+            if len(self._to_look_at) < MOST_TO_LOOK_AT:  # of the others the next renewal tells
+                self._to_look_at.add((domain, msg_id))
+        if is_first:
+            self.order(self._ask_cancels)
+
+    def round(self) -> None:
+        self._orders.extend(self._skipped)
+        self._skipped.clear()
+        self.carry_out()
+        self._renew()
+        if not self._orders:
+            is_idle = not self._skipped and not any(True for _ in self._held())
+            self.sleep(self._idle_tick if is_idle else MONITOR_TICK)
+
+    def finish(self) -> None:
+        try:
+            self.carry_out()
+        except psycopg.Error as error:
+            logger.info("the last orders could not be carried out: %s", error)
+
+    # --- leases ------------------------------------------------------------------------------------------------
+
+    def _renew(self) -> None:
+        now = boottime()
+        due: dict[str, list[Attempt]] = {}
+        interval = self._settings.timeouts.renewal_interval
+        for attempt in self._held():
+            age = now - attempt.renewed_at
+            if (age >= interval or (age >= PROGRESS_SECONDS and attempt.has_progress)) and not attempt.is_lost:
+                due.setdefault(attempt.domain, []).append(attempt)
+        for domain, attempts in due.items():
+            sent_at = boottime()
+            told = {attempt.msg_id: text for attempt in attempts if (text := attempt.progress()) is not None}
+            renewal = self._link.run(
+                renew(
+                    domain,
+                    self._worker,
+                    [(attempt.msg_id, attempt.read_ct) for attempt in attempts],
+                    lease_seconds=self._settings.visibility_timeout,
+                    progress=told or None,
+                )
+            )
+            gone, skipped = set(renewal.lost), set(renewal.skipped)
+            for attempt in attempts:
+                if (attempt.msg_id, attempt.read_ct) in skipped:
+                    continue  # still due: tried again at the next tick
+                attempt.renewed_at = max(attempt.renewed_at, sent_at)
+                if attempt.msg_id in told:
+                    attempt.note_stored(told[attempt.msg_id])
+                # Settled since it was listed: its row is gone because all is well.
+                if (attempt.msg_id, attempt.read_ct) in gone and attempt in self._held():
+                    attempt.is_lost = True
+                    logger.warning(
+                        "the lease of command %s (attempt number %d) was lost",
+                        attempt.command_id,
+                        attempt.number,
+                        extra=attempt.log_fields,
+                    )
+            self._pass_on(attempts, renewal.canceled)
+
+    def _renew_now(
+        self, attempt: Attempt, answer: Future[bool], until: float, longer: Callable[[], float]
+    ) -> None:
+        if answer.cancelled():
+            return  # whoever asked waits no more
+        held, lease, more = [(attempt.msg_id, attempt.read_ct)], self._settings.visibility_timeout, longer()
+        sent_at = boottime()
+        try:
+            renewal = self._link.run(renew(attempt.domain, self._worker, held, lease_seconds=lease + more))
+        except psycopg.OperationalError:
+            raise
+        except Exception as error:
+            _answer(answer, error=error)
+            raise
+        self._pass_on([attempt], renewal.canceled)
+        if renewal.skipped and sent_at < until and attempt in self._held():
+            self._skipped.append(lambda: self._renew_now(attempt, answer, until, longer))
+        elif renewal.skipped:
+            _answer(answer, error=TimeoutError(f"another transaction has held its queue row for {lease:g} s"))
+        else:
+            if renewal.lost:
+                attempt.is_lost = True
+            else:
+                attempt.renewed_at = max(attempt.renewed_at, sent_at + more)
+            _answer(answer, is_held=not renewal.lost)
+
+    def _ask_cancels(self) -> None:
+        with self._looking:
+            said, self._to_look_at = self._to_look_at, set()
+        by_domain: dict[str, list[Attempt]] = {}
+        for attempt in self._held():
+            if (attempt.domain, attempt.msg_id) in said:
+                by_domain.setdefault(attempt.domain, []).append(attempt)
+        for domain, attempts in by_domain.items():
+            held = [(attempt.msg_id, attempt.read_ct) for attempt in attempts]
+            self._pass_on(attempts, self._link.run(pending_cancels(domain, self._worker, held)))
+
+    def _pass_on(self, attempts: Sequence[Attempt], canceled: Sequence[PendingCancel]) -> None:
+        for cancel in canceled:
+            for attempt in attempts:
+                if (attempt.msg_id, attempt.read_ct) == (cancel.msg_id, cancel.read_ct):
+                    self._on_cancel(attempt, cancel)
+
+    # --- sessions ----------------------------------------------------------------------------------------------
+
+    def _interrupt(self, borrowed: Borrowed, *, end: bool) -> None:
+        with borrowed.lock:  # it stays this attempt's connection until the cancel has arrived
+            if borrowed.is_returned:
+                return
+            session = self._link.run(find_backend(borrowed.pid, borrowed.started, borrowed.key))
+            if session is not None and self._may_end(borrowed, session):
+                self._link.run(terminate_backend(session) if end else cancel_backend(session))
+
+    def _may_end(self, borrowed: Borrowed, session: DatabaseSession) -> bool:
+        """Whether it is what a child process says it is. Behind PgBouncer the lock of its attempt proves it."""
+        if borrowed.told_since is None or borrowed.key is not None:
+            return True
+        age = boottime() - borrowed.told_since
+        is_its_own = self._link.run(is_of_child(session, worker=self._worker, youngest_seconds=age))
+        if not is_its_own:
+            text = "a handler's process names the database session %d, which is not its own or is gone"
+            logger.warning(text, session.pid)
+        return is_its_own
+
+    def _fence(self, borrowed: Borrowed | None, taken: Document, then: Callable[[Document], None]) -> None:
+        if borrowed is not None:
+            try:
+                with borrowed.lock:
+                    if not borrowed.is_returned:
+                        self._end_session(borrowed, taken)
+            except psycopg.OperationalError:
+                raise  # the connection is lost: again, later
+            except psycopg.Error:
+                logger.exception("the database session of a stuck attempt could not be ended")
+        then(taken)
+
+    def _end_session(self, borrowed: Borrowed, taken: Document) -> None:
+        session = self._link.run(find_backend(borrowed.pid, borrowed.started, borrowed.key))
+        if session is None or not self._may_end(borrowed, session):
+            borrowed.hang_up()
+            return
+        found = self._link.run(look_at_backend(session))
+        if found is not None:
+            taken["backend"] = found
+            is_ended = self._link.run(terminate_backend(session))
+            if not is_ended and self._link.run(look_at_backend(session)) is not None:
+                logger.error(
+                    "the database session %d of a stuck attempt could not be ended: the worker and its handlers "
+                    "must connect as one role",
+                    session.pid,
+                )
+
+
+def _answer(answer: Future[bool], *, is_held: bool = False, error: Exception | None = None) -> None:
+    """Tell whoever asked, unless he waits no more."""
+    if answer.set_running_or_notify_cancel():
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(is_held)

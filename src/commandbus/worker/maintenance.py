@@ -1,0 +1,270 @@
+"""The Maintenance: what a worker does for the fleet. The registry, breakers, commands without a
+handler, sweeping, retention.
+
+It works on a thread and a connection of its own, so that whatever it waits for (a locked batch, a long prune)
+holds up no lease and no outcome. It never runs user code.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+import psycopg
+
+from commandbus.clock import monotonic
+from commandbus.db.service import DatabaseService
+from commandbus.db.service_connection import LastingConnection
+from commandbus.errors import CommandBusError
+from commandbus.flow.batches import operate as batch_operate
+from commandbus.flow.batches.fold import fold
+from commandbus.flow.commands.prune import Retention, prune_all
+from commandbus.flow.commands.unpark import Parked, unkept, wake_rest
+from commandbus.flow.operation import Operation, Plan
+from commandbus.flow.workers.registry import WorkerIdentity, beat
+from commandbus.logger import safe_logger
+from commandbus.settings import Settings
+from commandbus.worker.batch_folding import Refused
+from commandbus.worker.breakers import WorkerBreakers
+from commandbus.worker.health import HealthStatus
+from commandbus.worker.unhandled_types import UnhandledTypes
+
+logger = safe_logger("commandbus.worker")
+T = TypeVar("T")
+
+BEAT_SECONDS = 3.0
+COUNTING_BEAT_SECONDS = 1.0  # while a breaker needs the counts: a worker that dies takes the last ones with it
+SWEEP_SECONDS = 2.0
+PRUNE_SECONDS = 60.0
+BITE_PAUSE_SECONDS = 0.02
+SLICE_SECONDS = 0.5
+TICK_SECONDS = 0.5
+TROUBLED_SECONDS = 3.0
+
+
+class Work(Generic[T]):
+    """A plan that is followed in slices."""
+
+    def __init__(self, plan: Plan[T]) -> None:
+        self._plan = plan
+        self._operation: Operation[Any] | None = next(plan, None)
+
+    def step(self, link: LastingConnection) -> bool:
+        """Run one operation; False if that was the last one."""
+        if self._operation is None:
+            return False
+        try:
+            try:
+                answer = link.run(self._operation)
+            except CommandBusError as error:
+                self._operation = self._plan.throw(error)
+            else:
+                self._operation = self._plan.send(answer)
+        except StopIteration:
+            return False
+        return True
+
+
+class MaintenanceFigures:
+    """What a heartbeat reports."""
+
+    def __init__(self, running: Callable[[], int], settled: Callable[[], dict[str, int]]) -> None:
+        self.running = running
+        self.settled = settled
+
+
+class Maintenance(DatabaseService):
+    """One thread for what may wait."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        identity: WorkerIdentity,
+        *,
+        figures: MaintenanceFigures,
+        health: HealthStatus,
+        breakers: WorkerBreakers,
+        unhandled: UnhandledTypes,
+        on_error: Callable[[BaseException], None],
+        name: str,
+    ) -> None:
+        super().__init__(settings, name=name, part="maintenance", on_end=on_error)
+        self._settings = settings
+        self._identity = identity
+        self._figures = figures
+        self._health = health
+        self._breakers = breakers
+        self._unhandled = unhandled
+        breakers.on_word = lambda: self.order(lambda: breakers.write(self._link))
+        self.state = "ACTIVE"
+        self._beat_at = 0.0
+        self._pruned_at = monotonic() - random.random() * PRUNE_SECONDS  # noqa: S311 - workers spread out
+        self._sweep_at = monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311
+        self._refused = Refused(PRUNE_SECONDS, PRUNE_SECONDS)
+        self._resumed: dict[int, Work[batch_operate.Canceled]] = {}
+        self._unparked: dict[Parked, Work[int]] = {}
+        self._unpark_at = self._sweep_at
+        self._rates: dict[str, float] = {}
+        self._last: dict[str, int] = {}
+        self._last_at = monotonic()
+
+    def round(self) -> None:
+        try:
+            self._tick()
+        except psycopg.OperationalError:
+            raise
+        except Exception:
+            logger.exception("a round of the maintenance failed")
+            self.sleep(TROUBLED_SECONDS)
+        if not self._orders and not self._resumed and not self._unparked:
+            self.sleep(TICK_SECONDS)
+
+    def finish(self) -> None:
+        try:
+            self.carry_out()
+            self._breakers.sweep_now(self._link, lambda: None)  # what this worker has counted stays of use
+            self._beat("STOPPED")
+        except psycopg.Error as error:
+            logger.info("the registry could not be told of the stop: %s", error)
+
+    def _tick(self) -> None:
+        self._look_after()
+        now = monotonic()
+        if now >= self._sweep_at:
+            self._sweep_at = now + SWEEP_SECONDS + self._sweep() * 20
+        self._breakers.sweep(self._link, lambda: self._beat(self.state))
+        self._unhandled.sweep(self._link)
+        self._unpark(now)
+        self._go_on()
+        if now - self._pruned_at >= PRUNE_SECONDS:
+            self._pruned_at = now
+            self._prune()
+
+    def _look_after(self) -> None:
+        """What comes between any two bites: orders and the heartbeat."""
+        self.moved_at = monotonic()
+        self.carry_out()
+        pause = COUNTING_BEAT_SECONDS if self._breakers.is_counting else BEAT_SECONDS
+        if self.moved_at - self._beat_at >= pause:
+            self._beat(self.state)
+
+    def _beat(self, state: str) -> None:
+        now = self._beat_at = monotonic()
+        settled = self._figures.settled()
+        elapsed = max(now - self._last_at, 1e-3)
+        if elapsed >= COUNTING_BEAT_SECONDS or not self._rates:
+            self._rates = {
+                domain: round((count - self._last.get(domain, 0)) / elapsed, 3)
+                for domain, count in settled.items()
+            }
+            self._last, self._last_at = dict(settled), now
+        self._link.run(
+            beat(
+                self._identity,
+                state=state,
+                running=self._figures.running(),
+                settled=sum(settled.values()),
+                rates=self._rates,
+                health={"state": self._health.state.value, "reasons": list(self._health.reasons)},
+                counts=self._breakers.counts(),
+            )
+        )
+
+    def _sweep(self) -> float:
+        """Fold what nobody has folded, take up cancellations that nobody carries out: a crash left them.
+
+        Answers how long it took, without what was refused: each batch that was is left alone for a minute.
+        """
+        began = monotonic()
+        try:
+            found = self._link.run(batch_operate.leftovers(but=self._refused.resting()))
+        except Exception as error:
+            if self._link.conn_is_lost():
+                raise
+            logger.warning("batches cannot be looked after now, trying again in a minute: %s", error)
+            return PRUNE_SECONDS / 20
+        seconds = monotonic() - began
+        for batch in found.to_fold:
+            began = monotonic()
+            try:
+                self._link.run(fold([batch]))
+            except Exception as error:  # noqa: BLE001 - raised again if the connection is lost
+                self._refuse(batch, error)
+            else:
+                seconds += monotonic() - began
+            self._look_after()
+            if self._stopping.is_set():
+                return seconds
+        for canceling in found.to_cancel:
+            if canceling.id not in self._resumed:
+                self._resumed[canceling.id] = Work(batch_operate.resume(canceling))
+        self._refused.forget_old()
+        return seconds
+
+    def _go_on(self) -> None:
+        """Go on with the cancellations, for a moment: everything else must have its turn."""
+        until = monotonic() + SLICE_SECONDS
+        while self._resumed and monotonic() < until and not self._stopping.is_set():
+            batch, work = self._resumed.popitem()  # taken up again by the next sweep if this fails
+            try:
+                goes_on = work.step(self._link)
+            except Exception as error:  # noqa: BLE001 - raised again if the connection is lost
+                self._refuse(batch, error)
+                goes_on = False
+            if goes_on:
+                self._resumed[batch] = work
+            self._look_after()
+
+    def _unpark(self, now: float) -> None:
+        """Wake what nothing keeps parked any more, for a moment: of very many only the first went at once."""
+        try:
+            if now >= self._unpark_at:
+                self._unpark_at = now + SWEEP_SECONDS
+                for parked in self._link.run(unkept(self._identity.domains)):
+                    self._unparked.setdefault(parked, Work(wake_rest(parked)))
+            until = monotonic() + SLICE_SECONDS
+            while self._unparked and monotonic() < until and not self._stopping.is_set():
+                parked, work = self._unparked.popitem()  # found again by the next look if this fails
+                if work.step(self._link):
+                    self._unparked[parked] = work
+                self._look_after()
+        except psycopg.OperationalError:
+            raise
+        except Exception as error:  # noqa: BLE001 - everything else must have its turn
+            self._unparked.clear()
+            self._unpark_at = now + PRUNE_SECONDS
+            logger.warning("parked commands cannot be woken now, trying again in a minute: %s", error)
+
+    def _refuse(self, batch: int, error: Exception) -> None:
+        """In the handling of an error."""
+        if self._link.conn_is_lost():
+            raise error
+        pause = self._refused.add(batch)
+        logger.warning("batch %d cannot be looked after now, trying again in %.0f s: %s", batch, pause, error)
+
+    def _prune(self) -> None:
+        plan = prune_all(Retention.of(self._settings))
+        report = self._follow(plan)
+        if report is not None and report.commands:
+            logger.info("retention: %d finished commands were forgotten", report.commands)
+        for kind, count in ({} if report is None else report.dropped).items():
+            text = "retention: the oldest %d %s were dropped: over asides_count (%d) or asides_bytes (%d)"
+            most = (self._settings.retention_asides_count, self._settings.retention_asides_bytes)
+            logger.warning(text, count, kind, *most)
+
+    def _follow(self, plan: Plan[T]) -> T | None:
+        """Long work in small bites, and the heartbeat in between; None if the worker stops on the way."""
+        try:
+            operation = next(plan)
+            while not self._stopping.wait(BITE_PAUSE_SECONDS):
+                try:
+                    answer = self._link.run(operation)
+                except CommandBusError as error:
+                    operation = plan.throw(error)
+                else:
+                    operation = plan.send(answer)
+                self._look_after()
+        except StopIteration as stop:
+            return cast(T, stop.value)
+        return None

@@ -1,0 +1,83 @@
+"""The Adopter: reads raw messages, and makes commands of those that are; the others are set aside.
+
+A raw message is whatever another client of PGMQ has sent. It may be of any size, and a small one may be a
+gigabyte of text. So it is not read by the claimer, whose next claim would have to wait: the claimer claims it
+and hands it over. The thread and its connection are made when the first raw message comes.
+
+What is handed over is leased like any claimed message. If this worker dies first, the leases run out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from commandbus.clock import monotonic
+from commandbus.db.service import DatabaseService
+from commandbus.flow.commands.claim import ANY_ROOM, ClaimedRow
+from commandbus.logger import safe_logger
+from commandbus.settings import Settings
+from commandbus.worker.odd_rows import OddRows
+
+logger = safe_logger("commandbus.worker")
+
+LONGEST_SLEEP = 1.0
+MOST_ROWS = 2000
+
+
+class Adopter(DatabaseService):
+    """One thread for raw messages."""
+
+    def __init__(
+        self, settings: Settings, worker: str, *, on_error: Callable[[BaseException], None], name: str
+    ) -> None:
+        super().__init__(settings, name=name, part="adopter", on_end=on_error)
+        self._rows = OddRows(
+            self._link, worker, max_bytes=settings.max_payload_bytes, keeps_lock_timeout=self.can_listen
+        )
+        self._lease = settings.visibility_timeout
+        self._queue: deque[tuple[str, Sequence[ClaimedRow], float]] = deque()
+        self._is_started = False
+        self._taken = 0  # rows, by the claimer's thread
+        self._read = 0  # by ours
+        self.on_read: Callable[[str, float], None] | None = None
+        """Told of a domain whose messages were read, and how long that took; on this thread."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Are there messages that it has not read yet?"""
+        return bool(self._queue)
+
+    @property
+    def is_full(self) -> bool:
+        """Is there as much to read as it may have in hand? Messages that are forged look like commands of ours, so
+        the claimer cannot pass them by."""
+        return self._taken - self._read >= MOST_ROWS
+
+    def take(self, domain: str, raw: Sequence[ClaimedRow]) -> None:
+        """The claimer has claimed these. Called by its thread alone; never waits."""
+        self._queue.append((domain, raw, monotonic() + self._lease / 2))
+        self._taken += len(raw)
+        if not self._is_started:
+            try:
+                self.start()
+            except RuntimeError as error:  # no thread is left; a later message tries again
+                logger.warning("raw messages cannot be read now, and come back with their leases: %s", error)
+                self._queue.clear()
+                self._read = self._taken
+                return
+            self._is_started = True
+        self.wake()
+
+    def round(self) -> None:
+        if not self._queue:
+            self.sleep(LONGEST_SLEEP)
+            return
+        domain, raw, until = self._queue[0]
+        began = monotonic()
+        if began < until:  # else their leases may have run out while the database was away
+            self._rows.put_right(domain, raw, ANY_ROOM, until=until)
+        self._queue.popleft()
+        self._read += len(raw)
+        if self.on_read is not None:
+            self.on_read(domain, monotonic() - began)

@@ -1,0 +1,90 @@
+"""spec: what a worker is told to be, and what it reports at its end."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from psycopg_pool import ConnectionPool
+
+from commandbus.flow.workers.registry import WorkerIdentity
+from commandbus.model.retry import RetryPolicy
+from commandbus.settings import Settings
+from commandbus.worker.board import Board
+from commandbus.worker.execution.handlers import HandlerRegistry
+from commandbus.worker.health import HealthStatus
+
+ROUTER_SLOTS: Final = 2
+"""Slots for messages of processes, beside the worker's others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """What connects a worker to its supervisor: the board, its id, whom to tell of a new state and why, and
+    whom to tell what its start waits for.
+
+    `turn` is the descriptor of a file that all its workers share: whoever has locked it may run a command
+    that was lost before.
+    """
+
+    board: Board
+    supervisor: str
+    on_state: Callable[[str, str], None]
+    on_waiting: Callable[[str], None] = lambda _: None
+    turn: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a worker is to do, and whom to tell when it must end."""
+
+    id: str
+    domains: Sequence[str]
+    handlers: HandlerRegistry
+    policy: RetryPolicy
+    pool: ConnectionPool[Any] | None
+    ends_idle: bool
+    has_limits: bool
+    supervision: Supervision | None
+    health: HealthStatus
+    fail: Callable[[BaseException], None]
+    request_stop: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StopReport:
+    """How a worker's life ended. `abandoned` attempts were still running, `unwritten` outcomes were lost sight of:
+    their commands are tried again when their leases run out."""
+
+    reason: str
+    settled: int
+    given_back: int
+    abandoned: int
+    unwritten: int
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing was left behind."""
+        return self.abandoned == 0 and self.unwritten == 0
+
+
+def identity(spec: WorkerSpec, settings: Settings) -> WorkerIdentity:
+    """What the registry is told of a worker."""
+    try:
+        release = version("commandbus-pg")
+    except PackageNotFoundError:
+        release = "unknown"
+    return WorkerIdentity(
+        spec.id,
+        socket.gethostname(),
+        os.getpid(),
+        spec.domains,
+        settings.concurrency,
+        release,
+        None if spec.supervision is None else spec.supervision.supervisor,
+        types=lambda: spec.handlers.types(spec.domains),
+    )

@@ -1,0 +1,487 @@
+"""Limits in handlers with isolation="process": places are kept and given back, and none leaks, come what may."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from commandbus import CommandBus, Worker
+from commandbus.limits.client import LimitClient
+from commandbus.limits.requests import Permit, PermitCall, Release
+from commandbus.model.limit_state import ApiAnswer
+from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why
+from commandbus.worker.isolation.channel import ChannelError
+from commandbus.worker.isolation.isolation import Isolation
+from commandbus.worker.isolation.limit_relay import ChildLimits, LimitRelay
+from support.isolated_limits import handlers
+from support.isolating import Lab
+from support.waiting import one, until, verdicts
+
+StartWorker = Callable[..., Worker]
+HOLDERS = (
+    "SELECT count(*) FROM commandbus.limits, jsonb_each_text(holders) AS held (token, lease_end) "
+    "WHERE lease_end::float8 > extract(epoch FROM clock_timestamp())"
+)
+WAITING = "SELECT count(*) FROM commandbus.parked WHERE limit_name = 'one' AND woken_at IS NULL"
+QUICK = {"visibility_timeout": 20.0, "statement_timeout": 15.0, "cancel_grace": 0.5, "concurrency": 2}
+
+
+class Desk:
+    """A worker, a folder in which handlers write, and a record of what was left at the gate."""
+
+    def __init__(self, bus: CommandBus, db: psycopg.Connection[Any], worker: Worker, folder: Path) -> None:
+        self.bus = bus
+        self.db = db
+        self.worker = worker
+        self.folder = folder
+        self.left: list[tuple[ApiAnswer, bool]] = []
+
+    @property
+    def limit_client(self) -> LimitClient:
+        assert self.worker._runtime is not None
+        return self.worker._runtime._limited.limit_client
+
+    def send(self, command_type: str, **more: Any) -> str:
+        data = {"folder": str(self.folder)} | more
+        return self.bus.send("orders", command_type, data, max_attempts=1, timeout=60).command_id
+
+    def status(self, command_id: str) -> str:
+        found = self.bus.get_command("orders", command_id)
+        assert found is not None
+        return str(found.status)
+
+    def result(self, command_id: str) -> Any:
+        until(lambda: self.status(command_id) not in ("PENDING", "IN_PROGRESS", "PARKED"), 30)
+        found = self.bus.get_command("orders", command_id)
+        assert found is not None
+        assert found.status == "COMPLETED", self.last(command_id)
+        return found.result
+
+    def failure(self, command_id: str) -> Any:
+        until(lambda: self.status(command_id) == "IN_TROUBLESHOOTING_QUEUE", 30)
+        return self.last(command_id)
+
+    def last(self, command_id: str) -> Any:
+        return self.bus.get_attempts("orders", command_id)[-1]
+
+    def log(self) -> list[str]:
+        path = self.folder / "log"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def go(self) -> None:
+        (self.folder / "go").touch()
+
+    def until_free(self) -> None:
+        """Nothing is held or renewed here, nobody is in line, and every place is free."""
+        until(lambda: self.limit_client.held == {})
+        until(lambda: one(self.db, HOLDERS) == 0)
+        until(lambda: one(self.db, WAITING) == 0)
+
+
+@pytest.fixture
+def held_permits(
+    bus: CommandBus,
+    db: psycopg.Connection[Any],
+    start_worker: StartWorker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Desk:
+    held_permits = Desk(bus, db, start_worker(handlers, **QUICK), tmp_path)
+    leave = LimitClient.leave
+
+    def note(self: LimitClient, leaves: Sequence[Release]) -> None:
+        held_permits.left.extend((item.answer, item.keeps) for item in leaves)
+        leave(self, leaves)
+
+    monkeypatch.setattr(LimitClient, "leave", note)
+    return held_permits
+
+
+# --- the limit is kept -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command_type", ["level", "level_async", "block", "block_async"])
+def test_isolated_attempts_keep_to_a_limit(held_permits: Desk, command_type: str) -> None:
+    sent = [held_permits.send(command_type) for _ in range(6)]
+    for command_id in sent:
+        held_permits.result(command_id)
+    assert held_permits.log() == ["in", "out"] * 6
+    assert held_permits.left == [(ApiAnswer.GOOD, False)] * 6
+    held_permits.until_free()
+
+
+def test_errors_of_the_gate_reach_the_child_as_they_are(held_permits: Desk) -> None:
+    holder = held_permits.send("hold")
+    until(lambda: held_permits.log() == ["in"])
+    kind, text, limit = held_permits.result(held_permits.send("ask", name="one", wait=0.2))
+    assert (kind, limit) == ("LimitTimeoutError", "one")
+    assert "one" in text
+    kind, text, _ = held_permits.result(held_permits.send("ask", name="unheard_of", wait=1))
+    assert kind == "UnknownLimitError"
+    assert "unknown limit 'unheard_of' (known: one)" in text
+    held_permits.go()
+    assert held_permits.result(holder) is False
+    assert held_permits.result(held_permits.send("ask", name="one", wait=20)) == ["a place"]
+    held_permits.until_free()
+
+
+# --- processes that die ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command_type", ["die", "die_level"])
+def test_the_place_of_a_child_that_was_killed_comes_back_after_its_lease(
+    held_permits: Desk, command_type: str
+) -> None:
+    said = held_permits.failure(held_permits.send(command_type))
+    assert (said.verdict, said.error_type, said.rung) == ("EXHAUSTED", "WorkerLost", "crash")
+    assert held_permits.left == [(ApiAnswer.UNKNOWN, True)]
+    held_permits.result(held_permits.send("block"))
+    assert held_permits.log() == ["in", "in", "out"]
+    held_permits.until_free()
+
+
+def test_blocks_in_a_child_use_the_place_that_its_handler_has(held_permits: Desk) -> None:
+    held_permits.result(held_permits.send("lent"))
+    assert held_permits.left == [(ApiAnswer.GOOD, False)]
+    assert held_permits.failure(held_permits.send("lent", dies=True)).error_type == "WorkerLost"
+    assert held_permits.left == [(ApiAnswer.GOOD, False), (ApiAnswer.UNKNOWN, True)]
+    assert held_permits.log() == ["in"] * 6
+    held_permits.until_free()
+
+
+def test_an_attempt_for_which_there_is_no_process_gives_its_place_back_at_once(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    def fail(_: Isolation) -> Any:
+        raise OSError("no processes left")
+
+    monkeypatch.setattr(Isolation, "_make", fail)
+    held_permits: Desk = request.getfixturevalue("desk")
+    assert held_permits.failure(held_permits.send("level")).error_code == "ISOLATION_FAILED"
+    assert held_permits.left == [(ApiAnswer.UNKNOWN, False)]
+    held_permits.until_free()
+
+
+def test_a_child_that_is_killed_in_line_waits_no_more(held_permits: Desk) -> None:
+    holder = held_permits.send("hold")
+    until(lambda: held_permits.log() == ["in"])
+    waits = held_permits.send("in_line")
+    until(lambda: len(held_permits.log()) == 2)
+    until(lambda: one(held_permits.db, WAITING) == 1)
+    os.kill(int(held_permits.log()[1].removeprefix("asks ")), signal.SIGKILL)
+    assert held_permits.failure(waits).error_type == "WorkerLost"
+    until(lambda: one(held_permits.db, WAITING) == 0)
+    held_permits.go()
+    held_permits.result(holder)
+    held_permits.until_free()
+    assert held_permits.left == [(ApiAnswer.GOOD, False)]
+
+
+# --- time --------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_takes_too_long_fails_its_attempt_with_timeout(held_permits: Desk) -> None:
+    said = held_permits.failure(held_permits.send("late"))
+    assert (said.error, said.error_code) == ("timeout", "TIMEOUT")
+    assert held_permits.left == [(ApiAnswer.TIMEOUT, True)]
+    held_permits.until_free()
+
+
+def test_a_call_that_ignores_its_time_out_goes_down_the_ladder(held_permits: Desk) -> None:
+    said = held_permits.failure(held_permits.send("late_deaf"))
+    assert (said.error_type, said.rung) == ("ExecutionStuck", "kill")
+    assert said.error == "did not respond to cancellation within 0.5 seconds: timeout; its process was killed"
+    assert held_permits.left == [(ApiAnswer.TIMEOUT, True)]
+    held_permits.until_free()
+
+
+def test_a_time_out_of_a_handler_with_a_place_of_its_own_is_told_once(held_permits: Desk) -> None:
+    assert held_permits.failure(held_permits.send("late_lent")).error_type == "ExecutionStuck"
+    assert held_permits.left == [(ApiAnswer.TIMEOUT, True), (ApiAnswer.UNKNOWN, True)]
+    assert one(held_permits.db, "SELECT failures FROM commandbus.limits WHERE name = 'one'") == 1
+    held_permits.until_free()
+
+
+def test_an_async_call_that_takes_too_long_is_cancelled_and_the_handler_goes_on(held_permits: Desk) -> None:
+    assert held_permits.result(held_permits.send("late_async")) == "timeout"
+    assert held_permits.left == [(ApiAnswer.TIMEOUT, True)]
+    held_permits.until_free()
+
+
+def test_after_the_block_the_attempt_has_its_own_deadline_again(held_permits: Desk) -> None:
+    assert 30 < held_permits.result(held_permits.send("in_time")) < 60
+
+
+# --- 429 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command_type", ["refused", "refused_async", "refused_level"])
+def test_a_rate_limit_error_in_a_child_parks_the_command(held_permits: Desk, command_type: str) -> None:
+    sent = held_permits.send(command_type)
+    assert held_permits.result(sent) == "yes"
+    assert verdicts(held_permits.db, sent)[0][1] == "PARKED"
+    assert "429 from example" in str(held_permits.bus.get_attempts("orders", sent)[0].error)
+    assert held_permits.left[0] == (ApiAnswer.RATE_LIMITED, False)
+    assert held_permits.left[-1] == (ApiAnswer.GOOD, False)
+    held_permits.until_free()
+
+
+# --- places that are lost, and threads that stay -----------------------------------------------------------------
+
+
+def test_a_child_hears_that_its_place_is_lost(held_permits: Desk) -> None:
+    sent = held_permits.send("hold")
+    until(lambda: held_permits.log() == ["in"])
+    held_permits.db.execute("UPDATE commandbus.limits SET holders = '{}' WHERE name = 'one'")
+    assert held_permits.result(sent) is True
+    held_permits.until_free()
+
+
+def test_a_place_that_a_thread_holds_is_left_when_the_attempt_is_over(held_permits: Desk) -> None:
+    held_permits.result(held_permits.send("leave_thread"))
+    until(lambda: held_permits.left)
+    assert held_permits.left == [(ApiAnswer.UNKNOWN, True)]
+    held_permits.until_free()
+    held_permits.go()
+    until(lambda: held_permits.log() == ["left"])
+    held_permits.result(held_permits.send("block"))
+    assert held_permits.left == [(ApiAnswer.UNKNOWN, True), (ApiAnswer.GOOD, False)]
+
+
+def test_a_thread_of_an_attempt_that_is_over_gets_no_place(held_permits: Desk) -> None:
+    held_permits.result(held_permits.send("ask_later"))
+    held_permits.go()
+    until(lambda: held_permits.log() == ["AttemptFencedError"])
+    assert one(held_permits.db, "SELECT granted FROM commandbus.limits WHERE name = 'one'") == 0
+
+
+# --- the doorman does not believe --------------------------------------------------------------------------------
+
+
+class Record:
+    """A door that says who came."""
+
+    def __init__(self) -> None:
+        self.calls: list[PermitCall] = []
+        self.forgotten: list[PermitCall] = []
+        self.left: list[tuple[Permit, ApiAnswer, bool]] = []
+
+    def acquire(self, attempt: Attempt, name: str, wait: float) -> PermitCall:
+        number = len(self.calls)
+        call = PermitCall(name, f"token {number}", number, 0.0, wait, attempt.command_id, Future(), None)
+        self.calls.append(call)
+        return call
+
+    def forget(self, call: PermitCall) -> None:
+        self.forgotten.append(call)
+
+    def leave(self, attempt: Attempt, permit: Permit, answer: ApiAnswer, api: Any, *, keeps: bool = False) -> None:
+        self.left.append((permit, answer, keeps))
+
+    def note_deadline(self, attempt: Attempt) -> None:
+        raise AssertionError("the worker's own deadline is changed in place")
+
+    def grant(self, number: int = 0) -> Permit:
+        call = self.calls[number]
+        permit = Permit(call.name, call.token, 60.0, holder=call.holder)
+        call.answer.set_result(permit)
+        return permit
+
+
+class Post:
+    """A doorman of the run number 7, whose attempt has a minute, and what he has sent."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.attempt.deadline_at = self.end = attempt.started_at + 60
+        self.door = Record()
+        self.sent: list[dict[str, Any]] = []
+        self.limit_relay = LimitRelay(self.door, attempt, run=7, send=self.sent.append)
+
+    def ask(self, question: int = 1, *, run: int = 7, name: Any = "one", wait: Any = 1.0) -> None:
+        self.limit_relay.hear({"k": "limit", "n": run, "q": question, "name": name, "wait": wait})
+
+    def leave(self, question: int, *, run: int = 7) -> None:
+        told = {"answer": "good", "api": None, "keeps": False}
+        self.limit_relay.hear({"k": "leave", "n": run, "q": question, **told})
+
+    def deadline(self, at: float | None, *, is_call: bool, run: int = 7) -> None:
+        self.limit_relay.hear({"k": "deadline", "n": run, "at": at, "is_call": is_call})
+
+
+@pytest.fixture
+def post() -> Post:
+    row = (
+        1,
+        1,
+        1,
+        "c-1",
+        "block",
+        None,
+        0,
+        0,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
+    attempt = Attempt("orders", row, None, time.monotonic())
+    attempt.started_at = time.monotonic()
+    return Post(attempt)
+
+
+def test_messages_of_an_earlier_run_take_and_leave_nothing(post: Post) -> None:
+    post.ask(run=6)
+    assert post.door.calls == []
+    assert post.sent[0]["error"]["kind"] == "AttemptFencedError"
+    post.ask()
+    post.door.grant()
+    post.leave(1, run=6)
+    post.deadline(0.0, is_call=True, run=6)
+    post.limit_relay.hear({"k": "forget", "n": 6, "q": 1})
+    assert (post.door.left, post.door.forgotten) == ([], [])
+    assert post.attempt.deadline_at == post.end
+
+
+def test_a_place_that_comes_after_the_end_is_left_to_the_gate(post: Post) -> None:
+    post.ask(1)
+    post.ask(2)
+    held = post.door.grant(0)
+    post.limit_relay.close()
+    assert post.door.forgotten == [post.door.calls[1]]
+    assert post.door.left == [(held, ApiAnswer.UNKNOWN, True)]
+    assert [(message["k"], message["q"]) for message in post.sent] == [("place", 1)]
+
+
+def test_a_place_that_is_granted_while_it_is_forgotten_is_left_once(post: Post) -> None:
+    post.ask()
+    post.door.grant()
+    post.limit_relay.hear({"k": "forget", "n": 7, "q": 1})
+    post.leave(1)
+    post.limit_relay.close()
+    assert post.door.forgotten == post.door.calls
+    assert post.door.left == []
+
+
+def test_a_place_is_left_once(post: Post) -> None:
+    post.ask()
+    held = post.door.grant()
+    post.leave(1)
+    post.leave(1)
+    post.leave(99)
+    post.limit_relay.close()
+    assert post.door.left == [(held, ApiAnswer.GOOD, False)]
+
+
+def test_what_a_child_held_at_its_deadline_timed_out(post: Post) -> None:
+    post.ask()
+    held = post.door.grant()
+    post.attempt.ask_to_stop(Stop(Why.DEADLINE, "timeout", 0.0, 0.0))
+    post.limit_relay.close()
+    assert post.door.left == [(held, ApiAnswer.TIMEOUT, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "wait"),
+    [
+        ("One!", 1.0),
+        ("a\x00b", 1.0),
+        (None, 1.0),
+        ("one", -1),
+        ("one", float("nan")),
+        ("one", 1e300),
+        ("one", "x"),
+    ],
+)
+def test_a_question_that_makes_no_sense_asks_for_nothing(post: Post, name: Any, wait: Any) -> None:
+    with pytest.raises((ChannelError, ValueError)):
+        post.ask(name=name, wait=wait)
+    assert post.door.calls == []
+
+
+def test_a_place_that_is_lost_is_told_to_the_block_that_has_it_now(post: Post) -> None:
+    lost: list[Permit] = []
+    permit = Permit("one", "token", 60.0, holder="", on_lost=lost.append)
+    for question in (1, 2):
+        post.ask(question)
+        post.door.calls[-1].answer.set_result(permit)
+        if question == 1:
+            post.leave(question)
+    assert permit.on_lost is not None
+    permit.on_lost(permit)
+    assert [(message["k"], message["q"]) for message in post.sent] == [("place", 1), ("place", 2), ("lost", 2)]
+    assert lost == [permit]
+
+
+def test_a_number_is_used_for_one_question(post: Post) -> None:
+    post.ask()
+    with pytest.raises(ChannelError, match="twice"):
+        post.ask()
+
+
+def test_a_child_may_shorten_its_deadline_and_put_it_back_but_no_more(post: Post) -> None:
+    attempt, end = post.attempt, post.end
+    post.deadline(end - 50, is_call=True)
+    assert (attempt.deadline_at, attempt.lateness()) == (end - 50, "timeout")
+    post.deadline(end - 55, is_call=True)
+    post.deadline(end - 50, is_call=True)
+    assert attempt.deadline_at == end - 50
+    post.deadline(end, is_call=False)
+    assert attempt.deadline_at == end
+    assert attempt.extras.late_text is None
+    for wanted in (end + 1, None):
+        post.deadline(wanted, is_call=False)
+        assert attempt.deadline_at == end
+    post.deadline(end - 50, is_call=True)
+    post.limit_relay.extend(end + 20)
+    assert attempt.deadline_at == end + 20
+    post.deadline(NEVER, is_call=False)
+    assert attempt.deadline_at == end + 20
+    with pytest.raises(ChannelError):
+        post.deadline(float("nan"), is_call=False)
+    attempt.ask_to_stop(Stop(Why.CANCEL, "enough", 0.0, 0.0))
+    post.deadline(end - 50, is_call=True)
+    assert attempt.deadline_at == end + 20
+
+
+def test_who_forgets_on_one_side_is_heard_on_the_other(post: Post) -> None:
+    """Both sides, without a process between them: whatever the child has let go of, the worker gives back."""
+    messages: list[dict[str, Any]] = []
+    door = ChildLimits(messages.append, lambda _: 7)
+    first, second = (door.acquire(post.attempt, "one", 1.0) for _ in range(2))
+    for message in messages:
+        post.limit_relay.hear(message)
+    door.forget(first)  # before the answer
+    post.door.grant(0)
+    post.door.grant(1)
+    for message in post.sent:
+        door.hear(message)
+    assert not first.answer.done()
+    assert second.answer.result(0).limit == "one"
+    door.forget(second)  # after it
+    for message in messages[2:]:
+        post.limit_relay.hear(message)
+    assert post.door.forgotten == post.door.calls
+    post.limit_relay.close()
+    assert post.door.left == []
+
+
+def test_handlers_that_use_no_limit_cost_no_gate(lab: Lab) -> None:
+    lab.result("echo")
+    assert lab.limited._limit_client is None
