@@ -45,7 +45,7 @@ def make(orders):
 
 
 class Shop:
-    """A worker that does as told: by command_id it fails for good, needs a person, or waits for a gate."""
+    """A worker that does as told: by command_id it fails for good, needs a person, or waits for a limit client."""
 
     def __init__(self, database):
         self.fails = set()

@@ -332,7 +332,7 @@ def test_the_clock_counts_from_before_the_question(bus: CommandBus, database: st
     bus.declare_limit(Limit("docai", concurrency=1, lease=3))
     with CommandBus(settings=quick_settings(database)) as slow, psycopg.connect(database) as conn:
         with slow.limit("docai"):
-            pass  # its gate is ready
+            pass  # its limit client is ready
         until(lambda: slow.get_limit("docai").in_use == 0)
         conn.execute("SELECT 1 FROM commandbus.limits FOR UPDATE")
         began = time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -51,7 +51,7 @@ def ran() -> list[str]:
 
 @pytest.fixture
 def handlers(ran: list[str], bus: CommandBus) -> HandlerRegistry:
-    """`work`, and `call`, which needs a permit of a limit: that is the gate's."""
+    """`work`, and `call`, which needs a permit of a limit: that is the limit client's."""
     bus.declare_limit(Limit("api", concurrency=5))
     handlers = HandlerRegistry()
 

@@ -265,7 +265,7 @@ def test_an_unknown_limit_names_those_that_there_are(plain: CommandBus, database
                     raise AssertionError("there is no such limit")
 
     asyncio.run(main())
-    with plain.limit("docai", wait=1):  # the gate is as well as before
+    with plain.limit("docai", wait=1):  # the limit client is as well as before
         pass
 
 
@@ -348,7 +348,7 @@ def test_a_cancelled_task_leaves_the_line_and_gives_its_place_back(
 
 
 def test_a_bus_can_be_used_after_its_gate_was_cut_off(plain: CommandBus, db: Db) -> None:
-    """The gate's connection is lost while a place is held and somebody waits: both are as before."""
+    """The limit client's connection is lost while a place is held and somebody waits: both are as before."""
     got = threading.Event()
 
     def wait() -> None:
@@ -565,7 +565,7 @@ def redis_bus(database: str, redis_url: str) -> Iterator[CommandBus]:
 def test_a_redis_that_is_first_used_later_is_looked_after_at_once(redis_bus: CommandBus) -> None:
     redis_bus.declare_limit(Limit("local", concurrency=1, backend="postgres"))
     with redis_bus.limit("local"):
-        pass  # a round of the gate in which there was no Redis to look after
+        pass  # a round of the limit client in which there was no Redis to look after
     redis_bus.declare_limit(Limit("later", concurrency=2, lease=600))
     with redis_bus.limit("later"):
         until(lambda: redis_bus.get_limit("later").granted == 1, 8)

@@ -94,7 +94,7 @@ def holders(db: Db) -> dict[str, float]:
 
 
 def wake(conn: Db, mark: str = "turn/", most: int = 20) -> int:
-    """As a gate does."""
+    """As a limit client does."""
     return run(conn, permits.wake("docai", most=most, seconds=RESERVED, grant=None, mark=mark)).count
 
 
@@ -401,7 +401,7 @@ def test_the_sweep_repairs_a_lost_wake(orders: Bus, db: Db, start: Start) -> Non
 
 
 def test_the_sweep_finds_a_turn_that_was_not_heard(orders: Bus, database: str, db: Db) -> None:
-    """A caller's token was told while its gate was deaf."""
+    """A caller's token was told while its limit client was deaf."""
     with CommandBus(database) as bus:
         bus.declare_limit(Limit("docai", concurrency=1))
         got = threading.Event()

@@ -166,7 +166,7 @@ def test_an_async_bus_too(database: str, bus: CommandBus) -> None:
 
 
 def test_a_lock_that_somebody_held_when_it_forked(database: str, bus: CommandBus) -> None:
-    """Another thread was about to open the pool, the listener and the gate."""
+    """Another thread was about to open the pool, the listener and the limit client."""
     said = run(
         """
         bus = CommandBus(url)

@@ -193,7 +193,7 @@ class Lab:
         return str(command.status)
 
     def close(self) -> None:
-        """End its processes, and then its gate, which hears what they leave."""
+        """End its processes, and then its limit client, which hears what they leave."""
         self.isolation.close(3)
         self.limited.stop(3)
         assert self.errors == []

@@ -83,7 +83,7 @@ async def either(block: Any) -> AsyncIterator[Any]:
 
 
 async def opened(limit_client: threading.Event, seconds: float = 20.0) -> None:
-    """Wait for a gate without blocking an event loop."""
+    """Wait for a limit client without blocking an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -151,7 +151,7 @@ def test_who_waits_is_told_when_a_place_is_free(
     limit_client: threading.Event,
     never_sweeps: None,
 ) -> None:
-    """No polling: while it waits, the gate asks the database nothing, and nobody looks again by himself."""
+    """No polling: while a caller waits, the limit client asks the database nothing."""
     bus.declare_limit(Limit("docai", concurrency=1))
     order: list[int] = []
 
@@ -168,7 +168,7 @@ def test_who_waits_is_told_when_a_place_is_free(
     for n in (1, 2, 3):
         bus.send("orders", "page", n)
         until(lambda n=n: in_line(db) == n)
-    # A poller would be seen: the gate's connection stays as it is for more than a second.
+    # A poller would be seen: the limit client's connection stays as it is for more than a second.
     quiet = (
         "SELECT bool_and(state = 'idle' AND clock_timestamp() - query_start > interval '1.2 s') "
         "FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE '%% gate'"

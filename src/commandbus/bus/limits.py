@@ -1,4 +1,4 @@
-"""Limits on the bus: a place for a block of plain application code, and how limits stand."""
+"""Limits on the bus: a permit for a block of plain application code, and how limits stand."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _AWAY = "the database is away"
 
 
 class LimitClientHolder:
-    """The gate of a bus: made on first use, made anew in a process that was forked."""
+    """The limit client of a bus: made on first use, made anew in a process that was forked."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -72,7 +72,7 @@ class LimitClientHolder:
         self.has_declared = False  # what the settings declare
 
     def get(self, settings: Callable[[], Settings]) -> LimitClient:
-        """The gate."""
+        """The limit client."""
         with self._lock:
             if self._limit_client is None or not self._limit_client.is_serving:
                 owner = f"{socket.gethostname()[:40]}-{os.getpid()}-bus-{secrets.token_hex(3)}"
@@ -82,7 +82,7 @@ class LimitClientHolder:
             return self._limit_client
 
     def leave_to_parent(self) -> None:
-        """In a forked copy: the gate and what it holds are the parent's."""
+        """In a forked copy: the limit client and what it holds are the parent's."""
         self._lock = threading.Lock()
         limit_client, self._limit_client = self._limit_client, None
         if limit_client is not None:
@@ -163,10 +163,10 @@ class LimitMethods(_LimitOperations):
         wait: float | str | timedelta = WAIT_SECONDS,
         timeout: float | str | timedelta | None = None,
     ) -> Iterator[Hold]:
-        """A place of a limit for the block: `with bus.limit("docai", timeout=60) as call: …`.
+        """A permit of a limit for the block: `with bus.limit("docai", timeout=60) as call: …`.
 
         Waits up to `wait`, then raises LimitTimeoutError. Nothing interrupts the call after `timeout`:
-        `call.remaining()` is for the client that makes it. It raises LimitLostError if the place is lost
+        `call.remaining()` is for the client that makes it. It raises LimitLostError if the permit is lost
         (`call.is_lost`), because its lease could not be renewed in time.
         """
         most, seconds = holding.check_limit_terms(name, wait, timeout)
@@ -272,10 +272,10 @@ class AsyncLimitMethods(_LimitOperations):
         wait: float | str | timedelta = WAIT_SECONDS,
         timeout: float | str | timedelta | None = None,
     ) -> AsyncIterator[Hold]:
-        """A place of a limit for the block: `async with bus.limit("docai", timeout=60): …`.
+        """A permit of a limit for the block: `async with bus.limit("docai", timeout=60): …`.
 
         Waits up to `wait`, then raises LimitTimeoutError. After `timeout` what is awaited in the block is
-        cancelled, and the block raises ApiTimeoutError. If the place is lost, because its lease could not be
+        cancelled, and the block raises ApiTimeoutError. If the permit is lost, because its lease could not be
         renewed in time, it is cancelled too, and the block raises LimitLostError.
         """
         most, seconds = holding.check_limit_terms(name, wait, timeout)
@@ -361,7 +361,9 @@ class AsyncLimitMethods(_LimitOperations):
 
 
 class _Losing:
-    """Ends the timer of an `async with` when its place is lost; called on the gate's or the clock's thread."""
+    """Ends the timer of an `async with` when its permit is lost; called on the limit client's or the clock's
+    thread.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -384,7 +386,7 @@ class _Losing:
 
 
 def _by_backend(rows: Sequence[LimitRow]) -> tuple[dict[str, LimitUse], list[LimitRow]]:
-    """How those look whose places are in PostgreSQL, and the others."""
+    """How those look whose permits are in PostgreSQL, and the others."""
     return (
         {row.name: row.look for row in rows if row.backend == "postgres"},
         [row for row in rows if row.backend != "postgres"],

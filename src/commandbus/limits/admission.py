@@ -1,11 +1,11 @@
-"""Visits: claimed commands whose handlers need places of limits; they hold no slot while they ask.
+"""Admission: claimed commands whose handlers name limits ask for permits. They hold no slot while they ask.
 
-    visit ──► limit by limit, all visits at once ──► has all its places ──► granted
-                                             └─────► has not            ──► hands back what it got ──► refused
+    request ──► limit by limit, all requests at once ──► has all its permits ──► granted
+                                                    └──► has not ──► gives back what it got ──► refused
 
-For each limit, a command for which a place is kept adopts that one; newcomers take one unless others wait. Who
-was refused, and whom the worker has not parked yet, is on the way into the line (`Parking`) and counts as one who
-waits: nobody may overtake in that moment. Used by the gate's thread alone; `asking` is filled from others.
+For each limit, a command for which a permit is kept adopts that one; newcomers take one unless others wait. A
+command that was refused but is not parked yet (`Parking`) already counts as waiting, so a newcomer cannot
+overtake it. Used by the limit client's thread alone; `asking` is filled from others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARKING_SECONDS = 5.0
 
 
 class Admission:
-    """Commands at the gate."""
+    """Commands at the limit client."""
 
     def __init__(
         self, held_permits: HeldPermits, waker: Waker, exits: Releases, *, make_token: Callable[[str, int], str]
@@ -94,7 +94,7 @@ class Admission:
     def _ask_for(
         self, batch: Sequence[PermitRequest], got: dict[PermitRequest, list[Permit]]
     ) -> dict[PermitRequest, Refusal]:
-        """Limit by limit, all visits at once; answers who does not get all that it needs."""
+        """Limit by limit, all permit requests at once; answers who does not get all that it needs."""
         turns = self._turns_of(batch)
         refused: dict[PermitRequest, Refusal] = {}
         for stage in range(max(len(permit_request.names) for permit_request in batch)):
@@ -139,7 +139,7 @@ class Admission:
         got: dict[PermitRequest, list[Permit]],
         refused: dict[PermitRequest, Refusal],
     ) -> None:
-        """One limit: first those for whom a place is kept, then newcomers, unless others wait."""
+        """One limit: first those for whom a permit is kept, then newcomers, unless others wait."""
         try:
             self._ask_at(name, group, turns, got, refused)
         except CommandBusError as error:  # it is gone, locked by somebody, or cannot be used from here
@@ -195,7 +195,7 @@ class Admission:
 
     @contextmanager
     def _sure_of(self, name: str, tokens: Mapping[str, PermitRequest]) -> Iterator[None]:
-        """If the answer is lost, a place may be lost with it, which nobody else would get for a whole lease. So
+        """If the answer is lost, a permit may be lost with it, which nobody else would get for a whole lease. So
         what may be held under these tokens is given back."""
         try:
             yield

@@ -1,11 +1,12 @@
-"""The CallWaiters: calls inside programs (`ctx.limit`, `bus.limit`), and those of them that wait for their turn.
+"""CallWaiters: calls inside programs (`ctx.limit`, `bus.limit`), and those of them that wait for their turn.
 
-    call ──► its command's turn has come, or a place is free ──► place
-      └────► in line, in the database ──► told by its token that its turn has come ──► place
+    call ──► its command's turn has come, or a permit is free ──► permit
+      └────► in line, in the database ──► told by its token that its turn has come ──► permit
                                      └──► its time is up, or nobody waits for it any more ──► out of line
 
-Each call is answered once, with a place or an error. At every step its answer may be cancelled from outside: a
-place that was given at that moment goes back. Used by the gate's thread alone; `calls` is filled from others.
+Each call is answered once, with a permit or an error. At every step its answer may be cancelled from outside: a
+permit that was given at that moment goes back. Used by the limit client's thread alone; `calls` is filled from
+others.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class CallWaiters:
         return min(times, default=math.inf)
 
     def answer_calls(self) -> None:
-        """Give places to those who have called, or let them stand in line."""
+        """Give permits to those who have called, or let them stand in line."""
         now = monotonic()
         self.calls.extend(call for at, call in self._later if at <= now)
         self._later = [item for item in self._later if item[0] > now]
@@ -69,14 +70,14 @@ class CallWaiters:
             self._give_up(call)
 
     def forget(self, call: PermitCall) -> None:
-        """Who asked waits no more; a place that was given meanwhile is given back."""
+        """Who asked waits no more; a permit that was given meanwhile is given back."""
         if call.answer.done() and not call.answer.cancelled():
             if call.answer.exception() is None:
                 self._releases.hand_back([call.answer.result()])
             return
         self._waiting.pop(call.token, None)
         if call.is_in_line and self._held_permits.link.run(permits.step_out(call.number)):
-            with suppress(CommandBusError):  # the limit is gone, and its places with it
+            with suppress(CommandBusError):  # the limit is gone, and its permits with it
                 row = self._held_permits.known(call.name)
                 self._held_permits.stores.of(row).give(row, [call.token])
             self._waker.look_at(call.name)
@@ -130,7 +131,7 @@ class CallWaiters:
         self._waker.look_at(call.name)
 
     def _has_turn(self, call: PermitCall, command: tuple[str, int, int, int]) -> bool:
-        """Was a place kept for the command that calls? Its handler names no limits, so it did not pass by here."""
+        """Is a permit reserved for the command that calls? Its handler names no limits, so nobody asked before."""
         domain, *who = command
         turn = self._held_permits.link.run(permits.turns(domain, [(who[0], who[1], who[2])])).get(who[0])
         if turn is None or turn.token is None or turn.limit != call.name:
@@ -158,10 +159,10 @@ class CallWaiters:
             self._waiting.pop(call.token, None)
             self._resolve(call, asked_at)
         elif self._held_permits.link.run(permits.stand_again(call.number)):
-            self._waker.look_at(call.name)  # the place was gone again, but not the turn
+            self._waker.look_at(call.name)  # the permit was gone again, but not the turn
 
     def _give_up(self, call: PermitCall) -> None:
-        """Its time is up; but if its turn has come at this moment, it has its place."""
+        """Its time is up; but if its turn has come at this moment, it has its permit."""
         asked_at = boottime()
         try:
             is_held = self._held_permits.link.run(permits.step_out(call.number)) and self._held_permits.adopt(

@@ -1,19 +1,19 @@
-"""The LimitClient: one thread through which everything goes that concerns limits, on a connection of its own.
+"""LimitClient: one thread through which everything goes that concerns limits, on a connection of its own.
 
-    commands ──visit──► granted ──► a slot            calls inside programs ──acquire──► a future
-                  └───► refused ──► parked                                        └────► in line, woken by name
-    ends ─────leave───► the place is free ──► kept for the first in line, who is woken
+    commands ──request──► granted ──► a slot            calls inside programs ──acquire──► a future
+                    └───► refused ──► parked                                        └────► in line, woken by name
+    ends ────release────► the permit is free ──► reserved for the first in line, who is woken
 
-One thread, because it then asks for many at once: ten commands that need a place of one limit are one statement.
-It waits for nobody but the database and Redis; whoever waits for a place waits outside, in line, in the database.
+One thread, because it then asks for many at once: ten commands that need a permit of one limit are one statement.
+It waits for nobody but the database and Redis; whoever waits for a permit waits outside, in line, in the database.
 
 The line of a limit is in the database, as is everything that the fleet must agree on: back-off, breaker, whose
-turn it is. Who frees a place keeps it for the first in line, under a lease of a few seconds, and wakes that one;
+turn it is. Who frees a permit keeps it for the first in line, under a lease of a few seconds, and wakes that one;
 so nobody can overtake. What was lost on the way (a worker killed between two statements) is found by the sweep.
 
 Here are the thread, its round, and what others may ask of it. What a round does is in modules of its own, each
-using only those before it: `desk` (places that are held), `waker` (whose turn it is), `exits` (places given back),
-`visits` (commands) and `line` (calls inside programs).
+using only those before it: `desk` (permits that are held), `waker` (whose turn it is), `exits` (permits given
+back), `visits` (commands) and `line` (calls inside programs).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LONGEST_SLEEP = 1.0
 
 
 class LimitClient(DatabaseService):
-    """Places of limits, for one worker or one bus."""
+    """Permits of limits, for one worker or one bus."""
 
     def __init__(
         self,
@@ -107,21 +107,21 @@ class LimitClient(DatabaseService):
 
     @property
     def waiting(self) -> int:
-        """How many commands are at the gate."""
+        """How many commands are at the limit client."""
         return len(self._admission.asking)
 
     @property
     def modes(self) -> dict[str, str]:
-        """Where the places of each limit that is used here are kept now."""
+        """Where the permits of each limit that is used here are kept now."""
         return self._held_permits.modes
 
     @property
     def held(self) -> dict[str, int]:
-        """How many places of each limit are held here."""
+        """How many permits of each limit are held here."""
         return self._held_permits.held
 
     def permit_request(self, permit_requests: Sequence[PermitRequest]) -> None:
-        """Commands ask for their places."""
+        """Commands ask for their permits."""
         self._admission.asking.extend(permit_requests)
         self.wake()
 
@@ -135,7 +135,7 @@ class LimitClient(DatabaseService):
                 return back
 
     def leave(self, leaves: Sequence[Release]) -> None:
-        """Places are needed no more."""
+        """Permits are needed no more."""
         self._releases.leaves.extend(leaves)
         self.wake()
 
@@ -154,9 +154,9 @@ class LimitClient(DatabaseService):
         since: datetime | None = None,
         caller: int | None = None,
     ) -> PermitCall:
-        """Ask for a place inside a program; `call.answer` is resolved with it, or with an error.
+        """Ask for a permit inside a program; `call.answer` is resolved with it, or with an error.
 
-        `command` (domain, msg_id, id, attempt_base): for whom a place may be kept, because it was parked.
+        `command` (domain, msg_id, id, attempt_base): for whom a permit may be kept, because it was parked.
         `since`: from when on its turn counts; None is now. `caller`: the id of the command whose handler asks.
         """
         number = next(self._numbers)
@@ -171,16 +171,16 @@ class LimitClient(DatabaseService):
         return call
 
     def forget(self, call: PermitCall) -> None:
-        """Who asked waits no more; a place that was given meanwhile is given back."""
+        """Who asked waits no more; a permit that was given meanwhile is given back."""
         call.answer.cancel()  # orders come before calls: one that has not been looked at yet must not be answered
         self.order(lambda: self._call_waiters.forget(call))
 
     def tell(self, name: str, holder: str, reason: str, retry_after: float | None, *, caller: int) -> None:
-        """An API has refused a call that held no place of its limit."""
+        """An API has refused a call that held no permit of its limit."""
         self.order(lambda: self._releases.tell(name, holder, reason, retry_after, str(caller)))
 
     def is_stale(self, permit: Permit) -> bool:
-        """Was the place given before the API said no? Then nothing may begin with it."""
+        """Was the permit given before the API said no? Then nothing may begin with it."""
         return permit.taken_at < self._shut.get(permit.limit, 0.0)
 
     def judge(self, limited: Limited) -> None:
@@ -193,7 +193,7 @@ class LimitClient(DatabaseService):
         self.order(judge)
 
     def look(self, name: str) -> Future[tuple[LimitRow, LimitUse]]:
-        """How a limit stands, and who holds its places."""
+        """How a limit stands, and who holds its permits."""
         answer: Future[tuple[LimitRow, LimitUse]] = Future()
 
         def find() -> None:
@@ -245,7 +245,7 @@ class LimitClient(DatabaseService):
 
     def lost(self, error: psycopg.Error) -> None:  # noqa: ARG002
         if self._closing:
-            self._stopping.set()  # what was not given back ends with its lease
+            self._stopping.set()  # what was not given permit stores with its lease
 
     def _end_with(self, error: BaseException) -> None:
         """The thread has ended by an error: those who asked are told, and the worker."""

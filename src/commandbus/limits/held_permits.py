@@ -1,12 +1,13 @@
-"""The HeldPermits: takes places of limits for this program, and knows which ones are held here.
+"""HeldPermits: takes permits for this program, renews them, and knows which ones are held here.
 
     newcomer ──take──┐
                      ├──► held ──renew, after a third of its lease──► held, or lost
-    kept ────adopt───┘      └──let_go──► (given back by `exits`)
+    kept ────adopt───┘      └──let_go──► (given back by `releases`)
 
-A place is taken for a newcomer, or was kept for somebody whose turn has come and is adopted. Limits' rows are
-remembered as last seen; what must be right is asked for. Used by the gate's thread alone, but for what says so.
-While that thread waits for PostgreSQL, the hold clock ends what is held, and the backstop renews in Redis.
+A permit is taken for a newcomer, or was kept for somebody whose turn has come and is adopted. Limits' rows are
+remembered as last seen; what must be right is asked for. Used by the limit client's thread alone, but for what
+says so. While that thread waits for PostgreSQL, the permit clock ends what is held, and the backup renewer
+renews in Redis.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LEAST_SECONDS = 0.05
 
 
 class HeldPermits:
-    """The limits that this program uses, and the places of them that it holds."""
+    """The limits that this program uses, and the permits of them that it holds."""
 
     def __init__(self, link: LimitConnection, stores: PermitStores, *, name: str) -> None:
         self.link = link
@@ -49,13 +50,13 @@ class HeldPermits:
 
     @property
     def modes(self) -> dict[str, str]:
-        """Where the places of each limit that is used here are kept now."""
+        """Where the permits of each limit that is used here are kept now."""
         mode = self.stores.mode_elsewhere
         return {name: "postgres" if row.backend == "postgres" else mode for name, row in list(self._rows.items())}
 
     @property
     def held(self) -> dict[str, int]:
-        """How many places of each limit are held here."""
+        """How many permits of each limit are held here."""
         return {name: len(own) for name, own in list(self._held.items()) if own}
 
     def late_elsewhere(self, part: float) -> Iterator[tuple[LimitRow, list[Permit]]]:
@@ -95,10 +96,10 @@ class HeldPermits:
         """It was changed, or is gone: it is asked for the next time."""
         self._rows.pop(name, None)
 
-    # --- places ------------------------------------------------------------------------------------------------
+    # --- permits ------------------------------------------------------------------------------------------------
 
     def take(self, name: str, tokens: Sequence[str], *, probes: bool = True) -> tuple[list[str], LimitRow | None]:
-        """Take places for newcomers; `probes`: one of them may be the probe. If some get none: the limit's row,
+        """Take permits for newcomers; `probes`: one of them may be the probe. If some get none: the limit's row,
         which says why."""
         if self.known(name).backend == "postgres":
             taken = self.link.run(permits.take(name, tokens, probes=probes), limit=name)
@@ -124,7 +125,7 @@ class HeldPermits:
         return granted, row
 
     def adopt(self, name: str, token: str) -> bool:
-        """Is the place that was kept under this token still there? Then it is held from now on."""
+        """Is the permit that was kept under this token still there? Then it is held from now on."""
         row = self.row(name)
         limit_state = row.limit_state
         backend = self.stores.of(row)
@@ -143,7 +144,7 @@ class HeldPermits:
         return is_held
 
     def hold(self, permit: Permit) -> Permit:
-        """Renew this place from now on."""
+        """Renew this permit from now on."""
         self._held.setdefault(permit.limit, {})[permit.token] = permit
         self.clock.watch(permit)
         self.has_held.set()
@@ -156,7 +157,7 @@ class HeldPermits:
         self._held.get(permit.limit, {}).pop(permit.token, None)
 
     def renew(self) -> None:
-        """Renew what is due, tell whoever has lost a place, and find out when to do so again."""
+        """Renew what is due, tell whoever has lost a permit, and find out when to do so again."""
         now, age_now = monotonic(), boottime()
         again = now + (TICK_SECONDS if self.stores.tick() else LONGEST_SECONDS)
         for name, held in list(self._held.items()):
@@ -198,14 +199,14 @@ class HeldPermits:
         return [permit for permit in own if permit.token in gone]
 
     def _note_renewed(self, permit: Permit, row: LimitRow, sent_at: float) -> None:
-        """A back end elsewhere may not have been reached: it knows when the lease was last asked for."""
+        """A permit store elsewhere may not have been reached: it knows when the lease was last asked for."""
         if row.backend != "postgres":
             sent_at = self.stores.elsewhere(row).renewed_at(row, permit.token) or permit.renewed_at
         permit.lease = row.lease if sent_at > permit.renewed_at else permit.lease
         permit.renewed_at = max(permit.renewed_at, sent_at)
 
     def _lose(self, permit: Permit) -> None:
-        """Called by the gate's thread, and by the clock's."""
+        """Called by the limit client's thread, and by the clock's."""
         with self._losing:
             if permit.is_lost:
                 return

@@ -1,4 +1,4 @@
-"""Looking at places in Redis without taking part: who only looks is no program of the fleet, holds nothing, and
+"""Looking at permits in Redis without taking part: who only looks is no program of the fleet, holds nothing, and
 needs no right to write. A look from a machine that does not reach Redis says so ("unknown") instead of guessing.
 """
 
@@ -15,7 +15,7 @@ from commandbus.settings import Settings
 
 
 def look_at(settings: Settings, rows: Sequence[LimitRow], fleet: RedisFleet) -> dict[str, LimitUse]:
-    """How the places of these limits are used, all of them kept in Redis. Waits for it a second at most."""
+    """How the permits of these limits are used, all of them kept in Redis. Waits for it a second at most."""
     if fleet.mode == "degraded":
         return {row.name: LimitUse(fleet.tokens.get(row.name, {}), row.look.flow, fleet.mode) for row in rows}
     found = {row.name: LimitUse({}, row.look.flow, UNKNOWN) for row in rows}

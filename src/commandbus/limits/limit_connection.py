@@ -1,7 +1,8 @@
-"""RowLink: the gate's connection. What is wrong with one row is a CommandBusError to whoever asked for that row.
+"""RowLink: the limit client's connection. What is wrong with one row is a CommandBusError to whoever asked for
+that row.
 
-Nearly every question of the gate is about one limit. If somebody has written nonsense into that limit's row, only
-those who use that limit must hear of it, and the gate goes on for all others.
+Nearly every question of the limit client is about one limit. If somebody has written nonsense into that limit's
+row, only those who use that limit must hear of it, and the limit client goes on for all others.
 
 The same holds for a row that somebody has locked. Its lock is waited for once (2 s, the session's
 `lock_timeout`). Then the limit is *barred*: for a moment that grows, whoever asks is told so at once

@@ -1,4 +1,4 @@
-"""How a gate is made from settings."""
+"""How a limit client is made from settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commandbus.settings import Settings
 def make_limit_client(
     settings: Settings, owner: str, *, on_error: Callable[[BaseException], None] | None = None
 ) -> LimitClient:
-    """A gate that keeps the places of some limits in Redis, if there is one."""
+    """A gate that keeps the permits of some limits in Redis, if there is one."""
     elsewhere = None
     if settings.redis_url is not None:
 

@@ -1,6 +1,6 @@
-"""The PermitClock ends every hold at its lease, whatever the gate waits for.
+"""The PermitClock ends every hold at its lease, whatever the limit client waits for.
 
-It works in memory only, on a thread of its own: neither PostgreSQL nor Redis can stop it. A place whose lease was
+It works in memory only, on a thread of its own: neither PostgreSQL nor Redis can stop it. A permit whose lease was
 not renewed in time is lost a moment *before* somebody else can get it: whoever holds it is told, and has that
 moment to stop. Time counts by `clock.boottime()`, so a process that was stopped and goes on is told at once.
 """
@@ -21,7 +21,7 @@ LOOK_SECONDS = 1.0
 
 
 class PermitClock:
-    """Looks at the places that one program holds. Any thread may call `watch` and `forget`."""
+    """Looks at the permits that one program holds. Any thread may call `watch` and `forget`."""
 
     def __init__(self, name: str, on_end: Callable[[Permit], None]) -> None:
         self._on_end = on_end

@@ -1,10 +1,10 @@
-"""Exits: places are given back, and limits are told how the calls went.
+"""Releases: permits are given back, and limits are told how the calls went.
 
-    GOOD, UNKNOWN ──► many places of a limit in one statement ──► if somebody waits, the waker looks
-    a bad answer, or one that keeps its place ──► one by one, under the lock of the limit's row
+    GOOD, UNKNOWN ──► many permits of a limit in one statement ──► if somebody waits, the waker looks
+    a bad answer, or one that keeps its permit ──► one by one, under the lock of the limit's row
 
 What was told stays in `leaves` until the database has it: after a lost connection all of it is told again, and
-giving back twice is giving back once. What concerns a limit whose row somebody has locked is told later. A place
+giving back twice is giving back once. What concerns a limit whose row somebody has locked is told later. A permit
 that cannot be given back is free when its lease ends.
 """
 
@@ -32,7 +32,7 @@ logger = safe_logger("commandbus.limits")
 
 
 class Releases:
-    """Places that are needed no more. `leaves` is filled from other threads, too."""
+    """Permits that are needed no more. `leaves` is filled from other threads, too."""
 
     def __init__(self, held_permits: HeldPermits, waker: Waker) -> None:
         self._held_permits = held_permits
@@ -47,7 +47,7 @@ class Releases:
         return min((at for at, _ in self._later), default=math.inf)
 
     def hand_back(self, unused: Iterable[Permit]) -> None:
-        """Places with which nothing was begun."""
+        """Permits with which nothing was begun."""
         self.leaves.extend(Release(permit, ApiAnswer.UNKNOWN, has_begun=False) for permit in unused)
 
     def let_out(self) -> None:
@@ -88,7 +88,7 @@ class Releases:
             tell()
 
     def tell(self, name: str, holder: str, reason: str, retry_after: float | None, caller: str) -> None:
-        """An API has refused a call that held no place of its limit."""
+        """An API has refused a call that held no permit of its limit."""
         try:
             answered = self._held_permits.link.run(
                 permits.answer(

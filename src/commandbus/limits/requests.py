@@ -1,4 +1,4 @@
-"""What is asked of a gate, and what it answers."""
+"""What is asked of a limit client, and what it answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_EARLY_SECONDS: Final = 5.0
 
 
 class Permit:
-    """A place of a limit that somebody holds here. `taken_at` is monotonic; `renewed_at` (of `clock.boottime`) is
+    """A permit of a limit that somebody holds here. `taken_at` is monotonic; `renewed_at` (of `clock.boottime`) is
     when its lease was last asked for: before that was sent, so that it never ends later here than elsewhere."""
 
     __slots__ = ("holder", "is_left", "is_lost", "lease", "limit", "on_lost", "renewed_at", "taken_at", "token")
@@ -73,7 +73,7 @@ class Refusal:
 
 
 def refuse(row: LimitRow, *, waited_seconds: float | None) -> Refusal:
-    """Put into words why a limit has no place for a command now."""
+    """Put into words why a limit has no permit for a command now."""
     limit_state, now, name = row.limit_state, row.now, row.name
     max_wait = row.limit.max_wait_seconds
     until = limit_state.closed_until(now)
@@ -107,20 +107,20 @@ def no_such(name: str, error: CommandBusError) -> Refusal:
 
 
 def waited_in_vain(name: str, wait: float, why: str | None = None) -> LimitTimeoutError:
-    """The error of who has waited too long for a place, and what was in the way, if that is known."""
+    """The error of who has waited too long for a permit, and what was in the way, if that is known."""
     text = f"no place of limit {name!r} became free within {format_seconds(round(wait, 3))}"
     return LimitTimeoutError(f"{text}: {why}" if why else f"{text}; see `commandbus limits`", limit=name)
 
 
 @dataclass(slots=True, eq=False)
 class PermitRequest:
-    """A claimed command whose handler needs places of some limits; exactly one of the two answers follows."""
+    """A claimed command whose handler needs permits of some limits; exactly one of the two answers follows."""
 
     domain: str
     msg_id: int
     id: int
     attempt_base: int
-    is_known: bool  # it was claimed before: a place may be kept for it
+    is_known: bool  # it was claimed before: a permit may be kept for it
     names: Sequence[str]
     holder: str
     on_granted: Callable[[list[Permit]], None]
@@ -131,7 +131,7 @@ class PermitRequest:
 
 @dataclass(slots=True, eq=False)
 class PermitCall:
-    """Somebody inside a program who waits for a place."""
+    """Somebody inside a program who waits for a permit."""
 
     name: str
     token: str
@@ -145,14 +145,14 @@ class PermitCall:
     since: datetime | None = None
     caller: int | None = None  # the id of the command whose handler asks
     is_in_line: bool = False
-    on_forgotten: Callable[[], None] | None = None  # instead of giving the place back
-    on_given_up: Callable[[Permit], object] | None = None  # beside giving the place back
+    on_forgotten: Callable[[], None] | None = None  # instead of giving the permit back
+    on_given_up: Callable[[Permit], object] | None = None  # beside giving the permit back
 
 
 @dataclass(slots=True, eq=False)
 class Release:
-    """A place is needed no more, and how the call went. `keeps`: the call may still be under way on the other
-    side, so the place stays taken until its lease ends. `stays`: the place is used further, only the answer is
+    """A permit is needed no more, and how the call went. `keeps`: the call may still be under way on the other
+    side, so the permit stays taken until its lease ends. `stays`: the permit is used further, only the answer is
     told. `has_begun`: False if nothing was done with it."""
 
     permit: Permit
@@ -163,7 +163,7 @@ class Release:
     stays: bool = False
     has_begun: bool = True
     then: Callable[[Release], None] | None = None
-    is_waived: bool = False  # said by the gate: the command failed for all who wait, and pays nothing
+    is_waived: bool = False  # said by the limit client: the command failed for all who wait, and pays nothing
 
 
 @dataclass(slots=True, eq=False)

@@ -1,10 +1,10 @@
-"""The Waker: sees whose turn it is, keeps a place for that one, and wakes it.
+"""The Waker: sees whose turn it is, keeps a permit for that one, and wakes it.
 
 Looking is cheap to ask for and done once: `look_at` notes when, and however often that was asked, the round looks
-one time. Whoever gives a place back, joins the line or ends a back-off asks for it. What nobody asked for, because
-a worker was killed between two statements, is found by the sweep.
+one time. Whoever gives a permit back, joins the line or ends a back-off asks for it. What nobody asked for,
+because a worker was killed between two statements, is found by the sweep.
 
-Used by the gate's thread alone, but for `is_due_within`.
+Used by the limit client's thread alone, but for `is_due_within`.
 """
 
 from __future__ import annotations

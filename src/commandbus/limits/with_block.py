@@ -1,4 +1,4 @@
-"""What a block of code that holds a place of a limit has in common, in handlers and in plain programs."""
+"""What a block of code that holds a permit of a limit has in common, in handlers and in plain programs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TIMED_OUT = ApiFailure("timeout", None, None, LATE)
 CLOSE_SECONDS = 0.05
 """A client that was given the rest of the time may end a moment before it is over."""
 LEAST_SECONDS = 1.0
-"""How much longer than asked for one waits for the gate to say that there is no place."""
+"""How much longer than asked for one waits for the limit client to say that there is no permit."""
 
 
 class Hold:
-    """What a block has: the limit's name, whether its place is still held, and how much time is left for the
+    """What a block has: the limit's name, whether its permit is still held, and how much time is left for the
     call."""
 
     __slots__ = ("_permit", "_until")
@@ -39,12 +39,12 @@ class Hold:
 
     @property
     def is_lost(self) -> bool:
-        """Is the place lost? Its lease could not be renewed in time, and somebody else may have it."""
+        """Is the permit lost? Its lease could not be renewed in time, and somebody else may have it."""
         return self._permit.is_lost
 
     def remaining(self) -> float | None:
         """Seconds left for the call, at least a millisecond, to hand to clients as their time-out; None: no
-        limit. Raises LimitLostError if the place is lost: there must be no further call."""
+        limit. Raises LimitLostError if the permit is lost: there must be no further call."""
         if self._permit.is_lost:
             raise lost(self._permit.limit)
         left = self._until - monotonic()
@@ -52,7 +52,7 @@ class Hold:
 
 
 def lost(name: str) -> LimitLostError:
-    """The error of who uses a place that is lost."""
+    """The error of who uses a permit that is lost."""
     return LimitLostError(
         f"the place of limit {name!r} is lost: its lease could not be renewed in time, and somebody else may have "
         f"it; call no more in this block",
@@ -63,7 +63,7 @@ def lost(name: str) -> LimitLostError:
 def check_limit_terms(
     name: str, wait: float | str | timedelta, timeout: float | str | timedelta | None
 ) -> tuple[float, float]:
-    """Seconds to wait for a place, and for the call; both checked."""
+    """Seconds to wait for a permit, and for the call; both checked."""
     check_limit_name(name)
     seconds = math.inf if timeout is None else parse_seconds(timeout, name="timeout")
     if seconds == 0:

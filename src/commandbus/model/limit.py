@@ -2,8 +2,8 @@
 
 `Limit` is a declaration, checked: one that exists is valid, its durations are seconds and its rate is a `Rate`.
 The arithmetic of its parts is here, pure: rates (`allowance`: a bucket that leaks, kept as one moment in time),
-shares of a fleet that lost its Redis (`share`), and the wait after a 429 (`backoff`). The back ends do the same
-sums in SQL and Lua; tests hold all of them against these. What a limit leaves open (`backend`, `environment`)
+shares of a fleet that lost its Redis (`share`), and the wait after a 429 (`backoff`). The permit stores do the
+same sums in SQL and Lua; tests hold all of them against these. What a limit leaves open (`backend`, `environment`)
 follows from the settings; see `Settings.backend_of`.
 """
 
@@ -112,7 +112,7 @@ class Limit:
     """A named limit that all workers of a deployment share.
 
     `concurrency`: how many at once. `rate`: how many in a time (`"120/m"`), with `burst` of them at one moment; at
-    least one of the two. `lease`: how long a place is kept for a holder of whom nothing is heard. `max_wait`: how
+    least one of the two. `lease`: how long a permit is kept for a holder of whom nothing is heard. `max_wait`: how
     long a command waits before it needs a person; only time without a successful call of anybody counts, so a line
     that moves never expires. None or 0 is for ever. `tries`: how many 429s a command may see.
 
@@ -245,10 +245,10 @@ OPTIONS: Final = tuple(item.name for item in fields(Limit) if item.name != "name
 
 @dataclass(frozen=True, slots=True)
 class LimitUse:
-    """How a limit's places are used at this moment, as its back end says."""
+    """How a limit's permits are used at this moment, as its permit store says."""
 
     holders: Mapping[str, float] = field(default_factory=dict)  # token → seconds until its lease ends
-    flow: float | None = None  # places given a second, of late; None if none was
+    flow: float | None = None  # permits given a second, of late; None if none was
     mode: str = "postgres"  # where they are kept: postgres, redis, degraded, joining, lost
 
 
@@ -273,9 +273,9 @@ def until_next(now: float, tat: float, per_second: float, burst: int) -> float:
 
 
 def share(limit: int, rank: int, workers: int) -> int:
-    """How many places the `rank`-th (from 0) of so many workers may have without asking anybody.
+    """How many permits the `rank`-th (from 0) of so many workers may have without asking anybody.
 
-    The sum over all never exceeds the limit: each has the floor of limit ÷ workers; with more workers than places
+    The sum over all never exceeds the limit: each has the floor of limit ÷ workers; with more workers than permits
     the first ones have one each. Who is not among the workers has none.
     """
     workers = max(workers, 1)

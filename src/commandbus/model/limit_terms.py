@@ -1,4 +1,4 @@
-"""Terms: what a back end must know of a limit. `flow.limits.LimitRow` has all of it."""
+"""Terms: what a permit store must know of a limit. `flow.limits.LimitRow` has all of it."""
 
 from __future__ import annotations
 

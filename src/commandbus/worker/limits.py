@@ -1,10 +1,10 @@
 """Limited work: what a worker does with limits.
 
-Claimed commands whose handler names limits pass the gate before they reach a slot. When an attempt ends, its
-places are given back with what its end says of the API. One that the API has refused (a 429) is parked until the
-back-off of the limit is over; at its cap it goes to the troubleshooting queue. One whose call failed otherwise is
-charged, unless it was the probe for all who wait. An attempt that does not stop, or was stopped from outside,
-keeps its place until the lease ends: its call may still be under way on the other side.
+Claimed commands whose handler names limits pass the limit client before they reach a slot. When an attempt ends,
+its permits are given back with what its end says of the API. One that the API has refused (a 429) is parked until
+the back-off of the limit is over; at its cap it goes to the troubleshooting queue. One whose call failed otherwise
+is charged, unless it was the probe for all who wait. An attempt that does not stop, or was stopped from outside,
+keeps its permit until the lease ends: its call may still be under way on the other side.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def check_limits(link: LastingConnection, settings: Settings, handlers: HandlerR
 
 
 class LimitedWork:
-    """The worker's side of its gate. The gate is made on first use: who uses no limit has no thread for it."""
+    """The worker's side of its limit client. The limit client is made on first use: who uses no limit has no
+    thread for it.
+    """
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class LimitedWork:
 
     @property
     def limit_client(self) -> LimitClient:
-        """The gate, made on first use."""
+        """The limit client, made on first use."""
         with self._making:
             if self._limit_client is None:
                 self._limit_client = self._open_limit_client()
@@ -123,12 +125,12 @@ class LimitedWork:
 
     @property
     def services(self) -> list[DatabaseService]:
-        """The gate, if there is one: its worker watches it."""
+        """The limit client, if there is one: its worker watches it."""
         return [] if self._limit_client is None else [self._limit_client]
 
     @property
     def waiting(self) -> int:
-        """How many commands are at the gate."""
+        """How many commands are at the limit client."""
         return 0 if self._limit_client is None else self._limit_client.waiting
 
     @property
@@ -151,15 +153,15 @@ class LimitedWork:
         return f"{LIMITS_DEGRADED.replace('_', ' ')}: {', '.join(lost)}: Redis is out of reach"
 
     def start(self) -> None:
-        """Look after those who wait, before anybody asks for a place."""
+        """Look after those who wait, before anybody asks for a permit."""
         _ = self.limit_client
 
     def permit_request(self, attempts: Iterable[Attempt]) -> None:
-        """Ask for the places of attempts before they may begin."""
+        """Ask for the permits of attempts before they may begin."""
         self.limit_client.permit_request([self._permit_request(attempt) for attempt in attempts])
 
     def take_back(self) -> list[Attempt]:
-        """Everything at the gate."""
+        """Everything at the limit client."""
         if self._limit_client is None:
             return []
         return [
@@ -181,7 +183,7 @@ class LimitedWork:
     # --- the end of attempts -----------------------------------------------------------------------------------
 
     def ended(self, attempt: Attempt) -> None:
-        """It has ended by itself: what it said of its API is told, and its places are free."""
+        """It has ended by itself: what it said of its API is told, and its permits are free."""
         permits, attempt.extras.permits = attempt.extras.permits, []
         answer, api = attempt.extras.answer, attempt.extras.api
         keeps = attempt.extras.keeps
@@ -198,22 +200,22 @@ class LimitedWork:
         self.limit_client.leave(leaves)
 
     def is_stale(self, attempt: Attempt) -> bool:
-        """Has an API said no since its places were given, or may one of them be somebody else's by now?"""
+        """Has an API said no since its permits were given, or may one of them be somebody else's by now?"""
         return any(not permit.is_sure or self.limit_client.is_stale(permit) for permit in attempt.permits)
 
     def turn_back(self, attempt: Attempt) -> None:
-        """To the gate once more, before it begins."""
+        """To the limit client once more, before it begins."""
         self.never_began(attempt)
         self.permit_request([attempt])
 
     def never_began(self, attempt: Attempt) -> None:
-        """It had its places, and was given back before it began."""
+        """It had its permits, and was given back before it began."""
         permits, attempt.extras.permits = attempt.extras.permits, []
         if permits:
             self.limit_client.leave([Release(permit, ApiAnswer.UNKNOWN, has_begun=False) for permit in permits])
 
     def abandoned(self, attempt: Attempt, answer: ApiAnswer, reason: str) -> None:
-        """It was given up: its calls may go on, so its places, and those of its blocks, are taken until their
+        """It was given up: its calls may go on, so its permits, and those of its blocks, are taken until their
         leases end."""
         with self._lending:
             permits = [*attempt.extras.permits, *attempt.extras.blocks]
@@ -291,7 +293,7 @@ class LimitedWork:
     # --- inside handlers ---------------------------------------------------------------------------------------
 
     def acquire(self, attempt: Attempt, name: str, wait: float) -> PermitCall:
-        """Ask for a place, for a block of a handler's code. One that the attempt has anyway, by its handler's
+        """Ask for a permit, for a block of a handler's code. One that the attempt has anyway, by its handler's
         `limits`, is used first."""
         extras = attempt.extras
         with self._lending:
@@ -365,7 +367,8 @@ class LimitedWork:
             attempt.extras.told.add(permit.limit)
         self.limit_client.leave([_watched(attempt, leave)])
 
-    # --- the gate's answers ------------------------------------------------------------------------------------
+    # --- the limit client's answers
+    # ------------------------------------------------------------------------------------
 
     def _permit_request(self, attempt: Attempt) -> PermitRequest:
         row = attempt.row

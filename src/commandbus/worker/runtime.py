@@ -801,7 +801,7 @@ class WorkerRuntime:
             self._push_one(attempt)
 
     def _push_one(self, attempt: Attempt) -> None:
-        """Nothing keeps it from its start any more: it has its places of all limits. Called by the gate."""
+        """Nothing keeps it from its start any more: it has all its permits. Called by the limit client."""
         handler = attempt.handler
         if handler is not None and handler.is_async and not self._is_isolated(attempt) and self._loop is not None:
             self._loop.push([attempt])

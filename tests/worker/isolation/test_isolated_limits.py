@@ -35,7 +35,7 @@ QUICK = {"visibility_timeout": 20.0, "statement_timeout": 15.0, "cancel_grace": 
 
 
 class Desk:
-    """A worker, a folder in which handlers write, and a record of what was left at the gate."""
+    """A worker, a folder in which handlers write, and a record of what was left at the limit client."""
 
     def __init__(self, bus: CommandBus, db: psycopg.Connection[Any], worker: Worker, folder: Path) -> None:
         self.bus = bus

@@ -27,7 +27,7 @@ CHANNEL = "commandbus_limits"
 CHANGED = "limit "
 CLOSED = "closed "
 WAKE = "wake "  # somebody who may not touch queues asks others to wake who is next
-TOKEN = "token "  # noqa: S105 - the token of a place, not a secret
+TOKEN = "token "  # noqa: S105 - the token of a permit, not a secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,13 @@ class LimitRow:
 
     @property
     def lease(self) -> float:
-        """How long a place is kept for a holder of whom nothing is heard."""
+        """How long a permit is kept for a holder of whom nothing is heard."""
         return self.limit.lease_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where limits live unless they say otherwise: this deployment's name, and the usual back end."""
+    """Where limits live unless they say otherwise: this deployment's name, and the usual permit store."""
 
     environment: str
     backend: str
@@ -137,8 +137,8 @@ def get_limit(name: str) -> Steps[LimitRow]:
 def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
     """Make known what code and configuration declare. What a person has set stays above it.
 
-    Where a limit lives (back end and environment) is left as it is, unless the declaration says otherwise, or a
-    Redis has come; and it does not move while it is in use: who holds a place would not be counted at the new
+    Where a limit lives (permit store and environment) is left as it is, unless the declaration says otherwise, or
+    a Redis has come; and it does not move while it is in use: who holds a permit would not be counted at the new
     one. Answers what is worth a line in the log: what was declared otherwise before, and what did not move.
     """
     notes = []
@@ -179,7 +179,7 @@ def _home_of(limit: Limit, home: Home, permit: Sequence[str]) -> tuple[str, str]
 
 
 def _is_idle(name: str, backend: str) -> Steps[bool]:
-    """Does nobody hold a place, or wait for one?"""
+    """Does nobody hold a permit, or wait for one?"""
     rows = yield Statement(sql.text("limits/idle"), {"name": name, "is_here": backend == "postgres"})
     return bool(rows and rows[0][0])
 
@@ -282,7 +282,7 @@ def note_action(subject: str, action: str, what: OperatorAction, *, details: obj
 
 
 def tell(text: str) -> Statement:
-    """Tell all gates, when this transaction commits."""
+    """Tell all limit clients, when this transaction commits."""
     return Statement(b"SELECT pg_catalog.pg_notify(%(channel)s, %(text)s)", {"channel": CHANNEL, "text": text})
 
 

@@ -16,7 +16,7 @@ from commandbus.model.durations import roughly
 from commandbus.model.limit import LimitUse, until_next
 
 UNKNOWN = "unknown"
-"""The mode of a look from where the places are out of reach."""
+"""The mode of a look from where the permits are out of reach."""
 PROBING = "one call finds out whether it is over"
 
 
@@ -33,8 +33,8 @@ class Waiting:
 class LimitInfo:
     """A limit, what it allows, who uses it, and how it stands.
 
-    `state`: OPEN (places are given), BACKING_OFF, BREAKER_OPEN, or PROBING (one call finds out whether it is
-    over). `until` is when that ends, `text` says all of it in a sentence. `mode`: where its places are kept now:
+    `state`: OPEN (permits are given), BACKING_OFF, BREAKER_OPEN, or PROBING (one call finds out whether it is
+    over). `until` is when that ends, `text` says all of it in a sentence. `mode`: where its permits are kept now:
     postgres, redis, degraded (every program keeps to its share), joining (Redis is back, and holders register) or
     unknown (in Redis, which is out of reach from here: `holders` is empty then, and `in_use` None).
     """
@@ -179,7 +179,7 @@ def _call_waiters(row: LimitRow, ahead: int) -> LineEstimate:
 
 
 def why_none(row: LimitRow) -> str:
-    """Why a limit has no place for somebody now."""
+    """Why a limit has no permit for somebody now."""
     limit_state = row.limit_state
     if limit_state.closed_until(row.now) is not None:
         return limit_state.explain(row.name)

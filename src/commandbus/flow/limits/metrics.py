@@ -17,7 +17,7 @@ MOST_COUNTED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class LimitFigures:
-    """One limit. `places` is None if any number may be in use at once; the counters are since it was declared."""
+    """One limit. `permits` is None if any number may be in use at once; the counters are since it was declared."""
 
     name: str
     permits: int | None
@@ -51,7 +51,7 @@ class FleetFigures:
 
 @dataclass(frozen=True, slots=True)
 class RedisFleet:
-    """Where the places of Redis limits are kept now, and those that PostgreSQL counts: limit → token → seconds."""
+    """Where permits of Redis limits are kept now, and those that PostgreSQL counts: limit → token → seconds."""
 
     mode: str
     epoch: str | None
@@ -69,7 +69,7 @@ def figures(domains: Sequence[str]) -> Steps[FleetFigures]:
 
 @operation(atomic=False)
 def look_at_fleet() -> Steps[RedisFleet]:
-    """What PostgreSQL knows of places in Redis."""
+    """What PostgreSQL knows of permits in Redis."""
     mode = yield Statement(sql.text("limits/mode_read"))
     rows = yield Statement(sql.text("limits/client_list", locking=""))
     tokens: dict[str, dict[str, float]] = {}
@@ -83,6 +83,6 @@ def look_at_fleet() -> Steps[RedisFleet]:
 
 @operation(atomic=False)
 def count_granted(granted: Mapping[str, int], seconds: float) -> Steps[None]:
-    """Tell how many places of Redis limits were given here within so many seconds."""
+    """Tell how many permits of Redis limits were given here within so many seconds."""
     for name, count in sorted(granted.items()):
         yield Statement(sql.text("limits/count"), {"name": name, "count": count, "seconds": seconds})

@@ -1,7 +1,7 @@
-"""places: take, renew and give back places of a limit; tell it how a call went; wake who is next.
+"""permits: take, renew and give back permits of a limit; tell it how a call went; wake who is next.
 
 The limit's row is the only thing that is locked, for one statement on the usual way. `wake` is a transaction under
-that lock: it keeps a place for the first in line, then makes its queue row visible.
+that lock: it keeps a permit for the first in line, then makes its queue row visible.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from commandbus.model.limit_state import (
 )
 
 CALL_SECONDS = 3.0
-"""How long a place is kept for who waits inside a program."""
+"""How long a permit is kept for who waits inside a program."""
 BESIDE_CALLS_SECONDS = 0.5
 """How long one is kept for a command while somebody waits inside a program. Those may have all the slots: then
 nobody can claim the command, and each waits for the other."""
@@ -47,7 +47,7 @@ UNCLAIMED_SECONDS = 0.25
 """If nobody has claimed a command for so long after its turn has come, there is no slot for it now."""
 
 Grant = Callable[[LimitRow, list[str], float], list[str]]
-"""Takes places for some seconds from a back end other than the row: which of the tokens have one now."""
+"""Takes permits for some seconds from a permit store other than the row: which of the tokens have one now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Woken:
-    """Whose turn has come, and in how many seconds to look again (None: when somebody gives a place back)."""
+    """Whose turn has come, and in how many seconds to look again (None: when somebody gives a permit back)."""
 
     count: int
     again_seconds: float | None = None
@@ -94,7 +94,7 @@ class Swept:
 def take(
     name: str, tokens: Sequence[str], *, seconds: float | None = None, newcomers: bool = True, probes: bool = True
 ) -> Steps[list[str]]:
-    """Take places for a lease (or for so many seconds), as far as there are any: the tokens that have one.
+    """Take permits for a lease (or for so many seconds), as far as there are any: the tokens that have one.
     `probes`: the first of them may find out whether a back-off is over."""
     if len(tokens) == 1 and newcomers and seconds is None:
         rows = yield Statement(sql.text("limits/take_one"), {"name": name, "token": tokens[0]})
@@ -113,7 +113,7 @@ def wait_for_row(name: str) -> Steps[None]:
 
 @operation(atomic=False)
 def take_probe(name: str, token: str, *, seconds: float | None = None) -> Steps[bool]:
-    """Find out whether a back-off is over, where places are kept elsewhere; False: somebody else does."""
+    """Find out whether a back-off is over, where permits are kept elsewhere; False: somebody else does."""
     rows = yield Statement(
         b"UPDATE commandbus.limits SET probe = %(token)s, "
         b"probe_until = pg_catalog.clock_timestamp() "
@@ -126,14 +126,14 @@ def take_probe(name: str, token: str, *, seconds: float | None = None) -> Steps[
 
 @operation(atomic=False)
 def renew(name: str, tokens: Sequence[str], *, seconds: float | None = None) -> Steps[list[str]]:
-    """Renew leases; answers the tokens that hold no place any more."""
+    """Renew leases; answers the tokens that hold no permit any more."""
     rows = yield Statement(sql.text("limits/renew"), {"name": name, "tokens": list(tokens), "seconds": seconds})
     return [row[0] for row in rows]
 
 
 @operation(atomic=False)
 def give(name: str, tokens: Sequence[str], *, good: bool = False) -> Steps[tuple[bool, str | None]]:
-    """Give places back (`good`: and the calls went well); answers whether somebody waits, and who the probe is."""
+    """Give permits back (`good`: the calls went well). Returns whether somebody waits, and who the probe is."""
     rows = yield Statement(
         sql.text("limits/give", claimable=sql.part("limits/claimable")),
         {"name": name, "tokens": list(tokens), "good": good},
@@ -156,7 +156,7 @@ def answer(
     others: Iterable[str] = (),
     has_begun: bool = True,
 ) -> Steps[Answered]:
-    """Tell a limit how a call went; `gives`: its place is free too. `caller`: who called, if it held no place;
+    """Tell a limit how a call went; `gives`: its permit is free too. `caller`: who called, if it held no permit;
     `others`: tokens of those who hold one elsewhere."""
     rows = read_rows((yield select_limits(name, locking=True)))
     if not rows:
@@ -215,7 +215,7 @@ def _callers(row: LimitRow, others: Iterable[str]) -> Steps[set[str]]:
 def wake(
     name: str, *, most: int, seconds: float, grant: Grant | None, mark: str, is_barred: bool = False
 ) -> Steps[Woken]:
-    """Keep places for those who are first in line, for so many seconds, and wake them.
+    """Keep permits for those who are first in line, for so many seconds, and wake them.
 
     `is_barred`: this role may not touch queues. It wakes callers only; where a command comes next, it tells those
     who may.
@@ -248,7 +248,7 @@ def wake(
     ready, has_orphans = yield from _lock(waiting)
     chosen: list[tuple[Row, str | None]] = []
     for is_call, group in groupby(ready, key=lambda item: item[1] == ""):
-        # Who waits inside a program answers at once; if it died, its place must not be kept for long.
+        # Who waits inside a program answers at once; if it died, its permit must not be kept for long.
         kept = CALL_SECONDS if is_call else min(seconds, BESIDE_CALLS_SECONDS if has_calls else seconds)
         items = {item[3] or token_of(f"{mark}{item[0]}/{item[5]}"[:170], item[6]): item for item in group}
         if grant is None:
@@ -265,7 +265,7 @@ def wake(
     if has_orphans:
         return Woken(len(chosen), 0.0)
     if has_calls and (has_unclaimed or any(item[1] for item, _ in chosen)):
-        return Woken(len(chosen), BESIDE_CALLS_SECONDS)  # nobody is told when a place was kept in vain
+        return Woken(len(chosen), BESIDE_CALLS_SECONDS)  # nobody is told when a permit was kept in vain
     is_more = len(chosen) < len(ready) or len(waiting) == most
     return Woken(len(chosen), _next_look(row, len(chosen)) if is_more else None)
 
@@ -344,7 +344,7 @@ def _let_go(name: str, chosen: Sequence[tuple[Row, str | None]]) -> Steps[None]:
 
 
 def _next_look(row: LimitRow, granted: int) -> float | None:
-    """When the rate lets the next one begin; None if only places are missing: who gives one back looks."""
+    """When the rate lets the next one begin; None if only permits are missing: who gives one back looks."""
     if row.per_second is None:
         return None
     tat = max(row.tat, row.now) + granted / row.per_second if row.backend == "postgres" else row.now
@@ -404,7 +404,7 @@ def step_out(number: int) -> Steps[bool]:
 
 @operation(atomic=False)
 def stand_again(number: int) -> Steps[bool]:
-    """Its turn came, but not its place: stand where one stood; answers whether that was so."""
+    """Its turn came, but not its permit: stand where one stood; answers whether that was so."""
     rows = yield Statement(
         b"UPDATE commandbus.parked SET woken_at = NULL WHERE domain = '' AND msg_id = %(number)s "
         b"AND woken_at IS NOT NULL RETURNING seq",

@@ -1,4 +1,4 @@
-"""limit_mode: where the places of Redis limits are kept now, as the whole fleet sees it, and the places that
+"""limit_mode: where the permits of Redis limits are kept now, as the whole fleet sees it, and the permits that
 PostgreSQL keeps while Redis is out of everybody's reach.
 
     redis ──(all live programs have lost it)──▶ degraded ──(one reaches it again)──▶ joining ──(one lease)──▶ redis
@@ -60,7 +60,7 @@ class HeartbeatPace:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Where places are kept. `seconds`: how long only those who hold one may go on; `was`: the mode before."""
+    """Where permits are kept. `seconds`: how long only those who hold one may go on; `was`: the mode before."""
 
     mode: str
     epoch: str | None
@@ -85,7 +85,7 @@ class Program:
         return self.silent < pace.live
 
     def may_hold(self, name: str, lease: float, pace: HeartbeatPace) -> int:
-        """How many places it may have, as far as it told: one that is dead may have renewed until it was counted
+        """How many permits it may have, as far as it told: one that is dead may have renewed until it was counted
         out, and what it called then may go on for a lease."""
         if self.lost is not None or self.silent >= pace.live + lease:
             return 0
@@ -132,7 +132,7 @@ class RedisFleetState:
         return all(program.lost is not None and program.lost >= pace.patience for program in self.live(pace))
 
     def in_use(self, name: str, pace: HeartbeatPace) -> int:
-        """How many places of a limit are in use, at most. One that is being handed over is in two rows."""
+        """How many permits of a limit are in use, at most. One that is being handed over is in two rows."""
         tokens = {token for program in self.programs for token in program.tokens(name, self.now)}
         return len(tokens) + sum(program.may_hold(name, self.lease, pace) for program in self.programs)
 
@@ -209,8 +209,8 @@ def _decide(fleet: RedisFleetState, pace: HeartbeatPace, redis: Epochs | None) -
 def take_share(
     id_: str, limit: LimitTerms, tokens: Sequence[str], seconds: float, *, pace: HeartbeatPace
 ) -> Steps[tuple[str, list[str]]]:
-    """Take places that PostgreSQL keeps. Answers the mode (nothing is taken in another than `degraded`), and the
-    tokens that have a place."""
+    """Take permits that PostgreSQL keeps. Answers the mode (nothing is taken in another than `degraded`), and the
+    tokens that have a permit."""
     fleet = yield from _fleet((yield from _lock()), limit.lease)
     live = fleet.live(pace)
     own = fleet.find(id_)
@@ -240,8 +240,8 @@ def take_share(
 
 @operation(atomic=True)
 def renew_share(id_: str, limit: LimitTerms, tokens: Sequence[str]) -> Steps[tuple[str, list[str]]]:
-    """Renew places that PostgreSQL keeps; a place that another program has taken for this one becomes its own.
-    Answers the mode (nothing is renewed in another than `degraded`), and the tokens that hold no place."""
+    """Renew permits that PostgreSQL keeps; a permit that another program has taken for this one becomes its own.
+    Answers the mode (nothing is renewed in another than `degraded`), and the tokens that hold no permit."""
     fleet = yield from _fleet((yield from _lock()), limit.lease)
     own = fleet.find(id_)
     if fleet.mode != DEGRADED or own is None or own.lost is None:
@@ -256,7 +256,7 @@ def renew_share(id_: str, limit: LimitTerms, tokens: Sequence[str]) -> Steps[tup
 
 @operation(atomic=True)
 def give_share(name: str, tokens: Sequence[str]) -> Steps[None]:
-    """Give places back that PostgreSQL counts, in whoever's row they are."""
+    """Give permits back that PostgreSQL counts, in whoever's row they are."""
     fleet = yield from _fleet((yield from _lock()), 0.0)
     changed: dict[str, Held] = {}
     for program in fleet.programs:

@@ -1,7 +1,7 @@
-"""Back ends: where the places of limits are kept, and which of them keeps those of a limit.
+"""Back ends: where the permits of limits are kept, and which of them keeps those of a limit.
 
-PostgreSQL is always there. The other is made when a limit first asks for it, on the gate's thread: a program none
-of whose limits is kept in Redis never connects to it.
+PostgreSQL is always there. The other is made when a limit first asks for it, on the limit client's thread: a
+program none of whose limits is kept in Redis never connects to it.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from commandbus.model.limit import LimitUse
 
 
 class PermitStore(Protocol):
-    """Where the places of some limits are kept."""
+    """Where the permits of some limits are kept."""
 
     @property
     def mode(self) -> str:
         """postgres, redis, degraded, joining or lost."""
 
     def take(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:
-        """Take places for some seconds; answers the tokens that have one."""
+        """Take permits for some seconds; answers the tokens that have one."""
 
     def renew(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
-        """Renew leases; answers the tokens that hold no place any more."""
+        """Renew leases; answers the tokens that hold no permit any more."""
 
     def give(self, limit: LimitRow, tokens: Sequence[str]) -> None:
-        """Give places back."""
+        """Give permits back."""
 
     def look(self, limit: LimitRow) -> LimitUse:
-        """Who holds a place, and how fast they are given."""
+        """Who holds a permit, and how fast they are given."""
 
 
 class Elsewhere(PermitStore, Protocol):
-    """A back end outside PostgreSQL, which must be looked after."""
+    """A permit store outside PostgreSQL, which must be looked after."""
 
     def renew_beside(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
         """Renew leases on another thread than all else, without PostgreSQL; answers the tokens that were."""
@@ -49,7 +49,7 @@ class Elsewhere(PermitStore, Protocol):
         """Close what `renew_beside` uses, on its thread."""
 
     def keep_for_others(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:
-        """Take places that others will adopt; answers the tokens that have one."""
+        """Take permits that others will adopt; answers the tokens that have one."""
 
     def tick(self) -> None:
         """Called every second or so."""
@@ -59,7 +59,7 @@ class Elsewhere(PermitStore, Protocol):
 
 
 class PermitStores:
-    """The back ends of one program."""
+    """The permit stores of one program."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class PermitStores:
         self.is_untended = False  # the one outside PostgreSQL is new, and `tick` was not called yet
 
     def of(self, row: LimitRow) -> PermitStore:
-        """The one that keeps the places of this limit."""
+        """The one that keeps the permits of this limit."""
         return self._postgres if row.backend == "postgres" else self.elsewhere(row)
 
     def elsewhere(self, row: LimitRow) -> Elsewhere:

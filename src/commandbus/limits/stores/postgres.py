@@ -1,4 +1,4 @@
-"""Places kept in PostgreSQL: in the limit's own row. The default, so that limits work out of the box."""
+"""Permits kept in PostgreSQL: in the limit's own row. The default, so that limits work out of the box."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commandbus.model.limit import LimitUse
 
 
 class PostgresPermitStore:
-    """Places of limits in their rows."""
+    """Permits of limits in their rows."""
 
     mode = "postgres"
 
@@ -19,17 +19,17 @@ class PostgresPermitStore:
         self._link = link
 
     def take(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:
-        """Take places for some seconds; answers the tokens that have one."""
+        """Take permits for some seconds; answers the tokens that have one."""
         return self._link.run(permits.take(limit.name, tokens, seconds=seconds, newcomers=False), limit=limit.name)
 
     def renew(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
-        """Renew leases; answers the tokens that hold no place any more."""
+        """Renew leases; answers the tokens that hold no permit any more."""
         return self._link.run(permits.renew(limit.name, tokens), limit=limit.name)
 
     def give(self, limit: LimitRow, tokens: Sequence[str]) -> None:
-        """Give places back."""
+        """Give permits back."""
         self._link.run(permits.give(limit.name, tokens), limit=limit.name)
 
     def look(self, limit: LimitRow) -> LimitUse:
-        """Who holds a place, and how fast they are given."""
+        """Who holds a permit, and how fast they are given."""
         return self._link.run(get_limit(limit.name)).look

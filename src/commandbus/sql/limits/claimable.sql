@@ -1,5 +1,5 @@
 -- A part of other statements: may the turn of this parked row `p` come? Not while its domain or type is paused, or nobody
--- works there: a place that is kept for it would be kept in vain. Both lists are made once, however many rows are looked at.
+-- works there: a permit that is kept for it would be kept in vain. Both lists are made once, however many rows are looked at.
 (p.domain = ''
  OR (p.domain = ANY (ARRAY(SELECT pg_catalog.unnest(w.domains) FROM commandbus.worker w
                             WHERE w.state = 'ACTIVE'

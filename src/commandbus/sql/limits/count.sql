@@ -1,4 +1,4 @@
--- Counts places that were given elsewhere (in Redis), for the counter and for the measured rate.
+-- Counts permits that were given elsewhere (in Redis), for the counter and for the measured rate.
 -- Locks: the limit's row. Index: limits_pkey.
 UPDATE commandbus.limits l
    SET granted = l.granted + %(count)s::bigint,

@@ -1,5 +1,5 @@
--- Limits in figures, for metrics: places, how many are in use, who waits (counted up to `most`), what is left of a
--- back-off or an open breaker, and the counters. Of places that are kept in Redis, what its programs said last: the most
+-- Limits in figures, for metrics: permits, how many are in use, who waits (counted up to `most`), what is left of a
+-- back-off or an open breaker, and the counters. Of permits that are kept in Redis, what its programs said last: the most
 -- that each may hold, or what PostgreSQL counts for it while Redis is out of its reach.
 -- Locks: none. Indexes: parked_limit; limits, limit_client and limit_mode are small.
 SELECT l.name, l.concurrency,

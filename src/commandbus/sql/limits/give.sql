@@ -1,4 +1,4 @@
--- Gives places back, and breaks the row of bad answers after a good one, which is noted: at once where the row is written
+-- Gives permits back, and breaks the row of bad answers after a good one, which is noted: at once where the row is written
 -- anyway, else every second or so, and when it is the first since the breaker opened. Says whether somebody waits, and who
 -- is the probe.
 -- Locks: the limit's row, if anything changes in it. Indexes: limits_pkey, parked_limit (the ORDER BY keeps

@@ -1,4 +1,4 @@
--- Does nobody hold a place of a limit, or wait for one? Where its places are in Redis (not is_here), nobody who uses Redis
+-- Does nobody hold a permit of a limit, or wait for one? Where its permits are in Redis (not is_here), nobody who uses Redis
 -- may be there, or have been within a lease. Locks: none (the caller holds the row). Indexes: limits_pkey, parked_limit.
 SELECT NOT EXISTS (SELECT FROM commandbus.parked WHERE limit_name = %(name)s AND woken_at IS NULL)
        AND CASE WHEN %(is_here)s

@@ -1,4 +1,4 @@
--- Writes how a limit stands after an answer of its API, and frees places. What a person has decided (is_forced) no answer
+-- Writes how a limit stands after an answer of its API, and frees permits. What a person has decided (is_forced) no answer
 -- changes, and who only calls has no right to. Locks: the row (the caller has locked it). Index: limits_pkey.
 UPDATE commandbus.limits
    SET holders = holders - %(gone)s::text[], rate_limited = rate_limited + %(counts)s, step = %(step)s,

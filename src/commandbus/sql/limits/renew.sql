@@ -1,5 +1,5 @@
--- Renews the leases of places that are held, and says which of the tokens hold none any more. One that ran out but was
--- not given away yet is renewed: nobody has taken its place.
+-- Renews the leases of permits that are held, and says which of the tokens hold none any more. One that ran out but was
+-- not given away yet is renewed: nobody has taken its permit.
 -- Locks: the limit's row. Index: limits_pkey.
 WITH renewed AS (
     UPDATE commandbus.limits l

@@ -1,4 +1,4 @@
--- The rows of limits, with what follows from them at this moment: who holds a place and for how long, how many places
+-- The rows of limits, with what follows from them at this moment: who holds a permit and for how long, how many permits
 -- were given a second of late, whether anybody waits, when a call last succeeded, and for how long none has while somebody
 -- waited. name NULL: all of them.
 -- Locks: none, or (where `locking` is put in) the row, by who is about to change it. Indexes: limits_pkey, parked_limit.

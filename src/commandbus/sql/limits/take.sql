@@ -1,4 +1,4 @@
--- Takes places of a limit for as many of the tokens as there are places, as its rate allows, and as its standing does:
+-- Takes permits of a limit for as many of the tokens as there are permits, as its rate allows, and as its standing does:
 -- none during a back-off or while its breaker is open, one after it if the callers may be the probe (`probes`): commands
 -- that come may not, they stand in line, where the one with the fewest vain probes is chosen. Newcomers take none while
 -- somebody waits. Returns which tokens have one now; no row if somebody waits, or there is no such limit.

@@ -1,5 +1,5 @@
--- Takes one place of a limit that stands well, has one for sure, and that nobody waits for: the usual case, at a third of
--- what limits/take.sql costs. Returns a row if it was taken; if not, that statement says why. Places whose lease has ended
+-- Takes one permit of a limit that stands well, has one for sure, and that nobody waits for: the usual case, at a third of
+-- what limits/take.sql costs. Returns a row if it was taken; if not, that statement says why. Permits whose lease has ended
 -- count as taken here.
 --
 -- Everything is decided in the one row, as there. Locks: the limit's row. Indexes: limits_pkey, parked_limit (the ORDER BY keeps

@@ -1,4 +1,4 @@
--- What is known of commands that come to a limit and were claimed before: the place that is kept for them, how long ago
+-- What is known of commands that come to a limit and were claimed before: the permit that is kept for them, how long ago
 -- they were first parked, and how often the API has refused them (also as the probe). A row of parked has done its duty then.
 -- Locks: rows of parked, of commands that the caller holds. Indexes: parked_domain_msg_id_key, attempt_pkey.
 WITH input AS MATERIALIZED (

@@ -1,4 +1,4 @@
--- Notes whose turn has come, and under which token a place is kept for it; counts how long they have waited.
+-- Notes whose turn has come, and under which token a permit is kept for it; counts how long they have waited.
 -- Callers inside programs are told by their token. Locks: the limit's row (the caller holds it), then rows of parked.
 -- Index: parked_pkey. PostgreSQL counts an array of a subquery as ten keys; a join, or an array whose length it knows,
 -- would make it read all of `parked`.

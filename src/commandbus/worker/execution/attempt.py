@@ -130,7 +130,7 @@ class Extras:
         self.permits: list[Permit] = []  # of limits, which it holds
         self.blocks: list[Permit] = []  # of limits, which blocks of its handler hold
         self.failed_at: str | None = None  # the limit at which a call of it went badly, other than by a 429
-        self.is_waived = False  # does it pay nothing for that? Said by the gate
+        self.is_waived = False  # does it pay nothing for that? Said by the limit client
         self.answer = ApiAnswer.GOOD  # what its end says of the API that they protect
         self.api: ApiFailure | None = None
         self.blamed: str | None = None  # the limit whose API has refused it

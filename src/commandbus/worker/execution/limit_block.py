@@ -1,12 +1,12 @@
-"""Blocks: `with ctx.limit("docai"): …`, a place of a limit for a part of a handler's code.
+"""Blocks: `with ctx.limit("docai"): …`, a permit of a limit for a part of a handler's code.
 
-Waiting for the place keeps the slot and counts against the deadline. `timeout` is for the one call in the block.
+Waiting for the permit keeps the slot and counts against the deadline. `timeout` is for the one call in the block.
 In an `async with` it cancels what is awaited there, and that raises ApiTimeoutError; the handler may go on. In a
 `with` it is the attempt's own deadline as long as the block lasts: the ladder asks, waits for the grace, and
 gives it up.
 
 What leaves the block says how the API did (model/api_errors.py). After a time-out, or when somebody stopped the
-attempt, the call may still be under way on the other side: the place stays taken until its lease ends.
+attempt, the call may still be under way on the other side: the permit stays taken until its lease ends.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from commandbus.worker.execution.attempt import Attempt, Scope
 
 
 class Door(Protocol):
-    """Places of limits, for one worker."""
+    """Permits of limits, for one worker."""
 
     def acquire(self, attempt: Attempt, name: str, wait: float) -> PermitCall:
-        """Ask for a place."""
+        """Ask for a permit."""
 
     def forget(self, call: PermitCall) -> None:
         """Who asked waits no more."""

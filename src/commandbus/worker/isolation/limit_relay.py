@@ -1,13 +1,13 @@
-"""far_door: places of limits for a handler in a process of its own.
+"""far_door: permits of limits for a handler in a process of its own.
 
-    child: ChildLimits    limit ──►    worker: LimitRelay ──► its own door, and the gate
-                      ◄── place
+    child: ChildLimits    limit ──►    worker: LimitRelay ──► its own door, and the limit client
+                      ◄── permit
                       leave, forget, deadline ──►
                       ◄── lost
 
-The child asks by number; the token of a place stays with the worker, so nothing that the child says can name a
-place of somebody else. Whatever the child still holds when its attempt is over, however that came, is left by the
-worker: nobody else would. Its call may still be under way on the other side, so such a place is taken until its
+The child asks by number; the token of a permit stays with the worker, so nothing that the child says can name a
+permit of somebody else. Whatever the child still holds when its attempt is over, however that came, is left by the
+worker: nobody else would. Its call may still be under way on the other side, so such a permit is taken until its
 lease ends.
 
 The child tells when a block moves the attempt's deadline, for the worker's ladder. It may bring that nearer, and
@@ -61,7 +61,7 @@ class ChildLimits:
         self._held: dict[int, tuple[int, Permit]] = {}
 
     def acquire(self, attempt: Attempt, name: str, wait: float) -> PermitCall:
-        """Ask for a place."""
+        """Ask for a permit."""
         run = self._number_of(attempt)
         if run < 0 or attempt.is_fenced:
             raise _over(attempt.command_id)
@@ -78,7 +78,7 @@ class ChildLimits:
         return call
 
     def forget(self, call: PermitCall) -> None:
-        """Who asked waits no more; a place that was given meanwhile is given back by the worker."""
+        """Who asked waits no more; a permit that was given meanwhile is given back by the worker."""
         found = self._asked.pop(call.number, None) or self._held.pop(call.number, None)
         if found is not None:
             self._tell({"k": "forget", "n": found[0], "q": call.number})
@@ -106,7 +106,7 @@ class ChildLimits:
         self._tell({"k": "deadline", "n": self._number_of(attempt), "at": at, "is_call": is_call})
 
     def hear(self, message: Message) -> None:
-        """The worker's answer, or that a place is lost. On the reader's thread."""
+        """The worker's answer, or that a permit is lost. On the reader's thread."""
         question, asked = message["q"], self._asked.get(message["q"])
         if message["k"] == "lost":
             if (held := self._held.get(question)) is not None:
@@ -131,7 +131,7 @@ class ChildLimits:
 
 
 class LimitRelay:
-    """The worker's side, for one attempt: the slot's thread hears, the gate's answers."""
+    """The worker's side, for one attempt: the slot's thread hears, the limit client's answers."""
 
     def __init__(self, door: Door, attempt: Attempt, *, run: int, send: Callable[[Message], None]) -> None:
         self._door = door
@@ -200,7 +200,7 @@ class LimitRelay:
         call.answer.add_done_callback(partial(self._answer, question))
 
     def _answer(self, question: int, answer: Future[Permit]) -> None:
-        """Mostly on the gate's thread."""
+        """Mostly on the limit client's thread."""
         if answer.cancelled():
             return
         if (error := answer.exception()) is not None:
@@ -211,7 +211,7 @@ class LimitRelay:
         permit = answer.result()
         with self._lock:
             if self._is_over or question not in self._calls:
-                return  # who let go of it has told the gate, which takes it back
+                return  # who let go of it has told the limit client, which takes it back
             self._held[question] = permit
             self._watch(permit)
             self._send({"k": "place", "n": self._run, "q": question, "lease": permit.lease, "error": None})
@@ -220,7 +220,7 @@ class LimitRelay:
         self._send({"k": "place", "n": self._run, "q": question, "error": _described(error)})
 
     def _watch(self, permit: Permit) -> None:
-        """Once: a place of the handler's own may be lent to one block after the other."""
+        """Once: a permit of the handler's own may be lent to one block after the other."""
         then = permit.on_lost
         if not (isinstance(then, partial) and then.func == self._lose):
             permit.on_lost = partial(self._lose, then)

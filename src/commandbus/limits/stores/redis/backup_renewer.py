@@ -1,8 +1,8 @@
-"""The BackupRenewer renews places in Redis while the gate's thread waits for PostgreSQL.
+"""The BackupRenewer renews permits in Redis while the limit client's thread waits for PostgreSQL.
 
-It has a thread and a connection to Redis of its own. It does nothing while the gate renews in time, which is after
-a third of a lease; and Redis refuses it when this program has not said in PostgreSQL for a while that it is alive
-(`Pace.leave`). Then the hold clock ends what is held.
+It has a thread and a connection to Redis of its own. It does nothing while the limit client renews in time, which
+is after a third of a lease; and Redis refuses it when this program has not said in PostgreSQL for a while that it
+is alive (`Pace.leave`). Then the hold clock ends what is held.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from commandbus.logger import safe_logger
 logger = safe_logger("commandbus.limits")
 
 LATE = 0.45
-"""The part of a lease after which the gate is late."""
+"""The part of a lease after which the limit client is late."""
 PARTS = 10
 """How often in a lease it looks."""
 LONGEST_SECONDS = 1.0
 
 
 class BackupRenewer:
-    """Renews what the gate of one program could not."""
+    """Renews what the limit client of one program could not."""
 
     def __init__(self, name: str, held_permits: HeldPermits) -> None:
         self._held_permits = held_permits

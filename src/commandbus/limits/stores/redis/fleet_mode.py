@@ -1,8 +1,8 @@
-"""Following the fleet: where it keeps the places of limits in Redis now, and what one program must say for that.
+"""Following the fleet: where it keeps the permits of limits in Redis now, and what one program must say for that.
 
 One program is told nothing of the others but through PostgreSQL (`flow/limits/redis_mode.py`), where it says every
 two seconds that it is alive. That is also its leave to ask Redis, for eight seconds on Redis' clock: who was
-stopped, or cut off from PostgreSQL, gets no place from Redis while the others believe that it is dead and have
+stopped, or cut off from PostgreSQL, gets no permit from Redis while the others believe that it is dead and have
 shared out the limit.
 
 Called by one thread. That Redis is away raises nothing here; that PostgreSQL is does.
@@ -191,7 +191,7 @@ class FleetFollower:
             self._lost = str(error)
 
     def _tell_redis(self, *, renews: bool) -> None:
-        """Tell Redis what it has forgotten or could not be told: who has a place, and who has given his back.
+        """Tell Redis what it has forgotten or could not be told: who has a permit, and who has given his back.
         After a time out of reach leases are renewed at once, too."""
         try:
             for name, limit in self._held_in_redis.limits.items():
@@ -206,7 +206,7 @@ class FleetFollower:
             self.hurry()
 
     def _tell_of(self, limit: LimitTerms, token: str, permit: HeldPermit) -> None:
-        """A place that was taken for a lease is renewed; one that is kept for another program is not."""
+        """A permit that was taken for a lease is renewed; one that is kept for another program is not."""
         began = boottime()
         seconds = limit.lease if permit.seconds >= limit.lease else permit.ends - began
         register = permit.epoch != self.epoch

@@ -1,4 +1,4 @@
-"""What one program has of the places that Redis keeps, and what Redis or PostgreSQL must still be told of them.
+"""What one program has of the permits that Redis keeps, and what Redis or PostgreSQL must still be told of them.
 
     keep ──► held ──give──► owed (Redis does not know yet) ──► told, or over
               └──► its lease ends
@@ -23,7 +23,8 @@ from commandbus.model.limit_terms import LimitTerms
 
 @dataclass(slots=True)
 class HeldPermit:
-    """A place that this program has: when its lease ends at the earliest, and how long that was. `epoch`: in which
+    """A permit that this program has: when its lease ends at the earliest, and how long that was. `epoch`: in
+    which
     Redis knows of it; None: only PostgreSQL does."""
 
     ends: float
@@ -32,7 +33,7 @@ class HeldPermit:
 
 
 class RedisHeldPermits:
-    """The places of one program, by limit and token."""
+    """The permits of one program, by limit and token."""
 
     def __init__(self) -> None:
         self.limits: dict[str, LimitTerms] = {}
@@ -103,7 +104,7 @@ class RedisHeldPermits:
         ]
 
     def forget_old(self) -> None:
-        """Places whose lease has ended, such as those that were kept for another program."""
+        """Permits whose lease has ended, such as those that were kept for another program."""
         now = boottime()
         with self._lock:
             for held in self.held.values():

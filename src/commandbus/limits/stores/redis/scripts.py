@@ -1,9 +1,9 @@
-"""Places of limits in Redis: one script for each thing that is done, so that it is done at once or not at all.
+"""Permits of limits in Redis: one script for each thing that is done, so that it is done at once or not at all.
 
 A limit is a sorted set `{name}_semaphore:{environment}` (token → when its lease ends) and a hash
 `{name}_rate:{environment}` (how far its rate is used up). The clock is Redis' own, so that it does not matter what
 time a caller believes it is. `commandbus_epoch:{environment}` says which life of this Redis it is: a script that
-expects another does nothing (EpochError), because a Redis that has lost its data has forgotten who holds a place.
+expects another does nothing (EpochError), because a Redis that has lost its data has forgotten who holds a permit.
 An epoch names the server's process too: one that was started again may have lost what it did last, and one that
 took over from another may never have had it; each connection learns once which process it speaks with.
 
@@ -55,7 +55,7 @@ class Probe(NamedTuple):
 
 
 class RedisScripts:
-    """Takes, renews and gives back places in one Redis. Every method may raise RedisLostError."""
+    """Takes, renews and gives back permits in one Redis. Every method may raise RedisLostError."""
 
     def __init__(self, url: str, environment: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         try:
@@ -92,7 +92,7 @@ class RedisScripts:
 
     def begin_epoch(self, known: str | None, lease: float) -> str:
         """Leave the epoch that is known (None: there never was one). Answers the one that holds from now on: a new
-        one, in which newcomers get no place before so many seconds have passed, or the one that somebody else
+        one, in which newcomers get no permit before so many seconds have passed, or the one that somebody else
         has begun."""
         self._connect()
         new = [known or "", secrets.token_hex(8), round(lease * _MICRO), self._server]
@@ -102,7 +102,7 @@ class RedisScripts:
     def take(
         self, limit: LimitTerms, tokens: Sequence[str], seconds: float, *, epoch: str, leave: int = 0
     ) -> list[str]:
-        """Take places for some seconds; answers the tokens that have one, which are the first of those given."""
+        """Take permits for some seconds; answers the tokens that have one, which are the first of those given."""
         began, opens = _moments(epoch)
         terms = (-1 if limit.concurrency is None else limit.concurrency, limit.per_second or 0, limit.burst)
         lease = round(seconds * _MICRO)
@@ -120,7 +120,7 @@ class RedisScripts:
         register: bool = False,
         seconds: float | None = None,
     ) -> list[str]:
-        """Renew leases, for the limit's own time unless told otherwise; answers the tokens that hold no place.
+        """Renew leases, for the limit's own time unless told otherwise; answers the tokens that hold no permit.
         `register`: put in what Redis has forgotten."""
         _, opens = _moments(epoch)
         lease = round((limit.lease if seconds is None else seconds) * _MICRO)
@@ -128,11 +128,11 @@ class RedisScripts:
         return self._ask("renew", limit, epoch, (epoch, leave, opens, int(register), concurrency, lease, *tokens))
 
     def give(self, limit: LimitTerms, tokens: Sequence[str], *, epoch: str) -> None:
-        """Give places back."""
+        """Give permits back."""
         self._ask("give", limit, epoch, (epoch, *tokens))
 
     def look(self, limit: LimitTerms, *, epoch: str) -> LimitUse:
-        """Who holds a place, and how fast they are given."""
+        """Who holds a permit, and how fast they are given."""
         flow, holders = self._ask("look", limit, epoch, (epoch, 0, FLOW_SECONDS))
         pairs = zip(holders[::2], holders[1::2], strict=True)
         return LimitUse(

@@ -1,6 +1,6 @@
-"""Places kept in Redis, and what becomes of them when Redis is gone, or is not the one that it was.
+"""Permits kept in Redis, and what becomes of them when Redis is gone, or is not the one that it was.
 
-    mode        whose places               take              renew
+    mode        whose permits               take              renew
     redis       Redis'                     Redis             Redis
     lost        Redis', out of my reach    nothing           fails until Redis is back or the lease ends
     degraded    PostgreSQL's, in shares    up to my share    PostgreSQL
@@ -8,10 +8,10 @@
 
 The mode is the fleet's, and followed in `redis_fleet`; what this program has, and owes, is in `redis_holdings`.
 
-Called by one thread. It has a connection of its own: `take` is called in the middle of the gate's transactions,
-and neither their locks nor their rollback may reach what is said here. Neither Redis nor PostgreSQL being away
-raises anything: then nobody gets a place. `renew_beside` is another thread's, with a connection to Redis of its
-own, so that a lease does not run out there while this thread waits for PostgreSQL.
+Called by one thread. It has a connection of its own: `take` is called in the middle of the limit client's
+transactions, and neither their locks nor their rollback may reach what is said here. Neither Redis nor PostgreSQL
+being away raises anything: then nobody gets a permit. `renew_beside` is another thread's, with a connection to
+Redis of its own, so that a lease does not run out there while this thread waits for PostgreSQL.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TRIES: Final = 3
 
 
 class RedisPermitStore:
-    """Places of limits in Redis, for one program."""
+    """Permits of limits in Redis, for one program."""
 
     def __init__(self, settings: Settings, client: str, *, pace: HeartbeatPace | None = None) -> None:
         if settings.redis_url is None:
@@ -54,24 +54,25 @@ class RedisPermitStore:
         self._fleet = FleetFollower(client, self._link, self._permits, self._held_in_redis, self._pace)
         self._granted: defaultdict[str, int] = defaultdict(
             int
-        )  # places given here, and not counted in PostgreSQL yet
+        )  # permits given here, and not counted in PostgreSQL yet
 
     @property
     def mode(self) -> str:
         """redis, lost, degraded or joining."""
         return self._fleet.mode
 
-    # ── What the gate asks ──────────────────────────────────────────────────────────────────────────────────────
+    # ── What the limit client asks
+    # ──────────────────────────────────────────────────────────────────────────────────────
 
     def take(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
-        """Take places for some seconds; answers the tokens that have one, which are the first of those given."""
+        """Take permits for some seconds; answers the tokens that have one, which are the first of those given."""
         self._held_in_redis.limits[limit.name] = limit
         granted: list[str] = self._link.safely(lambda: self._take(limit, tokens, seconds), []) if tokens else []
         self._granted[limit.name] += len(granted)
         return granted
 
     def keep_for_others(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
-        """Take places that others will adopt. They are not in our books then: when Redis is lost, who has adopted
+        """Take permits that others will adopt. They are not in our books then: when Redis is lost, who has adopted
         one counts it, and one that nobody has is void."""
         granted = self.take(limit, tokens, seconds)
         if self.mode == REDIS:
@@ -79,7 +80,7 @@ class RedisPermitStore:
         return granted
 
     def renew(self, limit: LimitTerms, tokens: Sequence[str]) -> list[str]:
-        """Renew leases; answers the tokens that hold no place any more."""
+        """Renew leases; answers the tokens that hold no permit any more."""
         self._held_in_redis.limits[limit.name] = limit
         if not tokens:
             return []
@@ -115,7 +116,7 @@ class RedisPermitStore:
         self._permits_beside.close()
 
     def give(self, limit: LimitTerms, tokens: Sequence[str]) -> None:
-        """Give places back. If nobody can be told now, Redis is when it is back."""
+        """Give permits back. If nobody can be told now, Redis is when it is back."""
         self._held_in_redis.limits[limit.name] = limit
         if not tokens:
             return
@@ -123,7 +124,7 @@ class RedisPermitStore:
         self._link.safely(lambda: self._give(limit, tokens), None)
 
     def look(self, limit: LimitTerms) -> LimitUse:
-        """Who holds a place, and how fast they are given."""
+        """Who holds a permit, and how fast they are given."""
         self._held_in_redis.limits[limit.name] = limit
         return self._link.safely(lambda: self._look(limit), LimitUse(mode=self.mode))
 
@@ -145,7 +146,7 @@ class RedisPermitStore:
         self._permits.close()
         self._link.close()
 
-    # ── Places ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── Permits ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
         for _ in range(_TRIES):
@@ -226,7 +227,7 @@ class RedisPermitStore:
         return LimitUse(self._link.run(limit_mode.look_share(limit.name)), None, self.mode)
 
     def _prepare(self, limit: LimitTerms, more: int) -> None:
-        """Before so many more places are asked for: PostgreSQL knows at least as much as we hold before we hold
+        """Before so many more permits are asked for: PostgreSQL knows at least as much as we hold before we hold
         it. Should this program be killed, and Redis be lost too, that counts as used for a lease."""
         if not self._fleet.is_known:
             self._fleet.beat()
