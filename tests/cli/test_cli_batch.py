@@ -57,8 +57,8 @@ class Shop:
         self.worker = Worker(handlers, settings=quick_settings(database))
 
     def ship(self, command, ctx):
-        if (limit_client := self.held.get(command.command_id)) is not None:
-            while not limit_client.wait(0.02):
+        if (gate := self.held.get(command.command_id)) is not None:
+            while not gate.wait(0.02):
                 ctx.raise_if_cancelled()
         if command.command_id in self.fails:
             raise BusinessRuleException("sold\n\x1bout", code="SOLD_OUT")
@@ -430,17 +430,17 @@ def test_the_batch_of_a_retry_has_a_name(orders, bus, make, shop):
 
 
 def test_watch_in_a_pipe_prints_a_line_per_change(orders, bus, make, shop, database):
-    limit_clients = {name: threading.Event() for name in ("a", "b", "c")}
-    shop.held = limit_clients
-    make("b1", *limit_clients)
+    gates = {name: threading.Event() for name in ("a", "b", "c")}
+    shop.held = gates
+    make("b1", *gates)
     with at_work(shop), Program("batch", "watch", "b1", "--database", database) as program:
         first = program.read_until("0/3")
         assert re.search(r"^(PENDING|IN_PROGRESS)  0%  0/3  0\.0/s  ETA \?$", first, re.MULTILINE)
-        limit_clients["a"].set()
+        gates["a"].set()
         assert re.search(r"^IN_PROGRESS  33%  1/3  [\d.]+/s  ETA \S+$", program.read_until("1/3"), re.MULTILINE)
-        limit_clients["b"].set()
+        gates["b"].set()
         assert "66%" in program.read_until("2/3")
-        limit_clients["c"].set()
+        gates["c"].set()
         rest = program.end()
     *_, last, ending = rest.out.splitlines()
     assert (rest.code, rest.err) == (0, "")
@@ -482,17 +482,17 @@ def test_watch_ends_when_its_reader_goes_away(orders, bus, make, shop, database)
 
 
 def test_watch_on_a_terminal_redraws_a_bar(orders, bus, make, shop, database):
-    limit_clients = {f"c{number}": threading.Event() for number in range(4)}
-    shop.held = limit_clients
+    gates = {f"c{number}": threading.Event() for number in range(4)}
+    shop.held = gates
     shop.fails = {"c0"}
-    make("b1", *limit_clients)
+    make("b1", *gates)
     with at_work(shop), Terminal("batch", "watch", "b1", "--database", database) as terminal:
         terminal.read_until(r"\r\[-{40}\]    0%  0/4  0\.0/s  ETA \?")
-        limit_clients["c0"].set()
+        gates["c0"].set()
         terminal.read_until(r"\r\[#{9,10}-{29,31}\]   25%  1/4  [\d.]+/s  ETA \S+  1 failed")
         assert "\n" not in terminal.seen
-        for limit_client in limit_clients.values():
-            limit_client.set()
+        for gate in gates.values():
+            gate.set()
         terminal.read_until("is COMPLETED_WITH_FAILURES")
         assert terminal.end() == ExitCode.NO
     drawn, ending = terminal.seen.rstrip().split("\r\n")

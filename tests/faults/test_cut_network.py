@@ -124,7 +124,7 @@ def test_a_worker_that_fell_silent_is_replaced_and_its_late_writes_are_refused(
 
     Cut off, it gives its attempts up by its own clock. Whatever they do later, nothing of it lands.
     """
-    limit_client = threading.Event()
+    gate = threading.Event()
     written: list[str] = []
     fenced: list[BaseException] = []
     slow = HandlerRegistry()
@@ -134,7 +134,7 @@ def test_a_worker_that_fell_silent_is_replaced_and_its_late_writes_are_refused(
             async with either(ctx.transaction()) as tx:
                 await done(tx.execute(INSERT, (command.command_id, ctx.attempt_number)))
                 written.append(command.command_id)
-                await opened(limit_client)
+                await opened(gate)
         except BaseException as error:
             fenced.append(error)
             raise
@@ -150,7 +150,7 @@ def test_a_worker_that_fell_silent_is_replaced_and_its_late_writes_are_refused(
     finished = ledger(db)
     assert [each for each, _ in finished] == ids, "one after the other: nobody knows why they were lost"
     proxy.hearing.set()
-    limit_client.set()
+    gate.set()
     until(lambda: len(fenced) == 4)
     report = silent.stop()
     assert (report.is_clean, report.abandoned) == (True, 0)
@@ -321,12 +321,12 @@ def test_a_claim_whose_answer_was_lost_is_made_good_by_the_lease(
 def test_outcomes_that_could_not_be_written_are_reported(
     bus: CommandBus, db: Db, start_worker: StartWorker, proxy: Proxy, through: str
 ) -> None:
-    started, limit_client = threading.Event(), threading.Event()
+    started, gate = threading.Event(), threading.Event()
     handlers = HandlerRegistry()
 
     async def work(command: Any, ctx: Any) -> None:
         started.set()
-        await opened(limit_client)
+        await opened(gate)
 
     add(handlers, "sync", "work", work)
     bus.send("orders", "work", command_id="c")
@@ -334,7 +334,7 @@ def test_outcomes_that_could_not_be_written_are_reported(
     assert started.wait(10)
     proxy.is_refusing = True
     proxy.cut()
-    limit_client.set()
+    gate.set()
     began = time.monotonic()
     report = worker.stop(timeout=2)
     assert time.monotonic() - began < 3

@@ -331,11 +331,11 @@ def test_a_flood_of_connections_is_borne(served: HealthServer) -> None:
 
 
 def test_a_slow_scrape_keeps_nobody_else_waiting(served: HealthServer, supervised: Supervised) -> None:
-    limit_client, begun = threading.Event(), threading.Event()
+    gate, begun = threading.Event(), threading.Event()
 
     def slow() -> str:
         begun.set()
-        limit_client.wait(20)
+        gate.wait(20)
         return "# x\n"
 
     supervised.metrics = slow
@@ -346,7 +346,7 @@ def test_a_slow_scrape_keeps_nobody_else_waiting(served: HealthServer, supervise
         assert begun.wait(10)
         for path in ("/health/live", "/health/ready"):
             assert Reply(served, path).code == 200
-        limit_client.set()
+        gate.set()
         for client in clients:
             assert client.recv(4096).startswith(b"HTTP/1.0 200 OK")
 
@@ -463,10 +463,10 @@ def test_a_client_that_takes_its_answer_a_little_at_a_time_is_hung_up_on(
 
 def test_what_is_asked_may_take_longer_than_a_client_may(served: HealthServer, supervised: Supervised) -> None:
     """The limit is on the client's asking, not on our answering."""
-    limit_client = threading.Event()
+    gate = threading.Event()
 
     def look() -> HealthVerdict:
-        limit_client.wait(module.READ_SECONDS + 0.5)
+        gate.wait(module.READ_SECONDS + 0.5)
         return HealthVerdict(True)
 
     supervised.ready = look

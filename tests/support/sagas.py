@@ -37,8 +37,8 @@ class World:
     def handle(self, command: Any, ctx: Any) -> Any:
         """Do as told: wait, raise, or answer."""
         self.did.append(command.command_type)
-        if (limit_client := self.held.get(command.command_type)) is not None:
-            while not limit_client.wait(0.02):
+        if (gate := self.held.get(command.command_type)) is not None:
+            while not gate.wait(0.02):
                 ctx.raise_if_cancelled()
         if (error := self.fails.get(command.command_type)) is not None:
             raise error

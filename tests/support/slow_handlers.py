@@ -13,7 +13,7 @@ from support import slow_registry
 handlers = HandlerRegistry()
 
 time.sleep(float(os.environ.get("SLOW_IMPORT_SECONDS", "0")))
-while (limit_client := os.environ.get("SLOW_IMPORT_GATE")) and not Path(limit_client).exists():
+while (gate := os.environ.get("SLOW_IMPORT_GATE")) and not Path(gate).exists():
     time.sleep(0.01)
 
 

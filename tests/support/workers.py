@@ -17,6 +17,8 @@ from typing import Any
 from commandbus import HandlerRegistry, RetryPolicy, Settings
 
 Body = Callable[[Any, Any], Awaitable[Any]]
+BUSY = "given back before it had started: the slots of its worker are busy"
+"""The history's text of an attempt that waited before busy slots, and is another worker's to take."""
 AT_ONCE = RetryPolicy(max_attempts=3, backoff_schedule=[0], jitter=0)
 
 
@@ -82,14 +84,14 @@ async def either(block: Any) -> AsyncIterator[Any]:
             yield entered
 
 
-async def opened(limit_client: threading.Event, seconds: float = 20.0) -> None:
+async def opened(gate: threading.Event, seconds: float = 20.0) -> None:
     """Wait for a limit client without blocking an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        assert limit_client.wait(seconds), "the gate was not opened"
+        assert gate.wait(seconds), "the gate was not opened"
         return
     deadline = monotonic() + seconds
-    while not limit_client.is_set():
+    while not gate.is_set():
         assert monotonic() < deadline, "the gate was not opened"
         await asyncio.sleep(0.005)

@@ -44,15 +44,15 @@ def lane(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def limit_client() -> Iterator[threading.Event]:
+def gate() -> Iterator[threading.Event]:
     """What handlers wait for; opened at the end of the test, so that none stays behind."""
-    limit_client = threading.Event()
-    yield limit_client
-    limit_client.set()
+    gate = threading.Event()
+    yield gate
+    gate.set()
 
 
 @pytest.fixture
-def start_worker(database: str, bus: CommandBus, limit_client: threading.Event) -> Iterator[StartWorker]:
+def start_worker(database: str, bus: CommandBus, gate: threading.Event) -> Iterator[StartWorker]:
     """Makes and starts workers: `start_worker(handlers, concurrency=2, …)`."""
     started: list[Worker] = []
 
@@ -78,7 +78,7 @@ def start_worker(database: str, bus: CommandBus, limit_client: threading.Event) 
         return worker
 
     yield start
-    limit_client.set()
+    gate.set()
     for worker in started:
         if worker.is_running:
             with contextlib.suppress(Exception):

@@ -220,7 +220,7 @@ def test_without_its_fence_nothing_of_the_block_is_committed(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     lane: str,
-    limit_client: threading.Event,
+    gate: threading.Event,
 ) -> None:
     started = threading.Event()
     raised: list[BaseException] = []
@@ -230,7 +230,7 @@ def test_without_its_fence_nothing_of_the_block_is_committed(
             async with either(ctx.transaction()) as tx:
                 await done(tx.execute(INSERT, (command.command_id, ctx.attempt)))
                 started.set()
-                await opened(limit_client)
+                await opened(gate)
         except AttemptFencedError as error:
             raised.append(error)
             raise
@@ -242,7 +242,7 @@ def test_without_its_fence_nothing_of_the_block_is_committed(
     with db.transaction():  # or the worker itself would be faster
         db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 s'")
         bus.run(claim(domain="orders", worker="thief", n=1, lease_seconds=60, cursor=None), db)
-    limit_client.set()
+    gate.set()
     until(lambda: raised)
     worker.stop()
     assert "attempt number 1 of command 'c'" in str(raised[0])

@@ -102,13 +102,13 @@ def test_a_loop_blocked_by_what_a_handler_started_is_given_up(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     still_works: Callable[[Worker], None],
-    limit_client: threading.Event,
+    gate: threading.Event,
     way: str,
 ) -> None:
     """Nobody's slot is in the way then, so no slot can be named; the cancel does not arrive all the same."""
 
     async def block() -> None:
-        limit_client.wait(60)
+        gate.wait(60)
 
     @handlers.handler("orders", "harm")
     async def harm(ctx: Any) -> None:
@@ -116,7 +116,7 @@ def test_a_loop_blocked_by_what_a_handler_started_is_given_up(
             async with asyncio.TaskGroup() as group:
                 group.create_task(block())
         else:
-            asyncio.get_running_loop().call_soon(limit_client.wait, 60)
+            asyncio.get_running_loop().call_soon(gate.wait, 60)
             await asyncio.sleep(60)
 
     bus.send("orders", "harm", command_id="c")
@@ -146,17 +146,17 @@ def test_a_log_that_raises_saves_no_stuck_attempt(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     still_works: Callable[[Worker], None],
-    limit_client: threading.Event,
+    gate: threading.Event,
     broken_log: None,
     lane: str,
 ) -> None:
     if lane == "sync":
-        handlers.register("orders", "harm", lambda ctx: limit_client.wait(60))
+        handlers.register("orders", "harm", lambda ctx: gate.wait(60))
     else:
 
         @handlers.handler("orders", "harm")
         async def harm(ctx: Any) -> None:
-            while not limit_client.is_set():
+            while not gate.is_set():
                 try:
                     await asyncio.sleep(0.05)
                 except asyncio.CancelledError:
@@ -175,7 +175,7 @@ def test_a_stack_that_cannot_be_read_saves_no_stuck_attempt(
     handlers: HandlerRegistry,
     start_worker: StartWorker,
     still_works: Callable[[Worker], None],
-    limit_client: threading.Event,
+    gate: threading.Event,
 ) -> None:
     class Loader:
         def get_source(self, name: str) -> str:
@@ -183,7 +183,7 @@ def test_a_stack_that_cannot_be_read_saves_no_stuck_attempt(
 
     module: dict[str, Any] = {"__name__": "unreadable", "__loader__": Loader()}
     exec(compile("def wait(gate):\n    gate.wait(60)\n", "unreadable.py", "exec"), module)
-    handlers.register("orders", "harm", lambda ctx: module["wait"](limit_client))
+    handlers.register("orders", "harm", lambda ctx: module["wait"](gate))
     bus.send("orders", "harm", command_id="c")
     worker = start_worker(handlers, **SHORT)
     until_given_up(db, "c")
@@ -221,7 +221,7 @@ def test_a_cancel_while_a_connection_is_returned_costs_no_connection(
 
 
 def test_a_connection_that_a_stuck_attempt_returns_late_is_not_one_more(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, limit_client: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
 ) -> None:
     ended = threading.Semaphore(0)
 
@@ -230,7 +230,7 @@ def test_a_connection_that_a_stuck_attempt_returns_late_is_not_one_more(
         try:
             with ctx.connection() as conn:
                 conn.execute("SELECT 1")
-                limit_client.wait(30)
+                gate.wait(30)
         finally:
             ended.release()
 
@@ -238,7 +238,7 @@ def test_a_connection_that_a_stuck_attempt_returns_late_is_not_one_more(
         bus.send("orders", "harm")
     start_worker(handlers, concurrency=1, max_attempts=1, task_timeout=0.3, cancel_grace=0.2)
     until_settled(db)
-    limit_client.set()
+    gate.set()
     assert all(ended.acquire(timeout=5) for _ in range(3))
     bus.send("orders", "harm", command_id="next")
     until_settled(db)
@@ -251,7 +251,7 @@ def test_a_connection_that_a_stuck_attempt_returns_late_is_not_one_more(
 
 
 def test_behind_pgbouncer_nothing_of_a_second_transaction_lands(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, limit_client: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
 ) -> None:
     """The lock by which its backend is found went with the first one."""
     db.execute("CREATE TABLE written (x integer)")
@@ -264,7 +264,7 @@ def test_behind_pgbouncer_nothing_of_a_second_transaction_lands(
                 conn.execute("SELECT 1")
                 conn.commit()
                 conn.execute("INSERT INTO written VALUES (1)")
-                limit_client.wait(30)
+                gate.wait(30)
         finally:
             ended.set()
 
@@ -272,17 +272,17 @@ def test_behind_pgbouncer_nothing_of_a_second_transaction_lands(
     limits = {"task_timeout": 0.3, "cancel_grace": 0.3}
     start_worker(handlers, concurrency=1, max_attempts=1, prepared_statements=False, **limits)
     until_settled(db)
-    limit_client.set()
+    gate.set()
     assert ended.wait(5)
     assert one(db, "SELECT count(*) FROM written") == 0
 
 
 def test_threads_that_handlers_left_hanging_keep_no_connection_from_others(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, limit_client: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
 ) -> None:
     @handlers.handler("orders", "harm", timeout=0.2)
     async def harm(ctx: Any) -> None:
-        await asyncio.to_thread(limit_client.wait, 60)
+        await asyncio.to_thread(gate.wait, 60)
 
     @handlers.handler("orders", "query", timeout=5)
     async def query(ctx: Any) -> None:

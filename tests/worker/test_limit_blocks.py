@@ -32,7 +32,7 @@ from commandbus.limits import client as client_module
 from commandbus.model.command import NewCommand
 from support.api_stub import ApiStub, Reply, too_many
 from support.waiting import one, until
-from support.workers import AT_ONCE, add, done, either, opened
+from support.workers import AT_ONCE, BUSY, add, done, either, opened
 
 Db = psycopg.Connection[Any]
 Start = Callable[..., Any]
@@ -99,7 +99,7 @@ def test_a_place_is_taken_and_given_back(
     handlers: HandlerRegistry,
     start_worker: Start,
     lane: str,
-    limit_client: threading.Event,
+    gate: threading.Event,
 ) -> None:
     bus.declare_limit(Limit("docai", concurrency=2))
     seen: list[Any] = []
@@ -107,7 +107,7 @@ def test_a_place_is_taken_and_given_back(
     async def page(command: Any, ctx: Any) -> None:
         async with either(ctx.limit("docai")) as call:
             seen.append((call.limit, call.is_lost, call.remaining() is None or call.remaining() > 1))
-            await opened(limit_client)
+            await opened(gate)
 
     add(handlers, lane, "page", page)
     sent = bus.send("orders", "page")
@@ -115,7 +115,7 @@ def test_a_place_is_taken_and_given_back(
     until(lambda: len(holders(db)) == 1)
     (token,) = holders(db)
     assert sent.command_id in token  # who holds it can be seen
-    limit_client.set()
+    gate.set()
     until(lambda: status_of(bus, sent) is CommandStatus.COMPLETED)
     until(lambda: holders(db) == {})
     assert seen == [("docai", False, True)]
@@ -139,7 +139,8 @@ def test_ac2_five_calls_at_once_and_further_chunks_wait_for_a_place(
     assert api.peak == 5
     assert set(api.counted().values()) == {1}
     until(lambda: holders(db) == {})
-    assert one(db, "SELECT count(*) FROM commandbus.attempt") == 0
+    # None failed, was parked or refused. One may have waited so long before busy slots that it was given back.
+    assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE error IS DISTINCT FROM %s", BUSY) == 0
 
 
 def test_who_waits_is_told_when_a_place_is_free(
@@ -148,7 +149,7 @@ def test_who_waits_is_told_when_a_place_is_free(
     handlers: HandlerRegistry,
     start_worker: Start,
     lane: str,
-    limit_client: threading.Event,
+    gate: threading.Event,
     never_sweeps: None,
 ) -> None:
     """No polling: while a caller waits, the limit client asks the database nothing."""
@@ -159,7 +160,7 @@ def test_who_waits_is_told_when_a_place_is_free(
         async with either(ctx.limit("docai")):
             order.append(command.data)
             if command.data == 0:
-                await opened(limit_client)
+                await opened(gate)
 
     add(handlers, lane, "page", page)
     bus.send("orders", "page", 0)
@@ -175,7 +176,7 @@ def test_who_waits_is_told_when_a_place_is_free(
     )
     until(lambda: one(db, quiet.replace("%%", "%")))
     assert order == [0]
-    limit_client.set()
+    gate.set()
     until(lambda: order == [0, 1, 2, 3])
     until(lambda: holders(db) == {})
 
@@ -186,14 +187,14 @@ def test_waiting_too_long_names_the_limit_and_is_not_a_429(
     handlers: HandlerRegistry,
     start_worker: Start,
     lane: str,
-    limit_client: threading.Event,
+    gate: threading.Event,
 ) -> None:
     bus.declare_limit(Limit("docai", concurrency=1))
     errors: list[Exception] = []
 
     async def holder(command: Any, ctx: Any) -> None:
         async with either(ctx.limit("docai")):
-            await opened(limit_client)
+            await opened(gate)
 
     async def waiter(command: Any, ctx: Any) -> None:
         try:
@@ -217,7 +218,7 @@ def test_waiting_too_long_names_the_limit_and_is_not_a_429(
     assert errors[0].limit == "docai"  # type: ignore[attr-defined]
     assert one(db, "SELECT (step, failures, rate_limited) = (0, 0, 0) FROM commandbus.limits")
     until(lambda: in_line(db) == 0)
-    limit_client.set()
+    gate.set()
     until(lambda: holders(db) == {})
 
 
@@ -250,7 +251,7 @@ def test_the_wait_counts_against_the_deadline(
     handlers: HandlerRegistry,
     start_worker: Start,
     lane: str,
-    limit_client: threading.Event,
+    gate: threading.Event,
 ) -> None:
     bus.declare_limit(Limit("docai", concurrency=1))
     errors: list[BaseException] = []
@@ -512,7 +513,7 @@ def test_ac1_by_default_a_timed_out_call_is_retried(
 
 
 def test_a_sync_call_that_ignores_its_time_goes_down_the_ladder_and_the_others_go_on(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, limit_client: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, gate: threading.Event
 ) -> None:
     bus.declare_limit(Limit("docai", concurrency=5, lease=30))
 
@@ -520,7 +521,7 @@ def test_a_sync_call_that_ignores_its_time_goes_down_the_ladder_and_the_others_g
     def page(command: Any, ctx: Any) -> None:
         with ctx.limit("docai", timeout=0.3):
             if command.data == "deaf":
-                limit_client.wait(60)
+                gate.wait(60)
 
     deaf = bus.send("orders", "page", "deaf")
     start_worker(handlers, concurrency=1, cancel_grace=0.3)
@@ -809,7 +810,7 @@ def test_a_probe_that_is_canceled_makes_room_for_another(
     handlers: HandlerRegistry,
     start_worker: Start,
     lane: str,
-    limit_client: threading.Event,
+    gate: threading.Event,
 ) -> None:
     calls: list[int] = []
 

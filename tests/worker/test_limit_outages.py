@@ -152,13 +152,13 @@ def test_one_bad_command_among_others_does_not_open_the_breaker(
     handlers: HandlerRegistry,
     start_worker: Start,
     api: Api,
-    limit_client: threading.Event,
+    gate: threading.Event,
 ) -> None:
     api.bad["bad"] = "503"
 
     @handlers.handler("orders", "slow", limits=[Limit("docai", concurrency=3)])
     def slow(command: Any, ctx: Any) -> None:
-        limit_client.wait(30)
+        gate.wait(30)
 
     listen(handlers, api, Limit("docai", concurrency=3), retry_policy=RetryPolicy(6, backoff_schedule=[0]))
     bus.send("orders", "slow")
@@ -249,7 +249,7 @@ def test_a_probe_is_charged_when_another_call_has_succeeded_since_the_breaker_op
     handlers: HandlerRegistry,
     start_worker: Start,
     api: Api,
-    limit_client: threading.Event,
+    gate: threading.Event,
 ) -> None:
     """Then the API works, and the command is to blame. That call was under way when the breaker opened."""
     api.bad["bad"] = "503"
@@ -257,7 +257,7 @@ def test_a_probe_is_charged_when_another_call_has_succeeded_since_the_breaker_op
 
     @handlers.handler("orders", "slow", limits=[docai])
     def slow(command: Any, ctx: Any) -> None:
-        limit_client.wait(30)
+        gate.wait(30)
 
     probing = threading.Event()
     succeeded = threading.Event()
@@ -276,7 +276,7 @@ def test_a_probe_is_charged_when_another_call_has_succeeded_since_the_breaker_op
     assert probing.wait(20)
     bus.send("orders", "page", command_id="other")
     until(lambda: bus.status("orders")[0].parked == 1)
-    limit_client.set()
+    gate.set()
     until(lambda: limit_state(db, "good_at > opened_at"))
     succeeded.set()
     until(lambda: statuses(db).get("IN_TROUBLESHOOTING_QUEUE") == 1)
@@ -289,7 +289,7 @@ def test_a_hung_probe_is_waived_in_a_block_too(
     database: str,
     handlers: HandlerRegistry,
     start_worker: Start,
-    limit_client: threading.Event,
+    gate: threading.Event,
 ) -> None:
     """Given up as stuck while a program waits: that one is the next probe, and the attempt is not charged.
 
@@ -302,7 +302,7 @@ def test_a_hung_probe_is_waived_in_a_block_too(
         with ctx.limit("docai", wait=30, timeout=5):
             began.append("page")
             if began == ["page"]:
-                limit_client.wait(30)
+                gate.wait(30)
 
     def call() -> None:
         with CommandBus(database) as program, program.limit("docai", wait=60):
@@ -361,19 +361,19 @@ def test_a_line_that_moves_never_expires(
 
 
 def test_nobody_is_given_up_for_the_time_without_workers(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, limit_client: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, gate: threading.Event
 ) -> None:
     """All workers were stopped over a long weekend: what waits goes on where it was."""
     listen(handlers, Api(), Limit("docai", concurrency=1))
 
     @handlers.handler("orders", "slow", limits=["docai"])
     def slow(command: Any, ctx: Any) -> None:
-        limit_client.wait(30)
+        gate.wait(30)
 
     bus.send_many("orders", [NewCommand("slow"), *(NewCommand("page", command_id=f"c{n}") for n in range(3))])
     worker = start_worker(handlers)
     until(lambda: bus.status("orders")[0].parked == 3 and limit_state(db, "tended_at IS NOT NULL"))
-    limit_client.set()
+    gate.set()
     worker.stop()
     db.execute(
         "UPDATE commandbus.parked SET first_parked_at = now() - interval '3 days', woken_at = NULL, token = NULL"
@@ -390,13 +390,13 @@ def test_nobody_is_given_up_for_the_time_without_workers(
 
 
 def test_a_line_that_stands_still_for_a_day_needs_a_person(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, limit_client: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, gate: threading.Event
 ) -> None:
     """Nobody has said anything of max_wait."""
 
     @handlers.handler("orders", "slow", limits=[Limit("docai", concurrency=1)])
     def slow(command: Any, ctx: Any) -> None:
-        limit_client.wait(30)
+        gate.wait(30)
 
     bus.send_many("orders", [NewCommand("slow", command_id=name) for name in ("holds", "waits")])
     start_worker(handlers)
@@ -416,16 +416,16 @@ def test_a_line_that_stands_still_for_a_day_needs_a_person(
 
 
 def test_a_command_whose_limit_is_gone_goes_on_if_its_handler_needs_it_no_more(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, limit_client: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, gate: threading.Event
 ) -> None:
     """The new code knows of no limit at all, and a command of the old one waits."""
     old = HandlerRegistry()
-    old.register("orders", "page", lambda ctx: limit_client.wait(30), limits=[Limit("docai", concurrency=1)])
+    old.register("orders", "page", lambda ctx: gate.wait(30), limits=[Limit("docai", concurrency=1)])
     bus.send_many("orders", [NewCommand("page", command_id=name) for name in ("holds", "waits")])
     worker = start_worker(old)
     until(lambda: bus.status("orders")[0].parked == 1)
     worker.drain("the test says so")
-    limit_client.set()
+    gate.set()
     worker.stop()
     db.execute("UPDATE commandbus.parked SET woken_at = NULL, token = NULL")
     db.execute("UPDATE pgmq.q_orders__commands SET vt = now() + interval '10 years', headers = NULL")
@@ -436,11 +436,11 @@ def test_a_command_whose_limit_is_gone_goes_on_if_its_handler_needs_it_no_more(
 
 
 def test_a_command_that_is_parked_for_a_limit_that_is_gone_is_handed_to_a_person(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, limit_client: threading.Event
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, gate: threading.Event
 ) -> None:
     @handlers.handler("orders", "slow", limits=["docai"])
     def slow(command: Any, ctx: Any) -> None:
-        limit_client.wait(30)
+        gate.wait(30)
 
     bus.set_limit("docai", concurrency=1)
     start_worker(handlers)

@@ -139,7 +139,7 @@ def test_what_is_known_to_be_lost_is_dropped(
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    limit_client: threading.Event,
+    gate: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It waits behind a slow one. The keeper hears that it is lost, so it is neither started nor settled."""
@@ -149,7 +149,7 @@ def test_what_is_known_to_be_lost_is_dropped(
     @handlers.handler("orders", "work", timeout=60)
     def work(command: Any, ctx: Any) -> None:
         runs.append(command.command_id)
-        limit_client.wait(20)
+        gate.wait(20)
 
     worker = start_worker(handlers, concurrency=1, **short_lease())
     parts = parts_of(worker)
@@ -163,7 +163,7 @@ def test_what_is_known_to_be_lost_is_dropped(
     )
     parts._deliver("orders", [second], boottime())
     until(lambda: any(attempt.is_lost for attempt in list(parts.held)))
-    limit_client.set()
+    gate.set()
     until(lambda: not parts.held)
     assert runs == ["a"]
     assert verdicts(db, "b") == []
@@ -175,7 +175,7 @@ def test_a_suspect_that_is_lost_before_it_starts_keeps_no_other_waiting(
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    limit_client: threading.Event,
+    gate: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Suspects run one at a time. It was to be that one, and is somebody else's by now."""
@@ -185,7 +185,7 @@ def test_a_suspect_that_is_lost_before_it_starts_keeps_no_other_waiting(
     @handlers.handler("orders", "work", timeout=60)
     def work(command: Any, ctx: Any) -> None:
         runs.append(command.command_id)
-        limit_client.wait(20)
+        gate.wait(20)
 
     worker = start_worker(handlers, concurrency=1, **short_lease())
     parts = parts_of(worker)
@@ -199,7 +199,7 @@ def test_a_suspect_that_is_lost_before_it_starts_keeps_no_other_waiting(
     )
     parts._deliver("orders", [tuple(ClaimedRow(*second)._replace(suspect=1, alone=True))], boottime())
     until(lambda: len(parts.held) == 1, what="it is given up before it is its turn in a slot")
-    limit_client.set()
+    gate.set()
     until(lambda: not parts.held)
     assert runs == ["a"]
     with db.transaction():
@@ -247,7 +247,7 @@ def test_the_wait_for_a_permit_is_no_wait_for_a_slot(
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    limit_client: threading.Event,
+    gate: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A command that was long at its limit, and has just got a permit, is not taken for one that waits for slow
@@ -260,7 +260,7 @@ def test_the_wait_for_a_permit_is_no_wait_for_a_slot(
     @handlers.handler("orders", "work", timeout=60)
     def work(command: Any, ctx: Any) -> None:
         began.set()
-        limit_client.wait(20)
+        gate.wait(20)
 
     handlers.register("orders", "page", lambda ctx: None, limits=["docai"])
     worker = start_worker(handlers, concurrency=1, visibility_timeout=120.0)  # it is not renewed so soon
@@ -271,7 +271,7 @@ def test_the_wait_for_a_permit_is_no_wait_for_a_slot(
     parts._deliver("orders", [row], boottime() - 15.0)
     until(lambda: parts._slots.waiting)
     look_once(parts)
-    limit_client.set()
+    gate.set()
     until_settled(db)
     assert verdicts(db, "c") == []
 
@@ -281,7 +281,7 @@ def test_one_look_does_not_tell_that_the_slots_are_busy(
     db: Db,
     handlers: HandlerRegistry,
     start_worker: StartWorker,
-    limit_client: threading.Event,
+    gate: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A worker that had no processor for a while gives nothing back that it can start now."""
@@ -291,7 +291,7 @@ def test_one_look_does_not_tell_that_the_slots_are_busy(
     @handlers.handler("orders", "work", timeout=60)
     def work(command: Any, ctx: Any) -> None:
         began.set()
-        limit_client.wait(20)
+        gate.wait(20)
 
     worker = start_worker(handlers, concurrency=1, visibility_timeout=120.0)  # it is not renewed so soon
     parts = parts_of(worker)
@@ -305,4 +305,4 @@ def test_one_look_does_not_tell_that_the_slots_are_busy(
     until(lambda: verdicts(db, "c") == [(1, "GIVEN_BACK")])
     (told,) = bus.get_attempts("orders", "c")
     assert told.error == "given back before it had started: the slots of its worker are busy"
-    limit_client.set()
+    gate.set()

@@ -27,9 +27,8 @@ from commandbus import (
 )
 from commandbus.flow.commands.history import AttemptRecord, list_attempts
 from support.waiting import one, until, until_settled, verdicts
-from support.workers import AT_ONCE, add
+from support.workers import AT_ONCE, BUSY, add
 
-BUSY = "given back before it had started: the slots of its worker are busy"
 StartWorker = Callable[..., Worker]
 Db = psycopg.Connection[Any]
 

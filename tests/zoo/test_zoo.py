@@ -20,12 +20,12 @@ from zoo_handlers import USES_THE_CONNECTION
 from commandbus.testing import hang
 from fleet import GRACE, SLOTS, TASK_TIMEOUT, Fleet, late_marks
 from support.waiting import until
+from support.workers import BUSY
 
 pytestmark = pytest.mark.shared_setup
 TSQ, COMPLETED = "IN_TROUBLESHOOTING_QUEUE", "COMPLETED"
 MARGIN = 5.0  # far above what a busy machine needs, far below the minute that they hang
 NOT_CHARGED = {"WAIVED", "GIVEN_BACK"}
-BUSY = "given back before it had started: the slots of its worker are busy"
 
 
 @dataclass(frozen=True)
