@@ -1,5 +1,11 @@
 """The public names, for type checkers. `__init__.py` finds them at run time."""
 
+from commandbus.bus import (
+    AsyncCommandBus as AsyncCommandBus,
+)
+from commandbus.bus import (
+    CommandBus as CommandBus,
+)
 from commandbus.errors import (
     ApiTimeoutError as ApiTimeoutError,
 )

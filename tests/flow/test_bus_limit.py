@@ -546,7 +546,7 @@ def test_several_programs_never_make_more_calls_than_there_are_places(
         out, _ = process.communicate(timeout=60)
         assert out == b"done\n"
     assert api.peak == 2
-    assert len(api.permit_requests) == 60
+    assert len(api.visits) == 60
     assert json.loads(json.dumps(holders(db))) == {}
 
 

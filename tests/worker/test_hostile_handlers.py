@@ -49,7 +49,7 @@ def still_works(bus: CommandBus, db: Db, handlers: HandlerRegistry) -> Callable[
         until(lambda: one(db, done) == 20, 6)
         parts = worker._runtime
         assert parts is not None
-        until(lambda: parts._places.taken == 0 and not parts.running and not parts.held, 5)
+        until(lambda: parts._budget.taken == 0 and not parts.running and not parts.held, 5)
 
     return check
 

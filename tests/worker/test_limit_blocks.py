@@ -721,7 +721,7 @@ def test_a_429_of_a_real_api_with_retry_after_is_recognised(
     until(lambda: backing_off(db)[0] == 1)
     assert backing_off(db)[2] == "429 from docai"
     until(lambda: status_of(bus, sent) is CommandStatus.COMPLETED)
-    first, second = api.permit_requests
+    first, second = api.visits
     assert 1.0 <= second.began - first.began < 10
     assert [code for _, code, _ in failures_of(db, sent)] == ["RATE_LIMITED"]
 
@@ -767,14 +767,10 @@ def test_nobody_who_was_let_in_before_calls_during_a_back_off(
     bus.send_many("orders", [NewCommand("page", n) for n in range(80)])
     start_worker(handlers, concurrency=1)
     until(lambda: one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 80, 30)
-    (refused,) = [permit_request for permit_request in api.permit_requests if permit_request.status == 429]
+    (refused,) = [visit for visit in api.visits if visit.status == 429]
     told = refused.ended or 0
     # The one that begins in the same moment, before the fleet can know, is one of those that are under way.
-    assert [
-        permit_request.name
-        for permit_request in api.permit_requests
-        if told + 0.15 < permit_request.began < told + 1.3
-    ] == []
+    assert [visit.name for visit in api.visits if told + 0.15 < visit.began < told + 1.3] == []
 
 
 def test_an_api_that_says_at_once_is_not_called_in_a_hot_loop(
@@ -789,19 +785,10 @@ def test_an_api_that_says_at_once_is_not_called_in_a_hot_loop(
 
     bus.send_many("orders", [NewCommand("page", n) for n in range(3)])
     start_worker(handlers)
-    until(lambda: len(api.permit_requests) >= 4)
-    fourth = api.permit_requests[3].began
+    until(lambda: len(api.visits) >= 4)
+    fourth = api.visits[3].began
     until(lambda: time.monotonic() > fourth + 2)
-    assert (
-        len(
-            [
-                permit_request
-                for permit_request in api.permit_requests
-                if fourth < permit_request.began <= fourth + 2
-            ]
-        )
-        <= 10
-    )
+    assert len([visit for visit in api.visits if fourth < visit.began <= fourth + 2]) <= 10
 
 
 def test_a_probe_that_is_canceled_makes_room_for_another(
@@ -855,26 +842,17 @@ def test_three_5xx_open_the_breaker_and_one_probe_closes_it(
     until(lambda: [code for _, code, _ in failures_of(db, bad)] == ["ERROR"] * 3)
     waiting = [bus.send("orders", "page", n) for n in range(6)]
     until(lambda: bus.status("orders")[0].parked == 6)
-    assert len(api.permit_requests) == 3
+    assert len(api.visits) == 3
     notes = db.execute("SELECT DISTINCT note FROM commandbus.parked").fetchall()
     assert len(notes) == 1
     assert "the breaker of docai is open: 3 bad answers in a row, the last: 500 from docai" in notes[0][0]
     found = bus.get_limit("docai")
     assert (found.state, found.failures) == ("BREAKER_OPEN", 3)
-    until(lambda: len(api.permit_requests) == 4)
-    probe = api.permit_requests[3]
+    until(lambda: len(api.visits) == 4)
+    probe = api.visits[3]
     until(lambda: probe.ended)
-    assert (
-        len(
-            [
-                permit_request
-                for permit_request in api.permit_requests
-                if permit_request.began <= (probe.ended or 0)
-            ]
-        )
-        == 4
-    )  # one probe, alone
-    assert probe.began - (api.permit_requests[2].ended or 0) >= 1.4
+    assert len([visit for visit in api.visits if visit.began <= (probe.ended or 0)]) == 4  # one probe, alone
+    assert probe.began - (api.visits[2].ended or 0) >= 1.4
     for sent in waiting:
         until(lambda sent=sent: status_of(bus, sent) is CommandStatus.COMPLETED)
     assert one(db, "SELECT (is_open, failures) = (false, 0) FROM commandbus.limits")
@@ -898,11 +876,11 @@ def test_a_probe_that_fails_opens_the_breaker_again(
     bus.send_many("orders", [NewCommand("page", n, max_attempts=9) for n in (1, 2, 3)])
     until(lambda: status_of(bus, sent) is CommandStatus.COMPLETED, 30)
     until(lambda: one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 4)
-    assert [permit_request.status for permit_request in api.permit_requests[:4]] == [502, 502, 502, 200]
-    assert api.permit_requests[2].began - (api.permit_requests[1].ended or 0) >= 0.45
-    assert api.permit_requests[3].began - (api.permit_requests[2].ended or 0) >= 0.45
+    assert [visit.status for visit in api.visits[:4]] == [502, 502, 502, 200]
+    assert api.visits[2].began - (api.visits[1].ended or 0) >= 0.45
+    assert api.visits[3].began - (api.visits[2].ended or 0) >= 0.45
     # Nobody called beside a probe.
-    assert all(permit_request.inside == 1 for permit_request in api.permit_requests[:4])
+    assert all(visit.inside == 1 for visit in api.visits[:4])
 
 
 def test_time_outs_open_the_breaker_too(
