@@ -59,9 +59,8 @@ def test_a_module_of_handlers_does_not_load_what_sends_or_works() -> None:
 @pytest.mark.parametrize("bus", ["CommandBus", "AsyncCommandBus"])
 def test_an_application_that_sends_loads_nothing_else(bus: str) -> None:
     loaded = loaded_by(f"from commandbus import {bus}, NewCommand")
-    assert below(loaded, "commandbus.flow") == {
-        "commandbus.flow", "commandbus.flow.commands", "commandbus.flow.commands.send", "commandbus.flow.operation",
-    }  # fmt: skip
+    names = {name.removeprefix("commandbus.flow") for name in below(loaded, "commandbus.flow")}
+    assert names == {"", ".commands", ".commands.send", ".operation"}
     assert not below(
         loaded, "commandbus.worker", "commandbus.supervisor", "commandbus.cli", "commandbus.db.embedded"
     )
