@@ -242,7 +242,7 @@ def test_who_waits_is_told_and_nobody_polls(
     plain.set_limit("docai", lease=60)  # nothing is to be renewed either
     quiet = (
         "SELECT bool_and(state = 'idle' AND clock_timestamp() - query_start > interval '1.2 s') "
-        "FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE '% gate'"
+        "FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE '% limit client'"
     )
     with ExitStack() as stack:
         stack.enter_context(plain.limit("docai"))
@@ -362,7 +362,7 @@ def test_a_bus_can_be_used_after_its_gate_was_cut_off(plain: CommandBus, db: Db)
             (first_end,) = holders(db).values()
             db.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                "WHERE datname = current_database() AND application_name LIKE '% gate'"
+                "WHERE datname = current_database() AND application_name LIKE '% limit client'"
             )
             # Longer than the lease: it is renewed on the new connection.
             until(lambda: next(iter(holders(db).values()), 0.0) > first_end + 2, 20)

@@ -173,7 +173,7 @@ def test_a_lock_that_somebody_held_when_it_forked(database: str, bus: CommandBus
         held, over = threading.Event(), threading.Event()
 
         def hold():
-            with bus._database.lock, bus._listening._lock, bus._gates._lock:
+            with bus._database.lock, bus._listening._lock, bus._limit_clients._lock:
                 held.set()
                 over.wait()
 

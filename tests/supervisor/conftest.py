@@ -87,14 +87,15 @@ def tasks(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def impatient(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Shortens limits of the supervisors that are started from now on: `impatient("crew.DRAIN_SECONDS = 1.0")`."""
+    """Shortens limits of the supervisors that are started from now on:
+    `impatient("worker_processes.DRAIN_SECONDS = 1.0")`."""
 
     def shorten(assignments: str) -> None:
         (tasks / "early").mkdir()
         (tasks / "early" / "sitecustomize.py").write_text(
             "import sys\n"
             "if 'commandbus.worker' in sys.orig_argv:\n"
-            "    from commandbus.supervisor import budget, crew, start\n"
+            "    from commandbus.supervisor import restart_budget, worker_processes, worker_start\n"
             f"    {assignments}\n"
         )
         monkeypatch.setattr("support.supervised.SOURCES", f"{tasks / 'early'}:{SOURCES}")

@@ -32,7 +32,7 @@ def test_a_worker_that_can_open_no_connection_is_replaced(
     tasks: Path,
     impatient: Callable[[str], None],
 ) -> None:
-    impatient("crew.CLAIMLESS_SECONDS = 3.0")
+    impatient("worker_processes.CLAIMLESS_SECONDS = 3.0")
     (tasks / "tasks.py").write_text((tasks / "tasks.py").read_text() + STARVE)
     supervised = supervise().until_ready()
     (first,) = supervised.workers()

@@ -111,7 +111,7 @@ def test_a_right_that_is_taken_away_later_is_waited_for(
     supervise: Supervise, login: Login, db: Db, prefix: str, bus: CommandBus, impatient: Callable[[str], None]
 ) -> None:
     """Workers have worked: a person may be repairing something, so the usual back-off holds."""
-    impatient("crew.EARLY_SECONDS = budget.EARLY_SECONDS = 0.0")
+    impatient("worker_processes.EARLY_SECONDS = restart_budget.EARLY_SECONDS = 0.0")
     supervised = supervise(database_url=login("worker")).until_ready()
     until(lambda: supervised.ask("/health/ready")[0] == 200)
     bus.send("orders", "quick", command_id="a")

@@ -153,7 +153,7 @@ def test_a_draining_worker_is_replaced_at_once_and_ends_when_its_healthy_work_is
 def test_no_more_workers_drain_for_long_than_there_are_processes(
     supervise: Supervise, impatient: Impatient, tasks: Path, bus: CommandBus, db: Db
 ) -> None:
-    impatient("crew.DRAIN_SECONDS = 1.0")
+    impatient("worker_processes.DRAIN_SECONDS = 1.0")
     supervised = supervise(max_attempts=1).until_ready()
     for round_ in range(3):
         bus.send("orders", "hold", command_id=f"h{round_}")
@@ -172,7 +172,7 @@ def test_a_drain_does_not_hurry_work_that_is_within_its_deadline(
     supervise: Supervise, impatient: Impatient, tasks: Path, bus: CommandBus, db: Db
 ) -> None:
     """Promise 5. In each of the workers that drain one attempt has a deadline, and one has none."""
-    impatient("crew.DRAIN_SECONDS = 0.5")
+    impatient("worker_processes.DRAIN_SECONDS = 0.5")
     supervised = supervise().until_ready()
     for n in range(2):
         bus.send("orders", "hold_with_deadline", command_id=f"timed{n}")

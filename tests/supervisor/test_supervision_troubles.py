@@ -34,7 +34,7 @@ def errors_in(supervised: Supervised) -> list[str]:
 def test_a_worker_that_lives_on_does_not_make_others_start_in_a_storm(
     supervise: Supervise, impatient: Impatient, tasks: Path
 ) -> None:
-    impatient("crew.EARLY_SECONDS = budget.EARLY_SECONDS = 3.0")
+    impatient("worker_processes.EARLY_SECONDS = restart_budget.EARLY_SECONDS = 3.0")
     supervised = supervise(processes=2).until_ready(2)
     good = (tasks / "tasks.py").read_text()
     (tasks / "tasks.py").write_text("raise RuntimeError('broken')\n")
@@ -85,7 +85,7 @@ def test_a_health_host_that_does_not_exist_is_one_line(supervise: Supervise) -> 
 def test_a_worker_that_hangs_at_import_is_told_with_its_line(
     supervise: Supervise, impatient: Impatient, tasks: Path
 ) -> None:
-    impatient("start.SLOW_SECONDS = 1.0; start.AGAIN_SECONDS = 1.0")
+    impatient("worker_start.SLOW_SECONDS = 1.0; worker_start.AGAIN_SECONDS = 1.0")
     (tasks / "tasks.py").write_text("import threading\n\nthreading.Event().wait(600)\n")
     supervised = supervise()
     where = f"(importing tasks:handlers), at {tasks / 'tasks.py'}:3"
@@ -102,7 +102,7 @@ def test_a_worker_that_hangs_at_import_is_told_with_its_line(
 def test_a_worker_that_is_not_ready_in_time_is_replaced(
     supervise: Supervise, impatient: Impatient, tasks: Path
 ) -> None:
-    impatient("crew.START_SECONDS = 2.0")
+    impatient("worker_processes.START_SECONDS = 2.0")
     good = (tasks / "tasks.py").read_text()
     (tasks / "tasks.py").write_text("import threading\n\nthreading.Event().wait(600)\n")
     supervised = supervise()

@@ -172,7 +172,7 @@ def test_who_waits_is_told_when_a_place_is_free(
     # A poller would be seen: the limit client's connection stays as it is for more than a second.
     quiet = (
         "SELECT bool_and(state = 'idle' AND clock_timestamp() - query_start > interval '1.2 s') "
-        "FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE '%% gate'"
+        "FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE '%% limit client'"
     )
     until(lambda: one(db, quiet.replace("%%", "%")))
     assert order == [0]
@@ -939,4 +939,4 @@ def test_callers_that_have_all_slots_do_not_wait_for_a_command_that_nobody_can_c
         until(lambda: one(db, "SELECT count(*) FROM commandbus.parked WHERE domain = 'orders'") == 1)
         pages = [bus.send("orders", "page") for _ in range(6)]
         until(lambda: in_line(db) == 2)
-    until(lambda: all(status_of(bus, sent) is CommandStatus.COMPLETED for sent in [first, *pages]), 10)
+    until(lambda: all(status_of(bus, sent) is CommandStatus.COMPLETED for sent in [first, *pages]))

@@ -54,7 +54,7 @@ class BusBase:
     """What both shells share: settings, and operations made of arguments."""
 
     settings: Settings
-    _limit_clients: Any  # a GateHolder
+    _limit_clients: Any  # a LimitClientHolder
     _own_pool: Any = None
 
     def __init__(self, database_url: str | None, settings: Settings | None, lent_pool: Any) -> None:
@@ -73,7 +73,7 @@ class BusBase:
         """This is a forked copy: what was open is the parent's, down to the sockets. The next use opens anew."""
         self._listening.leave_to_parent()
         self._database.leave_to_parent()
-        if (limit_clients := getattr(self, "_gates", None)) is not None:
+        if (limit_clients := getattr(self, "_limit_clients", None)) is not None:
             limit_clients.leave_to_parent()
         pool, self._own_pool = self._own_pool, None
         if isinstance(pool, BusPool | AsyncBusPool):

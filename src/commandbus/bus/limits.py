@@ -58,7 +58,7 @@ else:
 
 T = TypeVar("T")
 logger = safe_logger("commandbus.limits")
-CLOSE_GATE_SECONDS = 5.0
+CLOSE_SECONDS = 5.0
 AT_EXIT_SECONDS = 1.0
 _AWAY = "the database is away"
 
@@ -93,7 +93,7 @@ class LimitClientHolder:
         """End it, if there is one."""
         with self._lock:
             if self._limit_client is not None and self._limit_client.is_serving:
-                self._limit_client.stop(CLOSE_GATE_SECONDS)
+                self._limit_client.stop(CLOSE_SECONDS)
             self._limit_client = None
 
 

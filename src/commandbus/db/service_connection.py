@@ -150,11 +150,13 @@ class LastingConnection:
             self.down_since = monotonic()
         pause, since = FIRST_PAUSE_SECONDS, self.down_since
         while not stopping.is_set():
+            began = monotonic()
             try:
                 self._conn = self._connect()
             except psycopg.Error:
                 on_wait()
-                stopping.wait(pause)
+                # What the attempt to connect took was a pause, too: a server that is back is found within 5 s.
+                stopping.wait(max(FIRST_PAUSE_SECONDS, pause - (monotonic() - began)))
                 pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
             else:
                 self.down_since = None

@@ -87,74 +87,72 @@ class Desk:
 
 
 @pytest.fixture
-def held_permits(
+def desk(
     bus: CommandBus,
     db: psycopg.Connection[Any],
     start_worker: StartWorker,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Desk:
-    held_permits = Desk(bus, db, start_worker(handlers, **QUICK), tmp_path)
+    desk = Desk(bus, db, start_worker(handlers, **QUICK), tmp_path)
     leave = LimitClient.leave
 
     def note(self: LimitClient, leaves: Sequence[Release]) -> None:
-        held_permits.left.extend((item.answer, item.keeps) for item in leaves)
+        desk.left.extend((item.answer, item.keeps) for item in leaves)
         leave(self, leaves)
 
     monkeypatch.setattr(LimitClient, "leave", note)
-    return held_permits
+    return desk
 
 
 # --- the limit is kept -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command_type", ["level", "level_async", "block", "block_async"])
-def test_isolated_attempts_keep_to_a_limit(held_permits: Desk, command_type: str) -> None:
-    sent = [held_permits.send(command_type) for _ in range(6)]
+def test_isolated_attempts_keep_to_a_limit(desk: Desk, command_type: str) -> None:
+    sent = [desk.send(command_type) for _ in range(6)]
     for command_id in sent:
-        held_permits.result(command_id)
-    assert held_permits.log() == ["in", "out"] * 6
-    assert held_permits.left == [(ApiAnswer.GOOD, False)] * 6
-    held_permits.until_free()
+        desk.result(command_id)
+    assert desk.log() == ["in", "out"] * 6
+    assert desk.left == [(ApiAnswer.GOOD, False)] * 6
+    desk.until_free()
 
 
-def test_errors_of_the_gate_reach_the_child_as_they_are(held_permits: Desk) -> None:
-    holder = held_permits.send("hold")
-    until(lambda: held_permits.log() == ["in"])
-    kind, text, limit = held_permits.result(held_permits.send("ask", name="one", wait=0.2))
+def test_errors_of_the_gate_reach_the_child_as_they_are(desk: Desk) -> None:
+    holder = desk.send("hold")
+    until(lambda: desk.log() == ["in"])
+    kind, text, limit = desk.result(desk.send("ask", name="one", wait=0.2))
     assert (kind, limit) == ("LimitTimeoutError", "one")
     assert "one" in text
-    kind, text, _ = held_permits.result(held_permits.send("ask", name="unheard_of", wait=1))
+    kind, text, _ = desk.result(desk.send("ask", name="unheard_of", wait=1))
     assert kind == "UnknownLimitError"
     assert "unknown limit 'unheard_of' (known: one)" in text
-    held_permits.go()
-    assert held_permits.result(holder) is False
-    assert held_permits.result(held_permits.send("ask", name="one", wait=20)) == ["a place"]
-    held_permits.until_free()
+    desk.go()
+    assert desk.result(holder) is False
+    assert desk.result(desk.send("ask", name="one", wait=20)) == ["a place"]
+    desk.until_free()
 
 
 # --- processes that die ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command_type", ["die", "die_level"])
-def test_the_place_of_a_child_that_was_killed_comes_back_after_its_lease(
-    held_permits: Desk, command_type: str
-) -> None:
-    said = held_permits.failure(held_permits.send(command_type))
+def test_the_place_of_a_child_that_was_killed_comes_back_after_its_lease(desk: Desk, command_type: str) -> None:
+    said = desk.failure(desk.send(command_type))
     assert (said.verdict, said.error_type, said.rung) == ("EXHAUSTED", "WorkerLost", "crash")
-    assert held_permits.left == [(ApiAnswer.UNKNOWN, True)]
-    held_permits.result(held_permits.send("block"))
-    assert held_permits.log() == ["in", "in", "out"]
-    held_permits.until_free()
+    assert desk.left == [(ApiAnswer.UNKNOWN, True)]
+    desk.result(desk.send("block"))
+    assert desk.log() == ["in", "in", "out"]
+    desk.until_free()
 
 
-def test_blocks_in_a_child_use_the_place_that_its_handler_has(held_permits: Desk) -> None:
-    held_permits.result(held_permits.send("lent"))
-    assert held_permits.left == [(ApiAnswer.GOOD, False)]
-    assert held_permits.failure(held_permits.send("lent", dies=True)).error_type == "WorkerLost"
-    assert held_permits.left == [(ApiAnswer.GOOD, False), (ApiAnswer.UNKNOWN, True)]
-    assert held_permits.log() == ["in"] * 6
-    held_permits.until_free()
+def test_blocks_in_a_child_use_the_place_that_its_handler_has(desk: Desk) -> None:
+    desk.result(desk.send("lent"))
+    assert desk.left == [(ApiAnswer.GOOD, False)]
+    assert desk.failure(desk.send("lent", dies=True)).error_type == "WorkerLost"
+    assert desk.left == [(ApiAnswer.GOOD, False), (ApiAnswer.UNKNOWN, True)]
+    assert desk.log() == ["in"] * 6
+    desk.until_free()
 
 
 def test_an_attempt_for_which_there_is_no_process_gives_its_place_back_at_once(
@@ -164,103 +162,103 @@ def test_an_attempt_for_which_there_is_no_process_gives_its_place_back_at_once(
         raise OSError("no processes left")
 
     monkeypatch.setattr(Isolation, "_make", fail)
-    held_permits: Desk = request.getfixturevalue("desk")
-    assert held_permits.failure(held_permits.send("level")).error_code == "ISOLATION_FAILED"
-    assert held_permits.left == [(ApiAnswer.UNKNOWN, False)]
-    held_permits.until_free()
+    desk: Desk = request.getfixturevalue("desk")
+    assert desk.failure(desk.send("level")).error_code == "ISOLATION_FAILED"
+    assert desk.left == [(ApiAnswer.UNKNOWN, False)]
+    desk.until_free()
 
 
-def test_a_child_that_is_killed_in_line_waits_no_more(held_permits: Desk) -> None:
-    holder = held_permits.send("hold")
-    until(lambda: held_permits.log() == ["in"])
-    waits = held_permits.send("in_line")
-    until(lambda: len(held_permits.log()) == 2)
-    until(lambda: one(held_permits.db, WAITING) == 1)
-    os.kill(int(held_permits.log()[1].removeprefix("asks ")), signal.SIGKILL)
-    assert held_permits.failure(waits).error_type == "WorkerLost"
-    until(lambda: one(held_permits.db, WAITING) == 0)
-    held_permits.go()
-    held_permits.result(holder)
-    held_permits.until_free()
-    assert held_permits.left == [(ApiAnswer.GOOD, False)]
+def test_a_child_that_is_killed_in_line_waits_no_more(desk: Desk) -> None:
+    holder = desk.send("hold")
+    until(lambda: desk.log() == ["in"])
+    waits = desk.send("in_line")
+    until(lambda: len(desk.log()) == 2)
+    until(lambda: one(desk.db, WAITING) == 1)
+    os.kill(int(desk.log()[1].removeprefix("asks ")), signal.SIGKILL)
+    assert desk.failure(waits).error_type == "WorkerLost"
+    until(lambda: one(desk.db, WAITING) == 0)
+    desk.go()
+    desk.result(holder)
+    desk.until_free()
+    assert desk.left == [(ApiAnswer.GOOD, False)]
 
 
 # --- time --------------------------------------------------------------------------------------------------------
 
 
-def test_a_call_that_takes_too_long_fails_its_attempt_with_timeout(held_permits: Desk) -> None:
-    said = held_permits.failure(held_permits.send("late"))
+def test_a_call_that_takes_too_long_fails_its_attempt_with_timeout(desk: Desk) -> None:
+    said = desk.failure(desk.send("late"))
     assert (said.error, said.error_code) == ("timeout", "TIMEOUT")
-    assert held_permits.left == [(ApiAnswer.TIMEOUT, True)]
-    held_permits.until_free()
+    assert desk.left == [(ApiAnswer.TIMEOUT, True)]
+    desk.until_free()
 
 
-def test_a_call_that_ignores_its_time_out_goes_down_the_ladder(held_permits: Desk) -> None:
-    said = held_permits.failure(held_permits.send("late_deaf"))
+def test_a_call_that_ignores_its_time_out_goes_down_the_ladder(desk: Desk) -> None:
+    said = desk.failure(desk.send("late_deaf"))
     assert (said.error_type, said.rung) == ("ExecutionStuck", "kill")
     assert said.error == "did not respond to cancellation within 0.5 seconds: timeout; its process was killed"
-    assert held_permits.left == [(ApiAnswer.TIMEOUT, True)]
-    held_permits.until_free()
+    assert desk.left == [(ApiAnswer.TIMEOUT, True)]
+    desk.until_free()
 
 
-def test_a_time_out_of_a_handler_with_a_place_of_its_own_is_told_once(held_permits: Desk) -> None:
-    assert held_permits.failure(held_permits.send("late_lent")).error_type == "ExecutionStuck"
-    assert held_permits.left == [(ApiAnswer.TIMEOUT, True), (ApiAnswer.UNKNOWN, True)]
-    assert one(held_permits.db, "SELECT failures FROM commandbus.limits WHERE name = 'one'") == 1
-    held_permits.until_free()
+def test_a_time_out_of_a_handler_with_a_place_of_its_own_is_told_once(desk: Desk) -> None:
+    assert desk.failure(desk.send("late_lent")).error_type == "ExecutionStuck"
+    assert desk.left == [(ApiAnswer.TIMEOUT, True), (ApiAnswer.UNKNOWN, True)]
+    assert one(desk.db, "SELECT failures FROM commandbus.limits WHERE name = 'one'") == 1
+    desk.until_free()
 
 
-def test_an_async_call_that_takes_too_long_is_cancelled_and_the_handler_goes_on(held_permits: Desk) -> None:
-    assert held_permits.result(held_permits.send("late_async")) == "timeout"
-    assert held_permits.left == [(ApiAnswer.TIMEOUT, True)]
-    held_permits.until_free()
+def test_an_async_call_that_takes_too_long_is_cancelled_and_the_handler_goes_on(desk: Desk) -> None:
+    assert desk.result(desk.send("late_async")) == "timeout"
+    assert desk.left == [(ApiAnswer.TIMEOUT, True)]
+    desk.until_free()
 
 
-def test_after_the_block_the_attempt_has_its_own_deadline_again(held_permits: Desk) -> None:
-    assert 30 < held_permits.result(held_permits.send("in_time")) < 60
+def test_after_the_block_the_attempt_has_its_own_deadline_again(desk: Desk) -> None:
+    assert 30 < desk.result(desk.send("in_time")) < 60
 
 
 # --- 429 ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command_type", ["refused", "refused_async", "refused_level"])
-def test_a_rate_limit_error_in_a_child_parks_the_command(held_permits: Desk, command_type: str) -> None:
-    sent = held_permits.send(command_type)
-    assert held_permits.result(sent) == "yes"
-    assert verdicts(held_permits.db, sent)[0][1] == "PARKED"
-    assert "429 from example" in str(held_permits.bus.get_attempts("orders", sent)[0].error)
-    assert held_permits.left[0] == (ApiAnswer.RATE_LIMITED, False)
-    assert held_permits.left[-1] == (ApiAnswer.GOOD, False)
-    held_permits.until_free()
+def test_a_rate_limit_error_in_a_child_parks_the_command(desk: Desk, command_type: str) -> None:
+    sent = desk.send(command_type)
+    assert desk.result(sent) == "yes"
+    assert verdicts(desk.db, sent)[0][1] == "PARKED"
+    assert "429 from example" in str(desk.bus.get_attempts("orders", sent)[0].error)
+    assert desk.left[0] == (ApiAnswer.RATE_LIMITED, False)
+    assert desk.left[-1] == (ApiAnswer.GOOD, False)
+    desk.until_free()
 
 
 # --- places that are lost, and threads that stay -----------------------------------------------------------------
 
 
-def test_a_child_hears_that_its_place_is_lost(held_permits: Desk) -> None:
-    sent = held_permits.send("hold")
-    until(lambda: held_permits.log() == ["in"])
-    held_permits.db.execute("UPDATE commandbus.limits SET holders = '{}' WHERE name = 'one'")
-    assert held_permits.result(sent) is True
-    held_permits.until_free()
+def test_a_child_hears_that_its_place_is_lost(desk: Desk) -> None:
+    sent = desk.send("hold")
+    until(lambda: desk.log() == ["in"])
+    desk.db.execute("UPDATE commandbus.limits SET holders = '{}' WHERE name = 'one'")
+    assert desk.result(sent) is True
+    desk.until_free()
 
 
-def test_a_place_that_a_thread_holds_is_left_when_the_attempt_is_over(held_permits: Desk) -> None:
-    held_permits.result(held_permits.send("leave_thread"))
-    until(lambda: held_permits.left)
-    assert held_permits.left == [(ApiAnswer.UNKNOWN, True)]
-    held_permits.until_free()
-    held_permits.go()
-    until(lambda: held_permits.log() == ["left"])
-    held_permits.result(held_permits.send("block"))
-    assert held_permits.left == [(ApiAnswer.UNKNOWN, True), (ApiAnswer.GOOD, False)]
+def test_a_place_that_a_thread_holds_is_left_when_the_attempt_is_over(desk: Desk) -> None:
+    desk.result(desk.send("leave_thread"))
+    until(lambda: desk.left)
+    assert desk.left == [(ApiAnswer.UNKNOWN, True)]
+    desk.until_free()
+    desk.go()
+    until(lambda: desk.log() == ["left"])
+    desk.result(desk.send("block"))
+    assert desk.left == [(ApiAnswer.UNKNOWN, True), (ApiAnswer.GOOD, False)]
 
 
-def test_a_thread_of_an_attempt_that_is_over_gets_no_place(held_permits: Desk) -> None:
-    held_permits.result(held_permits.send("ask_later"))
-    held_permits.go()
-    until(lambda: held_permits.log() == ["AttemptFencedError"])
-    assert one(held_permits.db, "SELECT granted FROM commandbus.limits WHERE name = 'one'") == 0
+def test_a_thread_of_an_attempt_that_is_over_gets_no_place(desk: Desk) -> None:
+    desk.result(desk.send("ask_later"))
+    desk.go()
+    until(lambda: desk.log() == ["AttemptFencedError"])
+    assert one(desk.db, "SELECT granted FROM commandbus.limits WHERE name = 'one'") == 0
 
 
 # --- the doorman does not believe --------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from commandbus.clock import monotonic
 from commandbus.errors import EmbeddedPostgresError
 
 _TICK_SECONDS = 0.02
@@ -43,9 +44,9 @@ def exclusively(file: Path, *, limit_seconds: float) -> Iterator[None]:
     """Hold the file's lock. Waits with a limit: whoever holds it may be suspended (Ctrl-Z)."""
     descriptor = open_lock_file(file)
     try:
-        give_up_at = time.monotonic() + limit_seconds
+        give_up_at = monotonic() + limit_seconds
         while not try_exclusive(descriptor):
-            if time.monotonic() >= give_up_at:
+            if monotonic() >= give_up_at:
                 raise EmbeddedPostgresError(
                     f"another process has held {file} for {limit_seconds:g} s: "
                     f"find it with `fuser {file}`, end it and try again"

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from commandbus.clock import monotonic
 from commandbus.db.embedded.binaries import Account
 from commandbus.errors import EmbeddedPostgresError
 
@@ -184,9 +185,9 @@ def _listens(port: int) -> bool:
 
 def _wait_until(condition: Callable[[], bool], limit_seconds: float) -> bool:
     """Polls: what is waited for is the end of a process that is not our child, or a line in its pid file."""
-    give_up_at = time.monotonic() + limit_seconds
+    give_up_at = monotonic() + limit_seconds
     while not condition():
-        if time.monotonic() >= give_up_at:
+        if monotonic() >= give_up_at:
             return False
         time.sleep(_TICK_SECONDS)
     return True

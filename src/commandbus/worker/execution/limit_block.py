@@ -34,6 +34,8 @@ from commandbus.model.api_errors import ApiFailure
 from commandbus.model.limit_state import ApiAnswer
 from commandbus.worker.execution.attempt import Attempt, Scope
 
+BEYOND_DEADLINE_SECONDS = 1.0
+
 
 class Door(Protocol):
     """Permits of limits, for one worker."""
@@ -100,7 +102,7 @@ def _wait(
     left = min(most, deadline_at - monotonic())
     attempt.extras.scopes.append(scope)
     try:
-        call = door.acquire(attempt, name, max(0.0, left))
+        call = door.acquire(attempt, name, _longest(left, most))
         call.answer.add_done_callback(lambda _: scope.event.set())
         scope.event.wait(left + LEAST_SECONDS)
         if call.answer.done():
@@ -110,6 +112,12 @@ def _wait(
         raise waited_in_vain(name, most)
     finally:
         attempt.extras.scopes.remove(scope)
+
+
+def _longest(left: float, most: float) -> float:
+    """How long the limit client may let the call wait. If the deadline comes before the end of the wait, the
+    client waits a moment longer: the handler is to hear of its deadline, not of a wait that nobody asked for."""
+    return most if left >= most else max(0.0, left) + BEYOND_DEADLINE_SECONDS
 
 
 class AsyncBlock(AbstractAsyncContextManager[Hold]):
@@ -146,7 +154,7 @@ async def async_block(
     most, limit = check_limit_terms(name, wait, timeout)
     check()
     left = max(0.0, min(deadline_at - monotonic(), most))
-    call = door.acquire(attempt, name, left)
+    call = door.acquire(attempt, name, _longest(left, most))
     try:
         permit = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(call.answer)), left + LEAST_SECONDS)
     except TimeoutError:
