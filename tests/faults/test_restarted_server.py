@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import psycopg
@@ -45,9 +46,9 @@ def _crash_a_backend(server: EmbeddedPostgres) -> None:
 
     It does so a moment after the crash, and may let somebody in until then. The bystander's session tells when.
     """
-    with (
-        psycopg.connect(server.dsn, autocommit=True) as victim,
-        psycopg.connect(server.dsn, autocommit=True) as bystander,
+    with (  # closed, and no more: the end of `with connection` would ask a dead session to commit
+        closing(psycopg.connect(server.dsn, autocommit=True)) as victim,
+        closing(psycopg.connect(server.dsn, autocommit=True)) as bystander,
     ):
         os.kill(victim.info.backend_pid, signal.SIGKILL)
         with pytest.raises(psycopg.OperationalError):

@@ -19,6 +19,12 @@ StartProcess = Callable[..., subprocess.Popen[bytes]]
 COMMANDS = 1500
 
 
+def is_stopped(pid: int) -> bool:
+    """Have all its threads stopped? On a busy machine a thread may go on for a moment after SIGSTOP was sent."""
+    tasks = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(text.rpartition(")")[2].split()[0] == "T" for text in tasks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["note", "note_async"])
 def test_a_worker_that_was_stopped_starts_nothing_that_others_have_completed(
@@ -42,6 +48,7 @@ def test_a_worker_that_was_stopped_starts_nothing_that_others_have_completed(
 
     def stops_with_many_in_hand() -> bool:
         process.send_signal(signal.SIGSTOP)
+        until(lambda: is_stopped(process.pid))
         if one(db, "SELECT count(*) > 10 FROM pgmq.q_orders__commands WHERE headers ? 'held_by'"):
             return True
         process.send_signal(signal.SIGCONT)  # just before a claim: a moment later it holds many again

@@ -71,6 +71,7 @@ def test_they_end_with_their_killed_worker_and_nobody_elses_do(
     assert supervised.stop()[0] == 0
 
 
+@pytest.mark.alone  # the kill waits for 0.4 s at most, of which the test takes 0.25 s
 def test_a_worker_is_not_killed_before_the_server_has_said_whose_they_are(
     supervise: Supervise,
     tasks: Path,

@@ -153,7 +153,7 @@ class LastingConnection:
             began = monotonic()
             try:
                 self._conn = self._connect()
-            except psycopg.Error:
+            except (psycopg.Error, OSError):  # OSError: somebody has closed what it was connecting with
                 on_wait()
                 # What the attempt to connect took was a pause, too: a server that is back is found within 5 s.
                 stopping.wait(max(FIRST_PAUSE_SECONDS, pause - (monotonic() - began)))
