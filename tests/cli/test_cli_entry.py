@@ -253,3 +253,14 @@ def test_json_is_json_whatever_the_encoding_of_the_terminal(orders, database):
     orders("send", "orders", "grüße", '"日本"', "--id", "é")
     answer = run("show", "orders", "é", "--json", "--database", database, PYTHONIOENCODING="ascii")
     assert json.loads(answer.out)["data"] == "日本"
+
+
+def test_ctrl_c_while_a_string_is_executed_has_its_exit_code(tmp_path):
+    """Imports execute strings (dataclasses do). Python then ends `python -m` by the signal, unless its note is cleared."""
+    (tmp_path / "interrupted.py").write_text(
+        "from commandbus.cli import entry\n"
+        "entry._invoke = lambda arguments, session: exec('raise KeyboardInterrupt')\n"
+        "entry.main([])\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")

@@ -129,7 +129,7 @@ def run(arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         return _complain(error.format_message(), ExitCode.USAGE)
     except (KeyboardInterrupt, click.Abort):
-        return ExitCode.INTERRUPTED
+        return _interrupted()
     except TerminatedError as terminated:
         return 128 + terminated.number
     except BrokenPipeError:
@@ -153,6 +153,15 @@ def _flushed(code: int) -> int:
     except BrokenPipeError:
         return _hush()
     return code
+
+
+def _interrupted() -> int:
+    """Ctrl-C. If it arrived while a string was executed (a dataclass that an import made), Python has noted it as
+    unhandled, and `python -m` would end by the signal instead of our exit code. Executing a string that does nothing
+    clears the note.
+    """
+    exec("")  # noqa: S102 - nothing is executed
+    return ExitCode.INTERRUPTED
 
 
 def _usage(error: click.UsageError) -> int:
