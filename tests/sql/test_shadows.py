@@ -31,6 +31,7 @@ from commandbus import (
 )
 from commandbus.db.service_connection import LastingConnection
 from commandbus.model.roles import KINDS
+from commandbus.sql import migrations
 from support import shadows, statements
 from support.waiting import until
 from support.workers import quick_settings
@@ -154,13 +155,8 @@ def test_setting_up_beside_shadows(database: str, shadowed: str, admin: psycopg.
     with CommandBus(database) as bus:
         bus.create_domain("late")
         bus.create_queue("late_answers")
-        admin.execute("DELETE FROM commandbus.migration WHERE number = 3")
-        admin.execute("DROP FUNCTION commandbus.moving_rate")
-        for table in ("batch_delta", "batch", "process_step", "stray_reply", "process"):
-            admin.execute(f"DROP TABLE commandbus.{table} CASCADE".encode())
-        admin.execute("ALTER TABLE commandbus.command DROP COLUMN process, DROP COLUMN step")
-        admin.execute("DROP INDEX IF EXISTS commandbus.command_batch")
-        assert bus.migrate(domains=["later"]).missing == (3,)
+        admin.execute("DROP SCHEMA commandbus CASCADE")
+        assert bus.migrate(domains=["later"]).missing == tuple(migrations())
     assert not shadows.was_called(admin)
 
 

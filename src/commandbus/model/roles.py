@@ -8,7 +8,7 @@ batches and processes (to send again what failed is to send). None of them owns 
 are created by the role that migrated.
 
 Hot statements run on plain grants, by column where a whole table would be too much. What needs more goes through
-the functions of `sql/migrations/0005_roles.sql`: nobody but they can delete what happened.
+the functions of `sql/migrations/0001_schema.sql`: nobody but they can delete what happened.
 
 A tenant's roles have some domains only. Their grants on queues are of those domains; on the tables that all
 domains share, row security holds them to their rows. It is switched on when the first tenant's roles are made.

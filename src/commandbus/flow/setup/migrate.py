@@ -42,17 +42,13 @@ _TURN_LIMIT = f"SET LOCAL lock_timeout = {TURN_SECONDS * 1000:.0f}".encode()
 _BEGIN = b"""
 CREATE SCHEMA IF NOT EXISTS commandbus;
 CREATE TABLE IF NOT EXISTS commandbus.migration (
-    number      integer PRIMARY KEY,
-    name        text NOT NULL,
-    applied_at  timestamptz NOT NULL DEFAULT now()
+    number         integer PRIMARY KEY,
+    name           text NOT NULL,
+    applied_at     timestamptz NOT NULL DEFAULT now(),
+    is_compatible  boolean NOT NULL DEFAULT false
 );
-ALTER TABLE commandbus.migration ADD COLUMN IF NOT EXISTS is_compatible boolean NOT NULL DEFAULT false;
 """
-# A schema of an older release has no such column: then nothing in it is newer than we are.
-_APPLIED = b"""
-SELECT number, COALESCE((pg_catalog.to_jsonb(m) -> 'is_compatible'::text)::boolean, false)
-  FROM commandbus.migration m ORDER BY number
-"""
+_APPLIED = b"SELECT number, is_compatible FROM commandbus.migration ORDER BY number"
 
 
 @dataclass(frozen=True, slots=True)
