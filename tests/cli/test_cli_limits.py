@@ -75,8 +75,8 @@ def test_the_list(orders, docai, bus):
         (document,) = orders("limits", "--json").document
     assert (answer.code, head.split()) == (ExitCode.OK, LINE)
     assert line.split()[:6] == ["docai", "postgres", "1/5", "120/m", "0", "0"]
-    assert line.endswith("1 of 5 places in use, at most 120/m")
-    assert (document["in_use"], document["concurrency"], document["state"]) == (1, 5, "OPEN")
+    assert line.endswith("1 of 5 permits in use, at most 120/m")
+    assert (document["in_use"], document["concurrency"], document["state"]) == (1, 5, "AVAILABLE")
     assert len(document["holders"]) == 1
 
 
@@ -84,7 +84,7 @@ def test_the_list_says_that_nobody_calls_and_until_when(orders, docai, bus):
     refused(bus, retry_after=300.0)
     line = orders("limits").out.splitlines()[1]
     assert re.search(
-        r"backing off until \d\d:\d\d:\d\d \(in about (5m|4m5\ds)\): 429 from docai, attempt 1 of the back-off$",
+        r"backing off until \d\d:\d\d:\d\d \(in about (5m|4m5\ds)\): 429 from docai, step 1 of the back-off$",
         line,
     )
     until = bus.get_limit("docai").until
@@ -102,7 +102,7 @@ def test_show_has_everything(full, bus):
         line[:18].strip(): line[18:].strip() for line in shown.out.split("\nplaces\n")[0].splitlines() if line
     }
     text = shown.out
-    assert re.search(r"^state +open: 1 of 1 places in use, at most 120/m$", text, re.MULTILINE), fields
+    assert re.search(r"^state +available: 1 of 1 permits in use, at most 120/m$", text, re.MULTILINE), fields
     for name, value in {
         "kept in": "postgres", "at once": "1", "rate": "120/m, burst 5", "lease": "2m", "longest wait": "1d",
         "back-off": "2s, 4s, 8s, 16s, 30s", "in use": "1/1", "set here": '{"tries": 7}',
@@ -203,7 +203,7 @@ def test_a_command_that_waits_for_a_place_says_how_many_are_ahead_and_how_long(f
     assert record.waiting_estimated_seconds > 0
     assert record.waiting_until is None
     assert re.fullmatch(
-        r"parked \(3 ahead, about .+\): waits for a place of docai \(1 at once, 120/m\)", record.waiting_text
+        r"parked \(3 ahead, about .+\): waits for a permit of docai \(1 at once, 120/m\)", record.waiting_text
     )
     assert bus.get_command("orders", "p0").waiting_text.startswith("parked (next in line, about ")
     assert "parked (3 ahead, about " in full("show", "orders", "p3").out
@@ -213,7 +213,7 @@ def test_a_command_that_waits_for_a_place_says_how_many_are_ahead_and_how_long(f
     assert document["waiting_limit"] == "docai"
     assert document["waiting_ahead"] == 3
     assert document["waiting_estimated_seconds"] > 0
-    assert document["waiting_note"] == "waits for a place of docai (1 at once, 120/m)"
+    assert document["waiting_note"] == "waits for a permit of docai (1 at once, 120/m)"
     (status,) = bus.status("orders")
     assert (status.parked, status.delayed, status.ready) == (4, 0, 0)
 
@@ -224,7 +224,7 @@ def test_a_command_that_waits_for_a_back_off_says_until_when_though_it_was_parke
     assert record.waiting_until is not None
     shown = full("show", "orders", "p3").out
     assert re.search(
-        r"waits for +parked until \d\d:\d\d:\d\d \(in about 3m\d+s\): 429 from docai, attempt 1 of the back-off$",
+        r"waits for +parked until \d\d:\d\d:\d\d \(in about 3m\d+s\): 429 from docai, step 1 of the back-off$",
         shown,
         re.MULTILINE,
     ), shown
@@ -247,7 +247,7 @@ def test_what_a_removed_limit_had_said_is_still_told(full, bus, database):
     with psycopg.connect(database, autocommit=True) as db:
         db.execute("DELETE FROM commandbus.limits")
         record = bus.get_command("orders", "p3")
-    assert record.waiting_text == "waits for a place of docai (1 at once, 120/m)"
+    assert record.waiting_text == "waits for a permit of docai (1 at once, 120/m)"
 
 
 async def _asked(database):
@@ -291,12 +291,12 @@ def test_places_in_redis_are_seen_without_taking_part(cli, in_redis, database):
 def test_from_where_redis_is_out_of_reach_nobody_guesses(cli, in_redis, monkeypatch):
     monkeypatch.setenv("COMMANDBUS_REDIS_URL", "redis://127.0.0.1:1/0")
     assert cli("limits").out.splitlines()[1].split()[:3] == ["docai", "unknown", "?/2"]
-    said = "2 places in Redis, which is out of reach from here (redis_url): use unknown"
+    said = "2 permits in Redis, which this program cannot reach (redis_url): use unknown"
     assert said in " ".join(cli("limits", "show", "docai").out.split())
     assert cli("limits", "--json").document[0]["in_use"] is None
     monkeypatch.delenv("COMMANDBUS_REDIS_URL")
     assert cli("limits").out.splitlines()[1].split()[:3] == ["docai", "unknown", "?/2"]
-    said = "2 places in Redis, which is out of reach from here (redis_url): use unknown"
+    said = "2 permits in Redis, which this program cannot reach (redis_url): use unknown"
     assert said in " ".join(cli("limits", "show", "docai").out.split())
     assert cli("limits", "--json").document[0]["in_use"] is None
 

@@ -160,7 +160,7 @@ def _print(found: list[LimitInfo], undeclared: list[str]) -> None:
         [
             (
                 item.name, item.mode, _used(item), item.rate or "-", item.parked, item.callers, _pace(item),
-                item.text if item.state == "OPEN" else f"{_state(item)} {item.text}",
+                item.text if item.state == "AVAILABLE" else f"{_state(item)} {item.text}",
             )
             for item in found
         ],

@@ -189,6 +189,6 @@ def _log(name: str, holder: str, reason: str, row: LimitRow, limit_state: LimitS
         "breaker": "open" if limit_state.is_open else "closed",
     }
     text = "limit %s: %s, told to %s (%s, breaker %s)%s"
-    step = f"attempt {limit_state.step} of the back-off" if limit_state.step else "no back-off"
+    step = f"step {limit_state.step} of the back-off" if limit_state.step else "no back-off"
     wait = "" if left is None else f"; nobody begins for {left}"
     logger.warning(text, name, reason, holder, step, extra["breaker"], wait, extra=extra)

@@ -102,7 +102,7 @@ class LimitState:
         """Why nobody begins, for people."""
         if self.is_open:
             return f"the breaker of {name} is open: {self.open_reason}"
-        return f"{self.reason or f'429 from {name}'}, attempt {self.step} of the back-off"
+        return f"{self.reason or f'429 from {name}'}, step {self.step} of the back-off"
 
 
 def after_bad(

@@ -33,7 +33,7 @@ class Waiting:
 class LimitInfo:
     """A limit, what it allows, who uses it, and how it stands.
 
-    `state`: OPEN (permits are given), BACKING_OFF, BREAKER_OPEN, or PROBING (one call finds out whether it is
+    `state`: AVAILABLE (permits are given), BACKING_OFF, BREAKER_OPEN, or PROBING (one call finds out whether it is
     over). `until` is when that ends, `text` says all of it in a sentence. `mode`: where its permits are kept now:
     postgres, redis, degraded (every program keeps to its share), joining (Redis is back, and holders register) or
     unknown (in Redis, which is out of reach from here: `holders` is empty then, and `in_use` None).
@@ -190,20 +190,20 @@ def full(row: LimitRow) -> str:
     """That a limit has nothing to give, in words."""
     cap = "" if row.concurrency is None else f"{row.concurrency} at once"
     rate = "" if row.per_second is None else str(row.limit.rate)
-    return f"waits for a place of {row.name} ({', '.join(part for part in (cap, rate) if part)})"
+    return f"waits for a permit of {row.name} ({', '.join(part for part in (cap, rate) if part)})"
 
 
 def describe(row: LimitRow, look: LimitUse, waiting: Waiting) -> LimitInfo:
     """Everything about a limit."""
     limit_state, limit = row.limit_state, row.limit
     closed = limit_state.closed_until(row.now)
-    state, text = "OPEN", _in_use(row, look)
+    state, text = "AVAILABLE", _in_use(row, look)
     if limit_state.is_open or limit_state.is_forced:
         state, text = "BREAKER_OPEN", limit_state.explain(row.name)
     elif limit_state.is_probing:
         state, text = "BACKING_OFF", limit_state.explain(row.name)
     left = None if closed is None or limit_state.is_forced else closed - row.now
-    if state != "OPEN" and closed is None:
+    if state != "AVAILABLE" and closed is None:
         state = "PROBING"
         text += f"; {PROBING}"
     until = None if left is None or closed is None else datetime.fromtimestamp(closed, UTC)
@@ -260,7 +260,7 @@ def estimate(row: LimitRow, look: LimitUse, ahead: int, *, is_waiting: bool) -> 
         pace = until_next(row.now, row.tat, row.per_second, row.burst)
     if not ahead and not is_waiting and has_permit and not limit_state.is_probing:
         return Estimate(
-            row.name, pace, 0.0, 0, look.flow, "a place is free" if not pace else f"the rate of {row.name}"
+            row.name, pace, 0.0, 0, look.flow, "a permit is free" if not pace else f"the rate of {row.name}"
         )
     rates = [rate for rate in (look.flow, row.per_second) if rate]
     rate = min(rates) if rates else None
@@ -274,8 +274,8 @@ def estimate(row: LimitRow, look: LimitUse, ahead: int, *, is_waiting: bool) -> 
 
 
 def _in_use(row: LimitRow, look: LimitUse) -> str:
-    used = f"{len(look.holders)} of {row.concurrency} places in use" if row.concurrency is not None else ""
+    used = f"{len(look.holders)} of {row.concurrency} permits in use" if row.concurrency is not None else ""
     if used and look.mode == UNKNOWN:
-        used = f"{row.concurrency} places in Redis, which is out of reach from here (redis_url): use unknown"
+        used = f"{row.concurrency} permits in Redis, which this program cannot reach (redis_url): use unknown"
     rate = "" if row.per_second is None else f"at most {row.limit.rate}"
     return ", ".join(part for part in (used, rate) if part)
