@@ -99,7 +99,7 @@ def test_show_has_everything(full, bus):
     shown = full("limits", "show", "docai")
     assert shown.code == ExitCode.OK
     fields = {
-        line[:18].strip(): line[18:].strip() for line in shown.out.split("\nplaces\n")[0].splitlines() if line
+        line[:18].strip(): line[18:].strip() for line in shown.out.split("\npermits\n")[0].splitlines() if line
     }
     text = shown.out
     assert re.search(r"^state +available: 1 of 1 permits in use, at most 120/m$", text, re.MULTILINE), fields
@@ -130,7 +130,7 @@ def test_estimates(full, bus):
     unknown = full("limits", "estimate", "docai", "--domain", "orders", "--command-id", "none")
     assert unknown.code == ExitCode.NOT_FOUND
     bus.open_breaker(limit="docai", operator="ann")
-    assert "nobody can say how long: the breaker of docai is open" in full("limits", "estimate", "docai").out
+    assert "no estimate: the breaker of docai is open" in full("limits", "estimate", "docai").out
 
 
 def test_an_unknown_limit_is_not_found(orders, docai):
@@ -164,14 +164,14 @@ def test_set_and_unset(orders, docai, bus):
 def test_a_limit_that_was_only_set_is_gone_when_it_is_unset(orders, bus):
     assert orders("limits", "set", "vision", "--rate", "2/s", "--backend", "postgres").code == 0
     assert bus.get_limit("vision").rate == "2/s"
-    assert orders("limits", "unset", "vision").out == "limit vision is gone: nobody declares it\n"
+    assert orders("limits", "unset", "vision").out == "limit vision is deleted: no program declares it\n"
     assert bus.limits() == []
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["set", "docai"], "what is to change?"),
+        (["set", "docai"], "no change is given"),
         (["set", "docai", "--concurrency", "0"], "concurrency must be a whole number from 1 to 1000000, not 0"),
         (["set", "docai", "--rate", "5/parsec"], "'5/parsec'"),
         (["set", "docai", "--rate", "fast"], "120/m"),
@@ -181,8 +181,8 @@ def test_a_limit_that_was_only_set_is_gone_when_it_is_unset(orders, bus):
         (["set", "docai", "--backend", "etcd"], "etcd"),
         (["set", "Doc-AI", "--concurrency", "5"], "'Doc-AI' is not the name of a limit"),
         (["set", "vision", "--tries", "5"], "limits nothing: give concurrency=5, rate='120/m', or both"),
-        (["unset", "docai", "--speed"], "there is no option '--speed' of a limit"),
-        (["unset", "docai", "speed"], "there is no option 'speed' of a limit; there are concurrency, rate"),
+        (["unset", "docai", "--speed"], "a limit has no option '--speed'"),
+        (["unset", "docai", "speed"], "a limit has no option 'speed'; there are concurrency, rate"),
     ],
 )
 def test_what_makes_no_sense_changes_nothing(orders, docai, bus, words, said):

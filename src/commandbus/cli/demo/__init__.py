@@ -53,7 +53,7 @@ class Place:
 )
 @click.pass_context
 def demo(ctx: click.Context, keep: bool, count: int, folder: Path | None) -> None:  # noqa: FBT001
-    """Show everything at work, in some ten seconds.
+    """Show everything at work, in about ten seconds.
 
     Uses the server of --database, else an embedded PostgreSQL in a folder. The commands go to a domain `demo`;
     each run reports only its own.
