@@ -104,7 +104,7 @@ def test_show_and_tables_tell_charged_attempts_from_their_numbers(orders, bus):
     ("marks", "apart", "said"),
     [
         ("quarantine = true", "quarantine", "an attempt of it got stuck or crashed its worker"),
-        ("suspect = 1", "suspect", "nobody could be named"),
+        ("suspect = 1", "suspect", "the cause is not known"),
         ("suspect = 1, alone = true, quarantine = true", "alone", "one such command at a time"),
     ],
 )

@@ -329,12 +329,12 @@ def test_the_doctor_misses_redis(cli, in_redis, monkeypatch):
     monkeypatch.setenv("COMMANDBUS_REDIS_URL", "redis://:secret@127.0.0.1:1/0")
     answer = cli("doctor", "--json")
     assert answer.code == ExitCode.NO
-    assert "docai cannot be used from here" in findings(answer, "FAIL")["redis"]["message"]
+    assert "docai cannot be used by this program" in findings(answer, "FAIL")["redis"]["message"]
     assert "secret" not in answer.out
     monkeypatch.delenv("COMMANDBUS_REDIS_URL")
     answer = cli("doctor", "--json")
     failed = findings(answer, "FAIL")["limits"]
-    assert "docai: kept in Redis, and redis_url is not set" in failed["message"]
+    assert "docai: kept in Redis, but redis_url is not set" in failed["message"]
     assert "COMMANDBUS_REDIS_URL" in failed["remedy"]
 
 

@@ -65,7 +65,7 @@ def test_a_supervisor_waits_unready_and_says_for_what(
     assert "commandbus_database_up 0" in supervised.ask("/metrics")[1]
     assert supervised.workers() == {}
     proxy.is_refusing = False
-    supervised.until_said("the database is there after")
+    supervised.until_said("the database is reachable after")
     supervised.until_ready()
     until_settled(db)
     until(lambda: supervised.ask("/health/ready")[0] == 200)

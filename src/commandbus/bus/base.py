@@ -104,8 +104,8 @@ class BusBase:
     ) -> WaitingCall:
         if conn is not None:
             raise InvalidOperationError(
-                "call takes no conn: what is not committed does not run, so its outcome cannot be waited for; "
-                "use send(..., conn=conn), or call outside the transaction"
+                "call takes no conn: a command does not run before its transaction is committed, so call could "
+                "not wait for it; use send(..., conn=conn), or call outside the transaction"
             )
         seconds = call.seconds_of(timeout, "timeout")
         new.timeout = None if deadline is None else call.seconds_of(deadline, "deadline")
@@ -187,7 +187,7 @@ def warn_on_loop() -> bool:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("commandbus."):
         depth, frame = depth + 1, frame.f_back
     text = (
-        "CommandBus is used on a running event loop, which stands still until the database has answered: use "
+        "CommandBus is used on a running event loop, and blocks it until the database has answered: use "
         "AsyncCommandBus there and await its methods, or `await asyncio.to_thread(bus.send, …)`"
     )
     warnings.warn(text, RuntimeWarning, stacklevel=depth)

@@ -168,7 +168,7 @@ def _one(operation: Operation[T]) -> Plan[T]:
 
 def _type(domain: str | None, command_type: str | None) -> tuple[str, str]:
     if domain is None or command_type is None:
-        raise InvalidOperationError("which breaker? give a domain and a command_type, or limit=NAME")
+        raise InvalidOperationError("no breaker is named; give a domain and a command_type, or limit=NAME")
     return names.check_domain(domain), names.check_type(command_type)
 
 

@@ -60,7 +60,7 @@ T = TypeVar("T")
 logger = safe_logger("commandbus.limits")
 CLOSE_SECONDS = 5.0
 AT_EXIT_SECONDS = 1.0
-_AWAY = "the database is away"
+_AWAY = "the database is unreachable"
 
 
 class LimitClientHolder:

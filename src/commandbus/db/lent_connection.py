@@ -22,7 +22,7 @@ _HOW = (
 def borrow(conn: object) -> AnyConnection:
     """The psycopg connection in `conn`."""
     if _is_async_session(conn) or hasattr(conn, "sync_connection"):
-        raise TypeError(f"conn is {_kind(conn)}, which is awaited: use AsyncCommandBus with it")
+        raise TypeError(f"conn is {_kind(conn)}, which is async: use AsyncCommandBus with it")
     found = _unwrap(conn)
     if isinstance(found, Connection):
         return found

@@ -85,7 +85,7 @@ class DatabaseService:
         self._wake.write()
 
     def order(self, order: Callable[[], None]) -> None:
-        """Have something done by the thread, before its next round. It is tried again if the database is away."""
+        """Let the thread do something before its next round; again, if the database is unreachable."""
         self._orders.append(order)
         self.wake()
 
@@ -117,7 +117,7 @@ class DatabaseService:
 
     @property
     def down_since(self) -> float | None:
-        """Since when (monotonic) the database is away."""
+        """Since when (monotonic) the database is unreachable."""
         return self._link.down_since
 
     @property
@@ -128,13 +128,13 @@ class DatabaseService:
 
     @property
     def trouble(self) -> str | None:
-        """A sentence for operators if this service does not work, and not because the database is away."""
+        """A sentence for operators if this service does not work, and not because the database is unreachable."""
         if self.ended is not None:
             return f"the {self.part} has ended: {type(self.ended).__name__}: {str(self.ended).strip()}"
         if self._thread.ident is None or self._stopping.is_set():
             return None
         if not self._thread.is_alive():
-            return f"the {self.part} has ended without a word"
+            return f"the {self.part} has ended without an error"
         if self.is_away:
             return None
         if (silent_for := self._link.silent_for) >= SILENT_SECONDS:
@@ -227,7 +227,7 @@ class DatabaseService:
             except psycopg.OperationalError:
                 raise
             except Exception:
-                logger.exception("the %s could not use a notification", self.part)
+                logger.exception("the %s could not handle a notification", self.part)
         return bool(notifications)
 
     # --- the thread --------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class ServerWait:
                 pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
             else:
                 if self.reason and not self._given_up.is_set():
-                    self._log.info("the database is there after %.1f s", monotonic() - self._began_at)
+                    self._log.info("the database is reachable after %.1f s", monotonic() - self._began_at)
                 break
         self.over.set()
         self.tried.set()

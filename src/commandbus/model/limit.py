@@ -77,7 +77,7 @@ class Rate:
             object.__setattr__(self, name, float(value))
         if not _SLOWEST <= self.per_second <= _FASTEST:
             raise ConfigurationError(
-                f"{self} is no rate that can be kept: write one from 1/365d to {_FASTEST:.0f}/s, such as 120/m"
+                f"{self} is not a possible rate: write one from 1/365d to {_FASTEST:.0f}/s, such as 120/m"
             )
 
     @classmethod

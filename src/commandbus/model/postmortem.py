@@ -228,7 +228,7 @@ def _part(death: Death, attempt: Running[K], roles: Mapping[K, Role]) -> str:
             return "; this attempt did not cause it: not charged"
     cpu = death.cpu_seconds.get(attempt.native_id, 0.0)
     if death.cause is Cause.FROZEN and cpu >= LEAST_CPU_SECONDS:
-        return f"; this attempt's thread used {cpu:.1f} s of CPU time meanwhile and let no other one run"
+        return f"; this attempt's thread used {cpu:.1f} s of CPU time meanwhile and let no other thread run"
     if death.cause is Cause.SIGNALED and death.dump.current == attempt.ident:
         return _IN_ITS_THREAD
     return "; this attempt was the only one that ran" if len(roles) == 1 else "; this attempt caused it"

@@ -334,8 +334,8 @@ def _step_names(following: object, manager: BaseProcessManager[Any]) -> list[str
     except InvalidCommandError:
         pass
     raise PermanentCommandError(
-        f"{type(manager).__name__} says that {names.shown(following)} follows: a step's name is text of 1 to "
-        f"200 characters without control characters, several are a list",
+        f"{type(manager).__name__} returned {names.shown(following)} as the next step: a step's name is text of 1 "
+        f"to 200 characters without control characters; for several steps return a list",
         code="INVALID_STEP",
     )
 

@@ -234,7 +234,7 @@ def check_manager(manager: object) -> BaseProcessManager[Any]:
     names.check_type(manager.process_type)
     names.check_domain(manager.domain)
     if missing := [name for name in _needed(manager) if _is_ours(manager, name)]:
-        raise ConfigurationError(f"{kind} has no {missing[0]}: a process manager must say what it does")
+        raise ConfigurationError(f"{kind} has no {missing[0]}: define it in the class")
     if manager.deadline is not None:
         parse_seconds(manager.deadline, name=f"deadline of {kind}")
     return manager

@@ -188,7 +188,7 @@ class Saga(BaseProcessManager[State]):
         if taken := sorted(state.keys() & self._steps.keys()):
             raise PermanentCommandError(
                 f"saga {self.process_type!r} keeps the result of step {taken[0]!r} under that name: "
-                f"call that part of the data something else"
+                f"rename that key of the data"
             )
         return state
 

@@ -208,7 +208,7 @@ class Coroner(DatabaseService):
             work()
         except psycopg.OperationalError as error:
             if not is_locked(error):
-                raise  # the database is away: again
+                raise  # the database is unreachable: again
             logger.warning("the coroner met a locked row, and tries again: %s", str(error).strip())
             return False
         except Exception:

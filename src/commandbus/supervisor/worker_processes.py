@@ -197,7 +197,7 @@ class WorkerProcesses:
         waits = is_database_away and self._was_ready and serving < wanted
         if waits and not self._waits_for_database:
             missing = counted(wanted - serving, "worker")
-            logger.warning("the database is away: %s will be started when it is back", missing)
+            logger.warning("the database is unreachable: %s will be started when it is back", missing)
         self._waits_for_database = waits
         if is_database_away:
             self._away_at = now

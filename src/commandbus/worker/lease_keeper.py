@@ -5,7 +5,7 @@ renewals skip what is locked. Long or lockable work is the Maintenance's. A leas
 passed, counted from when it was last *asked for*, while its attempt is within its limits; a lost one is marked,
 and the ladder stops the attempt. A lease whose queue row another transaction holds is not renewed, and is tried
 again at every tick. Orders (renew a lease now, cancel a query, fence a stuck attempt) are worked off at once;
-while the database is away they wait.
+while the database is unreachable they wait.
 
 Fencing, in order: the attempt gets no connection any more (the ladder saw to that), its database session is
 looked at and ended, so that nothing it does can commit later, and only then is its outcome handed to the

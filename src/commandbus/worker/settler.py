@@ -237,7 +237,7 @@ class Settler(DatabaseService):
             self._unwritten = {}
 
     def _write(self, domain: str, items: Sequence[Item], *, is_hurried: bool) -> None:
-        """Write these, together if that is possible; raises while the database is away."""
+        """Write these, together if that is possible; raises while the database is unreachable."""
         if (error := self._try(domain, items, is_hurried=is_hurried)) is not None:
             self._write_around_locks(domain, items, error)
 

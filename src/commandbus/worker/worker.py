@@ -126,7 +126,7 @@ class Worker:
         return 0 if self._runtime is None else sum(self._runtime.settler.settled.values())
 
     def start(self) -> bool:
-        """Start the threads and return; while the database is away, wait for it.
+        """Start the threads and return; while the database is unreachable, wait for it.
 
         False if something asked it to stop first: then nothing was started.
         """

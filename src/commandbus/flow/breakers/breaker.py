@@ -302,7 +302,7 @@ def _probe(row: Row) -> Steps[Moved | None]:
     )
     if chosen:
         half_open = replace(row, state="HALF_OPEN", probe=chosen[0][0], probe_until=None)
-        return (yield from move(half_open, "one command is tried", of_probe=half_open.probe))
+        return (yield from move(half_open, "one command is the probe", of_probe=half_open.probe))
     if row.state == "OPEN":
         return None  # the next one that arrives is parked, and then chosen
     unheard = replace(row, state="OPEN", until=row.now, probe=None, probe_until=None)
@@ -327,11 +327,11 @@ def explain(
     if is_forced:
         return f"breaker opened {reason or 'by a person'}"
     if state == "HALF_OPEN":
-        how = "breaker half open, one command is tried"
+        how = "breaker half open, one command is the probe"
     elif now is None or until is None:
         how = "breaker open"
     elif until <= now:
-        how = "breaker open, the next command is tried"
+        how = "breaker open, the next command is the probe"
     else:
         how = f"breaker open until {until.astimezone(UTC):%H:%M:%S} UTC"
     return f"{how}: {reason}" if reason else how

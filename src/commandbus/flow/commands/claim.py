@@ -428,7 +428,7 @@ def _lost_text(row: ClaimedRow, holders: int, marks: Marks) -> str:
     text = "the worker vanished and its lease ran out"
     if marks.waived - row.waived < holders:
         return f"{text}, while it ran alone: charged"
-    return f"{text}: not charged, and its next attempt runs in a process of its own" + (
+    return f"{text}: not charged, and its next attempt runs in a child process" + (
         " (it had not started)" if row.alone else ""
     )
 
@@ -498,7 +498,7 @@ def _put_off(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -
 
 def _later(domain: str, row: ClaimedRow, room: Room) -> Settlement:
     assert row.id is not None  # noqa: S101 - raw messages are not ours
-    why, longest = "commands in quarantine fill the processes that this worker has for them", LONGEST_DELAY
+    why, longest = "all child processes of this worker for commands in quarantine are in use", LONGEST_DELAY
     if row.alone:
         longest = room.soonest
         why = "its worker was lost with it before: such commands run one at a time"

@@ -31,8 +31,8 @@ def doubt_type(domain: str, command_type: str, *, what: str = "command type") ->
     if command_type in known:
         return None
     return (
-        f"nobody knows {what} {command_type!r} of domain {domain!r}: no running worker says that it handles it, "
-        f"and no recent command is of it; {_similar(command_type, known)}"
+        f"nobody knows {what} {command_type!r} of domain {domain!r}: no running worker handles it, and it has "
+        f"no recent command; {_similar(command_type, known)}"
     )
 
 

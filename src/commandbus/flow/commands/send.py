@@ -143,7 +143,7 @@ def to_new_command(item: NewCommand | Mapping[str, Any]) -> NewCommand:
     if isinstance(item, NewCommand):
         return item
     if not isinstance(item, Mapping):
-        raise InvalidCommandError(f"{names.shown(item)} is no command: give NewCommand or dicts")
+        raise InvalidCommandError(f"{names.shown(item)} is not a command; give NewCommand or dicts")
     if not item.keys() <= _FIELDS:
         unknown = sorted(str(key) for key in item if key not in _FIELDS)
         raise InvalidCommandError(

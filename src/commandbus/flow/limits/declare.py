@@ -154,14 +154,16 @@ def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
         where = _home_of(effective, home, permit)
         if permit and where != tuple(permit) and not (yield from _is_idle(limit.name, permit[1])):
             notes.append(
-                f"limit {limit.name} is in use, and stays in {permit[1]} ({permit[0]}): start again when nobody "
+                f"limit {limit.name} is in use, so it stays in {permit[1]} ({permit[0]}): start again when nobody "
                 f"uses it"
             )
             where = (permit[0], permit[1])
         if rows and declared == limit.to_json() and where == tuple(permit):
             continue
         if declared is not None and declared != limit.to_json():
-            notes.append(f"limit {limit.name} was declared otherwise: {difference(declared, limit.to_json())}")
+            notes.append(
+                f"limit {limit.name} was declared differently before: {difference(declared, limit.to_json())}"
+            )
             yield note_action(
                 f"limit {limit.name}", "DECLARE", OperatorAction("CANCEL", ITSELF), details=limit.to_json()
             )
@@ -208,8 +210,8 @@ def set_limit(name: str, options: Mapping[str, Any], home: Home, what: OperatorA
         and not (yield from _is_idle(name, where[1]))
     ):
         raise InvalidOperationError(
-            f"{' and '.join(sorted(fixed))} of limit {name!r} cannot be changed while it is in use: who holds a "
-            f"place would not be counted; try again when nobody uses it"
+            f"{' and '.join(sorted(fixed))} of limit {name!r} cannot be changed while it is in use: permits that "
+            f"are held would not be counted; try again when nobody uses it"
         )
     wanted = {**(override or {}), **options}
     effective = Limit.from_json(name, declared, wanted)

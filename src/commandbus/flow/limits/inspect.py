@@ -17,7 +17,7 @@ from commandbus.model.limit import LimitUse, until_next
 
 UNKNOWN = "unknown"
 """The mode of a look from where the permits are out of reach."""
-PROBING = "one call finds out whether it is over"
+PROBING = "a probe finds out whether it is over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ def estimate(row: LimitRow, look: LimitUse, ahead: int, *, is_waiting: bool) -> 
     closed = limit_state.closed_until(row.now)
     if limit_state.is_forced:
         return Estimate(
-            row.name, None, 0.0, ahead, look.flow, f"{limit_state.explain(row.name)}; a person has to close it"
+            row.name, None, 0.0, ahead, look.flow, f"{limit_state.explain(row.name)}; a person must close it"
         )
     backoff = 0.0 if closed is None else closed - row.now
     has_permit = row.concurrency is None or (look.mode != UNKNOWN and len(look.holders) < row.concurrency)
@@ -268,7 +268,7 @@ def estimate(row: LimitRow, look: LimitUse, ahead: int, *, is_waiting: bool) -> 
     if rate is None:
         seconds = backoff if backoff and not ahead else None
         return Estimate(
-            row.name, seconds, backoff, ahead, None, f"{why}; nothing was measured yet" if seconds is None else why
+            row.name, seconds, backoff, ahead, None, f"{why}; no rate was measured yet" if seconds is None else why
         )
     return Estimate(row.name, backoff + max(pace, (ahead + 1) / rate), backoff, ahead, rate, why)
 

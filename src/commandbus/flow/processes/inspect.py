@@ -31,7 +31,7 @@ def query_processes(
     status = status.upper() if isinstance(status, str) else status
     if status is not None and status not in list(ProcessStatus):
         raise InvalidCommandError(
-            f"status {names.shown(status)} is no process status; known are {', '.join(ProcessStatus)}"
+            f"status {names.shown(status)} is not a process status; known are {', '.join(ProcessStatus)}"
         )
     rows = yield Statement(
         sql.text("processes/query_processes"),

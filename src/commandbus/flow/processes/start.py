@@ -42,7 +42,7 @@ def to_new_process(item: object) -> NewProcess:
     if isinstance(item, NewProcess):
         return item
     if not isinstance(item, Mapping):
-        raise InvalidCommandError(f"{names.shown(item)} is no process: give NewProcess or dicts")
+        raise InvalidCommandError(f"{names.shown(item)} is not a process; give NewProcess or dicts")
     if unknown := sorted(str(key) for key in item if key not in _FIELDS):
         raise InvalidCommandError(
             f"unknown field {unknown[0]!r} of a process; known are {', '.join(sorted(_FIELDS))}"

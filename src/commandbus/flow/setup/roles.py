@@ -106,7 +106,7 @@ def _of_tenant(tenant: Tenant) -> Steps[list[str]]:
             raise UnknownDomainError(domain)
     for queue in tenant.queues:
         if (queue,) not in rows:
-            raise InvalidCommandError(f"there is no queue {queue!r}; bus.create_queue({queue!r}) makes one")
+            raise InvalidCommandError(f"there is no queue {queue!r}; create it with bus.create_queue({queue!r})")
     statements = roles.create_statements(tenant.prefix, roles.TENANT_KINDS) + roles.tenant_statements(tenant)
     known = yield Statement(
         b"SELECT name, value FROM commandbus.setting WHERE name = %(name)s", {"name": f"tenant.{tenant.prefix}"}

@@ -143,7 +143,7 @@ class HandlerRegistry:
     def declare_limit(self, limit: Limit) -> Limit:
         """Declare a limit that handlers name; workers make it known to all when they start."""
         if not isinstance(limit, Limit):
-            raise TypeError(f"a limit is declared as Limit(name, concurrency=…), not {limit!r:.80}")
+            raise TypeError(f"a limit must be a Limit(name, concurrency=…), not {limit!r:.80}")
         if self._limits.setdefault(limit.name, limit) != limit:
             raise ConfigurationError(
                 f"limit {limit.name!r} is declared twice, differently: {self._limits[limit.name]} and {limit}"
