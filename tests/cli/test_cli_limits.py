@@ -380,7 +380,7 @@ def test_a_worker_whose_redis_is_gone_says_that_it_is_degraded(database, bus, mo
             redis.kill()
             until(lambda: worker.health_status.degraded_reasons == ["limits_degraded"], 40)
             assert worker.health_status.state == "degraded"
-            assert "limits degraded: docai: Redis is out of reach (for " in worker.health_status.reasons[0]
+            assert "limits degraded: docai: Redis is unreachable (for " in worker.health_status.reasons[0]
             redis.start()
             until(lambda: worker.health_status.state == "healthy", 60)
             with CommandBus(settings=Settings(database_url=database, redis_url=redis.url)) as other:

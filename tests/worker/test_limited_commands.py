@@ -463,7 +463,7 @@ def test_a_worker_that_cannot_reach_a_limit_says_so_once(
         "INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since) "
         "VALUES ('orders', 'page', 1, 1, 'limit', 'docai', now())"
     )
-    said = "cannot wake who waits for limit docai"
+    said = "cannot wake commands that wait for limit docai"
     start_worker(handlers)
     until(lambda: said in caplog.text)
     bus.set_limit("docai", concurrency=2)  # it looks again

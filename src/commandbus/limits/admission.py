@@ -122,7 +122,7 @@ class Admission:
             except (CommandBusError, psycopg.OperationalError) as error:
                 if isinstance(error, psycopg.Error) and not is_locked(error):
                     raise
-                logger.warning("turns of commands of domain %s cannot be read: %s", domain, error)
+                logger.warning("the positions in line of commands of domain %s cannot be read: %s", domain, error)
                 continue
             found |= {
                 permit_request: answer[permit_request.msg_id]

@@ -164,7 +164,7 @@ class LimitClient(DatabaseService):
         until = monotonic() + wait
         call = PermitCall(name, token, number, until, wait, holder, Future(), on_lost, command, since, caller)
         if not self.is_serving:
-            call.answer.set_exception(self._over or CommandBusError("the gate of this program is closed"))
+            call.answer.set_exception(self._over or CommandBusError("the limit client of this program is closed"))
             return call
         self._call_waiters.calls.append(call)
         self.wake()
@@ -257,7 +257,7 @@ class LimitClient(DatabaseService):
         if self._on_error is not None:
             self._on_error(error)
         elif not isinstance(error, CommandBusError):  # else those who asked are told, and that is enough
-            logger.error("the gate has ended", exc_info=error)
+            logger.error("the limit client has ended", exc_info=error)
 
     def round(self) -> None:
         self._rest()
@@ -330,10 +330,10 @@ class LimitClient(DatabaseService):
             self._call_waiters.take_turns()
 
     def finish(self) -> None:
-        self._over = self._over or CommandBusError("the gate of this program is closed")
+        self._over = self._over or CommandBusError("the limit client of this program is closed")
         try:
             self._call_waiters.step_out()
             self._stores.close()
         except (psycopg.Error, CommandBusError) as error:
-            logger.info("the gate was left without a word: %s", error)
+            logger.info("the limit client was not told of the end: %s", error)
         self._call_waiters.fail_all(self._over)

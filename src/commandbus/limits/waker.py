@@ -104,7 +104,7 @@ class Waker:
             self.look_at(name)
             return
         except psycopg.errors.UndefinedTable as error:
-            logger.warning("nobody can be woken at limit %s, a domain of who waits is gone: %s", name, error)
+            logger.warning("no command of limit %s can be woken, the domain of one is gone: %s", name, error)
             return
         except CommandBusError as error:
             self._say_once(name, error)
@@ -118,4 +118,4 @@ class Waker:
     def _say_once(self, name: str, error: CommandBusError) -> None:
         if self._unreachable.get(name) != str(error):
             self._unreachable[name] = str(error)
-            logger.warning("this program cannot wake who waits for limit %s: %s", name or "(any)", error)
+            logger.warning("this program cannot wake commands that wait for limit %s: %s", name or "(any)", error)

@@ -54,8 +54,8 @@ class Hold:
 def lost(name: str) -> LimitLostError:
     """The error of who uses a permit that is lost."""
     return LimitLostError(
-        f"the place of limit {name!r} is lost: its lease could not be renewed in time, and somebody else may have "
-        f"it; call no more in this block",
+        f"the permit of limit {name!r} is lost: its lease could not be renewed in time, and somebody else may "
+        f"have it; call no more in this block",
         limit=name,
     )
 

@@ -91,7 +91,7 @@ class Control:
                 try:
                     self._take(json.loads(line))
                 except Exception:
-                    logger.exception("the supervisor's order %r could not be followed", line.strip())
+                    logger.exception("the supervisor's order %r could not be carried out", line.strip())
                 if file_behind(self._connection.fileno()) != self._file:
                     return  # what comes now is for somebody else
 

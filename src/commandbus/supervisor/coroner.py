@@ -209,10 +209,10 @@ class Coroner(DatabaseService):
         except psycopg.OperationalError as error:
             if not is_locked(error):
                 raise  # the database is unreachable: again
-            logger.warning("the coroner met a locked row, and tries again: %s", str(error).strip())
+            logger.warning("the coroner found a locked row, and tries again: %s", str(error).strip())
             return False
         except Exception:
-            logger.exception("the coroner failed, and goes on with what else there is to do")
+            logger.exception("the coroner failed in one task, and goes on with the others")
             return False
         return True
 

@@ -49,7 +49,7 @@ def say_culprit(worker: str, domain: str, held: Held, finding: Finding, settleme
         held.row.command_id,
         held.row.command_type,
         finding.evidence,
-        _AFTERWARDS.get(status, "it will be tried again"),
+        _AFTERWARDS.get(status, "it will be retried"),
         extra={"domain": domain, "command_id": held.row.command_id, "worker": worker},
     )
 

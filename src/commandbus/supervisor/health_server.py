@@ -79,7 +79,7 @@ class HealthServer:
     def start(self) -> None:
         """Listen, and answer from now on; a ConfigurationError if the address cannot be had."""
         if self._server is not None:
-            raise RuntimeError("the probes have been started already")
+            raise RuntimeError("the health checks have been started already")
         try:
             server = HttpServer(
                 self.host, self._asked_port, urgent=self._urgent, others=self._others, refusal=_refused
@@ -88,7 +88,7 @@ class HealthServer:
             raise ConfigurationError(_refusal(self.host, self._asked_port, error)) from error
         server.start()
         self._server = server
-        logger.info("probes: http://%s:%d%s, %s, %s", self._shown_host, self.port, LIVE, READY, METRICS)
+        logger.info("health checks: http://%s:%d%s, %s, %s", self._shown_host, self.port, LIVE, READY, METRICS)
 
     def stop(self) -> None:
         """Listen no more. What is being answered goes on for a moment."""

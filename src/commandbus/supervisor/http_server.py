@@ -193,7 +193,7 @@ class HttpServer:
         try:
             self._turn()
         except Exception:
-            logger.exception("the probes failed, and go on without their %d clients", len(self._clients))
+            logger.exception("the health checks failed, and go on without their %d clients", len(self._clients))
             for client in list(self._clients):
                 self._close(client)
             time.sleep(_FULL_PAUSE)
@@ -225,7 +225,7 @@ class HttpServer:
         except (BlockingIOError, InterruptedError):
             return
         except Exception:  # mostly a connection that broke off
-            logger.debug("a probe's connection broke off", exc_info=True)
+            logger.debug("the connection of a health check broke off", exc_info=True)
             self._close(client)
 
     # -- who comes and goes

@@ -74,7 +74,7 @@ def supervise(settings: Settings, *, reload: Callable[[], Settings] | None = Non
     reserve = STOP_RESERVE + (EMBEDDED_RESERVE if embedded_folder(settings) is not None else 0.0)
     with signals.caught():
         if signal.SIGHUP in signals.ignored:
-            logger.info("SIGHUP is ignored (nohup): no reload")
+            logger.info("SIGHUP is ignored (nohup): it will not reload the settings")
         try:
             supervisor = Supervisor(database.resolve(), signals, reload=reload, reserve_seconds=reserve)
             return supervisor.run()

@@ -64,7 +64,7 @@ class Notifier:
         if not limit or (pid and pid != str(os.getpid())):
             return None
         if not (limit.isascii() and limit.isdigit()):
-            logger.warning("WATCHDOG_USEC is %r, which is no number of microseconds; nobody is told", limit)
+            logger.warning("WATCHDOG_USEC is %r, not a number of microseconds; systemd gets no heartbeat", limit)
             return None
         return int(limit) / 1_000_000 or None
 

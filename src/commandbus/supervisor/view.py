@@ -86,7 +86,7 @@ def live(view: View, now: float) -> HealthVerdict:
     """Is anything here alive?"""
     reasons = []
     if now - view.at > STALL_SECONDS:
-        reasons.append(f"the supervisor's loop has not turned for {now - view.at:.1f} s")
+        reasons.append(f"the supervisor's loop has not run for {now - view.at:.1f} s")
     beating = [worker for worker in view.workers if worker.state in (State.ACTIVE, State.DRAINING)]
     if beating and all(worker.silent_seconds > FROZEN_SECONDS for worker in beating):
         reasons.append("all workers are frozen")
@@ -178,7 +178,7 @@ def _failures(view: View, serving: list[WorkerView], now: float) -> list[str]:
         notes = "; ".join(sorted({worker.note for worker in serving if worker.note}))
         found.append("all workers are critical" + (f": {notes}" if notes else ""))
     if now - view.at > STALL_SECONDS:
-        found.append(f"the supervisor's loop has not turned for {now - view.at:.1f} s")
+        found.append(f"the supervisor's loop has not run for {now - view.at:.1f} s")
     if view.trouble:
         found.append(view.trouble)
     lost_since = view.look.lost_since

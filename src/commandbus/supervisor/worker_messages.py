@@ -126,7 +126,7 @@ class ControlReader:
         self._counted_at = now
         self._room -= 1.0
         if self._room < 0.0:
-            raise NonsenseError(f"said more than {MESSAGES_A_SECOND} things a second over its control socket")
+            raise NonsenseError(f"sent more than {MESSAGES_A_SECOND} messages a second over its control socket")
 
     def _check_length(self, line: bytes | bytearray) -> None:
         longest = LONGEST_LINE if self._has_greeted else LONGEST_HELLO
@@ -141,7 +141,7 @@ class ControlReader:
             raise NonsenseError(f"wrote nonsense into its control socket: {shown(line)}") from error
         if isinstance(message, Hello):
             if self._has_greeted:
-                raise NonsenseError("said twice who it is")
+                raise NonsenseError("introduced itself twice")
             self._has_greeted = True
         return message
 

@@ -190,9 +190,9 @@ class WorkerProcess:
         """What on the board happened before this worker's birth or will happen yet; empty if nothing did."""
         first, last = self.spawned_at - _AHEAD_SECONDS, now + _AHEAD_SECONDS
         if shown.beat_at and not first <= shown.beat_at <= last:
-            return "its heartbeat is from another time"
+            return "its heartbeat has an impossible time"
         if any(not first <= slot.started <= last for slot in shown.slots):
-            return "an attempt on it started at another time"
+            return "an attempt on it has an impossible start time"
         return ""
 
     # -- the control socket

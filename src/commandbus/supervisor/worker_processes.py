@@ -110,8 +110,8 @@ class WorkerProcesses:
             self._look_at(worker, now, blind_until)
         except Exception:
             if worker.condemned is None:
-                logger.exception("worker %s could not be looked at", worker.name)
-            worker.condemn(Cause.NONSENSE, "it could not be looked at", now)
+                logger.exception("worker %s could not be checked", worker.name)
+            worker.condemn(Cause.NONSENSE, "it could not be checked", now)
             worker.kill()
 
     def _look_at(self, worker: WorkerProcess, now: float, blind_until: float) -> None:
@@ -159,7 +159,7 @@ class WorkerProcesses:
     def _replace_claimless(self, worker: WorkerProcess, now: float) -> None:
         """It is told to drain. One that does not hear that is killed: what it holds is settled by the coroner."""
         if worker.told_at is None:
-            reason = f"it has room, and could not ask for work for {worker.snapshot.claimless} s"
+            reason = f"it has free slots, but could not ask for work for {worker.snapshot.claimless} s"
             logger.warning("worker %s is replaced: %s", worker.name, reason)
             worker.told_at = now
             worker.tell("drain", reason=reason)
@@ -328,7 +328,7 @@ class WorkerProcesses:
         if any(worker.ready_at is None for worker in new):
             return False
         if len(new) < settings.processes:
-            self._give_up_reload("not all of them are there", now)
+            self._give_up_reload("not all of them are ready", now)
             return False
         self._generation, self.settings, self._coming = generation, settings, None
         for worker in self.workers:

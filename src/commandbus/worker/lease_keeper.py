@@ -156,7 +156,7 @@ class LeaseKeeper(DatabaseService):
         try:
             self.carry_out()
         except psycopg.Error as error:
-            logger.info("the last orders could not be carried out: %s", error)
+            logger.info("the last orders of the ladder could not be carried out: %s", error)
 
     # --- leases ------------------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class LeaseKeeper(DatabaseService):
         age = boottime() - borrowed.told_since
         is_its_own = self._link.run(is_of_child(session, worker=self._worker, youngest_seconds=age))
         if not is_its_own:
-            text = "a handler's process names the database session %d, which is not its own or is gone"
+            text = "a child process named the database session %d, which is not its own or has ended"
             logger.warning(text, session.pid)
         return is_its_own
 

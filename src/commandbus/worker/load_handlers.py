@@ -24,7 +24,7 @@ def load_registry(reference: str | None) -> HandlerRegistry:
     """Import the module and take the registry out of it."""
     if not reference:
         raise ConfigurationError(
-            f"no handlers are named: give {EXAMPLE}, set WORKER_HANDLERS, or `handlers` in [worker] of "
+            f"no registry of handlers is named: give {EXAMPLE}, set WORKER_HANDLERS, or `handlers` in [worker] of "
             f"commandbus.toml"
         )
     module_name, colon, path = reference.partition(":")

@@ -116,7 +116,7 @@ def _talk(manager: BaseProcessManager[Any], command: Command, row_id: int, tx: A
         yield set_aside(command.domain, None, data, what)
         return End()
     if not loaded.is_its_message:
-        what = f"somebody sent it as a command: it is no message of process {names.shown(process_id)}"
+        what = f"somebody sent it as a command: it is not a message of process {names.shown(process_id)}"
         yield set_aside(command.domain, loaded.id, data, what)
         return End()
     try:

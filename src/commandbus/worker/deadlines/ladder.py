@@ -95,7 +95,7 @@ class Ladder:
             try:
                 self._tick()
             except Exception:
-                logger.exception("the ladder's tick failed")  # and the next one tries again
+                logger.exception("a tick of the ladder failed")  # and the next one tries again
 
     def _until_due(self) -> float:
         """Seconds until the next look: a tick, or less if something is due before."""
@@ -111,7 +111,7 @@ class Ladder:
             try:
                 self._look(attempt, place, now)
             except Exception:
-                logger.exception("looking at command %s failed", attempt.command_id)  # the others are looked at
+                logger.exception("checking command %s failed", attempt.command_id)  # the others are looked at
         self._on_tick(now)
 
     # --- one attempt ---------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Ladder:
         age = boottime() - attempt.renewed_at
         if age >= self._late_seconds:
             text = (
-                "its lease could not be renewed: the database is out of reach, or another transaction holds its "
+                "its lease could not be renewed: the database is unreachable, or another transaction holds its "
                 "queue row (layer 3: visibility_timeout)"
             )
             return Stop(Why.LEASE, text, now, now + max(0.0, limits.visibility_timeout - age))
@@ -272,7 +272,7 @@ class Ladder:
         if sum(other.loop is place.loop for other in here) > 1 and self._can_isolate:
             self._health.record_stuck_thread()
             logger.error("the event loop is blocked, by a task or callback of an attempt that cannot be named")
-            self._leave_loop(place, "its event loop was blocked, and nothing tells by whom", suspect=True)
+            self._leave_loop(place, "its event loop was blocked, and the cause is not known", suspect=True)
             self._note_stuck(attempt, place)
         elif self._take(attempt, stop, _examine(place, is_blocked=True)):
             self._leave_loop(place, _blocked_by(attempt))

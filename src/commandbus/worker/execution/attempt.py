@@ -53,7 +53,7 @@ CHILD_LATE = "the deadline of a child context has passed"
 
 def lost_text(limit: str) -> str:
     """Why an attempt is asked to stop that has lost its place of a limit."""
-    return f"it has lost its place of limit {limit}"
+    return f"it has lost its permit of limit {limit}"
 
 
 class Why(StrEnum):

@@ -487,8 +487,8 @@ class HandlerConnections:
             asked = self._askers.submit(question)
         except RuntimeError as error:
             question.forget()  # it is in the queue all the same
-            self._on_no_thread(f"nobody can wait for a connection ({error})")
-            raise ExhaustedError(f"nobody can wait for a connection: {error}") from error
+            self._on_no_thread(f"no thread can wait for a connection ({error})")
+            raise ExhaustedError(f"no thread can wait for a connection: {error}") from error
         attempt.extras.asks = question
         try:
             await asyncio.wrap_future(asked)

@@ -354,7 +354,7 @@ class _Context:
         """The connection broke in COMMIT: what the database says decides."""
         if not has_committed:
             raise TransientCommandError(
-                f"the connection was lost in COMMIT and the transaction did not take place: {error}",
+                f"the connection was lost in COMMIT and the transaction was not committed: {error}",
                 code="COMMIT_LOST",
             ) from error
         self._attempt.has_committed = True

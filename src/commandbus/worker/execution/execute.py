@@ -144,7 +144,7 @@ class Executor:
         failure = Failure(
             "WorkerLost",
             "WORKER_LOST",
-            f"{attempt.charge - 1} attempts ended with the loss of their worker or lease; it is not tried again",
+            f"{attempt.charge - 1} attempts ended with the loss of their worker or lease; it is not retried",
         )
         _log(logging.ERROR, attempt, f"{failure.error}: to the troubleshooting queue")
         return attempt.fail(Judgement(Verdict.EXHAUSTED, failure))
@@ -322,7 +322,7 @@ class Executor:
 
     def waive(self, attempt: Attempt, failure: Failure, *, suspect: bool = False) -> Settlement:
         """Stopped through no fault of its own."""
-        _log(logging.WARNING, attempt, f"was stopped: {failure.error}; tried again, not charged")
+        _log(logging.WARNING, attempt, f"was stopped: {failure.error}; retried, not charged")
         return attempt.waive(failure, suspect=suspect)
 
     def _judge(self, attempt: Attempt, failure: Failure, *, is_timeout: bool) -> Judgement:

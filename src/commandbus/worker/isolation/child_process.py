@@ -253,4 +253,4 @@ class Spawner:
         try:
             self._sweep()
         except Exception:
-            logger.exception("looking after idle handler processes failed")
+            logger.exception("idle child processes could not be checked")

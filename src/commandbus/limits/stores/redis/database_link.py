@@ -41,7 +41,7 @@ class PatientConnection:
         except psycopg.OperationalError as error:
             if not self._is_unwell:
                 self._is_unwell = True
-                logger.warning("limits in Redis: no word from the database: %s", str(error).strip())
+                logger.warning("limits in Redis: the database does not answer: %s", str(error).strip())
             return otherwise
 
     def close(self) -> None:

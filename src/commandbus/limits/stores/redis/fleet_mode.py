@@ -222,27 +222,27 @@ class FleetFollower:
         before, self._said = self._said, self.mode
         if self.mode == LOST:
             logger.warning(
-                "limits in Redis: it is out of reach of %s (%s): nothing that needs a place begins here until it "
-                "is back, or out of reach of all programs",
+                "limits in Redis: %s cannot reach it (%s): this program gets no permits until it "
+                "is back, or no program can reach it",
                 self.id,
                 self._lost,
             )
         elif self.mode == DEGRADED:
             logger.warning(
-                "limits in Redis: it is out of reach of all %d programs (%s): each keeps to its share (degraded)",
+                "limits in Redis: none of %d programs can reach it (%s): each uses only its share (degraded)",
                 fleet.programs,
                 self._lost,
             )
         elif self.mode == JOINING:
             logger.warning(
-                "limits in Redis: it is back, has lost its data, or is another one: whoever has a place registers "
-                "it, and nobody gets a new one for %.0f s (joining)",
+                "limits in Redis: it is back, has lost its data, or is another one: holders register their "
+                "permits, and nobody gets a new one for %.0f s (joining)",
                 fleet.seconds or 0.0,
             )
         elif before is None:
             logger.info("limits in Redis: %s takes part (epoch %s)", self.id, fleet.epoch)
         else:
-            logger.info("limits in Redis: as usual again, after %s", before)
+            logger.info("limits in Redis: normal again, after %s", before)
 
 
 def _as_held(most: dict[str, int]) -> Held:

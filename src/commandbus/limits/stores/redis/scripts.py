@@ -62,7 +62,7 @@ class RedisScripts:
             import redis
         except ImportError:
             raise ConfigurationError(
-                "limits are to be kept in Redis, but its client is missing: pip install 'commandbus-pg[redis]'"
+                "limits are kept in Redis, but its client is not installed: run pip install 'commandbus-pg[redis]'"
             ) from None
         self._failure = redis.RedisError
         self._unknown_script = redis.exceptions.NoScriptError
@@ -190,8 +190,8 @@ class RedisScripts:
         policy = facts.get("maxmemory_policy", "noeviction")
         if policy != "noeviction" and facts.get("maxmemory", "0") != "0":
             logger.warning(
-                "this Redis drops keys when its memory is full (maxmemory-policy %s), and with them the places of "
-                "limits: set it to noeviction, or they may be exceeded",
+                "this Redis drops keys when its memory is full (maxmemory-policy %s), and with them permits: set "
+                "it to noeviction, or limits may be exceeded",
                 policy,
             )
 

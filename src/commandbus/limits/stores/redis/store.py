@@ -44,7 +44,7 @@ class RedisPermitStore:
     def __init__(self, settings: Settings, client: str, *, pace: HeartbeatPace | None = None) -> None:
         if settings.redis_url is None:
             raise ConfigurationError(
-                "limits are to be kept in Redis, and redis_url is not set: COMMANDBUS_REDIS_URL"
+                "limits are kept in Redis, but redis_url is not set; set COMMANDBUS_REDIS_URL"
             )
         self._permits = RedisScripts(settings.redis_url, settings.environment)
         self._permits_beside = RedisScripts(settings.redis_url, settings.environment)
