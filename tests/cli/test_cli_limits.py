@@ -182,7 +182,7 @@ def test_a_limit_that_was_only_set_is_gone_when_it_is_unset(orders, bus):
         (["set", "Doc-AI", "--concurrency", "5"], "'Doc-AI' is not the name of a limit"),
         (["set", "vision", "--tries", "5"], "limits nothing: give concurrency=5, rate='120/m', or both"),
         (["unset", "docai", "--speed"], "a limit has no option '--speed'"),
-        (["unset", "docai", "speed"], "a limit has no option 'speed'; there are concurrency, rate"),
+        (["unset", "docai", "speed"], "a limit has no option 'speed'; it has concurrency, rate"),
     ],
 )
 def test_what_makes_no_sense_changes_nothing(orders, docai, bus, words, said):

@@ -220,7 +220,7 @@ def test_the_whole_autopsy(stuck, words):
         '    File "/srv/app/ship.py", line 12, in ship',
         "        conn.execute(query)",
         "  stack of a thread it left \\x1b[31mbehind",
-        "  backend 4711, active, in a transaction for 41.2s, waiting for Lock transactionid",
+        "  database session 4711, active, in a transaction for 41.2s, waiting for Lock transactionid",
         "    query: UPDATE stock",
         "              SET n = n - 1 \\x1b[2J",
         "    blocked by pid 815 (psql)",

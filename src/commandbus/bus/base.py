@@ -70,7 +70,7 @@ class BusBase:
         _buses.add(self)
 
     def _leave_to_parent(self) -> None:
-        """This is a forked copy: what was open is the parent's, down to the sockets. The next use opens anew."""
+        """Called in a forked process: open pools and sockets belong to the parent. The next use opens new ones."""
         self._listening.leave_to_parent()
         self._database.leave_to_parent()
         if (limit_clients := getattr(self, "_limit_clients", None)) is not None:
@@ -127,7 +127,7 @@ class BusBase:
             )
 
     def _guard(self, domain: str) -> Guard | None:
-        """Who refuses commands whose breaker is open; None if these settings want that of no command type."""
+        """Returns what refuses commands whose breaker is open; None if no command type is configured so."""
         settings = self.settings
         if not any(rule.refuses for rule in settings.breakers.values()):
             return None

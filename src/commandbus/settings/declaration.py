@@ -64,8 +64,8 @@ _RETRY: Final = RetryPolicy()
 class Settings:
     """The effective settings; make one with `load_settings`. All durations are seconds.
 
-    Two are tables of their own and not in `SETTINGS`: `limits`, and `breakers` by "DOMAIN/COMMAND_TYPE",
-    "DOMAIN/*" or "*". Both may be given as they are in TOML, options by name.
+    Two are separate tables, and not in `SETTINGS`: `limits`, and `breakers` by "DOMAIN/COMMAND_TYPE",
+    "DOMAIN/*" or "*". You may give both in the same form as in TOML, with options by name.
     """
 
     database_url: str | None = _setting(
@@ -276,7 +276,7 @@ class Settings:
         return next((self.breakers[key] for key in keys if key in self.breakers), Breaker())
 
     def backend_of(self, limit: Limit) -> BackendName:
-        """Where the places of a limit are kept."""
+        """Returns the permit store of a limit."""
         if limit.backend == "redis" and not self.redis_url:
             origin = self.origins.get(f"limits.{limit.name}", "argument")
             raise ConfigurationError(
@@ -286,8 +286,8 @@ class Settings:
         return limit.backend or ("redis" if self.redis_url else "postgres")
 
     def declared(self, limit: Limit) -> Limit:
-        """The limit as these settings declare it: refused without the Redis that it needs, and without its
-        breaker if breakers are off."""
+        """The limit as these settings declare it. Raises if it needs Redis and there is none. If breakers are
+        off, its breaker is off, too."""
         self.backend_of(limit)
         return limit if self.breakers_enabled else limit.changed(breaker_failures=0)
 
