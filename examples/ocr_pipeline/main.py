@@ -260,7 +260,7 @@ class Operator:
 
 
 def audit(bus: CommandBus, api: Api, text: str) -> int:
-    """Print it; answers the exit code."""
+    """Print it. Returns the exit code."""
     say("\nchunk     ended      attempts  429s  time-outs  broken")
     for chunk in chunks_of(bus):
         tries = bus.get_attempts(DOMAIN, chunk.command_id)

@@ -299,7 +299,7 @@ def _ids_in(text: str) -> Iterable[int]:
 
 def _resolve(heard: Heard, told: CommandOutcome | BaseException | None) -> None:
     if not heard.set_running_or_notify_cancel():
-        return  # its caller has been cancelled
+        return  # its caller has been canceled
     if isinstance(told, BaseException):
         heard.set_exception(told)
     else:

@@ -1,4 +1,4 @@
-"""where: which command, batch or process does somebody mean who typed this id?
+"""Finds the command, batch or process that a person means by the id that they typed.
 
 Ids are unique within a domain; people name the domain only if they must. An id may be typed as the command line
 has printed it, with escapes such as `\\x1b` (`model/safe_text.py`). It is looked for as it was typed, and as it is

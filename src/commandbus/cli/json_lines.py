@@ -1,5 +1,5 @@
-"""lines: what a file of JSON lines, or the standard input, holds: one item a line. The first bad line is named by
-its number, and then nothing is done with any of them."""
+"""Reads a file of JSON lines, or standard input: one item per line. The error names the number of the first bad
+line, and then nothing is done with any of them."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 psycopg's pool connects on threads of its own, tries again with growing pauses, and tells those who wait nothing
 but PoolTimeout. A bus wants the server's reason. Where nobody listens at the address, or a person must repair
 something (a password, a database that does not exist), those who wait are told at once. What passes by itself (a
-server that starts, too many connections, a host that does not answer) is waited for, up to the time-out, and named
+server that starts, too many connections, a host that does not answer) is waited for, up to the timeout, and named
 then.
 
 A pool tries to connect only while somebody waits: so the next caller finds out at once that the server is back.

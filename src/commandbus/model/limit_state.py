@@ -3,7 +3,7 @@
     open ──429──► back-off (step 1, 2, …: until) ──► one probe ──good──► open
       └──3 bad answers in a row──► breaker (open_until) ──► one probe ──bad──► breaker
 
-Bad answers are 429s, 5xx and time-outs. Calls that were under way when a back-off began say nothing new: they
+Bad answers are 429s, 5xx and timeouts. Calls that were under way when a back-off began say nothing new: they
 neither lengthen it nor count twice. Everything here is pure; all times are seconds of one clock, the database's.
 
 A **caller** is a command, however often it is tried, or one block of a program. The breaker opens when different

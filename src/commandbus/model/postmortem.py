@@ -1,4 +1,4 @@
-"""postmortem: a worker process died; which of the attempts that ran in it did that?
+"""A worker process died: which of the attempts that ran in it caused that?
 
     CULPRIT     it is charged and judged as a failure: ExecutionStuck if it froze the worker, else WorkerLost
     BYSTANDER   somebody else did it: waived

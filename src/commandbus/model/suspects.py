@@ -1,4 +1,4 @@
-"""suspects: what the death of a worker, or the loss of a lease, costs the commands that ran there.
+"""What the death of a worker, or the loss of a lease, costs the commands that ran there.
 
 A supervisor that sees its worker die gives a verdict (`postmortem`). A loss without a verdict (kill -9 of the
 supervisor, the end of a whole container) names nobody. So:

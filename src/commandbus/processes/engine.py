@@ -1,10 +1,10 @@
-"""engine: what a message does to a process. Decides; sends and stores nothing.
+"""Decides what a message does to a process. Sends and stores nothing.
 
 `advance` is a conversation: it yields `StepCall`s of the manager's methods, which may be sync or async, and in the
 end returns an `Advance` for `flow/processes/move.py` to write. The rules:
 
 - A reply must belong to a step whose reply is outstanding; whatever else comes is set aside with a reason.
-- A step that fails, or is cancelled, or a deadline turns the process round: what is outstanding is cancelled and
+- A step that fails, or is canceled, or a deadline turns the process round: what is outstanding is canceled and
   awaited; then what completed is undone, one step at a time, the last one first, each awaited.
 - A compensation that completes is never sent again. One that cannot complete ends the process FAILED; a retry
   goes on with that one.
@@ -258,7 +258,7 @@ class _Step:
             yield from self._finish(ProcessStatus.COMPLETED)
 
     def _turn_round(self) -> Talk:
-        """From now on it is undone; first, what is outstanding is cancelled and awaited."""
+        """From now on it is undone; first, what is outstanding is canceled and awaited."""
         view = self.view
         if not view.is_compensating:
             view.is_compensating = True

@@ -36,7 +36,7 @@ S = TypeVar("S")
 @dataclass(slots=True)
 class StepCommand:
     """The command of a step. `deadline`: how long the step may take in all, from now on, its retries and its
-    time in the troubleshooting queue included; then it is cancelled and the process compensates."""
+    time in the troubleshooting queue included; then it is canceled and the process compensates."""
 
     domain: str
     command_type: str
@@ -165,7 +165,7 @@ class BaseProcessManager(Generic[S]):
         """All its steps have completed."""
 
     def on_compensating(self, process: ProcessView[S], tx: Any) -> None:
-        """A step failed, a deadline passed, or somebody cancelled it: from now on it is undone."""
+        """A step failed, a deadline passed, or somebody canceled it: from now on it is undone."""
 
     def on_compensated(self, process: ProcessView[S], tx: Any) -> None:
         """All that was done is undone."""
@@ -174,7 +174,7 @@ class BaseProcessManager(Generic[S]):
         """It cannot go on by itself: see `process.failure`."""
 
     def on_canceled(self, process: ProcessView[S], tx: Any) -> None:
-        """It was cancelled, and what was done is undone."""
+        """It was canceled, and what was done is undone."""
 
     # --- state --------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
-"""child: the worker process under a supervisor. `python -m commandbus.supervisor.child_main FD` is how it is
-spawned.
+"""The main program of a worker process. The supervisor spawns it as
+`python -m commandbus.supervisor.child_main FD`.
 
 It dies with its supervisor (PDEATHSIG), leaves its stacks in the crash file when it crashes or is asked for them,
 does what the control socket says, and always ends with `os._exit` after flushing: threads of stuck handlers must

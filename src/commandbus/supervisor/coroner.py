@@ -312,7 +312,7 @@ class Coroner(DatabaseService):
         return examine(case.death, running)
 
     def _settle(self, case: Case, domain: str, rows: Sequence[Held]) -> int:
-        """Write the outcomes; answers how many are to be tried again."""
+        """Write the outcomes. Returns how many are to be tried again."""
         findings = case.findings or {}
         by_key = {}
         for held in rows:
@@ -362,7 +362,7 @@ class Coroner(DatabaseService):
     def _write(
         self, domain: str, worker: str, settlements: Sequence[Settlement], lock_timeout_ms: int | None = None
     ) -> dict[tuple[int, int], str]:
-        """All in one, or after an error one by one: a bad or locked row must not fail its neighbours."""
+        """All in one, or after an error one by one: a bad or locked row must not fail its neighbors."""
         try:
             return dict(self._link.run(settle(domain, worker, settlements, lock_timeout_ms=lock_timeout_ms)))
         except psycopg.Error as error:

@@ -1,4 +1,4 @@
-"""notices: what the log is told of a death: how the worker died, who is charged, and what became of the rest.
+"""Log lines about a dead worker: how it died, who is charged, and what happened to the other commands.
 
 Each says what the others do not: the cause is in the first line alone.
 """

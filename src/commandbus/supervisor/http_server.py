@@ -1,4 +1,4 @@
-"""http_server: short answers over HTTP/1.0, which silent, slow or hostile clients cannot keep from others.
+"""A small HTTP/1.0 server. Silent, slow or hostile clients cannot keep others from an answer.
 
 One thread turns a selector: no client has a thread of its own, so a silent one costs a descriptor and a buffer.
 

@@ -1,4 +1,4 @@
-"""metrics: Prometheus' text exposition format 0.0.4, written from plain data.
+"""Prometheus' text exposition format 0.0.4, written from plain data.
 
     render([Metric("commandbus_slots", GAUGE, "Slots of the worker", [Sample(4, {"worker": "a"})])])
 

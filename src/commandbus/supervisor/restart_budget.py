@@ -1,4 +1,4 @@
-"""budget: how soon a dead worker is replaced. At once, unless workers die one after the other.
+"""How soon a dead worker is replaced: at once, unless workers die one after the other.
 
 A death within EARLY_SECONDS of its start counts; the row ends when a worker that was started after the last of
 them has lived longer: those that were there before prove nothing about what is started now. Without a visible
@@ -31,7 +31,7 @@ class RestartBudget:
         self._times = 0
 
     def died(self, now: float, *, lived_seconds: float, was_running: bool) -> float:
-        """A worker died that was not meant to; answers the pause before its replacement."""
+        """A worker died that was not meant to. Returns the pause before its replacement."""
         born_at = now - lived_seconds
         if lived_seconds >= EARLY_SECONDS:
             self.survived(born_at)

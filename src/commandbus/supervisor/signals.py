@@ -1,4 +1,4 @@
-"""catch: the supervisor's signals. They are noted, and wake its loop through a socket: a handler does no more."""
+"""The supervisor's signals. A signal handler only notes the signal, and wakes the loop through a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""spawn: start a worker process.
+"""Start a worker process.
 
 To be called on the supervisor's main thread: a worker dies with the *thread* that spawned it (PDEATHSIG). A fresh
 interpreter, not a fork: it has the code that is on disk now, and nothing of ours. It gets a session of its own, so

@@ -1,4 +1,4 @@
-"""letter: what a worker process is told at its birth, as JSON in an inherited memfd.
+"""What the supervisor tells a new worker process, as JSON in an inherited memfd.
 
 Not on the command line and not in the environment: both can be read by others, and a database URL has a password.
 """

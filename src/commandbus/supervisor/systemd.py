@@ -1,4 +1,4 @@
-"""notify: tell systemd how the supervisor is doing (sd_notify), with nothing but a socket.
+"""Tell systemd how the supervisor is doing (sd_notify), with nothing but a socket.
 
 Without NOTIFY_SOCKET in the environment, every call does nothing. A socket that is gone or does not take a message
 is logged once, and again only after it has worked in between; it never raises into the caller. A worker must not

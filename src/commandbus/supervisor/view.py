@@ -1,4 +1,4 @@
-"""view: what the supervisor's loop last saw, and what that means for probes and metrics. Pure.
+"""What the supervisor's loop last saw, and what that means for health checks and metrics. Pure.
 
 live    fails when the supervisor's loop does not turn, or all workers are frozen.
 ready   fails when no worker can take work, all are critical, the database is lost or never came, or work waits

@@ -1,4 +1,4 @@
-"""said: what a worker process says over its control socket, read with suspicion.
+"""Reads what a worker process sends over its control socket, and trusts none of it.
 
 A worker runs code of the user's, which may write anything into that socket. `ControlReader` turns bytes into
 messages of known shape and bounded size; whatever else comes is a `NonsenseError`, and never another exception.

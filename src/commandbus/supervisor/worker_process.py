@@ -309,7 +309,7 @@ class WorkerProcess:
             return True
 
     def reap(self, now: float) -> Death:
-        """Bury a dead one; answers what it died of. Its board can still be read."""
+        """Bury a dead one. Returns what it died of. Its board can still be read."""
         self._hear_last_words(now)
         with contextlib.suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL)

@@ -320,7 +320,7 @@ class WorkerProcesses:
             self._spawn(settings, self._generation + 1, now)
 
     def advance_reload(self, now: float) -> bool:
-        """When the new ones are ready, the old ones drain. Answers whether this is so now."""
+        """When the new ones are ready, the old ones drain. Returns whether this is so now."""
         if self._coming is None:
             return False
         generation, settings = self._coming

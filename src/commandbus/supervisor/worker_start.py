@@ -1,4 +1,4 @@
-"""start: what is known of a worker that is not ready yet: what it does, for how long, and at which line.
+"""What is known about a worker that is not ready yet: what it does, for how long, and at which line of code.
 
 A start that takes long is told after SLOW_SECONDS and then every AGAIN_SECONDS, with the line of code that it is
 at: the user's modules are imported then, and one that waits for something says nothing by itself.

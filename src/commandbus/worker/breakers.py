@@ -65,7 +65,7 @@ def word_of(
 ) -> Word | None:
     """What a judged attempt that ran for so many seconds, until now, means for its breaker; None: nothing.
 
-    Stuck is what had to be given up, and what took its process with it. A probe that was cancelled, or that could
+    Stuck is what had to be given up, and what took its process with it. A probe that was canceled, or that could
     not even begin, says nothing: it, or another one, is tried again.
     """
     failure, rule = judgement.failure, settings.breaker_of(domain, command_type)

@@ -1,4 +1,4 @@
-"""load: the handler registry that a setting names as MODULE:REGISTRY.
+"""Loads the handler registry that a setting names as MODULE:REGISTRY.
 
 Importing it runs the user's code, which may do anything; whatever goes wrong becomes one `ConfigurationError`
 that says where. The folder that the process was started in is importable, as with `python -m`.

@@ -174,7 +174,7 @@ class Maintenance(DatabaseService):
     def _sweep(self) -> float:
         """Fold what nobody has folded, take up cancellations that nobody carries out: a crash left them.
 
-        Answers how long it took, without what was refused: each batch that was is left alone for a minute.
+        Returns how long it took, without what was refused: each batch that was is left alone for a minute.
         """
         began = monotonic()
         try:

@@ -1,4 +1,4 @@
-"""router: handles the messages of processes, one transaction each.
+"""Handles the messages of processes, one transaction each.
 
 Reading the process, the manager's code, the commands that it sends, the move, and the removal of the message
 commit together (`ctx.transaction()`), or none of it does. Messages are commands like any other, so whatever the
@@ -140,7 +140,7 @@ def _talk(manager: BaseProcessManager[Any], command: Command, row_id: int, tx: A
 
 
 def _is_overtaken(message: Message, view: ProcessView[Any]) -> bool:
-    """A timer that is not needed any more, or the start of a process that was cancelled first, is no news."""
+    """A timer that is not needed any more, or the start of a process that was canceled first, is no news."""
     return message.event == "deadline" or (
         message.event == "start" and view.status is ProcessStatus.CANCELED and not view.steps
     )

@@ -1,4 +1,4 @@
-"""address: how another process finds a worker's handlers again.
+"""How another process finds a worker's handlers again.
 
 A registry is found as a module-level variable: MODULE:NAME, as the settings name it or as this process's modules
 hold it. The script that was started (`__main__`) is loaded by its file or its module name, under another name:

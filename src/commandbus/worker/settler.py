@@ -242,7 +242,7 @@ class Settler(DatabaseService):
             self._write_around_locks(domain, items, error)
 
     def _try(self, domain: str, items: Sequence[Item], *, is_hurried: bool) -> Exception | None:
-        """Write these; answers the error if somebody holds a lock that one of them needs."""
+        """Write these. Returns the error if somebody holds a lock that one of them needs."""
         try:
             self._write_once(domain, items, in_doubt=self._in_doubt, is_hurried=is_hurried)
         except Exception as error:

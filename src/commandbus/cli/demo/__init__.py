@@ -137,7 +137,7 @@ def _prepare(bus: CommandBus, stage: Stage) -> None:
 def _play(
     bus: CommandBus, fleet: DemoFleet, stage: Stage, count: int, correlation_id: str
 ) -> tuple[OutcomeCounts, list[str], float]:
-    """Send, and watch until all are through; answers the books, what is wrong with them, and how long it took."""
+    """Send, and watch until all are through. Returns the books, what is wrong with them, and how long it took."""
     stage.say(f"{WORKERS} worker processes start: pid {', '.join(map(str, fleet.pids))}")
     if earlier := _waiting(bus):
         stage.say(f"going first: {counted(earlier, 'command')} of earlier runs")

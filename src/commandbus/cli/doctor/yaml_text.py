@@ -1,4 +1,4 @@
-"""yaml_text: the part of YAML that manifests are written in, read without a dependency. JSON is read too.
+"""Reads the part of YAML that manifests use, without a dependency. Reads JSON, too.
 
 Block mappings and sequences, scalars and flow collections (`[a, b]`) on one line, `|` and `>` texts, comments,
 several documents. Anything else (anchors, tags, scalars of several lines) is an UnreadableError that names the

@@ -3,7 +3,7 @@
 Duty: the order of things. Everything that changes the server happens under the folder's start lock; a user's
 shared lock is taken under it too, so that "am I the last one?" has an answer that stays true meanwhile.
 
-It does not look at processes, files or ports itself: its neighbours in this package do.
+It does not look at processes, files or ports itself: its neighbors in this package do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""batch: create a batch of commands, all or nothing; add to an open one; close it.
+"""Create a batch of commands, all or none; add to an open batch; close it.
 
 All members are sent in one transaction, chunk by chunk as the caller's iterable yields them, so that a hundred
 thousand need no more memory than a thousand. In a lent transaction a savepoint makes it all or nothing.
@@ -99,13 +99,13 @@ def prepare_all(
 
 @operation(atomic=True, whole=True)
 def create(definition: Definition, outgoing: Iterator[Outgoing]) -> Steps[CreatedBatch]:
-    """Create a batch and send its commands, all or nothing; answers the existing one if it is the same."""
+    """Create a batch and send its commands, all or nothing. Returns the existing one if it is the same."""
     return (yield from _create(definition, outgoing))
 
 
 @operation(atomic=True, whole=True)
 def add(domain: str, batch_id: str, outgoing: Iterator[Outgoing]) -> Steps[int]:
-    """Send commands as members of an open batch, all or nothing; answers how many."""
+    """Send commands as members of an open batch, all or nothing. Returns how many."""
     return (yield from _add(domain, batch_id, outgoing))
 
 

@@ -1,4 +1,4 @@
-"""fold: add up what happened to a batch, and finish it when all is final.
+"""Add up what happened to the members of a batch, and end the batch when all have ended.
 
 A settle never decides that a batch is complete: concurrent ones cannot see each other's deltas. `fold` locks the
 batch, and there, if nothing is left, sets the final status and sends what `on_complete` asks for: exactly once,
@@ -31,7 +31,7 @@ _LIMIT_WAITING = (
 
 @operation(atomic=True)
 def fold(batches: Iterable[int], *, waiting: bool = False, line: set[int] | None = None) -> Steps[set[int]]:
-    """Fold these in a transaction of its own; answers those that were not locked by somebody else. Never waits
+    """Fold these in a transaction of its own. Returns those that were not locked by somebody else. Never waits
     long.
 
     With `waiting` it waits for them, a second at most: then LockNotAvailable. Of those who share a `line` one

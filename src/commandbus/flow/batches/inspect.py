@@ -1,4 +1,4 @@
-"""batch_look: what is known of batches. Reads only, locks nothing.
+"""What is known about batches. Reads only, locks nothing.
 
 Counts are those of the row and what has not been folded yet, in one snapshot. What runs is known by the queue
 alone, so a look at batches that are not finished begins with one look at what is held in their domains.

@@ -1,7 +1,7 @@
-"""groups: what an operator's or a sender's move of commands means for their batches and processes.
+"""What it means for batches and processes when an operator or a sender moves their commands.
 
 Settling counts by itself (commands/settle_final.sql); here are the moves that are not settlements: out of the
-troubleshooting queue, and cancelled before they ran. Batches are counted in deltas and folded in the same
+troubleshooting queue, and canceled before they ran. Batches are counted in deltas and folded in the same
 transaction, if nobody else is folding them; processes are locked after the commands.
 """
 

@@ -1,12 +1,12 @@
-"""batch_operate: cancel a batch, and retry what failed in one. Long work, in bites of a thousand members.
+"""Cancel a batch, and retry its failed members. Long work, in portions of a thousand members.
 
-Cancelling begins with a mark on the batch (`cancel`), which also closes it. Then pass after pass goes over its
-members: what waits is CANCELED, what runs is asked to stop, what is in the troubleshooting queue is cancelled
+Canceling begins with a mark on the batch (`cancel`), which also closes it. Then pass after pass goes over its
+members: what waits is CANCELED, what runs is asked to stop, what is in the troubleshooting queue is canceled
 there; a pass that found nothing on the move between those is the last. The mark is what counts: if whoever
 cancels dies on the way, workers go on (`sweep`), and the fold that finds nothing left says CANCELED.
 
 Of two who carry out one cancellation (its caller and a worker that sweeps) one works at a time, under an advisory
-lock that each bite takes; with processes, each of the transactions in which one is cancelled.
+lock that each bite takes; with processes, each of the transactions in which one is canceled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TRY_LOCK = b"SELECT pg_catalog.pg_try_advisory_xact_lock(%(space)s::bigint << 3
 
 
 class Canceling(NamedTuple):
-    """A batch that is being cancelled, and in whose name."""
+    """A batch that is being canceled, and in whose name."""
 
     id: int
     domain: str
@@ -59,7 +59,7 @@ class _Bite(NamedTuple):
     is_last: bool
 
 
-# --- cancelling -------------------------------------------------------------------------------------------------
+# --- canceling -------------------------------------------------------------------------------------------------
 
 
 def cancel(domain: str, batch_id: str, what: OperatorAction) -> Plan[BatchCancelReport]:
@@ -71,7 +71,7 @@ def cancel(domain: str, batch_id: str, what: OperatorAction) -> Plan[BatchCancel
 
 @operation(atomic=True)
 def mark(domain: str, batch_id: str, what: OperatorAction) -> Steps[Canceling]:
-    """Note that a batch is to be cancelled, and close it; who asked first is kept. Asked again, it is to be done
+    """Note that a batch is to be canceled, and close it; who asked first is kept. Asked again, it is to be done
     again: one of its processes may have been retried meanwhile."""
     found = yield from lock(domain, batch_id, "UPDATE")
     if not found.is_finished:
@@ -158,7 +158,7 @@ CANCEL_MEMBERS: Final[dict[str, Callable[..., Plan[Canceled]]]] = {
     "commands": cancel_commands,
     "processes": cancel_processes,
 }
-"""How the members of a batch are cancelled, by what it holds: `(canceling, *, is_sweep)`."""
+"""How the members of a batch are canceled, by what it holds: `(canceling, *, is_sweep)`."""
 
 
 @operation(atomic=True)
@@ -181,7 +181,7 @@ def cancel_bite(canceling: Canceling, *, after_id: int, is_sweep: bool, bite: in
 
 
 def _cancel_waiting(canceling: Canceling, ids: Sequence[int]) -> Steps[tuple[int, int, int]]:
-    """How many were cancelled, how many asked to stop now, and how many were found where they seemed to be."""
+    """How many were canceled, how many asked to stop now, and how many were found where they seemed to be."""
     if not ids:
         return 0, 0, 0
     domain, what = canceling.domain, canceling.what
@@ -205,7 +205,7 @@ def _cancel_waiting(canceling: Canceling, ids: Sequence[int]) -> Steps[tuple[int
 @operation(atomic=False)
 def done(batch: int) -> Steps[None]:
     """Every member is final, or was asked to stop: there is nothing left to sweep. A batch that has ended gets it
-    too: one of its processes may be retried, and must not be cancelled again."""
+    too: one of its processes may be retried, and must not be canceled again."""
     yield Statement(
         b"UPDATE commandbus.batch SET cancel = (cancel::jsonb || '{\"done\": true}')::json "
         b"WHERE id = %(id)s AND cancel ->> 'done'::text IS NULL",

@@ -1,4 +1,4 @@
-"""breaker: when the attempts of a command type hang or fail, its commands wait instead of running.
+"""Breakers of command types: when attempts of a type hang or fail, its commands wait instead of running.
 
     CLOSED ── the type is in trouble ──► OPEN ── reset has passed ──► HALF_OPEN: one probe
       ▲                                   ▲                              │

@@ -1,4 +1,4 @@
-"""call: send a command whose sender waits, look what became of it, and say it to the sender.
+"""Send a command whose caller waits, and tell the caller the outcome.
 
 Such a command's `reply_to` is CALL, which no queue can be named: whoever settles it, or moves it to the
 troubleshooting queue, only notifies its row's id (`flow/commands/reply.py`), and the row says the rest. `reply_to`

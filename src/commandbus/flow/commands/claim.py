@@ -1,4 +1,4 @@
-"""claim: take visible messages, and put right what is odd about some of them before anything runs.
+"""Claim visible messages, and put right what is unusual about some of them before anything runs.
 
 The claim itself is one statement and one row write a message. Odd rows are rare and each kind has an operation:
 
@@ -190,10 +190,10 @@ def _moment(microseconds: int) -> datetime:
 def put_right(
     *, domain: str, worker: str, odd: Sequence[ClaimedRow], max_bytes: int, room: Room = ANY_ROOM
 ) -> Steps[tuple[list[ClaimedRow], int]]:
-    """Record lost attempts, adopt or reject raw messages, park what must wait, end what was to be cancelled, and
+    """Record lost attempts, adopt or reject raw messages, park what must wait, end what was to be canceled, and
     give back what there is no room for now.
 
-    Answers what is to be run now, and how many messages were adopted: those are back in the queue as ordinary
+    Returns what is to be run now, and how many messages were adopted: those are back in the queue as ordinary
     commands, for the next claim.
     """
     # Whoever waits here keeps all other commands waiting. Nothing of it is left in the session.
@@ -275,7 +275,7 @@ def set_aside(*, domain: str, worker: str, row: ClaimedRow, reason: str) -> Step
 
 
 def _take_in(domain: str, worker: str, raw: Sequence[ClaimedRow], max_bytes: int) -> Steps[int]:
-    """Adopt what is readable, reject the rest; answers how many were adopted."""
+    """Adopt what is readable, reject the rest. Returns how many were adopted."""
     adopted, left = 0, list(raw)
     while left:
         texts = yield from _read_some(domain, worker, left, max_bytes)

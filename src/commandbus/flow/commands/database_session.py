@@ -1,4 +1,4 @@
-"""backend: an attempt's database session, seen from outside: what it does, how it is cancelled and ended.
+"""The database session of an attempt, seen from outside: what it does, and how to cancel and end it.
 
 A process id that was remembered may be somebody else's by now: a session is named by it and by when it began.
 """

@@ -1,4 +1,4 @@
-"""history: attempts that did not simply complete, and why: tracebacks and autopsies included.
+"""Attempts that did not simply complete, and why, with tracebacks and autopsies.
 
 `list_attempts` tells those of one command; the audit trail (`inspect.get_audit_trail`) is its short form.
 `list_stuck` tells, over all commands, which attempts a limit had to stop. Reads only, locks nothing.
@@ -85,7 +85,7 @@ def list_stuck(
     """Attempts that a limit had to stop, newest first.
 
     Without `everything` only those that had it coming: none that was waived (a bystander, a shutdown, a lost
-    lease), and none that stopped within its grace when an operator cancelled it.
+    lease), and none that stopped within its grace when an operator canceled it.
     """
     if since is not None and (not isinstance(since, datetime) or since.tzinfo is None):
         raise InvalidCommandError(f"since must be a datetime with a time zone, not {names.shown(since)}")

@@ -1,4 +1,4 @@
-"""inspect: what is known of commands, domains, workers and the troubleshooting queue. Reads only, locks nothing.
+"""What is known about commands, domains, workers and the troubleshooting queue. Reads only, locks nothing.
 
 Whether a command is IN_PROGRESS is known by its queue row alone, so a page of commands is completed by one look
 into each queue that it touches.

@@ -1,5 +1,5 @@
-"""known: does anybody know this command type? For warnings: a misspelt name is accepted, and then nothing happens.
-A new name is no error: its workers, or its first command, may still come."""
+"""Warns about a command type that nobody knows: a misspelled name is accepted, and then nothing happens.
+A new name is not an error: its workers, or its first command, may come later."""
 
 from __future__ import annotations
 

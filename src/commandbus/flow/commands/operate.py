@@ -1,4 +1,4 @@
-"""operate: what people do. The troubleshooting queue (retry, cancel, complete), and cancelling what waits or runs.
+"""What operators do: retry, cancel and complete commands in the troubleshooting queue, and cancel other commands.
 
 Every action locks what it moves, is guarded by state, and is written down with the operator's name. Of two
 operators one wins; the other's action finds nothing, and `explain` says what the command is now.
@@ -61,13 +61,13 @@ def operator_action(
 
 @operation(atomic=True)
 def act(selection: Selection, what: OperatorAction, *, limit: int = BITE) -> Steps[list[str]]:
-    """Apply a deed to what is selected, up to `limit`; answers the command_ids that were moved."""
+    """Apply a deed to what is selected, up to `limit`. Returns the command_ids that were moved."""
     rows = yield from _apply(selection, what, limit)
     return [row[1] for row in rows]
 
 
 def act_on_all(selection: Selection, what: OperatorAction) -> Plan[int]:
-    """Apply a deed to everything that is selected now, in bites; answers how many were moved.
+    """Apply a deed to everything that is selected now, in bites. Returns how many were moved.
 
     What enters the queue meanwhile is left alone: a retried command that fails again must not be retried by the
     same act, for ever.

@@ -1,4 +1,4 @@
-"""prune: forget finished commands by age or by count, and old archives, in small bites.
+"""Delete finished commands by age or by count, and old archives, in small portions.
 
 One bite is one short transaction; the caller goes on until `is_done`, or stops between bites. Commands that are
 not finished are never touched, however old, and neither is what belongs to a batch or a process that is not;

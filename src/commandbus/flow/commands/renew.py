@@ -1,4 +1,4 @@
-"""renew: extend the leases of attempts that are alive, and learn which were lost or are to be cancelled.
+"""Renew the leases of attempts that are alive, and learn which are lost or should be canceled.
 
 What a handler tells of its progress travels with the renewal: it is a field of the queue row's headers and costs
 no write of its own. A row that another transaction has locked is skipped: it is neither renewed nor lost, and the
@@ -65,7 +65,7 @@ def renew(
 
 @operation(atomic=False)
 def pending_cancels(domain: str, worker: str, held: Sequence[tuple[int, int]]) -> Steps[list[PendingCancel]]:
-    """Which of these (msg_id, read_ct) are to be cancelled. Reads only."""
+    """Which of these (msg_id, read_ct) are to be canceled. Reads only."""
     rows = yield Statement(sql.text("commands/pending_cancels", domain=domain), _fences(worker, held))
     return [PendingCancel(*row) for row in rows]
 

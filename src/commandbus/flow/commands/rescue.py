@@ -1,4 +1,4 @@
-"""rescue: what a dead worker still held is settled by its supervisor, at once and under the dead worker's fence.
+"""The supervisor settles what a dead worker held, at once and under the dead worker's fence.
 
     terminate_backends → held_by → put_right (lost predecessors, raw messages) → settle with worker=<the dead one>
 

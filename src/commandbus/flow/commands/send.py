@@ -1,4 +1,4 @@
-"""send: a command and its queue message, in one statement, in the caller's transaction if one is lent.
+"""Send a command: its row and its queue message in one statement, in the caller's transaction if one is lent.
 
 `command_id` is an idempotency key, and the unique constraint decides: of any number of concurrent senders one
 inserts; the others find its row and compare. Same content: the same command again. Other content:
@@ -99,7 +99,7 @@ def prepare_all(
 
 @operation(atomic=False)
 def send(domain: str, outgoing: Outgoing) -> Steps[SentCommand]:
-    """Send one command; answers the existing one if it was sent before with the same content."""
+    """Send one command. Returns the existing one if it was sent before with the same content."""
     try:
         rows = yield _statement(domain, outgoing)
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:

@@ -1,9 +1,9 @@
-"""settle: write how attempts ended, once, under their fence, many at a time.
+"""Write the outcomes of attempts, once, under their fence, many at a time.
 
 An outcome is JSON text from the moment the attempt ended: the settler only joins the texts. `settle` answers what
 was NOT settled: refused (the fence is gone; nothing was changed), busy (ask again), or canceled (somebody asked to
 cancel it meanwhile, and it did not complete: it is to be settled as CANCELED). Replies go out in the same
-transaction. One bad row must not fail its neighbours: the caller settles one by one after an error.
+transaction. One bad row must not fail its neighbors: the caller settles one by one after an error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Settlement:
     reply: Reply | None = None
     is_completion: bool = False
     is_grouped: bool = True  # its command may belong to a batch or a process
-    unhandled: int | None = None  # the command, if it is a message to a process and somebody cancelled it
+    unhandled: int | None = None  # the command, if it is a message to a process and somebody canceled it
 
 
 class Done:
@@ -121,7 +121,7 @@ def settle_one(
 ) -> Steps[dict[tuple[int, int], Answer]]:
     """Write one completion without a reply, a batch or a process, in its handler's transaction.
 
-    Answers as `settle` does. `result` is JSON text.
+    Returns as `settle` does. `result` is JSON text.
     """
     rows = yield Statement(
         sql.text("commands/settle_one", domain=domain),
@@ -290,7 +290,7 @@ def settle(
     waiting: bool = False,
     lock_timeout_ms: int | None = None,
 ) -> Operation[dict[tuple[int, int], Answer]]:
-    """Write outcomes of one domain; answers those (msg_id, read_ct) that were not settled, and why.
+    """Write outcomes of one domain. Returns those (msg_id, read_ct) that were not settled, and why.
 
     `waiting=True` waits for locked queue rows instead of answering busy. `lock_timeout_ms` is how long it waits at
     most for any other row; without it that is the session's own limit.

@@ -1,4 +1,4 @@
-"""unpark: what a pause or a breaker had parked goes back to the queue, in bites.
+"""Return parked commands to the queue, in portions, after a pause or a breaker.
 
 A million commands may be parked. Whoever ends the pause, or closes the breaker, wakes the first bite in its own
 transaction, and goes on in transactions of their own, so that no claim waits for a lock. What is left because

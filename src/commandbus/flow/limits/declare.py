@@ -1,4 +1,4 @@
-"""limits: what is declared, what people have changed, and how each stands now.
+"""Limits: what programs declare, what people have changed, and the row of each limit.
 
 A limit's row is made by whoever declares it (a worker at its start, a bus on first use) and kept for all. What a
 person sets at run time lies above what is declared, over deployments too, until it is unset.
@@ -139,7 +139,7 @@ def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
 
     Where a limit lives (permit store and environment) is left as it is, unless the declaration says otherwise, or
     a Redis has come; and it does not move while it is in use: who holds a permit would not be counted at the new
-    one. Answers what is worth a line in the log: what was declared otherwise before, and what did not move.
+    one. Returns what is worth a line in the log: what was declared otherwise before, and what did not move.
     """
     notes = []
     for limit in sorted(limits, key=lambda item: item.name):

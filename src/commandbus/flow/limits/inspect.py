@@ -1,4 +1,4 @@
-"""limit_look: how limits stand, in words and figures, and how long one would wait. Times in words are in the local
+"""The state of limits, in words and numbers, and how long a command would wait. Times in words are in the local
 zone."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class LimitInfo:
 
     @property
     def warning(self) -> str | None:
-        """What a person should know of it: nobody declares it, and it was never used. Its name may be misspelt."""
+        """A warning if nobody declares this limit and it was never used: its name may be misspelled."""
         if self.declared is not None or self.granted or self.parked or self.callers:
             return None
         return f"no program declares limit {self.name!r}, and it was never used; is its name right?"

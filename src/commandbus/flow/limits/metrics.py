@@ -1,5 +1,5 @@
-"""limit_figures: limits and breakers in figures, for metrics and for who looks from outside. Reads only, but for
-`count_granted`: what was given in Redis is told to PostgreSQL now and then, where everybody can see it.
+"""Limits and breakers in numbers, for metrics. Reads only, except `count_granted`: it tells PostgreSQL now and
+then how many permits Redis gave, so that everybody can see it.
 """
 
 from __future__ import annotations

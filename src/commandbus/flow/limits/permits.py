@@ -1,4 +1,4 @@
-"""permits: take, renew and give back permits of a limit; tell it how a call went; wake who is next.
+"""Take, renew and release permits of a limit, report how a call ended, and wake the next in line.
 
 The limit's row is the only thing that is locked, for one statement on the usual way. `wake` is a transaction under
 that lock: it keeps a permit for the first in line, then makes its queue row visible.
@@ -126,7 +126,7 @@ def take_probe(name: str, token: str, *, seconds: float | None = None) -> Steps[
 
 @operation(atomic=False)
 def renew(name: str, tokens: Sequence[str], *, seconds: float | None = None) -> Steps[list[str]]:
-    """Renew leases; answers the tokens that hold no permit any more."""
+    """Renew leases. Returns the tokens that hold no permit any more."""
     rows = yield Statement(sql.text("limits/renew"), {"name": name, "tokens": list(tokens), "seconds": seconds})
     return [row[0] for row in rows]
 
@@ -394,7 +394,7 @@ def line_up(
 
 @operation(atomic=False)
 def step_out(number: int) -> Steps[bool]:
-    """Wait no more; answers whether the turn had come meanwhile."""
+    """Wait no more. Returns whether the turn had come meanwhile."""
     rows = yield Statement(
         b"DELETE FROM commandbus.parked WHERE domain = '' AND msg_id = %(number)s RETURNING woken_at IS NOT NULL",
         {"number": -number},
@@ -404,7 +404,7 @@ def step_out(number: int) -> Steps[bool]:
 
 @operation(atomic=False)
 def stand_again(number: int) -> Steps[bool]:
-    """Its turn came, but not its permit: stand where one stood; answers whether that was so."""
+    """Its turn came, but not its permit: stand where one stood. Returns whether that was so."""
     rows = yield Statement(
         b"UPDATE commandbus.parked SET woken_at = NULL WHERE domain = '' AND msg_id = %(number)s "
         b"AND woken_at IS NOT NULL RETURNING seq",

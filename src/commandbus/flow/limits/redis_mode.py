@@ -1,5 +1,5 @@
-"""limit_mode: where the permits of Redis limits are kept now, as the whole fleet sees it, and the permits that
-PostgreSQL keeps while Redis is out of everybody's reach.
+"""Where the permits of Redis limits are kept now, for the whole fleet, and the permits that PostgreSQL keeps
+while nobody can reach Redis.
 
     redis ──(all live programs have lost it)──▶ degraded ──(one reaches it again)──▶ joining ──(one lease)──▶ redis
       └────────────────(it is there, but has lost its data)──────────────────────────▲
@@ -209,7 +209,7 @@ def _decide(fleet: RedisFleetState, pace: HeartbeatPace, redis: Epochs | None) -
 def take_share(
     id_: str, limit: LimitTerms, tokens: Sequence[str], seconds: float, *, pace: HeartbeatPace
 ) -> Steps[tuple[str, list[str]]]:
-    """Take permits that PostgreSQL keeps. Answers the mode (nothing is taken in another than `degraded`), and the
+    """Take permits that PostgreSQL keeps. Returns the mode (nothing is taken in another than `degraded`), and the
     tokens that have a permit."""
     fleet = yield from _fleet((yield from _lock()), limit.lease)
     live = fleet.live(pace)
@@ -241,7 +241,7 @@ def take_share(
 @operation(atomic=True)
 def renew_share(id_: str, limit: LimitTerms, tokens: Sequence[str]) -> Steps[tuple[str, list[str]]]:
     """Renew permits that PostgreSQL keeps; a permit that another program has taken for this one becomes its own.
-    Answers the mode (nothing is renewed in another than `degraded`), and the tokens that hold no permit."""
+    Returns the mode (nothing is renewed in another than `degraded`), and the tokens that hold no permit."""
     fleet = yield from _fleet((yield from _lock()), limit.lease)
     own = fleet.find(id_)
     if fleet.mode != DEGRADED or own is None or own.lost is None:

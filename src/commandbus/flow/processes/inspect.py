@@ -1,4 +1,4 @@
-"""process_inspect: what is known of processes. Reads only, locks nothing."""
+"""What is known about processes. Reads only, locks nothing."""
 
 from __future__ import annotations
 

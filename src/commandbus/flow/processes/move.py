@@ -1,11 +1,11 @@
-"""process: how a saga is read and moved.
+"""How a process is read and moved.
 
 A process is moved by its messages, which are commands of its type in its domain (step 0): its start, the replies
 to its steps, its timers, an operator's retry. Reading locks nothing; the move itself, `apply`, is refused if
 somebody else has moved the process since, and then the whole handling of the message is done again. So the
 process row is locked for a moment only, never while the manager's code runs.
 
-Order within `apply`: what is to be cancelled (queue row → command row), what is to be sent (new rows), the
+Order within `apply`: what is to be canceled (queue row → command row), what is to be sent (new rows), the
 process.
 """
 
@@ -173,7 +173,7 @@ def cancel_commands(process: int, wanted: list[tuple[str, str, operate.OperatorA
 def _cancel_waiting(
     wanted: list[tuple[str, str, operate.OperatorAction]],
 ) -> Steps[list[tuple[str, str, operate.OperatorAction]]]:
-    """Cancel those that wait or run; answers the others."""
+    """Cancel those that wait or run. Returns the others."""
     left = []
     for domain, command_id, operator_action in wanted:
         try:
@@ -296,7 +296,7 @@ def _set_timer(loaded: Loaded, data: dict[str, Any], seconds: float | None) -> S
 def send_message(
     domain: str, view: ProcessView[Any], id_: int, data: dict[str, Any], *, delay: float = 0.0
 ) -> Steps[int]:
-    """A message to a process, now or later; answers its command's row id."""
+    """A message to a process, now or later. Returns its command's row id."""
     rows = yield Statement(
         sql.text("processes/message", domain=domain),
         {

@@ -1,4 +1,4 @@
-"""process_operate: what people do to processes: cancel them, and let a FAILED one go on."""
+"""What operators do to processes: cancel them, and let a FAILED one go on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from commandbus.processes.manager import ProcessView
 
 
 def cancel_process(domain: str, process_id: str, what: operate.OperatorAction) -> Plan[ProcessStatus]:
-    """Ask a process to stop: its outstanding commands are cancelled, what was done is undone, it ends CANCELED.
+    """Ask a process to stop: its outstanding commands are canceled, what was done is undone, it ends CANCELED.
 
     First the request: no step is sent after it, because a move that is under way is refused and done again.
     Then, each in a transaction of its own, the commands. Whoever asks again goes on where the first one was

@@ -1,4 +1,4 @@
-"""belonging: which process a command is of, and as what. Reads only, locks nothing."""
+"""Which process a command belongs to, and as which step. Reads only, locks nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""process_start: start processes, one or very many, in one statement a thousand.
+"""Start processes, one or very many, a thousand per statement.
 
 A process is a row and its first message. `process_id` is an idempotency key, as command_id is: of any number of
 starters one inserts; the others find its row and compare.
@@ -101,7 +101,7 @@ def _start_chunk(
 def insert_new(
     domain: str, process_type: str, starting: Sequence[Starting], batch: int | None, *, counts: bool = False
 ) -> Steps[dict[str, StartedProcess]]:
-    """Start those whose process_id is not taken; answers them."""
+    """Start those whose process_id is not taken. Returns them."""
     try:
         answer = yield Statement(
             sql.text("processes/start"),

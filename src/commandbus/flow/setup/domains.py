@@ -1,4 +1,4 @@
-"""domains: create and list them. A domain is a PGMQ queue, its name in `commandbus.domain`, and grants on it."""
+"""Create and list domains. A domain is a PGMQ queue, its name in `commandbus.domain`, and grants on it."""
 
 from __future__ import annotations
 

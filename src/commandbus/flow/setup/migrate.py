@@ -1,4 +1,4 @@
-"""migrate: bring a database's schema to this release, from whatever it has.
+"""Upgrade the schema of a database to this release, from any earlier one or from nothing.
 
 Everything happens in one transaction under one advisory lock: any number of processes may run it at once, and
 a failure leaves nothing behind. No superuser is needed, only CREATE on the database.

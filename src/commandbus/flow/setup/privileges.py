@@ -1,4 +1,4 @@
-"""privileges: may this role run a worker? Asked once, before a worker starts.
+"""Checks once, before a worker starts, whether its role may run a worker.
 
 A role that may look but not claim would pass every other check, fail at its first claim, and be started again and
 again. What is asked for here is what no worker can do without, less than `commandbus roles` grants.

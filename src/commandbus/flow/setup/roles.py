@@ -1,4 +1,4 @@
-"""roles: create the least-privilege roles and grant them what they need, or print the SQL that does."""
+"""Create the least-privilege roles and grant them what they need, or print the SQL that does it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""register: a worker's row in the registry, beaten every few seconds, and what it learns there."""
+"""A worker's row in the registry: its heartbeat every few seconds, and what the worker learns there."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The Ladder: every attempt ends in time, whatever its handler does.
 
-    deadline   the attempt is asked to stop: its cancel event is set, its task cancelled, its query cancelled
+    deadline   the attempt is asked to stop: its cancel event is set, its task canceled, its query canceled
     grace      it may still finish, and a result that comes in time counts
     stuck      an autopsy is taken, the attempt is fenced and settled, its slot gets a new thread or task
 
@@ -141,7 +141,7 @@ class Ladder:
             self._remind(attempt, stop, now)
 
     def _remind(self, attempt: Attempt, stop: Stop, now: float) -> None:
-        """A statement that began just after the cancel gets half of the grace, then it is cancelled too."""
+        """A statement that began just after the cancel gets half of the grace, then it is canceled too."""
         if now >= (stop.asked_at + stop.until) / 2:
             attempt.extras.is_reminded = True
             self._cancel_query(attempt)
@@ -256,7 +256,7 @@ class Ladder:
             return
         blocked = monotonic() - place.loop.beat_at
         text = f"it blocked the event loop for {blocked:.1f} s; command {attempt.command_id!r} could not stop"
-        why = Why.SHUTDOWN if stop.why is Why.SHUTDOWN else Why.DEADLINE  # a neighbour's cancel is not its own
+        why = Why.SHUTDOWN if stop.why is Why.SHUTDOWN else Why.DEADLINE  # a neighbor's cancel is not its own
         blamed = blocker.stop or Stop(why, text, stop.asked_at, stop.until, is_told=False)
         blocker.ask_to_stop(blamed)
         taken = _examine(culprit, is_blocked=True)

@@ -1,4 +1,4 @@
-"""child: one attempt in a child process, as the slot's thread that waits for it and the ladder see it.
+"""One attempt in a child process, as seen by the slot's thread that waits for it, and by the ladder.
 
     begin → run is sent → messages (begun, lent, returned, progress, extend, hold, release, limits, log) → ended
                         ↘ kill: dump signal, 0.5 s for the stacks, SIGKILL → dead

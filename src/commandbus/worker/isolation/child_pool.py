@@ -1,4 +1,4 @@
-"""children: a worker's child processes, kept warm for attempts that run in one.
+"""A worker's child processes, kept warm for attempts that run in one.
 
 One is taken for an attempt and returned after it; there are at most as many as slots, one of them ahead if a
 handler asks for isolation. A slot's thread that needs one listens to a process that is still importing, and takes

@@ -1,4 +1,4 @@
-"""warming: a child process between its start and its first attempt, while it imports the handlers.
+"""A child process between its start and its first attempt, while it imports the handlers.
 
     importing (stacks can be dumped from now on) → log … → ready
                                                          ↘ cannot_start, with the error

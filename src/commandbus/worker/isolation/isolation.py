@@ -1,4 +1,4 @@
-"""isolation: attempts in processes of their own: of isolation="process" handlers, suspects, and in quarantine.
+"""Attempts in child processes: of isolation="process" handlers, of suspects, and in quarantine.
 
 A slot's thread takes a process that is ready, and only then its attempt begins: what importing the handlers takes
 is not the attempt's. It waits for the attempt's end, does what the handler's context asks for, and judges how it

@@ -1,4 +1,4 @@
-"""far_door: permits of limits for a handler in a process of its own.
+"""Permits of limits for a handler in a child process.
 
     child: ChildLimits    limit ──►    worker: LimitRelay ──► its own door, and the limit client
                       ◄── permit
