@@ -2,8 +2,8 @@
 
 A process counts as completed when it is COMPLETED, as failed when it is FAILED or COMPENSATED, as canceled when
 it is CANCELED, and as in the troubleshooting queue while it waits for it. Canceling and retrying go process by
-process, each in transactions of its own: whoever asks again, or a worker's sweep, goes on where somebody was
-interrupted.
+process, each in its own transactions. After an interruption, a second request or a worker's sweep goes on from
+there.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def retry_members(batch: int, domain: str, what: OperatorAction) -> Plan[int]:
 
 
 def start_again(old: int, domain: str, new: int) -> Steps[tuple[int, int]]:
-    """Start processes like those of a batch that were undone, as members of another. Returns how many, and how
-    many are there in all: of one and the same process the second retry finds the id taken."""
+    """Start processes like those of a batch that were undone, as members of another batch. Returns how many, and
+    how many there are in all: a second retry of the same process finds the id taken."""
     started = seen = last_id = 0
     while True:
         rows = yield Statement(

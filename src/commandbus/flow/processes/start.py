@@ -1,7 +1,7 @@
 """Start processes, one or very many, a thousand per statement.
 
-A process is a row and its first message. `process_id` is an idempotency key, as command_id is: of any number of
-starters one inserts; the others find its row and compare.
+A process is a row and its first message. `process_id` is an idempotency key, like command_id: of several
+concurrent starters one inserts the row, and the others find it and compare.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def prepare_start(new: NewProcess, *, deadline: object, max_bytes: int) -> Start
 def start(
     domain: str, process_type: str, starting: Iterator[Starting], *, batch: int | None = None
 ) -> Steps[list[StartedProcess]]:
-    """Start processes, all or none; those that were started before with the same content are left as they are."""
+    """Start processes, all or none. Those that were started before with the same content stay as they are."""
     return (yield from start_now(domain, process_type, starting, batch=batch, counts=False))
 
 

@@ -28,7 +28,7 @@ class DomainInfo:
 
 @operation(atomic=True)
 def create_domain(domain: str) -> Steps[bool]:
-    """Create a domain's queue; False if it was there. Safe to run concurrently."""
+    """Create a domain's queue. Returns False if it existed. Safe to run concurrently."""
     created = yield from create_steps(domain)
     return created
 

@@ -13,7 +13,8 @@ from commandbus.model import payload
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """What does not change in a worker's life; `types` are the types that it has handlers for ("orders/ship")."""
+    """What never changes about a worker; `types` are the command types that it has handlers for
+    ("orders/ship")."""
 
     id: str
     host: str
