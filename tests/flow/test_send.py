@@ -244,7 +244,7 @@ def test_contradictions_are_refused(orders: Bus, db: psycopg.Connection[Any]) ->
         orders.send("orders", "Ship", delay=0, at=soon)
     for items, named in [
         ([5], "5 is not a command; give NewCommand or dicts"),
-        (["Ship"], "'Ship' is no command"),
+        (["Ship"], "'Ship' is not a command"),
         ([{"command_typ": "Ship"}], "unknown field 'command_typ'"),
         ([{"data": 1}], "no command_type"),
         ([{"command_type": "Ship", 5: 1}], "unknown field '5'"),

@@ -18,9 +18,9 @@ MOST_NAMES = 5
 
 @operation(atomic=False)
 def doubt_type(domain: str, command_type: str, *, what: str = "command type") -> Steps[str | None]:
-    """A sentence if no live worker says that it handles this type and no recent command is of it; else None.
+    """A warning if no live worker handles this type and it has no recent command; else None.
 
-    A role that may not look gets no sentence. `what` may be "process type": its messages are commands of its type.
+    A role that may not read gets no warning. `what` may be "process type": its messages are commands of its type.
     """
     params = {"domain": domain, "alive": WORKER_ALIVE_SECONDS, "most": NEWEST}
     try:
@@ -37,7 +37,7 @@ def doubt_type(domain: str, command_type: str, *, what: str = "command type") ->
 
 
 def doubt_limit(name: str, others: Collection[str]) -> str:
-    """The sentence about a limit that no program declares and that was never used."""
+    """The warning about a limit that no program declares and nobody has used."""
     return f"nobody knows limit {name!r}: no program declares it, and it was never used; {_similar(name, others)}"
 
 
