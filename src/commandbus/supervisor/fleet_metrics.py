@@ -1,7 +1,7 @@
 """Metrics of limits and breakers. Pure.
 
-They are state of the whole fleet, in the database: every supervisor tells the same, so take `max by (limit)` of
-them, not a sum. They are as old as the coroner's last look (3 s), and older while the database is unreachable.
+They describe the whole fleet, from the database. Every supervisor reports the same values, so take `max by
+(limit)`, not a sum. They are as old as the coroner's last look (3 s), and older while the database is unreachable.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the supervisor's loop last saw, and what that means for health checks and metrics. Pure.
 
-live    fails when the supervisor's loop does not turn, or all workers are frozen.
-ready   fails when no worker can take work, all are critical, the database is lost or never came, or work waits
-        and nobody takes it. Degraded is 200, and says so.
+live    fails when the supervisor's loop does not run, or all workers are frozen.
+ready   fails when no worker can take work, all are critical, the database is unreachable, or commands wait and
+        nobody claims them. Degraded is 200, and says so.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything at the last turn of the loop. Counters are since the supervisor's start, the dead included.
-    `waits_for` says what keeps it from starting the first worker, `reload_error` why the last reload failed."""
+    """Everything at the last turn of the loop. Counters begin at the supervisor's start and include dead workers.
+    `waits_for` says what keeps it from starting the first worker, and `reload_error` why the last reload
+    failed."""
 
     at: float
     phase: str
