@@ -79,7 +79,7 @@ def test_sigterm_ends_the_wait_at_once(away: Callable[..., Supervised], proxy: P
         proxy.is_refusing = False
         proxy.hearing.clear()
     supervised = away()
-    until(lambda: "probes: http://" in supervised.log)
+    until(lambda: "health checks: http://" in supervised.log)
     if not silent:
         supervised.until_said(WAITS)
     began = time.monotonic()
