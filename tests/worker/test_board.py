@@ -109,7 +109,7 @@ def test_neighbours_do_not_touch_each_other(pair) -> None:
 def test_another_file_is_no_board() -> None:
     fd = os.memfd_create("other")
     os.ftruncate(fd, 4096)
-    with pytest.raises(ValueError, match="no board"):
+    with pytest.raises(ValueError, match="not a board"):
         Board.attach(fd)
     os.close(fd)
 
