@@ -43,7 +43,7 @@ class Hold:
         return self._permit.is_lost
 
     def remaining(self) -> float | None:
-        """Seconds left for the call, at least a millisecond, to hand to clients as their time-out; None: no
+        """Seconds left for the call, at least a millisecond, to hand to clients as their timeout; None: no
         limit. Raises LimitLostError if the permit is lost: there must be no further call."""
         if self._permit.is_lost:
             raise lost(self._permit.limit)

@@ -629,7 +629,7 @@ class WorkerRuntime:
         self._keeper.look_for_cancel(domain, msg_id)
 
     def _check_idle(self) -> bool:
-        """Nothing was there to claim; answers whether to look once more. What ran during that look may have sent
+        """Nothing was there to claim. Returns whether to look once more. What ran during that look may have sent
         something: only a look that finds nothing while nothing is held is the last."""
         if not self._spec.ends_idle or self._is_at_work:
             self._was_idle = False

@@ -2,7 +2,7 @@
 
 The sync and the async way differ in one `await`; what an end means is decided once, in `completed` and `failed`.
 An attempt that was asked to stop may still complete: a result that comes within its grace counts. If it raises
-what a cancelled attempt raises, that is put down to whoever asked: its deadline, a person, the shutdown, or the
+what a canceled attempt raises, that is put down to whoever asked: its deadline, a person, the shutdown, or the
 loss of its lease.
 """
 
@@ -85,7 +85,7 @@ _CANCELLATIONS = (
     pg.QueryCanceled,
     pg.AdminShutdown,
 )
-"""What a handler raises when it gives in: to us, or because we cancelled its query."""
+"""What a handler raises when it gives in: to us, or because we canceled its query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +313,7 @@ class Executor:
 
     @staticmethod
     def _is_final(attempt: Attempt, *, is_timeout: bool) -> bool:
-        """Does its handler want no time-out to be tried again?"""
+        """Does its handler want no timeout to be tried again?"""
         return is_timeout and attempt.handler is not None and attempt.handler.options.on_timeout == "fail"
 
     def lost(self, attempt: Attempt, failure: Failure) -> Settlement:
