@@ -135,15 +135,15 @@ def test_a_bad_value_does_not_matter_where_a_stronger_source_decides(project: Pa
     [
         (
             "[limits.docai]\nconcurency = 5\n",
-            " [limits.docai] concurency: there is no such option; did you mean concurrency?",
+            " [limits.docai] concurency: unknown option; did you mean concurrency?",
         ),
         (
             "[breakers.'orders/ship']\nstick = 5\n",
-            ' [breakers."orders/ship"] stick: there is no such option; did you mean stuck?',
+            ' [breakers."orders/ship"] stick: unknown option; did you mean stuck?',
         ),
         (
             "[breakers.'*']\nzzz = 5\n",
-            ' [breakers."*"] zzz: there is no such option; there are stuck, failures, window, reset, on_open',
+            ' [breakers."*"] zzz: unknown option; there are stuck, failures, window, reset, on_open',
         ),
         (
             "[limits.docai]\nconcurrency = 'many'\n",
@@ -198,7 +198,7 @@ def test_bad_names_and_shapes_are_refused_in_a_few_words(text: str, project: Pat
         ({"limits": "docai"}, "argument: limits must be a list"),
         ({"limits": 5}, "argument: limits must be a list"),
         ({"limits": ["docai"]}, "argument: limits: 'docai' is not a Limit; give Limit('docai', concurrency=5)"),
-        ({"limits": [Limit("a", 1), Limit("a", 2)]}, "argument: limits: 'a' is there twice; give each limit once"),
+        ({"limits": [Limit("a", 1), Limit("a", 2)]}, "argument: limits: 'a' is listed twice; list each one once"),
         ({"limits": {"docai": 5}}, "argument: limits: 'docai' must be a Limit, or options by name, not 5"),
         ({"limits": {"docai": Limit("mail", 5)}}, "argument: limits: 'mail' stands under the name 'docai'"),
         ({"limits": {"docai": {"speed": 5}}}, "argument: limit 'docai': there is no option 'speed'"),
@@ -211,7 +211,7 @@ def test_bad_names_and_shapes_are_refused_in_a_few_words(text: str, project: Pat
             "argument: breakers: 'orders/ship' must be a Breaker, or options by name",
         ),
         ({"breakers": {5: Breaker()}}, "argument: breakers: 5 names no command type"),
-        ({"limit": []}, "argument 'limit': there is no such setting; did you mean limits?"),
+        ({"limit": []}, "argument 'limit': unknown setting; did you mean limits?"),
     ],
 )
 def test_bad_arguments_are_refused(overrides: dict[str, Any], message: str, project: Path) -> None:

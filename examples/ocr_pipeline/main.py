@@ -80,7 +80,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="OCR of a long document, within the limits of an API.")
     parser.add_argument("--chunks", type=int, default=17, help="how many chunks the document has (17)")
     parser.add_argument("--seed", type=int, default=1, help="of the document, and of what goes wrong (1)")
-    parser.add_argument("--redis", metavar="URL", help="keep the places of the limit there, not in PostgreSQL")
+    parser.add_argument("--redis", metavar="URL", help="keep the permits of the limit there, not in PostgreSQL")
     parser.add_argument("--concurrency", type=int, help="let the workers make so many calls at once")
     parser.add_argument("--rate", help="let the workers call as often as this, such as 400/m")
     options = parser.parse_args()
@@ -123,7 +123,7 @@ def send(bus: CommandBus, text: str) -> None:
         for number, piece in enumerate(pieces, start=1)
     )
     bus.create_batch(DOMAIN, commands, batch_id=DOCUMENT, on_complete=handlers.merge)
-    say(f"{len(text)} letters in {len(pieces)} chunks; {WORKERS} workers; places are kept in {where(bus)}\n")
+    say(f"{len(text)} letters in {len(pieces)} chunks; {WORKERS} workers; permits are kept in {where(bus)}\n")
 
 
 def scan(piece: str) -> str:
@@ -260,7 +260,7 @@ class Operator:
 
 
 def audit(bus: CommandBus, api: Api, text: str) -> int:
-    """Print it; answers the exit code."""
+    """Print it. Returns the exit code."""
     say("\nchunk     ended      attempts  429s  time-outs  broken")
     for chunk in chunks_of(bus):
         tries = bus.get_attempts(DOMAIN, chunk.command_id)
@@ -327,7 +327,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def where(bus: CommandBus) -> str:
-    """Where the places of the limit are kept."""
+    """Where the permits of the limit are kept."""
     return "Redis" if bus.get_limit(LIMIT).backend == "redis" else "PostgreSQL"
 
 

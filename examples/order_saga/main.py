@@ -142,7 +142,7 @@ def cancel_an_order(bus: CommandBus) -> None:
 
 
 def tell(bus: CommandBus) -> int:
-    """Print it; answers the exit code."""
+    """Print it. Returns the exit code."""
     records = {name: look(bus, name) for name in EXPECTED}
     say("\norder     ended        because")
     for name, record in records.items():

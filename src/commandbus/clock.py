@@ -1,4 +1,4 @@
-"""clock: the clocks that this package reads, bound once at import.
+"""The clocks that this package reads, bound once at import.
 
     monotonic()    for deadlines, waits and rates; it stands still while the machine is suspended
     boottime()     for the ages of leases; it goes on while the machine is suspended, as the server's clock does

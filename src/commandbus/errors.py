@@ -17,22 +17,22 @@ class ConfigurationError(CommandBusError, ValueError):
 
 
 class EmbeddedPostgresError(CommandBusError):
-    """The embedded PostgreSQL could not be found, initialised, started or stopped."""
+    """The embedded PostgreSQL could not be found, initialized, started or stopped."""
 
 
 class DatabaseUnavailableError(CommandBusError, ConnectionError):
-    """The database cannot be reached, or has no connection left; the message has the server's own reason.
+    """The database cannot be reached, or has no connection left. The message has the server's own reason.
 
-    Unless the message says otherwise, nothing was asked of the server.
+    Unless the message says otherwise, the server was not asked to do anything.
     """
 
 
 class InvalidCommandError(CommandBusError, ValueError):
-    """What was to be sent is not a command: a bad name, payload, delay or header. Nothing was sent."""
+    """The command is not valid: a bad name, payload, delay or header. Nothing was sent."""
 
 
 class UnknownDomainError(CommandBusError):
-    """The domain has no queue. `commandbus domain create NAME` makes one."""
+    """The domain has no queue. `commandbus domain create NAME` creates it."""
 
     def __init__(self, domain: str) -> None:
         super().__init__(
@@ -73,11 +73,11 @@ class ProcessNotFoundError(CommandBusError, LookupError):
 
 
 class ProcessMovedError(CommandBusError):
-    """Somebody else moved the process meanwhile; whoever handles its message does it again."""
+    """Another worker moved the process meanwhile; the message is handled again."""
 
 
 class DuplicateMemberError(DuplicateCommandError):
-    """A command of a new batch exists already, in the batch or outside: each is counted once."""
+    """A command of a new batch exists already, in the batch or outside it."""
 
     def __init__(self, domain: str, command_id: str) -> None:
         self.domain = domain
@@ -129,11 +129,11 @@ class SchemaError(CommandBusError):
 
 
 class MissingPrivilegeError(SchemaError):
-    """The role may not do this; the message says which right is missing and who has it."""
+    """The role may not do this. The message says which privilege is missing and which role has it."""
 
 
 class CallError(CommandBusError):
-    """What `bus.call` raises instead of answering a result; the command was sent, and `command_id` names it."""
+    """What `bus.call` raises instead of returning a result. The command was sent; `command_id` names it."""
 
     def __init__(self, message: str, domain: str, command_id: str) -> None:
         super().__init__(message)
@@ -142,7 +142,7 @@ class CallError(CommandBusError):
 
 
 class CommandFailedError(CallError):
-    """The command that was called is FAILED, for good: the business said no, or its time was up for good."""
+    """The called command is FAILED for good: by a business rule, or by a timeout with `on_timeout="fail"`."""
 
     def __init__(
         self, domain: str, command_id: str, *, error_type: str | None, error_code: str | None, error: str | None
@@ -164,7 +164,7 @@ class CommandCanceledError(CallError):
 
 
 class CommandInTroubleshootingError(CallError):
-    """The command that was called needs a person; nobody knows how long that takes, so the call does not wait."""
+    """The called command needs a person. Nobody knows how long that takes, so the call does not wait."""
 
     def __init__(
         self, domain: str, command_id: str, *, error_type: str | None, error_code: str | None, error: str | None
@@ -208,9 +208,9 @@ class BusClosedError(CallError):
 
 
 class AttemptFencedError(CommandBusError):
-    """This attempt no longer holds its command: its lease was lost and another attempt may be running.
+    """This attempt no longer holds its command: its lease was lost, and another attempt may be running.
 
-    Everything in the transaction that hears this is rolled back; a handler should let it through.
+    The transaction in which this is raised is rolled back. A handler should let the error through.
     """
 
 
@@ -227,10 +227,10 @@ class DeadlineExceededError(AttemptCancelledError, TimeoutError):
 
 
 class LimitLostError(AttemptCancelledError):
-    """The place of a limit is lost: its lease could not be renewed in time, and somebody else may have it now.
+    """The permit of a limit is lost: its lease could not be renewed in time, and somebody else may have it now.
 
-    Whoever hears this in a `limit` block must call no more under that place. In a handler the attempt is asked to
-    stop and is not charged.
+    Code in a `limit` block that gets this error must make no more calls in the block. In a handler the attempt is
+    asked to stop, and is not charged.
     """
 
     def __init__(self, message: str, *, limit: str | None = None) -> None:
@@ -246,7 +246,7 @@ class ApiTimeoutError(DeadlineExceededError):
 
 
 class UnknownLimitError(CommandBusError, LookupError):
-    """Nobody has declared a limit of this name."""
+    """Nobody has declared a limit with this name."""
 
     def __init__(self, name: str, known: object = ()) -> None:
         names = ", ".join(sorted(known)) if isinstance(known, list | tuple | set | frozenset) and known else "none"
@@ -258,7 +258,7 @@ class UnknownLimitError(CommandBusError, LookupError):
 
 
 class BreakerOpenError(CommandBusError):
-    """The breaker of a command type is open, and it was configured to refuse what is sent. Nothing was sent."""
+    """The breaker of a command type is open, and is configured to refuse commands. Nothing was sent."""
 
     def __init__(self, domain: str, command_type: str, reason: str) -> None:
         super().__init__(
@@ -275,9 +275,9 @@ class TransactionUsedError(CommandBusError):
 
 
 class ConnectionInUseError(CommandBusError):
-    """An attempt has one connection at a time: all slots together have no more than there are slots.
+    """An attempt has one connection at a time, because there are only as many connections as slots.
 
-    Were a second one allowed, slots that each hold one could wait for each other until they time out.
+    If an attempt could take a second one, slots could wait for each other until they time out.
     """
 
 
@@ -308,17 +308,17 @@ class CommandFailure(Exception):  # noqa: N818 - it is what happened to a comman
 
 
 class TransientCommandError(CommandFailure):
-    """Try again by the retry policy; the troubleshooting queue when attempts are used up."""
+    """Retry by the retry policy; to the troubleshooting queue when the attempts are used up."""
 
     default_code = "TRANSIENT"
 
 
 class RateLimitError(TransientCommandError):
-    """An external API said "not now" (HTTP 429). The command waits, spends no attempt, and everybody else who uses
-    the limit waits too.
+    """An external API said "not now" (HTTP 429). The command waits and spends no attempt. Everybody else who uses
+    the limit waits, too.
 
-    `retry_after`: seconds, if the API said how long. `limit`: which limit it concerns; without it, the one whose
-    `ctx.limit` block it leaves, or the handler's own.
+    `retry_after`: seconds, if the API said how long. `limit`: the name of the limit; by default the limit of the
+    `ctx.limit` block that raises this, or the handler's own.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class RateLimitError(TransientCommandError):
 
 
 class LimitTimeoutError(TransientCommandError, TimeoutError):
-    """No place of a limit became free in time. That is not a 429: nobody was called."""
+    """No permit of a limit became free in time. That is not a 429: nobody called the API."""
 
     def __init__(self, message: str, *, limit: str | None = None) -> None:
         super().__init__(message, code="LIMIT_TIMEOUT")
@@ -344,7 +344,7 @@ class LimitTimeoutError(TransientCommandError, TimeoutError):
 
 
 class PermanentCommandError(CommandFailure):
-    """Trying again is pointless: a person must look (troubleshooting queue)."""
+    """A retry would not help: a person must look (troubleshooting queue)."""
 
     default_code = "PERMANENT"
 
@@ -352,8 +352,8 @@ class PermanentCommandError(CommandFailure):
 class TransactionEndedError(PermanentCommandError):
     """A handler has ended the transaction of ctx.transaction() itself, or tried to.
 
-    What was written before may be committed without the command's completion, and a retry would write it again. So
-    a person must look.
+    Its writes may be committed without the command's completion, and a retry would write them again. So a person
+    must look.
     """
 
     def __init__(self, command_id: str, how: str) -> None:
@@ -368,7 +368,7 @@ class TransactionEndedError(PermanentCommandError):
 
 
 class BusinessRuleException(CommandFailure):
-    """The business said no: the command is FAILED, final, and nobody needs to look."""
+    """A business rule says no: the command is FAILED for good, and nobody needs to look."""
 
     default_code = "BUSINESS_RULE"
 

@@ -1,4 +1,4 @@
-"""logger: a logger for threads that must not die of a log, and for words that came from outside.
+"""A logger for threads that must survive an error in logging, and for text that came from outside.
 
 A handler or filter of the application may raise (a closed socket, a bug), and `logging` passes that on to whoever
 logs. The threads on which every lease and deadline depends say what they have to say, and go on.

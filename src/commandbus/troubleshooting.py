@@ -99,7 +99,7 @@ class TroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Run all that match again; answers how many."""
+        """Run all that match again. Returns how many."""
         operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
         return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), operator_action))
 
@@ -112,7 +112,7 @@ class TroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Give up all that match; answers how many."""
+        """Give up all that match. Returns how many."""
         operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
         return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), operator_action))
 
@@ -126,7 +126,7 @@ class TroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Complete all that match with one result; answers how many."""
+        """Complete all that match with one result. Returns how many."""
         operator_action = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
         return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), operator_action))
 
@@ -202,7 +202,7 @@ class AsyncTroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Run all that match again; answers how many."""
+        """Run all that match again. Returns how many."""
         operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
         return await self._bus.follow(
             operate.act_on_all(_selection(domain, command_type, error_code), operator_action)
@@ -217,7 +217,7 @@ class AsyncTroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Give up all that match; answers how many."""
+        """Give up all that match. Returns how many."""
         operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
         return await self._bus.follow(
             operate.act_on_all(_selection(domain, command_type, error_code), operator_action)
@@ -233,7 +233,7 @@ class AsyncTroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Complete all that match with one result; answers how many."""
+        """Complete all that match with one result. Returns how many."""
         operator_action = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
         return await self._bus.follow(
             operate.act_on_all(_selection(domain, command_type, error_code), operator_action)

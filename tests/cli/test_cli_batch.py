@@ -209,7 +209,7 @@ def test_a_closed_standard_input_is_told(orders, database):
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
-    assert "the standard input is closed" in done.stderr
+    assert "standard input is closed" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_an_id_alone_is_enough_if_it_is_unique(orders, bus, make):
     for words in (["show"], ["watch"], ["close"], ["cancel"], ["retry-failed"], ["add", "--from", "-"]):
         answer = orders("batch", words[0], "b1", *words[1:])
         assert (answer.code, answer.out) == (ExitCode.REFUSED, "")
-        assert "2 domains have a batch 'b1': orders, other; say which with --domain" in answer.err
+        assert "2 domains have a batch 'b1': orders, other; choose one with --domain" in answer.err
         missing = orders("batch", words[0], "nobody", *words[1:])
         assert missing.code == ExitCode.NOT_FOUND
         assert "no batch 'nobody' in any domain" in missing.err

@@ -95,7 +95,7 @@ def test_the_breaker_of_a_limit(orders, database):
     closed = orders("breakers", "close", "--limit", "docai").out
     assert closed == "the breaker of limit docai is closed; 0 commands waited for the limit\n"
     reset = orders("breakers", "reset", "--limit", "docai").out
-    assert reset.startswith("the breaker of limit docai is closed and has counted nothing")
+    assert reset.startswith("the breaker of limit docai is closed, and its counts are cleared")
     unknown = orders("breakers", "close", "--limit", "nobody")
     assert unknown.code == ExitCode.NOT_FOUND
     assert "unknown limit 'nobody' (known: docai)" in unknown.err

@@ -104,7 +104,7 @@ def test_show_and_tables_tell_charged_attempts_from_their_numbers(orders, bus):
     ("marks", "apart", "said"),
     [
         ("quarantine = true", "quarantine", "an attempt of it got stuck or crashed its worker"),
-        ("suspect = 1", "suspect", "nobody could be named"),
+        ("suspect = 1", "suspect", "the cause is not known"),
         ("suspect = 1, alone = true, quarantine = true", "alone", "one such command at a time"),
     ],
 )
@@ -225,7 +225,7 @@ def test_a_locked_row_is_not_waited_for_without_end(orders, database, monkeypatc
         holder.execute("SELECT FROM commandbus.command WHERE command_id = 'a' FOR UPDATE")
         answer = orders("cancel", "orders", "a")
         assert answer.code == ExitCode.REFUSED
-        assert "another transaction holds what this command needs" in answer.err
+        assert "another transaction holds a lock that this command needs" in answer.err
     assert orders("cancel", "orders", "a").code == ExitCode.OK
     assert status_of("a") is CommandStatus.CANCELED
 
@@ -303,9 +303,9 @@ def test_prune(orders, bus):
     for number in range(3):
         bus.send("orders", "ship", command_id=f"c{number}")
         bus.cancel("orders", f"c{number}")
-    assert orders("prune").out.startswith("forgotten: 0 commands")
+    assert orders("prune").out.startswith("deleted: 0 commands")
     assert orders("prune", "--count", "2", "--json").document["commands"] == 1
-    assert orders("prune", "--age", "0s").out.startswith("forgotten: 2 commands")
+    assert orders("prune", "--age", "0s").out.startswith("deleted: 2 commands")
     assert orders("prune", "--age", "long").code == ExitCode.USAGE
 
 

@@ -258,7 +258,7 @@ def test_a_locked_table_is_not_waited_for_without_end(orders, database, monkeypa
     with psycopg.connect(database) as holder:
         holder.execute("LOCK TABLE commandbus.worker IN ACCESS EXCLUSIVE MODE")
         failed = findings(orders("doctor", "--json"), "FAIL")
-    assert "another transaction holds what this command needs" in failed["fleet"]["message"]
+    assert "another transaction holds a lock that this command needs" in failed["fleet"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def test_the_list(orders, docai, bus):
         (document,) = orders("limits", "--json").document
     assert (answer.code, head.split()) == (ExitCode.OK, LINE)
     assert line.split()[:6] == ["docai", "postgres", "1/5", "120/m", "0", "0"]
-    assert line.endswith("1 of 5 places in use, at most 120/m")
-    assert (document["in_use"], document["concurrency"], document["state"]) == (1, 5, "OPEN")
+    assert line.endswith("1 of 5 permits in use, at most 120/m")
+    assert (document["in_use"], document["concurrency"], document["state"]) == (1, 5, "AVAILABLE")
     assert len(document["holders"]) == 1
 
 
@@ -84,7 +84,7 @@ def test_the_list_says_that_nobody_calls_and_until_when(orders, docai, bus):
     refused(bus, retry_after=300.0)
     line = orders("limits").out.splitlines()[1]
     assert re.search(
-        r"backing off until \d\d:\d\d:\d\d \(in about (5m|4m5\ds)\): 429 from docai, attempt 1 of the back-off$",
+        r"backing off until \d\d:\d\d:\d\d \(in about (5m|4m5\ds)\): 429 from docai, step 1 of the back-off$",
         line,
     )
     until = bus.get_limit("docai").until
@@ -99,10 +99,10 @@ def test_show_has_everything(full, bus):
     shown = full("limits", "show", "docai")
     assert shown.code == ExitCode.OK
     fields = {
-        line[:18].strip(): line[18:].strip() for line in shown.out.split("\nplaces\n")[0].splitlines() if line
+        line[:18].strip(): line[18:].strip() for line in shown.out.split("\npermits\n")[0].splitlines() if line
     }
     text = shown.out
-    assert re.search(r"^state +open: 1 of 1 places in use, at most 120/m$", text, re.MULTILINE), fields
+    assert re.search(r"^state +available: 1 of 1 permits in use, at most 120/m$", text, re.MULTILINE), fields
     for name, value in {
         "kept in": "postgres", "at once": "1", "rate": "120/m, burst 5", "lease": "2m", "longest wait": "1d",
         "back-off": "2s, 4s, 8s, 16s, 30s", "in use": "1/1", "set here": '{"tries": 7}',
@@ -130,7 +130,7 @@ def test_estimates(full, bus):
     unknown = full("limits", "estimate", "docai", "--domain", "orders", "--command-id", "none")
     assert unknown.code == ExitCode.NOT_FOUND
     bus.open_breaker(limit="docai", operator="ann")
-    assert "nobody can say how long: the breaker of docai is open" in full("limits", "estimate", "docai").out
+    assert "no estimate: the breaker of docai is open" in full("limits", "estimate", "docai").out
 
 
 def test_an_unknown_limit_is_not_found(orders, docai):
@@ -164,14 +164,14 @@ def test_set_and_unset(orders, docai, bus):
 def test_a_limit_that_was_only_set_is_gone_when_it_is_unset(orders, bus):
     assert orders("limits", "set", "vision", "--rate", "2/s", "--backend", "postgres").code == 0
     assert bus.get_limit("vision").rate == "2/s"
-    assert orders("limits", "unset", "vision").out == "limit vision is gone: nobody declares it\n"
+    assert orders("limits", "unset", "vision").out == "limit vision is deleted: no program declares it\n"
     assert bus.limits() == []
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["set", "docai"], "what is to change?"),
+        (["set", "docai"], "no change is given"),
         (["set", "docai", "--concurrency", "0"], "concurrency must be a whole number from 1 to 1000000, not 0"),
         (["set", "docai", "--rate", "5/parsec"], "'5/parsec'"),
         (["set", "docai", "--rate", "fast"], "120/m"),
@@ -181,8 +181,8 @@ def test_a_limit_that_was_only_set_is_gone_when_it_is_unset(orders, bus):
         (["set", "docai", "--backend", "etcd"], "etcd"),
         (["set", "Doc-AI", "--concurrency", "5"], "'Doc-AI' is not the name of a limit"),
         (["set", "vision", "--tries", "5"], "limits nothing: give concurrency=5, rate='120/m', or both"),
-        (["unset", "docai", "--speed"], "there is no option '--speed' of a limit"),
-        (["unset", "docai", "speed"], "there is no option 'speed' of a limit; there are concurrency, rate"),
+        (["unset", "docai", "--speed"], "a limit has no option '--speed'"),
+        (["unset", "docai", "speed"], "a limit has no option 'speed'; it has concurrency, rate"),
     ],
 )
 def test_what_makes_no_sense_changes_nothing(orders, docai, bus, words, said):
@@ -203,7 +203,7 @@ def test_a_command_that_waits_for_a_place_says_how_many_are_ahead_and_how_long(f
     assert record.waiting_estimated_seconds > 0
     assert record.waiting_until is None
     assert re.fullmatch(
-        r"parked \(3 ahead, about .+\): waits for a place of docai \(1 at once, 120/m\)", record.waiting_text
+        r"parked \(3 ahead, about .+\): waits for a permit of docai \(1 at once, 120/m\)", record.waiting_text
     )
     assert bus.get_command("orders", "p0").waiting_text.startswith("parked (next in line, about ")
     assert "parked (3 ahead, about " in full("show", "orders", "p3").out
@@ -213,7 +213,7 @@ def test_a_command_that_waits_for_a_place_says_how_many_are_ahead_and_how_long(f
     assert document["waiting_limit"] == "docai"
     assert document["waiting_ahead"] == 3
     assert document["waiting_estimated_seconds"] > 0
-    assert document["waiting_note"] == "waits for a place of docai (1 at once, 120/m)"
+    assert document["waiting_note"] == "waits for a permit of docai (1 at once, 120/m)"
     (status,) = bus.status("orders")
     assert (status.parked, status.delayed, status.ready) == (4, 0, 0)
 
@@ -224,7 +224,7 @@ def test_a_command_that_waits_for_a_back_off_says_until_when_though_it_was_parke
     assert record.waiting_until is not None
     shown = full("show", "orders", "p3").out
     assert re.search(
-        r"waits for +parked until \d\d:\d\d:\d\d \(in about 3m\d+s\): 429 from docai, attempt 1 of the back-off$",
+        r"waits for +parked until \d\d:\d\d:\d\d \(in about 3m\d+s\): 429 from docai, step 1 of the back-off$",
         shown,
         re.MULTILINE,
     ), shown
@@ -247,7 +247,7 @@ def test_what_a_removed_limit_had_said_is_still_told(full, bus, database):
     with psycopg.connect(database, autocommit=True) as db:
         db.execute("DELETE FROM commandbus.limits")
         record = bus.get_command("orders", "p3")
-    assert record.waiting_text == "waits for a place of docai (1 at once, 120/m)"
+    assert record.waiting_text == "waits for a permit of docai (1 at once, 120/m)"
 
 
 async def _asked(database):
@@ -291,12 +291,12 @@ def test_places_in_redis_are_seen_without_taking_part(cli, in_redis, database):
 def test_from_where_redis_is_out_of_reach_nobody_guesses(cli, in_redis, monkeypatch):
     monkeypatch.setenv("COMMANDBUS_REDIS_URL", "redis://127.0.0.1:1/0")
     assert cli("limits").out.splitlines()[1].split()[:3] == ["docai", "unknown", "?/2"]
-    said = "2 places in Redis, which is out of reach from here (redis_url): use unknown"
+    said = "2 permits in Redis, which this program cannot reach (redis_url): use unknown"
     assert said in " ".join(cli("limits", "show", "docai").out.split())
     assert cli("limits", "--json").document[0]["in_use"] is None
     monkeypatch.delenv("COMMANDBUS_REDIS_URL")
     assert cli("limits").out.splitlines()[1].split()[:3] == ["docai", "unknown", "?/2"]
-    said = "2 places in Redis, which is out of reach from here (redis_url): use unknown"
+    said = "2 permits in Redis, which this program cannot reach (redis_url): use unknown"
     assert said in " ".join(cli("limits", "show", "docai").out.split())
     assert cli("limits", "--json").document[0]["in_use"] is None
 
@@ -329,12 +329,12 @@ def test_the_doctor_misses_redis(cli, in_redis, monkeypatch):
     monkeypatch.setenv("COMMANDBUS_REDIS_URL", "redis://:secret@127.0.0.1:1/0")
     answer = cli("doctor", "--json")
     assert answer.code == ExitCode.NO
-    assert "docai cannot be used from here" in findings(answer, "FAIL")["redis"]["message"]
+    assert "docai cannot be used by this program" in findings(answer, "FAIL")["redis"]["message"]
     assert "secret" not in answer.out
     monkeypatch.delenv("COMMANDBUS_REDIS_URL")
     answer = cli("doctor", "--json")
     failed = findings(answer, "FAIL")["limits"]
-    assert "docai: kept in Redis, and redis_url is not set" in failed["message"]
+    assert "docai: kept in Redis, but redis_url is not set" in failed["message"]
     assert "COMMANDBUS_REDIS_URL" in failed["remedy"]
 
 
@@ -380,7 +380,7 @@ def test_a_worker_whose_redis_is_gone_says_that_it_is_degraded(database, bus, mo
             redis.kill()
             until(lambda: worker.health_status.degraded_reasons == ["limits_degraded"], 40)
             assert worker.health_status.state == "degraded"
-            assert "limits degraded: docai: Redis is out of reach (for " in worker.health_status.reasons[0]
+            assert "limits degraded: docai: Redis is unreachable (for " in worker.health_status.reasons[0]
             redis.start()
             until(lambda: worker.health_status.state == "healthy", 60)
             with CommandBus(settings=Settings(database_url=database, redis_url=redis.url)) as other:

@@ -333,7 +333,7 @@ def test_an_id_alone_is_enough_if_it_is_unique(sagas, bus):
     for verb in ("show", "cancel", "retry"):
         answer = sagas("process", verb, "p1")
         assert (answer.code, answer.out) == (ExitCode.REFUSED, "")
-        assert "2 domains have a process 'p1': other, processes; say which with --domain" in answer.err
+        assert "2 domains have a process 'p1': other, processes; choose one with --domain" in answer.err
         assert sagas("process", verb, "nobody").code == ExitCode.NOT_FOUND
         assert "no process 'nobody' in domain 'other'" in sagas("process", verb, "nobody", "--domain", "other").err
         assert sagas("process", verb, "a\nb").code == ExitCode.NOT_FOUND
@@ -344,7 +344,7 @@ def test_an_id_alone_is_enough_if_it_is_unique(sagas, bus):
 
 
 def test_strays(sagas, bus):
-    assert sagas("process", "strays").out == "every reply was of use\n"
+    assert sagas("process", "strays").out == "no stray replies\n"
     bus.start_process("order", {}, process_id="p1")
     id_ = bus.get_process("processes", "p1").id
     bus.run(set_aside("processes", id_, {"event": "re\x1bply"}, "the step had ended\nbefore"))
@@ -358,7 +358,7 @@ def test_strays(sagas, bus):
     bus.start_process("order", {}, process_id="p2")
     (only,) = sagas("process", "strays", "--process", "p1", "--json").document
     assert (only["process_id"], only["reason"]) == ("p1", "the step had ended\nbefore")
-    assert sagas("process", "strays", "--process", "p2").out == "every reply was of use\n"
+    assert sagas("process", "strays", "--process", "p2").out == "no stray replies\n"
     assert "no process 'p3' in any domain" in sagas("process", "strays", "--process", "p3").err
     assert sagas("process", "strays", "--process", "a\nb").code == ExitCode.NOT_FOUND
     text = sagas("process", "show", "p1").out

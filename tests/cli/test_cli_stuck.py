@@ -156,7 +156,7 @@ def test_the_table(stuck):
         "WHAT",
     ]
     assert re.search(
-        r"orders +ship +a +1 +stuck +40\.1s +w1 +ship\.py:12 in ship; its backend waits for Lock ", first
+        r"orders +ship +a +1 +stuck +40\.1s +w1 +ship\.py:12 in ship; its database session waits for Lock ", first
     )
     assert first.endswith("Lock transactionid, blocked by pid 815 (psql), pid 816; SIGSEGV")
     assert re.search(r"orders +bill +b +1 +deadline +w1 +did not respond\\x1b\[2J$", second)
@@ -220,7 +220,7 @@ def test_the_whole_autopsy(stuck, words):
         '    File "/srv/app/ship.py", line 12, in ship',
         "        conn.execute(query)",
         "  stack of a thread it left \\x1b[31mbehind",
-        "  backend 4711, active, in a transaction for 41.2s, waiting for Lock transactionid",
+        "  database session 4711, active, in a transaction for 41.2s, waiting for Lock transactionid",
         "    query: UPDATE stock",
         "              SET n = n - 1 \\x1b[2J",
         "    blocked by pid 815 (psql)",
@@ -263,9 +263,9 @@ def test_show_tells_of_the_rung_and_the_time(stuck):
         ({"backend": {"wait_event_type": "Client", "wait_event": "ClientRead"}}, ""),
         (
             {"backend": {"wait_event_type": "Timeout", "wait_event": "PgSleep"}},
-            "its backend waits for Timeout PgSleep",
+            "its database session waits for Timeout PgSleep",
         ),
-        ({"backend": {"blocked_by": [{"pid": 5}]}}, "its backend waits, blocked by pid 5"),
+        ({"backend": {"blocked_by": [{"pid": 5}]}}, "its database session waits, blocked by pid 5"),
         ({"process": {"exit_code": 1}}, "exit code 1"),
         ({"process": {"exit_code": 0}}, "exit code 0"),
         (

@@ -22,7 +22,7 @@ def test_list_and_count(troubled):
     counts = {item["command_type"]: item["count"] for item in troubled("tsq", "count", "--json").document}
     assert counts == {"ship": 3, "bill": 1}
     assert "ship" in troubled("tsq", "count", "--code", "BAD_ADDRESS").out
-    assert troubled("tsq", "list", "--code", "NONE").out == "nobody needs a person\n"
+    assert troubled("tsq", "list", "--code", "NONE").out == "no command needs a person\n"
 
 
 def test_both_lists_and_show_have_the_same_word_for_the_status(troubled):

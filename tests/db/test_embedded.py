@@ -918,7 +918,7 @@ class TestPlace:
         assert data is not None
         shutil.rmtree(data)
         data.mkdir()
-        with pytest.raises(EmbeddedPostgresError, match=r"no PostgreSQL data folder.*move it away"):
+        with pytest.raises(EmbeddedPostgresError, match=r"not a PostgreSQL data folder.*move it away"):
             server.start()
         assert data.stat().st_uid == os.geteuid(), "what is not ours keeps its owner"
 

@@ -222,5 +222,5 @@ def test_every_file_and_variable_that_the_page_names_exists() -> None:
 
 
 def test_when_attempts_are_canceled_is_what_supervisor_and_worker_keep_in_reserve() -> None:
-    assert f"cancels them `cancel_grace` + {STOP_RESERVE + SETTLE_RESERVE_SECONDS:g} s before the end" in README
+    assert f"`cancel_grace` + {STOP_RESERVE + SETTLE_RESERVE_SECONDS:g} s before the end" in README
     assert f"a supervisor: + {SETTLE_RESERVE_SECONDS:g} s" in README.replace("\n", " ")

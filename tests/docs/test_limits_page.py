@@ -159,9 +159,9 @@ def test_the_estimate_prints_what_the_comment_says(bus: CommandBus, capsys: pyte
     ("answer", "note"),
     [
         (SimpleNamespace(status_code=429, headers={"Retry-After": "60"}, url="https://docai.example/"),
-         "429 from docai, attempt 1 of the back-off"),
+         "429 from docai, step 1 of the back-off"),
         (SimpleNamespace(status_code=200, headers={}, json=lambda: {"error": "quota"}),
-         "quota used up, attempt 1 of the back-off"),
+         "quota used up, step 1 of the back-off"),
     ],
 )  # fmt: skip
 def test_what_is_refused_is_parked(bus: CommandBus, database: str, answer: Any, note: str) -> None:
@@ -196,4 +196,4 @@ def test_the_command_lines_run(bus: CommandBus, database: str, tmp_path: Path) -
         else:
             assert done.stderr == "", line
     info = bus.get_limit("docai")
-    assert (info.concurrency, info.rate, info.state) == (3, "120/m", "OPEN")
+    assert (info.concurrency, info.rate, info.state) == (3, "120/m", "AVAILABLE")

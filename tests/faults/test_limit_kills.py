@@ -206,7 +206,7 @@ def test_a_killed_probe_is_followed_by_another_after_its_lease(
     until(lambda: active(db) == 3, 30)
     api.plan(too_many("1"), Reply(hangs=True))
     send(bus, api, 1, ("page",), None)
-    until(lambda: bus.get_limit("docai").state != "OPEN")
+    until(lambda: bus.get_limit("docai").state != "AVAILABLE")
     send(bus, api, 5, ("page",), None, first=1)
     probe = until(lambda: next((visit for visit in list(api.visits)[1:] if visit.ended is None), None), 20)
     assert [visit.status for visit in api.visits] == [429, None]

@@ -99,7 +99,7 @@ def test_the_order_is_kept(orders: Bus) -> None:
         ({"custom_data": {1, 2}}, "custom_data is not JSON"),
         ({"custom_data": "\x00"}, "custom_data contains a NUL character"),
         ({"is_open": "yes"}, "is_open must be True or False, not 'yes'"),
-        ({"on_complete": 17}, "on_complete 17 is none of OnComplete"),
+        ({"on_complete": 17}, "on_complete 17 is not OnComplete"),
         ({"on_complete": "work/finished"}, '"domain": …, "command_type": …'),
         ({"on_complete": {"domain": "orders"}}, "on_complete has no command_type"),
         ({"on_complete": {"domain": "Orders", "command_type": "x"}}, "domain 'Orders' is not a domain name"),
@@ -129,7 +129,7 @@ def test_a_wrong_definition_is_named(orders: Bus, db: Db, wrong: dict[str, Any],
     [
         (NewCommand(""), "command 1501 of the batch: command_type '' is not valid"),
         (NewCommand("x", {1}), "command 1501 of the batch: data is not JSON"),
-        (5, "command 1501 of the batch: 5 is no command: give NewCommand or dicts"),
+        (5, "command 1501 of the batch: 5 is not a command; give NewCommand or dicts"),
         ({"data": 1}, "command 1501 of the batch: it has no command_type"),
         ({"command_type": "x", "speed": 1}, "command 1501 of the batch: unknown field 'speed'"),
     ],
@@ -469,7 +469,7 @@ def test_a_command_when_it_is_complete(orders: Bus, kind: str) -> None:
 def test_a_function_that_no_worker_could_find(orders: Bus) -> None:
     def nobody(ctx: Any) -> None: ...
 
-    with pytest.raises(InvalidCommandError, match="nobody is no registered handler"):
+    with pytest.raises(InvalidCommandError, match="nobody is not a registered handler"):
         orders.create_batch("orders", commands(1), on_complete=nobody)
     first, second = HandlerRegistry(), HandlerRegistry()
     first.register("orders", "Done", nobody)
@@ -479,7 +479,7 @@ def test_a_function_that_no_worker_could_find(orders: Bus) -> None:
     says = "is the handler of 2 commands \\('Done' of domain 'orders', 'Also' of domain 'billing'\\)"
     with pytest.raises(InvalidCommandError, match=says):
         orders.create_batch("orders", commands(1), on_complete=nobody)
-    with pytest.raises(InvalidCommandError, match="print is no registered handler"):
+    with pytest.raises(InvalidCommandError, match="print is not a registered handler"):
         orders.create_batch("orders", commands(1), on_complete=print)
 
 

@@ -296,7 +296,7 @@ def test_one_probe_goes_through_and_when_it_went_well_all_do(orders: Bus, db: Db
     (info,) = orders.breakers()
     assert (info.state, info.probe, info.parked) == ("HALF_OPEN", "s0", 4)
     assert orders.get_command("orders", "s1").waiting_note.startswith(
-        "breaker half open, one command is tried: 3 of 3 attempts stuck"
+        "breaker half open, one command is the probe: 3 of 3 attempts stuck"
     )
     assert tell(orders, stuck(sent[3]), stuck(sent[3])) is None, "what had begun before says nothing"
     assert tell(orders, good=[sent[3]]) is None
@@ -520,7 +520,7 @@ def test_the_sentence_for_people() -> None:
     ]
     assert said == [
         "breaker open until 12:03:07 UTC: why",
-        "breaker open, the next command is tried: why",
-        "breaker half open, one command is tried: why",
+        "breaker open, the next command is the probe: why",
+        "breaker half open, one command is the probe: why",
         "breaker opened by ann: flood",
     ]

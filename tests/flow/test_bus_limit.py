@@ -195,7 +195,7 @@ def test_a_bad_answer_without_a_back_off_is_logged_as_that(
     until(lambda: sum("told to" in line for line in caplog.messages) == 2)
     first, second = [line for line in caplog.messages if "told to" in line]
     assert "(no back-off, breaker closed)" in first
-    assert "(attempt 1 of the back-off, breaker closed)" in second
+    assert "(step 1 of the back-off, breaker closed)" in second
 
 
 def test_wait_0_asks_once(plain: CommandBus) -> None:

@@ -267,7 +267,7 @@ def test_a_sync_bus_says_what_to_use_with_an_async_session(orders: Bus, there: A
         scoped = async_scoped_session(async_sessionmaker(engine), scopefunc=lambda: 1)
         async with AsyncSession(engine) as session, engine.connect() as conn:
             for wrong, kind in ((session, "AsyncSession"), (conn, "AsyncConnection"), (scoped, "async_scoped")):
-                with pytest.raises(TypeError, match=rf"{kind}.*which is awaited: use AsyncCommandBus with it"):
+                with pytest.raises(TypeError, match=rf"{kind}.*which is async: use AsyncCommandBus with it"):
                     orders.send("orders", "Ship", conn=wrong)
         async with AsyncCommandBus(orders.url) as bus:
             await bus.send("orders", "Ship", conn=scoped)

@@ -109,7 +109,7 @@ def test_a_declared_limit_is_known_to_all(bus: Bus, db: Db) -> None:
     assert (found.concurrency, found.rate, found.burst, found.lease_seconds) == (5, "120/m", 3, 120)
     assert {"concurrency": 5, "rate": "120/m", "burst": 3}.items() <= dict(found.declared or {}).items()
     assert found.override is None
-    assert (found.state, found.in_use, found.parked, found.backend) == ("OPEN", 0, 0, "postgres")
+    assert (found.state, found.in_use, found.parked, found.backend) == ("AVAILABLE", 0, 0, "postgres")
     assert [item.name for item in bus.limits()] == ["docai"]
     assert actions(db) == []  # nobody has done anything to it
 
@@ -411,7 +411,7 @@ def test_nobody_waits_at_a_free_limit(bus: Bus) -> None:
     bus.declare_limit(Limit("docai", concurrency=5))
     found = bus.estimate("docai")
     assert (found.seconds, found.backoff_seconds, found.ahead) == (0.0, 0.0, 0)
-    assert found.text == "a place is free"
+    assert found.text == "a permit is free"
 
 
 def test_an_estimate_of_an_unknown_limit_or_command_says_so(orders: Bus) -> None:
@@ -464,7 +464,7 @@ def test_ac5_the_estimate_counts_what_is_left_of_the_back_off(
     found = orders.estimate("docai")
     assert 50 < found.backoff_seconds <= 60
     assert found.seconds == pytest.approx(found.backoff_seconds + 2, abs=0.5)  # one ahead, one a second
-    assert found.text == "429 from docai, attempt 1 of the back-off"
+    assert found.text == "429 from docai, step 1 of the back-off"
     own = orders.estimate("docai", domain="orders", command_id=sent.command_id)
     assert own.ahead == 0
     assert own.seconds == pytest.approx(own.backoff_seconds + 1, abs=0.5)
@@ -472,7 +472,7 @@ def test_ac5_the_estimate_counts_what_is_left_of_the_back_off(
 
 
 def test_ac5_the_state_of_a_back_off_can_be_seen_by_all(orders: Bus, db: Db, start: Start) -> None:
-    """ "parked until 12:03:07 (in about 14 s): 429 from docai, attempt 1 of the back-off"."""
+    """ "parked until 12:03:07 (in about 14 s): 429 from docai, step 1 of the back-off"."""
     orders.declare_limit(Limit("docai", concurrency=2))
     handlers = HandlerRegistry()
 
@@ -487,11 +487,11 @@ def test_ac5_the_state_of_a_back_off_can_be_seen_by_all(orders: Bus, db: Db, sta
     assert (found.state, found.backoff_step, found.rate_limited) == ("BACKING_OFF", 1, 1)
     assert found.until is not None
     assert found.text.startswith(f"until {found.until:%H:%M:%S} (in about ")
-    assert found.text.endswith("429 from docai, attempt 1 of the back-off")
+    assert found.text.endswith("429 from docai, step 1 of the back-off")
     note = one(db, "SELECT note FROM commandbus.parked WHERE command = (SELECT id FROM commandbus.command)")
-    assert note == "429 from docai, attempt 1 of the back-off"
+    assert note == "429 from docai, step 1 of the back-off"
     shown = orders.get_command("orders", sent.command_id)
-    assert "429 from docai, attempt 1 of the back-off" in str(shown)
+    assert "429 from docai, step 1 of the back-off" in str(shown)
 
 
 def test_settings_declare_limits_too(connect: Callable[..., Bus], database: str) -> None:

@@ -243,8 +243,8 @@ def test_contradictions_are_refused(orders: Bus, db: psycopg.Connection[Any]) ->
     with pytest.raises(InvalidCommandError, match="delay or at, not both"):
         orders.send("orders", "Ship", delay=0, at=soon)
     for items, named in [
-        ([5], "5 is no command: give NewCommand or dicts"),
-        (["Ship"], "'Ship' is no command"),
+        ([5], "5 is not a command; give NewCommand or dicts"),
+        (["Ship"], "'Ship' is not a command"),
         ([{"command_typ": "Ship"}], "unknown field 'command_typ'"),
         ([{"data": 1}], "no command_type"),
         ([{"command_type": "Ship", 5: 1}], "unknown field '5'"),

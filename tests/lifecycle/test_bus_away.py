@@ -261,7 +261,7 @@ def test_a_place_of_a_limit_ends_in_its_own_time(database: str, proxy: Proxy) ->
         proxy.is_refusing = True
         proxy.cut()
         began = time.monotonic()
-        with pytest.raises(LimitTimeoutError, match="database is away"), bus.limit("docai", wait=1):
+        with pytest.raises(LimitTimeoutError, match="database is unreachable"), bus.limit("docai", wait=1):
             pass
         assert time.monotonic() - began < LATE
 

@@ -61,11 +61,11 @@ def assert_sentences(out: str, chunks: int) -> None:
     assert calls > chunks, "some were tried again"
     for sentence in (
         rf"chunk \d+/{chunks} done",
-        r"limit     docai \d of 5 places in use, at most 100/m",
-        r"limit     docai until [\d:]{8} \(in about \d+ ?s\): 429 from docai, attempt \d of the back-off",
+        r"limit     docai \d of 5 permits in use, at most 100/m",
+        r"limit     docai until [\d:]{8} \(in about \d+ ?s\): 429 from docai, step \d of the back-off",
         r"estimate  one that is sent now would wait about \d+ s \(\d+ ahead at docai\)",
-        r"parked    chunk-\d+ and \d+ more: waits for a place of docai \(5 at once, 100/m\)",
-        r"parked    chunk-\d+ and \d+ more: .*429 from docai, attempt \d of the back-off",
+        r"parked    chunk-\d+ and \d+ more: waits for a permit of docai \(5 at once, 100/m\)",
+        r"parked    chunk-\d+ and \d+ more: .*429 from docai, step \d of the back-off",
         r"failed    chunk-\d+: timeout; it is tried again",
         r"kill -9 of the API",
     ):
@@ -116,7 +116,7 @@ def test_the_document_is_whole_and_the_api_saw_no_more_than_it_allows(
 ) -> None:
     ended = runs[name]
     assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
-    assert f"places are kept in {place}" in ended.out
+    assert f"permits are kept in {place}" in ended.out
     assert_whole(ended.out, 17)
 
 

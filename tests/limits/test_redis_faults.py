@@ -93,8 +93,8 @@ def test_lost_to_one_alone_it_begins_nothing_and_the_others_go_on(
     alone.give(limit, held)
     assert len(alone.take(limit, 4)) == 2
     said = [record.getMessage() for record in caplog.records]
-    assert sum("out of reach of alone" in line for line in said) == 1
-    assert sum("as usual again, after lost" in line for line in said) == 1
+    assert sum("limits in Redis: alone" in line and "cannot reach it" in line for line in said) == 1
+    assert sum("normal again, after lost" in line for line in said) == 1
     assert not any("degraded" in line or "joining" in line for line in said)
 
 

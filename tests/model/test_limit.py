@@ -147,7 +147,7 @@ def test_durations_are_seconds_and_the_rate_is_a_rate() -> None:
         ),
         ({"concurrency": "5"}, "limit 'docai': concurrency must be a whole number from 1 to 1000000, not '5'"),
         ({"rate": "fast"}, "limit 'docai': rate: 'fast' is not a rate; write 2/s, 120/m, 1000/h or 5/10s"),
-        ({"rate": "20000/s"}, "limit 'docai': rate: 20000/s is no rate that can be kept: write one from 1/365d to "
+        ({"rate": "20000/s"}, "limit 'docai': rate: 20000/s is not a possible rate: write one from 1/365d to "
                               "10000/s, such as 120/m"),
         ({"concurrency": 1, "lease": "0.5s"}, "limit 'docai': lease must be at least 1s, not '0.5s'"),
         ({"concurrency": 1, "breaker_reset": 0}, "limit 'docai': breaker_reset must be at least 100ms, not 0"),

@@ -138,7 +138,7 @@ def test_a_probe_that_was_killed_counts_for_a_lease() -> None:
 
 def test_it_says_what_it_is_for_people() -> None:
     limit_state = bad(probed(bad(LimitState(), 1000.0), "p", 1002.0), 1003.0, token="p")
-    assert limit_state.explain("docai") == "429 from docai, attempt 2 of the back-off"
+    assert limit_state.explain("docai") == "429 from docai, step 2 of the back-off"
 
 
 # --- breaker ---------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_what_is_written_down_about_a_frozen_worker() -> None:
     assert failure.duration_ms == 2014
     assert failure.error == (
         "the worker process froze: no heartbeat for 2.0 s, so it was killed; this attempt's thread used 1.4 s of "
-        "CPU time meanwhile and let no other one run"
+        "CPU time meanwhile and let no other thread run"
     )
     autopsy = json.loads(failure.autopsy or "")
     assert autopsy["stacks"][0]["frames"][-1] == 'File "t.py", line 2 in inner'

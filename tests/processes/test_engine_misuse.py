@@ -114,7 +114,7 @@ def test_a_manager_that_names_no_steps_is_told_so(method: str, following: object
     if method == "next_step":
         desk.start()
     before = copy.deepcopy(desk.view)
-    with pytest.raises(PermanentCommandError, match=r"Plain says that .* follows") as caught:
+    with pytest.raises(PermanentCommandError, match=r"Plain returned .* as the next step") as caught:
         desk.reply(1) if method == "next_step" else desk.start()
     assert caught.value.code == "INVALID_STEP"
     assert desk.view == before

@@ -44,7 +44,7 @@ def test_a_worker_that_can_open_no_connection_is_replaced(
     bus.send("orders", "quick", command_id="after")
     until(lambda: is_completed(bus, "after"), 40, what=lambda: supervised.log)
     until(lambda: first not in supervised.workers(), 30, what=lambda: supervised.log)
-    assert "is replaced: it has room" in supervised.log
+    assert "is replaced: it has free slots" in supervised.log
 
 
 def is_completed(bus: CommandBus, command_id: str) -> bool:

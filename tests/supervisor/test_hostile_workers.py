@@ -207,7 +207,7 @@ def test_limits_that_are_no_instants_get_no_worker_killed(
     ("command_type", "sent", "said"),
     [
         ("flood", b"", "wrote a line of more than 262144 bytes into its control socket"),
-        ("flood_of_words", b"", "said more than 20 things a second over its control socket"),
+        ("flood_of_words", b"", "sent more than 20 messages a second over its control socket"),
         ("nonsense", b"\xff\x00\n", r"wrote nonsense into its control socket: b'\xff\x00'"),
         ("nonsense", b'{"say": "report", "settled": "all"}\n', "wrote nonsense into its control socket"),
     ],

@@ -214,7 +214,7 @@ def test_a_worker_that_cannot_take_turns_any_more_is_replaced(
     (tasks / "tasks.py").write_text((tasks / "tasks.py").read_text() + CLOSES_TURNS)
     supervised = supervise().until_ready()
     bus.send("orders", "close_turns", command_id="careless")
-    supervised.until_said("has closed descriptors that are not their own")
+    supervised.until_said("has closed descriptors that are not its own")
     supervised.until_ready(2)
     with db.transaction():
         bus.send("orders", "quick", command_id="suspect", conn=db)

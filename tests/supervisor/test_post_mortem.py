@@ -126,7 +126,7 @@ def test_an_exit_with_several_running_makes_suspects_and_isolation_convicts_the_
     first = attempt(db, "poison")
     assert (first["verdict"], first["error_type"]) == ("WAIVED", "WorkerLost")
     assert "exit code 1" in first["error"]
-    assert "its next attempt runs in a process of its own" in first["error"]
+    assert "its next attempt runs in a child process" in first["error"]
     ended = [verdict for _, verdict in verdicts(db, "poison") if verdict != "GIVEN_BACK"]
     assert ended == ["WAIVED", "EXHAUSTED"], "it is convicted, and pays for the first crash, too"
     (tasks / "go").touch()
@@ -157,7 +157,7 @@ def test_a_regex_that_holds_the_gil_is_killed_at_its_limit_and_named_by_its_cpu_
     assert attempt(db, "a")["verdict"] == "WAIVED"
     log = supervised.until_said("1 bystander (a), 1 culprit (poison)")
     assert log.count("no heartbeat") == 1
-    assert "let no other one run; to the troubleshooting queue" in log
+    assert "let no other thread run; to the troubleshooting queue" in log
     (tasks / "go").touch()
     until(lambda: status_of(bus, "a") is CommandStatus.COMPLETED)
     is_back(bus, "after")

@@ -203,7 +203,7 @@ def waiting(seconds: float, *, claimed_at: float = 80.0) -> View:
     ("seen", "is_live", "is_ready", "said"),
     [
         (GOOD, True, True, ""),
-        (replace(GOOD, at=90.0), False, False, "loop has not turned"),
+        (replace(GOOD, at=90.0), False, False, "loop has not run"),
         (with_workers(silent_seconds=6.0), False, True, "frozen"),
         (replace(GOOD, workers=(replace(WORKER, silent_seconds=6.0), WORKER)), True, True, ""),
         (with_workers(state=State.STARTING, silent_seconds=0.0), True, False, "no worker is ready"),

@@ -134,7 +134,7 @@ def test_under_nohup_there_is_no_reload_and_it_says_so(supervise: Supervise) -> 
     finally:
         signal.signal(signal.SIGHUP, before)
     supervised.until_ready()
-    assert "SIGHUP is ignored (nohup): no reload" in supervised.log
+    assert "SIGHUP is ignored (nohup): it will not reload the settings" in supervised.log
     supervised.signal(signal.SIGHUP)
     assert supervised.stop()[0] == 0
     assert "taken over" not in supervised.log

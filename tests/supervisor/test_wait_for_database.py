@@ -65,7 +65,7 @@ def test_a_supervisor_waits_unready_and_says_for_what(
     assert "commandbus_database_up 0" in supervised.ask("/metrics")[1]
     assert supervised.workers() == {}
     proxy.is_refusing = False
-    supervised.until_said("the database is there after")
+    supervised.until_said("the database is reachable after")
     supervised.until_ready()
     until_settled(db)
     until(lambda: supervised.ask("/health/ready")[0] == 200)
@@ -79,7 +79,7 @@ def test_sigterm_ends_the_wait_at_once(away: Callable[..., Supervised], proxy: P
         proxy.is_refusing = False
         proxy.hearing.clear()
     supervised = away()
-    until(lambda: "probes: http://" in supervised.log)
+    until(lambda: "health checks: http://" in supervised.log)
     if not silent:
         supervised.until_said(WAITS)
     began = time.monotonic()

@@ -113,8 +113,8 @@ class Supervised:
 
     def ask(self, path: str) -> tuple[int, Any]:
         """A probe's answer: code and document, or text for /metrics."""
-        said = until(lambda: [line for line in self.log.splitlines() if "probes: http://" in line])
-        base = said[0].split("probes: ")[1].split("/health")[0]
+        said = until(lambda: [line for line in self.log.splitlines() if "health checks: http://" in line])
+        base = said[0].split("health checks: ")[1].split("/health")[0]
         try:
             with urllib.request.urlopen(base + path, timeout=5) as answer:
                 body, code = answer.read().decode(), answer.status

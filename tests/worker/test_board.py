@@ -109,7 +109,7 @@ def test_neighbours_do_not_touch_each_other(pair) -> None:
 def test_another_file_is_no_board() -> None:
     fd = os.memfd_create("other")
     os.ftruncate(fd, 4096)
-    with pytest.raises(ValueError, match="no board"):
+    with pytest.raises(ValueError, match="not a board"):
         Board.attach(fd)
     os.close(fd)
 
@@ -209,4 +209,4 @@ def test_an_attempt_that_cannot_be_is_left_out_and_its_neighbors_are_shown(pair)
     theirs.enter(2, 0, -3, 1, 1.0, math.nan)
     shown = ours.read()
     assert [(slot.msg_id, slot.stuck_at) for slot in shown.slots] == [(1, 2.0), (-3, math.inf)]
-    assert shown.nonsense == "what it shows in slot 1 is no attempt"
+    assert shown.nonsense == "what it shows in slot 1 is not an attempt"

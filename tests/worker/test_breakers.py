@@ -344,7 +344,7 @@ def test_one_whose_queue_is_gone_does_not_disturb_the_leases(
     assert begun.wait(20)
     db.execute("UPDATE commandbus.breaker SET is_forced = false, until = now(), domain = 'orders'")
     db.execute("ALTER TABLE commandbus.parked RENAME TO parked_away")
-    until(lambda: any("breakers cannot be looked after now" in line for line in caplog.messages))
+    until(lambda: any("breakers cannot be checked now" in line for line in caplog.messages))
     db.execute("ALTER TABLE commandbus.parked_away RENAME TO parked")
     renewed = one(db, "SELECT vt FROM pgmq.q_orders__commands")
     until(lambda: one(db, "SELECT vt FROM pgmq.q_orders__commands") > renewed)

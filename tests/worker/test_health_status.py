@@ -143,10 +143,10 @@ def test_a_named_reason_stays_until_it_is_cleared_by_its_name(status: HealthStat
 
 
 def test_a_named_reason_may_be_a_lesser_one(status: HealthStatus, clock: Clock) -> None:
-    status.set_degraded("limits_degraded", "limits degraded: Redis is out of reach")
+    status.set_degraded("limits_degraded", "limits degraded: Redis is unreachable")
     clock.now += 60
     assert (status.state, status.degraded_reasons) == (HealthState.DEGRADED, ["limits_degraded"])
-    assert status.reasons == ["limits degraded: Redis is out of reach (for 1m)"]
+    assert status.reasons == ["limits degraded: Redis is unreachable (for 1m)"]
     assert status.critical_reasons == []
     status.set_critical("database_unreachable")
     assert status.state is HealthState.CRITICAL

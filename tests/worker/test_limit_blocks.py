@@ -750,7 +750,7 @@ def test_a_503_with_a_date_is_a_429_too_and_its_command_says_until_when(
     ).fetchone() or (0, "")
     assert 500 < until_ <= 601
     assert "503 from docai" in note
-    assert "attempt 1 of the back-off" in note
+    assert "step 1 of the back-off" in note
 
 
 def test_nobody_who_was_let_in_before_calls_during_a_back_off(

@@ -414,7 +414,7 @@ def test_a_limit_that_is_in_use_does_not_move_to_redis(bus, db, database, redis_
         with bus.limit("docai"):
             there.declare_limit(Limit("docai", concurrency=1))
             assert db.execute("SELECT backend FROM commandbus.limits").fetchone() == ("postgres",)
-            assert "is in use, and stays in postgres" in caplog.text
+            assert "is in use, so it stays in postgres" in caplog.text
         until(lambda: holders(db) == {})
         there.declare_limit(Limit("docai", concurrency=1))
         assert db.execute("SELECT backend FROM commandbus.limits").fetchone() == ("redis",)
@@ -423,7 +423,7 @@ def test_a_limit_that_is_in_use_does_not_move_to_redis(bus, db, database, redis_
 def test_who_declares_a_limit_otherwise_is_written_down(bus, db, caplog):
     bus.declare_limit(Limit("docai", concurrency=3))
     bus.declare_limit(Limit("docai", concurrency=9))
-    assert "limit docai was declared otherwise: concurrency was 3, is 9" in caplog.text
+    assert "limit docai was declared differently before: concurrency was 3, is 9" in caplog.text
     actions = db.execute("SELECT subject, action, details FROM commandbus.control_action").fetchall()
     assert actions == [("limit docai", "DECLARE", {"concurrency": 9})]
 
@@ -463,7 +463,7 @@ def test_a_worker_that_cannot_reach_a_limit_says_so_once(
         "INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since) "
         "VALUES ('orders', 'page', 1, 1, 'limit', 'docai', now())"
     )
-    said = "cannot wake who waits for limit docai"
+    said = "cannot wake commands that wait for limit docai"
     start_worker(handlers)
     until(lambda: said in caplog.text)
     bus.set_limit("docai", concurrency=2)  # it looks again

@@ -203,7 +203,7 @@ def test_a_degraded_worker_is_a_warning_said_once_and_so_is_its_end(
     (warning,) = told(caplog, logging.WARNING)
     assert "consecutive_failures=10" in warning
     worker.health_status.record_success()
-    until(lambda: any("all is well again" in line for line in told(caplog, logging.INFO)))
+    until(lambda: any("the worker is healthy again" in line for line in told(caplog, logging.INFO)))
     assert calls == []
 
 

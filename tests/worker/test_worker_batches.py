@@ -237,7 +237,7 @@ def test_no_batch_ends_a_worker(
     bus.create_batch("orders", [NewCommand("Ship")] * 2, batch_id="own", on_complete=OnComplete("orders", "Done"))
     db.execute("UPDATE commandbus.batch SET on_complete = '[1, 2]'")
     worker = start_worker(handlers)
-    until(lambda: "cannot be folded now" in caplog.text and "cannot be looked after now" in caplog.text)
+    until(lambda: "cannot be folded now" in caplog.text and "cannot be checked now" in caplog.text)
     _settled_by_nobody(bus, db, "swept")
     bus.create_batch("orders", [NewCommand("Ship")] * 3, batch_id="plain")
     for domain, batch_id in (("idle", "swept"), ("orders", "plain")):

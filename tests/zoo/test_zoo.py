@@ -272,7 +272,7 @@ def test_all_slots_in_frozen_workers_at_once(fleet: Fleet) -> None:
         (
             "close_connection",
             {"transaction": True},
-            Expected("TransientCommandError", "COMMIT_LOST", None, ("did not take place",)),
+            Expected("TransientCommandError", "COMMIT_LOST", None, ("was not committed",)),
         ),
     ],
 )

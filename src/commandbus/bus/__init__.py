@@ -1,7 +1,8 @@
-"""CommandBus and AsyncCommandBus: what an application holds. Two thin shells over one set of operations.
+"""CommandBus and AsyncCommandBus, which applications use: two thin shells over one set of operations.
 
-Each method builds an operation (`flow/`) and runs it on a pooled connection, or on the one that the caller lends
-with `conn=`, whose transaction it then is part of. There is no logic here that the two could disagree about.
+Each method builds an operation (`flow/`) and runs it on a pooled connection, or on the connection that the caller
+lends with `conn=`. Then the operation is part of the caller's transaction. The two shells contain no logic of
+their own.
 """
 
 from commandbus.bus.asynchronous import AsyncCommandBus

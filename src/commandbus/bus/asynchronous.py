@@ -90,7 +90,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         await self.close()
 
     async def close(self) -> None:
-        """Close what this bus opened; who waits in `call` hears BusClosedError."""
+        """Close what this bus opened. Callers that wait in `call` get BusClosedError."""
         await asyncio.to_thread(self._listening.close)
         await asyncio.to_thread(self._limit_clients.close)
         if self._own_pool is not None:
@@ -134,8 +134,8 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
             await pool.putconn(own)
 
     async def _run_within(self, seconds: float, operation: Operation[T]) -> T:
-        """The same, but it ends in that time. A query that is cancelled waits for its server's answer: nobody
-        waits for that here."""
+        """The same, but it returns within that time. A canceled query waits for its server's answer; this method
+        does not wait for that."""
         task = asyncio.ensure_future(self._run(operation, seconds))
         try:
             done, _ = await asyncio.wait({task}, timeout=seconds + LATE_SECONDS)
@@ -192,9 +192,9 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
     async def migrate(
         self, *, domains: Sequence[str] = (), wait: Duration = MIGRATION_WAIT_SECONDS
     ) -> SchemaState:
-        """Bring the schema to this release, and create domains; see `flow/setup/migrate.py`.
+        """Upgrade the schema to this release, and create domains; see `flow/setup/migrate.py`.
 
-        While somebody's transaction is in the way, it steps back and tries again, for about as long as `wait`.
+        While another transaction is in the way, it steps back and tries again, for about as long as `wait`.
         """
         return await self.follow(self._migration(domains, wait))
 
@@ -203,7 +203,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         return await self.run(migrate.look())
 
     async def create_domain(self, domain: str) -> bool:
-        """Create a domain's queue; False if it was there."""
+        """Create a domain's queue. Returns False if it existed."""
         return await self.run(domains.create_domain(names.check_domain(domain)))
 
     async def create_queue(self, queue: str) -> None:
@@ -222,8 +222,8 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         queues: Sequence[str] = (),
         keep: Duration | None = None,
     ) -> dict[str, str]:
-        """Create and grant the least-privilege roles; with `domains` (and reply `queues`) those of a tenant, who
-        has these only. `keep`: for so long nothing that has finished can be pruned."""
+        """Create and grant the least-privilege roles. With `domains` (and reply `queues`) create the roles of a
+        tenant that has only these. `keep`: nobody can prune a finished command before that time is over."""
         return await self.run(self._roles(prefix, domains, queues, keep))
 
     # --- sending ------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         deadline: Duration | None = None,
         conn: object = None,
     ) -> Any:
-        """Send a command, wait for its outcome, and answer its result; see CommandBus.call."""
+        """Send a command, wait for its outcome, and return its result; see CommandBus.call."""
         new = NewCommand(
             command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers
         )
@@ -322,11 +322,11 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
     # --- looking ------------------------------------------------------------------------------------------
 
     async def get_outcome(self, domain: str, command_id: str, *, conn: object = None) -> CommandOutcome | None:
-        """What became of a command: its status, and its result or error; see CommandBus.get_outcome."""
+        """Returns a command's status, and its result or error; see CommandBus.get_outcome."""
         return await self.run(calls.get_outcome(domain, command_id), conn)
 
     async def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
-        """What is known of a command; None if there is none."""
+        """Returns what is known about a command; None if there is no such command."""
         query = inspect.CommandQuery(domain=names.check_domain(domain), command_id=names.to_id(command_id))
         page = await self.run(inspect.query_commands(query, limit=1, before_id=None), conn)
         return page.items[0] if page.items else None
@@ -360,13 +360,13 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         since: datetime | None = None,
         limit: int = 50,
     ) -> list[StuckAttempt]:
-        """Attempts that a limit had to stop, newest first, with what was seen then (`autopsy`)."""
+        """Returns attempts that had to be stopped, newest first, with what was seen then (`autopsy`)."""
         return await self.run(history.list_stuck(domain, command_type, since=since, limit=limit))
 
     async def rejected(
         self, domain: str | None = None, *, limit: int = 50, before_id: int | None = None
     ) -> list[RejectedMessage]:
-        """Raw messages that were no commands and were moved aside, newest first."""
+        """Returns raw messages that were not commands and were set aside, newest first."""
         return await self.run(inspect.list_rejected(domain=domain, limit=limit, before_id=before_id))
 
     async def undelivered_replies(
@@ -376,7 +376,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         return await self.run(inspect.list_undelivered(limit=limit, before_id=before_id))
 
     async def status(self, *domains: str) -> list[DomainStatus]:
-        """Figures of these domains, or of all."""
+        """Returns how many commands wait, run or need a person, for these domains or for all."""
         return await self.run(inspect.domain_status(domains or None))
 
     async def workers(self) -> list[WorkerInfo]:
@@ -393,7 +393,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         operator: str | None = None,
         reason: str | None = None,
     ) -> bool:
-        """Pause a domain or one of its command types; False if it was."""
+        """Pause a domain or one of its command types. Returns False if it was paused already."""
         operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
         return await self.run(pause.pause(names.check_domain(domain), command_type, operator_action))
 
@@ -414,7 +414,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         return await self.run(pause.list_pauses())
 
     async def prune(self, *, age: float | str | timedelta | None = None, count: int | None = None) -> PruneReport:
-        """Forget finished commands older than `age` or beyond the newest `count` (default: the settings)."""
+        """Delete finished commands older than `age` or beyond the newest `count` (default: the settings)."""
         return await self.follow(prune.prune_all(self._retention(age, count)))
 
 

@@ -70,7 +70,7 @@ class BusBase:
         _buses.add(self)
 
     def _leave_to_parent(self) -> None:
-        """This is a forked copy: what was open is the parent's, down to the sockets. The next use opens anew."""
+        """Called in a forked process: open pools and sockets belong to the parent. The next use opens new ones."""
         self._listening.leave_to_parent()
         self._database.leave_to_parent()
         if (limit_clients := getattr(self, "_limit_clients", None)) is not None:
@@ -104,8 +104,8 @@ class BusBase:
     ) -> WaitingCall:
         if conn is not None:
             raise InvalidOperationError(
-                "call takes no conn: what is not committed does not run, so its outcome cannot be waited for; "
-                "use send(..., conn=conn), or call outside the transaction"
+                "call takes no conn: a command does not run before its transaction is committed, so call could "
+                "not wait for it; use send(..., conn=conn), or call outside the transaction"
             )
         seconds = call.seconds_of(timeout, "timeout")
         new.timeout = None if deadline is None else call.seconds_of(deadline, "deadline")
@@ -127,7 +127,7 @@ class BusBase:
             )
 
     def _guard(self, domain: str) -> Guard | None:
-        """Who refuses commands whose breaker is open; None if these settings want that of no command type."""
+        """Returns what refuses commands whose breaker is open; None if no command type is configured so."""
         settings = self.settings
         if not any(rule.refuses for rule in settings.breakers.values()):
             return None
@@ -187,7 +187,7 @@ def warn_on_loop() -> bool:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("commandbus."):
         depth, frame = depth + 1, frame.f_back
     text = (
-        "CommandBus is used on a running event loop, which stands still until the database has answered: use "
+        "CommandBus is used on a running event loop, and blocks it until the database has answered: use "
         "AsyncCommandBus there and await its methods, or `await asyncio.to_thread(bus.send, …)`"
     )
     warnings.warn(text, RuntimeWarning, stacklevel=depth)

@@ -85,13 +85,13 @@ class BatchMethods(_BatchOperations):
         is_open: bool = False,
         conn: object = None,
     ) -> CreatedBatch:
-        """Send commands that are counted together, all or nothing, in one transaction (`conn`: the caller's).
+        """Send commands as one batch, all or none, in one transaction (with `conn`: the caller's).
 
-        Any number of them: `commands` is read as it is sent. When the last one is final, `on_complete` is sent,
-        exactly once: a command (an OnComplete, a dict, or the handler itself) or a reply (`{"reply_to": queue}`).
-        The same `batch_id` with the same content answers the existing batch (`created` is False), with other
-        content it is DuplicateBatchError; a command that exists already is DuplicateCommandError. An open batch
-        can be added to (`add_to_batch`) and is complete only after `close_batch`.
+        `commands` may be of any length; it is read while it is sent. When the last member has ended, `on_complete`
+        is sent exactly once: a command (an OnComplete, a dict, or the handler itself) or a reply
+        (`{"reply_to": queue}`). The same `batch_id` with the same content returns the existing batch (`created` is
+        False); with other content it raises DuplicateBatchError. If a command exists already, this raises
+        DuplicateCommandError. You can add to an open batch (`add_to_batch`); it ends only after `close_batch`.
         """
         operation = self._create_batch(
             domain, commands, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete,
@@ -100,15 +100,15 @@ class BatchMethods(_BatchOperations):
         return self.run(operation, conn)
 
     def add_to_batch(self, domain: str, batch_id: str, commands: Commands, *, conn: object = None) -> int:
-        """Send commands as members of an open batch, all or nothing; answers how many."""
+        """Send commands as members of an open batch, all or none. Returns how many."""
         return self.run(self._add_to_batch(domain, batch_id, commands), conn)
 
     def close_batch(self, domain: str, batch_id: str, *, conn: object = None) -> bool:
-        """Nothing more will be added to an open batch: now it can be complete. False if it was closed."""
+        """Close an open batch, so that it can end. Returns False if it was closed already."""
         return self.run(batch.close(domain, batch_id), conn)
 
     def get_batch(self, domain: str, batch_id: str) -> BatchRecord | None:
-        """What is known of a batch: counts, progress, rate; None if there is none."""
+        """Returns what is known about a batch: counts, progress, rate; None if there is no such batch."""
         return self.run(batch_look.get(domain, batch_id))
 
     def query_batches(
@@ -147,9 +147,9 @@ class BatchMethods(_BatchOperations):
     def cancel_batch(
         self, domain: str, batch_id: str, *, operator: str | None = None, reason: str | None = None
     ) -> BatchCancelReport:
-        """Cancel a batch: what waits or needs a person is CANCELED, what runs is asked to stop.
+        """Cancel a batch: members that wait or need a person are CANCELED, running ones are asked to stop.
 
-        The batch ends CANCELED when the last one has stopped. Workers finish what a crash interrupts.
+        The batch ends CANCELED when the last one has stopped. If a crash interrupts this, workers continue it.
         """
         operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
         return self.follow(batch_operate.cancel(domain, batch_id, operator_action))
@@ -166,8 +166,8 @@ class BatchMethods(_BatchOperations):
     ) -> BatchRetryReport:
         """Retry a batch's members in the troubleshooting queue, and send those that FAILED for good again.
 
-        Those are sent in a new batch that names this one (`retry_of`), under new command_ids, each at most once:
-        what fails again is a member of the new batch. `name` and `on_complete` are that batch's.
+        Those are sent in a new batch that names this one (`retry_of`), under new command_ids, each at most once. A
+        command that fails again is a member of the new batch. `name` and `on_complete` are for the new batch.
         """
         operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
         return self.follow(
@@ -196,7 +196,7 @@ class AsyncBatchMethods(_BatchOperations):
         is_open: bool = False,
         conn: object = None,
     ) -> CreatedBatch:
-        """Send commands that are counted together, all or nothing; see CommandBus.create_batch."""
+        """Send commands as one batch, all or none; see CommandBus.create_batch."""
         operation = self._create_batch(
             domain, commands, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete,
             is_open=is_open,
@@ -204,15 +204,15 @@ class AsyncBatchMethods(_BatchOperations):
         return await self.run(operation, conn)
 
     async def add_to_batch(self, domain: str, batch_id: str, commands: Commands, *, conn: object = None) -> int:
-        """Send commands as members of an open batch, all or nothing; answers how many."""
+        """Send commands as members of an open batch, all or none. Returns how many."""
         return await self.run(self._add_to_batch(domain, batch_id, commands), conn)
 
     async def close_batch(self, domain: str, batch_id: str, *, conn: object = None) -> bool:
-        """Nothing more will be added to an open batch: now it can be complete. False if it was closed."""
+        """Close an open batch, so that it can end. Returns False if it was closed already."""
         return await self.run(batch.close(domain, batch_id), conn)
 
     async def get_batch(self, domain: str, batch_id: str) -> BatchRecord | None:
-        """What is known of a batch: counts, progress, rate; None if there is none."""
+        """Returns what is known about a batch: counts, progress, rate; None if there is no such batch."""
         return await self.run(batch_look.get(domain, batch_id))
 
     async def query_batches(

@@ -75,9 +75,10 @@ class BreakerMethods(_BreakerOperations):
         operator: str | None = None,
         reason: str | None = None,
     ) -> bool:
-        """Open the breaker of a command type, or of a limit, until a person closes it; False if a person had.
+        """Open the breaker of a command type, or of a limit, until a person closes it. Returns False if a person
+        had opened it already.
 
-        What runs goes on; what waits is parked when its turn comes.
+        Running attempts go on; a waiting command is parked when a worker claims it.
         """
         return self.run(self._opening(domain, command_type, limit, operator, reason))
 
@@ -90,8 +91,7 @@ class BreakerMethods(_BreakerOperations):
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Close a breaker that is open; answers how many parked commands go on (for a limit: as there is
-        place)."""
+        """Close an open breaker. Returns how many parked commands go on (for a limit: as permits become free)."""
         return self.follow(self._closing(domain, command_type, limit, operator, reason))
 
     def reset_breaker(
@@ -103,7 +103,7 @@ class BreakerMethods(_BreakerOperations):
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Forget what a breaker has counted, and close it if it is open; answers as `close_breaker` does."""
+        """Clear the counts of a breaker, and close it if it is open. Returns the same as `close_breaker`."""
         return self.follow(self._resetting(domain, command_type, limit, operator, reason))
 
 
@@ -153,7 +153,7 @@ class AsyncBreakerMethods(_BreakerOperations):
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Forget what a breaker has counted; see CommandBus.reset_breaker."""
+        """Clear the counts of a breaker; see CommandBus.reset_breaker."""
         return await self.follow(self._resetting(domain, command_type, limit, operator, reason))
 
 
@@ -168,7 +168,7 @@ def _one(operation: Operation[T]) -> Plan[T]:
 
 def _type(domain: str | None, command_type: str | None) -> tuple[str, str]:
     if domain is None or command_type is None:
-        raise InvalidOperationError("which breaker? give a domain and a command_type, or limit=NAME")
+        raise InvalidOperationError("no breaker is named; give a domain and a command_type, or limit=NAME")
     return names.check_domain(domain), names.check_type(command_type)
 
 

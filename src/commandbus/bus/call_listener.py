@@ -1,15 +1,15 @@
-"""The listener of a bus: one thread that hears which called commands have an outcome, and tells those who wait.
+"""The listener of a bus: one thread that learns which called commands have an outcome, and tells the callers.
 
     call ──register──► waiting ──► looked at ──► PENDING: stays      (a notification: looked at again)
                                             └──► any other: its future is resolved, and it is forgotten
 
-It LISTENs on a connection of its own that comes back by itself, and looks at rows on the same one: a look that
-finds nothing yet was made under a LISTEN, so what is settled later is heard. Everything is looked at that was
-registered, was notified, or waited when the connection was made (anything may have been missed before), all of it
-in one statement. Between notifications it sleeps; it polls only behind a pooler, where nothing can be heard.
+It LISTENs on its own connection, which is restored automatically, and reads rows on the same connection. So if a
+look finds no outcome yet, the listener will be notified of it later. One statement looks at every command that was
+registered, was notified, or waited when the connection was made (a notification may have been missed before that).
+Between notifications the thread sleeps. It polls only behind a pooler, which delivers no notifications.
 
-It knows nothing of timeouts: a waiter goes when its time is up, whether or not the database is there. Both buses
-use it, the async one through `asyncio.wrap_future`, which resolves by `call_soon_threadsafe`.
+It knows nothing about timeouts: a caller leaves when its time is up, whether or not the database is reachable.
+Both buses use it; the async one through `asyncio.wrap_future`, which resolves by `call_soon_threadsafe`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CallListener(DatabaseService):
 
     @property
     def is_serving(self) -> bool:
-        """Can one wait here? Not after the end, and not in a forked process, which has no such thread."""
+        """Can a caller wait here? Not after the end, and not in a forked process, which has no such thread."""
         return self._over is None and self._thread.is_alive()
 
     @contextmanager
@@ -90,12 +90,12 @@ class CallListener(DatabaseService):
             self._forget(sent.id, heard)
 
     def end_soon(self) -> None:
-        """End: everybody who waits is told. Never waits."""
+        """End, and tell every caller that waits. Never blocks."""
         self._stopping.set()
         self.wake()
 
     def close(self) -> None:
-        """End: everybody who waits is told, and the connection is closed when this returns."""
+        """End, and tell every caller that waits. The connection is closed when this returns."""
         self.end_soon()
         self.finish()  # at once: the thread may be busy with a server that does not answer
         self.join(CLOSE_SECONDS)
@@ -179,7 +179,7 @@ class CallListener(DatabaseService):
 
 
 class Listening:
-    """The listener that a bus has: none before the first call, and a new one if that has ended."""
+    """The listener of a bus: none before the first call, and a new one if the last one has ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -229,7 +229,7 @@ class WaitingCall:
         self._until = monotonic() + seconds
 
     def seconds_to_send(self) -> float:
-        """How long sending may take: also a call that hardly waits is sent."""
+        """How long sending may take. A call with a very short wait is sent, too."""
         return max(self.remaining(), LAST_LOOK_SECONDS)
 
     def remaining(self) -> float:
@@ -237,7 +237,7 @@ class WaitingCall:
         return max(0.0, self._until - monotonic())
 
     def conclude(self, sent: SentCommand, outcome: CommandOutcome | None) -> Any:
-        """The result, or the error that says what is the matter; `outcome` is what was seen last, if anything."""
+        """Returns the result, or raises the error of another outcome. `outcome` is what was seen last, if any."""
         if outcome is None:
             raise CommandNotFoundError(
                 f"command {sent.command_id!r} of domain {sent.domain!r} is gone: it was sent, and removed (by the "
@@ -299,7 +299,7 @@ def _ids_in(text: str) -> Iterable[int]:
 
 def _resolve(heard: Heard, told: CommandOutcome | BaseException | None) -> None:
     if not heard.set_running_or_notify_cancel():
-        return  # its caller has been cancelled
+        return  # its caller has been canceled
     if isinstance(told, BaseException):
         heard.set_exception(told)
     else:

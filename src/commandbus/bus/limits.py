@@ -1,4 +1,4 @@
-"""Limits on the bus: a permit for a block of plain application code, and how limits stand."""
+"""Limits on the bus: a permit for a block of plain application code, and the state of limits."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ T = TypeVar("T")
 logger = safe_logger("commandbus.limits")
 CLOSE_SECONDS = 5.0
 AT_EXIT_SECONDS = 1.0
-_AWAY = "the database is away"
+_AWAY = "the database is unreachable"
 
 
 class LimitClientHolder:
-    """The limit client of a bus: made on first use, made anew in a process that was forked."""
+    """The limit client of a bus: created on first use, and created again in a forked process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -102,7 +102,7 @@ _open: WeakSet[LimitClient] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A program that ends without closing its bus still gives back what it has left."""
+    """A program that ends without closing its bus still releases its permits."""
     for limit_client in list(_open):
         if limit_client.is_serving:
             limit_client.stop(AT_EXIT_SECONDS)
@@ -198,17 +198,17 @@ class LimitMethods(_LimitOperations):
             _leave(limit_client, permit, limit_state.ApiAnswer.GOOD, None, keeps=False)
 
     def declare_limit(self, limit: Limit) -> None:
-        """Make a limit known to all; what a person has set at run time stays above it."""
+        """Declare a limit for all programs. Values that a person has set at run time still override it."""
         self._log(self.run(self._declaration(limit)))
 
     def limits(self) -> list[LimitInfo]:
-        """All limits, and how they stand."""
+        """Returns all limits, with their state."""
         found = self.run(limit_look.list_waiting())
         looks = self._look(*(row for row, _ in found))
         return [limit_look.describe(row, looks[row.name], waiting) for row, waiting in found]
 
     def get_limit(self, name: str) -> LimitInfo:
-        """One limit; UnknownLimitError names those that there are."""
+        """Returns one limit. UnknownLimitError names the known ones."""
         row, waiting = self.run(limit_look.get_waiting(name))
         return limit_look.describe(row, self._look(row)[name], waiting)
 
@@ -223,12 +223,13 @@ class LimitMethods(_LimitOperations):
     def unset_limit(
         self, name: str, *options: str, operator: str | None = None, reason: str | None = None
     ) -> LimitInfo | None:
-        """Go back to what is declared, for these options or all; None if nobody declares it: it is gone."""
+        """Go back to the declared values, for these options or all. Returns None if nobody declares the limit:
+        then it is deleted."""
         row = self.run(self._unsetting(name, options, operator, reason))
         return None if row is None else self.get_limit(name)
 
     def estimate(self, name: str, *, domain: str | None = None, command_id: str | None = None) -> Estimate:
-        """How long a command that is sent now would wait for a limit, or one that waits already (by its id)."""
+        """Estimate how long a command that is sent now would wait for a limit, or a waiting one (by its id)."""
         row, ahead = self.run(limit_look.estimate_terms(name, domain, command_id))
         look = self._look(row)[name]
         return limit_look.estimate(row, look, ahead, is_waiting=command_id is not None)
@@ -274,9 +275,9 @@ class AsyncLimitMethods(_LimitOperations):
     ) -> AsyncIterator[Hold]:
         """A permit of a limit for the block: `async with bus.limit("docai", timeout=60): …`.
 
-        Waits up to `wait`, then raises LimitTimeoutError. After `timeout` what is awaited in the block is
-        cancelled, and the block raises ApiTimeoutError. If the permit is lost, because its lease could not be
-        renewed in time, it is cancelled too, and the block raises LimitLostError.
+        Waits up to `wait`, then raises LimitTimeoutError. After `timeout` the block cancels what it awaits, and
+        raises ApiTimeoutError. If the permit is lost, because its lease could not be renewed in time, the block
+        cancels that, too, and raises LimitLostError.
         """
         most, seconds = holding.check_limit_terms(name, wait, timeout)
         limit_client = await self._ready_limit_client()
@@ -310,17 +311,17 @@ class AsyncLimitMethods(_LimitOperations):
             _leave(limit_client, permit, limit_state.ApiAnswer.GOOD, None, keeps=False)
 
     async def declare_limit(self, limit: Limit) -> None:
-        """Make a limit known to all; what a person has set at run time stays above it."""
+        """Declare a limit for all programs. Values that a person has set at run time still override it."""
         self._log(await self.run(self._declaration(limit)))
 
     async def limits(self) -> list[LimitInfo]:
-        """All limits, and how they stand."""
+        """Returns all limits, with their state."""
         found = await self.run(limit_look.list_waiting())
         looks = await self._look(*(row for row, _ in found))
         return [limit_look.describe(row, looks[row.name], waiting) for row, waiting in found]
 
     async def get_limit(self, name: str) -> LimitInfo:
-        """One limit; UnknownLimitError names those that there are."""
+        """Returns one limit. UnknownLimitError names the known ones."""
         row, waiting = await self.run(limit_look.get_waiting(name))
         return limit_look.describe(row, (await self._look(row))[name], waiting)
 
@@ -335,12 +336,13 @@ class AsyncLimitMethods(_LimitOperations):
     async def unset_limit(
         self, name: str, *options: str, operator: str | None = None, reason: str | None = None
     ) -> LimitInfo | None:
-        """Go back to what is declared, for these options or all; None if nobody declares it: it is gone."""
+        """Go back to the declared values, for these options or all. Returns None if nobody declares the limit:
+        then it is deleted."""
         row = await self.run(self._unsetting(name, options, operator, reason))
         return None if row is None else await self.get_limit(name)
 
     async def estimate(self, name: str, *, domain: str | None = None, command_id: str | None = None) -> Estimate:
-        """How long a command that is sent now would wait for a limit, or one that waits already (by its id)."""
+        """Estimate how long a command that is sent now would wait for a limit, or a waiting one (by its id)."""
         row, ahead = await self.run(limit_look.estimate_terms(name, domain, command_id))
         look = (await self._look(row))[name]
         return limit_look.estimate(row, look, ahead, is_waiting=command_id is not None)

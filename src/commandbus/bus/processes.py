@@ -168,7 +168,7 @@ class ProcessMethods(BusBase):
         domain: str | None = None,
         conn: object = None,
     ) -> CreatedBatch:
-        """Start processes that are counted together, all or nothing; the rest is as in create_batch."""
+        """Start processes as one batch, all or none; the rest is as in create_batch."""
         operation = create_batch(
             self.settings.max_payload_bytes, manager, processes, domain, batch_id=batch_id, name=name,
             custom_data=custom_data, on_complete=on_complete, is_open=is_open,
@@ -178,12 +178,12 @@ class ProcessMethods(BusBase):
     def add_processes_to_batch(
         self, manager: Manager, batch_id: str, processes: Items, *, domain: str | None = None, conn: object = None
     ) -> int:
-        """Start processes as members of an open batch, all or nothing; answers how many."""
+        """Start processes as members of an open batch, all or none. Returns how many."""
         operation = add_to_batch(self.settings.max_payload_bytes, manager, batch_id, processes, domain)
         return self.run(operation, conn)
 
     def get_process(self, domain: str, process_id: str, *, conn: object = None) -> ProcessRecord | None:
-        """What is known of a process, its trail included; None if there is none."""
+        """Returns what is known about a process, with its trail; None if there is no such process."""
         return self.run(process_inspect.get_process(domain, process_id), conn)
 
     def query_processes(self, **filters: Any) -> Page[ProcessRecord]:
@@ -193,9 +193,9 @@ class ProcessMethods(BusBase):
     def cancel_process(
         self, domain: str, process_id: str, *, operator: str | None = None, reason: str | None = None
     ) -> ProcessStatus:
-        """Ask a process to stop: what is outstanding is cancelled, what was done is undone, it ends CANCELED.
+        """Cancel a process: outstanding steps are canceled, completed ones are undone, and it ends CANCELED.
 
-        Answers the status that it had. One that is final, or being undone already, is InvalidOperationError.
+        Returns the status that it had. Raises InvalidOperationError if it has ended or is being undone already.
         """
         return self.follow(cancel(domain, process_id, operator, reason))
 
@@ -261,7 +261,7 @@ class AsyncProcessMethods(BusBase):
         domain: str | None = None,
         conn: object = None,
     ) -> CreatedBatch:
-        """Start processes that are counted together, all or nothing; the rest is as in create_batch."""
+        """Start processes as one batch, all or none; the rest is as in create_batch."""
         operation = create_batch(
             self.settings.max_payload_bytes, manager, processes, domain, batch_id=batch_id, name=name,
             custom_data=custom_data, on_complete=on_complete, is_open=is_open,
@@ -271,12 +271,12 @@ class AsyncProcessMethods(BusBase):
     async def add_processes_to_batch(
         self, manager: Manager, batch_id: str, processes: Items, *, domain: str | None = None, conn: object = None
     ) -> int:
-        """Start processes as members of an open batch, all or nothing; answers how many."""
+        """Start processes as members of an open batch, all or none. Returns how many."""
         operation = add_to_batch(self.settings.max_payload_bytes, manager, batch_id, processes, domain)
         return await self.run(operation, conn)
 
     async def get_process(self, domain: str, process_id: str, *, conn: object = None) -> ProcessRecord | None:
-        """What is known of a process, its trail included; None if there is none."""
+        """Returns what is known about a process, with its trail; None if there is no such process."""
         return await self.run(process_inspect.get_process(domain, process_id), conn)
 
     async def query_processes(self, **filters: Any) -> Page[ProcessRecord]:

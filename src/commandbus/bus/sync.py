@@ -70,8 +70,8 @@ T = TypeVar("T")
 class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
     """The bus for sync code. Safe to share between threads; close it, or use it as a context manager.
 
-    `CommandBus()` takes its database from the settings (environment, commandbus.toml); `pool=` uses a psycopg
-    pool that the application has anyway, and leaves it open.
+    `CommandBus()` takes its database from the settings (environment, commandbus.toml). With `pool=` it uses a
+    psycopg pool of the application, and leaves it open.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         self.close()
 
     def close(self) -> None:
-        """Close what this bus opened; who waits in `call` hears BusClosedError."""
+        """Close what this bus opened. Callers that wait in `call` get BusClosedError."""
         self._listening.close()
         self._limit_clients.close()
         if self._own_pool is not None:
@@ -175,8 +175,8 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
     def connect(self) -> Connection[tuple[Any, ...]]:
         """A new psycopg connection to the bus's database; close it.
 
-        For scripts and tests: each call opens a session of its own, which takes milliseconds, and a process of the
-        server. An application has a pool or an ORM's session: lend that to `send(…, conn=…)`.
+        For scripts and tests: each call opens a new database session, which takes milliseconds and one server
+        process. An application has a pool or an ORM session: lend that to `send(…, conn=…)`.
         """
         self._mind_the_loop()
         try:
@@ -187,9 +187,9 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
     # --- set-up -------------------------------------------------------------------------------------------
 
     def migrate(self, *, domains: Sequence[str] = (), wait: Duration = MIGRATION_WAIT_SECONDS) -> SchemaState:
-        """Bring the schema to this release, and create domains; see `flow/setup/migrate.py`.
+        """Upgrade the schema to this release, and create domains; see `flow/setup/migrate.py`.
 
-        While somebody's transaction is in the way, it steps back and tries again, for about as long as `wait`.
+        While another transaction is in the way, it steps back and tries again, for about as long as `wait`.
         """
         return self.follow(self._migration(domains, wait))
 
@@ -198,7 +198,7 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         return self.run(migrate.look())
 
     def create_domain(self, domain: str) -> bool:
-        """Create a domain's queue; False if it was there."""
+        """Create a domain's queue. Returns False if it existed."""
         return self.run(domains.create_domain(names.check_domain(domain)))
 
     def create_queue(self, queue: str) -> None:
@@ -217,8 +217,8 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         queues: Sequence[str] = (),
         keep: Duration | None = None,
     ) -> dict[str, str]:
-        """Create and grant the least-privilege roles; with `domains` (and reply `queues`) those of a tenant, who
-        has these only. `keep`: for so long nothing that has finished can be pruned."""
+        """Create and grant the least-privilege roles. With `domains` (and reply `queues`) create the roles of a
+        tenant that has only these. `keep`: nobody can prune a finished command before that time is over."""
         return self.run(self._roles(prefix, domains, queues, keep))
 
     # --- sending ------------------------------------------------------------------------------------------
@@ -241,8 +241,8 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
     ) -> SentCommand:
         """Send a command; with `conn` in the caller's transaction.
 
-        `command_id` is an idempotency key: the same id with the same content answers the existing command
-        (`created=False`), with other content it is DuplicateCommandError. `timeout` is this command's own
+        `command_id` is an idempotency key. The same id with the same content returns the existing command
+        (`created=False`); with other content it raises DuplicateCommandError. `timeout` is this command's own
         deadline (seconds, "2m", a timedelta; 0: none) instead of its handler's or its worker's.
         """
         new = NewCommand(
@@ -259,7 +259,7 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         chunk_size: int = CHUNK,
         conn: object = None,
     ) -> list[SentCommand]:
-        """Send many commands, each chunk all or none (all of them all or none with `conn`)."""
+        """Send many commands. Each chunk is sent as a whole or not at all; with `conn`, all commands are."""
         sent: list[SentCommand] = []
         chunks = self._chunks(domain, commands, chunk_size)
         if conn is not None:
@@ -289,7 +289,7 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         deadline: Duration | None = None,
         conn: object = None,
     ) -> Any:
-        """Send a command, wait for its outcome, and answer its result; CallError tells any other outcome.
+        """Send a command, wait for its outcome, and return its result; any other outcome raises CallError.
 
         `timeout` is how long to wait (CallTimeoutError: the command goes on), `deadline` the command's own time
         limit, which `send` calls `timeout`. A second call with the same `command_id` and content waits for the
@@ -328,10 +328,10 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         reason: str | None = None,
         conn: object = None,
     ) -> CancelResult:
-        """Cancel a command, or ask the worker that runs it to stop it. The answer says which.
+        """Cancel a command. If it runs, ask its worker to stop it. The result says which.
 
-        A command that runs is told by its context, and has its grace to clean up; it ends CANCELED, unless it
-        completes by then. Asking again changes nothing and answers the same.
+        The context tells a running handler. It has its grace to clean up. The command ends CANCELED, unless it
+        completes by then. Asking again changes nothing and returns the same.
         """
         operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
         return self.run(operate.cancel(names.check_domain(domain), command_id, operator_action), conn)
@@ -339,12 +339,12 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
     # --- looking ------------------------------------------------------------------------------------------
 
     def get_outcome(self, domain: str, command_id: str, *, conn: object = None) -> CommandOutcome | None:
-        """What became of a command: its status, and its result or error; None if there is none. A role that only
-        sends may ask this, of any command that it can name; `get_command` tells more, to roles that may read."""
+        """Returns a command's status, and its result or error; None if there is no such command. A role that only
+        sends may call this for any command whose id it knows. `get_command` tells more, to roles that may read."""
         return self.run(calls.get_outcome(domain, command_id), conn)
 
     def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
-        """What is known of a command; None if there is none."""
+        """Returns what is known about a command; None if there is no such command."""
         query = inspect.CommandQuery(domain=names.check_domain(domain), command_id=names.to_id(command_id))
         page = self.run(inspect.query_commands(query, limit=1, before_id=None), conn)
         return page.items[0] if page.items else None
@@ -376,13 +376,13 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         since: datetime | None = None,
         limit: int = 50,
     ) -> list[StuckAttempt]:
-        """Attempts that a limit had to stop, newest first, with what was seen then (`autopsy`)."""
+        """Returns attempts that had to be stopped, newest first, with what was seen then (`autopsy`)."""
         return self.run(history.list_stuck(domain, command_type, since=since, limit=limit))
 
     def rejected(
         self, domain: str | None = None, *, limit: int = 50, before_id: int | None = None
     ) -> list[RejectedMessage]:
-        """Raw messages that were no commands and were moved aside, newest first."""
+        """Returns raw messages that were not commands and were set aside, newest first."""
         return self.run(inspect.list_rejected(domain=domain, limit=limit, before_id=before_id))
 
     def undelivered_replies(self, *, limit: int = 50, before_id: int | None = None) -> list[UndeliveredReply]:
@@ -390,7 +390,7 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         return self.run(inspect.list_undelivered(limit=limit, before_id=before_id))
 
     def status(self, *domains: str) -> list[DomainStatus]:
-        """Figures of these domains, or of all."""
+        """Returns how many commands wait, run or need a person, for these domains or for all."""
         return self.run(inspect.domain_status(domains or None))
 
     def workers(self) -> list[WorkerInfo]:
@@ -407,7 +407,7 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         operator: str | None = None,
         reason: str | None = None,
     ) -> bool:
-        """Pause a domain or one of its command types; False if it was."""
+        """Pause a domain or one of its command types. Returns False if it was paused already."""
         operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
         return self.run(pause.pause(names.check_domain(domain), command_type, operator_action))
 
@@ -428,5 +428,5 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         return self.run(pause.list_pauses())
 
     def prune(self, *, age: float | str | timedelta | None = None, count: int | None = None) -> PruneReport:
-        """Forget finished commands older than `age` or beyond the newest `count` (default: the settings)."""
+        """Delete finished commands older than `age` or beyond the newest `count` (default: the settings)."""
         return self.follow(prune.prune_all(self._retention(age, count)))

@@ -72,7 +72,7 @@ def _without_stacks(dump: str) -> str:
 def _backend(backend: dict[str, Any]) -> Iterator[str]:
     if not backend:
         return
-    parts = [f"backend {printable(backend.get('pid', '?'))}"]
+    parts = [f"database session {printable(backend.get('pid', '?'))}"]
     if backend.get("state"):
         parts.append(printable(backend["state"]))
     if isinstance(backend.get("xact_seconds"), int | float):
@@ -121,7 +121,7 @@ def _wait(backend: dict[str, Any]) -> str:
     is_waiting = backend.get("wait_event") and backend.get("wait_event_type") not in _IDLE
     if not blockers and not is_waiting:
         return ""
-    text = f"its backend waits for {_event(backend)}" if is_waiting else "its backend waits"
+    text = f"its database session waits for {_event(backend)}" if is_waiting else "its database session waits"
     return f"{text}, blocked by {', '.join(blockers)}" if blockers else text
 
 

@@ -31,20 +31,20 @@ from commandbus.model.counting import counted
 F = TypeVar("F", bound=Callable[..., Any])
 FEW = 5
 
-DOMAIN = click.option("--domain", metavar="NAME", help="Its domain, if several have a batch of this id.")
+DOMAIN = click.option("--domain", metavar="NAME", help="Its domain, if several domains have a batch with this id.")
 BATCH = click.argument("batch_id", metavar="ID")
 
 
 @click.group(cls=CliGroup)
 def batch() -> None:
-    """Batches: commands that are counted together, and what is to happen when all are done."""
+    """Batches: commands that are watched as one, and what happens when all are done."""
 
 
 def _when_complete(function: F) -> F:
-    function = click.option("--reply-to", metavar="QUEUE", help="When it ends, send its summary to this queue.")(
+    function = click.option("--reply-to", metavar="QUEUE", help="At its end, send its summary to this queue.")(
         function
     )
-    return click.option("--on-complete", metavar="DOMAIN/TYPE", help="When it ends, send this command.")(function)
+    return click.option("--on-complete", metavar="DOMAIN/TYPE", help="At its end, send this command.")(function)
 
 
 @batch.command()
@@ -52,11 +52,11 @@ def _when_complete(function: F) -> F:
 @click.option(
     "--from", "source", metavar="FILE", help="One command per line of this file of JSON lines; - is stdin."
 )
-@click.option("--batch-id", metavar="ID", help="The same one again creates nothing twice.")
+@click.option("--batch-id", metavar="ID", help="Idempotency key: the same id again creates nothing twice.")
 @click.option("--name", metavar="TEXT", help="For people.")
-@click.option("--data", "custom_data", type=JsonType(), metavar="JSON", help="What is kept with the batch.")
+@click.option("--data", "custom_data", type=JsonType(), metavar="JSON", help="JSON that is stored with the batch.")
 @_when_complete
-@click.option("--open", "is_open", is_flag=True, help="More will be added: it can end only after `batch close`.")
+@click.option("--open", "is_open", is_flag=True, help="Leave it open for `batch add`, until `batch close`.")
 @click.pass_obj
 def create(
     session: CliSession,
@@ -68,7 +68,7 @@ def create(
     is_open: bool,  # noqa: FBT001
     **fields: Any,
 ) -> None:
-    """Send commands as a batch: all of them, or none.
+    """Send commands as one batch: all of them, or none.
 
     Each line is an object {"command_type": …, "data": …, "command_id": …, "delay": "5m", …}, as for `send --from`.
     """
@@ -95,8 +95,8 @@ def create(
 def watch(ctx: click.Context, /, batch_id: str, domain: str | None, timeout: float | None) -> None:
     """Follow a batch until it ends.
 
-    On a terminal a bar with rate and ETA, elsewhere a line whenever something has changed (with --json an object).
-    The exit code is 0 if every command completed, and 1 if not, or if it did not end in time. Ctrl-C ends the
+    Prints a bar with rate and ETA on a terminal, elsewhere a line for each change (with --json an object). The
+    exit code is 0 if every command completed, and 1 if not, or if the batch did not end in time. Ctrl-C ends the
     watching, not the batch.
     """
     session: CliSession = ctx.obj
@@ -121,10 +121,10 @@ def watch(ctx: click.Context, /, batch_id: str, domain: str | None, timeout: flo
 def list_batches(
     session: CliSession, domain: str | None, status: str | None, limit: int, before_id: int | None
 ) -> None:
-    """Batches, newest first, and how far they are.
+    """List batches, newest first, with their progress.
 
-    # is the internal id, for --before-id; BATCH ID is what `batch show` and the others take. DONE is how much is
-    final; TSQ how many need a person; RATE how many become final per second.
+    # is an internal id, for --before-id only. `batch show` and the other commands take the BATCH ID. DONE is the
+    share of members that have ended. TSQ is how many need a person. RATE is how many end per second.
     """
     with session.bus() as bus:
         page = bus.query_batches(domain, status, limit=limit, before_id=before_id)
@@ -158,13 +158,13 @@ def list_batches(
 @DOMAIN
 @click.option(
     "--limit", type=click.IntRange(0, 10_000), default=FEW, show_default=True,
-    help="How many of those that failed, and of those that need a person.",
+    help="How many failed members to show, and how many that need a person.",
 )  # fmt: skip
 @click.pass_obj
 def show(session: CliSession, batch_id: str, domain: str | None, limit: int) -> None:
-    """One batch: counts, progress, and what failed.
+    """Show one batch: counts, progress, and what failed.
 
-    Of those that failed or need a person the newest are shown, with their errors, and how to see the rest.
+    Also shows the newest members that failed or need a person, with their errors, and how to see the rest.
     """
     with session.bus() as bus:
         of_domain, batch_id = where.of_batch(bus, batch_id, domain)
@@ -208,9 +208,9 @@ def add(session: CliSession, batch_id: str, domain: str | None, source: str) -> 
 @DOMAIN
 @click.pass_obj
 def close(session: CliSession, batch_id: str, domain: str | None) -> None:
-    """Say that nothing more will be added.
+    """Close an open batch: nothing more will be added.
 
-    An open batch can end only after that.
+    An open batch ends only after that.
     """
     with session.bus() as bus:
         of_domain, batch_id = where.of_batch(bus, batch_id, domain)
@@ -229,10 +229,10 @@ def close(session: CliSession, batch_id: str, domain: str | None) -> None:
 def cancel(
     session: CliSession, batch_id: str, domain: str | None, operator: str | None, reason: str | None
 ) -> None:
-    """Cancel what waits, ask what runs to stop.
+    """Cancel the members that wait, and ask those that run to stop.
 
-    Processes are asked to stop, and undo what they have done; one that has sent nothing yet ends at once. The
-    batch ends CANCELED when the last of its members has stopped.
+    Processes are asked to stop, and undo their completed steps. A process that has sent nothing yet ends at once.
+    The batch ends CANCELED when its last member has stopped.
     """
     with session.bus() as bus:
         of_domain, batch_id = where.of_batch(bus, batch_id, domain)
@@ -245,7 +245,7 @@ def cancel(
 @batch.command("retry-failed")
 @BATCH
 @DOMAIN
-@click.option("--name", metavar="TEXT", help="Of the new batch. [default: retry of ID]")
+@click.option("--name", metavar="TEXT", help="Name of the new batch. [default: retry of ID]")
 @_when_complete
 @operator_options
 @click.pass_obj
@@ -259,10 +259,10 @@ def retry_failed(
     operator: str | None,
     reason: str | None,
 ) -> None:
-    """Try again what did not succeed.
+    """Retry the members that did not succeed.
 
-    Commands in the troubleshooting queue are retried where they are. Those that FAILED for good are sent again,
-    each once, in a new batch that names this one; --name, --on-complete and --reply-to are for that batch.
+    Members in the troubleshooting queue are retried in this batch. Those that FAILED for good are sent again, each
+    once, in a new batch that names this one. --name, --on-complete and --reply-to are for the new batch.
     """
     then = completion(on_complete, reply_to)
     with session.bus() as bus:
@@ -279,7 +279,7 @@ def retry_failed(
 def completion(on_complete: str | None, reply_to: str | None) -> Mapping[str, Any] | None:
     """What is to happen when a batch ends."""
     if on_complete is not None and reply_to is not None:
-        raise click.UsageError("--on-complete and --reply-to do not go together")
+        raise click.UsageError("--on-complete and --reply-to exclude each other; give one of them")
     if reply_to is not None:
         return completion_of({"reply_to": reply_to})
     if on_complete is None:

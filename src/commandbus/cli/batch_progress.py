@@ -1,4 +1,4 @@
-"""watching: a batch's progress: on a terminal a bar that is redrawn in place, elsewhere a line per change.
+"""The progress of a batch: on a terminal a bar that is redrawn in place, elsewhere a line per change.
 
 The bar needs nothing of a terminal but the carriage return: an old line is overwritten with spaces.
 """

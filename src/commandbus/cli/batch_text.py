@@ -1,4 +1,4 @@
-"""batch_text: what is said of a batch: as fields for people, as a document for programs, and who is in trouble."""
+"""How a batch is printed: as fields for people, as a document for programs, and which members are in trouble."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`breakers`, `breakers open|close|reset`: what is left alone for a while, why, and until when."""
+"""`breakers`, `breakers open|close|reset`: which breakers are open, why, and until when."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ def _which(function: F) -> F:
 @click.group(cls=ListingGroup)
 @click.pass_context
 def breakers(ctx: click.Context) -> None:
-    """The breakers of command types and limits: their state, why they are open, and until when.
+    """List the breakers of command types and limits: their state, why they are open, and until when.
 
-    One that opens leaves a command type, or an API, alone for a while; then a single command is tried, and if
-    that goes well, it is closed again. A command type is listed once it has counted something. OTHERS are its
-    attempts that ended otherwise since the first bad one began: it opens only if they are not the majority.
+    An open breaker stops a command type, or the calls of an API, for a while. Then one command is the probe. If it
+    succeeds, the breaker closes. A command type is listed once its breaker has counted something. OTHERS are its
+    attempts that ended in another way since the first bad one began: the breaker opens only if they are not the
+    majority.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -66,7 +67,7 @@ def open_breaker(
     operator: str | None,
     reason: str | None,
 ) -> None:
-    """Open one, until somebody closes it. What runs goes on; what waits is parked."""
+    """Open a breaker until somebody closes it. Running attempts go on; waiting commands are parked."""
     name = _name(domain, command_type, limit)
     with session.bus() as bus:
         changed = bus.open_breaker(domain, command_type, limit=limit, operator=operator, reason=reason)
@@ -89,7 +90,7 @@ def close_breaker(
     operator: str | None,
     reason: str | None,
 ) -> None:
-    """Close one that is open, whoever has opened it. What it had parked goes on."""
+    """Close an open breaker, whoever has opened it. Its parked commands go on."""
     name = _name(domain, command_type, limit)
     with session.bus() as bus:
         released = bus.close_breaker(domain, command_type, limit=limit, operator=operator, reason=reason)
@@ -110,13 +111,13 @@ def reset_breaker(
     operator: str | None,
     reason: str | None,
 ) -> None:
-    """Forget what one has counted, and close it. A limit's back-off ends too."""
+    """Close a breaker and clear its counts. A limit's back-off ends, too."""
     name = _name(domain, command_type, limit)
     with session.bus() as bus:
         released = bus.reset_breaker(domain, command_type, limit=limit, operator=operator, reason=reason)
     session.answer(
         {"breaker": name, "state": "CLOSED", "released": released},
-        lambda: say(f"the breaker of {name} is closed and has counted nothing; {_released(released, limit)}"),
+        lambda: say(f"the breaker of {name} is closed, and its counts are cleared; {_released(released, limit)}"),
     )
 
 
@@ -126,7 +127,7 @@ def _name(domain: str | None, command_type: str | None, limit: str | None) -> st
             raise click.UsageError("give DOMAIN TYPE or --limit NAME, not both")
         return f"limit {limit}"
     if domain is None or command_type is None:
-        raise click.UsageError("which one? give DOMAIN TYPE, or --limit NAME")
+        raise click.UsageError("no breaker is named; give DOMAIN TYPE, or --limit NAME")
     return f"{domain}/{command_type}"
 
 
@@ -137,7 +138,7 @@ def _released(count: int, limit: str | None) -> str:
 
 
 def _state(item: BreakerInfo) -> str:
-    return _STATES[item.state] + (f", {item.probe} is tried" if item.kind == "type" and item.probe else "")
+    return _STATES[item.state] + (f", {item.probe} is the probe" if item.kind == "type" and item.probe else "")
 
 
 def _until(item: BreakerInfo) -> object:

@@ -42,7 +42,9 @@ STATUSES = [*(status.value for status in CommandStatus), *SHORT]
 @click.option("--status", type=click.Choice(STATUSES, case_sensitive=False), help="Only in this status.")
 @click.option("--correlation-id", metavar="ID", help="Only with this correlation id.")
 @click.option("--batch", "batch_id", metavar="ID", help="Only members of this batch.")
-@click.option("--since", type=SINCE, metavar="TIME", help="Sent since: an ISO instant, or a duration such as 2h.")
+@click.option(
+    "--since", type=SINCE, metavar="TIME", help="Only sent since then: an ISO instant, or 2h for 2 h ago."
+)
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
 @click.option("--before-id", type=int, metavar="ID", help="The next page: before this internal id.")
 @click.pass_obj
@@ -57,7 +59,7 @@ def commands(
     limit: int,
     before_id: int | None,
 ) -> None:
-    """Commands, newest first."""
+    """List commands, newest first."""
     wanted = None if status is None else CommandStatus(SHORT.get(status, status))
     with session.bus() as bus:
         if batch_id is not None:
@@ -106,14 +108,14 @@ def _delay(item: CommandRecord) -> str | None:
 
 @click.command(cls=CliCommand)
 @click.argument("words", nargs=-1, required=True, metavar="[DOMAIN] ID")
-@click.option("--traceback", "with_traceback", is_flag=True, help="The traceback of each failed attempt too.")
-@click.option("--autopsy", "with_autopsy", is_flag=True, help="What was seen when an attempt had to be stopped.")
+@click.option("--traceback", "with_traceback", is_flag=True, help="Also show the tracebacks of failed attempts.")
+@click.option("--autopsy", "with_autopsy", is_flag=True, help="Also show the autopsies of stuck attempts.")
 @click.pass_obj
 def show(session: CliSession, words: tuple[str, ...], with_traceback: bool, with_autopsy: bool) -> None:  # noqa: FBT001
-    """One command: its fields, data and result, its last error, and its life as a timeline.
+    """Show one command: its fields, data, result, last error and history.
 
-    ID is the command_id, looked for in every domain if none is given; '#123' is the internal id. An id with
-    characters that are shown as escapes (\\x1b, \\u202e) may be given as it is shown.
+    ID is the command_id. Without DOMAIN, every domain is searched. '#123' is the internal id. If an id contains
+    characters that are shown as escapes (\\x1b, \\u202e), you may give it as it is shown.
     """
     if len(words) > 2:
         raise click.UsageError("give DOMAIN ID, or ID alone")

@@ -39,21 +39,21 @@ def list_domains(session: CliSession) -> None:
         lambda: print_table(
             columns("=domain =queue created?"),
             [(item.name, item.queue, item.created_at) for item in found],
-            empty="no domains; `commandbus domain create NAME` makes one",
+            empty="no domains; `commandbus domain create NAME` creates one",
         ),
     )
 
 
 @click.group(cls=CliGroup)
 def queue() -> None:
-    """Plain PGMQ queues, such as for replies."""
+    """Plain PGMQ queues, for example for replies."""
 
 
 @queue.command("create")
 @click.argument("name")
 @click.pass_obj
 def create_queue(session: CliSession, name: str) -> None:
-    """Create a queue, to be named in `send --reply-to`."""
+    """Create a queue for `send --reply-to`."""
     with session.bus() as bus:
         bus.create_queue(name)
     session.answer({"queue": name}, lambda: say(f"queue {name} is there"))

@@ -14,15 +14,15 @@ from commandbus.embedded import EmbeddedPostgres, EmbeddedStatus
 
 FOLDER = click.option(
     "--folder", type=click.Path(path_type=Path),
-    help=f"Where it lives. [default: that of --database embedded:FOLDER, else {DEFAULT_FOLDER}]",
+    help=f"The folder of its data. [default: that of --database embedded:FOLDER, else {DEFAULT_FOLDER}]",
 )  # fmt: skip
 
 
 @click.group(cls=CliGroup)
 def embedded() -> None:
-    """The embedded PostgreSQL: a real server in a folder, for development and small things.
+    """The embedded PostgreSQL: a real server in a folder, for development and tests.
 
-    `--database embedded` starts it for as long as a command runs; `start` leaves it up until `stop`.
+    `--database embedded` starts it while a command runs. `start` leaves it up until `stop`.
     """
 
 
@@ -30,7 +30,7 @@ def embedded() -> None:
 @FOLDER
 @click.pass_obj
 def start(session: CliSession, folder: Path | None) -> None:
-    """Start it and leave it up; nothing happens if it is up already."""
+    """Start the server and leave it up. Does nothing if it is up already."""
     server = EmbeddedPostgres(folder or _default_folder(session))
     server.start()
     try:
@@ -44,7 +44,7 @@ def start(session: CliSession, folder: Path | None) -> None:
 @FOLDER
 @click.pass_obj
 def stop(session: CliSession, folder: Path | None) -> None:
-    """Stop it, whoever uses it; its data stays."""
+    """Stop the server, even if programs use it. Its data stays."""
     server = EmbeddedPostgres(folder or _default_folder(session))
     was_running = server.stop(force=True)
     where = server.status().folder
@@ -58,7 +58,7 @@ def stop(session: CliSession, folder: Path | None) -> None:
 @FOLDER
 @click.pass_obj
 def show_status(session: CliSession, folder: Path | None) -> None:
-    """Is it up, where is its data, and at which address does it answer?"""
+    """Show whether the server is up, where its data is, and its address."""
     _say(session, EmbeddedPostgres(folder or _default_folder(session)).status())
 
 

@@ -1,5 +1,5 @@
 """The entry: `commandbus` and `python -m commandbus.cli`. It puts the commands together and turns whatever
-happens into one line and an exit code (`exits.py`).
+happens into one line and an exit code (`exit_codes.py`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ COMPLETION = "_COMMANDBUS_COMPLETE"
 # Every command, in the order of their use: its name, its module in this package, and the beginning of its help. A
 # module is imported when its command is used, so that `--help` and `--version` answer at once.
 COMMANDS = {
-    "demo": ("demo", "Show everything at work, in some ten seconds."),
-    "migrate": ("migrate", "Create the schema, or bring it to this release."),
+    "demo": ("demo", "Show everything at work, in about ten seconds."),
+    "migrate": ("migrate", "Create the schema, or upgrade it to this release."),
     "domain": ("domain", "Domains: queues of commands."),
-    "queue": ("domain", "Plain PGMQ queues, such as for replies."),
+    "queue": ("domain", "Plain PGMQ queues, for example for replies."),
     "roles": (
         "roles",
         "Create the roles reader, producer, limiter, worker and operator, and grant them what they need.",
@@ -39,30 +39,30 @@ COMMANDS = {
     "doctor": ("doctor", "Check configuration, server, schema, rights, clock and workers, and say what to do."),
     "embedded": (
         "embedded",
-        "The embedded PostgreSQL: a real server in a folder, for development and small things.",
+        "The embedded PostgreSQL: a real server in a folder, for development and tests.",
     ),
     "worker": ("worker", "Run the handlers of a registry, until SIGTERM or Ctrl-C."),
     "send": ("send", "Send a command."),
-    "status": ("status", "Figures of these domains, or of all."),
-    "workers": ("status", "Who lives, where, since when; how they are; and who has stopped beating."),
-    "commands": ("commands", "Commands, newest first."),
-    "show": ("commands", "One command: its fields, data and result, its last error, and its life as a timeline."),
-    "stuck": ("stuck", "Attempts that a limit had to stop, newest first."),
-    "cancel": ("operate", "Cancel a command, or ask the worker that runs it to stop it."),
-    "pause": ("operate", "Pause a domain, or one command type of it."),
-    "resume": ("operate", "Resume what was paused, with the same arguments."),
-    "pauses": ("operate", "What is paused, by whom, and why."),
-    "limits": ("limits", "What may be used at once and how fast; who uses it, who waits, and how it stands."),
+    "status": ("status", "Show how many commands wait, run or need a person, per domain."),
+    "workers": ("status", "List workers: where they run, since when, their health, and which are silent."),
+    "commands": ("commands", "List commands, newest first."),
+    "show": ("commands", "Show one command: its fields, data, result, last error and history."),
+    "stuck": ("stuck", "List attempts that had to be stopped, newest first."),
+    "cancel": ("operate", "Cancel a command. If it runs, ask its worker to stop it."),
+    "pause": ("operate", "Pause a domain, or one command type in it."),
+    "resume": ("operate", "Resume a paused domain or command type."),
+    "pauses": ("operate", "List what is paused, by whom, and why."),
+    "limits": ("limits", "List limits: what they allow, who uses them, who waits, and their state."),
     "breakers": (
         "breakers",
-        "The breakers of command types and limits: their state, why they are open, and until when.",
+        "List the breakers of command types and limits: their state, why they are open, and until when.",
     ),
     "tsq": ("tsq", "The troubleshooting queue: commands that need a person."),
-    "batch": ("batch", "Batches: commands that are counted together, and what is to happen when all are done."),
+    "batch": ("batch", "Batches: commands that are watched as one, and what happens when all are done."),
     "process": ("process", "Processes (sagas): commands that follow each other, and are undone if one fails."),
-    "rejected": ("rejected", "Messages that were moved aside, newest first, with the reason."),
-    "undelivered": ("undelivered", "Replies that could not be delivered, newest first, with the reason."),
-    "prune": ("prune", "Forget finished commands, old archives and rejected messages."),
+    "rejected": ("rejected", "List messages that were not commands, newest first, with the reason."),
+    "undelivered": ("undelivered", "List replies that could not be delivered, newest first, with the reason."),
+    "prune": ("prune", "Delete finished commands, old archives and rejected messages."),
 }
 
 
@@ -98,8 +98,8 @@ class Root(CliGroup):
 def root() -> None:
     """Commands on PostgreSQL, run by workers that cannot hang.
 
-    The options below may also stand after the command. `commandbus doctor` says whether everything is in
-    order; `commandbus demo` shows it at work.
+    You may also put the options below after the command. `commandbus doctor` checks your installation;
+    `commandbus demo` shows everything at work.
     """
 
 
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line; answers the exit code."""
+    """Run a command line. Returns the exit code."""
     session = CliSession()
     # What psycopg has to say about a connection that a signal tore apart is of no use here; a worker logs it.
     logging.getLogger("psycopg").addHandler(logging.NullHandler())
@@ -156,9 +156,8 @@ def _flushed(code: int) -> int:
 
 
 def _interrupted() -> int:
-    """Ctrl-C. If it arrived while a string was executed (a dataclass that an import made), Python has noted it as
-    unhandled, and `python -m` would end by the signal instead of our exit code. Executing a string that does nothing
-    clears the note.
+    """Ctrl-C. If it came while Python executed a string (as an import of a dataclass does), Python has noted it as
+    unhandled, and `python -m` would end by the signal instead of with our exit code. An empty string clears the note.
     """
     exec("")  # noqa: S102 - nothing is executed
     return ExitCode.INTERRUPTED

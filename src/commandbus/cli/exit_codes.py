@@ -48,10 +48,10 @@ from commandbus.errors import (
 
 NO_SCHEMA = "this database has no commandbus schema; run `commandbus migrate`"
 LOCKED = (
-    "another transaction holds what this command needs, and has not ended: end it (`commandbus doctor` names the "
-    "oldest), and run this again"
+    "another transaction holds a lock that this command needs: end that transaction (`commandbus doctor` names "
+    "the oldest), and run this again"
 )
-NO_RIGHT = "{reason}; `commandbus doctor` says what this role may do, `commandbus roles` grants it"
+NO_RIGHT = "{reason}; `commandbus doctor` says what this role may do, and `commandbus roles` grants privileges"
 
 
 class ExitCode(IntEnum):

@@ -1,4 +1,4 @@
-"""where: which command, batch or process does somebody mean who typed this id?
+"""Finds the command, batch or process that a person means by the id that they typed.
 
 Ids are unique within a domain; people name the domain only if they must. An id may be typed as the command line
 has printed it, with escapes such as `\\x1b` (`model/safe_text.py`). It is looked for as it was typed, and as it is
@@ -31,8 +31,8 @@ def find_command(bus: CommandBus, domain: str, typed: str) -> CommandRecord | No
     if len(found) > 1:
         numbers = " or ".join(f"'#{record.id}'" for record in found)
         raise InvalidOperationError(
-            f"domain {domain} has a command with the id {typed!a} and one whose id is shown like that; say "
-            f"which by its internal id: {numbers}"
+            f"domain {domain} has a command with the id {typed!a} and one whose id is shown in the same way; "
+            f"give the internal id: {numbers}"
         )
     if found:
         return found[0]
@@ -99,8 +99,8 @@ def _only_id(typed: str, look: Callable[[str], list[str] | None], what: str) -> 
     found = [(id_, domains) for id_ in dict.fromkeys((typed, unescaped(typed))) if (domains := look(id_))]
     if len(found) > 1:
         raise InvalidOperationError(
-            f"there is a {what} with the id {typed!a} and one whose id is shown like that; use the Python API, "
-            f"which takes ids as they are"
+            f"there is a {what} with the id {typed!a} and one whose id is shown in the same way; use the Python "
+            f"API, which takes ids as they are"
         )
     return found[0] if found else None
 
@@ -108,6 +108,6 @@ def _only_id(typed: str, look: Callable[[str], list[str] | None], what: str) -> 
 def _only(domains: Sequence[str], what: str) -> str:
     if len(domains) > 1:
         raise InvalidOperationError(
-            f"{len(domains)} domains have {what}: {', '.join(sorted(domains))}; say which with --domain"
+            f"{len(domains)} domains have {what}: {', '.join(sorted(domains))}; choose one with --domain"
         )
     return domains[0]

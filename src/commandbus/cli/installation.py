@@ -1,4 +1,4 @@
-"""installation: is what is imported as `commandbus` this package, and nothing but this package?
+"""Checks that what is imported as `commandbus` is this package, and nothing but this package.
 
 The distribution is called `commandbus-pg`. One that is called `commandbus` exists, too, and is somebody else's.
 Both write into the same folder, so whoever installs both has a mixture of two packages.

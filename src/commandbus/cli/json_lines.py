@@ -1,5 +1,5 @@
-"""lines: what a file of JSON lines, or the standard input, holds: one item a line. The first bad line is named by
-its number, and then nothing is done with any of them."""
+"""Reads a file of JSON lines, or standard input: one item per line. The error names the number of the first bad
+line, and then nothing is done with any of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STDIN = "-"
 def read_text(name: str) -> str:
     """A text file; `-` is the standard input."""
     if name == STDIN and sys.stdin is None:  # as Python has it after `<&-`
-        raise click.UsageError("the standard input is closed")
+        raise click.UsageError("standard input is closed")
     try:
         content = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
         return content.decode()
@@ -50,5 +50,5 @@ def check_unique(name: str, items: dict[int, T], field: str, *, undone: str) -> 
         own = getattr(item, field)
         if own is not None and seen.setdefault(own, number) != number:
             raise InvalidCommandError(
-                f"{name}, line {number}: {field} {own!r} is that of line {seen[own]} too; {undone}"
+                f"{name}, line {number}: {field} {own!r} is also in line {seen[own]}; {undone}"
             )

@@ -1,4 +1,4 @@
-"""`limits`, `limits show|set|unset|estimate`: what may be used at once and how fast, by whom, and who waits."""
+"""`limits`, `limits show|set|unset|estimate`: what limits allow, who uses them, and who waits."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ class _DurationOrNoneType(AnyType):
 @click.group(cls=ListingGroup)
 @click.pass_context
 def limits(ctx: click.Context) -> None:
-    """What may be used at once and how fast; who uses it, who waits, and how it stands.
+    """List limits: what they allow, who uses them, who waits, and their state.
 
-    MODE is where the places are kept: postgres, redis, degraded (Redis is away, every program keeps to its share),
-    joining (it is back, and holders register), unknown (Redis is out of reach from here). PARKED are commands that
-    wait, CALLERS wait inside programs, STARTS/S is what was measured of late.
+    MODE is where the permits are kept: postgres, redis, degraded (Redis is unreachable, and every program uses
+    only its share), joining (Redis is back, and holders register their permits), unknown (this program cannot
+    reach Redis). PARKED commands wait for a permit, and CALLERS wait for one inside programs. STARTS/S is the rate
+    measured lately.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -66,10 +67,10 @@ def limits(ctx: click.Context) -> None:
 @limits.command()
 @click.argument("name")
 @click.option("--actions", type=click.IntRange(0, 1000), default=ACTIONS, show_default=True,
-              help="How many of the last changes.")  # fmt: skip
+              help="How many of the last changes to show.")  # fmt: skip
 @click.pass_obj
 def show(session: CliSession, name: str, actions: int) -> None:
-    """Everything about one: what it allows and who said so, who holds its places, and what was done to it."""
+    """Show one limit: what it allows and who said so, who holds its permits, and its last changes."""
     with session.bus() as bus:
         info, estimate = bus.get_limit(name), bus.estimate(name)
         done = bus.run(list_actions(name, limit=actions))
@@ -79,27 +80,30 @@ def show(session: CliSession, name: str, actions: int) -> None:
 
 @limits.command("set")
 @click.argument("name")
-@click.option("--concurrency", type=int, metavar="N", help="How many at once.")
-@click.option("--rate", metavar="RATE", help="How many may begin in which time: 2/s, 120/m, 1000/h.")
-@click.option("--burst", type=int, metavar="N", help="How many of them at one moment.")
-@click.option("--lease", type=DURATION, metavar="120s", help="How long a place is kept for one that is silent.")
+@click.option("--concurrency", type=int, metavar="N", help="How many calls at once.")
+@click.option("--rate", metavar="RATE", help="How many calls may begin per time: 2/s, 120/m, 1000/h.")
+@click.option("--burst", type=int, metavar="N", help="How many calls may begin at the same moment.")
+@click.option("--lease", type=DURATION, metavar="120s", help="How long a permit is kept for a silent holder.")
 @click.option("--max-wait", type=_DurationOrNoneType(), metavar="1h|none",
-              help="How long a command waits, without a good call of anybody; then a person.")  # fmt: skip
-@click.option("--tries", type=int, metavar="N", help="How often the API may refuse a command (429).")
+              help="How long a command waits while no call succeeds, before it needs a person.")  # fmt: skip
+@click.option("--tries", type=int, metavar="N", help="How many 429s a command may get before it needs a person.")
 @click.option("--backoff", type=_DurationsType(), metavar="2,4,8", help="How long nobody calls after a 429.")
-@click.option("--breaker-failures", type=int, metavar="N", help="Bad answers in a row that open it; 0: never.")
-@click.option("--breaker-reset", type=DURATION, metavar="60s", help="How long it then stays open.")
-@click.option("--backend", type=click.Choice(["postgres", "redis"]), help="Where a new one keeps its places.")
+@click.option(
+    "--breaker-failures", type=int, metavar="N", help="Bad answers in a row that open the breaker; 0: never."
+)
+@click.option("--breaker-reset", type=DURATION, metavar="60s", help="How long the breaker stays open.")
+@click.option("--backend", type=click.Choice(["postgres", "redis"]), help="The permit store of a new limit.")
 @operator_options
 @click.pass_obj
 def set_limit(session: CliSession, /, name: str, operator: str | None, reason: str | None, **options: Any) -> None:
-    """Change a limit, or make one. All workers follow at once; it stays so over deployments, until it is unset.
+    """Change or create a limit. All workers follow at once. It stays so over deployments, until `limits unset`.
 
-    One that no program declares, and that was never used, is made with a warning: the name may be misspelt.
+    If no program declares the limit and nobody has used it, it is created with a warning: the name may be
+    misspelled.
     """
     given = {key: value for key, value in options.items() if value is not None}
     if not given:
-        raise click.UsageError("what is to change? give --concurrency 5, --rate 120/m, …")
+        raise click.UsageError("no change is given; give --concurrency 5, --rate 120/m, …")
     if given.get("max_wait") == "none":
         given["max_wait"] = None
     with session.bus() as bus:
@@ -120,20 +124,20 @@ def set_limit(session: CliSession, /, name: str, operator: str | None, reason: s
 def unset(
     session: CliSession, name: str, options: tuple[str, ...], operator: str | None, reason: str | None
 ) -> None:
-    """Go back to what is declared, for these options (concurrency, rate, …) or all.
+    """Go back to the declared values, for these options (concurrency, rate, …) or for all.
 
-    A limit that is declared nowhere is gone then.
+    A limit that no program declares is deleted.
     """
     chosen = [option.removeprefix("--").replace("-", "_") for option in options]
     for option, key in zip(options, chosen, strict=True):
         if key not in OPTIONS:
-            raise click.UsageError(f"there is no option {option!r} of a limit; there are {', '.join(OPTIONS)}")
+            raise click.UsageError(f"a limit has no option {option!r}; it has {', '.join(OPTIONS)}")
     with session.bus() as bus:
         try:
             info = bus.unset_limit(name, *chosen, operator=operator, reason=reason)
         except ConfigurationError as error:
             raise click.UsageError(str(error)) from None
-    gone = f"limit {name} is gone: nobody declares it"
+    gone = f"limit {name} is deleted: no program declares it"
     session.answer(
         {"name": name, "removed": info is None, "limit": None if info is None else _document(info)},
         lambda: say(gone if info is None else f"limit {name}: {_allows(info)}"),
@@ -143,12 +147,12 @@ def unset(
 @limits.command()
 @click.argument("name")
 @click.option("--domain", metavar="NAME", help="The domain of the command.")
-@click.option("--command-id", metavar="ID", help="A command that waits; without it, one that is sent now.")
+@click.option("--command-id", metavar="ID", help="A waiting command; without it, a command that is sent now.")
 @click.pass_obj
 def estimate(session: CliSession, name: str, domain: str | None, command_id: str | None) -> None:
-    """How long one waits: what is left of the back-off, and those ahead at the rate that was measured."""
+    """Estimate how long a command waits: the rest of the back-off, plus those ahead at the measured rate."""
     if (domain is None) != (command_id is None):
-        raise click.UsageError("a command is named by both: --domain D --command-id ID")
+        raise click.UsageError("a command needs both: --domain D --command-id ID")
     with session.bus() as bus:
         found = bus.estimate(name, domain=domain, command_id=command_id)
     session.answer(found, lambda: say(f"limit {name}: {_estimated(found)}"))
@@ -160,14 +164,14 @@ def _print(found: list[LimitInfo], undeclared: list[str]) -> None:
         [
             (
                 item.name, item.mode, _used(item), item.rate or "-", item.parked, item.callers, _pace(item),
-                item.text if item.state == "OPEN" else f"{_state(item)} {item.text}",
+                item.text if item.state == "AVAILABLE" else f"{_state(item)} {item.text}",
             )
             for item in found
         ],
         empty=HOW_TO,
     )  # fmt: skip
     if undeclared:
-        say(f"in the settings, and not known yet (a worker makes it known): {', '.join(undeclared)}")
+        say(f"in the settings, but not declared yet (a starting worker declares them): {', '.join(undeclared)}")
 
 
 def _print_one(info: LimitInfo, estimate: Estimate, done: list[ControlAction]) -> None:
@@ -189,14 +193,14 @@ def _print_one(info: LimitInfo, estimate: Estimate, done: list[ControlAction]) -
             "changed": info.changed_at,
             "in use": _used(info),
             "waiting": _waiting(info),
-            "starts": f"{_pace(info)}/s of late, {info.granted} so far",
+            "starts": f"{_pace(info)}/s lately, {info.granted} in all",
             "refused by the API": info.rate_limited,
-            "waited": f"{counted(info.waits, 'time')}, {age(info.waited_seconds)} together",
+            "waited": f"{counted(info.waits, 'time')}, {age(info.waited_seconds)} in all",
             "estimate": _estimated(estimate),
         }
     )
     if info.holders:
-        say_heading("places")
+        say_heading("permits")
         print_table(columns(":left =holder"), [(f"{left:.0f}s", token) for token, left in _sorted(info)])
     if done:
         say_heading("changes")
@@ -250,7 +254,7 @@ def _allows(info: LimitInfo) -> str:
 
 def _estimated(found: Estimate) -> str:
     if found.seconds is None:
-        return f"nobody can say how long: {found.text}"
+        return f"no estimate: {found.text}"
     when = "at once" if found.seconds < 0.05 else f"in about {roughly(found.seconds)}"
     return f"{when}: {found.text}"
 

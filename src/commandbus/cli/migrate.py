@@ -18,12 +18,12 @@ from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 
 
 @click.command(cls=CliCommand)
-@click.option("--print", "print_sql", is_flag=True, help="Print the SQL instead; needs no database.")
+@click.option("--print", "print_sql", is_flag=True, help="Print the SQL and do nothing else; needs no database.")
 @click.option("--check", is_flag=True, help="Change nothing; exit code 1 if something is missing.")
-@click.option("--domain", "domains", multiple=True, metavar="NAME", help="Create this domain too; repeatable.")
+@click.option("--domain", "domains", multiple=True, metavar="NAME", help="Also create this domain; repeatable.")
 @click.option(
     "--wait", type=DURATION, default=MIGRATION_WAIT_SECONDS, metavar="DURATION", show_default="5m",
-    help="How long to try again while a transaction is in the way.",
+    help="How long to keep trying while another transaction is in the way.",
 )  # fmt: skip
 @click.pass_context
 def migrate(
@@ -34,21 +34,21 @@ def migrate(
     domains: tuple[str, ...],
     wait: float,
 ) -> None:
-    """Create the schema, or bring it to this release.
+    """Create the schema, or upgrade it to this release.
 
-    Safe to run again, and by any number of processes at once. PGMQ is installed by its extension where the
-    server has it, else by its published SQL. Where a long transaction is in the way, it steps back so that nobody
-    waits behind it, says whose transaction that is, and tries again.
+    Safe to run again, and by any number of programs at once. PGMQ is installed by its extension if the server has
+    it, else by its published SQL. If a long transaction is in the way, `migrate` steps back so that nobody waits
+    behind it, says whose transaction that is, and tries again.
 
-    Workers of an older release may start on a newer schema if each newer migration is compatible. One that is not
-    is named: workers of older releases that still run may fail, and cannot be started again.
+    Workers of an older release can start on a newer schema if each newer migration is compatible. `migrate` names
+    those that are not: running workers of older releases may then fail, and cannot be started again.
     """
     session: CliSession = ctx.obj
     if print_sql and check:
-        raise click.UsageError("--print and --check do not go together")
+        raise click.UsageError("--print and --check exclude each other; give one of them")
     if print_sql:
         if domains:
-            raise click.UsageError("--print is the schema alone; `commandbus domain create` makes domains")
+            raise click.UsageError("--print prints the schema only; use `commandbus domain create` for domains")
         script = migrate_flow.script()
         session.answer({"sql": script}, lambda: click.echo(script, nl=False))
         return

@@ -43,10 +43,10 @@ def cancel(
     reason: str | None,
     wait: float | None,
 ) -> None:
-    """Cancel a command, or ask the worker that runs it to stop it.
+    """Cancel a command. If it runs, ask its worker to stop it.
 
-    One that runs has its grace to clean up, and ends CANCELED unless it completes by then. With --wait the exit
-    code is 1 if it ended otherwise, or did not end in time.
+    A running command has its grace to clean up, and ends CANCELED unless it completes by then. With --wait the
+    exit code is 1 if the command ended in another way, or did not end in time.
     """
     status, worker = CommandStatus.CANCELED, None
     with ctx.obj.bus() as bus:
@@ -69,7 +69,7 @@ def _wait_for_end(bus: CommandBus, domain: str, command_id: str, seconds: float)
     while True:
         record = bus.get_command(domain, command_id)
         if record is None:
-            raise CommandNotFoundError(f"command {command_id!r} of domain {domain!r} was forgotten meanwhile")
+            raise CommandNotFoundError(f"command {command_id!r} of domain {domain!r} was deleted meanwhile")
         left = until - time.monotonic()
         if record.status.is_final or left <= 0:
             return record
@@ -93,9 +93,9 @@ def _outcome(name: str, status: CommandStatus, worker: str | None, wait: float |
 def pause(
     session: CliSession, domain: str, command_type: str | None, operator: str | None, reason: str | None
 ) -> None:
-    """Pause a domain, or one command type of it. What runs goes on; what waits, waits.
+    """Pause a domain, or one command type in it. Running attempts go on; nothing new starts.
 
-    A type that no running worker handles, and of which there is no recent command, is paused, too, with a warning.
+    If no running worker handles the type and it has no recent command, it is paused, too, with a warning.
     """
     with session.bus() as bus:
         changed = bus.pause(domain, command_type, operator=operator, reason=reason)
@@ -115,7 +115,7 @@ def pause(
 def resume(
     session: CliSession, domain: str, command_type: str | None, operator: str | None, reason: str | None
 ) -> None:
-    """Resume what was paused, with the same arguments. Who did it is written down: `pauses --actions 10`."""
+    """Resume a paused domain or command type. `pauses --actions 10` shows who did it."""
     with session.bus() as bus:
         released = bus.resume(domain, command_type, operator=operator, reason=reason)
     session.answer(
@@ -128,10 +128,10 @@ def resume(
 
 @click.command(cls=CliCommand)
 @click.option("--actions", type=click.IntRange(0, 1000), default=0, metavar="N",
-              help="Instead: who has paused and resumed what, the last N times.")  # fmt: skip
+              help="Show the last N pauses and resumes instead, with who did them.")  # fmt: skip
 @click.pass_obj
 def pauses(session: CliSession, actions: int) -> None:
-    """What is paused, by whom, and why."""
+    """List what is paused, by whom, and why."""
     with session.bus() as bus:
         if actions:
             done = bus.run(list_actions(limit=actions))

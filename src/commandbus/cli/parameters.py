@@ -94,13 +94,13 @@ def parse_json(text: str) -> Any:
         where = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         raise ValueError(f"not JSON: {error.msg} at {where}{_quoting_hint(text)}") from None
     except RecursionError:
-        raise ValueError("not JSON that can be read: nested too deeply") from None
+        raise ValueError("not JSON: nested too deeply") from None
 
 
 def operator_options(function: F) -> F:
     """`--operator` and `--reason`, for what people do."""
-    function = click.option("--reason", metavar="TEXT", help="Why; written down.")(function)
-    return click.option("--operator", metavar="NAME", help="In whose name it is written down. [default: you]")(
+    function = click.option("--reason", metavar="TEXT", help="The reason; it is recorded.")(function)
+    return click.option("--operator", metavar="NAME", help="Your name, for the record. [default: your login]")(
         function
     )
 
@@ -129,4 +129,4 @@ def settings_in(*sections: str) -> list[Setting]:
 
 def _quoting_hint(text: str) -> str:
     is_bare_word = text[:1].isalpha() and text not in ("true", "false", "null")
-    return "; text needs quotes of its own: '\"text\"'" if is_bare_word else ""
+    return "; a string needs its own quotes: '\"text\"'" if is_bare_word else ""

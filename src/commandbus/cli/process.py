@@ -29,7 +29,7 @@ from commandbus.model import names
 from commandbus.model.process import DEFAULT_DOMAIN, NewProcess, ProcessRecord, ProcessStatus
 from commandbus.model.safe_text import unescaped
 
-DOMAIN = click.option("--domain", metavar="NAME", help="Its domain, if several have a process of this id.")
+DOMAIN = click.option("--domain", metavar="NAME", help="Its domain, if several domains have this process id.")
 UNDONE = "nothing was started"
 
 
@@ -40,8 +40,8 @@ def process() -> None:
 
 @process.command()
 @click.argument("process_type", metavar="TYPE")
-@click.option("--data", type=JsonType(), metavar="JSON", help="What it starts with.")
-@click.option("--process-id", metavar="ID", help="The same one again starts nothing twice.")
+@click.option("--data", type=JsonType(), metavar="JSON", help="Data of the process, as JSON.")
+@click.option("--process-id", metavar="ID", help="Idempotency key: the same id again starts nothing twice.")
 @click.option("--domain", metavar="NAME", default=DEFAULT_DOMAIN, show_default=True)
 @click.option(
     "--deadline", type=DURATION, metavar="TIME", help="How long it may take in all; then it is undone. 0: none."
@@ -49,13 +49,13 @@ def process() -> None:
 @click.option(
     "--correlation-id",
     metavar="ID",
-    help="Stands in the process, its reply and its commands. [default, of the commands: the process's id]",
+    help="For the process, its reply and its commands. [default for the commands: the process's id]",
 )
-@click.option("--reply-to", metavar="QUEUE", help="The queue that is told how it, or the batch, ended.")
-@click.option("--from", "source", metavar="FILE", help="Many, as one batch: a file of JSON lines; - is stdin.")
-@click.option("--batch-id", metavar="ID", help="With --from: the same one again creates nothing twice.")
-@click.option("--name", metavar="TEXT", help="With --from: of the batch, for people.")
-@click.option("--batch-data", type=JsonType(), metavar="JSON", help="With --from: what is kept with the batch.")
+@click.option("--reply-to", metavar="QUEUE", help="The queue that is told how the process, or the batch, ended.")
+@click.option("--from", "source", metavar="FILE", help="Start many, as one batch: JSON lines; - is stdin.")
+@click.option("--batch-id", metavar="ID", help="With --from: the same id again creates nothing twice.")
+@click.option("--name", metavar="TEXT", help="With --from: a name of the batch, for people.")
+@click.option("--batch-data", type=JsonType(), metavar="JSON", help="With --from: stored with the batch.")
 @click.option("--on-complete", metavar="DOMAIN/TYPE", help="With --from: when all have ended, send this command.")
 @click.pass_obj
 def start(
@@ -63,18 +63,18 @@ def start(
 ) -> None:
     """Start a process. A worker that has TYPE's manager takes it from there.
 
-    With --from, one process per line, all of them or none, counted together as a batch. Each line is an object
-    {"data": …, "process_id": …, "deadline": "1h", "reply_to": …, "correlation_id": …}; all of it may be left out.
+    --from starts one process per line, all of them or none, as one batch. Each line is an object
+    {"data": …, "process_id": …, "deadline": "1h", "reply_to": …, "correlation_id": …}; every key is optional.
 
-    What the manager itself says about deadlines is not known here: without --deadline it has none.
+    The command line does not know the manager's own deadline. Without --deadline the process has none.
     """
     of_one = {name: fields[name] for name in ("data", "process_id", "deadline", "correlation_id")}
     of_batch = {name: fields[name] for name in ("batch_id", "name", "batch_data", "on_complete")}
     if source is None:
-        _refuse(of_batch, "goes only with --from")
+        _refuse(of_batch, "needs --from")
         _start_one(session, process_type, domain, reply_to=reply_to, **of_one)
     else:
-        _refuse(of_one, "does not go with --from: it stands in the lines")
+        _refuse(of_one, "excludes --from: give it in the lines of the file")
         _start_batch(session, process_type, domain, source, reply_to=reply_to, **of_batch)
 
 
@@ -179,9 +179,9 @@ def list_processes(
     limit: int,
     before_id: int | None,
 ) -> None:
-    """Processes, newest first, and what they wait for.
+    """List processes, newest first, and what they wait for.
 
-    # is the internal id, for --before-id; PROCESS ID is what `process show` and the others take.
+    # is an internal id, for --before-id only. `process show` and the other commands take the PROCESS ID.
     """
     with session.bus() as bus:
         if batch_id is not None and unescaped(batch_id) != batch_id:
@@ -212,10 +212,10 @@ def list_processes(
 @DOMAIN
 @click.pass_obj
 def show(session: CliSession, process_id: str, domain: str | None) -> None:
-    """One process: its fields, its state, what it waits for, and its trail.
+    """Show one process: its fields, its state, what it waits for, and its trail.
 
-    The trail has every command that it sent. UNDOES is the number of the step that a compensation undoes; TOOK is
-    the time from sending it to its end.
+    The trail has every command that the process sent. UNDOES is the number of the step that a compensation undoes.
+    TOOK is the time from sending the command to its end.
     """
     with session.bus() as bus:
         record = _find(bus, process_id, domain)
@@ -234,7 +234,7 @@ def show(session: CliSession, process_id: str, domain: str | None) -> None:
 def cancel(
     session: CliSession, process_id: str, domain: str | None, operator: str | None, reason: str | None
 ) -> None:
-    """Stop a process: what is outstanding is canceled, what was done is undone, and it ends CANCELED."""
+    """Cancel a process: outstanding steps are canceled, completed ones are undone, and it ends CANCELED."""
     with session.bus() as bus:
         of_domain, process_id = where.of_process(bus, process_id, domain)
         status = bus.cancel_process(of_domain, process_id, operator=operator, reason=reason)
@@ -268,7 +268,7 @@ def retry(
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
 @click.pass_obj
 def strays(session: CliSession, domain: str | None, process_id: str | None, limit: int) -> None:
-    """Replies that moved nothing, newest first, with the reason: late, duplicated, malformed, for nobody."""
+    """List replies that moved nothing, newest first, with the reason: late, duplicated, malformed, no process."""
     with session.bus() as bus:
         found = bus.stray_replies(domain, process_id=process_id, limit=limit)
         if not found:
@@ -281,7 +281,7 @@ def strays(session: CliSession, domain: str | None, process_id: str | None, limi
             columns(":id domain =process at?? ~reason ~message?"),
             [(item["id"], item["domain"], item["process_id"] or "-", item["at"], item["reason"],
               shortened(item["message"])) for item in found],
-            empty="every reply was of use",
+            empty="no stray replies",
         ),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""process_text: what is said of a process and its steps, for people."""
+"""How a process and its steps are printed for people."""
 
 from __future__ import annotations
 

@@ -11,20 +11,20 @@ from commandbus.model.counting import counted
 
 
 @click.command(cls=CliCommand)
-@click.option("--age", type=DURATION, help="Forget what finished longer ago than this, such as 30d.")
-@click.option("--count", type=click.IntRange(min=0), help="Keep only the newest so many.")
+@click.option("--age", type=DURATION, help="Delete what finished longer ago than this, such as 30d.")
+@click.option("--count", type=click.IntRange(min=0), help="Keep only this many of the newest.")
 @click.pass_obj
 def prune(session: CliSession, age: float | None, count: int | None) -> None:
-    """Forget finished commands, old archives and rejected messages.
+    """Delete finished commands, old archives and rejected messages.
 
-    Without options the settings decide (retention.age, retention.count). What is not finished is never touched.
+    Without options the settings decide (retention.age, retention.count). Unfinished commands are never deleted.
     """
     with session.bus() as bus:
         report = bus.prune(age=age, count=count)
     session.answer(
         report,
         lambda: say(
-            f"forgotten: {counted(report.commands, 'command')}, {counted(report.archived, 'archived message')}, "
+            f"deleted: {counted(report.commands, 'command')}, {counted(report.archived, 'archived message')}, "
             f"{counted(report.asides + sum(report.dropped.values()), 'thing')} put aside"
         ),
     )

@@ -16,7 +16,7 @@ from commandbus.flow.commands.inspect import RejectedMessage, list_rejected
 @click.option("--before-id", type=int, metavar="ID", help="The next page: before this id.")
 @click.pass_obj
 def rejected(session: CliSession, domain: str | None, limit: int, before_id: int | None) -> None:
-    """Messages that were moved aside, newest first, with the reason."""
+    """List messages that were not commands, newest first, with the reason."""
     with session.bus() as bus:
         found = bus.run(list_rejected(domain=domain, limit=limit, before_id=before_id))
         if not found:

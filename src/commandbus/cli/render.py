@@ -52,7 +52,7 @@ def print_table(heads: Sequence[Column], rows: Iterable[Sequence[object]], *, em
     for line in lines:
         click.echo(line)
     if left_out:
-        say(f"left out for lack of room: {', '.join(left_out)} (--json has everything)")
+        say(f"left out because the terminal is too narrow: {', '.join(left_out)} (--json has everything)")
 
 
 def print_fields(fields: Mapping[str, object]) -> None:

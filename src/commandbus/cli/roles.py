@@ -12,9 +12,9 @@ from commandbus.flow.setup.roles import print_roles
 
 PURPOSES = {
     "reader": "looks: status, commands, show",
-    "producer": "sends, and asks what became of what it can name",
+    "producer": "sends, and reads the outcome of commands whose id it knows",
     "limiter": "uses limits in an application (bus.limit)",
-    "worker": "claims and settles; all that a producer may",
+    "worker": "claims and settles; may also do what a producer may",
     "operator": "troubleshooting queue, cancel, pause, prune",
 }
 
@@ -22,7 +22,7 @@ PURPOSES = {
 # A comment: which login the workers use is not known here, and on a direct connection nothing of it is needed.
 BEHIND_A_POOLER = """\
 
--- Behind PgBouncer in transaction mode workers leave no limits in a session. Give them to the workers' login:
+-- Behind PgBouncer in transaction mode workers set no timeouts in a session. Set them for the workers' login:
 -- ALTER ROLE app SET lock_timeout = '2s';
 -- ALTER ROLE app SET statement_timeout = '30s';
 -- ALTER ROLE app SET default_transaction_isolation = 'read committed';
@@ -30,11 +30,11 @@ BEHIND_A_POOLER = """\
 
 
 @click.command(cls=CliCommand)
-@click.option("--print", "print_sql", is_flag=True, help="Print the SQL instead.")
+@click.option("--print", "print_sql", is_flag=True, help="Print the SQL and do nothing else.")
 @click.option("--prefix", default="commandbus", show_default=True, help="How the roles' names begin.")
 @click.option("--domain", "domains", multiple=True, help="The roles have this domain only. May be repeated.")
 @click.option("--queue", "queues", multiple=True, help="A reply queue for roles with --domain. May be repeated.")
-@click.option("--keep", type=DURATION, help="For so long nothing finished can be pruned, by whomever.")
+@click.option("--keep", type=DURATION, help="Nobody can prune a finished command before this time is over.")
 @click.pass_obj
 def roles(
     session: CliSession,
@@ -47,9 +47,9 @@ def roles(
     """Create the roles reader, producer, limiter, worker and operator, and grant them what they need.
 
     Run it again after an upgrade. The roles cannot log in: grant them to users who can
-    (GRANT commandbus_worker TO app). Domains that are created later are granted by themselves.
+    (GRANT commandbus_worker TO app). Grants for domains that are created later follow automatically.
 
-    With --domain the roles are a tenant's: they see and touch nothing of other domains.
+    With --domain the roles belong to a tenant: they see and change nothing of other domains.
     """
     with session.bus() as bus:
         if print_sql:

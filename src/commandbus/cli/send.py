@@ -27,13 +27,15 @@ from commandbus.settings import Settings
 @click.argument("command_type", metavar="[TYPE]", required=False)
 @click.argument("data", metavar="[DATA]", required=False)
 @click.option("--data-file", metavar="FILE", help="Read the data from a file.")
-@click.option("--id", "command_id", metavar="ID", help="The command_id: the same one again sends nothing twice.")
+@click.option("--id", "command_id", metavar="ID", help="Its command_id: the same id again sends nothing twice.")
 @click.option("--correlation-id", metavar="ID")
 @click.option("--reply-to", metavar="QUEUE", help="The queue that gets the reply.")
 @click.option("--max-attempts", type=int, metavar="N")
-@click.option("--timeout", type=DURATION, metavar="TIME", help="Its own deadline: 90s, 10m; 0 for none.")
-@click.option("--delay", type=DURATION, metavar="TIME", help="Run it after a while: 5m.")
-@click.option("--at", type=INSTANT, metavar="ISO", help="Run it then: 2026-01-31T09:30:00Z.")
+@click.option(
+    "--timeout", type=DURATION, metavar="TIME", help="How long one attempt may take: 90s; 0: no deadline."
+)
+@click.option("--delay", type=DURATION, metavar="TIME", help="Start it no earlier than after this time: 5m.")
+@click.option("--at", type=INSTANT, metavar="ISO", help="Start it no earlier than this: 2026-01-31T09:30:00Z.")
 @click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="Repeatable.")
 @click.option("--from", "source", metavar="FILE", help="Send one command per line of this file of JSON lines.")
 @click.pass_obj
@@ -50,20 +52,20 @@ def send(
 ) -> None:
     """Send a command. DATA is JSON, or - to read it from the standard input.
 
-    With --from each line is an object {"command_type": …, "data": …, "command_id": …, "delay": "5m", …}; all
-    of them are sent, or none.
+    With --from each line is an object {"command_type": …, "data": …, "command_id": …, "delay": "5m", …}. All
+    commands are sent, or none.
     """
     settings = session.settings()
     names.check_domain(domain)
     if source is not None:
         if command_type or data or data_file or headers or any(value is not None for value in fields.values()):
-            raise click.UsageError("--from takes everything from its file: leave out TYPE, DATA and the rest")
+            raise click.UsageError("--from takes everything from its file; leave out TYPE, DATA and other options")
         _send_file(session, domain, list(read_commands(source, settings).values()))
         return
     if command_type is None:
         raise click.UsageError("Missing argument 'TYPE', or --from FILE for many.")
     if data is not None and data_file is not None:
-        raise click.UsageError("DATA and --data-file do not go together")
+        raise click.UsageError("DATA and --data-file exclude each other; give one of them")
     new = NewCommand(
         command_type=command_type, data=_data(data, data_file), headers=_headers(headers) or None, **fields
     )

@@ -20,16 +20,16 @@ CLEAR = "\x1b[H\x1b[2J"
 
 @click.command(cls=CliCommand)
 @click.argument("domains", nargs=-1, metavar="[DOMAIN]...")
-@click.option("--watch", is_flag=True, help="Print it again and again, until Ctrl-C.")
-@click.option("--interval", type=DURATION, default="2s", show_default=True, help="How often, with --watch.")
+@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
+@click.option("--interval", type=DURATION, default="2s", show_default=True, help="With --watch: how often.")
 @click.pass_obj
 def status(session: CliSession, domains: tuple[str, ...], watch: bool, interval: float) -> None:  # noqa: FBT001
-    """Figures of these domains, or of all.
+    """Show how many commands wait, run or need a person, per domain.
 
-    READY could run now, OLDEST is how long the first of them has waited, DELAYED will be ready later, RUNNING
-    is claimed by workers, prefetched ones included, PARKED waits for a pause to end, a breaker to close, a place
-    of a limit or a worker that handles its type, TSQ needs a person; RATE is what the living workers settle per
-    second.
+    READY commands can run now, and OLDEST is how long the first of them has waited. DELAYED ones will be ready
+    later. RUNNING ones are claimed by workers, including those that have not started. PARKED ones wait for the end
+    of a pause, for a breaker to close, for a permit of a limit, or for a worker that handles their type. TSQ
+    counts those that need a person. RATE is how many commands the live workers settle per second.
     """
     with session.bus() as bus:
         while True:
@@ -56,7 +56,7 @@ def _print(found: list[DomainStatus], *, clear: bool) -> None:
             )
             for item in found
         ],
-        empty="no domains; `commandbus domain create NAME` makes one",
+        empty="no domains; `commandbus domain create NAME` creates one",
     )  # fmt: skip
     for item in found:
         for kind in item.unhandled:
@@ -82,13 +82,13 @@ def _paused(item: DomainStatus) -> str:
 
 
 @click.command(cls=CliCommand)
-@click.option("--all", "everyone", is_flag=True, help="Those that stopped in good order too.")
+@click.option("--all", "everyone", is_flag=True, help="Also list workers that stopped cleanly.")
 @click.pass_obj
 def workers(session: CliSession, everyone: bool) -> None:  # noqa: FBT001
-    """Who lives, where, since when; how they are; and who has stopped beating.
+    """List workers: where they run, since when, their health, and which are silent.
 
-    STATE is ACTIVE, DRAINING (claims nothing more), EXITING or STOPPED; HEALTH is what the worker says of itself;
-    of one that is silent nobody knows.
+    STATE is ACTIVE, DRAINING (claims nothing more), EXITING or STOPPED. HEALTH is what the worker reports about
+    itself; it is unknown if the worker is silent.
     """
     with session.bus() as bus:
         found = [worker for worker in bus.workers() if everyone or worker.state != "STOPPED"]

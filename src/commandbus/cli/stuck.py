@@ -20,11 +20,11 @@ from commandbus.model.outcome import Verdict
 @click.option("--domain", metavar="NAME", help="Only of this domain.")
 @click.option("--type", "command_type", metavar="TYPE", help="Only of this command type.")
 @click.option(
-    "--since", type=SINCE, metavar="TIME", help="Stopped since: an ISO instant, or a duration such as 2h."
+    "--since", type=SINCE, metavar="TIME", help="Only stopped since: an ISO instant, or a duration such as 2h."
 )
-@click.option("--all", "everything", is_flag=True, help="Those that were stopped through no fault of theirs too.")
+@click.option("--all", "everything", is_flag=True, help="Also list attempts that were not to blame.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
-@click.option("--autopsy", "with_autopsy", is_flag=True, help="The stacks and the backend's state of each too.")
+@click.option("--autopsy", "with_autopsy", is_flag=True, help="Also show the autopsy of each.")
 @click.pass_obj
 def stuck(
     session: CliSession,
@@ -35,15 +35,15 @@ def stuck(
     limit: int,
     with_autopsy: bool,  # noqa: FBT001
 ) -> None:
-    """Attempts that a limit had to stop, newest first.
+    """List attempts that had to be stopped, newest first.
 
-    RUNG is the limit: statement (a query took too long), lock (it waited too long for a lock), deadline (it ended
-    within its grace), stuck (it did not, and was given up), kill (its process was ended), crash (its process
-    died). AFTER is how long it ran.
+    RUNG says what stopped the attempt: statement (a query took too long), lock (it waited too long for a lock),
+    deadline (it ended within its grace), stuck (it did not end within its grace, and was given up), kill (its
+    process was killed), crash (its process died). AFTER is how long the attempt ran.
 
-    --all adds those that were not charged: bystanders of a crash or of a blocked loop, and those that stopped when
-    they were asked to: cancel (by an operator), shutdown (of the worker), lease (it was lost, or the database was
-    out of reach).
+    --all adds attempts that were not charged: bystanders of a crash or of a blocked event loop, and attempts that
+    stopped when they were asked to: cancel (by an operator), shutdown (of the worker), lease (it was lost, or the
+    database was unreachable).
     """
     with session.bus() as bus:
         found = bus.run(list_stuck(domain, command_type, since=since, limit=limit, everything=everything))

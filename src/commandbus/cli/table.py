@@ -1,4 +1,4 @@
-"""table: rows as aligned text, in as many columns as the reader's terminal has.
+"""Rows as aligned text, in as many columns as the reader's terminal has.
 
 Nothing that somebody may type again is ever cropped: ids, names, numbers and instants are shown whole. If a table
 is too wide, these are tried in turn, until it fits:

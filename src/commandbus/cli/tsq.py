@@ -50,8 +50,8 @@ def _filters(function: F) -> F:
 
 
 def _target(function: F) -> F:
-    function = click.option("--yes", is_flag=True, help="Do not ask before touching many.")(function)
-    function = click.option("--all", "everything", is_flag=True, help="All that match, of --domain.")(function)
+    function = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")(function)
+    function = click.option("--all", "everything", is_flag=True, help="All that match, in --domain.")(function)
     function = _filters(operator_options(function))
     function = click.argument("command_id", metavar="[ID]", required=False)(function)
     return click.argument("domain", metavar="[DOMAIN]", required=False)(function)
@@ -70,7 +70,7 @@ def list_entries(
     limit: int,
     after_id: int,
 ) -> None:
-    """Who waits for a person, and why."""
+    """List the commands that need a person, and why."""
     with session.bus() as bus:
         found = TroubleshootingQueue(bus).list(
             domain_option, command_type, error_code=error_code, limit=limit, after_id=after_id
@@ -83,7 +83,7 @@ def list_entries(
             columns(":id domain type =command_id :attempt_number??? since?? code ~error?"),
             [(f"#{item.id}", item.domain, item.command_type, item.command_id, item.attempt,
               f"{age_of(item.entered_at)} ago", item.error_code, item.error) for item in found],
-            empty="nobody needs a person",
+            empty="no command needs a person",
         ),
     )  # fmt: skip
     if len(found) == limit and not session.as_json:
@@ -96,7 +96,7 @@ def list_entries(
 def count(
     session: CliSession, domain_option: str | None, command_type: str | None, error_code: str | None
 ) -> None:
-    """How many wait, by domain and type."""
+    """Count the commands that need a person, by domain and type."""
     with session.bus() as bus:
         found = TroubleshootingQueue(bus).count_by_type(domain_option, command_type, error_code=error_code)
         if not found:
@@ -106,7 +106,7 @@ def count(
         lambda: print_table(
             columns("domain type :count"),
             [(domain, kind, number) for (domain, kind), number in found.items()],
-            empty="nobody needs a person",
+            empty="no command needs a person",
         ),
     )
 
@@ -115,7 +115,7 @@ def count(
 @_target
 @click.pass_context
 def retry(ctx: click.Context, /, operator: str | None, reason: str | None, **words: Any) -> None:
-    """Run commands again; their attempts start again."""
+    """Retry commands; their attempts are counted from 1 again."""
     target = _aim(**words)
     with ctx.obj.bus() as bus:
         queue = TroubleshootingQueue(bus)
@@ -135,7 +135,7 @@ def retry(ctx: click.Context, /, operator: str | None, reason: str | None, **wor
 @_target
 @click.pass_context
 def cancel(ctx: click.Context, /, operator: str | None, reason: str | None, **words: Any) -> None:
-    """Give commands up: CANCELED."""
+    """Cancel commands: they end CANCELED."""
     target = _aim(**words)
     with ctx.obj.bus() as bus:
         queue = TroubleshootingQueue(bus)
@@ -156,7 +156,7 @@ def cancel(ctx: click.Context, /, operator: str | None, reason: str | None, **wo
 @click.option("--result", type=JsonType(), metavar="JSON", help="The result, as if its handler had returned it.")
 @click.pass_context
 def complete(ctx: click.Context, /, operator: str | None, reason: str | None, result: Any, **words: Any) -> None:
-    """They were done by hand: COMPLETED, with a result."""
+    """Complete commands that were done by hand: they end COMPLETED, with a result."""
     target = _aim(**words)
     with ctx.obj.bus() as bus:
         queue = TroubleshootingQueue(bus)
@@ -196,10 +196,10 @@ def _confirm(ctx: click.Context, queue: TroubleshootingQueue, target: Target, ve
         return
     if not is_somebody_there():
         raise InvalidOperationError(
-            f"this would {verb} {counted(number, 'command')}, and nobody can be asked; add --yes"
+            f"this would {verb} {counted(number, 'command')}, and there is no terminal to ask at; add --yes"
         )
     if not click.confirm(f"{verb} {counted(number, 'command')} of domain {target.domain}?", err=True):
-        say("nothing was done", is_error=True)
+        say("nothing was changed", is_error=True)
         ctx.exit(ExitCode.NO)
 
 

@@ -14,9 +14,10 @@ from commandbus.cli.table import columns
 @click.option("--before-id", type=int, metavar="ID", help="The next page: before this id.")
 @click.pass_obj
 def undelivered(session: CliSession, limit: int, before_id: int | None) -> None:
-    """Replies that could not be delivered, newest first, with the reason.
+    """List replies that could not be delivered, newest first, with the reason.
 
-    A reply whose queue is gone, and what a batch was to send when it ended, is kept here: nothing waits for it.
+    These are replies whose queue was gone, and messages that a batch could not send at its end. Nothing sends them
+    again.
     """
     with session.bus() as bus:
         found = bus.undelivered_replies(limit=limit, before_id=before_id)

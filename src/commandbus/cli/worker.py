@@ -40,7 +40,7 @@ OPTIONS = [
 )  # fmt: skip
 @click.option(
     "--no-wait", is_flag=True,
-    help="End with exit code 6 if the database is away, instead of waiting. [WORKER_WAIT_FOR_DATABASE=false]",
+    help="If the database is unreachable, end with exit code 6, do not wait. [WORKER_WAIT_FOR_DATABASE=false]",
 )  # fmt: skip
 @setting_options(OPTIONS)
 @click.pass_context
@@ -49,12 +49,12 @@ def worker(
 ) -> None:
     """Run the handlers of a registry, until SIGTERM or Ctrl-C.
 
-    MODULE is imported by the worker processes, with the working directory on the path; REGISTRY is a
-    commandbus.HandlerRegistry in it (default: WORKER_HANDLERS). This process supervises them: it replaces those
-    that drain, freeze or crash, and settles what they held. SIGHUP starts new ones with the code that is there
-    now, and the old ones end when these are ready. A second SIGTERM or Ctrl-C ends it without waiting for what
-    runs. Exit code 7 says that something was cut off or left behind; its command is tried again. A database that
-    is away at the start is waited for.
+    The worker processes import MODULE, with the working directory on the path. REGISTRY is a
+    commandbus.HandlerRegistry in it (default: WORKER_HANDLERS). This process supervises them: it replaces workers
+    that drain, freeze or crash, and settles what they held. SIGHUP starts new workers with the current code; the
+    old ones end when the new ones are ready. A second SIGTERM or Ctrl-C ends it without waiting for running
+    attempts. Exit code 7 means that an attempt was cut off or an outcome was not written; the command is retried.
+    If the database is unreachable at the start, the worker waits for it.
     """
     session: CliSession = ctx.obj
     if no_wait:

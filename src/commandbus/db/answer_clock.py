@@ -1,12 +1,11 @@
 """The answer clock: a connection whose server has not answered for too long is cut, whatever TCP believes.
 
-A host that vanished without a word, a lost NAT entry, a pooler that froze while its kernel still acknowledges:
-in all of these a thread waits in a read that nothing ends. One thread per process looks at every connection of
-ours that has asked something. After the limit of the question it asks the server to cancel the statement; when
-there is still no answer it shuts the socket down, and the waiting thread gets the error that every lost
-connection gives.
+If a host vanishes silently, a NAT entry is lost, or a pooler freezes while its kernel still acknowledges, a thread
+waits in a read that never ends. One thread per process watches every connection of ours that waits for an answer.
+After the timeout of the statement it asks the server to cancel the statement. If there is still no answer, it
+shuts the socket down, and the waiting thread gets the error that every lost connection gives.
 
-The clock waits for nobody: the cancel request goes out on a thread of its own.
+The clock itself never waits: the cancel request is sent on a separate thread.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class PendingAnswer:
 
     @property
     def waits_for(self) -> float:
-        """Seconds since the question that has no answer yet; 0 if there is none."""
+        """Seconds since the unanswered statement was sent; 0 if there is none."""
         asked_at = self.asked_at
         return monotonic() - asked_at if asked_at else 0.0
 

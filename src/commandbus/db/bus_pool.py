@@ -1,12 +1,12 @@
-"""The pools of a bus: they tell why there is no connection, at once where waiting would not help.
+"""The pools of a bus: they say why there is no connection, and say it at once if waiting would not help.
 
-psycopg's pool connects on threads of its own, tries again with growing pauses, and tells those who wait nothing
-but PoolTimeout. A bus wants the server's reason. Where nobody listens at the address, or a person must repair
-something (a password, a database that does not exist), those who wait are told at once. What passes by itself (a
-server that starts, too many connections, a host that does not answer) is waited for, up to the time-out, and named
-then.
+psycopg's pool connects on its own threads, tries again with growing pauses, and raises only PoolTimeout for
+callers that wait. A bus wants the server's reason. If nobody listens at the address, or a person must repair
+something (a password, a database that does not exist), callers are told at once. For transient trouble (a server
+that starts, too many connections, a host that does not answer) they wait up to the timeout, and are told the
+reason then.
 
-A pool tries to connect only while somebody waits: so the next caller finds out at once that the server is back.
+A pool tries to connect only while somebody waits. So the next caller finds out at once that the server is back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ONE_OF_SEVERAL: Final = re.compile(r"^- host: ", re.MULTILINE)
 
 
 def is_hopeless(error: BaseException) -> bool:
-    """Is waiting of no use to whoever asks now? Nobody listens at any of the hosts, or a person must repair it."""
+    """Is waiting useless? Nobody listens at any of the hosts, or a person must repair something."""
     if not isinstance(error, psycopg.OperationalError):
         return False
     if not passes_by_itself(error):
@@ -44,7 +44,7 @@ def is_hopeless(error: BaseException) -> bool:
 
 
 def unavailable(error: BaseException) -> DatabaseUnavailableError:
-    """What to raise for a connect that failed."""
+    """The error for a failed connect."""
     return DatabaseUnavailableError(f"the database cannot be reached: {reason_of(error)}")
 
 
@@ -174,7 +174,7 @@ class AsyncBusPool(AsyncConnectionPool[OwnAsyncConnection]):
 
 
 def make_bus_pool(settings: Settings, *, max_size: int, is_patient: bool) -> BusPool:
-    """A pool, to be opened. `is_patient`: a server that is away comes back by itself."""
+    """A pool, not opened yet. `is_patient`: an unreachable server comes back by itself."""
     options = pool_options(settings, name="bus", max_size=max_size)
     pool = BusPool(**options | {"open": False, "reconnect_timeout": 0.0})
     pool.is_patient = is_patient
@@ -192,7 +192,7 @@ def make_async_bus_pool(settings: Settings, *, max_size: int, is_patient: bool) 
 def no_connection(
     pool: ConnectionPool[Any] | AsyncConnectionPool[Any], error: BaseException, seconds: float | None = None
 ) -> DatabaseUnavailableError:
-    """What to raise for a pool that gave no connection in time."""
+    """The error for a pool that gave no connection in time."""
     waited = format_seconds(pool.timeout if seconds is None else max(0.0, seconds))
     failure = getattr(pool, "failure", None)
     if failure is not None:
@@ -219,7 +219,7 @@ _left_behind: list[object] = []
 
 
 def leave_to_parent(pool: BusPool | AsyncBusPool) -> None:
-    """In a forked copy: never use this pool, and hold none of its idle connections open."""
+    """In a forked process: never use this pool, and keep none of its idle connections open."""
     idle: list[Any] = list(pool._pool)
     for conn in idle:
         cut(conn)

@@ -1,7 +1,7 @@
 """A caller's connection, whatever wraps it: psycopg's own, a SQLAlchemy 2 session or connection, or Django's.
 
-Only the psycopg connection inside is used, in whatever transaction it is in. Nothing is committed, rolled back
-or configured; a SQLAlchemy connection begins its transaction, as it does at the first statement of its own.
+Only the psycopg connection inside is used, in its current transaction. Nothing is committed, rolled back or
+configured. A SQLAlchemy connection begins its transaction, as it does at its own first statement.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HOW = (
 def borrow(conn: object) -> AnyConnection:
     """The psycopg connection in `conn`."""
     if _is_async_session(conn) or hasattr(conn, "sync_connection"):
-        raise TypeError(f"conn is {_kind(conn)}, which is awaited: use AsyncCommandBus with it")
+        raise TypeError(f"conn is {_kind(conn)}, which is async: use AsyncCommandBus with it")
     found = _unwrap(conn)
     if isinstance(found, Connection):
         return found

@@ -54,7 +54,7 @@ def _installed() -> str:
 
 
 def install(statement: Callable[..., Any]) -> Generator[Any, list[tuple[Any, ...]], tuple[str, str]]:
-    """Steps that make sure PGMQ is there; answers its version and the way it came: `extension` or `sql`.
+    """Steps that make sure PGMQ is there. Returns its version and the way it came: `extension` or `sql`.
 
     `statement` makes what the driver runs; it is passed in because this module is below `flow`.
     """

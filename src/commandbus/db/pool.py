@@ -1,13 +1,13 @@
-"""Connections and pools: how they are made, and what a connection of ours looks like.
+"""Connections and pools: how they are created, and their properties.
 
-Ours are in autocommit mode (an operation opens its own transaction where it needs one) and prepare statements
-unless told otherwise (behind PgBouncer in transaction mode). Their transactions are READ COMMITTED, whatever the
-database's default is: our statements lock rows and look again. A pool that the application passes in is used as it
-is and never closed by us.
+Our connections are in autocommit mode (an operation opens its own transaction where it needs one). They prepare
+statements, unless told otherwise (behind PgBouncer in transaction mode). Their transactions are READ COMMITTED,
+whatever the database's default is, because our statements lock rows and look again. A pool that the application
+passes in is used as it is, and never closed by us.
 
-A connection notices that its network is gone: keepalives, `tcp_user_timeout`, and 3 s to connect to each host. A
-handlers' pool whose database is away tries again every 2 s (a bus's: `db/bus_pool.py`). Where the address names
-several hosts, the one that can write is chosen. Whatever the address says itself wins.
+A connection notices when its network is gone: keepalives, `tcp_user_timeout`, and 3 s to connect to each host. If
+the database is unreachable, a pool of handlers tries again every 2 s (for a bus see `db/bus_pool.py`). If the
+address names several hosts, the one that accepts writes is chosen. Options in the address take precedence.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def connection_kwargs(settings: Settings, *, name: str) -> dict[str, Any]:
 
 
 def check_conninfo(database_url: str | None) -> str:
-    """The connection string, or what is wrong with it (never with its password)."""
+    """Returns the connection string, or raises what is wrong with it (without the password)."""
     if not database_url:
         raise ConfigurationError(
             "no database is configured: set COMMANDBUS_DATABASE_URL, `database_url` in commandbus.toml, or pass "
@@ -96,7 +96,7 @@ def lasting_conninfo(conninfo: str | None, **more: Any) -> str:
 
 
 def _names_several_hosts(given: dict[str, Any]) -> bool:
-    """Also where libpq's own variables say it: they count for what the address leaves out."""
+    """libpq's own variables count, too, for what the address leaves out."""
     if os.environ.get("PGTARGETSESSIONATTRS"):
         return False  # that says what is wanted
     named = given.get("host") or given.get("hostaddr")
@@ -106,13 +106,13 @@ def _names_several_hosts(given: dict[str, Any]) -> bool:
 def connect_own(
     settings: Settings, *, name: str, statement_seconds: float, lock_seconds: float, goes_by_keys: bool = False
 ) -> OwnConnection:
-    """A connection for a thread of ours, with limits that the server keeps where it may.
+    """A connection for a thread of ours, with timeouts that the server enforces if it accepts them.
 
     `goes_by_keys`: an index is preferred to any scan, whatever the size of a table was when a statement was
-    planned, so that most statements are planned once (ADR 15).
+    planned. So most statements are planned once (ADR 15).
 
-    Behind PgBouncer no search path is set, as nothing else is: there it is enough that our statements name the
-    schema of whatever they call.
+    Behind PgBouncer nothing can be set for a session, not even the search path. There it is enough that our
+    statements name the schema of everything they call.
     """
     url = check_conninfo(settings.database_url)
     address = lasting_conninfo(url)
@@ -137,8 +137,8 @@ def connect_own(
 
 
 def options_of(conninfo: str) -> str:
-    """The settings for the start of a session that the address or libpq's own variable names; whoever gives some
-    of his own must repeat them, else they do not count."""
+    """The options for the start of a session that the address or libpq's own variable names. A caller that gives
+    other options must repeat these, because otherwise they would not count."""
     return str(conninfo_to_dict(conninfo).get("options") or os.environ.get("PGOPTIONS") or "")
 
 
@@ -154,8 +154,8 @@ def read_committed(conn: OwnConnection) -> OwnConnection:
 
 
 def ask_default_level(conn: OwnConnection) -> None:
-    """A lone statement has the level that the server's default says. If that is another one, it must be told
-    so."""
+    """A single statement runs at the server's default isolation level. If that is not READ COMMITTED, the driver
+    must be told."""
     row = conn.execute(_SHOW_LEVEL, prepare=False).fetchone()
     conn.begins = row != _READ_COMMITTED
 
@@ -174,11 +174,11 @@ async def _configure_async(conn: OwnAsyncConnection) -> None:
 
 
 def check_open(conn: AnyConnection | AnyAsyncConnection) -> None:
-    """Raise if the server has ended this idle connection: what it said last is waiting to be read.
+    """Raise if the server has ended this idle connection: its last message is waiting to be read.
 
-    One look at the socket, no round trip, and none at a connection that was at work a moment ago. A restart or a
-    terminated backend thus costs nobody an error; a network that fell silent is not seen. A socket that somebody
-    in this process has closed is always seen: its number may be another file's by now.
+    This looks at the socket once, without a round trip, and not at all if the connection was used a moment ago. So
+    a restart or a terminated session causes no error. A silent network is not noticed. A socket that a handler has
+    closed is always noticed: its number may belong to another file by now.
     """
     if isinstance(conn, OwnConnection) and not conn.has_its_socket:
         conn.close()  # else the pool would keep it
@@ -200,7 +200,7 @@ async def _check_open_async(conn: AnyAsyncConnection) -> None:
 
 class SteadyAttempt:
     """When a pool tries again to connect: after a second, and then every two. psycopg's own attempt doubles its
-    pause without an end, so that a pool would stay away for minutes after its database is back."""
+    pause without an end, so a pool would not reconnect for minutes after its database is back."""
 
     FIRST_SECONDS = 1.0
 
@@ -277,7 +277,7 @@ def _pool_arguments(settings: Settings, *, name: str, max_size: int) -> dict[str
 
 
 def cut(conn: AnyConnection | AnyAsyncConnection) -> None:
-    """In a forked copy: what is sent here does not reach the server, and the session can end without us."""
+    """In a forked process: nothing sent here reaches the server, and the parent can end the session."""
     with suppress(OSError, psycopg.Error):
         if not conn.closed:
             nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)

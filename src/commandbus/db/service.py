@@ -1,11 +1,11 @@
-"""DatabaseService: a thread of ours that owns a database connection. Every one of them goes by this loop.
+"""DatabaseService: a thread of ours that owns a database connection. All such threads use this loop.
 
     round ──► round ──► …            a database error that passes: recover, then the next round
       └ orders first, then `round()`  any other error: the service has ended, and says so
 
-A subclass writes `round`: one bite of work, then `sleep`. Other threads give it orders or wake it; neither
-waits. The loop keeps three times that a monitor reads without asking anybody: when it last moved, since when its
-database is away, and for how long a question has had no answer. `trouble` puts them into a sentence.
+A subclass writes `round`: one portion of work, then `sleep`. Other threads give it orders or wake it; neither
+blocks. The loop keeps three times that a monitor can read at any moment: when it last moved, since when its
+database is unreachable, and how long a statement has had no answer. `trouble` turns them into a sentence.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class DatabaseService:
         self._wake.write()
 
     def order(self, order: Callable[[], None]) -> None:
-        """Have something done by the thread, before its next round. It is tried again if the database is away."""
+        """Let the thread do something before its next round; again, if the database is unreachable."""
         self._orders.append(order)
         self.wake()
 
@@ -95,13 +95,13 @@ class DatabaseService:
         self.join(timeout)
 
     def join(self, timeout: float) -> None:
-        """Wait until the thread has ended; it is woken, so that it sees what it was told."""
+        """Wake the thread, and wait until it has ended."""
         self.wake()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
     def leave_to_parent(self) -> None:
-        """In a forked copy, which has no such thread: neither its connection nor this object is used again."""
+        """In a forked process, which has no such thread: do not use its connection or this object again."""
         self._link.leave_to_parent()
 
     def flush(self, timeout: float) -> bool:
@@ -117,7 +117,7 @@ class DatabaseService:
 
     @property
     def down_since(self) -> float | None:
-        """Since when (monotonic) the database is away."""
+        """Since when (monotonic) the database is unreachable."""
         return self._link.down_since
 
     @property
@@ -128,13 +128,13 @@ class DatabaseService:
 
     @property
     def trouble(self) -> str | None:
-        """A sentence for operators if this service does not work, and not because the database is away."""
+        """A sentence for operators if this service does not work, and not because the database is unreachable."""
         if self.ended is not None:
             return f"the {self.part} has ended: {type(self.ended).__name__}: {str(self.ended).strip()}"
         if self._thread.ident is None or self._stopping.is_set():
             return None
         if not self._thread.is_alive():
-            return f"the {self.part} has ended without a word"
+            return f"the {self.part} has ended without an error"
         if self.is_away:
             return None
         if (silent_for := self._link.silent_for) >= SILENT_SECONDS:
@@ -153,7 +153,7 @@ class DatabaseService:
 
     @property
     def is_broken(self) -> bool:
-        """Will it not work again by itself? A refusal that has a SQLSTATE is the database's: another worker would
+        """Will it not recover by itself? A refusal with a SQLSTATE comes from the database: another worker would
         get the same."""
         failing = self._failing
         is_refused = failing is not None and failing[2] and self.ended is None
@@ -169,13 +169,13 @@ class DatabaseService:
         """A new connection: the place for `listen`."""
 
     def listen(self, conn: Connection[Any], *channels: str) -> None:
-        """LISTEN on these, where that can be: behind a pooler it would be left in a session that is others'."""
+        """LISTEN on these channels, except behind a pooler, where the session belongs to others."""
         if self.can_listen:
             for channel in channels:
                 conn.execute(f"LISTEN {channel}".encode())
 
     def heard(self, channel: str, payload: str) -> None:
-        """A notification came. It is a hint from a stranger: anybody may notify."""
+        """A notification came. It is only a hint, because anybody may notify."""
 
     def lost(self, error: psycopg.Error) -> None:
         """The database refused something or is away; called before the loop recovers."""
@@ -227,7 +227,7 @@ class DatabaseService:
             except psycopg.OperationalError:
                 raise
             except Exception:
-                logger.exception("the %s could not use a notification", self.part)
+                logger.exception("the %s could not handle a notification", self.part)
         return bool(notifications)
 
     # --- the thread --------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class DatabaseService:
             self._link.close()
 
     def _recover(self, error: psycopg.OperationalError | OSError) -> None:
-        """Get over it. An error of the system comes from a descriptor that is not ours any more."""
+        """Recover from an error. An OSError comes from a descriptor that is no longer ours."""
         if isinstance(error, OSError):
             self._link.close()
             error = psycopg.OperationalError(str(error))
@@ -268,7 +268,7 @@ class DatabaseService:
             self._failing = None  # the database was away, and is back
 
     def carry_out(self) -> None:
-        """Work off the orders. One that met a lost database stays first in line; no other error ends the
+        """Carry out the orders. An order that met a lost database stays first in line. No other error ends the
         thread."""
         while self._orders:
             try:

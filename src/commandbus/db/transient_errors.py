@@ -1,4 +1,4 @@
-"""passing: which database errors pass by themselves, decided by SQLSTATE in one table.
+"""Which database errors are transient, decided by SQLSTATE in one table.
 
 Python classes do not decide: a server that is read-only for a second raises an InternalError, and a statement
 that is too complex for the server an OperationalError.

@@ -1,13 +1,12 @@
-"""Wait for a server that is away, for whoever starts: a worker, a supervisor.
+"""Wait for an unreachable server when a worker or a supervisor starts.
 
-A refused connection, a server that starts or shuts down, too many connections, a host that cannot be reached: that
-passes by itself, and is waited for. A wrong password, a database that does not exist, a certificate that does not
-fit: a person must repair that, and it is raised at once. Of a failed connect libpq tells no SQLSTATE but only a
-text, which may be in the server's own language. A text that nobody here knows is waited for: the log says so, and
-a person can end it.
+A refused connection, a server that starts or shuts down, too many connections, or an unreachable host are
+transient: the start waits. A wrong password, a database that does not exist, or a bad certificate must be repaired
+by a person: they are raised at once. For a failed connect, libpq gives no SQLSTATE but only a text, which may be
+in the server's own language. For an unknown text the start waits: the log says so, and a person can end it.
 
-The attempts run on a thread of their own: a connect to a silent host takes seconds that a signal cannot cut short.
-Whoever waits looks at `over` and at the signals.
+The attempts run on a separate thread, because a signal cannot interrupt a connect to a silent host. The caller
+watches `over` and the signals.
 """
 
 from __future__ import annotations
@@ -52,15 +51,15 @@ def passes_by_itself(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """The server's or libpq's own words, in one line. They never hold a password."""
+    """The server's or libpq's own text, in one line. It never contains a password."""
     return " ".join(_HINT.sub("", str(error)).split()).removeprefix("connection failed: ")
 
 
 class ServerWait:
     """Calls `attempt` until it succeeds, fails for good, or nobody waits any more.
 
-    `over` is set when it has succeeded or failed; `check` then raises what it failed with. `reason` is what it
-    waits for, empty before the first failure. `on_reason` is told each new one, on this object's thread.
+    `over` is set when it has succeeded or failed. Then `check` raises the failure. `reason` is what it waits for,
+    empty before the first failure. `on_reason` is called with each new reason, on this object's thread.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class ServerWait:
         threading.Thread(target=self._serve, name="wait-for-server", daemon=True).start()
 
     def give_up(self) -> None:
-        """Nobody waits any more: try no more. An attempt under way goes on, and changes nothing."""
+        """Stop trying, because nobody waits. An attempt that is under way goes on, and changes nothing."""
         self._given_up.set()
 
     def wait(self, stopping: threading.Event) -> bool:
@@ -129,7 +128,7 @@ class ServerWait:
                 pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
             else:
                 if self.reason and not self._given_up.is_set():
-                    self._log.info("the database is there after %.1f s", monotonic() - self._began_at)
+                    self._log.info("the database is reachable after %.1f s", monotonic() - self._began_at)
                 break
         self.over.set()
         self.tried.set()

@@ -5,9 +5,9 @@
         rows = yield Statement(sql.text("verb", domain=domain), {...})
         return Result(...)
 
-One operation is one transaction. `atomic=False` says that it makes do with one statement on its usual way, which
-then is a transaction of its own and costs one round trip; a second statement may follow to find out why the
-first did nothing. A database error arrives at the `yield`, where the operation may translate it.
+One operation is one transaction. `atomic=False` says that it usually needs one statement only. That statement is
+then its own transaction and costs one round trip. A second statement may follow to find out why the first did
+nothing. A database error is raised at the `yield`, where the operation may translate it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Statement(NamedTuple):
     """One round trip: SQL text and its parameters.
 
     `only_inserts`: it looks for no existing row of a table that can become large, so its plan is good at any size.
-    `by_keys`: so it is in a session that never scans a table (`db/pool.py`, BY_KEYS).
+    `by_keys`: its plan is good at any size in a session that never scans a table (`db/pool.py`, BY_KEYS).
     """
 
     sql: bytes
@@ -73,11 +73,11 @@ def operation(
 
 
 def explain_absence(error: psycopg.Error) -> Exception:
-    """A table or schema that is not there: if it is one of ours, nobody has migrated."""
+    """If a missing table or schema is one of ours, nobody has migrated: say so."""
     message = error.diag.message_primary or ""
     return no_schema() if "commandbus" in message or "pgmq" in message else error
 
 
 def no_schema() -> SchemaError:
-    """What to say to somebody who has not migrated."""
+    """The error for a database that nobody has migrated."""
     return SchemaError("this database has no commandbus schema; run `commandbus migrate` (or `bus.migrate()`)")

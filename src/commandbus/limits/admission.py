@@ -3,9 +3,9 @@
     request ──► limit by limit, all requests at once ──► has all its permits ──► granted
                                                     └──► has not ──► gives back what it got ──► refused
 
-For each limit, a command for which a permit is kept adopts that one; newcomers take one unless others wait. A
-command that was refused but is not parked yet (`Parking`) already counts as waiting, so a newcomer cannot
-overtake it. Used by the limit client's thread alone; `asking` is filled from others.
+For each limit, a command with a reserved permit adopts it; newcomers take one unless others wait. A command that
+was refused but is not parked yet (`Parking`) already counts as waiting, so a newcomer cannot overtake it. Only the
+limit client's thread uses this; other threads fill `asking`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Admission:
         self._waker.look_at(name)
 
     def judge(self, limited: Limited) -> None:
-        """Find out what becomes of a command whose call went badly."""
+        """Decide about a command whose call went badly."""
         try:
             row = self._held_permits.row(limited.limit)
             turn = None
@@ -94,7 +94,7 @@ class Admission:
     def _ask_for(
         self, batch: Sequence[PermitRequest], got: dict[PermitRequest, list[Permit]]
     ) -> dict[PermitRequest, Refusal]:
-        """Limit by limit, all permit requests at once; answers who does not get all that it needs."""
+        """Limit by limit, all permit requests at once. Returns the requests that do not get all their permits."""
         turns = self._turns_of(batch)
         refused: dict[PermitRequest, Refusal] = {}
         for stage in range(max(len(permit_request.names) for permit_request in batch)):
@@ -122,7 +122,7 @@ class Admission:
             except (CommandBusError, psycopg.OperationalError) as error:
                 if isinstance(error, psycopg.Error) and not is_locked(error):
                     raise
-                logger.warning("turns of commands of domain %s cannot be read: %s", domain, error)
+                logger.warning("the positions in line of commands of domain %s cannot be read: %s", domain, error)
                 continue
             found |= {
                 permit_request: answer[permit_request.msg_id]
@@ -139,7 +139,7 @@ class Admission:
         got: dict[PermitRequest, list[Permit]],
         refused: dict[PermitRequest, Refusal],
     ) -> None:
-        """One limit: first those for whom a permit is kept, then newcomers, unless others wait."""
+        """One limit: first the commands with a reserved permit, then newcomers, unless others wait."""
         try:
             self._ask_at(name, group, turns, got, refused)
         except CommandBusError as error:  # it is gone, locked by somebody, or cannot be used from here
@@ -195,8 +195,8 @@ class Admission:
 
     @contextmanager
     def _sure_of(self, name: str, tokens: Mapping[str, PermitRequest]) -> Iterator[None]:
-        """If the answer is lost, a permit may be lost with it, which nobody else would get for a whole lease. So
-        what may be held under these tokens is given back."""
+        """If a reply is lost, a permit may be lost with it, and nobody else would get it for a whole lease. So
+        release whatever may be held under these tokens."""
         try:
             yield
         except psycopg.OperationalError:
@@ -214,7 +214,7 @@ class Admission:
 
 
 class Parking:
-    """Who was refused and is not parked yet: by limit, how many, and since when."""
+    """Commands that were refused and are not parked yet: how many per limit, and since when."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, tuple[int, float]] = {}

@@ -1,12 +1,11 @@
-"""CallWaiters: calls inside programs (`ctx.limit`, `bus.limit`), and those of them that wait for their turn.
+"""CallWaiters: calls inside programs (`ctx.limit`, `bus.limit`), and those of them that wait in line.
 
     call ──► its command's turn has come, or a permit is free ──► permit
       └────► in line, in the database ──► told by its token that its turn has come ──► permit
                                      └──► its time is up, or nobody waits for it any more ──► out of line
 
-Each call is answered once, with a permit or an error. At every step its answer may be cancelled from outside: a
-permit that was given at that moment goes back. Used by the limit client's thread alone; `calls` is filled from
-others.
+Each call gets one reply: a permit or an error. The caller may cancel at every step; a permit that was given at
+that moment is released. Only the limit client's thread uses this; other threads fill `calls`.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ class CallWaiters:
 
     @property
     def soonest(self) -> float:
-        """When (monotonic) the time of the first who waits is up, or one that met a locked row asks again."""
+        """When (monotonic) the wait of the first caller ends, or a caller that met a locked row asks again."""
         times = [call.until for call in self._waiting.values()] + [at for at, _ in self._later]
         return min(times, default=math.inf)
 
     def answer_calls(self) -> None:
-        """Give permits to those who have called, or let them stand in line."""
+        """Give permits to callers, or put them in line."""
         now = monotonic()
         self.calls.extend(call for at, call in self._later if at <= now)
         self._later = [item for item in self._later if item[0] > now]
@@ -54,13 +53,13 @@ class CallWaiters:
             self.calls.popleft()
 
     def hear(self, token: str) -> None:
-        """Somebody's turn has come; it may be one of another program."""
+        """A caller was woken; it may belong to another program."""
         call = self._waiting.get(token)
         if call is not None:
             self._take_turn(call)
 
     def take_turns(self) -> None:
-        """Whose turn has come, and who was told when nobody listened?"""
+        """Find callers that were woken, also those whose notification was missed."""
         for call in list(self._waiting.values()):
             self._take_turn(call)
 
@@ -70,7 +69,7 @@ class CallWaiters:
             self._give_up(call)
 
     def forget(self, call: PermitCall) -> None:
-        """Who asked waits no more; a permit that was given meanwhile is given back."""
+        """The caller no longer waits. A permit that was given meanwhile is released."""
         if call.answer.done() and not call.answer.cancelled():
             if call.answer.exception() is None:
                 self._releases.hand_back([call.answer.result()])
@@ -144,7 +143,7 @@ class CallWaiters:
         return True
 
     def _take_turn(self, call: PermitCall) -> None:
-        """It was told that its turn has come, or may have missed that."""
+        """It was woken, or may have missed that."""
         asked_at = boottime()
         try:
             is_held = self._held_permits.adopt(call.name, call.token)
@@ -162,7 +161,7 @@ class CallWaiters:
             self._waker.look_at(call.name)  # the permit was gone again, but not the turn
 
     def _give_up(self, call: PermitCall) -> None:
-        """Its time is up; but if its turn has come at this moment, it has its permit."""
+        """Its wait is over. But if it is woken at this moment, it gets its permit."""
         asked_at = boottime()
         try:
             is_held = self._held_permits.link.run(permits.step_out(call.number)) and self._held_permits.adopt(

@@ -1,19 +1,20 @@
-"""LimitClient: one thread through which everything goes that concerns limits, on a connection of its own.
+"""LimitClient: one thread, with its own connection, that does all work concerning limits in one program.
 
     commands ──request──► granted ──► a slot            calls inside programs ──acquire──► a future
                     └───► refused ──► parked                                        └────► in line, woken by name
     ends ────release────► the permit is free ──► reserved for the first in line, who is woken
 
-One thread, because it then asks for many at once: ten commands that need a permit of one limit are one statement.
-It waits for nobody but the database and Redis; whoever waits for a permit waits outside, in line, in the database.
+There is one thread so that it can ask for many at once: ten commands that need a permit of one limit are one
+statement. The thread waits only for the database and Redis. A command that waits for a permit waits in line, in
+the database.
 
-The line of a limit is in the database, as is everything that the fleet must agree on: back-off, breaker, whose
-turn it is. Who frees a permit keeps it for the first in line, under a lease of a few seconds, and wakes that one;
-so nobody can overtake. What was lost on the way (a worker killed between two statements) is found by the sweep.
+The line of a limit is in the database, like everything that the fleet must agree on: back-off, breaker, and the
+order of the line. Whoever releases a permit reserves it for the first in line, under a lease of a few seconds, and
+wakes that one. So nobody can overtake. If a worker is killed between two statements, the sweep finds what is left.
 
-Here are the thread, its round, and what others may ask of it. What a round does is in modules of its own, each
-using only those before it: `desk` (permits that are held), `waker` (whose turn it is), `exits` (permits given
-back), `visits` (commands) and `line` (calls inside programs).
+This module has the thread, its round, and what others may ask of it. The parts of a round are in separate modules,
+each using only those before it: `held_permits`, `waker` (who is next), `releases`, `admission` (commands) and
+`call_waiters` (calls inside programs).
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class LimitClient(DatabaseService):
 
     @property
     def is_serving(self) -> bool:
-        """Can one ask? Not after the end, and not in a forked process, which has no such thread."""
+        """Can callers ask? Not after the end, and not in a forked process, which has no such thread."""
         return self._over is None and not self._closing and self._thread.is_alive()
 
     @property
@@ -156,15 +157,16 @@ class LimitClient(DatabaseService):
     ) -> PermitCall:
         """Ask for a permit inside a program; `call.answer` is resolved with it, or with an error.
 
-        `command` (domain, msg_id, id, attempt_base): for whom a permit may be kept, because it was parked.
-        `since`: from when on its turn counts; None is now. `caller`: the id of the command whose handler asks.
+        `command` (domain, msg_id, id, attempt_base): a permit may be reserved for it, because it was parked.
+        `since`: the moment that decides its position in line; None is now. `caller`: the id of the command whose
+        handler asks.
         """
         number = next(self._numbers)
         token = token_of(f"{self._owner}/{holder}/{number:x}", caller)
         until = monotonic() + wait
         call = PermitCall(name, token, number, until, wait, holder, Future(), on_lost, command, since, caller)
         if not self.is_serving:
-            call.answer.set_exception(self._over or CommandBusError("the gate of this program is closed"))
+            call.answer.set_exception(self._over or CommandBusError("the limit client of this program is closed"))
             return call
         self._call_waiters.calls.append(call)
         self.wake()
@@ -180,11 +182,11 @@ class LimitClient(DatabaseService):
         self.order(lambda: self._releases.tell(name, holder, reason, retry_after, str(caller)))
 
     def is_stale(self, permit: Permit) -> bool:
-        """Was the permit given before the API said no? Then nothing may begin with it."""
+        """Was the permit given before the API refused a call? Then no call may begin with it."""
         return permit.taken_at < self._shut.get(permit.limit, 0.0)
 
     def judge(self, limited: Limited) -> None:
-        """Find out what becomes of a command whose call went badly; after what it left was heard."""
+        """Decide about a command whose call went badly, after the release of its permit was handled."""
 
         def judge() -> None:
             self._releases.let_out()  # orders may come first in a round, and what it left begins the back-off
@@ -257,7 +259,7 @@ class LimitClient(DatabaseService):
         if self._on_error is not None:
             self._on_error(error)
         elif not isinstance(error, CommandBusError):  # else those who asked are told, and that is enough
-            logger.error("the gate has ended", exc_info=error)
+            logger.error("the limit client has ended", exc_info=error)
 
     def round(self) -> None:
         self._rest()
@@ -295,8 +297,8 @@ class LimitClient(DatabaseService):
         self._look_who_is_shut()
 
     def heard(self, channel: str, payload: str) -> None:  # noqa: ARG002 - there is one channel
-        """Anybody may notify: what is said is a reason to look, and a limit that is not used here is none. Whoever
-        waits at a limit of which nobody here knows is found by the sweep."""
+        """Anybody may notify, so a notification is only a reason to look. Limits that are not used here are
+        ignored: the sweep finds commands that wait for a limit that nobody here knows."""
         if payload.startswith(TOKEN):
             self._call_waiters.hear(payload.removeprefix(TOKEN))
             return
@@ -330,10 +332,10 @@ class LimitClient(DatabaseService):
             self._call_waiters.take_turns()
 
     def finish(self) -> None:
-        self._over = self._over or CommandBusError("the gate of this program is closed")
+        self._over = self._over or CommandBusError("the limit client of this program is closed")
         try:
             self._call_waiters.step_out()
             self._stores.close()
         except (psycopg.Error, CommandBusError) as error:
-            logger.info("the gate was left without a word: %s", error)
+            logger.info("the limit client was not told of the end: %s", error)
         self._call_waiters.fail_all(self._over)

@@ -4,10 +4,10 @@
                      ├──► held ──renew, after a third of its lease──► held, or lost
     kept ────adopt───┘      └──let_go──► (given back by `releases`)
 
-A permit is taken for a newcomer, or was kept for somebody whose turn has come and is adopted. Limits' rows are
-remembered as last seen; what must be right is asked for. Used by the limit client's thread alone, but for what
-says so. While that thread waits for PostgreSQL, the permit clock ends what is held, and the backup renewer
-renews in Redis.
+A permit is taken for a newcomer, or was reserved for the first in line and is adopted. The rows of limits are
+remembered as last seen, and read again where they must be current. Only the limit client's thread uses this,
+except where a method says otherwise. While that thread waits for PostgreSQL, the permit clock ends held permits,
+and the backup renewer renews in Redis.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class HeldPermits:
         return {name: len(own) for name, own in list(self._held.items()) if own}
 
     def late_elsewhere(self, part: float) -> Iterator[tuple[LimitRow, list[Permit]]]:
-        """What is held outside PostgreSQL and was not renewed for this part of its lease."""
+        """Permits outside PostgreSQL that were not renewed for this part of their lease."""
         now = boottime()
         for name, held in list(self._held.items()):
             row = self._rows.get(name)
@@ -81,7 +81,7 @@ class HeldPermits:
         return row
 
     def known(self, name: str) -> LimitRow:
-        """The limit as last seen: for what does not change from moment to moment, as its lease."""
+        """The limit as last seen, for values that rarely change, such as its lease."""
         return self._rows.get(name) or self.row(name)
 
     def remember(self, row: LimitRow) -> None:
@@ -93,14 +93,14 @@ class HeldPermits:
         return name in self._rows
 
     def forget(self, name: str) -> None:
-        """It was changed, or is gone: it is asked for the next time."""
+        """It was changed, or is gone: read it again the next time."""
         self._rows.pop(name, None)
 
     # --- permits ------------------------------------------------------------------------------------------------
 
     def take(self, name: str, tokens: Sequence[str], *, probes: bool = True) -> tuple[list[str], LimitRow | None]:
-        """Take permits for newcomers; `probes`: one of them may be the probe. If some get none: the limit's row,
-        which says why."""
+        """Take permits for newcomers; `probes`: one of them may be the probe. If some get none, also returns the
+        limit's row, which says why."""
         if self.known(name).backend == "postgres":
             taken = self.link.run(permits.take(name, tokens, probes=probes), limit=name)
             if len(taken) == len(tokens):
@@ -125,7 +125,7 @@ class HeldPermits:
         return granted, row
 
     def adopt(self, name: str, token: str) -> bool:
-        """Is the permit that was kept under this token still there? Then it is held from now on."""
+        """Is the reserved permit of this token still there? Then it is held from now on."""
         row = self.row(name)
         limit_state = row.limit_state
         backend = self.stores.of(row)
@@ -157,7 +157,7 @@ class HeldPermits:
         self._held.get(permit.limit, {}).pop(permit.token, None)
 
     def renew(self) -> None:
-        """Renew what is due, tell whoever has lost a permit, and find out when to do so again."""
+        """Renew what is due, tell holders that have lost a permit, and compute when to do so again."""
         now, age_now = monotonic(), boottime()
         again = now + (TICK_SECONDS if self.stores.tick() else LONGEST_SECONDS)
         for name, held in list(self._held.items()):
@@ -178,7 +178,7 @@ class HeldPermits:
         return left if left > 0 else min(TICK_SECONDS, permit.lease / 10)
 
     def _renew(self, name: str, own: Sequence[Permit]) -> list[Permit]:
-        """Renew leases; answers what is lost."""
+        """Renew leases. Returns what is lost."""
         sent_at = boottime()
         try:
             row = self.row(name)
@@ -191,7 +191,7 @@ class HeldPermits:
         except LockedRowError:
             return []  # again when the bar is over; said when it was put up
         except CommandBusError as error:
-            logger.warning("places of limit %s cannot be renewed: %s", name, error)
+            logger.warning("permits of limit %s cannot be renewed: %s", name, error)
             return []
         for permit in own:
             if permit.token not in gone:
@@ -199,7 +199,7 @@ class HeldPermits:
         return [permit for permit in own if permit.token in gone]
 
     def _note_renewed(self, permit: Permit, row: LimitRow, sent_at: float) -> None:
-        """A permit store elsewhere may not have been reached: it knows when the lease was last asked for."""
+        """Another permit store may not have been reached: it knows when the lease was last renewed."""
         if row.backend != "postgres":
             sent_at = self.stores.elsewhere(row).renewed_at(row, permit.token) or permit.renewed_at
         permit.lease = row.lease if sent_at > permit.renewed_at else permit.lease
@@ -211,6 +211,6 @@ class HeldPermits:
             if permit.is_lost:
                 return
             permit.is_lost = True
-        logger.warning("%s has lost its place of limit %s", permit.holder, permit.limit)
+        logger.warning("%s has lost its permit of limit %s", permit.holder, permit.limit)
         if permit.on_lost is not None:
             permit.on_lost(permit)

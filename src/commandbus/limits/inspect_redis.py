@@ -1,5 +1,5 @@
-"""Looking at permits in Redis without taking part: who only looks is no program of the fleet, holds nothing, and
-needs no right to write. A look from a machine that does not reach Redis says so ("unknown") instead of guessing.
+"""Look at permits in Redis without taking part: a program that only looks does not count in the fleet, holds
+nothing, and needs no right to write. If it cannot reach Redis, it says so ("unknown") instead of guessing.
 """
 
 from __future__ import annotations

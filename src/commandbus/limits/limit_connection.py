@@ -95,7 +95,7 @@ class LimitConnection:
         pause = min(max(2 * last, FIRST_BAR_SECONDS), LONGEST_BAR_SECONDS)
         if not last:
             logger.warning(
-                "somebody holds the row of limit %s: what needs it waits, the other limits go on", limit
+                "another transaction holds the row of limit %s: that limit waits, the other limits go on", limit
             )
         until = monotonic() + pause
         self._bars[limit] = (until, pause)

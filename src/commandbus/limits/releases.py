@@ -127,7 +127,7 @@ class Releases:
         except LockedRowError:
             raise
         except CommandBusError as error:
-            logger.warning("places of limit %s cannot be given back, and their leases end: %s", name, error)
+            logger.warning("permits of limit %s cannot be released, and end with their leases: %s", name, error)
             return
         if is_awaited:
             self._waker.look_at(name)
@@ -176,7 +176,7 @@ class Releases:
         try:
             self._held_permits.stores.of(row).give(row, [token])
         except CommandBusError as error:
-            logger.warning("a place of limit %s cannot be given back, and its lease ends: %s", row.name, error)
+            logger.warning("a permit of limit %s cannot be released, and ends with its lease: %s", row.name, error)
 
 
 def _log(name: str, holder: str, reason: str, row: LimitRow, limit_state: LimitState) -> None:
@@ -188,7 +188,7 @@ def _log(name: str, holder: str, reason: str, row: LimitRow, limit_state: LimitS
         "backoff_step": limit_state.step,
         "breaker": "open" if limit_state.is_open else "closed",
     }
-    text = "limit %s: %s, told to %s (%s, breaker %s)%s"
-    step = f"attempt {limit_state.step} of the back-off" if limit_state.step else "no back-off"
-    wait = "" if left is None else f"; nobody begins for {left}"
+    text = "limit %s: %s, holder %s (%s, breaker %s)%s"
+    step = f"step {limit_state.step} of the back-off" if limit_state.step else "no back-off"
+    wait = "" if left is None else f"; blocked for {left}"
     logger.warning(text, name, reason, holder, step, extra["breaker"], wait, extra=extra)

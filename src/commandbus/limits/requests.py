@@ -1,4 +1,4 @@
-"""What is asked of a limit client, and what it answers."""
+"""Requests to a limit client, and its replies."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ MOST_EARLY_SECONDS: Final = 5.0
 
 
 class Permit:
-    """A permit of a limit that somebody holds here. `taken_at` is monotonic; `renewed_at` (of `clock.boottime`) is
-    when its lease was last asked for: before that was sent, so that it never ends later here than elsewhere."""
+    """A permit of a limit that is held in this program. `taken_at` is monotonic. `renewed_at` (of
+    `clock.boottime`) is from just before its lease was last asked for, so that it never ends later here than in
+    the permit store."""
 
     __slots__ = ("holder", "is_left", "is_lost", "lease", "limit", "on_lost", "renewed_at", "taken_at", "token")
 
@@ -49,12 +50,12 @@ class Permit:
 
     @property
     def ends_at(self) -> float:
-        """When (of `clock.boottime`) it is lost unless it is renewed: a little before its lease ends."""
+        """When (of `clock.boottime`) it counts as lost unless it is renewed: a little before its lease ends."""
         return self.renewed_at + self.lease - min(self.lease * EARLY, MOST_EARLY_SECONDS)
 
     @property
     def is_sure(self) -> bool:
-        """Is it surely still held? A living gate renews it after a third of its lease."""
+        """Is it certainly still held? A working limit client renews it after a third of its lease."""
         return not self.is_lost and boottime() - self.renewed_at < self.lease * 2 / 3
 
     def __repr__(self) -> str:
@@ -63,7 +64,7 @@ class Permit:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a command does not begin now. `until`: epoch second by the database's clock, if that is known."""
+    """Why a command cannot begin now. `until`: epoch second by the database's clock, if that is known."""
 
     limit: str
     code: str
@@ -73,7 +74,7 @@ class Refusal:
 
 
 def refuse(row: LimitRow, *, waited_seconds: float | None) -> Refusal:
-    """Put into words why a limit has no permit for a command now."""
+    """Says why a limit has no permit for a command now."""
     limit_state, now, name = row.limit_state, row.now, row.name
     max_wait = row.limit.max_wait_seconds
     until = limit_state.closed_until(now)
@@ -93,7 +94,7 @@ def refuse(row: LimitRow, *, waited_seconds: float | None) -> Refusal:
 
 
 def too_long(row: LimitRow, waited: float) -> str:
-    """That a command has waited for a limit as long as it may."""
+    """Says that a command has waited for a limit as long as it may."""
     return (
         f"has waited {format_seconds(round(waited, 1))} for limit {row.name} without a successful call of anybody,"
         f" and max_wait is {format_seconds(row.limit.max_wait_seconds or 0.0)}"
@@ -101,20 +102,20 @@ def too_long(row: LimitRow, waited: float) -> str:
 
 
 def no_such(name: str, error: CommandBusError) -> Refusal:
-    """A limit that is declared no more, or cannot be used now, or from here (then another worker may)."""
+    """A limit that is no longer declared, or cannot be used now or by this program (then another worker may)."""
     is_gone = isinstance(error, UnknownLimitError)
     return Refusal(name, "LIMIT_UNKNOWN" if is_gone else "LIMIT_BACKEND", str(error), None, gives_up=is_gone)
 
 
 def waited_in_vain(name: str, wait: float, why: str | None = None) -> LimitTimeoutError:
-    """The error of who has waited too long for a permit, and what was in the way, if that is known."""
-    text = f"no place of limit {name!r} became free within {format_seconds(round(wait, 3))}"
+    """The error of a caller that has waited too long for a permit, and what was in the way, if that is known."""
+    text = f"no permit of limit {name!r} became free within {format_seconds(round(wait, 3))}"
     return LimitTimeoutError(f"{text}: {why}" if why else f"{text}; see `commandbus limits`", limit=name)
 
 
 @dataclass(slots=True, eq=False)
 class PermitRequest:
-    """A claimed command whose handler needs permits of some limits; exactly one of the two answers follows."""
+    """A claimed command whose handler needs permits of some limits; exactly one of two replies follows."""
 
     domain: str
     msg_id: int
@@ -151,9 +152,9 @@ class PermitCall:
 
 @dataclass(slots=True, eq=False)
 class Release:
-    """A permit is needed no more, and how the call went. `keeps`: the call may still be under way on the other
-    side, so the permit stays taken until its lease ends. `stays`: the permit is used further, only the answer is
-    told. `has_begun`: False if nothing was done with it."""
+    """A permit is no longer needed, and how the call ended. `keeps`: the API may still be working on the call, so
+    the permit stays taken until its lease ends. `stays`: the permit is used further, and only the end of the call
+    is reported. `has_begun`: False if no call was made with it."""
 
     permit: Permit
     answer: ApiAnswer
@@ -168,8 +169,8 @@ class Release:
 
 @dataclass(slots=True, eq=False)
 class Limited:
-    """A command whose call went badly. `then` is told how the limit stands (None: it is gone) and what is known of
-    the command, and answers whether it will be parked."""
+    """A command whose call went badly. `then` gets the state of the limit (None: it is gone) and what is known
+    about the command, and returns whether the command will be parked."""
 
     limit: str
     domain: str

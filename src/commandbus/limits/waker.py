@@ -1,10 +1,10 @@
-"""The Waker: sees whose turn it is, keeps a permit for that one, and wakes it.
+"""The Waker: finds who is next in line, reserves a permit for that one, and wakes it.
 
-Looking is cheap to ask for and done once: `look_at` notes when, and however often that was asked, the round looks
-one time. Whoever gives a permit back, joins the line or ends a back-off asks for it. What nobody asked for,
-because a worker was killed between two statements, is found by the sweep.
+`look_at` only notes when to look. However often it is called, the round looks once. It is called when a permit is
+released, when somebody joins the line, and when a back-off ends. If a worker was killed between two statements,
+nobody has called it: the sweep finds that.
 
-Used by the limit client's thread alone, but for `is_due_within`.
+Only the limit client's thread uses it, except `is_due_within`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_AT_ONCE = 20
 
 
 class Waker:
-    """Wakes who is first in line, at the limits that this program has to do with."""
+    """Wakes the first in line, for the limits that this program uses."""
 
     def __init__(self, held_permits: HeldPermits) -> None:
         self._held_permits = held_permits
@@ -57,7 +57,7 @@ class Waker:
             self._wake_next(name)
 
     def sweep(self) -> None:
-        """Find what nobody has asked for: limits with somebody in line, and commands that have waited too long."""
+        """Find what was missed: limits with somebody in line, and commands that have waited too long."""
         try:
             found = self._held_permits.link.run(permits.sweep())
         except CommandBusError as error:
@@ -104,7 +104,7 @@ class Waker:
             self.look_at(name)
             return
         except psycopg.errors.UndefinedTable as error:
-            logger.warning("nobody can be woken at limit %s, a domain of who waits is gone: %s", name, error)
+            logger.warning("no command of limit %s can be woken, the domain of one is gone: %s", name, error)
             return
         except CommandBusError as error:
             self._say_once(name, error)
@@ -118,4 +118,4 @@ class Waker:
     def _say_once(self, name: str, error: CommandBusError) -> None:
         if self._unreachable.get(name) != str(error):
             self._unreachable[name] = str(error)
-            logger.warning("this program cannot wake who waits for limit %s: %s", name or "(any)", error)
+            logger.warning("this program cannot wake commands that wait for limit %s: %s", name or "(any)", error)

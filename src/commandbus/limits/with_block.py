@@ -43,7 +43,7 @@ class Hold:
         return self._permit.is_lost
 
     def remaining(self) -> float | None:
-        """Seconds left for the call, at least a millisecond, to hand to clients as their time-out; None: no
+        """Seconds left for the call, at least a millisecond, to hand to clients as their timeout; None: no
         limit. Raises LimitLostError if the permit is lost: there must be no further call."""
         if self._permit.is_lost:
             raise lost(self._permit.limit)
@@ -54,8 +54,8 @@ class Hold:
 def lost(name: str) -> LimitLostError:
     """The error of who uses a permit that is lost."""
     return LimitLostError(
-        f"the place of limit {name!r} is lost: its lease could not be renewed in time, and somebody else may have "
-        f"it; call no more in this block",
+        f"the permit of limit {name!r} is lost: its lease could not be renewed in time, and somebody else may "
+        f"have it; call no more in this block",
         limit=name,
     )
 

@@ -1,9 +1,9 @@
-"""What an HTTP API said no with, whichever library was asked: rate limited, broken, or no answer in time.
+"""How an HTTP API failed, for any HTTP library: rate limited, broken, or no answer in time.
 
-Nothing here imports an HTTP library. Exceptions and responses are known by their shape (`.response.status_code`,
-`.status`, `.code`, `.headers`) and by the names of their classes: httpx, requests, aiohttp, urllib, botocore and
-what is built on them. They come from anywhere, so every look at them may fail, and none may do harm: an attribute
-that raises is one that is not there.
+Nothing here imports an HTTP library. Exceptions and responses are recognized by their shape
+(`.response.status_code`, `.status`, `.code`, `.headers`) and by the names of their classes: httpx, requests,
+aiohttp, urllib, botocore and libraries built on them. They may be of any class, so reading an attribute may raise:
+such an attribute counts as missing.
 
     429; 503 with Retry-After            rate_limited
     any other 5xx; no connection         broken
@@ -67,9 +67,9 @@ _THROTTLED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ApiFailure:
-    """That an API failed, and how: `text` is for people ("429 from api.example.com", "HTTP 503", "timeout").
+    """How an API failed. `text` is for people ("429 from api.example.com", "HTTP 503", "timeout").
 
-    `retry_after`: seconds, if it said how long. `limit`: the limit's name, if a `RateLimitError` said which.
+    `retry_after`: seconds, if the API said how long. `limit`: the limit's name, if a `RateLimitError` named it.
     """
 
     kind: FailureKind
@@ -79,8 +79,7 @@ class ApiFailure:
     limit: str | None = None
 
     def at(self, limit: str) -> str:
-        """The same in the words of who knows the API by the name of its limit: "429 from docai". What a handler
-        has put into words of its own stays."""
+        """The same text with the name of the limit: "429 from docai". A handler's own text stays as it is."""
         is_ours = self.text == "rate limited" or self.text.startswith((f"{self.status} from ", "HTTP "))
         return f"{self.status} from {limit}" if is_ours and self.status is not None else self.text
 

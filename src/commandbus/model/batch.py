@@ -170,7 +170,7 @@ def completion_of(value: object) -> dict[str, Any] | None:
         found = {"domain": domain, "command_type": command_type}
     else:
         raise InvalidCommandError(
-            f"on_complete {names.shown(value)} is none of OnComplete(domain, command_type, data=, command_id=), "
+            f"on_complete {names.shown(value)} is not OnComplete(domain, command_type, data=, command_id=), "
             f'a dict of these, {{"domain": …, "command_type": …}}, {{"reply_to": queue}}, and a registered handler'
         )
     return _checked(found)
@@ -209,14 +209,14 @@ def _address_of(function: Callable[..., Any]) -> tuple[str, str]:
     name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
     if not addresses:
         raise InvalidCommandError(
-            f"on_complete: {name} is no registered handler, so no worker could find it again; register it with "
+            f"on_complete: {name} is not a registered handler, so no worker could find it; register it with "
             f"HandlerRegistry (@handlers.handler(domain, command_type)), or give OnComplete(domain, command_type)"
         )
     if len(addresses) > 1:
         listed = ", ".join(f"{command_type!r} of domain {domain!r}" for domain, command_type in addresses)
         raise InvalidCommandError(
             f"on_complete: {name} is the handler of {len(addresses)} commands ({listed}); "
-            f"say which with OnComplete(domain, command_type)"
+            f"choose one with OnComplete(domain, command_type)"
         )
     return addresses[0]
 

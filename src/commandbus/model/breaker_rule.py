@@ -1,15 +1,15 @@
-"""When a command type is in trouble: many of its attempts end badly, of several commands, and few end otherwise.
+"""When a command type is in trouble: many of its attempts, of several commands, end badly, and few end well.
 
-A few commands that hang among many that end well are in trouble themselves; their type is not. So three things
-must be true of the attempts that ended badly within the window, or of those that began last among them:
+If a few commands hang among many that end well, these commands are in trouble, and their type is not. So three
+things must be true of the attempts that ended badly within the window, or of those among them that began last:
 
 - there are at least `stuck` of them (or `failures`)
-- they are of at least three different commands
+- they belong to at least three different commands
 - they are at least half of all attempts of the type that ended in the fleet since the first of them *began*
 
-The start counts, not the end: a stuck attempt ends long after the attempts that ran beside it and ended well.
+The start counts, not the end: a stuck attempt ends long after the good attempts that ran at the same time.
 
-Pure: what ended badly is in the breaker's row, what ended otherwise is counted by each worker (`AttemptCounts`).
+Pure. The breaker's row has the bad attempts; each worker counts the other attempts (`AttemptCounts`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class BadAttempt(NamedTuple):
 
 
 class AttemptCounts(NamedTuple):
-    """What one worker has counted: since each of these moments, how many attempts ended and were not stuck.
+    """What one worker has counted: how many attempts ended without being stuck since each of these moments.
 
-    The moments ascend. None is "more than this worker remembers". `told_at` is when the last attempt ended that
-    the worker knew to be bad, so a reader can tell whether the tally is older than what the breaker knows.
+    The moments ascend. None means "more than this worker remembers". `told_at` is when the last attempt ended that
+    the worker knew to be bad. So a reader can tell whether these counts are older than what the breaker knows.
     """
 
     told_at: float
@@ -47,7 +47,7 @@ class AttemptCounts(NamedTuple):
     others: Sequence[int | None]
 
     def after(self, moment: float) -> float | None:
-        """How many ended since this moment, at most; None if this tally begins later."""
+        """How many ended since this moment, at most; None if these counts begin later."""
         known = [count for since, count in zip(self.since, self.others, strict=True) if since <= moment]
         return None if not known else math.inf if known[-1] is None else known[-1]
 
@@ -62,7 +62,7 @@ class AttemptCounts(NamedTuple):
 
 
 class Trouble(NamedTuple):
-    """So many attempts, of so many commands, were stuck (or failed), of so many that ended since a moment."""
+    """How many attempts were stuck (or failed), of how many commands, of how many that ended since a moment."""
 
     how: str
     bad: int
@@ -77,7 +77,7 @@ class Trouble(NamedTuple):
 
 
 def kept(rule: Breaker, bad: Sequence[BadAttempt], now: float) -> list[BadAttempt]:
-    """Those within the window, in the order of their ends, and no more than a row should hold."""
+    """The bad attempts within the window, ordered by their ends, and no more than a row should hold."""
     recent = sorted((item for item in bad if item.ended > now - rule.window_seconds), key=lambda item: item.ended)
     stuck = [item for item in recent if item.is_stuck][-max(LEAST_KEPT, 4 * rule.stuck) :]
     failed = [item for item in recent if not item.is_stuck][-max(LEAST_KEPT, 4 * rule.failures) :]
@@ -85,7 +85,7 @@ def kept(rule: Breaker, bad: Sequence[BadAttempt], now: float) -> list[BadAttemp
 
 
 def moments(bad: Sequence[BadAttempt]) -> list[float]:
-    """The moments since which workers count: the starts of bad attempts, and of very many some."""
+    """The moments since which workers count: the starts of bad attempts; if there are very many, some of them."""
     began = sorted({item.began for item in bad})
     step = max(1, math.ceil(len(began) / MOST_MOMENTS))
     return began[::-1][::step][::-1]  # the last one is among them
@@ -94,9 +94,9 @@ def moments(bad: Sequence[BadAttempt]) -> list[float]:
 def find_trouble(
     rule: Breaker, bad: Sequence[BadAttempt], others: Callable[[float], float] = lambda _: 0.0
 ) -> Trouble | None:
-    """The trouble that the type is in. `others` says how many attempts ended and were not stuck since a moment.
+    """Returns the trouble of the type. `others` says how many attempts ended without being stuck since a moment.
 
-    Without `others`: the trouble that it is in if nothing else ended.
+    Without `others`, it is the trouble if nothing else ended.
     """
     for how, enough in (("stuck", rule.stuck), ("failed", rule.failures)):
         counting = [item for item in bad if item.is_stuck or how == "failed"]

@@ -1,4 +1,4 @@
-"""client_sockets: which of a server's sessions did a process open? Told from its sockets, or not at all.
+"""Which database sessions a process opened itself: identified for certain by its sockets, or not at all.
 
 A session that a handler opened itself, past its context, goes on when its worker is killed, until the server
 notices. It can be ended only where nobody else can be meant. All of this must hold:

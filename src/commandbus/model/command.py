@@ -150,8 +150,8 @@ class CancelRequest:
 
 APART = {
     "quarantine": "in a child process, because an attempt of it got stuck or crashed its worker",
-    "suspect": "in a child process, because it ran when its worker died, and nobody could be named",
-    "alone": "in a child process, one such command at a time, because its worker was lost without a word",
+    "suspect": "in a child process, because it ran when its worker died, and the cause is not known",
+    "alone": "in a child process, one such command at a time, because its worker was lost without a verdict",
 }
 
 

@@ -1,4 +1,4 @@
-"""words: how things are counted for people."""
+"""How things are counted for people."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The messages in a domain's queue: our thin ones, and those that any other PGMQ client may send.
+"""The messages in a domain's queue: our own small ones, and those that any other PGMQ client may send.
 
 Ours is `{"command": <id>}`; the command itself is a row of `commandbus.command`. A foreign client sends
 
     {"command_type": "…", "data": …, "command_id": "…", "correlation_id": "…", "reply_to": "…",
      "max_attempts": 5, "timeout": 30, "headers": {…}}
 
-of which only `command_type` is required (`command_id` defaults to `pgmq-<queue>-<msg_id>`, so that a redelivery
-cannot make two commands of one message). Anything else is moved aside with the reason that `read` gives.
+Only `command_type` is required. (`command_id` defaults to `pgmq-<queue>-<msg_id>`, so that a redelivery cannot
+make two commands of one message.) Anything else is set aside with the reason that `read` gives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIELDS = frozenset(
 
 
 def read(message: Any, *, queue: str, msg_id: int, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> NewCommand:
-    """The command in a raw message; raises InvalidCommandError with the reason to move it aside."""
+    """Returns the command in a raw message. Raises InvalidCommandError with the reason to set it aside."""
     if not isinstance(message, dict):
         raise InvalidCommandError(f"the message is {_kind(message)}, not an object with a command_type")
     if "command" in message and "command_type" not in message:
@@ -57,7 +57,7 @@ def read(message: Any, *, queue: str, msg_id: int, max_bytes: int = payload.DEFA
 
 
 def check(new: NewCommand) -> None:
-    """Everything about a command but its payload; raises InvalidCommandError naming the value."""
+    """Check everything about a command except its payload. Raises InvalidCommandError that names the value."""
     names.check_type(new.command_type)
     if new.command_id is not None:
         names.check_id(new.command_id)

@@ -77,7 +77,7 @@ class Rate:
             object.__setattr__(self, name, float(value))
         if not _SLOWEST <= self.per_second <= _FASTEST:
             raise ConfigurationError(
-                f"{self} is no rate that can be kept: write one from 1/365d to {_FASTEST:.0f}/s, such as 120/m"
+                f"{self} is not a possible rate: write one from 1/365d to {_FASTEST:.0f}/s, such as 120/m"
             )
 
     @classmethod
@@ -117,7 +117,7 @@ class Limit:
     that moves never expires. None or 0 is for ever. `tries`: how many 429s a command may see.
 
     `backoff`: seconds that everybody waits after the first 429, the second and so on; the last one repeats.
-    `breaker_failures`: after how many 429s, 5xx and time-outs in a row nobody calls for `breaker_reset` seconds; 0
+    `breaker_failures`: after how many 429s, 5xx and timeouts in a row nobody calls for `breaker_reset` seconds; 0
     for never. Where several commands call, they must be of so many different ones.
 
     `backend`: "redis" or "postgres"; None is Redis if `redis_url` is set. `environment`: part of the key's name;

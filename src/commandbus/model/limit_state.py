@@ -3,7 +3,7 @@
     open ──429──► back-off (step 1, 2, …: until) ──► one probe ──good──► open
       └──3 bad answers in a row──► breaker (open_until) ──► one probe ──bad──► breaker
 
-Bad answers are 429s, 5xx and time-outs. Calls that were under way when a back-off began say nothing new: they
+Bad answers are 429s, 5xx and timeouts. Calls that were under way when a back-off began say nothing new: they
 neither lengthen it nor count twice. Everything here is pure; all times are seconds of one clock, the database's.
 
 A **caller** is a command, however often it is tried, or one block of a program. The breaker opens when different
@@ -102,7 +102,7 @@ class LimitState:
         """Why nobody begins, for people."""
         if self.is_open:
             return f"the breaker of {name} is open: {self.open_reason}"
-        return f"{self.reason or f'429 from {name}'}, attempt {self.step} of the back-off"
+        return f"{self.reason or f'429 from {name}'}, step {self.step} of the back-off"
 
 
 def after_bad(

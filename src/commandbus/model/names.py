@@ -78,7 +78,7 @@ def to_id(value: object, what: str = "command_id") -> str:
     text = str(value) if isinstance(value, UUID) else value
     if isinstance(text, str) and text and not _UNSTORABLE.search(text):
         return text
-    raise InvalidCommandError(f"{what} {shown(value)} is not valid: no row can have it")
+    raise InvalidCommandError(f"{what} {shown(value)} is not valid")
 
 
 def check_count(value: object, what: str, *, least: int = 1, most: int = 10_000) -> int:

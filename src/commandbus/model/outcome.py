@@ -121,7 +121,7 @@ def judge(
     is_final: bool = False,
     spread: float = 0.5,
 ) -> Judgement:
-    """The fate of a command after a failure that may pass; `is_final`: its handler wants no time-out retried."""
+    """The fate of a command after a failure that may pass; `is_final`: its handler wants no timeout retried."""
     if is_final:
         return Judgement(Verdict.TIMED_OUT, failure)
     if policy.may_retry(charge, max_attempts=max_attempts):

@@ -1,14 +1,14 @@
-"""postmortem: a worker process died; which of the attempts that ran in it did that?
+"""A worker process died: which of the attempts that ran in it caused that?
 
-    CULPRIT     it is charged and judged as a failure: ExecutionStuck if it froze the worker, else WorkerLost
-    BYSTANDER   somebody else did it: waived
-    SUSPECT     nobody can be named: waived, and its next attempt runs in a process of its own, where the next
-                crash convicts exactly one
+    CULPRIT     it is charged and counts as a failure: ExecutionStuck if it froze the worker, else WorkerLost
+    BYSTANDER   another attempt did it: waived
+    SUSPECT     nobody can be named: waived, and its next attempt runs in a child process of its own, where the
+                next crash convicts exactly one
 
-Evidence, in this order: a thread that the dump of a crash names, or that took nearly all CPU time of a frozen
-worker; then who could have done it at all. A death that comes from outside (a SIGKILL by somebody, a SIGSTOP, the
-memory of all of them together) convicts nobody, except a suspect that was alone this time too. An attempt that
-ran isolated cannot have done it from inside. Nothing here reads a clock, a process or a database.
+Evidence, in this order: the thread that the dump of a crash names, or that took nearly all CPU time of a frozen
+worker; then which attempts could have done it at all. A death from outside (a SIGKILL by somebody, a SIGSTOP, the
+memory of all attempts together) convicts nobody, except a suspect that was alone again. An isolated attempt cannot
+have killed its worker from inside. Nothing here reads a clock, a process or a database.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _IN_ITS_THREAD: Final = " in this attempt's thread"
 class Cause(StrEnum):
     """Why a worker process is dead."""
 
-    FROZEN = "frozen"  # it did not beat any more, and its supervisor killed it
+    FROZEN = "frozen"  # its heartbeat stopped, and its supervisor killed it
     SIGNALED = "signaled"
     EXITED = "exited"
     OVER_MEMORY = "over memory"  # its supervisor killed it
-    NONSENSE = "nonsense"  # what it showed or said made no sense, and its supervisor killed it
-    STOPPED = "stopped"  # its supervisor wanted it gone, or it failed by itself: no attempt's doing
+    NONSENSE = "nonsense"  # its board or its messages made no sense, and its supervisor killed it
+    STOPPED = "stopped"  # its supervisor stopped it, or it failed by itself: no attempt caused it
 
 
 class Role(StrEnum):
-    """What an attempt had to do with it."""
+    """What an attempt had to do with the death."""
 
     CULPRIT = "culprit"
     BYSTANDER = "bystander"
@@ -106,7 +106,7 @@ class Running(Generic[K]):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An attempt's role, and what is written down about it. `evidence` is the part that is its own."""
+    """An attempt's role, and the text that is recorded. `evidence` is the part about this attempt."""
 
     role: Role
     failure: Failure
@@ -190,7 +190,7 @@ def _is_from_outside(death: Death) -> bool:
 
 
 def _roles(running: Sequence[Running[K]], candidates: Sequence[Running[K]]) -> dict[K, Role]:
-    """One candidate is convicted, several are suspects, the others saw it happen."""
+    """A single candidate is convicted, several are suspects, the others are bystanders."""
     role = Role.CULPRIT if len(candidates) == 1 else Role.SUSPECT
     return {attempt.key: role if attempt in candidates else Role.BYSTANDER for attempt in running}
 
@@ -228,7 +228,7 @@ def _part(death: Death, attempt: Running[K], roles: Mapping[K, Role]) -> str:
             return "; this attempt did not cause it: not charged"
     cpu = death.cpu_seconds.get(attempt.native_id, 0.0)
     if death.cause is Cause.FROZEN and cpu >= LEAST_CPU_SECONDS:
-        return f"; this attempt's thread used {cpu:.1f} s of CPU time meanwhile and let no other one run"
+        return f"; this attempt's thread used {cpu:.1f} s of CPU time meanwhile and let no other thread run"
     if death.cause is Cause.SIGNALED and death.dump.current == attempt.ident:
         return _IN_ITS_THREAD
     return "; this attempt was the only one that ran" if len(roles) == 1 else "; this attempt caused it"

@@ -8,11 +8,11 @@
                                      └── IN_PROGRESS ◄── an operator's retry ──┘
 
 A process moves only by messages, one transaction each: its start, a reply, a deadline, an operator's retry.
-IN_PROGRESS is a process whose next message is on its way while none of its commands is. WAITING_FOR_TSQ: one of
-its commands, or a message that its own code could not handle, is in the troubleshooting queue; it goes back to
-where it was when that has left it. A failed step compensates; if there was nothing to undo, the process is
-FAILED and can be retried from that step. COMPLETED, COMPENSATED and CANCELED are final; FAILED is, unless
-somebody retries it.
+IN_PROGRESS: its next message is on the way, and no step is outstanding. WAITING_FOR_TSQ: one of its commands, or a
+message that its own code could not handle, is in the troubleshooting queue; when that has left the queue, the
+process returns to its former status. A failed step makes the process compensate. If there was nothing to undo, the
+process is FAILED and can be retried from that step. COMPLETED, COMPENSATED and CANCELED are final. FAILED is final
+unless somebody retries it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEFAULT_DOMAIN = "processes"
 
 
 class ProcessStatus(StrEnum):
-    """Where a process stands."""
+    """The status of a process."""
 
     PENDING = "PENDING"
     IN_PROGRESS = "IN_PROGRESS"
@@ -79,7 +79,7 @@ MOVES: Mapping[ProcessStatus, frozenset[ProcessStatus]] = {
 
 
 class StepStatus(StrEnum):
-    """What became of a command that a process sent."""
+    """The outcome of a command that a process sent."""
 
     SENT = "SENT"
     COMPLETED = "COMPLETED"
@@ -109,10 +109,10 @@ class StartedProcess(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One line of a process's trail: a command that it sent, and what became of it.
+    """One line of a process's trail: a command that it sent, and the outcome.
 
-    `undoes` is the number of the step that this one compensates. `command_status` is the command's own, while it
-    is kept; `data` is what it was sent with.
+    `undoes` is the number of the step that this one compensates. `command_status` is the status of the command, as
+    long as the command is kept. `data` is the data of the command.
     """
 
     number: int
@@ -133,11 +133,11 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """Everything that is known of a process at the moment of asking.
+    """Everything that is known about a process now.
 
-    `waits_for` says in words what it is waiting for; `failure` why it compensates or ended (`type`, `code`,
-    `message`, `step`); `troubles` what is in the troubleshooting queue. `steps` and `strays` (replies that moved
-    nothing, with the reason) are filled by `get_process` only.
+    `waits_for` says in words what it waits for. `failure` says why it compensates or ended (`type`, `code`,
+    `message`, `step`). `troubles` are its commands in the troubleshooting queue. Only `get_process` fills `steps`
+    and `strays` (replies that moved nothing, with the reason).
     """
 
     id: int

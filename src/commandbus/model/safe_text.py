@@ -1,4 +1,4 @@
-"""safe_text: text from outside, made fit for a log or a terminal.
+"""Makes text from outside harmless for a log or a terminal.
 
 An error text, an id or the name of a worker may hold characters that do something instead of being seen: line
 breaks that fake a line of the log, escape sequences, characters that turn the reading direction around, characters

@@ -1,16 +1,16 @@
-"""suspects: what the death of a worker, or the loss of a lease, costs the commands that ran there.
+"""What the death of a worker, or the loss of a lease, costs the commands that ran there.
 
-A supervisor that sees its worker die gives a verdict (`postmortem`). A loss without a verdict (kill -9 of the
+When a supervisor sees its worker die, it gives a verdict (`postmortem`). A loss without a verdict (kill -9 of the
 supervisor, the end of a whole container) names nobody. So:
 
-    lost                         waived, and a suspect from now on: it runs isolated and alone, that is one such
+    lost                         waived, and a suspect from now on: it runs isolated and alone, that is, one such
                                  command at a time per supervisor
-    held by a worker that lives  waived, and no suspect: its lease ran out because the database was away, or the
-                                 machine stood still
-    lost again while it ran so   charged. It keeps its waiver: somebody may have killed it again from outside
-    stuck, or crashed something  charged; a suspect pays for what was waived before, as well. Quarantine: its next
-                                 attempts run in a child process
-    failed in another way        charged; it is no suspect any more
+    held by a worker that lives  waived, and no suspect: its lease ran out because the database was unreachable, or
+                                 the machine stood still
+    lost again while it ran so   charged. Earlier waivers stay: somebody may have killed it again from outside
+    stuck, or crashed something  charged; a suspect is also charged for what was waived before. Quarantine: its
+                                 next attempts run in a child process
+    failed in another way        charged; it is no longer a suspect
 
 Nothing here reads a clock or a database.
 """
@@ -32,11 +32,11 @@ LONGEST_DELAY: Final = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What the row of a command says of earlier trouble.
+    """What the row of a command says about earlier trouble.
 
-    `suspect` is None for a command that is no suspect; else it counts the crashes and losses that were waived for
-    it. It pays for them when a verdict convicts it: it is seen to get stuck, or to crash its process. `alone`: it
-    was lost without a verdict.
+    `suspect` is None for a command that is not a suspect. Otherwise it counts the crashes and losses that were
+    waived for it. They are charged when a verdict convicts it: it is seen to get stuck, or to crash its process.
+    `alone`: it was lost without a verdict.
     """
 
     waived: int = 0
@@ -52,7 +52,7 @@ class Marks:
         return replace(self, waived=waived + (not ran_alone))
 
     def after_outage(self, times: int) -> Marks:
-        """Its holder lives, and could not renew its lease: so many attempts are waived."""
+        """Its holder is alive but could not renew the lease: this many attempts are waived."""
         return replace(self, waived=self.waived + times)
 
     def after_suspicion(self) -> Marks:

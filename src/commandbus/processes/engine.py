@@ -1,12 +1,12 @@
-"""engine: what a message does to a process. Decides; sends and stores nothing.
+"""Decides what a message does to a process. Sends and stores nothing.
 
-`advance` is a conversation: it yields `StepCall`s of the manager's methods, which may be sync or async, and in the
-end returns an `Advance` for `flow/processes/move.py` to write. The rules:
+`advance` is a generator: it yields `StepCall`s of the manager's methods, which may be sync or async, and finally
+returns an `Advance`, which `flow/processes/move.py` writes. The rules:
 
-- A reply must belong to a step whose reply is outstanding; whatever else comes is set aside with a reason.
-- A step that fails, or is cancelled, or a deadline turns the process round: what is outstanding is cancelled and
-  awaited; then what completed is undone, one step at a time, the last one first, each awaited.
-- A compensation that completes is never sent again. One that cannot complete ends the process FAILED; a retry
+- A reply must belong to an outstanding step. Any other reply is set aside with the reason.
+- If a step fails or is canceled, or a deadline passes, the process is undone. First the outstanding steps are
+  canceled and must end. Then the completed steps are undone one at a time, the last one first.
+- A compensation that completed is never sent again. One that cannot complete ends the process FAILED, and a retry
   goes on with that one.
 """
 
@@ -40,7 +40,7 @@ Talk: TypeAlias = "Generator[StepCall, Any, None]"
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a process is told: it starts, a step replied, a deadline passed (of a step, or its own), or go on."""
+    """A message to a process: it starts, a step replied, a deadline passed (of a step, or its own), or a retry."""
 
     event: str
     step: int | None = None
@@ -48,7 +48,7 @@ class Message:
 
 
 class MalformedMessageError(ValueError):
-    """A message that says nothing a process could understand."""
+    """A message that a process cannot understand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class _Step:
         self._wait()  # and no longer for the troubleshooting queue, if the step is there
 
     def retry(self) -> Talk:
-        """Somebody retries a process that was FAILED: go on where it stopped. A second time it changes nothing."""
+        """An operator retries a FAILED process: go on where it stopped. A second retry changes nothing."""
         view = self.view
         if view.is_compensating:
             yield from self._undo()
@@ -243,7 +243,7 @@ class _Step:
     # --- moves --------------------------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        """Nothing changes but what it is called: it waits for what is outstanding."""
+        """Only the status changes: the process waits for its outstanding steps."""
         view = self.view
         view.status = ProcessStatus.COMPENSATING if view.is_compensating else ProcessStatus.WAITING_FOR_REPLY
 
@@ -258,7 +258,7 @@ class _Step:
             yield from self._finish(ProcessStatus.COMPLETED)
 
     def _turn_round(self) -> Talk:
-        """From now on it is undone; first, what is outstanding is cancelled and awaited."""
+        """From now on the process is undone. First its outstanding steps are canceled and must end."""
         view = self.view
         if not view.is_compensating:
             view.is_compensating = True
@@ -334,8 +334,8 @@ def _step_names(following: object, manager: BaseProcessManager[Any]) -> list[str
     except InvalidCommandError:
         pass
     raise PermanentCommandError(
-        f"{type(manager).__name__} says that {names.shown(following)} follows: a step's name is text of 1 to "
-        f"200 characters without control characters, several are a list",
+        f"{type(manager).__name__} returned {names.shown(following)} as the next step: a step's name is text of 1 "
+        f"to 200 characters without control characters; for several steps return a list",
         code="INVALID_STEP",
     )
 

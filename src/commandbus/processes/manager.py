@@ -1,4 +1,4 @@
-"""BaseProcessManager: what people write to say how a process goes.
+"""BaseProcessManager: the class that users write to define a process.
 
     class OrderProcess(BaseProcessManager[OrderState]):
         process_type = "order"
@@ -10,9 +10,9 @@
         def next_step(self, step, reply, state): return {"reserve": "charge", "charge": "ship"}.get(step)
         def compensation(self, step, state): ...
 
-Its methods are called by a worker, inside the transaction that moves the process, so they decide and build, and
-do nothing slow; they may be `def` or `async def`. They may run again, if somebody else moved the process
-meanwhile: what they do outside that transaction must bear that. `saga.py` is the short form for the common case.
+A worker calls its methods inside the transaction that moves the process, so they should do nothing slow. They may
+be `def` or `async def`. They may run more than once per message, so anything they do outside the transaction must
+be idempotent. `saga.py` is the short form for the common case.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ S = TypeVar("S")
 
 @dataclass(slots=True)
 class StepCommand:
-    """The command of a step. `deadline`: how long the step may take in all, from now on, its retries and its
-    time in the troubleshooting queue included; then it is cancelled and the process compensates."""
+    """The command of a step. `deadline`: how long the step may take in all, including its retries and its time in
+    the troubleshooting queue. After that the step is canceled, and the process compensates."""
 
     domain: str
     command_type: str
@@ -65,8 +65,8 @@ class StepReply:
 
 @dataclass(slots=True)
 class StepView:
-    """A step that was sent, as the process's code sees it. `closed` counts the replies in the order in which they
-    were handled; `undoes` is the number of the step that it compensates."""
+    """A step that was sent, as the process's code sees it. `closed` numbers the replies in the order in which they
+    were handled. `undoes` is the number of the step that it compensates."""
 
     number: int
     name: str
@@ -98,25 +98,25 @@ class ProcessView(Generic[S]):
 
     @property
     def outstanding(self) -> list[StepView]:
-        """Steps whose reply is not there yet."""
+        """Steps that have no reply yet."""
         return [step for step in self.steps if step.status is StepStatus.SENT]
 
     def done(self) -> list[StepView]:
-        """Steps that completed, in the order of their replies; compensations are none."""
+        """Steps that completed, in the order of their replies, without compensations."""
         found = [step for step in self.steps if step.undoes is None and step.status is StepStatus.COMPLETED]
         return sorted(found, key=lambda step: step.closed or 0)
 
     def result_of(self, name: str) -> Any:
-        """The result of the last completed step of this name; None if there is none."""
+        """The result of the last completed step with this name; None if there is none."""
         return next((step.result for step in reversed(self.done()) if step.name == name), None)
 
 
 class BaseProcessManager(Generic[S]):
-    """How the processes of one type go. See the module for the methods; all have a default but three.
+    """Defines the processes of one type. See the module for the methods; all but three have a default.
 
-    `domain` is the domain in whose queue the messages to its processes wait: whoever runs a worker for it runs
-    this code. `deadline` is how long a process may take in all, if its starter says nothing else. `timeout`,
-    `retry_policy` and `isolation` hold for the handling of one message, as for any handler.
+    Messages to its processes wait in the queue of `domain`: a worker of that domain runs this code. `deadline` is
+    how long a process may take in all, unless its start sets another. `timeout`, `retry_policy` and `isolation`
+    hold for the handling of one message, as for any handler.
     """
 
     process_type: ClassVar[str] = ""
@@ -130,7 +130,7 @@ class BaseProcessManager(Generic[S]):
     # --- what a process does ------------------------------------------------------------------------------------
 
     def first_step(self, state: S) -> str | Sequence[str] | None:
-        """The step to begin with; several are sent at once; None completes the process."""
+        """Returns the first step; several are sent at once; None completes the process."""
         raise NotImplementedError(f"{type(self).__name__}.first_step")
 
     def build_command(self, step: str, state: S) -> StepCommand:
@@ -138,18 +138,18 @@ class BaseProcessManager(Generic[S]):
         raise NotImplementedError(f"{type(self).__name__}.build_command")
 
     def update_state(self, step: str, reply: StepReply, state: S) -> S | None:
-        """Put what a step's reply says into the state: change it, or return another. Called for every reply."""
+        """Put a step's reply into the state: change the state, or return a new one. Called for every reply."""
         return None
 
     def next_step(self, step: str, reply: StepReply, state: S) -> str | Sequence[str] | None:
-        """What follows a step that completed; None: nothing. Of steps that were sent together the last one
-        asks."""
+        """Returns what follows a completed step; None: nothing. For steps that were sent together it is called
+        once, after the last one."""
         raise NotImplementedError(f"{type(self).__name__}.next_step")
 
     def next_steps(self, process: ProcessView[S], step: str, reply: StepReply) -> str | Sequence[str] | None:
-        """What to send now that a step has completed; asked after each. By default steps that were sent together
-        are joined: nothing, until the last one is there, and then `next_step`. The process is complete when
-        nothing is outstanding and this says None."""
+        """Returns what to send now; called after each completed step. By default it waits for all steps that were
+        sent together, and then returns `next_step`. The process is complete when no step is outstanding and this
+        returns None."""
         return None if process.outstanding else self.next_step(step, reply, process.state)
 
     def compensation(self, step: str, state: S) -> StepCommand | None:
@@ -165,21 +165,21 @@ class BaseProcessManager(Generic[S]):
         """All its steps have completed."""
 
     def on_compensating(self, process: ProcessView[S], tx: Any) -> None:
-        """A step failed, a deadline passed, or somebody cancelled it: from now on it is undone."""
+        """A step failed, a deadline passed, or somebody canceled it: from now on the process is undone."""
 
     def on_compensated(self, process: ProcessView[S], tx: Any) -> None:
-        """All that was done is undone."""
+        """All completed steps are undone."""
 
     def on_failed(self, process: ProcessView[S], tx: Any) -> None:
         """It cannot go on by itself: see `process.failure`."""
 
     def on_canceled(self, process: ProcessView[S], tx: Any) -> None:
-        """It was cancelled, and what was done is undone."""
+        """It was canceled, and all completed steps are undone."""
 
     # --- state --------------------------------------------------------------------------------------------------
 
     def create_state(self, data: Any) -> S:
-        """The state of a new process, from what it was started with."""
+        """Returns the state of a new process, from its data."""
         return self.load_state({} if data is None else data)
 
     def load_state(self, data: Any) -> S:
@@ -223,7 +223,7 @@ class BaseProcessManager(Generic[S]):
 
 
 def check_manager(manager: object) -> BaseProcessManager[Any]:
-    """A manager that can be registered or started; ConfigurationError says what is wrong with it."""
+    """Returns the manager if it can be registered and started. ConfigurationError says what is wrong with it."""
     if isinstance(manager, type) and issubclass(manager, BaseProcessManager):
         raise ConfigurationError(f"give an instance: {manager.__name__}() instead of {manager.__name__}")
     if not isinstance(manager, BaseProcessManager):
@@ -234,14 +234,14 @@ def check_manager(manager: object) -> BaseProcessManager[Any]:
     names.check_type(manager.process_type)
     names.check_domain(manager.domain)
     if missing := [name for name in _needed(manager) if _is_ours(manager, name)]:
-        raise ConfigurationError(f"{kind} has no {missing[0]}: a process manager must say what it does")
+        raise ConfigurationError(f"{kind} has no {missing[0]}: define it in the class")
     if manager.deadline is not None:
         parse_seconds(manager.deadline, name=f"deadline of {kind}")
     return manager
 
 
 def _needed(manager: BaseProcessManager[Any]) -> list[str]:
-    """The methods that have no default; who says what follows in `next_steps` needs no `next_step`."""
+    """The methods that have no default. A manager that overrides `next_steps` needs no `next_step`."""
     return ["first_step", "build_command", *(["next_step"] if _is_ours(manager, "next_steps") else [])]
 
 
@@ -255,7 +255,7 @@ def is_async(manager: BaseProcessManager[Any]) -> bool:
 
 
 def check_new(manager: BaseProcessManager[Any], new: NewProcess) -> NewProcess:
-    """Refuse what its process could not begin with, before anything is stored. A state is as good as its JSON."""
+    """Refuse data with which the process could not begin, before anything is stored. A state may be given, too."""
     if isinstance(manager.state_class, type) and isinstance(new.data, manager.state_class):
         new = dataclasses.replace(new, data=manager.dump_state(new.data))
     if inspect.iscoroutinefunction(manager.create_state):

@@ -9,12 +9,11 @@
     handlers.register_process(order)
 
 A step sends the command `command_type` (its name, unless given) to a domain; `undo` is the type of the command
-that compensates it. The state is a dict: what the process was started with, and under each step's name its
-result. Commands get the whole state as data, unless `data=` (a function of the state) makes something else of
-it.
+that compensates it. The state is a dict: the data that the process was started with, and under each step's name
+its result. Commands get the whole state as data, unless `data=` (a function of the state) builds something else.
 
-`parallel(a, b, …)` runs its parts at once and goes on when all are done; `sequence(a, b, …)` is one part of
-several steps; `branch(condition, then, otherwise)` takes one way or the other, by the state at that moment.
+`parallel(a, b, …)` runs its parts at once and goes on when all are done. `sequence(a, b, …)` is one part of
+several steps. `branch(condition, then, otherwise)` takes one part or the other, by the state at that moment.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One of two ways. `name` keeps in the state which it was."""
+    """One of two parts. The state keeps under `name` which one it was."""
 
     name: str
     condition: Callable[[State], Any] = field(compare=False)
@@ -90,8 +89,8 @@ def step(
 ) -> Step:
     """A step: the command that does it, and the one that undoes it, in the same domain.
 
-    `data` and `undo_data` make the commands' data of the state. `timeout` and `max_attempts` are the command's;
-    `deadline` is how long the step may take in all; `delay` is how long it waits before it begins, in seconds.
+    `data` and `undo_data` build the commands' data from the state. `timeout` and `max_attempts` are those of the
+    command. `deadline` is how long the step may take in all. `delay` is how long it waits first, in seconds.
     """
     for what, function in (("data", data), ("undo_data", undo_data)):
         if function is not None and not callable(function):
@@ -131,7 +130,7 @@ def branch(
 ) -> Part:
     """One part if the condition holds for the state at that moment, else the other (or nothing).
 
-    Which way was taken is kept in the state, under `name` (default: "branch" and what `then` is made of).
+    The state keeps the decision under `name` (default: "branch" and the names of the steps of `then`).
     """
     if not callable(condition):
         raise ConfigurationError(f"the condition of a branch must be a function of the state, not {condition!r}")
@@ -183,12 +182,12 @@ class Saga(BaseProcessManager[State]):
         return list(self._steps)
 
     def create_state(self, data: Any) -> State:
-        """What it was started with; each step's result will be kept beside it, under the step's name."""
+        """Returns the data of the start. Each step's result is added to it, under the step's name."""
         state = super().create_state(data)
         if taken := sorted(state.keys() & self._steps.keys()):
             raise PermanentCommandError(
                 f"saga {self.process_type!r} keeps the result of step {taken[0]!r} under that name: "
-                f"call that part of the data something else"
+                f"rename that key of the data"
             )
         return state
 

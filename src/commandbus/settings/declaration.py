@@ -64,8 +64,8 @@ _RETRY: Final = RetryPolicy()
 class Settings:
     """The effective settings; make one with `load_settings`. All durations are seconds.
 
-    Two are tables of their own and not in `SETTINGS`: `limits`, and `breakers` by "DOMAIN/COMMAND_TYPE",
-    "DOMAIN/*" or "*". Both may be given as they are in TOML, options by name.
+    Two are separate tables, and not in `SETTINGS`: `limits`, and `breakers` by "DOMAIN/COMMAND_TYPE",
+    "DOMAIN/*" or "*". You may give both in the same form as in TOML, with options by name.
     """
 
     database_url: str | None = _setting(
@@ -74,7 +74,7 @@ class Settings:
     )  # fmt: skip
     redis_url: str | None = _setting(
         None, "COMMANDBUS_REDIS_URL", "redis_url", or_word(redis_url(), "unset"),
-        "Redis that keeps the places of shared limits; without it PostgreSQL does", secret=True,
+        "Redis that keeps the permits of shared limits; without it PostgreSQL does", secret=True,
     )  # fmt: skip
     environment: str = _setting(
         "development", "COMMANDBUS_ENVIRONMENT", "environment",
@@ -97,7 +97,7 @@ class Settings:
     )  # fmt: skip
     domains: tuple[str, ...] = _setting(
         (), "WORKER_DOMAINS", "worker.domains", domain_names(),
-        "Domains that a worker serves, with commas between them; empty for all that have handlers",
+        "Domains that a worker serves, separated by commas; empty for all that have handlers",
     )  # fmt: skip
     concurrency: int = _setting(
         4, "WORKER_CONCURRENCY", "worker.concurrency", whole(1, 10_000), "Slots of one worker process"
@@ -109,15 +109,15 @@ class Settings:
     )  # fmt: skip
     wait_for_database: bool = _setting(
         True, "WORKER_WAIT_FOR_DATABASE", "worker.wait_for_database", truth(),
-        "Wait for a database that is away at the start; false ends the start with an error",
+        "Wait if the database is unreachable at the start; false ends the start with an error",
     )  # fmt: skip
     max_messages: int | None = _setting(
         None, "WORKER_MAX_MESSAGES", "worker.max_messages", or_word(whole(1), "off", "none"),
-        "End a worker for a fresh one after this many commands",
+        "Replace a worker after this many commands",
     )  # fmt: skip
     max_memory_mb: int | None = _setting(
         None, "WORKER_MAX_MEMORY_MB", "worker.max_memory_mb", or_word(whole(1), "off", "none"),
-        "End a worker for a fresh one when its memory exceeds this many MB",
+        "Replace a worker when it uses more than this many MB of memory",
     )  # fmt: skip
     health_port: int | None = _setting(
         None, "WORKER_HEALTH_PORT", "worker.health_port", or_word(whole(0, 65_535), "off", "none"),
@@ -126,7 +126,7 @@ class Settings:
     health_host: str = _setting(
         "127.0.0.1", "WORKER_HEALTH_HOST", "worker.health_host",
         pattern(r"[0-9A-Za-z_.:%-]{1,255}", "an address or a host name (127.0.0.1, 0.0.0.0, ::)"),
-        "Address that health_port listens on; 0.0.0.0 for probes from other machines",
+        "Address that health_port listens on; 0.0.0.0 for health checks from other machines",
     )  # fmt: skip
 
     statement_timeout: float = _setting(
@@ -172,11 +172,11 @@ class Settings:
     )  # fmt: skip
     unknown_type_timeout: float = _setting(
         3600.0, "WORKER_UNKNOWN_TYPE_TIMEOUT", "worker.unknown_type_timeout", duration(),
-        "How long commands of a type that no running worker handles stay parked; 0 gives them up at first sight",
+        "How long commands of a type that no running worker handles stay parked; 0: not at all",
     )  # fmt: skip
     breakers_enabled: bool = _setting(
         True, "WORKER_BREAKERS", "worker.breakers", truth(),
-        "Leave command types and APIs alone for a while after trouble; false switches all breakers off",
+        "Stop command types and API calls for a while after trouble; false switches all breakers off",
     )  # fmt: skip
 
     pool_min_size: int = _setting(
@@ -227,16 +227,16 @@ class Settings:
     )  # fmt: skip
     backoff_jitter: float = _setting(
         _RETRY.jitter, "WORKER_BACKOFF_JITTER", "retry.backoff_jitter", fraction(),
-        "By how much of itself each wait is spread, 0 to 1",
+        "How much each wait varies at random, as a share of it, 0 to 1",
     )  # fmt: skip
 
     log_level: str = _setting(
         "INFO", "COMMANDBUS_LOG_LEVEL", "log.level",
-        choice(*map(logging.getLevelName, (10, 20, 30, 40, 50))), "Least severe messages to log",
+        choice(*map(logging.getLevelName, (10, 20, 30, 40, 50))), "Lowest level that is logged",
     )  # fmt: skip
     log_format: str = _setting(
         "text", "COMMANDBUS_LOG_FORMAT", "log.format", choice("text", "json"),
-        "Log lines for people or for machines",
+        "Format of log lines: for people or for machines",
     )  # fmt: skip
 
     limits: tuple[Limit, ...] = ()
@@ -276,7 +276,7 @@ class Settings:
         return next((self.breakers[key] for key in keys if key in self.breakers), Breaker())
 
     def backend_of(self, limit: Limit) -> BackendName:
-        """Where the places of a limit are kept."""
+        """Returns the permit store of a limit."""
         if limit.backend == "redis" and not self.redis_url:
             origin = self.origins.get(f"limits.{limit.name}", "argument")
             raise ConfigurationError(
@@ -286,8 +286,8 @@ class Settings:
         return limit.backend or ("redis" if self.redis_url else "postgres")
 
     def declared(self, limit: Limit) -> Limit:
-        """The limit as these settings declare it: refused without the Redis that it needs, and without its
-        breaker if breakers are off."""
+        """The limit as these settings declare it. Raises if it needs Redis and there is none. If breakers are
+        off, its breaker is off, too."""
         self.backend_of(limit)
         return limit if self.breakers_enabled else limit.changed(breaker_failures=0)
 

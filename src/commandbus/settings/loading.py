@@ -103,7 +103,7 @@ def _from_arguments(overrides: Mapping[str, object]) -> _Source:
     for name, value in overrides.items():
         if name not in known:
             hint = _did_you_mean(name, known)
-            raise ConfigurationError(f"argument {name!r}: there is no such setting{hint}")
+            raise ConfigurationError(f"argument {name!r}: unknown setting{hint}")
         if name in TABLES and value is not None:
             with _blaming("argument"):
                 entries = _declared(name, value)
@@ -135,7 +135,7 @@ def _from_table(path: Path, table: Mapping[str, object]) -> _Source:
     for key, value in _flattened(path, table):
         if key not in BY_TOML:
             hint = _did_you_mean(key, {key: _place(key) for key in BY_TOML})
-            raise ConfigurationError(f"{_origin(path, key)}: there is no such setting{hint}")
+            raise ConfigurationError(f"{_origin(path, key)}: unknown setting{hint}")
         source[BY_TOML[key].name] = _Given(value, _origin(path, key))
     return source
 

@@ -32,7 +32,7 @@ def declared_limits(given: object) -> tuple[Limit, ...]:
         if not isinstance(limit, Limit):
             raise ConfigurationError(f"limits: {shown(limit)} is not a Limit; give Limit('docai', concurrency=5)")
         if limit.name in found:
-            raise ConfigurationError(f"limits: {limit.name!r} is there twice; give each limit once")
+            raise ConfigurationError(f"limits: {limit.name!r} is listed twice; list each one once")
         found[limit.name] = limit
     return tuple(found.values())
 
@@ -76,7 +76,7 @@ def check_options(table: str, options: Iterable[str], origin: str) -> None:
 
             close = difflib.get_close_matches(option, known, n=1)
             guess = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-            raise ConfigurationError(f"{origin} {option:.80}: there is no such option; {guess}")
+            raise ConfigurationError(f"{origin} {option:.80}: unknown option; {guess}")
 
 
 def _limit(name: object, options: object) -> Limit:

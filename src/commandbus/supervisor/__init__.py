@@ -1,1 +1,1 @@
-"""The parent process: spawns workers, watches their heartbeats, replaces and buries them. No user code."""
+"""The parent process: spawns workers, watches their heartbeats, and replaces them when they die. No user code."""

@@ -1,9 +1,9 @@
-"""child: the worker process under a supervisor. `python -m commandbus.supervisor.child_main FD` is how it is
-spawned.
+"""The main program of a worker process. The supervisor spawns it as
+`python -m commandbus.supervisor.child_main FD`.
 
-It dies with its supervisor (PDEATHSIG), leaves its stacks in the crash file when it crashes or is asked for them,
-does what the control socket says, and always ends with `os._exit` after flushing: threads of stuck handlers must
-not keep it alive.
+It dies with its supervisor (PDEATHSIG). It writes its stacks into the crash file when it crashes or is asked for
+them. It follows the orders from the control socket. It always ends with `os._exit` after flushing, because threads
+of stuck handlers must not keep it alive.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ CLEAN, CONFIGURATION, REFUSED, DATABASE, LEFT_BEHIND, BUG = 0, 3, 5, 6, 7, 70
 
 
 class Control:
-    """The worker's end of the control socket. What comes before the worker has started waits for that, but for the
-    order to stop: its start may be waiting for the database."""
+    """The worker's end of the control socket. Orders that come before the worker has started wait until it has,
+    except the order to stop: the start may be waiting for the database."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -58,7 +58,7 @@ class Control:
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def say(self, what: str, **more: Any) -> None:
-        """Tell the supervisor, no more of a text than it listens to; one that is gone need not know."""
+        """Tell the supervisor, in a text of bounded length. Does nothing if the supervisor is gone."""
         cut = {name: value[:LONGEST_TEXT] if isinstance(value, str) else value for name, value in more.items()}
         line = json.dumps({"say": what, **cut}, default=str).encode() + b"\n"
         with self._saying, contextlib.suppress(OSError):
@@ -74,12 +74,12 @@ class Control:
         self.say("doing", doing=f"waiting for the database: {reason}")
 
     def starting(self, worker: Worker) -> None:
-        """From now on something may have been claimed, and the process must not just leave."""
+        """From now on something may have been claimed, and the process must not simply exit."""
         with self._obeying:
             self._worker = worker
 
     def started(self, worker: Worker) -> None:
-        """From now on this worker does what is said."""
+        """From now on this worker follows orders."""
         with self._obeying:
             self._is_started = True
             for order in self._waiting:
@@ -91,7 +91,7 @@ class Control:
                 try:
                     self._take(json.loads(line))
                 except Exception:
-                    logger.exception("the supervisor's order %r could not be followed", line.strip())
+                    logger.exception("the supervisor's order %r could not be carried out", line.strip())
                 if file_behind(self._connection.fileno()) != self._file:
                     return  # what comes now is for somebody else
 
@@ -116,7 +116,7 @@ def _obey(worker: Worker, order: dict[str, Any]) -> None:
 
 
 def main() -> NoReturn:
-    """Read the letter, work, and leave."""
+    """Read the start message, work, and exit."""
     told = start_message.read(int(sys.argv[1]))
     die_with(told.parent)
     write_stacks_to(told.crash)
@@ -173,7 +173,7 @@ def _code(error: BaseException) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Flush what can be flushed, and end. A stuck thread may hold a stream's lock, so nobody waits for it long."""
+    """Flush what can be flushed, and exit. A stuck thread may hold a stream's lock, so this does not wait long."""
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(FLUSH_SECONDS)

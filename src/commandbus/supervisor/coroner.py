@@ -1,10 +1,10 @@
-"""Coroner: settles what dead workers held, and looks for work that nobody takes.
+"""Coroner: settles what dead workers held, and looks for work that nobody claims.
 
-A case is done when the queue says that the dead worker holds nothing more. Until then it is tried again: rows that
-another transaction holds come back as busy, and a database that is away comes back some time; what other workers
-have taken meanwhile, because a lease ran out, is theirs. The supervisor's loop only hands over cases and reads
-figures; it never waits for any of this. A case that cannot be examined costs nobody else anything: it is tried
-again, and in the end the leases decide.
+A case is done when the queue says that the dead worker holds nothing more. Until then the coroner tries again: a
+row that another transaction holds is returned as busy, and the database may be unreachable for a while. Commands
+that other workers have claimed meanwhile, because a lease ran out, belong to them. The supervisor's loop only
+hands over cases and reads results; it never waits. A case that cannot be examined does not delay others: it is
+tried again, and in the end the leases run out.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ HURRIED_MS: Final = 100  # how long to wait for a row that is known to be locked
 
 @dataclass(slots=True)
 class Case:
-    """A dead worker: who it was, how it died, and what its board showed.
+    """A dead worker: its id, how it died, and what its board showed.
 
-    If its board was spoiled, nobody knows what ran: then whatever it held may have, and may have spoiled it.
+    If its board was overwritten, nobody knows what ran: every command that it held may have run, and may have
+    overwritten the board.
     """
 
     hello: Hello
@@ -151,10 +152,10 @@ class Coroner(DatabaseService):
         self.wake()
 
     def trace(self, trace: Trace) -> None:
-        """A worker will be killed: find out now which sessions its handlers have opened themselves.
+        """A worker will be killed: find out now which database sessions its handlers have opened themselves.
 
-        Afterwards nobody could tell: the worker's own sessions, which prove that the sockets can be trusted, end
-        with it.
+        After the kill that is impossible: the worker's own sessions, which prove that the sockets can be trusted,
+        end with it.
         """
         with self._lock:
             self._traces.append(trace)
@@ -203,16 +204,16 @@ class Coroner(DatabaseService):
         self.look = CoronerLook(time.monotonic(), seen, figures=self._link.run(figures(self.domains)))
 
     def _spare_others(self, work: Callable[[], None]) -> bool:
-        """One bite: whatever is wrong with it, the others are done."""
+        """One task: if it fails, the others are still done."""
         try:
             work()
         except psycopg.OperationalError as error:
             if not is_locked(error):
-                raise  # the database is away: again
-            logger.warning("the coroner met a locked row, and tries again: %s", str(error).strip())
+                raise  # the database is unreachable: again
+            logger.warning("the coroner found a locked row, and tries again: %s", str(error).strip())
             return False
         except Exception:
-            logger.exception("the coroner failed, and goes on with what else there is to do")
+            logger.exception("the coroner failed in one task, and goes on with the others")
             return False
         return True
 
@@ -238,7 +239,7 @@ class Coroner(DatabaseService):
     # -- one case
 
     def _examine(self, case: Case) -> None:
-        """One try. What the worker held decides whether another one is needed."""
+        """One attempt at a case. What the worker still holds decides whether another one is needed."""
         self._end_backends(case)
         held = {domain: self._held(case, domain) for domain in case.hello.domains}
         if case.findings is None:
@@ -272,7 +273,7 @@ class Coroner(DatabaseService):
             )
 
     def _end_backends(self, case: Case) -> None:
-        """End what the server still does for it; wait a moment until that is over."""
+        """End the worker's database sessions, and wait a moment until they are gone."""
         known = [
             DatabaseSession(slot.backend, slot.backend_started)
             for slot in case.slots
@@ -312,7 +313,7 @@ class Coroner(DatabaseService):
         return examine(case.death, running)
 
     def _settle(self, case: Case, domain: str, rows: Sequence[Held]) -> int:
-        """Write the outcomes; answers how many are to be tried again."""
+        """Write the outcomes. Returns how many are to be tried again."""
         findings = case.findings or {}
         by_key = {}
         for held in rows:
@@ -333,7 +334,7 @@ class Coroner(DatabaseService):
         return sum(answer in ("busy", "canceled") for answer in answers.values())
 
     def _count(self, case: Case, domain: str, held: Held, finding: Finding) -> None:
-        """Leave word for the breaker of a culprit's type. One that was to be canceled says nothing."""
+        """Report a culprit to the breaker of its type. A command that was to be canceled is not reported."""
         row = held.row
         if held.cancel is None and row.id is not None:
             judgement = Judgement(Verdict.RETRY, finding.failure)
@@ -346,7 +347,7 @@ class Coroner(DatabaseService):
                 self._judging[domain] = time.monotonic() + JUDGING_SECONDS
 
     def _judge_breakers(self) -> None:
-        """Open breakers of types that kill their workers: those that come instead may not live long enough to."""
+        """Open breakers of types that kill their workers: the replacements may not live long enough to do it."""
         now = time.monotonic()
         self._judging = {domain: until for domain, until in self._judging.items() if until > now}
         if self._judging:
@@ -362,7 +363,7 @@ class Coroner(DatabaseService):
     def _write(
         self, domain: str, worker: str, settlements: Sequence[Settlement], lock_timeout_ms: int | None = None
     ) -> dict[tuple[int, int], str]:
-        """All in one, or after an error one by one: a bad or locked row must not fail its neighbours."""
+        """All in one, or after an error one by one: a bad or locked row must not fail the others."""
         try:
             return dict(self._link.run(settle(domain, worker, settlements, lock_timeout_ms=lock_timeout_ms)))
         except psycopg.Error as error:

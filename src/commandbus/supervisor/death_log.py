@@ -1,6 +1,6 @@
-"""notices: what the log is told of a death: how the worker died, who is charged, and what became of the rest.
+"""Log lines about a dead worker: how it died, who is charged, and what happened to the other commands.
 
-Each says what the others do not: the cause is in the first line alone.
+No line repeats another: only the first one names the cause.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def say_culprit(worker: str, domain: str, held: Held, finding: Finding, settleme
         held.row.command_id,
         held.row.command_type,
         finding.evidence,
-        _AFTERWARDS.get(status, "it will be tried again"),
+        _AFTERWARDS.get(status, "it will be retried"),
         extra={"domain": domain, "command_id": held.row.command_id, "worker": worker},
     )
 
 
 def say_done(worker: str, named: Mapping[str, Sequence[str]], *, after_seconds: float, was_planned: bool) -> None:
-    """All that a dead worker held is settled. After a planned end there is mostly nothing, and nothing to say."""
+    """Everything that a dead worker held is settled. After a planned end there is mostly nothing to log."""
     logger.log(
         logging.DEBUG if was_planned and not named else logging.INFO,
         "post-mortem of worker %s: %s (%.2f s after its end)",
@@ -67,7 +67,8 @@ def say_done(worker: str, named: Mapping[str, Sequence[str]], *, after_seconds: 
 
 
 def summary(named: Mapping[str, Sequence[str]]) -> str:
-    """`1 culprit (a), 2 bystanders (b, c), 7 given back`: what became of commands, the first few by their ids."""
+    """`1 culprit (a), 2 bystanders (b, c), 7 given back`: what happened to commands, the first few with their
+    ids."""
     parts = []
     for what, ids in sorted(named.items()):
         if what == "given back":

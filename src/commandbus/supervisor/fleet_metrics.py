@@ -1,7 +1,7 @@
 """Metrics of limits and breakers. Pure.
 
-They are state of the whole fleet, in the database: every supervisor tells the same, so take `max by (limit)` of
-them, not a sum. They are as old as the coroner's last look (3 s), and older while the database is away.
+They describe the whole fleet, from the database. Every supervisor reports the same values, so take `max by
+(limit)`, not a sum. They are as old as the coroner's last look (3 s), and older while the database is unreachable.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def shared_metrics(figures: FleetFigures) -> list[Metric]:
         return Metric(f"commandbus_breaker_{name}", GAUGE, about, samples)
 
     return [
-        limit("places", GAUGE, "How many may be in use at once; absent if any number may.",
+        limit("places", GAUGE, "How many permits may be in use at once; absent if any number may.",
               lambda item: item.permits),
-        limit("in_use", GAUGE, "Places in use; of those in Redis, at most so many.", lambda item: item.in_use),
-        limit("parked", GAUGE, "Commands that wait for a place, counted up to 10000.", lambda item: item.parked),
-        limit("callers", GAUGE, "Callers inside programs that wait for a place.", lambda item: item.callers),
+        limit("in_use", GAUGE, "Permits in use; for permits in Redis, at most so many.", lambda item: item.in_use),
+        limit("parked", GAUGE, "Commands that wait for a permit, counted up to 10000.", lambda item: item.parked),
+        limit("callers", GAUGE, "Callers inside programs that wait for a permit.", lambda item: item.callers),
         limit("backoff_seconds", GAUGE, "What is left of a back-off or an open breaker.",
               lambda item: item.backoff_seconds),
         limit("breaker_open", GAUGE, "1 while its breaker is open.", lambda item: int(item.is_open)),
-        limit("degraded", GAUGE, "1 while its places are not kept in Redis, as they should be.",
+        limit("degraded", GAUGE, "1 while its permits should be kept in Redis, but are not.",
               lambda item: int(item.is_degraded)),
         limit("granted_total", COUNTER, "Places given.", lambda item: item.granted),
         limit("rate_limited_total", COUNTER, "Refusals by the API (429).", lambda item: item.rate_limited),
-        limit("waits_total", COUNTER, "Waits for a place that are over.", lambda item: item.waits),
-        limit("wait_seconds_total", COUNTER, "How long they took, together.", lambda item: item.waited_seconds),
+        limit("waits_total", COUNTER, "Finished waits for a permit.", lambda item: item.waits),
+        limit("wait_seconds_total", COUNTER, "Total time of these waits.", lambda item: item.waited_seconds),
         breaker("open", "1 while the breaker of a command type is open or half open.",
                 lambda item: int(item.is_open)),
         breaker("stuck", "Attempts of a command type that its breaker counts as stuck, within its window.",

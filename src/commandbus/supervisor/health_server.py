@@ -1,13 +1,13 @@
-"""Probes: /health/live, /health/ready and /metrics over HTTP, for Kubernetes, Prometheus and people.
+"""Health checks: /health/live, /health/ready and /metrics over HTTP, for Kubernetes, Prometheus and people.
 
     200  {"status": "healthy" | "degraded", "reasons": [...], …}
     503  {"status": "critical", "reasons": [...], …}
 
-It knows nothing of workers: three callables say what to answer, and one that raises is a 503. They run on the
-server's threads, so they must be safe there and quick: look at memory, not at the database.
+It knows nothing about workers: three callables return the answers; if one raises, the answer is a 503. They run on
+the server's threads, so they must be thread-safe and quick: they read memory, not the database.
 
-The liveness check has a reserve: it is answered by the server's own thread, and no number of silent connections
-or slow scrapes keeps it waiting (`supervisor/http_server.py`).
+The server's own thread answers the liveness check, so silent connections or slow scrapes cannot delay it
+(`supervisor/http_server.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _JSON: Final = "application/json; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class HealthVerdict:
-    """What a probe found. `document` is its answer; a missing `status` or `reasons` is filled in."""
+    """The result of a health check. `document` is its body; a missing `status` or `reasons` is filled in."""
 
     ok: bool
     document: dict[str, Any] = field(default_factory=dict)
@@ -77,9 +77,9 @@ class HealthServer:
         return self._asked_port if self._server is None else self._server.port
 
     def start(self) -> None:
-        """Listen, and answer from now on; a ConfigurationError if the address cannot be had."""
+        """Listen and answer. Raises ConfigurationError if the address cannot be used."""
         if self._server is not None:
-            raise RuntimeError("the probes have been started already")
+            raise RuntimeError("the health checks have been started already")
         try:
             server = HttpServer(
                 self.host, self._asked_port, urgent=self._urgent, others=self._others, refusal=_refused
@@ -88,10 +88,10 @@ class HealthServer:
             raise ConfigurationError(_refusal(self.host, self._asked_port, error)) from error
         server.start()
         self._server = server
-        logger.info("probes: http://%s:%d%s, %s, %s", self._shown_host, self.port, LIVE, READY, METRICS)
+        logger.info("health checks: http://%s:%d%s, %s, %s", self._shown_host, self.port, LIVE, READY, METRICS)
 
     def stop(self) -> None:
-        """Listen no more. What is being answered goes on for a moment."""
+        """Stop listening. Answers that are under way go on for a moment."""
         server, self._server = self._server, None
         if server is not None:
             self._asked_port = server.port

@@ -1,16 +1,16 @@
-"""http_server: short answers over HTTP/1.0, which silent, slow or hostile clients cannot keep from others.
+"""A small HTTP/1.0 server. Silent, slow or hostile clients cannot keep others from an answer.
 
-One thread turns a selector: no client has a thread of its own, so a silent one costs a descriptor and a buffer.
+One thread serves all clients with a selector, so a silent client costs only a descriptor and a buffer.
 
-    ASKING    until its request is whole: at most READ_SECONDS and LONGEST_REQUEST bytes
+    ASKING    until its request is complete: at most READ_SECONDS and LONGEST_REQUEST bytes
     WAITING   its answer is being made
     TAKING    it takes the answer: at most SEND_SECONDS without a byte, TAKE_SECONDS in all
     LEAVING   it has the answer; what it still sends is thrown away, so that the answer is not lost by a reset
 
-There are at most CONNECTIONS. One more closes another: first one that is leaving, then the one of those asking
-that has been silent for longest. `urgent` answers are made by the server's own thread, at once: that is the
-reserve of the liveness check. Every other path has a thread that makes its answers, one for all who asked
-meanwhile, so slow answers hold up neither each other nor the urgent ones.
+There are at most CONNECTIONS. One more closes another: first a client that is leaving, then the asking client that
+has been silent for longest. The server's own thread makes `urgent` answers at once, so the liveness check never
+waits. Every other path has its own thread, which makes one answer for all clients that asked meanwhile. So slow
+answers delay neither each other nor the urgent ones.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Client:
 
 
 class _Maker:
-    """The thread that makes the answers of one path; each is for all who had asked when it was begun."""
+    """The thread that makes the answers of one path; each is for all clients that had asked when it began."""
 
     def __init__(self, name: str, route: Route, done: Callable[[list[_Client], HttpAnswer], None]) -> None:
         self._route = route
@@ -126,7 +126,8 @@ class _Maker:
 
 
 class HttpServer:
-    """Listens from its making on, and answers after `start`. Routes must not raise; `refusal` makes a "no"."""
+    """Listens as soon as it is created, and answers after `start`. Routes must not raise; `refusal` makes
+    errors."""
 
     def __init__(
         self,
@@ -161,7 +162,7 @@ class HttpServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Listen no more. Whoever has asked gets the answer, if it takes it within STOP_SECONDS."""
+        """Stop listening. Clients that have asked get their answer, if they take it within STOP_SECONDS."""
         self._stop_at = monotonic() + STOP_SECONDS
         self._wake()
         self._thread.join()
@@ -189,11 +190,11 @@ class HttpServer:
         return any(client.state in (_State.WAITING, _State.TAKING) for client in self._clients)
 
     def _turn_safely(self) -> None:
-        """Clients may be lost by an error of ours, but not the server."""
+        """An error of ours may cost clients, but must not end the server."""
         try:
             self._turn()
         except Exception:
-            logger.exception("the probes failed, and go on without their %d clients", len(self._clients))
+            logger.exception("the health checks failed, and go on without their %d clients", len(self._clients))
             for client in list(self._clients):
                 self._close(client)
             time.sleep(_FULL_PAUSE)
@@ -219,13 +220,13 @@ class HttpServer:
         return max(0.0, min([now + _LONGEST_TURN, *ends]) - now)
 
     def _safely(self, work: Callable[[_Client, float], None], client: _Client, now: float) -> None:
-        """Whatever goes wrong with one client is that client's."""
+        """An error with one client must not affect the others."""
         try:
             work(client, now)
         except (BlockingIOError, InterruptedError):
             return
         except Exception:  # mostly a connection that broke off
-            logger.debug("a probe's connection broke off", exc_info=True)
+            logger.debug("the connection of a health check broke off", exc_info=True)
             self._close(client)
 
     # -- who comes and goes

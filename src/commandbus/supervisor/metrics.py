@@ -1,9 +1,9 @@
-"""metrics: Prometheus' text exposition format 0.0.4, written from plain data.
+"""Prometheus' text exposition format 0.0.4, written from plain data.
 
     render([Metric("commandbus_slots", GAUGE, "Slots of the worker", [Sample(4, {"worker": "a"})])])
 
-It collects nothing and keeps nothing: whoever knows the figures gives them. A name that Prometheus would refuse is
-a ValueError here, so that a scrape never fails as a whole for a typing mistake; any text may be a label's value.
+It collects nothing and keeps nothing: the caller gives the values. A name that Prometheus would refuse raises
+ValueError here, so that a typing mistake never makes a whole scrape fail. Any text may be a label's value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LABEL_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 class MetricKind(StrEnum):
-    """A counter only grows (and starts again from 0 with its process); a gauge is what it is now."""
+    """A counter only grows (and starts again from 0 with its process); a gauge is the current value."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A name, what it means, and its values now; no samples is fine, and says that there is nothing to count."""
+    """A name, what it means, and its values now. It may have no samples, if there is nothing to count."""
 
     name: str
     kind: MetricKind

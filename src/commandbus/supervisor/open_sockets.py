@@ -1,4 +1,4 @@
-"""sockets: the TCP connections that a process has open, from /proc. One that is gone, or not ours, has none."""
+"""The open TCP connections of a process, from /proc. None if the process is gone or not ours."""
 
 from __future__ import annotations
 

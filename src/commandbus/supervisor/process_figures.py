@@ -1,4 +1,4 @@
-"""vitals: what /proc says of a process from outside. A process that is gone has none: empty, zero or None."""
+"""What /proc says about a process. For a process that is gone: empty, zero or None."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""report: how a supervisor ended, for its caller and the log."""
+"""How a supervisor ended, for its caller and the log."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""budget: how soon a dead worker is replaced. At once, unless workers die one after the other.
+"""How soon a dead worker is replaced: at once, unless workers die one after the other.
 
-A death within EARLY_SECONDS of its start counts; the row ends when a worker that was started after the last of
-them has lived longer: those that were there before prove nothing about what is started now. Without a visible
-cause the pauses are 0, 1, 2, 4 … 30 s: something is wrong with the program or the machine. Where attempts ran,
-those caused it, and their number is limited by max_attempts: a few deaths in a row cost no pause and then a second
-each, so that a pile of poisonous commands does not turn into a storm of process starts.
+A death within EARLY_SECONDS of the start counts. The series ends when a worker that was started after the last
+such death has lived longer. Workers that were started before prove nothing about new ones. Without a visible cause
+the pauses are 0, 1, 2, 4 … 30 s, because something is wrong with the program or the machine. If attempts ran, they
+caused it, and max_attempts bounds how often that happens. Then a few deaths in a row cost no pause, and further
+ones a second each, so that many bad commands do not cause a storm of process starts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RestartBudget:
         self._times = 0
 
     def died(self, now: float, *, lived_seconds: float, was_running: bool) -> float:
-        """A worker died that was not meant to; answers the pause before its replacement."""
+        """A worker died unexpectedly. Returns the pause before its replacement."""
         born_at = now - lived_seconds
         if lived_seconds >= EARLY_SECONDS:
             self.survived(born_at)
@@ -56,7 +56,7 @@ class RestartBudget:
         return self._times
 
     def survived(self, born_at: float) -> None:
-        """A worker has lived longer than EARLY_SECONDS: if it was born after the last death, the row is over."""
+        """A worker has lived longer than EARLY_SECONDS: if it started after the last death, the series is over."""
         if born_at >= self._failed_at:
             self._unexplained = self._crashes = self._times = 0
             self._cause = ""

@@ -1,4 +1,4 @@
-"""catch: the supervisor's signals. They are noted, and wake its loop through a socket: a handler does no more."""
+"""The supervisor's signals. A signal handler only notes the signal, and wakes the loop through a socket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """What has come, in order. `socket` becomes readable when something does; `ignored` ones never come."""
+    """The received signals, in order. `socket` becomes readable when one comes. `ignored` ones never come."""
 
     def __init__(self) -> None:
         self.socket, self._theirs = socket.socketpair()
@@ -56,7 +56,7 @@ class Signals:
         return [signal.Signals(number) for number in come]
 
     def asks_for_reload(self, number: signal.Signals) -> bool:
-        """SIGHUP asks for it, unless it came because the terminal was closed: that is the end."""
+        """SIGHUP asks for a reload, unless it came because the terminal was closed: then the supervisor stops."""
         return number == signal.SIGHUP and not (self._has_terminal and not terminal_answers())
 
     def close(self) -> None:

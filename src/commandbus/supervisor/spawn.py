@@ -1,8 +1,8 @@
-"""spawn: start a worker process.
+"""Start a worker process.
 
-To be called on the supervisor's main thread: a worker dies with the *thread* that spawned it (PDEATHSIG). A fresh
-interpreter, not a fork: it has the code that is on disk now, and nothing of ours. It gets a session of its own, so
-that Ctrl-C reaches the supervisor alone and its descendants can be ended with it.
+Call it on the supervisor's main thread, because a worker dies with the *thread* that spawned it (PDEATHSIG). The
+worker is a fresh interpreter, not a fork: it has the code that is on disk now, and no state of the supervisor. It
+gets its own Unix session, so that Ctrl-C reaches only the supervisor, and its descendants can be ended with it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ CHILD = "commandbus.supervisor.child_main"
 
 
 def spawn(settings: Settings, supervisor: str, *, turn: int, generation: int = 0) -> WorkerProcess:
-    """Start a worker with these settings. `turn` is a file whose lock is the right to run a command that was lost
-    before: one at a time."""
+    """Start a worker with these settings. `turn` is a file: whoever holds its lock may run a command that was lost
+    before, one at a time."""
     board = Board.create(2 * settings.concurrency + ROUTER_SLOTS)
     crash = sealed_memory("commandbus-crash", LONGEST_DUMP)
     ours, theirs = socket.socketpair()

@@ -1,6 +1,7 @@
-"""letter: what a worker process is told at its birth, as JSON in an inherited memfd.
+"""What the supervisor tells a new worker process, as JSON in an inherited memfd.
 
-Not on the command line and not in the environment: both can be read by others, and a database URL has a password.
+It is not on the command line or in the environment, because others can read both, and a database URL has a
+password.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class StartMessage:
 
 
 def write(start_message: StartMessage) -> int:
-    """A descriptor to inherit, from which `read` reads the letter."""
+    """Returns a descriptor to inherit, from which `read` reads the message."""
     settings = start_message.settings
     document = {
         "settings": settings.plain(),
@@ -48,7 +49,7 @@ def write(start_message: StartMessage) -> int:
 
 
 def read(fd: int) -> StartMessage:
-    """The letter behind an inherited descriptor, which is closed."""
+    """Reads the message from an inherited descriptor, and closes it."""
     with os.fdopen(fd, "rb") as file:
         document: dict[str, Any] = json.load(file)
     values: dict[str, Any] = {

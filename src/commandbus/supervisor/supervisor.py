@@ -1,18 +1,19 @@
-"""Supervisor: the parent process. It looks after a crew of workers until a signal says otherwise.
+"""Supervisor: the parent process. It runs its workers until a signal stops it.
 
     STARTING → RUNNING ⇄ RELOADING
         └─────────┴──────────┴────→ STOPPING → ended
 
-STARTING begins with a database that can be connected to. While it is away no worker is started, the probes say
-"live" and "not ready" with the reason, and a signal ends it at once.
+STARTING waits until it can connect to the database. While the database is unreachable, no worker is started, the
+health checks say "live" and "not ready" with the reason, and a signal ends the supervisor at once.
 
-One loop on the main thread, woken by pidfds, control sockets and signals, and a few times a second by itself. It
-runs no user code and never talks to the database: that is the coroner's thread, and before it a `ServerWait`.
+One loop runs on the main thread. Pidfds, control sockets and signals wake it, and it wakes by itself a few times a
+second. It runs no user code and never talks to the database: the coroner's thread does that, and before it a
+`ServerWait`.
 
-SIGTERM, SIGINT   stop: everything is over within shutdown_timeout, killed and examined if need be
+SIGTERM, SIGINT   stop: everything ends within shutdown_timeout; workers are killed and examined if necessary
 a second one      kill now
-SIGHUP            new workers, with the code and settings that are there now, take over; if they cannot start, the
-                  old ones stay
+SIGHUP            new workers take over, with the current code and settings; if they cannot start, the old ones
+                  stay
 """
 
 from __future__ import annotations
@@ -65,16 +66,16 @@ STARTING, RUNNING, RELOADING, STOPPING = "STARTING", "RUNNING", "RELOADING", "ST
 
 
 def supervise(settings: Settings, *, reload: Callable[[], Settings] | None = None) -> SupervisorReport:
-    """Run workers until a signal says otherwise; `reload` reads the settings anew, for SIGHUP.
+    """Run workers until a signal stops them. `reload` reads the settings again, for SIGHUP.
 
-    An embedded server is ours for all that time: its workers come and go. Raises what kept the first worker from
+    The supervisor keeps an embedded server for all that time. Raises the error that kept the first worker from
     starting.
     """
     signals, database = Signals(), Database(settings)
     reserve = STOP_RESERVE + (EMBEDDED_RESERVE if embedded_folder(settings) is not None else 0.0)
     with signals.caught():
         if signal.SIGHUP in signals.ignored:
-            logger.info("SIGHUP is ignored (nohup): no reload")
+            logger.info("SIGHUP is ignored (nohup): it will not reload the settings")
         try:
             supervisor = Supervisor(database.resolve(), signals, reload=reload, reserve_seconds=reserve)
             return supervisor.run()
@@ -125,7 +126,7 @@ class Supervisor:
         self._view = View(time.monotonic(), STARTING)
 
     def run(self) -> SupervisorReport:
-        """Run until a signal says otherwise. Raises what kept the first workers from starting."""
+        """Run until a signal stops it. Raises the error that kept the first workers from starting."""
         probes = self._probes()
         try:
             if probes is not None:
@@ -208,7 +209,7 @@ class Supervisor:
         )
 
     def _trace_condemned(self) -> None:
-        """Before they are killed: which sessions have they opened?"""
+        """Before workers are killed: find out which database sessions they have opened."""
         for worker in self._worker_processes.workers:
             if worker.condemned is not None and worker.hello is not None and worker.traced is None:
                 end = worker.condemned
@@ -217,7 +218,7 @@ class Supervisor:
                 self._coroner.trace(trace)
 
     def _connect(self) -> None:
-        """On the thread of the `ServerWait`: is there a server that takes us, and may we work there?"""
+        """On the thread of the `ServerWait`: connect to the server, and check the role's privileges."""
         link = LastingConnection(self._settings, name=f"{self.id} start")
         try:
             link.run(check_may_work(self._settings.domains))
@@ -225,7 +226,7 @@ class Supervisor:
             link.close()
 
     def _has_server(self, now: float) -> bool:
-        """Could the database be connected to? What a person must repair ends the supervisor."""
+        """Can the database be reached? If a person must repair something, the supervisor ends."""
         if self._server is None:
             return True
         if not self._server.over.is_set():
@@ -318,7 +319,7 @@ class Supervisor:
         return report
 
     def _leave_nobody(self) -> None:
-        """Normally nobody is left; after an error of ours nobody may be."""
+        """Normally no worker is left. After an error of ours, kill those that are."""
         for worker in self._worker_processes.workers:
             worker.kill()
             worker.reap(time.monotonic())

@@ -1,8 +1,8 @@
-"""notify: tell systemd how the supervisor is doing (sd_notify), with nothing but a socket.
+"""Tell systemd how the supervisor is doing (sd_notify), with nothing but a socket.
 
-Without NOTIFY_SOCKET in the environment, every call does nothing. A socket that is gone or does not take a message
-is logged once, and again only after it has worked in between; it never raises into the caller. A worker must not
-speak for its supervisor: `SERVICE_VARIABLES` are what to leave out of its environment.
+Without NOTIFY_SOCKET in the environment, every call does nothing. If the socket is gone or does not take a
+message, that is logged once, and again only after it has worked in between. No call raises. A worker must not
+speak for its supervisor: its environment gets no `SERVICE_VARIABLES`.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Notifier:
         return self._send("", text)
 
     def watchdog_seconds(self) -> float | None:
-        """After how much silence systemd takes this process for dead; None if it does not watch it."""
+        """After how many seconds of silence systemd takes this process for dead; None if it does not watch it."""
         limit, pid = self._environ.get("WATCHDOG_USEC"), self._environ.get("WATCHDOG_PID")
         if not limit or (pid and pid != str(os.getpid())):
             return None
         if not (limit.isascii() and limit.isdigit()):
-            logger.warning("WATCHDOG_USEC is %r, which is no number of microseconds; nobody is told", limit)
+            logger.warning("WATCHDOG_USEC is %r, not a number of microseconds; systemd gets no heartbeat", limit)
             return None
         return int(limit) / 1_000_000 or None
 

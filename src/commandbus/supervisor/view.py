@@ -1,8 +1,8 @@
-"""view: what the supervisor's loop last saw, and what that means for probes and metrics. Pure.
+"""What the supervisor's loop last saw, and what that means for health checks and metrics. Pure.
 
-live    fails when the supervisor's loop does not turn, or all workers are frozen.
-ready   fails when no worker can take work, all are critical, the database is lost or never came, or work waits
-        and nobody takes it. Degraded is 200, and says so.
+live    fails when the supervisor's loop does not run, or all workers are frozen.
+ready   fails when no worker can take work, all are critical, the database is unreachable, or commands wait and
+        nobody claims them. Degraded is 200, and says so.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything at the last turn of the loop. Counters are since the supervisor's start, the dead included.
-    `waits_for` says what keeps it from starting the first worker, `reload_error` why the last reload failed."""
+    """Everything at the last turn of the loop. Counters begin at the supervisor's start and include dead workers.
+    `waits_for` says what keeps it from starting the first worker, and `reload_error` why the last reload
+    failed."""
 
     at: float
     phase: str
@@ -86,7 +87,7 @@ def live(view: View, now: float) -> HealthVerdict:
     """Is anything here alive?"""
     reasons = []
     if now - view.at > STALL_SECONDS:
-        reasons.append(f"the supervisor's loop has not turned for {now - view.at:.1f} s")
+        reasons.append(f"the supervisor's loop has not run for {now - view.at:.1f} s")
     beating = [worker for worker in view.workers if worker.state in (State.ACTIVE, State.DRAINING)]
     if beating and all(worker.silent_seconds > FROZEN_SECONDS for worker in beating):
         reasons.append("all workers are frozen")
@@ -178,7 +179,7 @@ def _failures(view: View, serving: list[WorkerView], now: float) -> list[str]:
         notes = "; ".join(sorted({worker.note for worker in serving if worker.note}))
         found.append("all workers are critical" + (f": {notes}" if notes else ""))
     if now - view.at > STALL_SECONDS:
-        found.append(f"the supervisor's loop has not turned for {now - view.at:.1f} s")
+        found.append(f"the supervisor's loop has not run for {now - view.at:.1f} s")
     if view.trouble:
         found.append(view.trouble)
     lost_since = view.look.lost_since

@@ -1,8 +1,8 @@
-"""said: what a worker process says over its control socket, read with suspicion.
+"""Reads what a worker process sends over its control socket, and trusts none of it.
 
-A worker runs code of the user's, which may write anything into that socket. `ControlReader` turns bytes into
-messages of known shape and bounded size; whatever else comes is a `NonsenseError`, and never another exception.
-The supervisor condemns a worker that talks nonsense, or more than a worker has to say, and no other.
+A worker runs user code, which may write anything into that socket. `ControlReader` turns bytes into messages of
+known shape and bounded size. Anything else raises `NonsenseError`, and never another exception. The supervisor
+then kills that worker and no other; so it does if a worker sends too much.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COUNTED: Final = ("settled", "given_back", "abandoned", "unwritten")
 
 
 class NonsenseError(Exception):
-    """What was said has no meaning, or is too much. Its text says what, after "it"."""
+    """A message makes no sense, or is too long. The text continues a sentence that begins with "it"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Failed:
 
     @property
     def needs_a_person(self) -> bool:
-        """Is it a schema, a right or a domain that is missing? No restart repairs that."""
+        """Is a schema, a privilege or a domain missing? No restart repairs that."""
         return self.module == errors.__name__ and self.kind in _OF_PERSONS
 
     def rebuilt(self) -> Exception:
@@ -106,7 +106,7 @@ class ControlReader:
         self._counted_at = now
 
     def take(self, data: bytes, now: float) -> list[Said]:
-        """What these bytes complete. Raises `NonsenseError`; then nothing that comes later is worth reading."""
+        """Returns the messages that these bytes complete. After a `NonsenseError`, read nothing more."""
         self._rest += data
         found: list[Said] = []
         start = 0
@@ -126,7 +126,7 @@ class ControlReader:
         self._counted_at = now
         self._room -= 1.0
         if self._room < 0.0:
-            raise NonsenseError(f"said more than {MESSAGES_A_SECOND} things a second over its control socket")
+            raise NonsenseError(f"sent more than {MESSAGES_A_SECOND} messages a second over its control socket")
 
     def _check_length(self, line: bytes | bytearray) -> None:
         longest = LONGEST_LINE if self._has_greeted else LONGEST_HELLO
@@ -141,7 +141,7 @@ class ControlReader:
             raise NonsenseError(f"wrote nonsense into its control socket: {shown(line)}") from error
         if isinstance(message, Hello):
             if self._has_greeted:
-                raise NonsenseError("said twice who it is")
+                raise NonsenseError("introduced itself twice")
             self._has_greeted = True
         return message
 
@@ -153,7 +153,7 @@ def shown(line: bytes) -> str:
 
 
 def plain(text: object) -> str:
-    """Text of a worker's, made fit to be stored and logged: bounded, odd characters but line ends escaped."""
+    """A worker's text, safe to store and log: bounded, and with unusual characters except line ends escaped."""
     if not isinstance(text, str):
         raise TypeError(f"{type(text).__name__} is no text")
     cut = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} …"
@@ -165,7 +165,7 @@ def plain(text: object) -> str:
 
 
 def _message(document: Any, pid: int) -> Said | None:
-    """A message; None for a word that we do not know: after an upgrade workers may be newer than we are."""
+    """A message; None for an unknown kind: after an upgrade, workers may be newer than the supervisor."""
     word = document["say"]
     if not isinstance(word, str):
         raise TypeError("no word")
@@ -195,7 +195,7 @@ def _hello(document: Mapping[str, Any], pid: int) -> Hello:
 
 
 def _id(text: object, pid: int) -> str:
-    """Its id ends in its own process id and a few digits: nobody can pass for another worker."""
+    """The id ends in the worker's own process id and a few digits, so no worker can pretend to be another."""
     found = plain(text)
     rest, _, digits = found.rpartition("-")
     if not rest.endswith(f"-{pid}") or not digits.isalnum() or len(found) > _LONGEST_ID:

@@ -1,14 +1,14 @@
-"""WorkerProcess: the supervisor's hold on one worker process: its pidfd, board, control socket and crash file.
+"""WorkerProcess: one worker process as its supervisor sees it: its pidfd, board, control socket and crash file.
 
-The control socket carries JSON lines. The worker says `doing` (while it starts), `hello` (who it is), `state`,
-`report` and `failed`; it is told `stop`, `drain` and `hurry`. Nothing here waits. Death is seen by the pidfd (a
-child that a handler forked may keep the socket open for ever), and the process is reaped only after its whole
-process group was killed: until then its number cannot belong to anybody else.
+The control socket carries JSON lines. The worker sends `doing` (while it starts), `hello` (who it is), `state`,
+`report` and `failed`. The supervisor sends `stop`, `drain` and `hurry`. Nothing here waits. The pidfd tells of its
+death (a child that a handler forked may keep the socket open for ever). The process is reaped only after its whole
+process group was killed: until then its process id cannot belong to another process.
 
-A worker runs code of the user's, so whatever it shows or says is checked, and none of it can raise here. Nonsense
-in the socket condemns it at once, nonsense on the board when it lasts: a record may be half-written for a moment,
-and each heartbeat puts the head right. Until then the last board that made sense counts. So a heartbeat that
-cannot be read is no heartbeat, and `heartbeat_timeout` goes on.
+A worker runs user code, so its board and its messages are checked, and none of them can make this code raise.
+Nonsense in the socket condemns the worker at once. Nonsense on the board condemns it if it lasts, because a record
+may be half-written for a moment, and each heartbeat repairs the head. Until then the last board that made sense
+counts. So a heartbeat that cannot be read does not count, and `heartbeat_timeout` goes on.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _AHEAD_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """When a worker was first seen not to beat, and the CPU time of its threads then."""
+    """When a worker was first seen without a heartbeat, and the CPU time of its threads at that moment."""
 
     since: float
     cpu: dict[int, float]
@@ -122,7 +122,7 @@ class WorkerProcess:
 
     @property
     def name(self) -> str:
-        """Its id, or before it has said it, its process id."""
+        """Its id, or its process id while the worker has not told its id."""
         return self.hello.id if self.hello is not None else f"process {self.pid}"
 
     @property
@@ -141,12 +141,12 @@ class WorkerProcess:
 
     @property
     def is_failing(self) -> bool:
-        """Has it said that it failed? It ends now; what that means for its replacement is seen when it has."""
+        """Has it reported a failure? It is about to end; its replacement is decided when it has ended."""
         return self.failed is not None and self.condemned is None and self.told_at is None
 
     @property
     def is_planned(self) -> bool:
-        """Was it meant to end, or did it say so before?"""
+        """Was it meant to end, or did it announce its end?"""
         if self.told_at is not None:
             return True
         talked_nonsense = self.condemned is not None and self.condemned.cause is Cause.NONSENSE
@@ -163,7 +163,7 @@ class WorkerProcess:
         return bool(self.snapshot.slots) or (self.is_board_spoiled and self.ready_at is not None)
 
     def look(self, now: float) -> Snapshot:
-        """Read its board. What makes no sense is not believed: then the last one that did is returned."""
+        """Read its board. If the board makes no sense, return the last one that did."""
         shown = self.board.read()
         self._board_doubt = shown.nonsense or self._untimely(shown, max(now, time.monotonic()))
         if self._board_doubt:
@@ -187,18 +187,18 @@ class WorkerProcess:
             self.condemn(Cause.NONSENSE, f"its board makes no sense: {self._board_doubt}", now)
 
     def _untimely(self, shown: Snapshot, now: float) -> str:
-        """What on the board happened before this worker's birth or will happen yet; empty if nothing did."""
+        """Times on the board that are before this worker's start or in the future; empty if there are none."""
         first, last = self.spawned_at - _AHEAD_SECONDS, now + _AHEAD_SECONDS
         if shown.beat_at and not first <= shown.beat_at <= last:
-            return "its heartbeat is from another time"
+            return "its heartbeat has an impossible time"
         if any(not first <= slot.started <= last for slot in shown.slots):
-            return "an attempt on it started at another time"
+            return "an attempt on it has an impossible start time"
         return ""
 
     # -- the control socket
 
     def hear(self, now: float) -> bool:
-        """Take in a bounded piece of what it has said since; False if there is nothing more to hear."""
+        """Read a bounded piece of what it has sent. Returns False if there is nothing more to read."""
         try:
             return self._hear(now)
         except NonsenseError as nonsense:
@@ -220,13 +220,13 @@ class WorkerProcess:
         return bool(data)
 
     def _hear_last_words(self, now: float) -> None:
-        """The kernel keeps no more for us than a few pieces. Nonsense changes nothing any more."""
+        """Read the rest after its death: at most a few pieces. Nonsense no longer matters."""
         with contextlib.suppress(NonsenseError):
             for _ in range(_LAST_TURNS):
                 self._hear(now)
 
     def tell(self, do: str, **more: Any) -> None:
-        """Tell it what to do; one that is dead or deaf hears nothing."""
+        """Send it an order. Does nothing if it is dead or does not read."""
         line = json.dumps({"do": do, **more}).encode() + b"\n"
         with contextlib.suppress(OSError):
             self.control.send(line, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -254,7 +254,7 @@ class WorkerProcess:
             self.freeze = Freeze(now, thread_cpu(self.pid))
 
     def condemn(self, cause: Cause, reason: str, now: float, *, silent_seconds: float = 0.0) -> None:
-        """Have it write down its stacks, and see whom it talks to; it is killed a moment later."""
+        """Let it write its stacks, and read its open sockets. It is killed a moment later."""
         if self.condemned is not None:
             return
         used = cpu_since(self.freeze.cpu, thread_cpu(self.pid)) if self.freeze is not None else {}
@@ -271,18 +271,18 @@ class WorkerProcess:
         self.ask_for_stacks()
 
     def ask_for_stacks(self) -> None:
-        """Have it write down its stacks. Before it says what it does the signal itself would kill it."""
+        """Let it write its stacks. Before it has sent `doing`, the signal itself would kill it."""
         if self.doing is not None:
             self._signal(DUMP_SIGNAL)
 
     def stacks(self) -> Dump:
-        """What it has written down since the last time."""
+        """The stacks that it has written since the last time."""
         text = os.pread(self._crash, LONGEST_DUMP - self._dump_read, self._dump_read).partition(b"\0")[0]
         self._dump_read += len(text)
         return parse_dump(text.decode("utf-8", "replace"))
 
     def may_be_killed(self, now: float) -> bool:
-        """Has it had its time, and did the coroner look at its sessions, or take too long for that?
+        """Has it had its time, and has the coroner looked at its sessions, or taken too long for that?
 
         A shutdown does not wait for the coroner.
         """
@@ -309,7 +309,7 @@ class WorkerProcess:
             return True
 
     def reap(self, now: float) -> Death:
-        """Bury a dead one; answers what it died of. Its board can still be read."""
+        """Reap a dead worker. Returns the cause of its death. Its board can still be read."""
         self._hear_last_words(now)
         with contextlib.suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -326,7 +326,7 @@ class WorkerProcess:
         return f"{death.sentence}{when}{described(self.doing, crash_place)}"
 
     def close(self) -> None:
-        """Close what was ours of it."""
+        """Close the supervisor's files and sockets for it."""
         self.board.close()
         self.control.close()
         os.close(self._crash)

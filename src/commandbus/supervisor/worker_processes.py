@@ -1,9 +1,9 @@
-"""Crew: the worker processes of a supervisor. Births, deaths and what lies between, but not when it all ends.
+"""The worker processes of a supervisor: their starts, their ends, and what happens in between.
 
-A worker serves, or drains, or is condemned; only those that serve count, so whoever drains or is to be killed has
-its replacement started at once (after crashes in a row: within the budget). A generation is those that were
-started with the same settings: a reload brings up the next one beside the old one, which drains when the new one
-is complete, and stays if that cannot be.
+A worker serves, drains, or is about to be killed. Only workers that serve count, so the replacement of any other
+starts at once (after several crashes in a row: within the restart budget). Workers that were started with the same
+settings are a generation. A reload starts the next generation beside the old one. When the new one is complete,
+the old one drains. If the new one cannot start, the old one stays.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ may: it ends them. Only attempts without one are hurried, after this long."""
 
 
 class WorkerProcesses:
-    """Living workers, and counters that outlive them. `on_death` gets what the dead may have left behind."""
+    """Live workers, and counters that outlive them. `on_death` gets what a dead worker may have left behind."""
 
     def __init__(
         self,
@@ -83,18 +83,19 @@ class WorkerProcesses:
 
     @property
     def was_ready(self) -> bool:
-        """Has any worker ever been?"""
+        """Has any worker ever been ready?"""
         return self._was_ready
 
     @property
     def is_reloading(self) -> bool:
-        """Does a new generation come up?"""
+        """Is a new generation starting?"""
         return self._coming is not None
 
     # -- looking after them
 
     def look(self, now: float, *, blind_until: float) -> None:
-        """Look at every worker. Silence before `blind_until` proves nothing: we were not looking."""
+        """Check every worker. Silence before `blind_until` proves nothing: the supervisor itself was not
+        running."""
         for worker in list(self.workers):
             if worker.has_ended():
                 self._bury(worker, now)
@@ -105,13 +106,13 @@ class WorkerProcesses:
                 self._budget.survived(worker.spawned_at)
 
     def _look_safely_at(self, worker: WorkerProcess, now: float, blind_until: float) -> None:
-        """An error in looking at one worker is that worker's: the others are looked after."""
+        """If checking one worker fails, the others are still checked."""
         try:
             self._look_at(worker, now, blind_until)
         except Exception:
             if worker.condemned is None:
-                logger.exception("worker %s could not be looked at", worker.name)
-            worker.condemn(Cause.NONSENSE, "it could not be looked at", now)
+                logger.exception("worker %s could not be checked", worker.name)
+            worker.condemn(Cause.NONSENSE, "it could not be checked", now)
             worker.kill()
 
     def _look_at(self, worker: WorkerProcess, now: float, blind_until: float) -> None:
@@ -157,9 +158,9 @@ class WorkerProcesses:
         return shown.state is State.ACTIVE and shown.claimless >= CLAIMLESS_SECONDS and not was_away
 
     def _replace_claimless(self, worker: WorkerProcess, now: float) -> None:
-        """It is told to drain. One that does not hear that is killed: what it holds is settled by the coroner."""
+        """Tell it to drain. If it does not react, it is killed, and the coroner settles what it holds."""
         if worker.told_at is None:
-            reason = f"it has room, and could not ask for work for {worker.snapshot.claimless} s"
+            reason = f"it has free slots, but could not ask for work for {worker.snapshot.claimless} s"
             logger.warning("worker %s is replaced: %s", worker.name, reason)
             worker.told_at = now
             worker.tell("drain", reason=reason)
@@ -186,7 +187,7 @@ class WorkerProcesses:
     # -- births
 
     def fill(self, now: float, *, is_database_away: bool = False) -> None:
-        """Start what is missing, unless it could not do anything; and let no more drain than there are."""
+        """Start missing workers, unless they could not work; and let no more workers drain than are wanted."""
         wanted = self.settings.processes
         if not self._was_ready and any(worker.failed is not None for worker in self.workers):
             return  # it ends with a message of its own, and so shall we
@@ -197,7 +198,7 @@ class WorkerProcesses:
         waits = is_database_away and self._was_ready and serving < wanted
         if waits and not self._waits_for_database:
             missing = counted(wanted - serving, "worker")
-            logger.warning("the database is away: %s will be started when it is back", missing)
+            logger.warning("the database is unreachable: %s will be started when it is back", missing)
         self._waits_for_database = waits
         if is_database_away:
             self._away_at = now
@@ -208,9 +209,10 @@ class WorkerProcesses:
         self._hurry(wanted, now)
 
     def _hurry(self, wanted: int, now: float) -> None:
-        """Memory is bounded: of more than `wanted` that drain, the oldest must end after DRAIN_SECONDS.
+        """To bound memory: if more than `wanted` workers drain, the oldest must end after DRAIN_SECONDS.
 
-        Its attempts with a deadline keep it (promise 5); the others, which nothing else would end, are canceled.
+        Its attempts with a deadline may run until then (promise 5). The others, which nothing else would end, are
+        canceled.
         """
         busy = [worker for worker in self.workers if worker.state is State.DRAINING and worker.snapshot.running]
         busy.sort(key=lambda worker: worker.drains_since or now)
@@ -258,7 +260,8 @@ class WorkerProcesses:
 
     @staticmethod
     def end_descendants(mark: str) -> threading.Thread:
-        """End what isolated attempts have started, on a thread of its own: /proc may be slow."""
+        """End the programs that isolated attempts have started, on a separate thread, because /proc may be
+        slow."""
         ending = threading.Thread(target=kill_marked, args=(mark,), name="descendants", daemon=True)
         ending.start()
         return ending
@@ -293,7 +296,7 @@ class WorkerProcesses:
             logger.warning("worker %s lived for %.1f s: next in %.0f s", worker.name, lived, pause)
 
     def _ends_all(self, failed: Failed) -> bool:
-        """Would every worker fail like this? The first ones, and for want of a right those that follow them."""
+        """Would every worker fail like this? True for the first workers, and for any that lack a privilege."""
         return not self._was_ready or (failed.needs_a_person and not self._has_lived)
 
     def _count(self, worker: WorkerProcess, death: Death) -> None:
@@ -320,7 +323,7 @@ class WorkerProcesses:
             self._spawn(settings, self._generation + 1, now)
 
     def advance_reload(self, now: float) -> bool:
-        """When the new ones are ready, the old ones drain. Answers whether this is so now."""
+        """When the new ones are ready, the old ones drain. Returns whether this is so now."""
         if self._coming is None:
             return False
         generation, settings = self._coming
@@ -328,7 +331,7 @@ class WorkerProcesses:
         if any(worker.ready_at is None for worker in new):
             return False
         if len(new) < settings.processes:
-            self._give_up_reload("not all of them are there", now)
+            self._give_up_reload("not all of them are ready", now)
             return False
         self._generation, self.settings, self._coming = generation, settings, None
         for worker in self.workers:
@@ -370,7 +373,7 @@ class WorkerProcesses:
             worker.tell("stop", reason=reason)
 
     def kill_all(self, reason: str, now: float, *, at_once: bool = False) -> None:
-        """Nobody gets more time."""
+        """Kill all workers now."""
         for worker in self.workers:
             worker.condemn(Cause.STOPPED, reason, now)
             if at_once:

@@ -1,7 +1,7 @@
-"""start: what is known of a worker that is not ready yet: what it does, for how long, and at which line.
+"""What is known about a worker that is not ready yet: what it does, for how long, and at which line of code.
 
-A start that takes long is told after SLOW_SECONDS and then every AGAIN_SECONDS, with the line of code that it is
-at: the user's modules are imported then, and one that waits for something says nothing by itself.
+A slow start is reported after SLOW_SECONDS and then every AGAIN_SECONDS, with its current line of code. It imports
+the user's modules at that time, and a module that waits for something does not report that itself.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Start:
         self._asked_at: float | None = None
 
     def wants_stacks(self, now: float) -> bool:
-        """Is it time to ask where it is?"""
+        """Is it time to ask for its stacks?"""
         if self._asked_at is not None or now < self._next_at:
             return False
         self._asked_at = now
         return True
 
     def is_due(self, now: float) -> bool:
-        """Is it time to tell? What it was asked for a moment ago is there by now."""
+        """Is it time to report? The stacks that were asked for a moment ago are there by now."""
         if self._asked_at is None or now < self._asked_at + DUMP_SECONDS:
             return False
         self._next_at, self._asked_at = self._asked_at + AGAIN_SECONDS, None
         return True
 
     def note(self, now: float, doing: str | None) -> str:
-        """For how long it has been starting, and what it does; nothing while that is not worth a word."""
+        """How long it has been starting, and what it does; empty while the start is not slow."""
         lasted = now - self._began_at
         if lasted < SLOW_SECONDS:
             return ""

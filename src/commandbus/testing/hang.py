@@ -1,4 +1,4 @@
-"""hang: handlers that hang, crash and misbehave in every way we know. For watching what your workers do about it.
+"""Handlers that hang, crash and misbehave in every way we know. Use them to watch what your workers do about it.
 
     from commandbus.testing import hang
 
@@ -81,7 +81,7 @@ def register(
     only: Iterable[str] | None = None,
     **options: Any,
 ) -> list[str]:
-    """Register all animals, or only some, as handlers of a domain; answers their command types.
+    """Register all animals, or only some, as handlers of a domain. Returns their command types.
 
     Options are those of `HandlerRegistry.register`: timeout, on_timeout, retry_policy, isolation.
     """
@@ -145,7 +145,7 @@ def swallow(command: Command, ctx: HandlerContext) -> None:
 @_animal("kill", needs_supervisor=True)
 def regex(command: Command, ctx: HandlerContext) -> None:  # noqa: ARG001
     """A regular expression that takes hours and holds the GIL: the process freezes. Seen: ExecutionStuck, rung
-    kill: the supervisor killed the worker, CPU time names this attempt, its neighbours are tried again.
+    kill: the supervisor killed the worker, CPU time names this attempt, its neighbors are tried again.
     {length}"""
     re.match(r"(a+)+$", "a" * int(_given(command, "length", 40)) + "b")
 
@@ -188,7 +188,7 @@ def hostile_error(command: Command, ctx: HandlerContext) -> None:  # noqa: ARG00
 
 @_animal("deadline")
 def pg_sleep(command: Command, ctx: HandlerContext) -> None:
-    """A query without end on the context's connection: cancelled at the deadline, or by statement_timeout if
+    """A query without end on the context's connection: canceled at the deadline, or by statement_timeout if
     that is shorter. Seen: DeadlineExceededError TIMEOUT, or QueryCanceled TIMEOUT (layer 1). {seconds}"""
     with ctx.connection() as conn:
         conn.execute("SELECT pg_sleep(%s)", (float(_given(command, "seconds", SECONDS)),))
@@ -245,7 +245,7 @@ def close_connection(command: Command, ctx: HandlerContext) -> None:
 
 @_animal("crash", needs_supervisor=True)
 def segfault(command: Command, ctx: HandlerContext) -> None:  # noqa: ARG001
-    """SIGSEGV in C code. Seen: WorkerLost, rung crash, its stack; its neighbours are tried again, not
+    """SIGSEGV in C code. Seen: WorkerLost, rung crash, its stack; its neighbors are tried again, not
     charged."""
     ctypes.string_at(0)
 

@@ -41,7 +41,7 @@ class Refused:
         return batch in self._pauses
 
     def add(self, batch: int) -> float:
-        """It was refused, perhaps again; answers for how long it is left alone."""
+        """It was refused, perhaps again. Returns for how long it is left alone."""
         _, last = self._pauses.get(batch, (0.0, self._first / 2))
         pause = min(last * 2, self._longest)
         self._pauses[batch] = (monotonic() + pause, pause)
@@ -111,7 +111,7 @@ class BatchFolding:
             began = monotonic()
             if self._try(chosen):
                 seconds = monotonic() - began
-            elif len(chosen) > 1 and not self._link.conn_is_lost():  # one bad batch must not fail its neighbours
+            elif len(chosen) > 1 and not self._link.conn_is_lost():  # one bad batch must not fail its neighbors
                 self._one_by_one(chosen)
         if not self._link.conn_is_lost():
             self._try_refused()

@@ -141,7 +141,7 @@ class Board:
         magic, slots = _FIXED.unpack_from(memory, 0)
         if magic != _MAGIC or len(memory) != _SLOTS_AT + slots * _RECORD:
             memory.close()
-            raise ValueError(f"file descriptor {fd} is no board")
+            raise ValueError(f"file descriptor {fd} is not a board")
         return cls(fd, memory, slots)
 
     def close(self) -> None:
@@ -227,7 +227,7 @@ class Board:
             if memory[at + _RUNNING_AT]:
                 slot = _slot(memory, index, at)
                 if slot is None:
-                    doubt = doubt or f"what it shows in slot {index} is no attempt"
+                    doubt = doubt or f"what it shows in slot {index} is not an attempt"
                 else:
                     slots.append(slot)
         beat_at, state, health, running, free, stuck, claimless, rss_mb, settled, claimed = head

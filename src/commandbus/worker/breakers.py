@@ -65,7 +65,7 @@ def word_of(
 ) -> Word | None:
     """What a judged attempt that ran for so many seconds, until now, means for its breaker; None: nothing.
 
-    Stuck is what had to be given up, and what took its process with it. A probe that was cancelled, or that could
+    Stuck is what had to be given up, and what took its process with it. A probe that was canceled, or that could
     not even begin, says nothing: it, or another one, is tried again.
     """
     failure, rule = judgement.failure, settings.breaker_of(domain, command_type)
@@ -132,7 +132,7 @@ class Words:
             except psycopg.OperationalError:
                 raise
             except Exception:
-                logger.exception("a breaker of domain %s could not be told of %d attempts", domain, len(words))
+                logger.exception("a breaker of domain %s was not told of %d attempts", domain, len(words))
             with self._lock:
                 self._words = [word for word in self._words if not any(word is told for told in words)]
 
@@ -265,7 +265,7 @@ class WorkerBreakers:
             raise
         except Exception as error:  # noqa: BLE001 - leases must not wait for breakers
             pause = TROUBLED_SECONDS
-            logger.warning("breakers cannot be looked after now, trying again in a minute: %s", error)
+            logger.warning("breakers cannot be checked now, trying again in a minute: %s", error)
         self._sweep_at = monotonic() + max(pause, SOONEST_SECONDS)
 
     def _watch(self, link: LastingConnection) -> Watch:

@@ -182,7 +182,7 @@ class Claimer(DatabaseService):
             self.sleep(0.25)
 
     def _claim_all(self, room: int, spare: int) -> int:
-        """Ask every domain, the one served last at the end; answers how many were claimed."""
+        """Ask every domain, the one served last at the end. Returns how many were claimed."""
         total = 0
         began = monotonic()
         for domain in list(self._domains):
@@ -261,7 +261,7 @@ class Claimer(DatabaseService):
             raise
 
     def _sift(self, domain: _Domain) -> int:
-        """A bite of a flood of raw messages; answers how many it had. The last one ends the flood."""
+        """A bite of a flood of raw messages. Returns how many it had. The last one ends the flood."""
         found = self._ask(domain, domain.sieve, domain.raw_cursor, RAW)
         domain.raw_cursor = found.last_vt
         if found.odd:

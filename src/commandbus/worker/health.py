@@ -1,4 +1,4 @@
-"""health: how well a worker is doing, from what its parts report.
+"""How well a worker is doing, from what its parts report.
 
     HEALTHY    nothing to say
     DEGRADED   it works, but attempt after attempt fails, or something that was named is not as it should be

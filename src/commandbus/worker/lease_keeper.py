@@ -5,7 +5,7 @@ renewals skip what is locked. Long or lockable work is the Maintenance's. A leas
 passed, counted from when it was last *asked for*, while its attempt is within its limits; a lost one is marked,
 and the ladder stops the attempt. A lease whose queue row another transaction holds is not renewed, and is tried
 again at every tick. Orders (renew a lease now, cancel a query, fence a stuck attempt) are worked off at once;
-while the database is away they wait.
+while the database is unreachable they wait.
 
 Fencing, in order: the attempt gets no connection any more (the ladder saw to that), its database session is
 looked at and ended, so that nothing it does can commit later, and only then is its outcome handed to the
@@ -156,7 +156,7 @@ class LeaseKeeper(DatabaseService):
         try:
             self.carry_out()
         except psycopg.Error as error:
-            logger.info("the last orders could not be carried out: %s", error)
+            logger.info("the last orders of the ladder could not be carried out: %s", error)
 
     # --- leases ------------------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class LeaseKeeper(DatabaseService):
         age = boottime() - borrowed.told_since
         is_its_own = self._link.run(is_of_child(session, worker=self._worker, youngest_seconds=age))
         if not is_its_own:
-            text = "a handler's process names the database session %d, which is not its own or is gone"
+            text = "a child process named the database session %d, which is not its own or has ended"
             logger.warning(text, session.pid)
         return is_its_own
 

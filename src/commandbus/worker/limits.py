@@ -120,7 +120,7 @@ class LimitedWork:
         except RuntimeError as error:
             if not is_exhaustion(error):
                 raise
-            raise ExhaustedError(f"the limits' thread could not be started: {error}") from error
+            raise ExhaustedError(f"the thread of the limit client could not be started: {error}") from error
         return limit_client
 
     @property
@@ -150,7 +150,7 @@ class LimitedWork:
         """What that means, for people."""
         modes = {} if self._limit_client is None else self._limit_client.modes
         lost = sorted(name for name, mode in modes.items() if mode in ("degraded", "lost"))
-        return f"{LIMITS_DEGRADED.replace('_', ' ')}: {', '.join(lost)}: Redis is out of reach"
+        return f"{LIMITS_DEGRADED.replace('_', ' ')}: {', '.join(lost)}: Redis is unreachable"
 
     def start(self) -> None:
         """Look after those who wait, before anybody asks for a permit."""
@@ -255,7 +255,7 @@ class LimitedWork:
 
     def _waive(self, failed: CallFailed, row: LimitRow) -> Settlement:
         attempt, limit_state = failed.attempt, row.limit_state
-        note = f"not charged: it was the probe of limit {row.name}, for all who wait"
+        note = f"not charged: it was the probe of limit {row.name}, and other commands wait"
         logger.info("%s %s: %s; %s", attempt.command_type, attempt.command_id, failed.failure.error, note)
         failure = replace(failed.failure, error=f"{failed.failure.error} ({note})")
         if failure.rung in GRAVE:  # its next attempt runs in quarantine: that mark is the retry's
@@ -413,7 +413,7 @@ class LimitedWork:
     def _fate(self, limited: RateLimited, row: LimitRow | None, turn: Turn | None) -> Settlement:
         attempt, failure = limited.attempt, limited.failure
         if row is None:
-            note = f"its API has refused it, and limit {limited.limit} is declared no more"
+            note = f"its API has refused it, and limit {limited.limit} is no longer declared"
             _say_given_up(attempt, note, failure.traceback)
             return attempt.fail(Judgement(Verdict.EXHAUSTED, replace(failure, error=f"{failure.error}; {note}")))
         tries = (turn.tries if turn is not None else 0) + 1

@@ -1,4 +1,4 @@
-"""load: the handler registry that a setting names as MODULE:REGISTRY.
+"""Loads the handler registry that a setting names as MODULE:REGISTRY.
 
 Importing it runs the user's code, which may do anything; whatever goes wrong becomes one `ConfigurationError`
 that says where. The folder that the process was started in is importable, as with `python -m`.
@@ -24,7 +24,7 @@ def load_registry(reference: str | None) -> HandlerRegistry:
     """Import the module and take the registry out of it."""
     if not reference:
         raise ConfigurationError(
-            f"no handlers are named: give {EXAMPLE}, set WORKER_HANDLERS, or `handlers` in [worker] of "
+            f"no registry of handlers is named: give {EXAMPLE}, set WORKER_HANDLERS, or `handlers` in [worker] of "
             f"commandbus.toml"
         )
     module_name, colon, path = reference.partition(":")

@@ -1,4 +1,4 @@
-"""logs: how a worker process writes its log, to stderr. Text for people, or one JSON object a line.
+"""How a worker process writes its log to stderr: text for people, or one JSON object per line.
 
 What a record carries in `extra` (the command's id, its domain …) is part of the line in both. Only processes that
 are ours are set up like this; a worker inside an application uses the application's logging.

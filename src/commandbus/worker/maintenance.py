@@ -126,7 +126,7 @@ class Maintenance(DatabaseService):
             self._breakers.sweep_now(self._link, lambda: None)  # what this worker has counted stays of use
             self._beat("STOPPED")
         except psycopg.Error as error:
-            logger.info("the registry could not be told of the stop: %s", error)
+            logger.info("the stop could not be recorded in the registry: %s", error)
 
     def _tick(self) -> None:
         self._look_after()
@@ -174,7 +174,7 @@ class Maintenance(DatabaseService):
     def _sweep(self) -> float:
         """Fold what nobody has folded, take up cancellations that nobody carries out: a crash left them.
 
-        Answers how long it took, without what was refused: each batch that was is left alone for a minute.
+        Returns how long it took, without what was refused: each batch that was is left alone for a minute.
         """
         began = monotonic()
         try:
@@ -182,7 +182,7 @@ class Maintenance(DatabaseService):
         except Exception as error:
             if self._link.conn_is_lost():
                 raise
-            logger.warning("batches cannot be looked after now, trying again in a minute: %s", error)
+            logger.warning("batches cannot be checked now, trying again in a minute: %s", error)
             return PRUNE_SECONDS / 20
         seconds = monotonic() - began
         for batch in found.to_fold:
@@ -241,13 +241,13 @@ class Maintenance(DatabaseService):
         if self._link.conn_is_lost():
             raise error
         pause = self._refused.add(batch)
-        logger.warning("batch %d cannot be looked after now, trying again in %.0f s: %s", batch, pause, error)
+        logger.warning("batch %d cannot be checked now, trying again in %.0f s: %s", batch, pause, error)
 
     def _prune(self) -> None:
         plan = prune_all(Retention.of(self._settings))
         report = self._follow(plan)
         if report is not None and report.commands:
-            logger.info("retention: %d finished commands were forgotten", report.commands)
+            logger.info("retention: %d finished commands were deleted", report.commands)
         for kind, count in ({} if report is None else report.dropped).items():
             text = "retention: the oldest %d %s were dropped: over asides_count (%d) or asides_bytes (%d)"
             most = (self._settings.retention_asides_count, self._settings.retention_asides_bytes)

@@ -1,4 +1,4 @@
-"""memory: how much of it a process uses."""
+"""How much memory a process uses."""
 
 from __future__ import annotations
 

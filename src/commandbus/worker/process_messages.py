@@ -1,4 +1,4 @@
-"""router: handles the messages of processes, one transaction each.
+"""Handles the messages of processes, one transaction each.
 
 Reading the process, the manager's code, the commands that it sends, the move, and the removal of the message
 commit together (`ctx.transaction()`), or none of it does. Messages are commands like any other, so whatever the
@@ -116,7 +116,7 @@ def _talk(manager: BaseProcessManager[Any], command: Command, row_id: int, tx: A
         yield set_aside(command.domain, None, data, what)
         return End()
     if not loaded.is_its_message:
-        what = f"somebody sent it as a command: it is no message of process {names.shown(process_id)}"
+        what = f"somebody sent it as a command: it is not a message of process {names.shown(process_id)}"
         yield set_aside(command.domain, loaded.id, data, what)
         return End()
     try:
@@ -140,7 +140,7 @@ def _talk(manager: BaseProcessManager[Any], command: Command, row_id: int, tx: A
 
 
 def _is_overtaken(message: Message, view: ProcessView[Any]) -> bool:
-    """A timer that is not needed any more, or the start of a process that was cancelled first, is no news."""
+    """A timer that is not needed any more, or the start of a process that was canceled first, is no news."""
     return message.event == "deadline" or (
         message.event == "start" and view.status is ProcessStatus.CANCELED and not view.steps
     )

@@ -62,7 +62,7 @@ class Adopter(DatabaseService):
             try:
                 self.start()
             except RuntimeError as error:  # no thread is left; a later message tries again
-                logger.warning("raw messages cannot be read now, and come back with their leases: %s", error)
+                logger.warning("raw messages cannot be read now, and return when their leases end: %s", error)
                 self._queue.clear()
                 self._read = self._taken
                 return

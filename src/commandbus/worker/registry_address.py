@@ -1,4 +1,4 @@
-"""address: how another process finds a worker's handlers again.
+"""How another process finds a worker's handlers again.
 
 A registry is found as a module-level variable: MODULE:NAME, as the settings name it or as this process's modules
 hold it. The script that was started (`__main__`) is loaded by its file or its module name, under another name:
@@ -104,7 +104,7 @@ class Handlers:
             found = self._registry.get(domain, command_type)
         if found is None:
             raise ConfigurationError(
-                f"a process of its own does not find the handler of command_type {command_type!r} of domain "
+                f"a child process does not find the handler of command_type {command_type!r} of domain "
                 f"{domain!r}: importing {self._address.module} and {module} does not register it; "
                 f'register it at module level, not below `if __name__ == "__main__":` or in a function'
             )
@@ -116,7 +116,7 @@ class Handlers:
         found = self._run_main().get(self._address.name)
         if not isinstance(found, HandlerRegistry):
             raise ConfigurationError(
-                f"{self._main_name()} has no registry {self._address.name!r} when a process of its own loads it; "
+                f"{self._main_name()} has no registry {self._address.name!r} when a child process loads it; "
                 f'make it a module-level variable, not below `if __name__ == "__main__":`'
             )
         return found
@@ -138,7 +138,7 @@ class Handlers:
                     self._main = runpy.run_path(address.main_file or "", run_name=MAIN_NAME)
             except (Exception, SystemExit) as error:
                 raise ConfigurationError(
-                    f"loading {self._main_name()} in a process of its own failed: {type(error).__name__}: {error}"
+                    f"loading {self._main_name()} in a child process failed: {type(error).__name__}: {error}"
                 ) from error
             module = ModuleType(MAIN_NAME)
             module.__dict__.update(self._main)
@@ -153,6 +153,6 @@ def refuse_in_child() -> None:
     """A script that starts its worker while it is being loaded would start workers without end."""
     if _is_child:
         raise ConfigurationError(
-            "this process runs one handler of another worker, and loading its module starts a worker: put that "
-            'below `if __name__ == "__main__":`'
+            "this child process runs one handler of another worker, but loading its module starts a worker: put "
+            'that below `if __name__ == "__main__":`'
         )

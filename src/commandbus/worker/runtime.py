@@ -462,7 +462,7 @@ class WorkerRuntime:
         if self._board_writer is not None:
             self._board_writer.leave(place.index)
         if attempt.was_calling:
-            self._limited.abandoned(attempt, ApiAnswer.UNKNOWN, "a neighbour blocked the event loop")
+            self._limited.abandoned(attempt, ApiAnswer.UNKNOWN, "a neighbor blocked the event loop")
 
         def settle(_: Document) -> None:
             self._write_off(attempt, borrowed)
@@ -493,7 +493,7 @@ class WorkerRuntime:
             if lane is not None:
                 lane.tend()
         for attempt in self._apart.take_back_late():
-            self._return(attempt, "it has waited long for its turn to run alone")
+            self._return(attempt, "it has waited too long to run alone")
         self._say_degraded()
         self._beat(now)
         if self.state is State.DRAINING and not self.running and not self._starting and not self._waiting():
@@ -539,7 +539,7 @@ class WorkerRuntime:
         """Whatever the reason is: a worker that has room and asks for nothing does not work."""
         if (seconds := self._claimless_seconds) >= CLAIMLESS_SECONDS and not self._claimer.is_down:
             self._spec.health.set_critical(
-                CLAIMLESS, f"there is room, and nothing could be claimed for {seconds:.0f} s"
+                CLAIMLESS, f"slots are free, but nothing could be claimed for {seconds:.0f} s"
             )
         else:
             self._spec.health.clear(CLAIMLESS)
@@ -550,7 +550,7 @@ class WorkerRuntime:
         if self._spec.supervision is not None and self.state is State.ACTIVE:
             services = [*self._threads, *self._limited.services]
             if self._apart.is_turn_lost or any(service.descriptors_lost for service in services):
-                self.drain("somebody in this process has closed descriptors that are not their own")
+                self.drain("a handler has closed descriptors that are not its own")
 
     def _say_degraded(self) -> None:
         is_degraded = self._limited.is_degraded
@@ -587,7 +587,7 @@ class WorkerRuntime:
         if self._limit_said:
             return
         self._limit_said = True
-        logger.info("this worker ends to be started again: %s", reason)
+        logger.info("this worker ends and will be replaced: %s", reason)
         if self._spec.supervision is not None:
             self.drain(reason)
         else:
@@ -629,7 +629,7 @@ class WorkerRuntime:
         self._keeper.look_for_cancel(domain, msg_id)
 
     def _check_idle(self) -> bool:
-        """Nothing was there to claim; answers whether to look once more. What ran during that look may have sent
+        """Nothing was there to claim. Returns whether to look once more. What ran during that look may have sent
         something: only a look that finds nothing while nothing is held is the last."""
         if not self._spec.ends_idle or self._is_at_work:
             self._was_idle = False
@@ -637,7 +637,7 @@ class WorkerRuntime:
         if monotonic() < self._apart.late_until:
             return False
         if self._was_idle:
-            self._spec.request_stop("nothing is left that could run now")
+            self._spec.request_stop("no command is left that could run now")
             return False
         self._was_idle = True
         return True
@@ -786,7 +786,7 @@ class WorkerRuntime:
             if before is not None and before.read_ct >= row[1]:
                 before.is_lost = True
                 self.settler.void(before)
-                text = "command %s was lost by the database (a failover?): its message is another command's now"
+                text = "the database has lost command %s (a failover?): its message now belongs to another command"
                 logger.error(text, before.command_id, extra=before.log_fields)
 
     def _push_alone(self, attempt: Attempt, is_held: bool) -> None:  # noqa: FBT001
@@ -908,7 +908,7 @@ class WorkerRuntime:
     def _take_from_leftover(self, attempt: Attempt, borrowed: Borrowed) -> None:
         """Its handler has ended, and a thread or task that it left behind still holds its connection."""
         logger.warning(
-            "%s %s has ended, but something that it left behind holds its connection: that is ended, too",
+            "%s %s has ended, but code that it left behind holds its connection: that session is ended, too",
             attempt.command_type,
             attempt.command_id,
             extra={"domain": attempt.domain, "command_id": attempt.command_id},
@@ -932,7 +932,7 @@ class WorkerRuntime:
             return attempt.stop.text
         if not attempt.is_surely_held(self._late_seconds):
             return "its lease may have ended"
-        return "its worker had no process for it" if self.state is State.ACTIVE else "its worker stops"
+        return "its worker had no child process for it" if self.state is State.ACTIVE else "its worker stops"
 
     def _show_thread(self, slot: int) -> None:
         if self._board_writer is not None:

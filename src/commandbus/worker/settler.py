@@ -237,12 +237,12 @@ class Settler(DatabaseService):
             self._unwritten = {}
 
     def _write(self, domain: str, items: Sequence[Item], *, is_hurried: bool) -> None:
-        """Write these, together if that is possible; raises while the database is away."""
+        """Write these, together if that is possible; raises while the database is unreachable."""
         if (error := self._try(domain, items, is_hurried=is_hurried)) is not None:
             self._write_around_locks(domain, items, error)
 
     def _try(self, domain: str, items: Sequence[Item], *, is_hurried: bool) -> Exception | None:
-        """Write these; answers the error if somebody holds a lock that one of them needs."""
+        """Write these. Returns the error if somebody holds a lock that one of them needs."""
         try:
             self._write_once(domain, items, in_doubt=self._in_doubt, is_hurried=is_hurried)
         except Exception as error:

@@ -129,9 +129,7 @@ class UnhandledTypes:
             raise
         except Exception as error:  # noqa: BLE001 - the rest of the maintenance must not wait for this
             pause = TROUBLED_SECONDS
-            logger.warning(
-                "commands without a handler cannot be looked after, trying again in a minute: %s", error
-            )
+            logger.warning("commands without a handler cannot be checked now, trying again in a minute: %s", error)
         self._sweep_at = monotonic() + pause
         if self.is_any_due or not self._has_looked:
             self._has_looked = True

@@ -129,7 +129,7 @@ class WorkerWatchdog:
             try:
                 self._check()
             except Exception:
-                logger.exception("the watchdog could not look at its worker; it tries again")
+                logger.exception("the watchdog could not check its worker; it tries again")
 
     def _check(self) -> None:
         if not self._worker.is_running:
@@ -173,7 +173,7 @@ class WorkerWatchdog:
             level,
             "worker is %s: %s (stuck_threads=%d, pool_exhaustions=%d, consecutive_failures=%d, last_success=%s)",
             str(figures["status"]).upper(),
-            "; ".join(figures["reasons"]) or "all is well again",
+            "; ".join(figures["reasons"]) or "the worker is healthy again",
             figures["stuck_threads"],
             figures["pool_exhaustions"],
             figures["consecutive_failures"],
@@ -192,7 +192,7 @@ class WorkerWatchdog:
         lasted = monotonic() - self._recovery_began_at
         if not self._slow_said and lasted > max(self._cooldown, self._check_interval):
             self._slow_said = True
-            logger.critical("recovery of the worker has not ended after %s", format_seconds(round(lasted, 1)))
+            logger.critical("the recovery of the worker has not ended after %s", format_seconds(round(lasted, 1)))
 
     def _recover(self) -> None:
         self._recovery_began_at = monotonic()

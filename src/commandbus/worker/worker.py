@@ -65,7 +65,7 @@ class Worker:
     ) -> None:
         if not isinstance(handlers, HandlerRegistry):
             raise TypeError(
-                f"Worker takes a HandlerRegistry, not {type(handlers).__name__}: give it that of your handlers"
+                f"Worker takes a HandlerRegistry, not {type(handlers).__name__}: give it your registry"
             )
         overrides = {"database_url": database_url, "concurrency": concurrency}
         if settings is None:
@@ -126,7 +126,7 @@ class Worker:
         return 0 if self._runtime is None else sum(self._runtime.settler.settled.values())
 
     def start(self) -> bool:
-        """Start the threads and return; while the database is away, wait for it.
+        """Start the threads and return; while the database is unreachable, wait for it.
 
         False if something asked it to stop first: then nothing was started.
         """
@@ -255,7 +255,7 @@ class Worker:
         self._was_stopped = True
         parts, self._runtime = self._runtime, None
         limit = self.settings.shutdown_timeout if timeout is None else timeout
-        logger.info("worker %s stops (%s): up to %g s for what runs", self.id, self._stop_reason, limit)
+        logger.info("worker %s stops (%s): running attempts have up to %g s", self.id, self._stop_reason, limit)
         report = parts.stop(limit, self._stop_reason, hurry=lambda: self._signals > 1)
         self._database.close()
         level = logging.INFO if report.is_clean else logging.WARNING
@@ -276,7 +276,7 @@ class Worker:
     def run(self, *, until_idle: bool = False) -> StopReport:
         """Start, wait for SIGTERM, SIGINT, `request_stop` or a limit, and stop.
 
-        `until_idle` also ends it when nothing is left that could run now: for scripts and tests.
+        `until_idle` also ends it when no command is left that could run now: for scripts and tests.
         """
         self._begin_anew()  # before signals are caught: none that comes from then on is forgotten
         restore = self._catch_signals()

@@ -1,4 +1,4 @@
-"""spec: what a worker is told to be, and what it reports at its end."""
+"""The options of a worker, and its report when it ends."""
 
 from __future__ import annotations
 

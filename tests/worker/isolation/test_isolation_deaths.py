@@ -259,7 +259,7 @@ def test_a_child_that_talks_nonsense_is_killed(make_lab: MakeLab, what: str) -> 
     lab.settle(attempt, lab.run(attempt))
     said = lab.last(attempt)
     assert said.error_type == "WorkerLost"
-    assert "it said something that makes no sense" in said.error
+    assert "it sent a message that makes no sense" in said.error
     assert lab.result("echo")
 
 

@@ -141,7 +141,7 @@ def test_an_import_without_end_is_told_and_its_process_kept(
         lab.settle(attempt, lab.run(attempt))
         said = lab.last(attempt)
         assert (said.error_type, said.error_code, said.verdict) == ("IsolationFailed", "ISOLATION_FAILED", "RETRY")
-        assert "its process was still importing support.slow_handlers after 3 s" in said.error
+        assert "its child process was still importing support.slow_handlers after 3 s" in said.error
         assert "slow_handlers.py:" in said.error
         (pid,) = lab.isolation.pids()
         import_gate.touch()

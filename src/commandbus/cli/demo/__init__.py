@@ -53,7 +53,7 @@ class Place:
 )
 @click.pass_context
 def demo(ctx: click.Context, keep: bool, count: int, folder: Path | None) -> None:  # noqa: FBT001
-    """Show everything at work, in some ten seconds.
+    """Show everything at work, in about ten seconds.
 
     Uses the server of --database, else an embedded PostgreSQL in a folder. The commands go to a domain `demo`;
     each run reports only its own.
@@ -137,7 +137,7 @@ def _prepare(bus: CommandBus, stage: Stage) -> None:
 def _play(
     bus: CommandBus, fleet: DemoFleet, stage: Stage, count: int, correlation_id: str
 ) -> tuple[OutcomeCounts, list[str], float]:
-    """Send, and watch until all are through; answers the books, what is wrong with them, and how long it took."""
+    """Send, and watch until all are through. Returns the books, what is wrong with them, and how long it took."""
     stage.say(f"{WORKERS} worker processes start: pid {', '.join(map(str, fleet.pids))}")
     if earlier := _waiting(bus):
         stage.say(f"going first: {counted(earlier, 'command')} of earlier runs")

@@ -37,14 +37,14 @@ FILE = click.File("r", encoding="utf-8", errors="replace")
     "unit_file",
     type=FILE,
     metavar="FILE",
-    help="Check a systemd unit's limits against ours; - reads `systemctl cat NAME`.",
+    help="Check the timeouts of a systemd unit; - reads `systemctl cat NAME`.",
 )
 @click.option(
     "--manifest",
     "manifest_file",
     type=FILE,
     metavar="FILE",
-    help="Check a Kubernetes manifest's limits and probes; - reads `kubectl get … -o json`.",
+    help="Check the timeouts and probes of a Kubernetes manifest; - reads `kubectl get … -o json`.",
 )
 @click.pass_context
 def doctor(ctx: click.Context, unit_file: TextIO | None, manifest_file: TextIO | None) -> None:
@@ -125,8 +125,8 @@ def _guarded(check: str, findings: Findings) -> Findings:
     except psycopg.errors.InsufficientPrivilege as error:
         yield warn(
             check,
-            f"could not be looked at: {error.diag.message_primary}",
-            "run the doctor as a reader or the owner",
+            f"could not be checked: {error.diag.message_primary}",
+            "run `commandbus doctor` as a reader or the owner",
         )
     except (CommandBusError, psycopg.Error) as error:
         yield fail(check, sentence_for(error))
@@ -134,7 +134,7 @@ def _guarded(check: str, findings: Findings) -> Findings:
 
 def _remedy(settings: Settings, error: Exception) -> str:
     if settings.database_url is None:
-        return "set it: COMMANDBUS_DATABASE_URL=postgresql://…, or `embedded` where there is no PostgreSQL"
+        return "set it: COMMANDBUS_DATABASE_URL=postgresql://…, or `embedded` if you have no PostgreSQL"
     if isinstance(error, ConfigurationError):
         return f"correct database_url (from {settings.origins['database_url']})"
     return "is the address right, and the server up? `commandbus config` shows the address and where it is from"

@@ -50,7 +50,7 @@ def _unserved(domains: list[DomainStatus], alive: list[WorkerInfo]) -> Findings:
         if item.ready and item.domain not in served and not item.is_paused:
             yield warn(
                 "workers",
-                f"{counted(item.ready, 'command')} of domain {item.domain} could run, but no worker serves it",
+                f"{counted(item.ready, 'command')} of domain {item.domain} can run, but no worker serves it",
                 f"`commandbus worker MODULE:REGISTRY --domain {item.domain}` runs one",
             )
 
@@ -88,7 +88,7 @@ def _waiting(domains: list[DomainStatus]) -> Findings:
                 "rejected messages",
                 f"{counted(item.rejected, 'message')} to domain {item.domain} "
                 f"{'was no command' if item.rejected == 1 else 'were no commands'}",
-                "`commandbus rejected` says why; a client sends something else than the envelope",
+                "`commandbus rejected` says why; a client sends messages that are not commands",
             )
         if item.is_paused or item.paused_types:
             yield warn("pauses", _paused(item), "`commandbus pauses` says by whom and why")

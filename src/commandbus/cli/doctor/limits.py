@@ -16,8 +16,8 @@ from commandbus.settings import Settings, mask_redis_url
 CHECK = "limits"
 SHORTEST_RENEWAL_SECONDS = 1.0
 _AWAY = {
-    "degraded": "Redis was out of reach of all workers, and each keeps to its share",
-    "joining": "Redis is back or has lost its data, and who holds a place registers before others get one",
+    "degraded": "all workers lost Redis, and each uses only its share",
+    "joining": "Redis is back or has lost its data, and holders register their permits first",
 }
 
 
@@ -43,9 +43,9 @@ def _declarations(rows: list[LimitRow], settings: Settings) -> Findings:
         if row is not None and row.declared is not None and row.declared != limit.to_json():
             yield warn(
                 CHECK,
-                f"{limit.name}: another program has declared it otherwise: "
+                f"{limit.name}: another program has declared it differently: "
                 f"{difference(limit.to_json(), row.declared)}",
-                "declare it alike everywhere; who starts last declares for all",
+                "declare it the same everywhere; the last program to start wins",
             )
 
 
@@ -54,12 +54,12 @@ def _redis(conn: Conn, settings: Settings, in_redis: list[LimitRow]) -> Findings
     if settings.redis_url is None:
         yield fail(
             CHECK,
-            f"{names}: kept in Redis, and redis_url is not set: workers of these settings cannot use them",
-            'set COMMANDBUS_REDIS_URL, or use one under another name that is declared with backend="postgres"',
+            f"{names}: kept in Redis, but redis_url is not set: workers with these settings cannot use them",
+            'set COMMANDBUS_REDIS_URL, or declare a limit under another name with backend="postgres"',
         )
         return
     address = mask_redis_url(settings.redis_url)
-    needed = f"{names} cannot be used from here" if names else "limits that are declared without a backend need it"
+    needed = f"{names} cannot be used by this program" if names else "limits declared without a backend need it"
     try:
         permits = RedisScripts(settings.redis_url, settings.environment)
         try:
@@ -73,13 +73,13 @@ def _redis(conn: Conn, settings: Settings, in_redis: list[LimitRow]) -> Findings
         yield fail(
             "redis",
             f"{address} does not answer ({one_line(error)}): {needed}",
-            "is the address right, and Redis up?",
+            "check the address, and that Redis is up",
         )
         return
     yield ok("redis", f"{address} answers")
     mode = run(conn, look_at_fleet()).mode
     if in_redis and mode in _AWAY:
-        yield warn("redis", f"the limits in it are {mode}: {_AWAY[mode]}", "it goes on by itself")
+        yield warn("redis", f"the limits in it are {mode}: {_AWAY[mode]}", "nothing to do: it recovers by itself")
 
 
 def _times(row: LimitRow) -> Findings:
@@ -88,8 +88,8 @@ def _times(row: LimitRow) -> Findings:
         yield warn(
             CHECK,
             f"limit {row.name} has a lease of {format_seconds(lease)}, renewed every third of that: a worker that "
-            f"pauses for a moment loses its place while its call goes on",
-            f"`commandbus limits set {row.name} --lease 120s`; a longer one costs time only after a crash",
+            f"pauses for a moment loses its permit while its call goes on",
+            f"`commandbus limits set {row.name} --lease 120s`; a longer lease costs time only after a crash",
         )
     if (max_wait := row.limit.max_wait_seconds) is not None and max_wait < longest:
         yield warn(

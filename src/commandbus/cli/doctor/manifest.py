@@ -197,7 +197,7 @@ def _patience(place: Place, settings: Settings) -> Findings:
     if period * threshold <= settings.heartbeat_timeout:
         yield warn(
             CHECK,
-            f"{place.name}: {shown} is not more than {ours}: the pod may be restarted where the supervisor would "
+            f"{place.name}: {shown} is not more than {ours}: the pod may be restarted when the supervisor would "
             "replace one frozen worker",
             f"set failureThreshold: {math.floor(with_spare(settings.heartbeat_timeout) / period) + 1}",
         )
@@ -214,7 +214,7 @@ def _memory(place: Place, settings: Settings) -> Findings:
         yield warn(
             CHECK,
             f"{place.name}: the memory limit ({text}) is not more than {shown_memory(settings)}: "
-            f"the kernel ends workers before they are replaced in order",
+            f"the kernel kills workers before the supervisor replaces them",
             f"set a limit of {memory_advised(settings)}Mi (a replacement starts before the old one ends), "
             "or a lower WORKER_MAX_MEMORY_MB",
         )

@@ -19,7 +19,7 @@ def examine_schema(conn: Conn) -> tuple[SchemaState | None, Findings]:
     except SchemaError as error:
         return None, iter([fail("schema", str(error))])
     except InsufficientPrivilege as error:
-        return None, iter([fail("schema", f"it cannot be looked at: {error.diag.message_primary}")])
+        return None, iter([fail("schema", f"it cannot be checked: {error.diag.message_primary}")])
     if not state.applied:
         return None, iter([fail("schema", "there is none in this database", "run `commandbus migrate`")])
     return state, _schema(state)

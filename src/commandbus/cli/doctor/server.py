@@ -173,7 +173,7 @@ def _limits(conn: Conn, settings: Settings) -> Findings:
                 f"ALTER ROLE … SET {name} = 0 for the workers' role, or a lower {what.rpartition(' of ')[2]}",
             )
     if quiet:
-        yield ok("server limits", "the server's own limits do not cut ours short")
+        yield ok("server limits", "no timeout of the server is shorter than ours")
 
 
 def _ours(settings: Settings) -> Iterator[tuple[str, str, float, str]]:

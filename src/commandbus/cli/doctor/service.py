@@ -1,4 +1,4 @@
-"""service: the settings as a service would see them, and what is said when its limits are out of order.
+"""The settings as a service would see them, and the findings when its timeouts are out of order.
 
 A unit or a manifest sets variables and options of its own; they count for the worker that it runs, whatever the
 doctor's own environment says.

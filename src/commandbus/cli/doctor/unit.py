@@ -50,7 +50,7 @@ def examine(text: str, settings: Settings) -> Findings:
     if not service or not service.get("ExecStart"):
         yield fail(
             CHECK,
-            "there is no [Service] with an ExecStart in it",
+            "the unit has no [Service] section with an ExecStart",
             "give the unit's own file, or `systemctl cat NAME | commandbus doctor --unit -`",
         )
         return
@@ -159,7 +159,7 @@ def _watchdog(service: Section, settings: Settings) -> Findings:
     if not is_watched:
         yield warn(
             CHECK,
-            "WatchdogSec is off: nobody notices a supervisor that hangs",
+            "WatchdogSec is off: nobody notices when the supervisor hangs",
             f"set Type=notify and WatchdogSec={with_spare(settings.heartbeat_timeout)}",
         )
         return
@@ -173,7 +173,7 @@ def _watchdog(service: Section, settings: Settings) -> Findings:
     if limit <= settings.heartbeat_timeout:
         yield warn(
             CHECK,
-            f"WatchdogSec ({shown_span(limit)}) is not more than {ours}: systemd may restart everything where the "
+            f"WatchdogSec ({shown_span(limit)}) is not more than {ours}: systemd may restart everything when the "
             "supervisor would replace one frozen worker",
             f"set WatchdogSec={with_spare(settings.heartbeat_timeout)}, or a shorter WORKER_HEARTBEAT_TIMEOUT",
         )
@@ -193,7 +193,7 @@ def _kill(service: Section) -> Findings:
         yield warn(CHECK, f"KillMode={mode}: {harm[mode]}", "set KillMode=mixed")
     signal = _last(service, "KillSignal", "SIGTERM")
     if signal.removeprefix("SIG") not in ("TERM", "INT", "15", "2"):
-        yield warn(CHECK, f"KillSignal={signal} does not stop a worker in order", "set KillSignal=SIGTERM")
+        yield warn(CHECK, f"KillSignal={signal} does not stop a worker cleanly", "set KillSignal=SIGTERM")
 
 
 def _start(service: Section) -> Findings:
@@ -202,8 +202,8 @@ def _start(service: Section) -> Findings:
     if (policy := _last(service, "OOMPolicy", "stop")) != "continue":
         yield warn(
             CHECK,
-            f"OOMPolicy={policy}: when the kernel ends one worker for its memory, systemd stops them all",
-            "set OOMPolicy=continue; the supervisor replaces the one",
+            f"OOMPolicy={policy}: when the kernel kills one worker for its memory, systemd stops all workers",
+            "set OOMPolicy=continue; the supervisor replaces that worker",
         )
 
 
@@ -217,7 +217,7 @@ def _memory(service: Section, settings: Settings) -> Findings:
         yield warn(
             CHECK,
             f"MemoryMax ({text}) is not more than {shown_memory(settings)}: "
-            f"the kernel ends workers before they are replaced in order",
+            f"the kernel kills workers before the supervisor replaces them",
             f"set MemoryMax={memory_advised(settings)}M (a replacement starts before the old one ends), "
             "or a lower WORKER_MAX_MEMORY_MB",
         )

@@ -1,4 +1,4 @@
-"""yaml_text: the part of YAML that manifests are written in, read without a dependency. JSON is read too.
+"""Reads the part of YAML that manifests use, without a dependency. Reads JSON, too.
 
 Block mappings and sequences, scalars and flow collections (`[a, b]`) on one line, `|` and `>` texts, comments,
 several documents. Anything else (anchors, tags, scalars of several lines) is an UnreadableError that names the
@@ -63,7 +63,7 @@ class _Reader:
     def read(self) -> Any:
         value = self._node(above=-1)
         if (rest := self._next()) is not None:
-            raise _unreadable(rest, "it does not fit to what stands before it")
+            raise _unreadable(rest, "it does not fit the lines before it")
         return value
 
     def _next(self) -> _Line | None:
@@ -195,10 +195,10 @@ def _scalar(text: str, line: _Line) -> Any:
         try:
             return json.loads(text, strict=False)
         except ValueError:
-            raise _unreadable(line, f"{text} has an escape that JSON has not") from None
+            raise _unreadable(line, f"{text} has an escape that JSON does not have") from None
     is_odd = text.startswith(_NOT_PLAIN) or text.endswith(":") or any(mark in text for mark in (": ", " #"))
     if is_odd or text.startswith("- "):
-        raise _unreadable(line, f"{text!r} is more than is read here")
+        raise _unreadable(line, f"{text!r} is YAML that this check cannot read")
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):

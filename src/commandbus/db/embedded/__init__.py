@@ -16,18 +16,18 @@ last one out stops it:
     <folder>/binaries-…/          PostgreSQL's programs, if the server's user cannot reach them elsewhere
     <folder>/start.lock           exclusive flock while somebody starts or stops
 
-Invariants: data appears whole (made aside, then renamed) or not at all; starts and stops are serialised;
-nothing outside the folder changes owner or mode; fsync is on unless the caller gave it up; nobody connects without
-the password, and the server's environment holds nothing of its starter's. As root the server
-runs as another user, since PostgreSQL refuses to run as root; a folder that this user cannot enter is
-replaced by one below /var/lib/commandbus.
+Invariants: data appears whole (created elsewhere, then renamed) or not at all. Starts and stops are serialized.
+Nothing outside the folder changes owner or mode. fsync is on unless the caller switched it off. Nobody connects
+without the password, and the server's environment contains nothing of its starter's. If root starts the server, it
+runs as another user, because PostgreSQL refuses to run as root. A folder that this user cannot enter is replaced
+by one below /var/lib/commandbus.
 
 Read `server.py` first; `place.py` says where state is, `binaries.py` finds programs and the account to run
 them, `postmaster.py` looks at the server's process, `addresses.py` picks port and socket, `access.py` decides who
 may connect, `watch.py` notices that the server died.
 
-It does not protect the data from root and the user whom the server runs as, does not upgrade data between major
-versions, and is not meant for production.
+It does not protect the data from root or from the user that the server runs as. It does not upgrade data between
+major versions, and is not meant for production.
 """
 
 from commandbus.db.embedded.server import EmbeddedPostgres, EmbeddedStatus

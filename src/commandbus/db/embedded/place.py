@@ -120,7 +120,7 @@ def check_data(data: Path, binaries: Binaries, account: Account) -> None:
     version = data_version(data)
     if version is None:
         raise EmbeddedPostgresError(
-            f"{data} is no PostgreSQL data folder (it has no PG_VERSION): move it away, or choose another folder"
+            f"{data} is not a PostgreSQL data folder (no PG_VERSION): move it away, or choose another folder"
         )
     if version != str(binaries.major):
         raise EmbeddedPostgresError(

@@ -3,7 +3,7 @@
 Duty: the order of things. Everything that changes the server happens under the folder's start lock; a user's
 shared lock is taken under it too, so that "am I the last one?" has an answer that stays true meanwhile.
 
-It does not look at processes, files or ports itself: its neighbours in this package do.
+It does not look at processes, files or ports itself: its neighbors in this package do.
 """
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ class EmbeddedPostgres:
             shutil.rmtree(unfinished, ignore_errors=True)
         if self._fsync:
             _sync_folder(place.folder)
-        log.info("embedded PostgreSQL initialised", extra={"data": str(data), "version": binaries.version})
+        log.info("embedded PostgreSQL initialized", extra={"data": str(data), "version": binaries.version})
 
     def _launch(
         self, place: Place, binaries: Binaries, data: Path, *, only_port: int | None = None
@@ -454,9 +454,9 @@ def _rotate(server_log: Path) -> None:
 def _check_settings(settings: Mapping[str, str]) -> None:
     for name in settings:
         if name in _OWN_SETTINGS:
-            raise EmbeddedPostgresError(f"the setting {name!r} is decided by EmbeddedPostgres itself")
+            raise EmbeddedPostgresError(f"EmbeddedPostgres sets {name!r} itself; leave it out")
         if not re.fullmatch(r"[a-z_][a-z0-9_.]*", name):
-            raise EmbeddedPostgresError(f"{name!r} is no name of a PostgreSQL setting")
+            raise EmbeddedPostgresError(f"{name!r} is not the name of a PostgreSQL setting")
 
 
 def _check_path(folder: Path) -> None:

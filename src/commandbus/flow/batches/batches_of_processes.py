@@ -1,9 +1,9 @@
-"""process_batch: batches whose members are processes. What a batch is, is in `batch.py`; here are its members.
+"""Batches whose members are processes. `create.py` has what all batches share; this module has the members.
 
 A process counts as completed when it is COMPLETED, as failed when it is FAILED or COMPENSATED, as canceled when
-it is CANCELED, and as in the troubleshooting queue while it waits for it. Cancelling and retrying go process by
-process, each in transactions of its own: whoever asks again, or a worker's sweep, goes on where somebody was
-interrupted.
+it is CANCELED, and as in the troubleshooting queue while it waits for it. Canceling and retrying go process by
+process, each in its own transactions. After an interruption, a second request or a worker's sweep goes on from
+there.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ BITE = 200
 
 @operation(atomic=True, whole=True)
 def create(definition: Definition, process_type: str, starting: Iterator[Starting]) -> Steps[CreatedBatch]:
-    """Create a batch and start its processes, all or nothing; answers the existing one if it is the same."""
+    """Create a batch and start its processes, all or nothing. Returns the existing one if it is the same."""
     return (yield from _create(definition, process_type, starting))
 
 
 @operation(atomic=True, whole=True)
 def add(domain: str, batch_id: str, process_type: str, starting: Iterator[Starting]) -> Steps[int]:
-    """Start processes as members of an open batch, all or nothing; answers how many."""
+    """Start processes as members of an open batch, all or nothing. Returns how many."""
     return (yield from _add(domain, batch_id, process_type, starting))
 
 
@@ -94,11 +94,11 @@ def _digested(fingerprint: Fingerprint, process_type: str, starting: Iterator[St
         yield item
 
 
-# --- cancelling and retrying ----------------------------------------------------------------------------------
+# --- canceling and retrying ----------------------------------------------------------------------------------
 
 
 def cancel_members(batch: int, domain: str, what: OperatorAction) -> Plan[int]:
-    """Ask every process that is not final to stop; answers how many were asked."""
+    """Ask every process that is not final to stop. Returns how many were asked."""
     asked = last_id = 0
     while bite := (yield _members(batch, last_id, _UNFINISHED)):
         for id_, process_id, _ in bite:
@@ -112,7 +112,7 @@ def cancel_members(batch: int, domain: str, what: OperatorAction) -> Plan[int]:
 
 
 def retry_members(batch: int, domain: str, what: OperatorAction) -> Plan[int]:
-    """Let those that are FAILED go on, and retry what is in the troubleshooting queue; answers how many."""
+    """Let those that are FAILED go on, and retry what is in the troubleshooting queue. Returns how many."""
     retried = last_id = 0
     while bite := (yield _members(batch, last_id, ["FAILED", "WAITING_FOR_TSQ"])):
         for id_, process_id, status in bite:
@@ -129,8 +129,8 @@ def retry_members(batch: int, domain: str, what: OperatorAction) -> Plan[int]:
 
 
 def start_again(old: int, domain: str, new: int) -> Steps[tuple[int, int]]:
-    """Start processes like those of a batch that were undone, as members of another; answers how many, and how
-    many are there in all: of one and the same process the second retry finds the id taken."""
+    """Start processes like those of a batch that were undone, as members of another batch. Returns how many, and
+    how many there are in all: a second retry of the same process finds the id taken."""
     started = seen = last_id = 0
     while True:
         rows = yield Statement(

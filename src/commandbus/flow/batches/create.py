@@ -1,14 +1,14 @@
-"""batch: create a batch of commands, all or nothing; add to an open one; close it.
+"""Create a batch of commands, all or none; add to an open batch; close it.
 
-All members are sent in one transaction, chunk by chunk as the caller's iterable yields them, so that a hundred
-thousand need no more memory than a thousand. In a lent transaction a savepoint makes it all or nothing.
+All members are sent in one transaction, chunk by chunk as the caller's iterable yields them. So a hundred thousand
+need no more memory than a thousand. In a lent transaction a savepoint makes it all or none.
 
-`batch_id` is an idempotency key, and the unique constraint decides. Who comes second compares fingerprints: of the
-definition and of every command's content, without the ids that we made and without when it is to run.
+`batch_id` is an idempotency key, and the unique constraint decides. The second sender compares fingerprints: of
+the definition and of every command's content, without generated ids and without the time at which it is to run.
 
-Adding holds the batch row FOR KEY SHARE until its commit, closing takes it FOR UPDATE: so whoever closes sees
-every member, and a fold that finds a batch closed knows the true total. That needs READ COMMITTED, in which
-every statement sees what has been committed.
+Adding holds the batch row FOR KEY SHARE until its commit, and closing takes it FOR UPDATE. So whoever closes sees
+every member, and when a fold finds a batch closed, its total is final. That needs READ COMMITTED, in which every
+statement sees what has been committed.
 """
 
 from __future__ import annotations
@@ -99,19 +99,19 @@ def prepare_all(
 
 @operation(atomic=True, whole=True)
 def create(definition: Definition, outgoing: Iterator[Outgoing]) -> Steps[CreatedBatch]:
-    """Create a batch and send its commands, all or nothing; answers the existing one if it is the same."""
+    """Create a batch and send its commands, all or nothing. Returns the existing one if it is the same."""
     return (yield from _create(definition, outgoing))
 
 
 @operation(atomic=True, whole=True)
 def add(domain: str, batch_id: str, outgoing: Iterator[Outgoing]) -> Steps[int]:
-    """Send commands as members of an open batch, all or nothing; answers how many."""
+    """Send commands as members of an open batch, all or nothing. Returns how many."""
     return (yield from _add(domain, batch_id, outgoing))
 
 
 @operation(atomic=True)
 def close(domain: str, batch_id: str) -> Steps[bool]:
-    """Nothing more will be added: from now on the batch can be complete. False if it was closed before."""
+    """Close a batch, so that it can end. Returns False if it was closed before."""
     found = yield from lock(domain, batch_id, "UPDATE")
     if found.is_open:
         found.check_isolation("close_batch")
@@ -139,12 +139,12 @@ class Locked:
     sees_all: bool
 
     def refuse(self, verb: str, why: str | None = None) -> InvalidOperationError:
-        """What to say about something that cannot be done with it."""
+        """The error for an operation that the batch's state does not allow."""
         state = why or (f"it is {self.status}, and that is final" if self.is_finished else f"it is {self.status}")
         return InvalidOperationError(f"cannot {verb} batch {self.batch_id!r} of domain {self.domain!r}: {state}")
 
     def check_isolation(self, what: str) -> None:
-        """Who closes a batch must see everything that was added to it."""
+        """Whoever closes a batch must see everything that was added to it."""
         if not self.sees_all:
             raise InvalidOperationError(
                 f"{what} needs a READ COMMITTED transaction, to see every member that was added to batch "
@@ -203,7 +203,7 @@ def insert(definition: Definition) -> Steps[int | None]:
 
 
 def finish(definition: Definition, id_: int, *, total: int, fingerprint: str | None) -> Steps[CreatedBatch]:
-    """The members of a new batch are all there. One that is closed and empty is complete at once."""
+    """All members of a new batch are sent. A closed and empty batch is complete at once."""
     yield from _fold_if_told(
         b"SELECT commandbus.fill_batch(%(id)s, %(total)s, %(fingerprint)s)",
         id_,
@@ -246,7 +246,7 @@ class Fingerprint:
         )  # fmt: skip
 
     def add(self, *content: object) -> None:
-        """One thing more."""
+        """Add one value to the digest."""
         self._digest.update(json.dumps(content).encode())
 
     def of_each(self, outgoing: Iterable[Outgoing]) -> Iterator[Outgoing]:
@@ -297,7 +297,7 @@ def _add(domain: str, batch_id: str, outgoing: Iterator[Outgoing]) -> Steps[int]
 
 
 def _send_all(domain: str, batch: int, outgoing: Iterator[Outgoing], *, counts: bool) -> Steps[int]:
-    """Send members. A batch that was there before `counts` them as they come."""
+    """Send members. An existing batch `counts` them."""
     total = 0
     for chunk in _chunks(outgoing):
         yield from _send(domain, batch, chunk, counts=counts)

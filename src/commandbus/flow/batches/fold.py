@@ -1,8 +1,8 @@
-"""fold: add up what happened to a batch, and finish it when all is final.
+"""Add up what happened to the members of a batch, and end the batch when all have ended.
 
-A settle never decides that a batch is complete: concurrent ones cannot see each other's deltas. `fold` locks the
-batch, and there, if nothing is left, sets the final status and sends what `on_complete` asks for: exactly once,
-because both commit together.
+A settle never decides that a batch is complete, because concurrent ones cannot see each other's deltas. `fold`
+locks the batch. If no member is left, it sets the final status and sends `on_complete`, exactly once, because both
+commit together.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ _LIMIT_WAITING = (
 
 @operation(atomic=True)
 def fold(batches: Iterable[int], *, waiting: bool = False, line: set[int] | None = None) -> Steps[set[int]]:
-    """Fold these in a transaction of its own; answers those that were not locked by somebody else. Never waits
-    long.
+    """Fold these in its own transaction. Returns those that nobody else had locked. Never waits long.
 
-    With `waiting` it waits for them, a second at most: then LockNotAvailable. Of those who share a `line` one
-    waits for a batch, and folds what the others have noted too.
+    With `waiting` it waits for them, at most a second; then it raises LockNotAvailable. Of several callers that
+    share a `line`, one waits for a batch, and folds what the others have noted, too.
     """
     wanted = sorted(batches)
     done = yield from _fold(wanted, is_alone=True)
@@ -45,7 +44,7 @@ def fold(batches: Iterable[int], *, waiting: bool = False, line: set[int] | None
 
 
 def _fold_waiting(batches: Sequence[int], line: set[int]) -> Steps[set[int]]:
-    """Whoever waits in line has not begun to fold: it will see whatever was committed up to now."""
+    """A caller that waits in line has not begun to fold, so it will see everything committed up to now."""
     mine = [batch for batch in batches if batch not in line]
     if not mine:
         return set()
@@ -63,8 +62,8 @@ def _fold_waiting(batches: Sequence[int], line: set[int]) -> Steps[set[int]]:
 
 
 def fold_now(batches: Sequence[int]) -> Steps[set[int]]:
-    """Fold in the transaction that is under way. If a completion would have to wait for somebody's transaction,
-    nothing is folded: what was noted stays for the workers."""
+    """Fold in the current transaction. If a completion would have to wait for another transaction, nothing is
+    folded: the deltas stay for the workers."""
     yield Statement(b"SAVEPOINT commandbus_fold")
     try:
         done = yield from _fold(batches, is_alone=False)
@@ -103,7 +102,7 @@ def _send_completion(
     custom_data: str | None,
     on_complete: str,
 ) -> Steps[None]:
-    """Send what the batch's creator asked for. What cannot be sent is put aside: it must not keep the batch."""
+    """Send `on_complete`. If it cannot be sent, it is set aside, so that the batch can end."""
     queue, aside = queue_of(domain), _dump({"batch": id_, "on_complete": on_complete})
     try:
         wanted: dict[str, Any] = payload.loads(on_complete)

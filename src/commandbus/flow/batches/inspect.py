@@ -1,7 +1,7 @@
-"""batch_look: what is known of batches. Reads only, locks nothing.
+"""What is known about batches. Reads only, locks nothing.
 
-Counts are those of the row and what has not been folded yet, in one snapshot. What runs is known by the queue
-alone, so a look at batches that are not finished begins with one look at what is held in their domains.
+Counts are those of the row plus those that are not folded yet, in one snapshot. Only the queue knows what runs, so
+a look at unfinished batches begins with one look at what is held in their domains.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _rows(
 
 
 def _running(domains: Sequence[str]) -> Steps[dict[int, int]]:
-    """How many members of which batch somebody holds."""
+    """How many members of each batch are held by workers."""
     found: dict[int, int] = {}
     for domain in domains:
         try:
@@ -103,7 +103,7 @@ def _domains() -> Steps[list[str]]:
 
 
 def _with_eta(row: Row, running: Mapping[int, int]) -> Steps[BatchRecord]:
-    """With how long the rest takes, as far as that is known."""
+    """The batch with its ETA, as far as that is known."""
     record = _record(row, running)
     if record.is_finished:
         return replace(record, eta_seconds=0.0)
@@ -135,7 +135,7 @@ def _waits(rows: Sequence[Row]) -> Waits:
 
 
 def _turn(backoff: float | None, ahead: int, rate: float | None) -> float | None:
-    """How long the last in line waits for its turn; None: a person has to act, or nothing was measured."""
+    """How long the last in line waits; None: a person must act, or no rate was measured."""
     return None if backoff is None or rate is None else backoff + (ahead + 1) / rate
 
 

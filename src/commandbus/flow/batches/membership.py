@@ -1,8 +1,8 @@
-"""groups: what an operator's or a sender's move of commands means for their batches and processes.
+"""What it means for batches and processes when an operator or a sender moves their commands.
 
-Settling counts by itself (commands/settle_final.sql); here are the moves that are not settlements: out of the
-troubleshooting queue, and cancelled before they ran. Batches are counted in deltas and folded in the same
-transaction, if nobody else is folding them; processes are locked after the commands.
+Settlements count members themselves (commands/settle_final.sql). This module is for moves that are not
+settlements: out of the troubleshooting queue, and canceled before they ran. Batches are counted in deltas, and
+folded in the same transaction if nobody else is folding them. Processes are locked after the commands.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def ended(
 
 
 def unhandled(messages: Sequence[int]) -> Steps[None]:
-    """Messages to processes (their row ids) were settled as CANCELED: somebody had asked for it while they ran."""
+    """Messages to processes (their row ids) were settled as CANCELED, because somebody canceled them."""
     counts: dict[int, Counter[Count]] = {}
     yield from _abandon(messages, "somebody canceled a message that this process had not handled", counts)
     yield from count(counts)

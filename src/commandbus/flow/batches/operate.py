@@ -1,12 +1,12 @@
-"""batch_operate: cancel a batch, and retry what failed in one. Long work, in bites of a thousand members.
+"""Cancel a batch, and retry its failed members. Long work, in portions of a thousand members.
 
-Cancelling begins with a mark on the batch (`cancel`), which also closes it. Then pass after pass goes over its
-members: what waits is CANCELED, what runs is asked to stop, what is in the troubleshooting queue is cancelled
-there; a pass that found nothing on the move between those is the last. The mark is what counts: if whoever
-cancels dies on the way, workers go on (`sweep`), and the fold that finds nothing left says CANCELED.
+Canceling begins with a mark on the batch (`cancel`), which also closes it. Then it passes over the members until a
+pass found none that moved meanwhile: members that wait are CANCELED, running ones are asked to stop, and those in
+the troubleshooting queue are canceled there. The mark decides: if the caller dies on the way, workers go on
+(`sweep`), and the fold that finds nothing left sets CANCELED.
 
-Of two who carry out one cancellation (its caller and a worker that sweeps) one works at a time, under an advisory
-lock that each bite takes; with processes, each of the transactions in which one is cancelled.
+If two carry out the same cancellation (its caller and a worker that sweeps), one works at a time, under an
+advisory lock that each portion takes. With processes, each transaction that cancels one takes it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TRY_LOCK = b"SELECT pg_catalog.pg_try_advisory_xact_lock(%(space)s::bigint << 3
 
 
 class Canceling(NamedTuple):
-    """A batch that is being cancelled, and in whose name."""
+    """A batch that is being canceled, and in whose name."""
 
     id: int
     domain: str
@@ -45,7 +45,7 @@ class Canceling(NamedTuple):
 
 
 class Canceled(NamedTuple):
-    """What a bite, or all of them, did: how many members ended, how many were asked to stop."""
+    """What a portion, or all of them, did: how many members ended, how many were asked to stop."""
 
     canceled: int = 0
     requested: int = 0
@@ -59,11 +59,11 @@ class _Bite(NamedTuple):
     is_last: bool
 
 
-# --- cancelling -------------------------------------------------------------------------------------------------
+# --- canceling -------------------------------------------------------------------------------------------------
 
 
 def cancel(domain: str, batch_id: str, what: OperatorAction) -> Plan[BatchCancelReport]:
-    """Cancel a batch: what waits or needs a person at once, what runs by asking it to stop."""
+    """Cancel a batch: members that wait or need a person at once, running ones by asking them to stop."""
     canceling = yield mark(domain, batch_id, what)
     done: Canceled = yield from CANCEL_MEMBERS[canceling.holds](canceling, is_sweep=False)
     return BatchCancelReport(domain, str(batch_id), *done)
@@ -71,8 +71,8 @@ def cancel(domain: str, batch_id: str, what: OperatorAction) -> Plan[BatchCancel
 
 @operation(atomic=True)
 def mark(domain: str, batch_id: str, what: OperatorAction) -> Steps[Canceling]:
-    """Note that a batch is to be cancelled, and close it; who asked first is kept. Asked again, it is to be done
-    again: one of its processes may have been retried meanwhile."""
+    """Mark a batch as to be canceled, and close it. The first request is kept. A second one makes the work begin
+    again, because one of its processes may have been retried meanwhile."""
     found = yield from lock(domain, batch_id, "UPDATE")
     if not found.is_finished:
         yield from fold_now([found.id])  # it may be complete, and nobody has noticed yet
@@ -97,7 +97,8 @@ def mark(domain: str, batch_id: str, what: OperatorAction) -> Steps[Canceling]:
 
 
 def cancel_commands(canceling: Canceling, *, is_sweep: bool) -> Plan[Canceled]:
-    """Pass over the members until all are final or asked to stop; a sweep leaves it to who is at it already."""
+    """Pass over the members until all have ended or were asked to stop. A sweep does nothing if another works on
+    it."""
     canceled = requested = 0
     for _ in range(PASSES):
         moving, last_id, is_last = 0, 0, False
@@ -118,8 +119,8 @@ def cancel_commands(canceling: Canceling, *, is_sweep: bool) -> Plan[Canceled]:
 
 
 def cancel_processes(canceling: Canceling, *, is_sweep: bool) -> Plan[Canceled]:
-    """Ask all processes that are not final to stop; each ends when what it has done is undone. A sweep leaves it
-    to who is at it already."""
+    """Ask all processes that have not ended to stop. Each ends when its completed steps are undone. A sweep does
+    nothing if another works on it."""
     members: Plan[int] = process_batch.cancel_members(canceling.id, canceling.domain, canceling.what)
     try:
         step = next(members)
@@ -140,7 +141,7 @@ def cancel_processes(canceling: Canceling, *, is_sweep: bool) -> Plan[Canceled]:
 
 @operation(atomic=True)
 def _alone(canceling: Canceling, step: Operation[Any], *, is_sweep: bool) -> Steps[tuple[Any] | None]:
-    """An operation's answer; None if somebody else is at this cancellation."""
+    """The result of an operation; None if another works on this cancellation."""
     if not (yield from _lock(canceling, is_sweep=is_sweep)):
         return None
     return ((yield from step.steps),)
@@ -158,12 +159,12 @@ CANCEL_MEMBERS: Final[dict[str, Callable[..., Plan[Canceled]]]] = {
     "commands": cancel_commands,
     "processes": cancel_processes,
 }
-"""How the members of a batch are cancelled, by what it holds: `(canceling, *, is_sweep)`."""
+"""How the members of a batch are canceled, by what it holds: `(canceling, *, is_sweep)`."""
 
 
 @operation(atomic=True)
 def cancel_bite(canceling: Canceling, *, after_id: int, is_sweep: bool, bite: int = BITE) -> Steps[_Bite | None]:
-    """One bite of a pass; None if somebody else is at it."""
+    """One portion of a pass; None if another works on it."""
     if not (yield from _lock(canceling, is_sweep=is_sweep)):
         return None
     rows = yield Statement(
@@ -181,7 +182,7 @@ def cancel_bite(canceling: Canceling, *, after_id: int, is_sweep: bool, bite: in
 
 
 def _cancel_waiting(canceling: Canceling, ids: Sequence[int]) -> Steps[tuple[int, int, int]]:
-    """How many were cancelled, how many asked to stop now, and how many were found where they seemed to be."""
+    """How many were canceled, how many asked to stop now, and how many were found where they seemed to be."""
     if not ids:
         return 0, 0, 0
     domain, what = canceling.domain, canceling.what
@@ -204,8 +205,8 @@ def _cancel_waiting(canceling: Canceling, ids: Sequence[int]) -> Steps[tuple[int
 
 @operation(atomic=False)
 def done(batch: int) -> Steps[None]:
-    """Every member is final, or was asked to stop: there is nothing left to sweep. A batch that has ended gets it
-    too: one of its processes may be retried, and must not be cancelled again."""
+    """Note that every member has ended, or was asked to stop, so that nothing is left to sweep. This is noted for
+    a batch that has ended, too: one of its processes may be retried, and must not be canceled again."""
     yield Statement(
         b"UPDATE commandbus.batch SET cancel = (cancel::jsonb || '{\"done\": true}')::json "
         b"WHERE id = %(id)s AND cancel ->> 'done'::text IS NULL",
@@ -225,7 +226,7 @@ class Leftovers(NamedTuple):
 
 @operation(atomic=False)
 def leftovers(limit: int = 100, *, but: Sequence[int] = ()) -> Steps[Leftovers]:
-    """What somebody must look after, `but` for these: a crash left it, or it was settled a moment ago."""
+    """Batches that need work, except `but`: a crash left them, or a member was settled a moment ago."""
     rows = yield Statement(sql.text("batches/sweep"), {"limit": limit, "but": list(but)})
     return Leftovers(
         [id_ for id_, _, _, cancel in rows if cancel is None],
@@ -238,7 +239,7 @@ def leftovers(limit: int = 100, *, but: Sequence[int] = ()) -> Steps[Leftovers]:
 
 
 def resume(canceling: Canceling) -> Plan[Canceled]:
-    """Go on with a cancellation, unless somebody is at it."""
+    """Go on with a cancellation, unless another works on it."""
     return (yield from CANCEL_MEMBERS[canceling.holds](canceling, is_sweep=True))
 
 
@@ -253,7 +254,7 @@ def _operator_action_of(cancel: str) -> OperatorAction:
 def retry_failed(
     domain: str, batch_id: str, what: OperatorAction, *, name: object = None, on_complete: object = None
 ) -> Plan[BatchRetryReport]:
-    """Retry what is in the troubleshooting queue, and send what FAILED for good again in a new batch.
+    """Retry members in the troubleshooting queue, and send those that FAILED for good again in a new batch.
 
     Processes that are FAILED go on where they stopped; those that were undone are started again in the new batch.
     `name` and `on_complete` are those of the new batch.
@@ -284,7 +285,7 @@ def _find(domain: str, batch_id: str) -> Steps[tuple[int, str]]:
 
 @operation(atomic=True)
 def _retry_bite(domain: str, batch: int, what: OperatorAction, *, after_id: int) -> Steps[tuple[int, int, bool]]:
-    """How many were retried, the last id that was looked at, and was it the last bite?"""
+    """How many were retried, the last id that was looked at, and whether it was the last portion."""
     rows = yield Statement(sql.text("batches/members"), {"batch": batch, "after_id": after_id, "bite": BITE})
     moved: list[str] = []
     if ids := [id_ for id_, status in rows if status == "IN_TROUBLESHOOTING_QUEUE"]:

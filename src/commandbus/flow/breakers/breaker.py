@@ -1,26 +1,25 @@
-"""breaker: when the attempts of a command type hang or fail, its commands wait instead of running.
+"""Breakers of command types: when attempts of a type hang or fail, its commands wait instead of running.
 
     CLOSED ── the type is in trouble ──► OPEN ── reset has passed ──► HALF_OPEN: one probe
       ▲                                   ▲                              │
       └───────── the probe went well ─────┼──────────────────────────────┤
                                           └──── it went badly ───────────┘
 
-`model/breaker_rule.py` says when a type is in trouble. Workers report attempts that ended badly (`report`); those
-are in the breaker's row. How many ended otherwise each worker counts in memory, and tells with its heartbeat while
-a type has a bad attempt in the window: nothing is written per attempt. `judge` puts both together. Of a bad
-attempt nobody knows what it means until every live worker of the domain has told its counts since: that is waited
-for, for a while.
+`model/breaker_rule.py` says when a type is in trouble. Workers report attempts that ended badly (`report`); the
+breaker's row keeps them. Each worker counts in memory how many attempts ended in another way. It tells these
+counts with its heartbeat while a type has a bad attempt in the window: nothing is written per attempt. `judge`
+puts both together. A bad attempt cannot be judged before every live worker of the domain has told its counts
+since; that is waited for, for a while.
 
-Workers look after breakers (`watch`): they `judge` those that have news, and `advance` those that are not closed.
-Who moves a breaker holds its row, so of any number of workers one opens it, and one chooses the probe. The probe
-is a command, not an attempt: it may be given back or lose its worker, and stays the probe while its message is
-there. If the message is gone and nobody has told how it ended, the command says so (COMPLETED is well), or
-another one is chosen after a while. Probes rotate: the next one is the parked command that was the probe in vain
+Workers maintain breakers (`watch`): they `judge` those that have news, and `advance` those that are not closed.
+Whoever moves a breaker locks its row, so exactly one worker opens it, and one chooses the probe. The probe is a
+command, not an attempt: it may be given back or lose its worker, and stays the probe while its message exists. If
+the message is gone and nobody has told how it ended, the status of the command decides (COMPLETED is good), or
+another probe is chosen after a while. Probes rotate: the next one is the parked command that has probed in vain
 least often.
 
-While a breaker is not closed, claims park its commands, all but the probe (`commands/claim.sql`,
-`commands/park.sql`). Every move is written down in control_action. What people do is in
-`flow/breakers/operate.py`.
+While a breaker is not closed, claims park its commands, except the probe (`commands/claim.sql`,
+`commands/park.sql`). Every move is recorded in control_action. `flow/breakers/operate.py` has what operators do.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Bad(NamedTuple):
 
 
 class OpenBreaker(NamedTuple):
-    """A breaker that is not closed, for who parks its commands; `sentence` says why."""
+    """A breaker that is not closed, for the claim that parks its commands; `sentence` says why."""
 
     probe: int | None
     until: datetime | None
@@ -86,7 +85,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """One that is not closed, and in how many seconds it is to move; `is_probing`: its probe is under way."""
+    """A breaker that is not closed, and in how many seconds it moves; `is_probing`: its probe is under way."""
 
     domain: str
     command_type: str
@@ -96,8 +95,8 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What there is to look after: breakers that are `due`, and the bad attempts of closed ones, by (domain,
-    command_type). `now` is the server's clock, in epoch seconds; None if there is nothing."""
+    """What there is to do: breakers that are `due`, and the bad attempts of closed ones, by (domain,
+    command_type). `now` is the server's clock, in epoch seconds; None if there is nothing to do."""
 
     due: Sequence[Due] = ()
     recent: Mapping[tuple[str, str], Sequence[BadAttempt]] = field(default_factory=dict)
@@ -106,8 +105,8 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What became of it: it moved, or not; `is_final`: no worker's counts are missing, so nothing changes until
-    there is another bad attempt."""
+    """The verdict: it moved, or not. `is_final`: no worker's counts are missing, so nothing changes until the next
+    bad attempt."""
 
     moved: Moved | None = None
     is_final: bool = True
@@ -132,9 +131,9 @@ class Row:
     now: datetime
 
     def count(self, rule: Breaker, bad: Sequence[Bad]) -> Row:
-        """With these attempts counted, and what has left the window forgotten.
+        """The row with these attempts counted, and without those that have left the window.
 
-        They have ended now: the last end always changes, by which everybody knows that there is something new.
+        They have ended now. So the last end always changes, and everybody sees that there is something new.
         """
         now = self.now.timestamp()
         ended = max([now, *(item.ended + 1e-6 for item in self.recent)])
@@ -142,7 +141,7 @@ class Row:
         return replace(self, recent=kept(rule, [*self.recent, *more], now))
 
     def tired(self) -> Row:
-        """Its probe was one in vain."""
+        """The row after a probe in vain."""
         return self if self.probe is None else replace(self, vain=[*self.vain, self.probe][-_VAIN_KEPT:])
 
     def opened(self, reason: str) -> Row:
@@ -154,7 +153,7 @@ class Row:
         )  # fmt: skip
 
     def closed(self) -> Row:
-        """Closed; nothing counts that was before."""
+        """Closed, with all counts cleared."""
         return replace(
             self, state="CLOSED", recent=[], is_forced=False, opened_at=None, until=None, reason=None, probe=None,
             probe_until=None, vain=[],
@@ -170,7 +169,7 @@ def report(
 ) -> Steps[Moved | None]:
     """Count attempts that ended badly, and tell of probes (by their commands) that ended well.
 
-    While it is open or half open, only the probe moves it: what else ends had begun before.
+    While it is open or half open, only the probe moves it: other attempts that end now had begun before.
     """
     row = yield from (make(domain, command_type, rule) if bad else lock(domain, command_type))
     if row is None:
@@ -226,7 +225,8 @@ def _judge(row: Row, rule: Breaker) -> Steps[Judged]:
 
 
 class _Count(NamedTuple):
-    """What one worker said: is it live, when did it say so, and its tally (None: it said nothing of this type)."""
+    """What one worker told: is it live, when did it tell, and its counts (None: it told nothing about this
+    type)."""
 
     is_live: bool
     at: float
@@ -236,8 +236,8 @@ class _Count(NamedTuple):
 class Counts:
     """What the workers of a domain have told of one command type.
 
-    `known_until`: of bad attempts that ended until then, all live workers have told what else ended. While
-    attempts keep ending badly there are always some that are too new. A worker that has been silent for long is
+    `known_until`: for bad attempts that ended until then, all live workers have told what else ended. While
+    attempts keep ending badly, there are always some that are too new. A worker that has been silent for long is
     not waited for.
     """
 
@@ -302,7 +302,7 @@ def _probe(row: Row) -> Steps[Moved | None]:
     )
     if chosen:
         half_open = replace(row, state="HALF_OPEN", probe=chosen[0][0], probe_until=None)
-        return (yield from move(half_open, "one command is tried", of_probe=half_open.probe))
+        return (yield from move(half_open, "one command is the probe", of_probe=half_open.probe))
     if row.state == "OPEN":
         return None  # the next one that arrives is parked, and then chosen
     unheard = replace(row, state="OPEN", until=row.now, probe=None, probe_until=None)
@@ -310,7 +310,7 @@ def _probe(row: Row) -> Steps[Moved | None]:
 
 
 def hold(domain: str, types: Iterable[str]) -> Steps[dict[str, OpenBreaker]]:
-    """For a claim that is about to park: those of these types that are not closed, and stay so until then."""
+    """For a claim that is about to park: breakers of these types that are not closed, locked until it commits."""
     rows = yield Statement(sql.text("breakers/hold"), {"domain": domain, "types": sorted(set(types))})
     return {
         command_type: OpenBreaker(
@@ -327,11 +327,11 @@ def explain(
     if is_forced:
         return f"breaker opened {reason or 'by a person'}"
     if state == "HALF_OPEN":
-        how = "breaker half open, one command is tried"
+        how = "breaker half open, one command is the probe"
     elif now is None or until is None:
         how = "breaker open"
     elif until <= now:
-        how = "breaker open, the next command is tried"
+        how = "breaker open, the next command is the probe"
     else:
         how = f"breaker open until {until.astimezone(UTC):%H:%M:%S} UTC"
     return f"{how}: {reason}" if reason else how
@@ -369,8 +369,8 @@ def move(
     action: str | None = None,
     of_probe: int | None = None,
 ) -> Steps[Moved]:
-    """Write the new state, and that it has moved. One that closes lets go what it had parked: the first bite of it
-    at once (`flow/commands/unpark.py`)."""
+    """Write the new state, and record the move. A breaker that closes returns its parked commands to the queue:
+    the first portion at once (`flow/commands/unpark.py`)."""
     why = reason or row.reason or ""
     yield _save(row)
     parked = Parked("breaker", row.domain, row.command_type)

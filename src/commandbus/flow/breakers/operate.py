@@ -1,7 +1,6 @@
 """What people do to breakers, of command types and of limits, and what senders ask of them.
 
-A breaker that a person has opened stays open until a person closes it. Everything is written down in
-control_action.
+A breaker that a person has opened stays open until a person closes it. Everything is recorded in control_action.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ T = TypeVar("T")
 class BreakerInfo:
     """A breaker for people. `kind` is "type" (`name` is "DOMAIN/COMMAND_TYPE") or "limit" (`name` is the limit's).
 
-    `until`: when one command is tried; None while it is closed, or a person has opened it (`is_forced`). `probe`:
-    the command_id, or the place's token, that is tried. `stuck` and `failures` are the attempts that it has
-    counted within its window, `others` those of the type that ended otherwise since the first of these began, as
-    the workers said last. `parked` is how many wait.
+    `until`: when a probe follows; None while it is closed, or a person has opened it (`is_forced`). `probe`: the
+    command_id, or the permit's token, of the probe. `stuck` and `failures` are the attempts that it has counted
+    within its window. `others` are attempts of the type that have ended in another way since the first of these
+    began, as the workers last told. `parked` is how many commands wait.
     """
 
     kind: str
@@ -77,7 +76,7 @@ def close_type(domain: str, command_type: str, what: OperatorAction) -> Plan[int
 
 
 def reset_type(domain: str, command_type: str, what: OperatorAction) -> Plan[int]:
-    """Forget what was counted, and close it if it is open; returns how many commands went back to the queue."""
+    """Clear the counts, and close it if it is open. Returns how many commands went back to the queue."""
     return (yield from _wake(domain, command_type, _reset(domain, command_type, what)))
 
 
@@ -122,7 +121,7 @@ def open_limit(name: str, what: OperatorAction) -> Steps[bool]:
 
 @operation(atomic=True)
 def close_limit(name: str, what: OperatorAction) -> Steps[int]:
-    """Close a limit's breaker; answers how many wait for the limit, each until there is a place for it."""
+    """Close a limit's breaker. Returns how many wait for the limit; each goes on when it gets a permit."""
     _, is_open = yield from _limit(name)
     if not is_open:
         raise InvalidOperationError(f"the breaker of limit {name!r} is not open")
@@ -189,9 +188,9 @@ def _by(what: OperatorAction) -> str:
 
 
 class Guard:
-    """Refuses to send commands whose breaker is open; only for a sender whose settings want that of some type.
+    """Refuses to send commands whose breaker is open; only for senders that are configured so for some type.
 
-    Once `reset` has passed commands are let in again: one of them is tried.
+    After `reset`, commands are accepted again: one of them is the probe.
     """
 
     def __init__(self, domain: str, refuses: Callable[[str], bool]) -> None:
@@ -204,7 +203,7 @@ class Guard:
         return self._refuses(command_type)
 
     def before(self, sending: Operation[T], types: Iterable[str] = ()) -> Operation[T]:
-        """The sending, with a look at the breakers before it, in its own transaction."""
+        """Returns the sending, with a look at the breakers before it, in the same transaction."""
 
         def steps() -> Steps[T]:
             rows = yield Statement(sql.text("breakers/refusing"), {"domain": self._domain})

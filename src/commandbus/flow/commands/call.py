@@ -1,9 +1,9 @@
-"""call: send a command whose sender waits, look what became of it, and say it to the sender.
+"""Send a command whose caller waits, and tell the caller the outcome.
 
-Such a command's `reply_to` is CALL, which no queue can be named: whoever settles it, or moves it to the
-troubleshooting queue, only notifies its row's id (`flow/commands/reply.py`), and the row says the rest. `reply_to`
-is content like any other field, so a second call with the same command_id and content joins the first, and one
-that was sent without anybody waiting is another command.
+The `reply_to` of such a command is CALL, which no queue can have as its name. Whoever settles it, or moves it to
+the troubleshooting queue, only notifies its row's id (`flow/commands/reply.py`), and the caller reads the row.
+`reply_to` is content like any other field. So a second call with the same command_id and content waits for the
+same command, while a command that was sent without a caller counts as different content.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CommandOutcome:
 
 
 def send_call(domain: str, new: NewCommand, *, max_bytes: int) -> Operation[SentCommand]:
-    """Send a command, or find the one that was called before, so that its outcome is told to who waits."""
+    """Send a command, or find the one that was called before, so that the caller is told its outcome."""
     if new.reply_to is not None:
         raise InvalidCommandError("a call takes no reply_to: its caller is told the outcome")
     return send.send(names.check_domain(domain), send.prepare(new, max_bytes=max_bytes)._replace(reply_to=CALL))
@@ -56,8 +56,8 @@ def send_call(domain: str, new: NewCommand, *, max_bytes: int) -> Operation[Sent
 
 @operation(atomic=False)
 def outcomes(commands: Sequence[tuple[str, str]]) -> Steps[dict[int, CommandOutcome]]:
-    """What became of these commands (domain, command_id), by the ids of their rows; those that are gone are left
-    out. Who can name a command may ask; nobody can list them by this."""
+    """The outcomes of these commands (domain, command_id), by the ids of their rows; deleted ones are left out.
+    Whoever knows the id of a command may ask; this cannot list commands."""
     names_ = {"domains": [domain for domain, _ in commands], "command_ids": [id_ for _, id_ in commands]}
     rows = yield Statement(sql.text("commands/call_outcomes"), names_)
     return {row[0]: _outcome(row) for row in rows}
@@ -65,13 +65,13 @@ def outcomes(commands: Sequence[tuple[str, str]]) -> Steps[dict[int, CommandOutc
 
 @operation(atomic=False)
 def get_outcome(domain: str, command_id: str) -> Steps[CommandOutcome | None]:
-    """What became of one command; None if there is none."""
+    """The outcome of one command; None if there is no such command."""
     found = yield from outcomes([(names.check_domain(domain), names.to_id(command_id))]).steps
     return next(iter(found.values()), None)
 
 
 def conclude(outcome: CommandOutcome) -> Any:
-    """The result of a command that has an outcome, or the error that tells it."""
+    """Returns the result of a command that has an outcome, or raises the error of that outcome."""
     match outcome.status:
         case CommandStatus.COMPLETED:
             return outcome.result

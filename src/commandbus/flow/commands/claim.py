@@ -1,17 +1,18 @@
-"""claim: take visible messages, and put right what is odd about some of them before anything runs.
+"""Claim visible messages, and put right what is unusual about some of them before anything runs.
 
-The claim itself is one statement and one row write a message. Odd rows are rare and each kind has an operation:
+The claim itself is one statement and one row write per message. Unusual rows are rare. Each kind has an operation:
 
-- still held by somebody when its lease ran out: that worker vanished; its attempt is recorded as LOST, and
-  model/suspects.py decides what that costs the command. If somebody had asked to cancel it, it does not run again:
-  it is CANCELED
-- lost before, or in quarantine: it runs if there is room to run it apart from the others. Else it is given back
-  for later, and holds no slot meanwhile
-- no command belongs to it: a raw message of another client is adopted, or rejected with a reason
-- its command type is paused, or the type's breaker is not closed: parked. The breaker's probe is let through
-- this worker has no handler for its type: parked, for a worker that has one (flow/commands/unhandled_types.py)
+- A worker still held the row when its lease ran out: that worker vanished. Its attempt is recorded as LOST, and
+  model/suspects.py decides what that costs the command. If somebody had asked to cancel the command, it does not
+  run again: it is CANCELED.
+- The command was lost before, or is in quarantine: it runs if there is room to run it apart from the others. If
+  not, it is given back for later, and holds no slot meanwhile.
+- No command belongs to the message: a raw message of another client is adopted, or rejected with a reason.
+- The command type is paused, or its breaker is not closed: the command is parked. The breaker's probe runs.
+- This worker has no handler for the type: the command is parked for a worker that has one
+  (flow/commands/unhandled_types.py).
 
-Until such an operation has run, the row is simply leased to this worker: a crash in between changes nothing.
+Until such an operation has run, the row is only leased to this worker: a crash in between changes nothing.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ RAW = f"{OURS} IS NOT TRUE"
 class ClaimedRow(NamedTuple):
     """A row of commands/claim.sql, in its order. `is_paused` also says that the breaker of its type is not closed.
 
-    `before` is True if somebody held it when its lease ran out. `created_at` is an epoch second; `last_vt` and
-    `claimed_at` are microseconds, the same in every row. `unhandled` is no column: it is the note with which a
-    command is parked for which this worker has no handler.
+    `before` is True if a worker held it when its lease ran out. `created_at` is an epoch second; `last_vt` and
+    `claimed_at` are microseconds, the same in every row. `unhandled` is not a column: if this worker has no
+    handler for the command, it is the note with which the command is parked.
     """
 
     msg_id: int
@@ -102,12 +103,12 @@ UNREAD = Text(None, None, None)
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many commands that run alone may wait here for their turn, and how many in quarantine may start now;
-    None is any number.
+    """How many commands that run alone may wait here, and how many in quarantine may start now; None is any
+    number.
 
     Commands of the types in `isolated` run in child processes anyway, and do not count as in quarantine. `spread`,
-    from 0 to 1, spreads the delays of those for whom there is no room. Those that would run alone come again after
-    about `soonest` seconds: then there may be room.
+    from 0 to 1, spreads the delays of commands for which there is no room. Those that would run alone return after
+    about `soonest` seconds, when there may be room.
     """
 
     alone: int | None = None
@@ -117,7 +118,7 @@ class Room:
     soonest: float = LONGEST_DELAY
 
     def without(self, admitted: Sequence[ClaimedRow]) -> Room:
-        """What is left when these have been let in."""
+        """The room that is left when these have been let in."""
         alone = sum(bool(row.alone) for row in admitted)
         quarantined = sum(
             bool(row.quarantine) and not row.alone and row.command_type not in self.isolated for row in admitted
@@ -134,7 +135,7 @@ ANY_ROOM = Room()
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one claim brought: rows to run as plain tuples (they are the hot path), and the odd ones."""
+    """The result of one claim: rows to run, as plain tuples (the hot path), and the unusual ones."""
 
     ready: list[tuple[Any, ...]]
     odd: list[ClaimedRow]
@@ -166,7 +167,7 @@ def claim(
 
 
 def as_claim(rows: Sequence[tuple[Any, ...]], n: int) -> Claim:
-    """What a statement that leased up to n messages brought, the odd ones apart."""
+    """The result of a statement that leased up to n messages, with the unusual rows separated."""
     if not rows:
         return Claim([], [], False, None, None)
     ready = [
@@ -190,11 +191,11 @@ def _moment(microseconds: int) -> datetime:
 def put_right(
     *, domain: str, worker: str, odd: Sequence[ClaimedRow], max_bytes: int, room: Room = ANY_ROOM
 ) -> Steps[tuple[list[ClaimedRow], int]]:
-    """Record lost attempts, adopt or reject raw messages, park what must wait, end what was to be cancelled, and
-    give back what there is no room for now.
+    """Record lost attempts, adopt or reject raw messages, park what must wait, end what should be canceled, and
+    give back commands for which there is no room now.
 
-    Answers what is to be run now, and how many messages were adopted: those are back in the queue as ordinary
-    commands, for the next claim.
+    Returns what can run now, and how many messages were adopted. Those are back in the queue as ordinary commands,
+    for the next claim.
     """
     # Whoever waits here keeps all other commands waiting. Nothing of it is left in the session.
     yield Statement(b"SET LOCAL lock_timeout = '200ms'")
@@ -230,8 +231,8 @@ def put_right(
 
 @operation(atomic=False)
 def run_alone(*, domain: str, worker: str, msg_id: int, read_ct: int) -> Steps[bool]:
-    """A suspect is about to start, and no other one runs beside it; False if it must not: this worker is not sure
-    to hold it."""
+    """Note that a suspect is about to start, and that no other suspect runs. Returns False if it must not start,
+    because this worker may no longer hold it."""
     rows = yield Statement(
         sql.text("commands/run_alone", domain=domain), {"worker": worker, "msg_id": msg_id, "read_ct": read_ct}
     )
@@ -257,14 +258,14 @@ def announce(*, worker: str, domains: Sequence[str], seconds: float) -> Steps[No
 
 @operation(atomic=False)
 def withdraw(worker: str) -> Steps[None]:
-    """Ask for no more notifications."""
+    """Ask senders to stop the notifications."""
     yield Statement(sql.text("commands/withdraw"), {"worker": worker})
 
 
 @operation(atomic=True)
 def set_aside(*, domain: str, worker: str, row: ClaimedRow, reason: str) -> Steps[None]:
-    """A row with which something is wrong that nobody has foreseen: a raw message is rejected unread, a
-    command goes to the troubleshooting queue.
+    """Set aside a row with an unforeseen problem: a raw message is rejected unread, a command goes to the
+    troubleshooting queue.
     """
     if row.id is None:
         yield from _reject(domain, worker, [row], {row.msg_id: (reason, None)})
@@ -275,7 +276,7 @@ def set_aside(*, domain: str, worker: str, row: ClaimedRow, reason: str) -> Step
 
 
 def _take_in(domain: str, worker: str, raw: Sequence[ClaimedRow], max_bytes: int) -> Steps[int]:
-    """Adopt what is readable, reject the rest; answers how many were adopted."""
+    """Adopt what is readable, reject the rest. Returns how many were adopted."""
     adopted, left = 0, list(raw)
     while left:
         texts = yield from _read_some(domain, worker, left, max_bytes)
@@ -369,7 +370,7 @@ def _adoption(row: ClaimedRow, new: NewCommand) -> dict[str, Any]:
 
 
 def _read_holders(domain: str, worker: str, lost: Sequence[ClaimedRow]) -> Steps[dict[int, list[dict[str, Any]]]]:
-    """The vanished holders of each, last first; none of a row whose headers are none of ours."""
+    """The vanished holders of each row, last first; none for a row whose headers are not ours."""
     asked = {"worker": worker, "msg_ids": [row.msg_id for row in lost]}
     rows = yield Statement(sql.text("commands/read_holders", domain=domain), asked)
     found: dict[int, list[dict[str, Any]]] = {row.msg_id: [] for row in lost}
@@ -377,7 +378,7 @@ def _read_holders(domain: str, worker: str, lost: Sequence[ClaimedRow]) -> Steps
 
 
 def _canceled_before(holders: Mapping[int, Sequence[dict[str, Any]]]) -> dict[int, Failure]:
-    """Those whose vanished holder, or one before it, was asked to stop."""
+    """Rows whose vanished holder, or one before it, was asked to stop."""
     found: dict[int, Failure] = {}
     for msg_id, chain in holders.items():
         for holder in chain:
@@ -394,9 +395,11 @@ def _cancel(domain: str, worker: str, rows: Sequence[ClaimedRow], why: Mapping[i
 
 
 def _after_loss(row: ClaimedRow, holders: Sequence[dict[str, Any]], worker: str) -> Marks:
-    """What the loss costs. Whoever claimed it after the first vanished holder vanished before starting it.
+    """What the loss costs. Workers that claimed it after the first vanished holder vanished before they started
+    it.
 
-    This worker itself has not vanished: the database was away for longer than a lease, or the machine stood still.
+    This worker itself has not vanished: the database was unreachable for longer than a lease, or the machine stood
+    still.
     """
     marks = marks_of(row)
     vanished = [holder for holder in holders if holder["held_by"] != worker]
@@ -428,7 +431,7 @@ def _lost_text(row: ClaimedRow, holders: int, marks: Marks) -> str:
     text = "the worker vanished and its lease ran out"
     if marks.waived - row.waived < holders:
         return f"{text}, while it ran alone: charged"
-    return f"{text}: not charged, and its next attempt runs in a process of its own" + (
+    return f"{text}: not charged, and its next attempt runs in a child process" + (
         " (it had not started)" if row.alone else ""
     )
 
@@ -460,7 +463,7 @@ def _lost_rows(
 
 
 def _admit(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -> Steps[list[ClaimedRow]]:
-    """Those that may stay: all but those that run alone or in quarantine, and find no room."""
+    """Commands that may stay: all except those that run alone or in quarantine and find no room."""
     admitted, late = _choose(rows, room)
     if late:
         yield from _put_off(domain, worker, late, room)
@@ -468,7 +471,7 @@ def _admit(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -> 
 
 
 def _choose(rows: Sequence[ClaimedRow], room: Room) -> tuple[list[ClaimedRow], list[ClaimedRow]]:
-    """Those that may start, and those for whom there is no room."""
+    """Commands that may start, and commands for which there is no room."""
     admitted: list[ClaimedRow] = []
     late: list[ClaimedRow] = []
     alone = quarantined = 0
@@ -486,7 +489,7 @@ def _choose(rows: Sequence[ClaimedRow], room: Room) -> tuple[list[ClaimedRow], l
 
 
 def _put_off(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -> Steps[None]:
-    """Give back for later, uncharged; what somebody asked to cancel meanwhile is CANCELED."""
+    """Give back for later, not charged. A command that somebody asked to cancel meanwhile is CANCELED."""
     answers = yield from settle(domain, worker, [_later(domain, row, room) for row in rows], waiting=True).steps
     asked = [row for row in rows if answers.get((row.msg_id, row.read_ct)) == "canceled"]
     if asked:
@@ -498,7 +501,7 @@ def _put_off(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -
 
 def _later(domain: str, row: ClaimedRow, room: Room) -> Settlement:
     assert row.id is not None  # noqa: S101 - raw messages are not ours
-    why, longest = "commands in quarantine fill the processes that this worker has for them", LONGEST_DELAY
+    why, longest = "all child processes of this worker for commands in quarantine are in use", LONGEST_DELAY
     if row.alone:
         longest = room.soonest
         why = "its worker was lost with it before: such commands run one at a time"
@@ -514,7 +517,7 @@ def _later(domain: str, row: ClaimedRow, room: Room) -> Settlement:
 
 
 def _tell(domain: str, types: set[str]) -> Steps[None]:
-    """Commands of these types wait for a handler now: workers that have one take them at once."""
+    """Notify workers that commands of these types wait for a handler: workers that have one take them at once."""
     if types:
         yield Statement(
             b"SELECT pg_catalog.pg_notify('commandbus_' || %(domain)s, %(prefix)s || command_type) "

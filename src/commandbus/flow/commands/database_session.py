@@ -1,6 +1,7 @@
-"""backend: an attempt's database session, seen from outside: what it does, how it is cancelled and ended.
+"""The database session of an attempt, seen from outside: what it does, and how to cancel and end it.
 
-A process id that was remembered may be somebody else's by now: a session is named by it and by when it began.
+A remembered process id may belong to another session by now. So a session is named by its process id and its
+start.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _IT = b""" FROM pg_catalog.pg_stat_activity
 
 @operation(atomic=False)
 def find_backend(pid: int, started: int, key: int | None) -> Steps[DatabaseSession | None]:
-    """An attempt's session: remembered, or by its advisory lock behind PgBouncer. None if it cannot be named."""
+    """An attempt's session: remembered, or found by its advisory lock behind PgBouncer. None if it is not
+    known."""
     if key is None:
         return DatabaseSession(pid, started) if started else None
     rows = yield Statement(sql.text("commands/lock_holder"), {"key": key})

@@ -1,7 +1,7 @@
-"""history: attempts that did not simply complete, and why: tracebacks and autopsies included.
+"""Attempts that did not simply complete, and why, with tracebacks and autopsies.
 
-`list_attempts` tells those of one command; the audit trail (`inspect.get_audit_trail`) is its short form.
-`list_stuck` tells, over all commands, which attempts a limit had to stop. Reads only, locks nothing.
+`list_attempts` returns those of one command; the audit trail (`inspect.get_audit_trail`) is its short form.
+`list_stuck` returns the attempts of all commands that had to be stopped. Reads only, locks nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from commandbus.model import names, payload
 class AttemptRecord:
     """One attempt; `verdict` is what `model/outcome.py` calls it. `number` counts all attempts of the command.
 
-    `rung` is the limit that stopped it, `autopsy` what was seen then: its stacks, and what its backend did.
+    `rung` says what stopped it, and `autopsy` what was seen then: its stacks, and what its database session did.
     """
 
     number: int
@@ -41,7 +41,7 @@ class AttemptRecord:
 
 @dataclass(frozen=True, slots=True)
 class StuckAttempt:
-    """An attempt that a limit had to stop, and its command; `id` is the command's internal id."""
+    """An attempt that had to be stopped, and its command; `id` is the command's internal id."""
 
     id: int
     domain: str
@@ -82,10 +82,10 @@ def list_stuck(
     limit: int = 50,
     everything: bool = True,
 ) -> Steps[list[StuckAttempt]]:
-    """Attempts that a limit had to stop, newest first.
+    """Returns attempts that had to be stopped, newest first.
 
-    Without `everything` only those that had it coming: none that was waived (a bystander, a shutdown, a lost
-    lease), and none that stopped within its grace when an operator cancelled it.
+    Without `everything`, leaves out attempts that were waived (a bystander, a shutdown, a lost lease), and those
+    that stopped within their grace when an operator canceled them.
     """
     if since is not None and (not isinstance(since, datetime) or since.tzinfo is None):
         raise InvalidCommandError(f"since must be a datetime with a time zone, not {names.shown(since)}")

@@ -1,7 +1,7 @@
-"""inspect: what is known of commands, domains, workers and the troubleshooting queue. Reads only, locks nothing.
+"""What is known about commands, domains, workers and the troubleshooting queue. Reads only, locks nothing.
 
-Whether a command is IN_PROGRESS is known by its queue row alone, so a page of commands is completed by one look
-into each queue that it touches.
+Only the queue row knows whether a command is IN_PROGRESS. So for a page of commands, each queue concerned is read
+once.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class CommandQuery:
 
 @dataclass(frozen=True, slots=True)
 class DomainStatus:
-    """One domain's figures; `oldest_seconds` is the age of the oldest command that could run now.
+    """The counts of one domain; `oldest_seconds` is the age of the oldest command that could run now.
 
-    `unhandled` are the command types whose commands are parked until a worker comes that has a handler for them.
+    `unhandled` are the command types whose commands are parked until a worker with a handler for them starts.
     """
 
     domain: str
@@ -74,9 +74,9 @@ class DomainStatus:
 class WorkerInfo:
     """A worker in the registry.
 
-    `state` is ACTIVE, DRAINING, EXITING or STOPPED; `health` is `{"state": …, "reasons": […]}` as it said last;
-    `supervisor` is who started it, if anybody did; `types` are the command types that it has handlers for, as
-    "orders/ship".
+    `state` is ACTIVE, DRAINING, EXITING or STOPPED. `health` is `{"state": …, "reasons": […]}` as it last
+    reported. `supervisor` is the supervisor that started it, if any. `types` are the command types that it has
+    handlers for, as "orders/ship".
     """
 
     id: str
@@ -99,10 +99,10 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class RejectedMessage:
-    """A raw message that was no command, and why it was moved aside.
+    """A raw message that was not a command, and why it was set aside.
 
     `message` is the message if its text is short; `preview` is the beginning of its text. Both are None if it was
-    moved aside unread. The whole of it is in `commandbus.rejected_message`.
+    set aside unread. The whole message is in `commandbus.rejected_message`.
     """
 
     id: int
@@ -215,7 +215,7 @@ def list_workers() -> Steps[list[WorkerInfo]]:
 def list_tsq(
     *, domain: str | None, command_type: str | None, error_code: str | None, limit: int, after_id: int
 ) -> Steps[list[TsqEntry]]:
-    """Commands that need a person, longest known first."""
+    """Commands that need a person, those that entered the queue first coming first."""
     rows = yield Statement(
         sql.text("commands/list_tsq"),
         _filters(domain, command_type, error_code)
@@ -238,7 +238,7 @@ def count_tsq(
 
 @operation(atomic=False)
 def list_rejected(*, domain: str | None, limit: int, before_id: int | None) -> Steps[list[RejectedMessage]]:
-    """Messages that were moved aside, newest first."""
+    """Messages that were set aside, newest first."""
     params = {
         "domain": None if domain is None else names.check_domain(domain),
         "limit": names.check_count(limit, "limit"),

@@ -1,5 +1,5 @@
-"""known: does anybody know this command type? For warnings: a misspelt name is accepted, and then nothing happens.
-A new name is no error: its workers, or its first command, may still come."""
+"""Warns about a command type that nobody knows: a misspelled name is accepted, and then nothing happens.
+A new name is not an error: its workers, or its first command, may come later."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MOST_NAMES = 5
 
 @operation(atomic=False)
 def doubt_type(domain: str, command_type: str, *, what: str = "command type") -> Steps[str | None]:
-    """A sentence if no live worker says that it handles this type and no recent command is of it; else None.
+    """A warning if no live worker handles this type and it has no recent command; else None.
 
-    A role that may not look gets no sentence. `what` may be "process type": its messages are commands of its type.
+    A role that may not read gets no warning. `what` may be "process type": its messages are commands of its type.
     """
     params = {"domain": domain, "alive": WORKER_ALIVE_SECONDS, "most": NEWEST}
     try:
@@ -31,13 +31,13 @@ def doubt_type(domain: str, command_type: str, *, what: str = "command type") ->
     if command_type in known:
         return None
     return (
-        f"nobody knows {what} {command_type!r} of domain {domain!r}: no running worker says that it handles it, "
-        f"and no recent command is of it; {_similar(command_type, known)}"
+        f"nobody knows {what} {command_type!r} of domain {domain!r}: no running worker handles it, and it has "
+        f"no recent command; {_similar(command_type, known)}"
     )
 
 
 def doubt_limit(name: str, others: Collection[str]) -> str:
-    """The sentence about a limit that no program declares and that was never used."""
+    """The warning about a limit that no program declares and nobody has used."""
     return f"nobody knows limit {name!r}: no program declares it, and it was never used; {_similar(name, others)}"
 
 

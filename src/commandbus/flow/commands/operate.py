@@ -1,7 +1,7 @@
-"""operate: what people do. The troubleshooting queue (retry, cancel, complete), and cancelling what waits or runs.
+"""What operators do: retry, cancel and complete commands in the troubleshooting queue, and cancel other commands.
 
-Every action locks what it moves, is guarded by state, and is written down with the operator's name. Of two
-operators one wins; the other's action finds nothing, and `explain` says what the command is now.
+Every action locks what it moves, checks the state, and is recorded with the operator's name. If two operators act
+at once, one wins. The action of the other finds nothing, and `explain` says what the command's state is now.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OperatorAction:
 def operator_action(
     action: Action, operator: object, reason: object = None, result: str | None = None
 ) -> OperatorAction:
-    """A checked deed: nobody acts anonymously."""
+    """Returns a checked action: every action has an operator."""
     name = names.check_id(operator, "operator")
     if reason is not None and (not isinstance(reason, str) or "\x00" in reason or len(reason) > 8192):
         raise InvalidCommandError("reason must be text of at most 8192 characters without NUL")
@@ -61,16 +61,16 @@ def operator_action(
 
 @operation(atomic=True)
 def act(selection: Selection, what: OperatorAction, *, limit: int = BITE) -> Steps[list[str]]:
-    """Apply a deed to what is selected, up to `limit`; answers the command_ids that were moved."""
+    """Apply an action to what is selected, up to `limit`. Returns the command_ids that were moved."""
     rows = yield from _apply(selection, what, limit)
     return [row[1] for row in rows]
 
 
 def act_on_all(selection: Selection, what: OperatorAction) -> Plan[int]:
-    """Apply a deed to everything that is selected now, in bites; answers how many were moved.
+    """Apply an action to everything that is selected now, in portions. Returns how many were moved.
 
-    What enters the queue meanwhile is left alone: a retried command that fails again must not be retried by the
-    same act, for ever.
+    Commands that enter the queue meanwhile are left alone. Otherwise a retried command that fails again would be
+    retried by the same action for ever.
     """
     now = yield _now()
     bounded = replace(selection, entered_before=now)
@@ -89,7 +89,7 @@ def _now() -> Steps[datetime]:
 
 @operation(atomic=True)
 def act_on(domain: str, command_id: str, what: OperatorAction) -> Steps[None]:
-    """Apply a deed to one command in the troubleshooting queue, or raise InvalidOperationError."""
+    """Apply an action to one command in the troubleshooting queue, or raise InvalidOperationError."""
     command_id = names.to_id(command_id)
     id_ = yield from _find(domain, command_id)
     if not (yield from _apply(Selection(domain, ids=[id_]), what, 1)):
@@ -98,9 +98,9 @@ def act_on(domain: str, command_id: str, what: OperatorAction) -> Steps[None]:
 
 @operation(atomic=True)
 def cancel(domain: str, command_id: str, what: OperatorAction) -> Steps[CancelResult]:
-    """Cancel a command that waits, or ask the worker that runs it to stop it.
+    """Cancel a command. If it runs, ask its worker to stop it.
 
-    Asking again changes nothing. One that is in the troubleshooting queue or final is refused.
+    Asking again changes nothing. A command in the troubleshooting queue, or one that has ended, is refused.
     """
     command_id = names.to_id(command_id)
     try:
@@ -150,7 +150,7 @@ def _apply(selection: Selection, what: OperatorAction, limit: int) -> Steps[list
 
 
 def tell(domain: str, rows: Sequence[Row], what: OperatorAction, *, was_in_tsq: bool) -> Steps[None]:
-    """The replies, batches and processes of commands that a person has ended."""
+    """Tell the replies, batches and processes of commands that a person has ended."""
     outcome: Outcome = "SUCCESS" if what.action == "COMPLETE" else "CANCELED"
     failure = cancellation(what.operator, what.reason) if outcome == "CANCELED" else None
     yield from groups.ended(

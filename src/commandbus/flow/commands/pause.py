@@ -1,6 +1,6 @@
 """pause and resume: a whole domain (nothing of it is claimed) or one command type (its commands are parked).
 
-Both are written down in control_action, with who did it and why: 'pause orders/ship'; 'pause orders/' of a domain.
+control_action records both, with who did it and why: 'pause orders/ship', or 'pause orders/' for a domain.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PauseInfo:
 
 @operation(atomic=True)
 def pause(domain: str, command_type: str | None, what: OperatorAction) -> Steps[bool]:
-    """Pause; False if it was paused already. What runs goes on."""
+    """Pause. Returns False if it was paused already. Running attempts go on."""
     if command_type is not None:
         names.check_type(command_type)
     known = yield Statement(b"SELECT 1 FROM commandbus.domain WHERE name = %(domain)s", {"domain": domain})
@@ -49,7 +49,7 @@ def pause(domain: str, command_type: str | None, what: OperatorAction) -> Steps[
 
 
 def resume(domain: str, command_type: str | None, what: OperatorAction) -> Plan[int]:
-    """Resume; returns how many parked commands went back to the queue, in bites."""
+    """Resume. Returns how many parked commands went back to the queue, in portions."""
     parked = Parked("pause", domain, command_type or "")
     return (yield from wake_rest(parked, _resume(domain, command_type, what)))
 

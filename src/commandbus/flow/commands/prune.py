@@ -1,8 +1,8 @@
-"""prune: forget finished commands by age or by count, and old archives, in small bites.
+"""Delete finished commands by age or by count, and old archives, in small portions.
 
-One bite is one short transaction; the caller goes on until `is_done`, or stops between bites. Commands that are
-not finished are never touched, however old, and neither is what belongs to a batch or a process that is not;
-batches and processes themselves go when nothing of them is left.
+Each portion is one short transaction. The caller goes on until `is_done`, or stops between two portions.
+Unfinished commands are never deleted, however old, nor are commands of an unfinished batch or process. Batches and
+processes themselves are deleted when none of their commands is left.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ASIDES = {
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What is kept: commands that finished within `age_seconds`, and the newest `count` in all. Of each kind of
-    things put aside the newest `asides_count`, and no more than `asides_bytes`."""
+    """What is kept: commands that finished within `age_seconds`, and the newest `count` in all. Of rejected
+    messages, undelivered replies and stray replies each, the newest `asides_count`, and at most `asides_bytes`."""
 
     age_seconds: float | None = None
     count: int | None = None
@@ -60,7 +60,7 @@ class PruneBite:
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """How much was forgotten: commands, archived messages, things put aside (rejected messages …), and batches and
+    """How much was deleted: commands, archived messages, things set aside (rejected messages …), and batches and
     processes of which nothing was left."""
 
     commands: int = 0
@@ -73,7 +73,7 @@ class PruneReport:
 
 
 def prune_all(retention: Retention) -> Plan[PruneReport]:
-    """Bite by bite until nothing is left to forget."""
+    """Prune portion by portion until nothing is left to delete."""
     dropped = yield from _prune_excess(retention)
     if retention.is_off:
         return PruneReport(dropped=dropped)

@@ -1,8 +1,8 @@
-"""renew: extend the leases of attempts that are alive, and learn which were lost or are to be cancelled.
+"""Renew the leases of attempts that are alive, and learn which are lost or should be canceled.
 
-What a handler tells of its progress travels with the renewal: it is a field of the queue row's headers and costs
-no write of its own. A row that another transaction has locked is skipped: it is neither renewed nor lost, and the
-caller tries again. A request to cancel it is told nevertheless.
+The progress that a handler reports is stored with the renewal: it is a field of the queue row's headers and costs
+no write of its own. A row that another transaction has locked is skipped. It is neither renewed nor lost, and the
+caller tries again. A request to cancel it is returned all the same.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PendingCancel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """What a renewal learned: (msg_id, read_ct) whose fence is gone, those that are to be canceled, and those
-    whose queue row another transaction holds: their leases are as old as before."""
+    """What a renewal learned: (msg_id, read_ct) whose fence is gone, those that should be canceled, and those
+    whose queue row another transaction holds. The leases of the last were not renewed."""
 
     lost: list[tuple[int, int]]
     canceled: list[PendingCancel]
@@ -45,7 +45,7 @@ def renew(
 ) -> Steps[Renewal]:
     """Extend the leases of these (msg_id, read_ct), and store their progress: JSON text by msg_id.
 
-    A request to cancel is told at every renewal until the attempt is settled.
+    Every renewal returns a request to cancel again, until the attempt is settled.
     """
     told = None if not progress else "{" + ",".join(f'"{key:d}":{text}' for key, text in progress.items()) + "}"
     rows = yield Statement(
@@ -65,7 +65,7 @@ def renew(
 
 @operation(atomic=False)
 def pending_cancels(domain: str, worker: str, held: Sequence[tuple[int, int]]) -> Steps[list[PendingCancel]]:
-    """Which of these (msg_id, read_ct) are to be cancelled. Reads only."""
+    """Which of these (msg_id, read_ct) are to be canceled. Reads only."""
     rows = yield Statement(sql.text("commands/pending_cancels", domain=domain), _fences(worker, held))
     return [PendingCancel(*row) for row in rows]
 

@@ -1,12 +1,12 @@
-"""Replies: what became of a command, sent to the PGMQ queue that its sender named, in the settling transaction.
+"""Replies: the outcome of a command, sent to the PGMQ queue that its sender named, in the settling transaction.
 
 A reply is `{"outcome": "SUCCESS" | "FAILED" | "CANCELED", "domain", "command_id", "command_type",
-"correlation_id", "result" | "error": {"type", "code", "message"}}`. A queue that has vanished must not keep the
-command from being settled: such a reply is kept in `commandbus.undelivered_reply`, with the reason.
+"correlation_id", "result" | "error": {"type", "code", "message"}}`. If the queue no longer exists, the command is
+settled all the same, and the reply is kept in `commandbus.undelivered_reply`, with the reason.
 
 Two kinds of replies need no queue of their own. The reply to a process's step goes to the queue of the process's
-domain as a command of the process's type, which the domain's workers run like any other. And whoever waits in
-`bus.call` is only told that the command's row is worth a look.
+domain, as a command of the process's type, which the domain's workers run like any other. A caller that waits in
+`bus.call` is only notified that it should read the command's row.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def compose(
 
 
 def deliver(replies: Sequence[Reply]) -> Steps[None]:
-    """One INSERT and one NOTIFY a queue."""
+    """One INSERT and one NOTIFY per queue."""
     by_queue: dict[str, list[Reply]] = {}
     for reply in replies:
         by_queue.setdefault(reply.queue, []).append(reply)

@@ -1,10 +1,10 @@
-"""rescue: what a dead worker still held is settled by its supervisor, at once and under the dead worker's fence.
+"""The supervisor settles what a dead worker held, at once and under the dead worker's fence.
 
     terminate_backends → held_by → put_right (lost predecessors, raw messages) → settle with worker=<the dead one>
 
-The fence decides, as everywhere: what the worker managed to settle before it died is not held any more, and what
-somebody else has claimed since is refused. A requested cancel is fulfilled. What was held and did not run (it
-waited for a slot, or its outcome for the settler) is given back.
+The fence decides, as everywhere: commands that the worker settled before it died are no longer held, and for
+commands that another worker has claimed since, the settlement is refused. A requested cancel is carried out. A
+command that was held but did not run (it waited for a slot, or its outcome waited for the settler) is given back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How failures of one command type are judged; what a worker tells its supervisor about its handlers."""
+    """How failures of one command type are judged, as a worker tells its supervisor about its handlers."""
 
     policy: RetryPolicy
     on_timeout: str = "retry"
@@ -46,7 +46,7 @@ class Rule:
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Rule:
-        """From the worker's own words."""
+        """Reads it from the worker's message."""
         policy = RetryPolicy(document["max_attempts"], tuple(document["backoff_schedule"]), document["jitter"])
         return cls(policy, document.get("on_timeout", "retry"), document.get("isolation", "thread"))
 
@@ -62,10 +62,10 @@ class Scouted:
 
 @operation(atomic=False)
 def terminate_backends(worker: str, sessions: Sequence[DatabaseSession] = ()) -> Steps[tuple[int, int]]:
-    """End the server's side of a worker's connections; returns how many were ended, and how many we may not end.
+    """End a worker's database sessions. Returns how many were ended, and how many this role may not end.
 
-    `sessions` are those that are known to be its own, whatever their names. To be asked until nothing is left: an
-    ended one is listed until it is gone.
+    `sessions` are known to be its own, whatever their names. Call it until nothing is left: an ended session is
+    listed until it is gone.
     """
     try:
         rows = yield Statement(
@@ -122,7 +122,7 @@ def held_by(
 
 @operation(atomic=False)
 def bury(worker: str) -> Steps[None]:
-    """Tell the registry that a worker is dead."""
+    """Record in the registry that a worker is dead."""
     yield Statement(sql.text("commands/bury"), {"worker": worker})
 
 
@@ -136,7 +136,8 @@ def scout(domain: str) -> Steps[Scouted]:
 def outcome(
     domain: str, held: Held, finding: Finding | None, rule: Rule, *, started: float | None, spread: float
 ) -> Settlement:
-    """The settlement of what a dead worker held; no finding: it did not run. `started` is an epoch second."""
+    """The settlement of a command that a dead worker held. Without a finding, it did not run. `started` is an
+    epoch second."""
     row, cancel = held
     assert row.id is not None  # noqa: S101 - raw messages were put right before
     number = row.attempt_base + row.read_ct

@@ -1,8 +1,8 @@
-"""send: a command and its queue message, in one statement, in the caller's transaction if one is lent.
+"""Send a command: its row and its queue message in one statement, in the caller's transaction if one is lent.
 
-`command_id` is an idempotency key, and the unique constraint decides: of any number of concurrent senders one
-inserts; the others find its row and compare. Same content: the same command again. Other content:
-DuplicateCommandError. When to run (`delay`, `at`) is not content: a second send never re-times the first.
+`command_id` is an idempotency key, and the unique constraint decides. Of several concurrent senders one inserts
+the row; the others find it and compare. With the same content they get the existing command, with other content
+DuplicateCommandError. The time to run (`delay`, `at`) is not content: a second send never changes it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> O
 def prepare_all(
     commands: Iterable[NewCommand | Mapping[str, Any]], *, max_bytes: int, of: str = "send_many"
 ) -> Iterator[Outgoing]:
-    """Check commands one by one as they come; an error says which of them it was, counted from 1."""
+    """Check commands one by one as they come. The error names the number of the bad one, counted from 1."""
     for number, item in enumerate(commands, 1):
         try:
             prepared = prepare(to_new_command(item), max_bytes=max_bytes)
@@ -99,7 +99,7 @@ def prepare_all(
 
 @operation(atomic=False)
 def send(domain: str, outgoing: Outgoing) -> Steps[SentCommand]:
-    """Send one command; answers the existing one if it was sent before with the same content."""
+    """Send one command. Returns the existing one if it was sent before with the same content."""
     try:
         rows = yield _statement(domain, outgoing)
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
@@ -143,7 +143,7 @@ def to_new_command(item: NewCommand | Mapping[str, Any]) -> NewCommand:
     if isinstance(item, NewCommand):
         return item
     if not isinstance(item, Mapping):
-        raise InvalidCommandError(f"{names.shown(item)} is no command: give NewCommand or dicts")
+        raise InvalidCommandError(f"{names.shown(item)} is not a command; give NewCommand or dicts")
     if not item.keys() <= _FIELDS:
         unknown = sorted(str(key) for key in item if key not in _FIELDS)
         raise InvalidCommandError(
@@ -222,7 +222,8 @@ def _difference(item: Outgoing, other: Outgoing) -> str | None:
 
 
 def canonical(text: str | None) -> str:
-    """JSON to compare: the order of keys is no difference, but 1, 1.0 and true are (Python would say equal)."""
+    """JSON for comparison. The order of keys does not matter, but 1, 1.0 and true differ (in Python they are
+    equal)."""
     return "null" if text is None else json.dumps(payload.loads(text), sort_keys=True)
 
 

@@ -1,9 +1,9 @@
-"""settle: write how attempts ended, once, under their fence, many at a time.
+"""Write the outcomes of attempts, once, under their fence, many at a time.
 
-An outcome is JSON text from the moment the attempt ended: the settler only joins the texts. `settle` answers what
-was NOT settled: refused (the fence is gone; nothing was changed), busy (ask again), or canceled (somebody asked to
-cancel it meanwhile, and it did not complete: it is to be settled as CANCELED). Replies go out in the same
-transaction. One bad row must not fail its neighbours: the caller settles one by one after an error.
+An outcome is JSON text from the moment the attempt ended: the settler only joins the texts. `settle` returns what
+was NOT settled: refused (the fence is gone; nothing was changed), busy (try again), or canceled (somebody asked to
+cancel it meanwhile, and it did not complete: settle it as CANCELED). Replies are sent in the same transaction. One
+bad row must not fail the others: after an error, the caller settles the rows one by one.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Settlement:
     reply: Reply | None = None
     is_completion: bool = False
     is_grouped: bool = True  # its command may belong to a batch or a process
-    unhandled: int | None = None  # the command, if it is a message to a process and somebody cancelled it
+    unhandled: int | None = None  # the command, if it is a message to a process and somebody canceled it
 
 
 class Done:
-    """The usual outcome, which needs no words: the first attempt completed, without a result or a reply."""
+    """The usual outcome, which needs no text: the first attempt completed, without a result or a reply."""
 
     is_completion = True
     is_final = True
@@ -65,7 +65,7 @@ SPARSE: Final = 16
 
 
 class Claimed(Protocol):
-    """What settle_done needs to know of an attempt."""
+    """What settle_done needs to know about an attempt."""
 
     @property
     def id(self) -> int: ...
@@ -121,7 +121,7 @@ def settle_one(
 ) -> Steps[dict[tuple[int, int], Answer]]:
     """Write one completion without a reply, a batch or a process, in its handler's transaction.
 
-    Answers as `settle` does. `result` is JSON text.
+    Returns as `settle` does. `result` is JSON text.
     """
     rows = yield Statement(
         sql.text("commands/settle_one", domain=domain),
@@ -161,8 +161,8 @@ def judged(
     marks: Marks | None = None,
     is_waived: bool = False,
 ) -> Settlement:
-    """The attempt failed; the judgement says what becomes of the command. `marks` are those that it had;
-    `is_waived`: the retry is not charged."""
+    """The settlement of a failed attempt. The judgement decides about the command. `marks` are the marks that it
+    had; `is_waived`: the attempt is not charged."""
     error = _error(judgement.verdict, judgement.failure, command_type)
     head = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":{_epoch(started)},"e":{error}'
     if judgement.verdict is Verdict.RETRY:
@@ -212,12 +212,12 @@ def of_row(
 
 
 def marks_of(row: Sequence[Any]) -> Marks:
-    """What earlier trouble has left; `row` is as the claim returned it."""
+    """The marks of earlier trouble; `row` is as the claim returned it."""
     return Marks(row[WAIVED], row[SUSPECT], bool(row[QUARANTINE]), bool(row[ALONE]))
 
 
 def charge_of(row: Sequence[Any], failure: Failure) -> int:
-    """What counts against max_attempts after this failure. A suspect that it convicts pays for earlier crashes."""
+    """The charge after this failure. If it convicts a suspect, earlier crashes are charged, too."""
     charge: int = row[1] - marks_of(row).after_failure(failure).waived
     return charge
 
@@ -225,10 +225,10 @@ def charge_of(row: Sequence[Any], failure: Failure) -> int:
 def waived(
     domain: str, row: Sequence[Any], *, started: float | None, failure: Failure, suspect: bool = False
 ) -> Settlement:
-    """Stopped through no fault of its own: tried again at once, and not charged.
+    """The attempt was stopped through no fault of its own: its command is retried at once, and not charged.
 
     `row` is as the claim returned it. `suspect`: it may have killed its worker, so its next attempt runs in a
-    process of its own.
+    child process.
     """
     error = _error(Verdict.WAIVED, failure, "")
     before = marks_of(row)
@@ -247,9 +247,9 @@ def parked(
     note: str,
     until: float | None,
 ) -> Settlement:
-    """It waits for a limit, outside the queue's sight, and is not charged; `row` is as the claim returned it.
+    """The command waits for a limit, hidden from the queue, and is not charged; `row` is as the claim returned it.
 
-    `until` is the epoch second at which it was told to expect its turn.
+    `until` is the epoch second until which the limit is blocked, as far as it is known.
     """
     quote = payload.quote
     parts = [
@@ -275,7 +275,7 @@ def given_back(
     delay: float = 0.0,
     why: str = "its worker stops",
 ) -> Settlement:
-    """Claimed but never started: back to the queue, at once or after a delay, and not charged."""
+    """The command was claimed but not started: it returns to the queue, at once or later, and is not charged."""
     failure = Failure("GivenBack", "GIVEN_BACK", f"given back before it had started: {why}")
     error = _error(Verdict.GIVEN_BACK, failure, "")
     row = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":null,"d":{delay:.6f},"w":1,"e":{error}}}'
@@ -290,10 +290,10 @@ def settle(
     waiting: bool = False,
     lock_timeout_ms: int | None = None,
 ) -> Operation[dict[tuple[int, int], Answer]]:
-    """Write outcomes of one domain; answers those (msg_id, read_ct) that were not settled, and why.
+    """Write outcomes of one domain. Returns those (msg_id, read_ct) that were not settled, and why.
 
-    `waiting=True` waits for locked queue rows instead of answering busy. `lock_timeout_ms` is how long it waits at
-    most for any other row; without it that is the session's own limit.
+    `waiting=True` waits for locked queue rows instead of returning busy. `lock_timeout_ms` is how long it waits at
+    most for any other row; by default as long as the session's lock_timeout says.
     """
     # Rows in key order: every transaction that locks several queue rows does so, so none can deadlock.
     ordered = sorted(settlements, key=lambda item: item.msg_id)

@@ -1,4 +1,4 @@
-"""unhandled: commands that wait for a handler, because the worker that claimed them has none for their type.
+"""Commands that wait for a handler, because the worker that claimed them has none for their type.
 
 During a deploy some workers know a new command type and others do not yet. A worker that claims a command of a
 type that it does not know parks the command (flow/commands/claim.py). Workers that know the type lease it from

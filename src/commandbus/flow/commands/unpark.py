@@ -1,8 +1,8 @@
-"""unpark: what a pause or a breaker had parked goes back to the queue, in bites.
+"""Return parked commands to the queue, in portions, after a pause or a breaker.
 
-A million commands may be parked. Whoever ends the pause, or closes the breaker, wakes the first bite in its own
-transaction, and goes on in transactions of their own, so that no claim waits for a lock. What is left because
-somebody was killed on the way, `unkept` finds: the maintenance of every worker looks for that.
+A million commands may be parked. Whoever ends the pause, or closes the breaker, wakes the first portion in its own
+transaction. The other portions follow in separate transactions, so that no claim waits for a lock. If a program
+was killed on the way, `unkept` finds the rest: the maintenance thread of every worker calls it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ class Parked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnparkBite:
-    """How many went back to the queue, and after which parked row the next bite begins; None: there is none."""
+    """How many went back to the queue, and after which parked row the next portion begins; None: there is none."""
 
     count: int
     after: int | None = None
 
 
 def wake(parked: Parked, *, after: int = 0, bite: int = BITE) -> Steps[UnparkBite]:
-    """One bite. A statement of its own: its snapshot sees what was parked by those that our locks waited for."""
+    """One portion, in a separate statement: its snapshot sees what was parked by those for whose locks we
+    waited."""
     reason, domain, command_type = parked
     params = {"reason": reason, "domain": domain, "type": command_type, "after": after, "bite": bite}
     try:
@@ -50,12 +51,12 @@ def wake(parked: Parked, *, after: int = 0, bite: int = BITE) -> Steps[UnparkBit
 
 @operation(atomic=False)
 def wake_some(parked: Parked, after: int) -> Steps[UnparkBite]:
-    """One more bite, in a transaction of its own."""
+    """One more portion, in its own transaction."""
     return (yield from wake(parked, after=after))
 
 
 def wake_rest(parked: Parked, first: Operation[UnparkBite] | None = None) -> Plan[int]:
-    """Bite by bite until nothing of it is left, beginning with `first`; returns how many went back in all."""
+    """Portion by portion until nothing is left, beginning with `first`. Returns how many went back in all."""
     bite: UnparkBite = yield first or wake_some(parked, 0)
     total = bite.count
     while bite.after is not None:

@@ -1,7 +1,7 @@
-"""limits: what is declared, what people have changed, and how each stands now.
+"""Limits: what programs declare, what people have changed, and the row of each limit.
 
-A limit's row is made by whoever declares it (a worker at its start, a bus on first use) and kept for all. What a
-person sets at run time lies above what is declared, over deployments too, until it is unset.
+Whoever declares a limit (a worker at its start, a bus on first use) creates its row, which all programs share. A
+value that a person sets at run time overrides the declared one, also after a new deployment, until it is unset.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKEN = "token "  # noqa: S105 - the token of a permit, not a secret
 
 @dataclass(frozen=True, slots=True)
 class LimitRow:
-    """A limit, and how it stands at `now` (the database's clock, in epoch seconds)."""
+    """A limit, and its state at `now` (the database's clock, in epoch seconds)."""
 
     limit: Limit
     environment: str
@@ -53,7 +53,7 @@ class LimitRow:
     stalled_seconds: float | None = None  # for how long none has, while somebody waited and was looked after
 
     def waited_in_vain(self, seconds: float | None) -> float:
-        """How much of such a wait counts against `max_wait`: the time without a successful call of anybody."""
+        """How much of such a wait counts against `max_wait`: the time in which no call succeeded."""
         return min(seconds or 0.0, self.stalled_seconds or 0.0)
 
     @property
@@ -73,25 +73,25 @@ class LimitRow:
 
     @property
     def burst(self) -> int:
-        """How many at one moment, as far as the rate goes."""
+        """How many calls may begin at the same moment."""
         return self.limit.burst
 
     @property
     def lease(self) -> float:
-        """How long a permit is kept for a holder of whom nothing is heard."""
+        """How long a permit is kept for a silent holder."""
         return self.limit.lease_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where limits live unless they say otherwise: this deployment's name, and the usual permit store."""
+    """The defaults of limits: this deployment's name, and its usual permit store."""
 
     environment: str
     backend: str
 
 
 def home_of(settings: Settings) -> Home:
-    """Where the limits of a program live that do not say otherwise."""
+    """The defaults of a program's limits."""
     return Home(settings.environment, "redis" if settings.redis_url else "postgres")
 
 
@@ -125,7 +125,7 @@ def is_awaited() -> Steps[bool]:
 
 @operation(atomic=False)
 def get_limit(name: str) -> Steps[LimitRow]:
-    """One limit; UnknownLimitError names those that there are."""
+    """Returns one limit. UnknownLimitError names the known ones."""
     found = read_rows((yield select_limits(name))) if is_limit_name(name) else []
     if not found:
         known = yield Statement(b"SELECT name FROM commandbus.limits ORDER BY name")
@@ -135,11 +135,11 @@ def get_limit(name: str) -> Steps[LimitRow]:
 
 @operation(atomic=True)
 def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
-    """Make known what code and configuration declare. What a person has set stays above it.
+    """Store what code and configuration declare. Values that a person has set still override it.
 
-    Where a limit lives (permit store and environment) is left as it is, unless the declaration says otherwise, or
-    a Redis has come; and it does not move while it is in use: who holds a permit would not be counted at the new
-    one. Answers what is worth a line in the log: what was declared otherwise before, and what did not move.
+    The permit store and environment of a limit stay as they are, unless the declaration names others, or there is
+    a Redis now. They do not change while the limit is in use, because the new permit store would not count the
+    held permits. Returns lines for the log: what was declared differently before, and what did not move.
     """
     notes = []
     for limit in sorted(limits, key=lambda item: item.name):
@@ -154,14 +154,16 @@ def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
         where = _home_of(effective, home, permit)
         if permit and where != tuple(permit) and not (yield from _is_idle(limit.name, permit[1])):
             notes.append(
-                f"limit {limit.name} is in use, and stays in {permit[1]} ({permit[0]}): start again when nobody "
+                f"limit {limit.name} is in use, so it stays in {permit[1]} ({permit[0]}): start again when nobody "
                 f"uses it"
             )
             where = (permit[0], permit[1])
         if rows and declared == limit.to_json() and where == tuple(permit):
             continue
         if declared is not None and declared != limit.to_json():
-            notes.append(f"limit {limit.name} was declared otherwise: {difference(declared, limit.to_json())}")
+            notes.append(
+                f"limit {limit.name} was declared differently before: {difference(declared, limit.to_json())}"
+            )
             yield note_action(
                 f"limit {limit.name}", "DECLARE", OperatorAction("CANCEL", ITSELF), details=limit.to_json()
             )
@@ -171,7 +173,7 @@ def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
 
 
 def _home_of(limit: Limit, home: Home, permit: Sequence[str]) -> tuple[str, str]:
-    """Where a limit is to live: as it says; else where it lives, or in Redis if there is one now."""
+    """The permit store and environment of a limit: as declared, else as now, or Redis if there is one now."""
     if not permit:
         return limit.environment or home.environment, limit.backend or home.backend
     backend = limit.backend or ("redis" if "redis" in (home.backend, permit[1]) else permit[1])
@@ -179,7 +181,7 @@ def _home_of(limit: Limit, home: Home, permit: Sequence[str]) -> tuple[str, str]
 
 
 def _is_idle(name: str, backend: str) -> Steps[bool]:
-    """Does nobody hold a permit, or wait for one?"""
+    """Is it true that nobody holds a permit or waits for one?"""
     rows = yield Statement(sql.text("limits/idle"), {"name": name, "is_here": backend == "postgres"})
     return bool(rows and rows[0][0])
 
@@ -192,7 +194,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 
 @operation(atomic=True)
 def set_limit(name: str, options: Mapping[str, Any], home: Home, what: OperatorAction) -> Steps[LimitRow]:
-    """Change a limit for all workers at once, or make one that nobody has declared."""
+    """Change a limit for all workers at once, or create one that nobody has declared."""
     check_limit_name(name)
     yield _lock(name)
     rows = yield Statement(
@@ -208,8 +210,8 @@ def set_limit(name: str, options: Mapping[str, Any], home: Home, what: OperatorA
         and not (yield from _is_idle(name, where[1]))
     ):
         raise InvalidOperationError(
-            f"{' and '.join(sorted(fixed))} of limit {name!r} cannot be changed while it is in use: who holds a "
-            f"place would not be counted; try again when nobody uses it"
+            f"{' and '.join(sorted(fixed))} of limit {name!r} cannot be changed while it is in use: permits that "
+            f"are held would not be counted; try again when nobody uses it"
         )
     wanted = {**(override or {}), **options}
     effective = Limit.from_json(name, declared, wanted)
@@ -228,7 +230,8 @@ def set_limit(name: str, options: Mapping[str, Any], home: Home, what: OperatorA
 
 @operation(atomic=True)
 def unset_limit(name: str, options: Sequence[str], home: Home, what: OperatorAction) -> Steps[LimitRow | None]:
-    """Go back to what is declared, for some options or all (none named); None: nobody declares it, it is gone."""
+    """Go back to the declared values, for some options or, if none is named, for all. Returns None if nobody
+    declares the limit: then it is deleted."""
     check_limit_name(name)
     for option in options:
         if option not in OPTIONS:
@@ -267,7 +270,7 @@ def unset_limit(name: str, options: Sequence[str], home: Home, what: OperatorAct
 
 
 def note_action(subject: str, action: str, what: OperatorAction, *, details: object = None) -> Statement:
-    """Write down what was done to a limit or a breaker."""
+    """Record what was done to a limit or a breaker."""
     return Statement(
         b"INSERT INTO commandbus.control_action (subject, action, operator, reason, details) "
         b"VALUES (%(subject)s, %(action)s, %(operator)s, %(reason)s, %(details)s::json)",

@@ -1,4 +1,4 @@
-"""limit_look: how limits stand, in words and figures, and how long one would wait. Times in words are in the local
+"""The state of limits, in words and numbers, and how long a command would wait. Times in words are in the local
 zone."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from commandbus.model.limit import LimitUse, until_next
 
 UNKNOWN = "unknown"
 """The mode of a look from where the permits are out of reach."""
-PROBING = "one call finds out whether it is over"
+PROBING = "a probe finds out whether it is over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,13 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class LimitInfo:
-    """A limit, what it allows, who uses it, and how it stands.
+    """A limit, what it allows, who uses it, and its state.
 
-    `state`: OPEN (permits are given), BACKING_OFF, BREAKER_OPEN, or PROBING (one call finds out whether it is
-    over). `until` is when that ends, `text` says all of it in a sentence. `mode`: where its permits are kept now:
-    postgres, redis, degraded (every program keeps to its share), joining (Redis is back, and holders register) or
-    unknown (in Redis, which is out of reach from here: `holders` is empty then, and `in_use` None).
+    `state`: AVAILABLE (permits are given), BACKING_OFF, BREAKER_OPEN, or PROBING (a probe finds out whether it is
+    over). `until` is when that ends, and `text` says all of it in a sentence. `mode` is where its permits are kept
+    now: postgres, redis, degraded (every program uses only its share), joining (Redis is back, and holders
+    register their permits) or unknown (in Redis, which this program cannot reach: then `holders` is empty and
+    `in_use` None).
     """
 
     name: str
@@ -74,7 +75,7 @@ class LimitInfo:
 
     @property
     def warning(self) -> str | None:
-        """What a person should know of it: nobody declares it, and it was never used. Its name may be misspelt."""
+        """A warning if nobody declares this limit and it was never used: its name may be misspelled."""
         if self.declared is not None or self.granted or self.parked or self.callers:
             return None
         return f"no program declares limit {self.name!r}, and it was never used; is its name right?"
@@ -82,10 +83,11 @@ class LimitInfo:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """How long one waits for a limit: what is left of its back-off, plus those ahead at the rate that was
-    measured.
+    """How long a command waits for a limit: the rest of the back-off, plus the commands ahead at the measured
+    rate.
 
-    `seconds` is None where nobody can say: a person has closed it, or nothing was measured yet. `text` says why.
+    `seconds` is None if there is no estimate: a person has opened the breaker, or no rate was measured yet. `text`
+    says why.
     """
 
     limit: str
@@ -98,8 +100,8 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class LineEstimate:
-    """Where a command stands that waits for a limit: how many are before it, what it waits for now (`note`), until
-    when nobody begins at all, and how many seconds it will take (None: nobody can say)."""
+    """The position of a command in the line of a limit: how many are before it, what it waits for now (`note`),
+    until when the limit is blocked, and how many seconds it will take (None: no estimate)."""
 
     ahead: int
     note: str
@@ -109,7 +111,7 @@ class LineEstimate:
 
 @dataclass(frozen=True, slots=True)
 class ControlAction:
-    """What was done to a limit or a breaker, by whom and why; `operator` is "commandbus" where nobody did."""
+    """What was done to a limit or a breaker, by whom and why. `operator` is "commandbus" if no person did it."""
 
     subject: str
     action: str
@@ -138,7 +140,7 @@ def get_waiting(name: str) -> Steps[tuple[LimitRow, Waiting]]:
 
 @operation(atomic=True)
 def estimate_terms(name: str, domain: str | None, command_id: str | None) -> Steps[tuple[LimitRow, int]]:
-    """A limit, and how many are ahead: of a command that waits, or of one that would come now."""
+    """A limit, and how many are ahead of a waiting command, or of one that would come now."""
     row = yield from get_limit(name).steps
     found = yield Statement(sql.text("limits/ahead"), {"name": name, "domain": domain, "command_id": command_id})
     ahead, is_known = found[0]
@@ -159,8 +161,8 @@ def list_actions(name: str, *, limit: int) -> Steps[list[ControlAction]]:
 
 
 def lines_of(domain: str, limited: Mapping[int, str]) -> Steps[dict[int, LineEstimate]]:
-    """Where commands (msg_id → limit) stand in line. What a limit says now counts, not what it said when it parked
-    them. One whose limit is gone is not among the answers."""
+    """The positions of commands (msg_id → limit) in line. The limit's state of now counts, not its state when it
+    parked them. A command whose limit is gone is left out."""
     names = sorted(set(limited.values()))
     rows = read_rows((yield select_limits(names[0] if len(names) == 1 else None)))
     known = {row.name: row for row in rows}
@@ -187,23 +189,23 @@ def why_none(row: LimitRow) -> str:
 
 
 def full(row: LimitRow) -> str:
-    """That a limit has nothing to give, in words."""
+    """The note of a command that waits because the limit has no free permit."""
     cap = "" if row.concurrency is None else f"{row.concurrency} at once"
     rate = "" if row.per_second is None else str(row.limit.rate)
-    return f"waits for a place of {row.name} ({', '.join(part for part in (cap, rate) if part)})"
+    return f"waits for a permit of {row.name} ({', '.join(part for part in (cap, rate) if part)})"
 
 
 def describe(row: LimitRow, look: LimitUse, waiting: Waiting) -> LimitInfo:
     """Everything about a limit."""
     limit_state, limit = row.limit_state, row.limit
     closed = limit_state.closed_until(row.now)
-    state, text = "OPEN", _in_use(row, look)
+    state, text = "AVAILABLE", _in_use(row, look)
     if limit_state.is_open or limit_state.is_forced:
         state, text = "BREAKER_OPEN", limit_state.explain(row.name)
     elif limit_state.is_probing:
         state, text = "BACKING_OFF", limit_state.explain(row.name)
     left = None if closed is None or limit_state.is_forced else closed - row.now
-    if state != "OPEN" and closed is None:
+    if state != "AVAILABLE" and closed is None:
         state = "PROBING"
         text += f"; {PROBING}"
     until = None if left is None or closed is None else datetime.fromtimestamp(closed, UTC)
@@ -246,12 +248,12 @@ def describe(row: LimitRow, look: LimitUse, waiting: Waiting) -> LimitInfo:
 
 
 def estimate(row: LimitRow, look: LimitUse, ahead: int, *, is_waiting: bool) -> Estimate:
-    """How long it takes, as far as one can say."""
+    """Estimate how long it takes."""
     limit_state = row.limit_state
     closed = limit_state.closed_until(row.now)
     if limit_state.is_forced:
         return Estimate(
-            row.name, None, 0.0, ahead, look.flow, f"{limit_state.explain(row.name)}; a person has to close it"
+            row.name, None, 0.0, ahead, look.flow, f"{limit_state.explain(row.name)}; a person must close it"
         )
     backoff = 0.0 if closed is None else closed - row.now
     has_permit = row.concurrency is None or (look.mode != UNKNOWN and len(look.holders) < row.concurrency)
@@ -260,7 +262,7 @@ def estimate(row: LimitRow, look: LimitUse, ahead: int, *, is_waiting: bool) -> 
         pace = until_next(row.now, row.tat, row.per_second, row.burst)
     if not ahead and not is_waiting and has_permit and not limit_state.is_probing:
         return Estimate(
-            row.name, pace, 0.0, 0, look.flow, "a place is free" if not pace else f"the rate of {row.name}"
+            row.name, pace, 0.0, 0, look.flow, "a permit is free" if not pace else f"the rate of {row.name}"
         )
     rates = [rate for rate in (look.flow, row.per_second) if rate]
     rate = min(rates) if rates else None
@@ -268,14 +270,14 @@ def estimate(row: LimitRow, look: LimitUse, ahead: int, *, is_waiting: bool) -> 
     if rate is None:
         seconds = backoff if backoff and not ahead else None
         return Estimate(
-            row.name, seconds, backoff, ahead, None, f"{why}; nothing was measured yet" if seconds is None else why
+            row.name, seconds, backoff, ahead, None, f"{why}; no rate was measured yet" if seconds is None else why
         )
     return Estimate(row.name, backoff + max(pace, (ahead + 1) / rate), backoff, ahead, rate, why)
 
 
 def _in_use(row: LimitRow, look: LimitUse) -> str:
-    used = f"{len(look.holders)} of {row.concurrency} places in use" if row.concurrency is not None else ""
+    used = f"{len(look.holders)} of {row.concurrency} permits in use" if row.concurrency is not None else ""
     if used and look.mode == UNKNOWN:
-        used = f"{row.concurrency} places in Redis, which is out of reach from here (redis_url): use unknown"
+        used = f"{row.concurrency} permits in Redis, which this program cannot reach (redis_url): use unknown"
     rate = "" if row.per_second is None else f"at most {row.limit.rate}"
     return ", ".join(part for part in (used, rate) if part)

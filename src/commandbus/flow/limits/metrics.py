@@ -1,5 +1,5 @@
-"""limit_figures: limits and breakers in figures, for metrics and for who looks from outside. Reads only, but for
-`count_granted`: what was given in Redis is told to PostgreSQL now and then, where everybody can see it.
+"""Limits and breakers in numbers, for metrics. Reads only, except `count_granted`: it tells PostgreSQL now and
+then how many permits Redis gave, so that everybody can see it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ MOST_COUNTED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class LimitFigures:
-    """One limit. `permits` is None if any number may be in use at once; the counters are since it was declared."""
+    """One limit. `permits` is None if any number may be in use at once. The counters begin when it was
+    declared."""
 
     name: str
     permits: int | None
@@ -34,7 +35,8 @@ class LimitFigures:
 
 
 class BreakerFigures(NamedTuple):
-    """The breaker of one command type: is it open, what does it count as stuck, how many commands does it keep?"""
+    """The breaker of one command type: is it open, how many stuck attempts it counts, how many commands it
+    parks."""
 
     is_open: bool
     stuck: int
@@ -69,7 +71,7 @@ def figures(domains: Sequence[str]) -> Steps[FleetFigures]:
 
 @operation(atomic=False)
 def look_at_fleet() -> Steps[RedisFleet]:
-    """What PostgreSQL knows of permits in Redis."""
+    """What PostgreSQL knows about permits in Redis."""
     mode = yield Statement(sql.text("limits/mode_read"))
     rows = yield Statement(sql.text("limits/client_list", locking=""))
     tokens: dict[str, dict[str, float]] = {}

@@ -1,7 +1,7 @@
-"""permits: take, renew and give back permits of a limit; tell it how a call went; wake who is next.
+"""Take, renew and release permits of a limit, report how a call ended, and wake the next in line.
 
-The limit's row is the only thing that is locked, for one statement on the usual way. `wake` is a transaction under
-that lock: it keeps a permit for the first in line, then makes its queue row visible.
+Only the limit's row is locked, usually for one statement. `wake` is a transaction under that lock: it reserves a
+permit for the first in line, then makes its queue row visible.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Grant = Callable[[LimitRow, list[str], float], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What is known of a command that was claimed before."""
+    """What is known about a command that was claimed before."""
 
     limit: str | None
     token: str | None
@@ -62,10 +62,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a limit made of an answer: its row as it was, how it stands now, and whether that call was the probe.
+    """What an API's answer did to a limit: its row before, its state now, and whether that call was the probe.
 
-    `is_waived`: the command is not charged. It failed for all who wait: as the probe, while others waited, and no
-    call had succeeded since the breaker opened.
+    `is_waived`: the command is not charged, because it failed as the probe, while others waited, and no call had
+    succeeded since the breaker opened.
     """
 
     row: LimitRow
@@ -76,7 +76,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Woken:
-    """Whose turn has come, and in how many seconds to look again (None: when somebody gives a permit back)."""
+    """Who was woken, and in how many seconds to look again (None: when somebody releases a permit)."""
 
     count: int
     again_seconds: float | None = None
@@ -94,8 +94,8 @@ class Swept:
 def take(
     name: str, tokens: Sequence[str], *, seconds: float | None = None, newcomers: bool = True, probes: bool = True
 ) -> Steps[list[str]]:
-    """Take permits for a lease (or for so many seconds), as far as there are any: the tokens that have one.
-    `probes`: the first of them may find out whether a back-off is over."""
+    """Take free permits for a lease (or for so many seconds). Returns the tokens that have one. `probes`: the
+    first of them may be the probe."""
     if len(tokens) == 1 and newcomers and seconds is None:
         rows = yield Statement(sql.text("limits/take_one"), {"name": name, "token": tokens[0]})
         if rows:
@@ -105,15 +105,14 @@ def take(
 
 @operation(atomic=True)
 def wait_for_row(name: str) -> Steps[None]:
-    """Wait a tenth of a second at most until nobody else holds the limit's row; LockNotAvailable: somebody
-    does."""
+    """Wait at most a tenth of a second until nobody else holds the limit's row; else raise LockNotAvailable."""
     yield Statement(b"SET LOCAL lock_timeout = '100ms'")
     yield Statement(b"SELECT FROM commandbus.limits WHERE name = %(name)s FOR NO KEY UPDATE", {"name": name})
 
 
 @operation(atomic=False)
 def take_probe(name: str, token: str, *, seconds: float | None = None) -> Steps[bool]:
-    """Find out whether a back-off is over, where permits are kept elsewhere; False: somebody else does."""
+    """Become the probe, if permits are kept elsewhere. Returns False if somebody else is the probe."""
     rows = yield Statement(
         b"UPDATE commandbus.limits SET probe = %(token)s, "
         b"probe_until = pg_catalog.clock_timestamp() "
@@ -126,14 +125,14 @@ def take_probe(name: str, token: str, *, seconds: float | None = None) -> Steps[
 
 @operation(atomic=False)
 def renew(name: str, tokens: Sequence[str], *, seconds: float | None = None) -> Steps[list[str]]:
-    """Renew leases; answers the tokens that hold no permit any more."""
+    """Renew leases. Returns the tokens that hold no permit any more."""
     rows = yield Statement(sql.text("limits/renew"), {"name": name, "tokens": list(tokens), "seconds": seconds})
     return [row[0] for row in rows]
 
 
 @operation(atomic=False)
 def give(name: str, tokens: Sequence[str], *, good: bool = False) -> Steps[tuple[bool, str | None]]:
-    """Give permits back (`good`: the calls went well). Returns whether somebody waits, and who the probe is."""
+    """Release permits (`good`: the calls succeeded). Returns whether somebody waits, and who the probe is."""
     rows = yield Statement(
         sql.text("limits/give", claimable=sql.part("limits/claimable")),
         {"name": name, "tokens": list(tokens), "good": good},
@@ -156,8 +155,8 @@ def answer(
     others: Iterable[str] = (),
     has_begun: bool = True,
 ) -> Steps[Answered]:
-    """Tell a limit how a call went; `gives`: its permit is free too. `caller`: who called, if it held no permit;
-    `others`: tokens of those who hold one elsewhere."""
+    """Tell a limit how a call ended. `gives`: also release its permit. `caller`: who called, if it held no permit.
+    `others`: tokens of holders in another permit store."""
     rows = read_rows((yield select_limits(name, locking=True)))
     if not rows:
         raise UnknownLimitError(name)
@@ -193,7 +192,7 @@ def answer(
 
 
 def _fails_for_all(row: LimitRow, how: ApiAnswer) -> bool:
-    """Does a probe that ended so say more of the API than of its command? 429s have a count of their own."""
+    """Does this end of a probe say more about the API than about its command? 429s are counted separately."""
     opened = row.limit_state.opened_at
     has_worked = opened is not None and row.good_at is not None and row.good_at > opened
     return how in (ApiAnswer.BROKEN, ApiAnswer.TIMEOUT) and row.is_awaited and not has_worked
@@ -215,10 +214,10 @@ def _callers(row: LimitRow, others: Iterable[str]) -> Steps[set[str]]:
 def wake(
     name: str, *, most: int, seconds: float, grant: Grant | None, mark: str, is_barred: bool = False
 ) -> Steps[Woken]:
-    """Keep permits for those who are first in line, for so many seconds, and wake them.
+    """Reserve permits for the first in line, for so many seconds, and wake them.
 
-    `is_barred`: this role may not touch queues. It wakes callers only; where a command comes next, it tells those
-    who may.
+    `is_barred`: this role may not touch queues. It wakes callers only. If a command is next, it notifies programs
+    that may wake it.
     """
     rows = read_rows((yield select_limits(name, locking=True)))
     if not rows:
@@ -271,8 +270,8 @@ def wake(
 
 
 def _first_in_line(name: str, most: int, vain: Mapping[str, int], *, calls: bool = False) -> Steps[list[Row]]:
-    """Who comes next. `vain`: a probe is wanted, and who was one in vain comes after those who were not.
-    `calls`: of those who wait inside programs."""
+    """Who comes next. `vain`: a probe is wanted, and those who have probed in vain come after the others. `calls`:
+    only those who wait inside programs."""
     line = "p.since, p.command, p.seq"
     values = {
         "name": name,
@@ -294,7 +293,7 @@ def _first_in_line(name: str, most: int, vain: Mapping[str, int], *, calls: bool
 
 
 def _lock(waiting: Sequence[Row]) -> Steps[tuple[list[Row], bool]]:
-    """Lock the queue rows of those who wait: who is ready, and whether there were some whose message is gone."""
+    """Lock the queue rows of waiting commands. Returns who is ready, and whether the message of some is gone."""
     free: set[tuple[str, int]] = set()
     has_orphans = False
     for domain in sorted({item[1] for item in waiting} - {""}):
@@ -310,8 +309,8 @@ def _lock(waiting: Sequence[Row]) -> Steps[tuple[list[Row], bool]]:
 
 
 def _dismiss(name: str, most: int, *, is_barred: bool) -> Steps[Woken]:
-    """The limit is gone, and somebody waits for it: a command that was refused just before, and parked just after.
-    Wake them all: they are told that there is no such limit."""
+    """The limit is gone, but commands wait for it: they were refused just before, and parked just after. Wake all
+    of them: they then learn that there is no such limit."""
     waiting = yield from _first_in_line(name, most, {})
     if is_barred:
         waiting = [item for item in waiting if not item[1]]
@@ -344,7 +343,7 @@ def _let_go(name: str, chosen: Sequence[tuple[Row, str | None]]) -> Steps[None]:
 
 
 def _next_look(row: LimitRow, granted: int) -> float | None:
-    """When the rate lets the next one begin; None if only permits are missing: who gives one back looks."""
+    """When the rate lets the next one begin; None if only permits are missing: whoever releases one looks."""
     if row.per_second is None:
         return None
     tat = max(row.tat, row.now) + granted / row.per_second if row.backend == "postgres" else row.now
@@ -353,7 +352,7 @@ def _next_look(row: LimitRow, granted: int) -> float | None:
 
 @operation(atomic=False)
 def turns(domain: str, visitors: Sequence[tuple[int, int, int]]) -> Steps[dict[int, Turn]]:
-    """What is known of commands (msg_id, id, attempt_base) that were claimed before; they are waiting no more."""
+    """What is known about commands (msg_id, id, attempt_base) that were claimed before; they no longer wait."""
     rows = [{"m": msg_id, "c": id_, "b": base} for msg_id, id_, base in visitors]
     found = yield Statement(
         sql.text("limits/turns"), {"domain": domain, "rows": payload.dump(rows, what="rows", max_bytes=1 << 30)}
@@ -372,8 +371,8 @@ def line_up(
     since: datetime | None = None,
     command: int | None = None,
 ) -> Steps[None]:
-    """Wait in line inside a program: `token` is told on the channel when the turn comes. `since`: from when on it
-    counts; None is now. `command`: whose handler waits."""
+    """Wait in line inside a program: `token` is notified when it is first in line. `since`: the moment that
+    decides its position; None is now. `command`: the command whose handler waits."""
     yield Statement(
         b"INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since, "
         b"give_up_at, token, note) VALUES ('', %(who)s, %(number)s, %(command)s, 'call', %(name)s, "
@@ -394,7 +393,7 @@ def line_up(
 
 @operation(atomic=False)
 def step_out(number: int) -> Steps[bool]:
-    """Wait no more; answers whether the turn had come meanwhile."""
+    """Leave the line. Returns whether it had been woken meanwhile."""
     rows = yield Statement(
         b"DELETE FROM commandbus.parked WHERE domain = '' AND msg_id = %(number)s RETURNING woken_at IS NOT NULL",
         {"number": -number},
@@ -404,7 +403,7 @@ def step_out(number: int) -> Steps[bool]:
 
 @operation(atomic=False)
 def stand_again(number: int) -> Steps[bool]:
-    """Its turn came, but not its permit: stand where one stood; answers whether that was so."""
+    """It was woken, but got no permit: return to the former position. Returns whether that was so."""
     rows = yield Statement(
         b"UPDATE commandbus.parked SET woken_at = NULL WHERE domain = '' AND msg_id = %(number)s "
         b"AND woken_at IS NOT NULL RETURNING seq",
@@ -415,7 +414,7 @@ def stand_again(number: int) -> Steps[bool]:
 
 @operation(atomic=False)
 def sweep() -> Steps[Swept]:
-    """Find what is due, and forget what is of no use."""
+    """Find what is due, and delete what is no longer needed."""
     rows = yield Statement(sql.text("limits/sweep", claimable=sql.part("limits/claimable")))
     return Swept([row[0] for row in rows if row[0]], [row[1] for row in rows if row[1]])
 

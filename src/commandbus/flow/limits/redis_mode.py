@@ -1,16 +1,17 @@
-"""limit_mode: where the permits of Redis limits are kept now, as the whole fleet sees it, and the permits that
-PostgreSQL keeps while Redis is out of everybody's reach.
+"""Where the permits of Redis limits are kept now, for the whole fleet, and the permits that PostgreSQL keeps
+while nobody can reach Redis.
 
     redis ──(all live programs have lost it)──▶ degraded ──(one reaches it again)──▶ joining ──(one lease)──▶ redis
       └────────────────(it is there, but has lost its data)──────────────────────────▲
 
-Everything that is decided here is decided under the lock of the one row of `limit_mode`. Lock order: that row,
-then the programs' rows in ascending order; no row of `limits` is locked after it.
+Everything here is decided under the lock of the one row of `limit_mode`. Lock order: that row, then the programs'
+rows in ascending order. No row of `limits` is locked after it.
 
-What a program holds is in its own row. While it reaches Redis, that is only the most that it may hold for each
-limit (`most`), which counts should it be gone for good. While it does not, it is each token and when its lease
-ends (`tokens`), and how far the rate is used up (`tat`). So in `degraded` the sum over all rows is never less than
-what is in use, whatever somebody held when Redis went away; on top of that each program keeps to its share.
+A program's row says what the program holds. While the program reaches Redis, the row says only the most that it
+may hold for each limit (`most`), which counts if the program dies. While it cannot reach Redis, the row has each
+token and when its lease ends (`tokens`), and how far the rate is used up (`tat`). So in `degraded` the sum over
+all rows is never less than what is in use, whatever somebody held when Redis went away. In addition, each program
+uses only its share.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Epochs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatPace:
-    """How often a program says that it is alive, and when others stop to count on it. One for a whole fleet."""
+    """How often a program says that it is alive, and when others count it as dead. The same for a whole fleet."""
 
     beat: float = 2.0  # a program says that it is alive, and looks whether Redis is
     live: float = 10.0  # one of which nothing was heard for so long is dead
@@ -53,14 +54,15 @@ class HeartbeatPace:
 
     @property
     def leave(self) -> float:
-        """For how long after a beat a program may ask Redis for anything: less than it counts as living, so that
-        one that was stopped, or cut off from PostgreSQL, has nothing to say once others have counted it out."""
+        """For how long after a heartbeat a program may ask Redis for anything. That is shorter than the time after
+        which it counts as dead. So a program that was stopped, or cut off from PostgreSQL, takes no permits once
+        the others count it as dead."""
         return self.live * 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Where permits are kept. `seconds`: how long only those who hold one may go on; `was`: the mode before."""
+    """Where permits are kept. `seconds`: how long only holders may go on; `was`: the mode before."""
 
     mode: str
     epoch: str | None
@@ -85,8 +87,8 @@ class Program:
         return self.silent < pace.live
 
     def may_hold(self, name: str, lease: float, pace: HeartbeatPace) -> int:
-        """How many permits it may have, as far as it told: one that is dead may have renewed until it was counted
-        out, and what it called then may go on for a lease."""
+        """How many permits it may hold, as far as it told. A dead program may have renewed until it counted as
+        dead, and its calls may go on for one lease."""
         if self.lost is not None or self.silent >= pace.live + lease:
             return 0
         most: int = self.held.get(name, {}).get("most", 0)
@@ -100,7 +102,7 @@ class Program:
         return {token: ends for token, ends in kept.items() if ends > now}
 
     def is_gone(self, fleet: RedisFleetState, pace: HeartbeatPace) -> bool:
-        """Is it dead, and whatever it held free?"""
+        """Is it dead, and are all its permits free?"""
         return not self.is_live(pace) and not any(
             self.may_hold(name, fleet.lease, pace) or self.tokens(name, fleet.now) for name in self.held
         )
@@ -128,16 +130,16 @@ class RedisFleetState:
         return sorted(alive, key=lambda program: (program.started_at, program.id))
 
     def has_lost_redis(self, pace: HeartbeatPace) -> bool:
-        """Is Redis out of the reach of every live program, for some time?"""
+        """Has no live program been able to reach Redis for some time?"""
         return all(program.lost is not None and program.lost >= pace.patience for program in self.live(pace))
 
     def in_use(self, name: str, pace: HeartbeatPace) -> int:
-        """How many permits of a limit are in use, at most. One that is being handed over is in two rows."""
+        """How many permits of a limit are in use, at most. A permit that is being handed over is in two rows."""
         tokens = {token for program in self.programs for token in program.tokens(name, self.now)}
         return len(tokens) + sum(program.may_hold(name, self.lease, pace) for program in self.programs)
 
     def tat(self, limit: LimitTerms) -> float:
-        """How far the rate is used up. Redis' own books are out of reach: the bucket is full at the start."""
+        """How far the rate is used up. Redis' own count cannot be read, so the bucket is full at the start."""
         if not limit.per_second:
             return 0.0
         kept: list[float] = [program.held.get(limit.name, {}).get("tat", 0.0) for program in self.programs]
@@ -146,8 +148,8 @@ class RedisFleetState:
 
 @operation(atomic=False)
 def beat(id_: str, held: Held | None) -> Steps[Mode | None]:
-    """Say that a program is alive; None if nobody knows it. The mode is read after that, by a statement of its
-    own: who decides otherwise meanwhile has either seen this, or is seen."""
+    """Say that a program is alive. Returns None if its row is gone. A second statement reads the mode after that:
+    whoever changes the mode meanwhile has either seen this, or is seen."""
     known = yield Statement(sql.text("limits/client_beat"), {"id": id_, "held": _json(held)})
     rows = yield Statement(sql.text("limits/mode_read"))
     if not known or not rows:
@@ -158,9 +160,9 @@ def beat(id_: str, held: Held | None) -> Steps[Mode | None]:
 
 @operation(atomic=True)
 def settle(id_: str, held: Held, *, lease: float, pace: HeartbeatPace, redis: Epochs | None) -> Steps[Mode]:
-    """Say that a program is alive and can reach Redis (None: it cannot), and change the mode if that calls for it.
-    `held`: the most that it may hold of each limit, or, if it cannot, what it does: `left`, the seconds of each
-    lease."""
+    """Say that a program is alive and can reach Redis (None: it cannot), and change the mode if necessary. `held`:
+    the most that it may hold of each limit or, if it cannot reach Redis, what it holds: `left`, the seconds of
+    each lease."""
     before = yield from _lock()
     if redis is None:
         rows = yield Statement(b"SELECT extract(epoch FROM pg_catalog.clock_timestamp())::float8")
@@ -209,7 +211,7 @@ def _decide(fleet: RedisFleetState, pace: HeartbeatPace, redis: Epochs | None) -
 def take_share(
     id_: str, limit: LimitTerms, tokens: Sequence[str], seconds: float, *, pace: HeartbeatPace
 ) -> Steps[tuple[str, list[str]]]:
-    """Take permits that PostgreSQL keeps. Answers the mode (nothing is taken in another than `degraded`), and the
+    """Take permits that PostgreSQL keeps. Returns the mode (nothing is taken in another than `degraded`), and the
     tokens that have a permit."""
     fleet = yield from _fleet((yield from _lock()), limit.lease)
     live = fleet.live(pace)
@@ -241,7 +243,7 @@ def take_share(
 @operation(atomic=True)
 def renew_share(id_: str, limit: LimitTerms, tokens: Sequence[str]) -> Steps[tuple[str, list[str]]]:
     """Renew permits that PostgreSQL keeps; a permit that another program has taken for this one becomes its own.
-    Answers the mode (nothing is renewed in another than `degraded`), and the tokens that hold no permit."""
+    Returns the mode (nothing is renewed in another than `degraded`), and the tokens that hold no permit."""
     fleet = yield from _fleet((yield from _lock()), limit.lease)
     own = fleet.find(id_)
     if fleet.mode != DEGRADED or own is None or own.lost is None:
@@ -256,7 +258,7 @@ def renew_share(id_: str, limit: LimitTerms, tokens: Sequence[str]) -> Steps[tup
 
 @operation(atomic=True)
 def give_share(name: str, tokens: Sequence[str]) -> Steps[None]:
-    """Give permits back that PostgreSQL counts, in whoever's row they are."""
+    """Release permits that PostgreSQL counts, in whichever row they are."""
     fleet = yield from _fleet((yield from _lock()), 0.0)
     changed: dict[str, Held] = {}
     for program in fleet.programs:
@@ -307,7 +309,7 @@ def _fleet(mode: Row, lease: float) -> Steps[RedisFleetState]:
 
 
 def _by_the_clock(held: Held, now: float) -> Held:
-    """What is left of a lease is the same on every clock; when it ends is not."""
+    """The rest of a lease is the same on every clock; the moment of its end is not."""
     return {
         name: {"tokens": {token: now + left for token, left in kept["left"].items()}}
         for name, kept in held.items()

@@ -1,4 +1,4 @@
-"""process_inspect: what is known of processes. Reads only, locks nothing."""
+"""What is known about processes. Reads only, locks nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def query_processes(
     status = status.upper() if isinstance(status, str) else status
     if status is not None and status not in list(ProcessStatus):
         raise InvalidCommandError(
-            f"status {names.shown(status)} is no process status; known are {', '.join(ProcessStatus)}"
+            f"status {names.shown(status)} is not a process status; known are {', '.join(ProcessStatus)}"
         )
     rows = yield Statement(
         sql.text("processes/query_processes"),
@@ -51,7 +51,7 @@ def query_processes(
 
 @operation(atomic=True)
 def get_process(domain: str, process_id: str) -> Steps[ProcessRecord | None]:
-    """Everything that is known of a process, its trail included; None if there is none."""
+    """Returns everything that is known about a process, with its trail; None if there is no such process."""
     found = yield from query_processes(domain=names.check_domain(domain), process_id=process_id, limit=1).steps
     if not found:
         return None
@@ -141,7 +141,7 @@ def _waits_for(
     failing: Mapping[str, Any] | None,
     domain: str,
 ) -> str | None:
-    """In words, for whoever asks why it does not go on."""
+    """Says why the process does not go on."""
     if status.is_final:
         return None
     if troubles:

@@ -1,12 +1,11 @@
-"""process: how a saga is read and moved.
+"""How a process is read and moved.
 
-A process is moved by its messages, which are commands of its type in its domain (step 0): its start, the replies
-to its steps, its timers, an operator's retry. Reading locks nothing; the move itself, `apply`, is refused if
-somebody else has moved the process since, and then the whole handling of the message is done again. So the
-process row is locked for a moment only, never while the manager's code runs.
+Messages move a process. They are commands of its type in its domain (step 0): its start, the replies to its
+steps, its timers, an operator's retry. Reading locks nothing. The move itself, `apply`, is refused if another
+worker has moved the process since. Then the whole message is handled again. So the process row is locked only for
+a moment, never while the manager's code runs.
 
-Order within `apply`: what is to be cancelled (queue row → command row), what is to be sent (new rows), the
-process.
+Order within `apply`: commands to cancel (queue row → command row), commands to send (new rows), the process.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Loaded(NamedTuple):
 
 @operation(atomic=False)
 def line_up(domain: str, process_id: str) -> Steps[None]:
-    """Wait, for the rest of the transaction, for the others that were refused a move of this process.
+    """Join, until the end of the transaction, the line of messages whose move of this process was refused.
 
     Three hundred replies to one process at once, handled by 48 threads: 4 s instead of 14, and none gives up.
     """
@@ -62,7 +61,7 @@ def line_up(domain: str, process_id: str) -> Steps[None]:
 
 @operation(atomic=False)
 def load(domain: str, process_id: str, *, message: int | None = None) -> Steps[Loaded | None]:
-    """A process and its steps; None if there is none. `message`: the internal id of what may be its message."""
+    """Returns a process and its steps; None if there is none. `message`: the internal id of a possible message."""
     asked = {"domain": domain, "process_id": process_id, "message": message}
     rows = yield Statement(sql.text("processes/load"), asked)
     if not rows:
@@ -88,7 +87,7 @@ def load(domain: str, process_id: str, *, message: int | None = None) -> Steps[L
 
 @operation(atomic=True)
 def apply(loaded: Loaded, made: Advance, state: str, *, max_bytes: int) -> Steps[None]:
-    """Write a move, in the transaction that handles its message; ProcessMovedError if somebody moved it since."""
+    """Write a move, in the transaction that handles its message. Raises ProcessMovedError if it moved since."""
     view = made.view
     yield from _cancel_steps(loaded, made.cancels)
     timer = loaded.timer
@@ -153,11 +152,12 @@ def _cancel_steps(loaded: Loaded, cancels: list[tuple[StepView, str]]) -> Steps[
 
 
 def cancel_commands(process: int, wanted: list[tuple[str, str, operate.OperatorAction]]) -> Steps[None]:
-    """Cancel commands of a process, whatever state each is in; the reply to one that has just ended is on its way.
+    """Cancel commands of a process, in any state. If one has just ended, its reply is on the way.
 
-    First what waits or runs (queue rows), then what is in the troubleshooting queue: that locks the process, and a
-    worker that settles one of the others would wait for it while we wait for the worker. In between, once none can
-    leave that queue any more, those that an operator has just retried.
+    First come the commands that wait or run (queue rows), then those in the troubleshooting queue. The second part
+    locks the process: in the other order, a worker that settles one of the first would wait for us while we wait
+    for the worker. In between, when none can leave that queue any more, come those that an operator has just
+    retried.
     """
     left = yield from _cancel_waiting(wanted)
     if not left:
@@ -173,7 +173,7 @@ def cancel_commands(process: int, wanted: list[tuple[str, str, operate.OperatorA
 def _cancel_waiting(
     wanted: list[tuple[str, str, operate.OperatorAction]],
 ) -> Steps[list[tuple[str, str, operate.OperatorAction]]]:
-    """Cancel those that wait or run; answers the others."""
+    """Cancel those that wait or run. Returns the others."""
     left = []
     for domain, command_id, operator_action in wanted:
         try:
@@ -184,9 +184,9 @@ def _cancel_waiting(
 
 
 def lock_troubled(process: int) -> Steps[list[Row]]:
-    """Lock all of a process's commands in the troubleshooting queue, (domain, row id) each: before the first of
-    them leaves it, which locks the process. An operator who moves another would wait for that with its own
-    lock."""
+    """Lock all commands of a process in the troubleshooting queue, (domain, row id) each, before the first of them
+    leaves it, which locks the process. Otherwise an operator who moves another one would wait for that while
+    holding its own lock."""
     return (
         yield Statement(
             b"SELECT t.domain, t.command FROM commandbus.tsq t "
@@ -275,7 +275,7 @@ def _moved(loaded: Loaded) -> ProcessMovedError:
 
 
 def _own_id(view: ProcessView[Any], sending: Sending) -> str | None:
-    """The command_id that the manager gave; if an earlier try of the step has it, with this one's number."""
+    """The command_id that the manager gave; if an earlier attempt at the step has it, with this step's number."""
     own = sending.command.command_id
     if own is not None and any(step.command_id == own for step in view.steps if step is not sending.step):
         return f"{own}~{sending.step.number}"
@@ -296,7 +296,7 @@ def _set_timer(loaded: Loaded, data: dict[str, Any], seconds: float | None) -> S
 def send_message(
     domain: str, view: ProcessView[Any], id_: int, data: dict[str, Any], *, delay: float = 0.0
 ) -> Steps[int]:
-    """A message to a process, now or later; answers its command's row id."""
+    """A message to a process, now or later. Returns its command's row id."""
     rows = yield Statement(
         sql.text("processes/message", domain=domain),
         {
@@ -322,7 +322,7 @@ def tell_the_end(
     correlation_id: str | None,
     batch: int | None,
 ) -> Steps[None]:
-    """A process's starter hears how it ended, and its batch is folded; `state` is JSON text."""
+    """Tell a process's starter how it ended, and fold its batch; `state` is JSON text."""
     if reply_to is not None:
         reply = {
             "outcome": _OUTCOMES.get(view.status, "FAILED"),

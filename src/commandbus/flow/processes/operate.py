@@ -1,4 +1,4 @@
-"""process_operate: what people do to processes: cancel them, and let a FAILED one go on."""
+"""What operators do to processes: cancel them, and let a FAILED one go on."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from commandbus.processes.manager import ProcessView
 
 
 def cancel_process(domain: str, process_id: str, what: operate.OperatorAction) -> Plan[ProcessStatus]:
-    """Ask a process to stop: its outstanding commands are cancelled, what was done is undone, it ends CANCELED.
+    """Cancel a process: its outstanding commands are canceled, completed steps are undone, it ends CANCELED.
 
-    First the request: no step is sent after it, because a move that is under way is refused and done again.
-    Then, each in a transaction of its own, the commands. Whoever asks again goes on where the first one was
-    interrupted.
+    First the request is written. No step is sent after it, because a move that is under way is refused and done
+    again. Then the commands are canceled, each in its own transaction. If this was interrupted, ask again: it goes
+    on from there.
     """
     process_id = names.to_id(process_id, "process_id")
     status = yield _request_cancel(names.check_domain(domain), process_id, what)
@@ -52,8 +52,8 @@ def _request_cancel(domain: str, process_id: str, what: operate.OperatorAction) 
 
 @operation(atomic=False)
 def _unfinished(domain: str, process_id: str) -> Steps[list[Row]]:
-    """The commands of outstanding steps; messages that the process's own code could not handle, which are to be
-    retried: with the request in sight it may do better; all messages, if it has ended."""
+    """The commands of outstanding steps, and the messages that the process's own code could not handle. These are
+    retried, because the code may succeed now that it sees the request. If the process has ended: all messages."""
     return (yield Statement(sql.text("processes/unfinished"), {"domain": domain, "process_id": process_id}))
 
 

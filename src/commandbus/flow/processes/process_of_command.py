@@ -1,4 +1,4 @@
-"""belonging: which process a command is of, and as what. Reads only, locks nothing."""
+"""Which process a command belongs to, and as which step. Reads only, locks nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PartOfProcess:
 
 @operation(atomic=False)
 def process_of(command: int) -> Steps[PartOfProcess | None]:
-    """What a command, by its internal id, is for a process; None if it is of none, or that was forgotten."""
+    """The part of a command (by its internal id) in a process; None if it has none, or the process was deleted."""
     rows = yield Statement(sql.text("processes/process_of"), {"id": command})
     if not rows:
         return None

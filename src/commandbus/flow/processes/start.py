@@ -1,7 +1,7 @@
-"""process_start: start processes, one or very many, in one statement a thousand.
+"""Start processes, one or very many, a thousand per statement.
 
-A process is a row and its first message. `process_id` is an idempotency key, as command_id is: of any number of
-starters one inserts; the others find its row and compare.
+A process is a row and its first message. `process_id` is an idempotency key, like command_id: of several
+concurrent starters one inserts the row, and the others find it and compare.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def to_new_process(item: object) -> NewProcess:
     if isinstance(item, NewProcess):
         return item
     if not isinstance(item, Mapping):
-        raise InvalidCommandError(f"{names.shown(item)} is no process: give NewProcess or dicts")
+        raise InvalidCommandError(f"{names.shown(item)} is not a process; give NewProcess or dicts")
     if unknown := sorted(str(key) for key in item if key not in _FIELDS):
         raise InvalidCommandError(
             f"unknown field {unknown[0]!r} of a process; known are {', '.join(sorted(_FIELDS))}"
@@ -71,7 +71,7 @@ def prepare_start(new: NewProcess, *, deadline: object, max_bytes: int) -> Start
 def start(
     domain: str, process_type: str, starting: Iterator[Starting], *, batch: int | None = None
 ) -> Steps[list[StartedProcess]]:
-    """Start processes, all or none; those that were started before with the same content are left as they are."""
+    """Start processes, all or none. Those that were started before with the same content stay as they are."""
     return (yield from start_now(domain, process_type, starting, batch=batch, counts=False))
 
 
@@ -101,7 +101,7 @@ def _start_chunk(
 def insert_new(
     domain: str, process_type: str, starting: Sequence[Starting], batch: int | None, *, counts: bool = False
 ) -> Steps[dict[str, StartedProcess]]:
-    """Start those whose process_id is not taken; answers them."""
+    """Start those whose process_id is not taken. Returns them."""
     try:
         answer = yield Statement(
             sql.text("processes/start"),

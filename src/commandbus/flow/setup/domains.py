@@ -1,4 +1,4 @@
-"""domains: create and list them. A domain is a PGMQ queue, its name in `commandbus.domain`, and grants on it."""
+"""Create and list domains. A domain is a PGMQ queue, its name in `commandbus.domain`, and grants on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DomainInfo:
 
 @operation(atomic=True)
 def create_domain(domain: str) -> Steps[bool]:
-    """Create a domain's queue; False if it was there. Safe to run concurrently."""
+    """Create a domain's queue. Returns False if it existed. Safe to run concurrently."""
     created = yield from create_steps(domain)
     return created
 

@@ -1,16 +1,16 @@
-"""migrate: bring a database's schema to this release, from whatever it has.
+"""Upgrade the schema of a database to this release, from any earlier one or from nothing.
 
 Everything happens in one transaction under one advisory lock: any number of processes may run it at once, and
 a failure leaves nothing behind. No superuser is needed, only CREATE on the database.
 
 Each migration says whether it is compatible: whether programs that do not know it may go on with the schema that
 it leaves. The flag is stored with the migration's number, so that an older program, which does not have the file,
-can read it. A newer schema is refused if any of its newer migrations is not compatible: an old release must not
-guess what a new one meant.
+can read it. A newer schema is refused if any of its newer migrations is not compatible, because an old release
+must not guess what a new one meant.
 
-An ALTER TABLE that waits for a long transaction makes every send wait behind it. So it waits for LOCK_SECONDS at
-most; then all is rolled back, the others have their turn, and it is tried again. For its turn among others that
-migrate it waits longer, because that keeps nobody else waiting; but not for ever, because one of them may hang.
+If an ALTER TABLE waits for a long transaction, every send waits behind it. So it waits for LOCK_SECONDS at most.
+Then everything is rolled back, the others go on, and `migrate` tries again. If other programs migrate at the same
+time, it waits longer for them, because nobody else waits behind that; but not for ever, because one may hang.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _APPLIED = b"SELECT number, is_compatible FROM commandbus.migration ORDER BY num
 class SchemaState:
     """What a database has, and what this release would add.
 
-    `newer` are those of the applied migrations that this release does not know; they are compatible with it.
-    `incompatible` are those of the missing ones after which older programs cannot start.
+    `newer` are applied migrations that this release does not know; they are compatible with it. `incompatible` are
+    missing migrations after which older programs cannot start.
     """
 
     applied: tuple[int, ...]
@@ -73,7 +73,7 @@ class SchemaState:
 
 
 class _BusyError(SchemaError):
-    """Somebody else's transaction holds a lock that a migration needs, and has waited for."""
+    """Another transaction holds a lock that a migration needs and has waited for."""
 
     def __init__(self, error: BaseException, waited: float) -> None:
         super().__init__(str(error))
@@ -86,9 +86,9 @@ def migrate(
     wait_seconds: float = MIGRATION_WAIT_SECONDS,
     on_wait: Callable[[str], None] = lambda _: None,
 ) -> Plan[SchemaState]:
-    """Apply what is missing; returns the state from before, whose `missing` is what was applied.
+    """Apply what is missing. Returns the state from before; its `missing` is what was applied.
 
-    It is tried again for about `wait_seconds` while somebody's transaction is in its way; `on_wait` is told whose.
+    While another transaction is in the way, it tries again for about `wait_seconds`, and tells `on_wait` whose.
     """
     pause, waited = FIRST_PAUSE_SECONDS, 0.0
     while True:
@@ -251,7 +251,7 @@ def _state() -> Steps[SchemaState]:
 
 
 def _refuse_newer(newer: Mapping[int, bool]) -> None:
-    """The first that is not compatible is named: from there on this release cannot follow."""
+    """Name the first migration that is not compatible: this release cannot work after it."""
     if strange := [number for number, is_compatible in newer.items() if not is_compatible]:
         raise SchemaError(
             f"this database's commandbus schema is at migration {max(newer)}, newer than this release knows "

@@ -1,7 +1,7 @@
-"""privileges: may this role run a worker? Asked once, before a worker starts.
+"""Checks once, before a worker starts, whether its role may run a worker.
 
-A role that may look but not claim would pass every other check, fail at its first claim, and be started again and
-again. What is asked for here is what no worker can do without, less than `commandbus roles` grants.
+A worker whose role may read but not claim would pass every other check, fail at its first claim, and be started
+again and again. This checks only what every worker needs, which is less than `commandbus roles` grants.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Permitted:
 def check_may_work(domains: Sequence[str]) -> Steps[Permitted]:
     """Raises `MissingPrivilegeError` if this role cannot work for these domains, with what is missing.
 
-    What is not there needs no permission: `look` says better that the schema is missing.
+    Missing tables need no privilege: `look` reports a missing schema.
     """
     wanted = list(_wanted(domains))
     schemas, names, privileges = zip(*wanted, strict=True)
@@ -71,7 +71,7 @@ def may_not_work(role: str, reason: str) -> MissingPrivilegeError:
 
 
 def explained(error: BaseException, role: str) -> BaseException:
-    """What the server said to a worker that had started: as a sentence, where a person must repair it."""
+    """The server's error to a running worker, as a sentence, if a person must repair it."""
     if isinstance(error, pg.InsufficientPrivilege):
         return may_not_work(role, error.diag.message_primary or str(error))
     if isinstance(error, pg.UndefinedTable | pg.InvalidSchemaName):

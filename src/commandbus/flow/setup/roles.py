@@ -1,4 +1,4 @@
-"""roles: create the least-privilege roles and grant them what they need, or print the SQL that does."""
+"""Create the least-privilege roles and grant them what they need, or print the SQL that does it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def create_roles(
     queues: Sequence[str] = (),
     keep_seconds: float | None = None,
 ) -> Steps[dict[str, str]]:
-    """Create what is missing, grant everything; returns kind → role name. With `domains` they are a tenant's."""
+    """Create missing roles, grant everything. Returns kind → role name. With `domains`, they are a tenant's."""
     try:
         for text in (yield from _statements(prefix, domains, queues, keep_seconds)):
             yield Statement(text.encode())
@@ -57,7 +57,7 @@ def print_roles(
 
 
 def grant_again() -> Steps[None]:
-    """Roles that were made before must be able to use what is new."""
+    """Grant what is new to roles that exist already."""
     rows = yield Statement(
         b"SELECT s.name, s.value FROM commandbus.setting s JOIN pg_catalog.pg_roles r "
         b"ON r.rolname = CASE WHEN s.name = 'role.worker' THEN s.value "
@@ -106,7 +106,7 @@ def _of_tenant(tenant: Tenant) -> Steps[list[str]]:
             raise UnknownDomainError(domain)
     for queue in tenant.queues:
         if (queue,) not in rows:
-            raise InvalidCommandError(f"there is no queue {queue!r}; bus.create_queue({queue!r}) makes one")
+            raise InvalidCommandError(f"there is no queue {queue!r}; create it with bus.create_queue({queue!r})")
     statements = roles.create_statements(tenant.prefix, roles.TENANT_KINDS) + roles.tenant_statements(tenant)
     known = yield Statement(
         b"SELECT name, value FROM commandbus.setting WHERE name = %(name)s", {"name": f"tenant.{tenant.prefix}"}
@@ -119,7 +119,7 @@ def _of_tenant(tenant: Tenant) -> Steps[list[str]]:
 
 
 def _refuse_newer_schema() -> Steps[None]:
-    """Grants are made anew from what this release knows: they would take from newer programs what they need."""
+    """This release would grant only what it knows, and revoke what newer programs need."""
     rows = yield Statement(b"SELECT pg_catalog.max(number) FROM commandbus.migration")
     newest, known = rows[0][0], max(sql.migrations())
     if newest is not None and newest > known:
@@ -130,7 +130,7 @@ def _refuse_newer_schema() -> Steps[None]:
 
 
 def _refuse_mixture(prefix: str, *, is_tenant: bool) -> Steps[None]:
-    """A role is of a tenant or it is not: what it was granted before would stay."""
+    """A role cannot become a tenant's role, or stop being one: its earlier grants would stay."""
     rows = yield Statement(
         b"SELECT name FROM commandbus.setting "
         b"WHERE (name = 'role.worker' AND value = %(worker)s) OR name = %(tenant)s",

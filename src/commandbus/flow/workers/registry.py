@@ -1,4 +1,4 @@
-"""register: a worker's row in the registry, beaten every few seconds, and what it learns there."""
+"""A worker's row in the registry: its heartbeat every few seconds, and what the worker learns there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from commandbus.model import payload
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """What does not change in a worker's life; `types` are the types that it has handlers for ("orders/ship")."""
+    """What never changes about a worker; `types` are the command types that it has handlers for
+    ("orders/ship")."""
 
     id: str
     host: str

@@ -24,10 +24,10 @@ class PermitStore(Protocol):
         """postgres, redis, degraded, joining or lost."""
 
     def take(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:
-        """Take permits for some seconds; answers the tokens that have one."""
+        """Take permits for some seconds. Returns the tokens that have one."""
 
     def renew(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
-        """Renew leases; answers the tokens that hold no permit any more."""
+        """Renew leases. Returns the tokens that hold no permit any more."""
 
     def give(self, limit: LimitRow, tokens: Sequence[str]) -> None:
         """Give permits back."""
@@ -40,7 +40,7 @@ class Elsewhere(PermitStore, Protocol):
     """A permit store outside PostgreSQL, which must be looked after."""
 
     def renew_beside(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
-        """Renew leases on another thread than all else, without PostgreSQL; answers the tokens that were."""
+        """Renew leases on another thread than all else, without PostgreSQL. Returns the tokens that were."""
 
     def renewed_at(self, limit: LimitRow, token: str) -> float | None:
         """When (of `clock.boottime`) the lease of this token was last asked for; None: it is not known here."""
@@ -49,7 +49,7 @@ class Elsewhere(PermitStore, Protocol):
         """Close what `renew_beside` uses, on its thread."""
 
     def keep_for_others(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:
-        """Take permits that others will adopt; answers the tokens that have one."""
+        """Take permits that others will adopt. Returns the tokens that have one."""
 
     def tick(self) -> None:
         """Called every second or so."""

@@ -1,4 +1,4 @@
-"""autopsy: what a stuck attempt was doing, in Python and in the database, as one JSON document.
+"""What a stuck attempt was doing, in Python and in the database, as one JSON document.
 
 Taken by the ladder (stacks, in memory) and completed by the keeper (its backend, from the server).
 """

@@ -1,6 +1,6 @@
 """The Ladder: every attempt ends in time, whatever its handler does.
 
-    deadline   the attempt is asked to stop: its cancel event is set, its task cancelled, its query cancelled
+    deadline   the attempt is asked to stop: its cancel event is set, its task canceled, its query canceled
     grace      it may still finish, and a result that comes in time counts
     stuck      an autopsy is taken, the attempt is fenced and settled, its slot gets a new thread or task
 
@@ -95,7 +95,7 @@ class Ladder:
             try:
                 self._tick()
             except Exception:
-                logger.exception("the ladder's tick failed")  # and the next one tries again
+                logger.exception("a tick of the ladder failed")  # and the next one tries again
 
     def _until_due(self) -> float:
         """Seconds until the next look: a tick, or less if something is due before."""
@@ -111,7 +111,7 @@ class Ladder:
             try:
                 self._look(attempt, place, now)
             except Exception:
-                logger.exception("looking at command %s failed", attempt.command_id)  # the others are looked at
+                logger.exception("checking command %s failed", attempt.command_id)  # the others are looked at
         self._on_tick(now)
 
     # --- one attempt ---------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Ladder:
             self._remind(attempt, stop, now)
 
     def _remind(self, attempt: Attempt, stop: Stop, now: float) -> None:
-        """A statement that began just after the cancel gets half of the grace, then it is cancelled too."""
+        """A statement that began just after the cancel gets half of the grace, then it is canceled too."""
         if now >= (stop.asked_at + stop.until) / 2:
             attempt.extras.is_reminded = True
             self._cancel_query(attempt)
@@ -160,7 +160,7 @@ class Ladder:
         age = boottime() - attempt.renewed_at
         if age >= self._late_seconds:
             text = (
-                "its lease could not be renewed: the database is out of reach, or another transaction holds its "
+                "its lease could not be renewed: the database is unreachable, or another transaction holds its "
                 "queue row (layer 3: visibility_timeout)"
             )
             return Stop(Why.LEASE, text, now, now + max(0.0, limits.visibility_timeout - age))
@@ -256,7 +256,7 @@ class Ladder:
             return
         blocked = monotonic() - place.loop.beat_at
         text = f"it blocked the event loop for {blocked:.1f} s; command {attempt.command_id!r} could not stop"
-        why = Why.SHUTDOWN if stop.why is Why.SHUTDOWN else Why.DEADLINE  # a neighbour's cancel is not its own
+        why = Why.SHUTDOWN if stop.why is Why.SHUTDOWN else Why.DEADLINE  # a neighbor's cancel is not its own
         blamed = blocker.stop or Stop(why, text, stop.asked_at, stop.until, is_told=False)
         blocker.ask_to_stop(blamed)
         taken = _examine(culprit, is_blocked=True)
@@ -272,7 +272,7 @@ class Ladder:
         if sum(other.loop is place.loop for other in here) > 1 and self._can_isolate:
             self._health.record_stuck_thread()
             logger.error("the event loop is blocked, by a task or callback of an attempt that cannot be named")
-            self._leave_loop(place, "its event loop was blocked, and nothing tells by whom", suspect=True)
+            self._leave_loop(place, "its event loop was blocked, and the cause is not known", suspect=True)
             self._note_stuck(attempt, place)
         elif self._take(attempt, stop, _examine(place, is_blocked=True)):
             self._leave_loop(place, _blocked_by(attempt))

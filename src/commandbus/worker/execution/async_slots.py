@@ -144,7 +144,7 @@ class AsyncSlots:
         self._loop.retire()
 
     def stop(self, timeout: float) -> None:
-        """End the loop; what still runs on it is cancelled. A handler that blocks it is left behind."""
+        """End the loop; what still runs on it is canceled. A handler that blocks it is left behind."""
         self._stopping = True
         self._loop.retire()
         self._loop.thread.join(timeout)
@@ -228,7 +228,7 @@ class _Loop:
             self.add_slot(slot.index, had)
 
     def _revive(self, slot: AsyncSlot, _: asyncio.Task[None]) -> None:
-        """A handler may have kept its task, and cancelled it when it was no longer its own."""
+        """A handler may have kept its task, and canceled it when it was no longer its own."""
         if not slot.is_over:
             self.replace(slot)
 
@@ -252,7 +252,7 @@ class _Loop:
                     continue
         finally:
             if self.is_copy:
-                os._exit(0)  # its tasks, and what they would do when cancelled, are its parent's
+                os._exit(0)  # its tasks, and what they would do when canceled, are its parent's
             for task in asyncio.all_tasks(self.loop):
                 task.cancel()
             self.loop.run_until_complete(asyncio.sleep(0))
@@ -285,7 +285,7 @@ class _Loop:
         self._wake_asked = False
         lane = self.lane
         while self._idle and self._idle[0][1].done():
-            self._idle.popleft()  # its task was cancelled in its sleep
+            self._idle.popleft()  # its task was canceled in its sleep
         if not lane.waiting or not self._idle or self.is_retired or not lane.budget.take(lane):
             return
         slot, woken = self._idle.popleft()

@@ -53,7 +53,7 @@ CHILD_LATE = "the deadline of a child context has passed"
 
 def lost_text(limit: str) -> str:
     """Why an attempt is asked to stop that has lost its place of a limit."""
-    return f"it has lost its place of limit {limit}"
+    return f"it has lost its permit of limit {limit}"
 
 
 class Why(StrEnum):
@@ -124,7 +124,7 @@ class Extras:
         self.child: Child | None = None
         self.is_delivered = False  # has the event loop passed the cancel on?
         self.is_fenced = False  # given up: it gets no connection any more
-        self.is_reminded = False  # has its query been cancelled for the second time?
+        self.is_reminded = False  # has its query been canceled for the second time?
         self.has_connection = False
         self.holds_row = False  # must its queue row be left alone, for the snapshot of its transaction?
         self.permits: list[Permit] = []  # of limits, which it holds

@@ -15,7 +15,7 @@ seconds whether we are still there (client_connection_check_interval), so that a
 soon, whatever its handler did to the other limits. Behind PgBouncer (no prepared statements) a session belongs to
 nobody: there the limits are those of the handler's first transaction, and nothing is undone.
 
-While a handler holds a connection the attempt knows it (`Borrowed`), so that its query can be cancelled at the
+While a handler holds a connection the attempt knows it (`Borrowed`), so that its query can be canceled at the
 deadline and its backend terminated when it is stuck. A cancel that came late would hit the connection's next
 owner: the return to the pool waits for cancels in flight. A process id alone may be somebody else's by now. So the
 server is asked once per connection when that backend began, and the two together name it. Behind PgBouncer a
@@ -273,7 +273,7 @@ class HandlerConnections:
                         await _run_all_async(wrapped, put_back(before, conn._prepared))
                 if isinstance(conn, OwnConnection):
                     conn.planned_at = wrapped.planned_at
-            finally:  # the handler may be cancelled here, too
+            finally:  # the handler may be canceled here, too
                 self._put(pool, conn, borrowed)
 
     def _set_limits(
@@ -487,8 +487,8 @@ class HandlerConnections:
             asked = self._askers.submit(question)
         except RuntimeError as error:
             question.forget()  # it is in the queue all the same
-            self._on_no_thread(f"nobody can wait for a connection ({error})")
-            raise ExhaustedError(f"nobody can wait for a connection: {error}") from error
+            self._on_no_thread(f"no thread can wait for a connection ({error})")
+            raise ExhaustedError(f"no thread can wait for a connection: {error}") from error
         attempt.extras.asks = question
         try:
             await asyncio.wrap_future(asked)

@@ -192,9 +192,9 @@ class _Context:
         return None if left == NEVER else datetime.now(UTC) + timedelta(seconds=left)
 
     def remaining(self) -> float | None:
-        """Seconds until the deadline, to hand to sockets and clients as their time-out; None for no deadline.
+        """Seconds until the deadline, to hand to sockets and clients as their timeout; None for no deadline.
 
-        Never 0, which would switch a time-out off: at least a millisecond.
+        Never 0, which would switch a timeout off: at least a millisecond.
         """
         left = self._left()
         return None if left == NEVER else max(SHORTEST, left)
@@ -354,7 +354,7 @@ class _Context:
         """The connection broke in COMMIT: what the database says decides."""
         if not has_committed:
             raise TransientCommandError(
-                f"the connection was lost in COMMIT and the transaction did not take place: {error}",
+                f"the connection was lost in COMMIT and the transaction was not committed: {error}",
                 code="COMMIT_LOST",
             ) from error
         self._attempt.has_committed = True
@@ -602,7 +602,7 @@ class AsyncHandlerContext(_Context):
         """A place of a limit for the block: `async with ctx.limit("docai", timeout=60): …`.
 
         Waits up to `wait` for it, then raises LimitTimeoutError. After `timeout` what is awaited in the block is
-        cancelled, and the block raises ApiTimeoutError: the handler may go on with its other calls.
+        canceled, and the block raises ApiTimeoutError: the handler may go on with its other calls.
         """
         return AsyncBlock(
             async_block(
@@ -620,7 +620,7 @@ class AsyncHandlerContext(_Context):
     async def child(self, *, timeout: float | str | timedelta) -> AsyncIterator[AsyncHandlerContext]:
         """A context with a deadline of its own, never later than this one's.
 
-        At its deadline what is awaited in the block is cancelled, and the block raises DeadlineExceededError.
+        At its deadline what is awaited in the block is canceled, and the block raises DeadlineExceededError.
         """
         child = self._enter_child(timeout)
         left = child._left()

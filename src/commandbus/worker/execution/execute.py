@@ -2,7 +2,7 @@
 
 The sync and the async way differ in one `await`; what an end means is decided once, in `completed` and `failed`.
 An attempt that was asked to stop may still complete: a result that comes within its grace counts. If it raises
-what a cancelled attempt raises, that is put down to whoever asked: its deadline, a person, the shutdown, or the
+what a canceled attempt raises, that is put down to whoever asked: its deadline, a person, the shutdown, or the
 loss of its lease.
 """
 
@@ -85,7 +85,7 @@ _CANCELLATIONS = (
     pg.QueryCanceled,
     pg.AdminShutdown,
 )
-"""What a handler raises when it gives in: to us, or because we cancelled its query."""
+"""What a handler raises when it gives in: to us, or because we canceled its query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Executor:
         failure = Failure(
             "WorkerLost",
             "WORKER_LOST",
-            f"{attempt.charge - 1} attempts ended with the loss of their worker or lease; it is not tried again",
+            f"{attempt.charge - 1} attempts ended with the loss of their worker or lease; it is not retried",
         )
         _log(logging.ERROR, attempt, f"{failure.error}: to the troubleshooting queue")
         return attempt.fail(Judgement(Verdict.EXHAUSTED, failure))
@@ -313,7 +313,7 @@ class Executor:
 
     @staticmethod
     def _is_final(attempt: Attempt, *, is_timeout: bool) -> bool:
-        """Does its handler want no time-out to be tried again?"""
+        """Does its handler want no timeout to be tried again?"""
         return is_timeout and attempt.handler is not None and attempt.handler.options.on_timeout == "fail"
 
     def lost(self, attempt: Attempt, failure: Failure) -> Settlement:
@@ -322,7 +322,7 @@ class Executor:
 
     def waive(self, attempt: Attempt, failure: Failure, *, suspect: bool = False) -> Settlement:
         """Stopped through no fault of its own."""
-        _log(logging.WARNING, attempt, f"was stopped: {failure.error}; tried again, not charged")
+        _log(logging.WARNING, attempt, f"was stopped: {failure.error}; retried, not charged")
         return attempt.waive(failure, suspect=suspect)
 
     def _judge(self, attempt: Attempt, failure: Failure, *, is_timeout: bool) -> Judgement:

@@ -1,4 +1,4 @@
-"""fresh_thread: a handler's code in a thread that nobody has used before, and nobody will use again.
+"""Runs a handler's code in a new thread that is not used again.
 
 For handlers with `fresh_thread=True`: what they leave in thread-locals ends with their thread. Starting and ending
 one costs about 50 µs. Whoever calls waits, so an attempt still has one slot, and the slot one attempt.

@@ -38,9 +38,9 @@ _MARK = "__commandbus_handlers__"
 class Options:
     """What a handler asks for, checked.
 
-    `timeout`: its deadline in seconds; 0 is none, None the worker's task_timeout. `on_timeout`: is a time-out
+    `timeout`: its deadline in seconds; 0 is none, None the worker's task_timeout. `on_timeout`: is a timeout
     tried again, or is the command then FAILED for good? `isolation`: "process" runs it in a process of its own,
-    which can be killed without harm to its neighbours. `limits`: the limits of which it needs a place each; until
+    which can be killed without harm to its neighbors. `limits`: the limits of which it needs a place each; until
     it has them, its commands are parked. `fresh_thread`: each attempt runs in a new thread, which ends with it.
     """
 
@@ -143,7 +143,7 @@ class HandlerRegistry:
     def declare_limit(self, limit: Limit) -> Limit:
         """Declare a limit that handlers name; workers make it known to all when they start."""
         if not isinstance(limit, Limit):
-            raise TypeError(f"a limit is declared as Limit(name, concurrency=…), not {limit!r:.80}")
+            raise TypeError(f"a limit must be a Limit(name, concurrency=…), not {limit!r:.80}")
         if self._limits.setdefault(limit.name, limit) != limit:
             raise ConfigurationError(
                 f"limit {limit.name!r} is declared twice, differently: {self._limits[limit.name]} and {limit}"

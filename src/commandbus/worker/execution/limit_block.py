@@ -5,7 +5,7 @@ In an `async with` it cancels what is awaited there, and that raises ApiTimeoutE
 `with` it is the attempt's own deadline as long as the block lasts: the ladder asks, waits for the grace, and
 gives it up.
 
-What leaves the block says how the API did (model/api_errors.py). After a time-out, or when somebody stopped the
+What leaves the block says how the API did (model/api_errors.py). After a timeout, or when somebody stopped the
 attempt, the call may still be under way on the other side: the permit stays taken until its lease ends.
 """
 

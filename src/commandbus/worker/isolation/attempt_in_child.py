@@ -1,4 +1,4 @@
-"""child: one attempt in a child process, as the slot's thread that waits for it and the ladder see it.
+"""One attempt in a child process, as seen by the slot's thread that waits for it, and by the ladder.
 
     begin → run is sent → messages (begun, lent, returned, progress, extend, hold, release, limits, log) → ended
                         ↘ kill: dump signal, 0.5 s for the stacks, SIGKILL → dead
@@ -235,7 +235,7 @@ class Child:
                     if self._hear(message):
                         return message
             except (ChannelError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
-                self._give_up_on(f"it said something that makes no sense: {type(error).__name__}: {error}")
+                self._give_up_on(f"it sent a message that makes no sense: {type(error).__name__}: {error}")
                 return None
             if not to_the_end or self._process.channel.is_at_end or not messages:
                 return None

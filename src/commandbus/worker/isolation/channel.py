@@ -1,4 +1,4 @@
-"""channel: JSON messages over a socket pair, between a worker and the process that runs one of its handlers.
+"""JSON messages over a socket pair, between a worker and its child process.
 
 A message is its length (4 bytes) and its JSON text. It is JSON and bounded in size because the other side may run
 C code that nobody trusts: nothing it says is ever executed, unpickled or believed without a look.

@@ -1,4 +1,4 @@
-"""isolated: the main program of a process that runs handlers with isolation="process", one attempt at a time.
+"""The main program of a child process: it runs handlers, one attempt at a time.
 
     reader thread    messages of the worker: run, cancel, answers, end; sets the events of child contexts in time
     main thread      loads the handlers, then runs attempts: sync ones as they are, async ones on a loop of its own
@@ -81,7 +81,7 @@ class Run:
                 self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
     def attach(self, task: asyncio.Task[Any]) -> None:
-        """It runs in this task, which is to be cancelled."""
+        """It runs in this task, which is to be canceled."""
         with self._lock:
             self._task = task
             if self.attempt.stop is not None:

@@ -1,4 +1,4 @@
-"""deaths: what is written of an attempt whose process died, or could not be had."""
+"""What is recorded about an attempt whose child process died, or could not start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""children: a worker's child processes, kept warm for attempts that run in one.
+"""A worker's child processes, kept warm for attempts that run in one.
 
 One is taken for an attempt and returned after it; there are at most as many as slots, one of them ahead if a
 handler asks for isolation. A slot's thread that needs one listens to a process that is still importing, and takes
@@ -173,7 +173,7 @@ class Children:
                 if is_late or self._lets_go or not is_wanted():
                     asked.add_done_callback(self._adopt)
                     if is_late:
-                        raise StartError(f"its process was not there after {SPAWN_SECONDS:g} s")
+                        raise StartError(f"its child process did not start within {SPAWN_SECONDS:g} s")
                     return None
             process = asked.result()
         finally:
@@ -198,7 +198,7 @@ class Children:
             raise
 
     def _too_slow(self, process: ChildProcess) -> StartError:
-        text = f"its process was still importing {self._what} after {START_SECONDS:g} s"
+        text = f"its child process was still importing {self._what} after {START_SECONDS:g} s"
         where = place_of(process)
         if monotonic() - process.born_at > LONGEST_IMPORT:
             process.kill()

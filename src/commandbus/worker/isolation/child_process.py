@@ -1,4 +1,4 @@
-"""process: one child process as its worker sees it, and the thread that starts them.
+"""One child process as its worker sees it, and the thread that starts child processes.
 
 A child has its own process group, a socket for messages, and a memory file that is its stderr until it has started
 and then takes the stacks of a crash or of a dump signal. It is asked to die with the thread that started it
@@ -253,4 +253,4 @@ class Spawner:
         try:
             self._sweep()
         except Exception:
-            logger.exception("looking after idle handler processes failed")
+            logger.exception("idle child processes could not be checked")

@@ -1,4 +1,4 @@
-"""offspring: what a process of ours does first that another one of ours has started.
+"""What every process that commandbus starts does first.
 
 It dies with its parent, and writes the stacks of all its threads into an inherited file when it crashes or is
 asked for them by DUMP_SIGNAL: that is done in C, so code that holds the GIL cannot prevent it.

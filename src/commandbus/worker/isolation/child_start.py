@@ -1,4 +1,4 @@
-"""warming: a child process between its start and its first attempt, while it imports the handlers.
+"""A child process between its start and its first attempt, while it imports the handlers.
 
     importing (stacks can be dumped from now on) → log … → ready
                                                          ↘ cannot_start, with the error
@@ -92,7 +92,7 @@ def _listen(process: ChildProcess, *, to_the_end: bool) -> None:
             for message in messages:
                 _hear(process, message)
         except (ChannelError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
-            text = f"it said something that makes no sense: {type(error).__name__}: {error}"
+            text = f"it sent a message that makes no sense: {type(error).__name__}: {error}"
             raise StartError(f"its process could not start: {text}") from None
         if not to_the_end or process.channel.is_at_end or not messages:
             return

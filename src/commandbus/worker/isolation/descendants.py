@@ -1,4 +1,4 @@
-"""descendants: what a handler's child process has started, wherever that went. It is ended with a child that died.
+"""The programs that a child process has started, wherever they are. They are ended when the child has died.
 
 A process may leave its group and its session, and its parent may end before it (`setsid` and two forks): then
 neither names it any more. Two things still do:

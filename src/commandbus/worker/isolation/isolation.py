@@ -1,4 +1,4 @@
-"""isolation: attempts in processes of their own: of isolation="process" handlers, suspects, and in quarantine.
+"""Attempts in child processes: of isolation="process" handlers, of suspects, and in quarantine.
 
 A slot's thread takes a process that is ready, and only then its attempt begins: what importing the handlers takes
 is not the attempt's. It waits for the attempt's end, does what the handler's context asks for, and judges how it
@@ -175,9 +175,9 @@ class Isolation:
             return self._fail(attempt, str(error), error.trace)
         except Exception as error:  # noqa: BLE001 - no memory, no processes, no files …
             if is_exhaustion(error):
-                self._on_exhausted(f"a process for a handler could not be started ({error})")
+                self._on_exhausted(f"a child process could not be started ({error})")
                 return None
-            return self._fail(attempt, f"its process could not be started: {type(error).__name__}: {error}")
+            return self._fail(attempt, f"its child process could not be started: {type(error).__name__}: {error}")
         if taken is not None and not attempt.is_surely_held(late):
             self._children.give_back(taken, is_usable=True)  # the wait was longer than its lease
             return None
@@ -189,8 +189,8 @@ class Isolation:
             try:
                 ended = self._run_in(process, attempt)
             except Exception as error:
-                logger.exception("attending to a handler's process failed")
-                text = f"its process could not be attended to: {type(error).__name__}: {error}"
+                logger.exception("a child process could not be served")
+                text = f"its child process could not be served: {type(error).__name__}: {error}"
                 return self._fail(attempt, text, has_begun=True)
             if not isinstance(ended, _NotBegun):
                 return ended
@@ -205,7 +205,7 @@ class Isolation:
             process = taken
             self._executor.begin(attempt)
         self._children.give_back(process, is_usable=True)
-        return self._fail(attempt, f"{_TRIES} processes in a row died before it could begin")
+        return self._fail(attempt, f"{_TRIES} child processes in a row died before it could start")
 
     def _run_in(self, process: ChildProcess, attempt: Attempt) -> Ended | _NotBegun:
         child = Child(process, attempt, self._keeper, self._settings.max_memory_mb)
@@ -217,7 +217,7 @@ class Isolation:
                 return None
             child.begin()
             if attempt.is_fenced:
-                child.end_now("it was given up before it could begin")
+                child.end_now("it was given up before it started")
             end = child.attend()
         except BaseException:
             child.finish()
@@ -234,7 +234,7 @@ class Isolation:
             told = _Told(end)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as broken:
             self._children.give_back(process, is_usable=False)
-            text = f"its process told its end in a way that makes no sense: {broken}"
+            text = f"its child process reported its end in a way that makes no sense: {broken}"
             return self._fail(attempt, text, has_begun=True)
         self._children.give_back(process, is_usable=not child.is_doomed)
         return _NotBegun() if told.is_late and not child.has_begun else self._judge_end(attempt, told)
@@ -303,7 +303,7 @@ class Isolation:
         try:
             self._terminate([borrowed])
         except Exception as error:  # noqa: BLE001 - the server's limits and the fence remain
-            logger.warning("the backend of a handler's process could not be terminated: %s", error)
+            logger.warning("the database session of a child process could not be terminated: %s", error)
         with borrowed.lock:
             borrowed.is_returned = True
         attempt.extras.borrowed = None

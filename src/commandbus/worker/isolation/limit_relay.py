@@ -1,4 +1,4 @@
-"""far_door: permits of limits for a handler in a process of its own.
+"""Permits of limits for a handler in a child process.
 
     child: ChildLimits    limit ──►    worker: LimitRelay ──► its own door, and the limit client
                       ◄── permit
@@ -189,7 +189,7 @@ class LimitRelay:
             raise ChannelError(str(error)) from None
         wait = parse_seconds(float(message["wait"]), name="wait")
         if question in self._calls:
-            raise ChannelError(f"it asked for a place twice with the number {question}")
+            raise ChannelError(f"it asked for a permit twice with the number {question}")
         try:
             call = self._door.acquire(self._attempt, name, wait)
         except Exception as error:  # noqa: BLE001 - whatever it is, the handler is told
@@ -268,7 +268,7 @@ def verdict_of_stop(attempt: Attempt) -> tuple[ApiAnswer, ApiFailure | None]:
 
 def _over(command_id: str | None) -> AttemptFencedError:
     whose = "this attempt" if command_id is None else f"this attempt of command {command_id!r}"
-    return AttemptFencedError(f"{whose} is over: it gets no place of a limit any more")
+    return AttemptFencedError(f"{whose} is over: it gets no more permits")
 
 
 def _described(error: BaseException) -> dict[str, Any]:

@@ -203,5 +203,5 @@ class Quarantine:
     def _lock_file(self, turn: int, how: int) -> None:
         """A handler may have closed it; the lock is gone then, and the number somebody else's."""
         if self.is_turn_lost:
-            raise OSError(errno.EBADF, "somebody has closed the file of suspects' turns")
+            raise OSError(errno.EBADF, "a handler has closed the lock file for suspects")
         fcntl.lockf(turn, how)

@@ -1,4 +1,4 @@
-"""remote: an exception of a child process, described there and made again here.
+"""An exception of a child process, described there and made again in the worker.
 
 What crosses over is text. The worker's side makes an exception with the same name, text, code and details, of the
 nearest class that it knows and that says something about a command's fate; it never imports what it is told.

@@ -1,8 +1,8 @@
 """The BackupRenewer renews permits in Redis while the limit client's thread waits for PostgreSQL.
 
-It has a thread and a connection to Redis of its own. It does nothing while the limit client renews in time, which
-is after a third of a lease; and Redis refuses it when this program has not said in PostgreSQL for a while that it
-is alive (`Pace.leave`). Then the hold clock ends what is held.
+It has its own thread and its own connection to Redis. It does nothing while the limit client renews in time, which
+is after a third of a lease. Redis refuses it if this program has not said in PostgreSQL for a while that it is
+alive (`HeartbeatPace.leave`). Then the permit clock ends the held permits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BackupRenewer:
             try:
                 self._renew(elsewhere)
             except Exception:
-                logger.exception("places in Redis could not be renewed beside the gate")
+                logger.exception("permits in Redis could not be renewed while the limit client waits")
         elsewhere.close_backstop()
 
     def _pause(self) -> float:

@@ -1,6 +1,6 @@
-"""The database, as seen from limits in Redis: it may be away, and that is logged once and stops nobody.
+"""The database, as seen from limits in Redis. If it is unreachable, that is logged once, and nothing stops.
 
-Without it nothing can be decided, and Redis is asked for as long as our leave lasts.
+Without it nothing can be decided. Redis is still asked as long as this program may ask it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class PatientConnection:
         return result
 
     def safely(self, action: Callable[[], T], otherwise: T) -> T:
-        """Do something that needs it; what to answer otherwise, should it be away."""
+        """Do something that needs the database, or return the default if it is unreachable."""
         try:
             return action()
         except psycopg.OperationalError as error:
             if not self._is_unwell:
                 self._is_unwell = True
-                logger.warning("limits in Redis: no word from the database: %s", str(error).strip())
+                logger.warning("limits in Redis: the database does not answer: %s", str(error).strip())
             return otherwise
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""Following the fleet: where it keeps the permits of limits in Redis now, and what one program must say for that.
+"""Follows where the fleet keeps the permits of Redis limits now, and tells the fleet about this program.
 
-One program is told nothing of the others but through PostgreSQL (`flow/limits/redis_mode.py`), where it says every
-two seconds that it is alive. That is also its leave to ask Redis, for eight seconds on Redis' clock: who was
-stopped, or cut off from PostgreSQL, gets no permit from Redis while the others believe that it is dead and have
-shared out the limit.
+A program learns about the others only through PostgreSQL (`flow/limits/redis_mode.py`), where it says every two
+seconds that it is alive. Each time, that also permits it to ask Redis for eight more seconds, by Redis' clock. So
+a program that was stopped, or cut off from PostgreSQL, gets no permit from Redis while the others count it as dead
+and share the limit without it.
 
-Called by one thread. That Redis is away raises nothing here; that PostgreSQL is does.
+Single-threaded. A Redis outage never raises here; a PostgreSQL outage does.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class FleetFollower:
 
     @property
     def epoch(self) -> str:
-        """In which Redis is; what it was told in another it has forgotten."""
+        """The epoch of Redis. In a new epoch, Redis has forgotten what it was told before."""
         return (self._seen.epoch if self._seen else None) or ""
 
     @property
@@ -87,11 +87,11 @@ class FleetFollower:
         return boottime() >= self._due
 
     def hurry(self) -> None:
-        """The fleet has gone on: the next beat is due now."""
+        """The fleet's mode has changed: the next heartbeat is due now."""
         self._due = 0.0
 
     def ask(self, question: Callable[[str], T]) -> T | None:
-        """Ask Redis; None if it is to be asked again, now that the fleet's mode is known better."""
+        """Ask Redis. Returns None if the caller should ask again, because the fleet's mode has changed."""
         try:
             return question(self.epoch)
         except RedisLostError as error:
@@ -102,7 +102,7 @@ class FleetFollower:
         return None
 
     def beat(self) -> None:
-        """The whole round: Redis, PostgreSQL, and whatever follows from what they say."""
+        """One whole round: ask Redis and PostgreSQL, and do what follows from their answers."""
         now = boottime()
         self._due = now + (self._pace.beat if self._lost is None else self._pace.beat / 2)
         try:
@@ -147,8 +147,8 @@ class FleetFollower:
             self._search.join()
 
     def _probe(self) -> Probe:
-        """Is Redis there? While it is known not to be, that is asked on another thread: of a server that is
-        stopped nothing is heard before the time-out, and nobody must wait for that again and again."""
+        """Is Redis reachable? While it is not, another thread asks, because a stopped server does not answer
+        before the timeout, and this thread must not wait for that again and again."""
         if self._lost is None or self._seen is None:
             return self._permits.probe()
         search = self._search = self._search or Ping(self._permits)
@@ -157,8 +157,8 @@ class FleetFollower:
         return search.answer()
 
     def _settle(self, *, reachable: bool = False) -> bool:
-        """Say under the fleet's lock whether Redis is in reach, and learn what the mode is; False: it was lost
-        just now."""
+        """Say under the fleet's lock whether Redis is reachable, and learn the mode. Returns False if Redis was
+        lost just now."""
         redis = self._permits if reachable else None
         held = _as_held(self._held_in_redis.count()) if reachable else self._held_in_redis.tokens()
         lease = max((limit.lease for limit in self._held_in_redis.limits.values()), default=0.0)
@@ -191,8 +191,8 @@ class FleetFollower:
             self._lost = str(error)
 
     def _tell_redis(self, *, renews: bool) -> None:
-        """Tell Redis what it has forgotten or could not be told: who has a permit, and who has given his back.
-        After a time out of reach leases are renewed at once, too."""
+        """Tell Redis what it has forgotten or missed: which permits are held, and which were released. After Redis
+        was unreachable, leases are renewed at once, too."""
         try:
             for name, limit in self._held_in_redis.limits.items():
                 self.give_owed(limit, self.epoch)
@@ -222,27 +222,27 @@ class FleetFollower:
         before, self._said = self._said, self.mode
         if self.mode == LOST:
             logger.warning(
-                "limits in Redis: it is out of reach of %s (%s): nothing that needs a place begins here until it "
-                "is back, or out of reach of all programs",
+                "limits in Redis: %s cannot reach it (%s): this program gets no permits until it "
+                "is back, or no program can reach it",
                 self.id,
                 self._lost,
             )
         elif self.mode == DEGRADED:
             logger.warning(
-                "limits in Redis: it is out of reach of all %d programs (%s): each keeps to its share (degraded)",
+                "limits in Redis: none of %d programs can reach it (%s): each uses only its share (degraded)",
                 fleet.programs,
                 self._lost,
             )
         elif self.mode == JOINING:
             logger.warning(
-                "limits in Redis: it is back, has lost its data, or is another one: whoever has a place registers "
-                "it, and nobody gets a new one for %.0f s (joining)",
+                "limits in Redis: it is back, has lost its data, or is another one: holders register their "
+                "permits, and nobody gets a new one for %.0f s (joining)",
                 fleet.seconds or 0.0,
             )
         elif before is None:
             logger.info("limits in Redis: %s takes part (epoch %s)", self.id, fleet.epoch)
         else:
-            logger.info("limits in Redis: as usual again, after %s", before)
+            logger.info("limits in Redis: normal again, after %s", before)
 
 
 def _as_held(most: dict[str, int]) -> Held:

@@ -66,7 +66,7 @@ class RedisHeldPermits:
     def renewed_beside(
         self, limit: LimitTerms, tokens: Sequence[str], began: float, epoch: str, life: int
     ) -> list[str]:
-        """Remember what another thread has renewed; answers the tokens for which that counts."""
+        """Remember what another thread has renewed. Returns the tokens for which that counts."""
         with self._lock:
             held = self.held[limit.name]
             if life != self.lives:

@@ -1,5 +1,5 @@
-"""One question to Redis, asked on a thread of its own: is it there? Of a server that is stopped nothing is heard
-before the time-out, and whoever wants to know must not wait for that.
+"""Asks Redis, on a separate thread, whether it is there. A stopped server does not answer before the timeout, and
+the caller must not wait for that.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Permits of limits in Redis: one script for each thing that is done, so that it is done at once or not at all.
+"""Permits of limits in Redis: one script per operation, so that each operation happens completely or not at all.
 
 A limit is a sorted set `{name}_semaphore:{environment}` (token → when its lease ends) and a hash
-`{name}_rate:{environment}` (how far its rate is used up). The clock is Redis' own, so that it does not matter what
-time a caller believes it is. `commandbus_epoch:{environment}` says which life of this Redis it is: a script that
-expects another does nothing (EpochError), because a Redis that has lost its data has forgotten who holds a permit.
-An epoch names the server's process too: one that was started again may have lost what it did last, and one that
-took over from another may never have had it; each connection learns once which process it speaks with.
+`{name}_rate:{environment}` (how far its rate is used up). The clock is Redis' own, so the callers' clocks do not
+matter. `commandbus_epoch:{environment}` names the current epoch of this Redis. A script that expects another epoch
+does nothing (EpochError), because a Redis that has lost its data no longer knows who holds a permit. An epoch also
+names the server's process: a restarted server may have lost its last writes, and a server that took over from
+another may never have had them. Each connection learns once which process it talks to.
 
-One connection, one thread, short time-outs, nothing is tried twice: what is to be done without an answer is the
-caller's decision. Not for Redis Cluster, where the keys of one limit would lie on several servers.
+One connection, one thread, short timeouts, and no retries: the caller decides what to do without an answer. Not
+for Redis Cluster, where the keys of one limit would be on several servers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _MICRO: Final = 1_000_000
 
 
 class RedisLostError(Exception):
-    """No answer, or none that is of use: cut off, too slow, loading, read-only, out of memory."""
+    """No usable answer: cut off, too slow, loading, read-only, or out of memory."""
 
 
 class EpochError(Exception):
-    """Redis is not the one that it was: it has lost its data, or somebody has begun another epoch (`found`)."""
+    """Redis has another epoch (`found`): it has lost its data, or another program has begun an epoch."""
 
     def __init__(self, found: str | None) -> None:
         super().__init__(f"another epoch: {found}")
@@ -44,7 +44,7 @@ class EpochError(Exception):
 
 
 class StaleError(Exception):
-    """The caller's leave has run out: it must first say that it is alive."""
+    """The caller's permission to ask has expired: it must first say that it is alive."""
 
 
 class Probe(NamedTuple):
@@ -62,7 +62,7 @@ class RedisScripts:
             import redis
         except ImportError:
             raise ConfigurationError(
-                "limits are to be kept in Redis, but its client is missing: pip install 'commandbus-pg[redis]'"
+                "limits are kept in Redis, but its client is not installed: run pip install 'commandbus-pg[redis]'"
             ) from None
         self._failure = redis.RedisError
         self._unknown_script = redis.exceptions.NoScriptError
@@ -91,7 +91,7 @@ class RedisScripts:
         return Probe(int(now), epoch if epoch and self._is_current(epoch) else None)
 
     def begin_epoch(self, known: str | None, lease: float) -> str:
-        """Leave the epoch that is known (None: there never was one). Answers the one that holds from now on: a new
+        """Leave the epoch that is known (None: there never was one). Returns the one that holds from now on: a new
         one, in which newcomers get no permit before so many seconds have passed, or the one that somebody else
         has begun."""
         self._connect()
@@ -102,7 +102,7 @@ class RedisScripts:
     def take(
         self, limit: LimitTerms, tokens: Sequence[str], seconds: float, *, epoch: str, leave: int = 0
     ) -> list[str]:
-        """Take permits for some seconds; answers the tokens that have one, which are the first of those given."""
+        """Take permits for some seconds. Returns the tokens that have one, which are the first of those given."""
         began, opens = _moments(epoch)
         terms = (-1 if limit.concurrency is None else limit.concurrency, limit.per_second or 0, limit.burst)
         lease = round(seconds * _MICRO)
@@ -120,7 +120,7 @@ class RedisScripts:
         register: bool = False,
         seconds: float | None = None,
     ) -> list[str]:
-        """Renew leases, for the limit's own time unless told otherwise; answers the tokens that hold no permit.
+        """Renew leases, for the limit's own time unless told otherwise. Returns the tokens that hold no permit.
         `register`: put in what Redis has forgotten."""
         _, opens = _moments(epoch)
         lease = round((limit.lease if seconds is None else seconds) * _MICRO)
@@ -190,8 +190,8 @@ class RedisScripts:
         policy = facts.get("maxmemory_policy", "noeviction")
         if policy != "noeviction" and facts.get("maxmemory", "0") != "0":
             logger.warning(
-                "this Redis drops keys when its memory is full (maxmemory-policy %s), and with them the places of "
-                "limits: set it to noeviction, or they may be exceeded",
+                "this Redis drops keys when its memory is full (maxmemory-policy %s), and with them permits: set "
+                "it to noeviction, or limits may be exceeded",
                 policy,
             )
 

@@ -1,4 +1,4 @@
-"""Permits kept in Redis, and what becomes of them when Redis is gone, or is not the one that it was.
+"""Permits kept in Redis, and what happens to them when Redis is unreachable, or has lost its data.
 
     mode        whose permits               take              renew
     redis       Redis'                     Redis             Redis
@@ -8,10 +8,10 @@
 
 The mode is the fleet's, and followed in `redis_fleet`; what this program has, and owes, is in `redis_holdings`.
 
-Called by one thread. It has a connection of its own: `take` is called in the middle of the limit client's
-transactions, and neither their locks nor their rollback may reach what is said here. Neither Redis nor PostgreSQL
-being away raises anything: then nobody gets a permit. `renew_beside` is another thread's, with a connection to
-Redis of its own, so that a lease does not run out there while this thread waits for PostgreSQL.
+Single-threaded. It has its own connection to PostgreSQL, because `take` is called in the middle of the limit
+client's transactions, and neither their locks nor their rollback may affect it. An outage of Redis or PostgreSQL
+never raises here: then nobody gets a permit. Another thread calls `renew_beside`, with its own connection to
+Redis, so that a lease does not run out there while this thread waits for PostgreSQL.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RedisPermitStore:
     def __init__(self, settings: Settings, client: str, *, pace: HeartbeatPace | None = None) -> None:
         if settings.redis_url is None:
             raise ConfigurationError(
-                "limits are to be kept in Redis, and redis_url is not set: COMMANDBUS_REDIS_URL"
+                "limits are kept in Redis, but redis_url is not set; set COMMANDBUS_REDIS_URL"
             )
         self._permits = RedisScripts(settings.redis_url, settings.environment)
         self._permits_beside = RedisScripts(settings.redis_url, settings.environment)
@@ -65,22 +65,22 @@ class RedisPermitStore:
     # ──────────────────────────────────────────────────────────────────────────────────────
 
     def take(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
-        """Take permits for some seconds; answers the tokens that have one, which are the first of those given."""
+        """Take permits for some seconds. Returns the tokens that have one, which are the first of those given."""
         self._held_in_redis.limits[limit.name] = limit
         granted: list[str] = self._link.safely(lambda: self._take(limit, tokens, seconds), []) if tokens else []
         self._granted[limit.name] += len(granted)
         return granted
 
     def keep_for_others(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
-        """Take permits that others will adopt. They are not in our books then: when Redis is lost, who has adopted
-        one counts it, and one that nobody has is void."""
+        """Take permits that others will adopt. This program does not count them: when Redis is lost, whoever has
+        adopted one counts it, and one that nobody has adopted is void."""
         granted = self.take(limit, tokens, seconds)
         if self.mode == REDIS:
             self._held_in_redis.lose(limit, granted)
         return granted
 
     def renew(self, limit: LimitTerms, tokens: Sequence[str]) -> list[str]:
-        """Renew leases; answers the tokens that hold no permit any more."""
+        """Renew leases. Returns the tokens that hold no permit any more."""
         self._held_in_redis.limits[limit.name] = limit
         if not tokens:
             return []
@@ -92,12 +92,12 @@ class RedisPermitStore:
         return lost
 
     def renewed_at(self, limit: LimitTerms, token: str) -> float | None:
-        """When the lease of this token was last asked for with success; None: we do not have it."""
+        """When the lease of this token was last renewed successfully; None: this program does not hold it."""
         permit = self._held_in_redis.held[limit.name].get(token)
         return None if permit is None else permit.ends - permit.seconds
 
     def renew_beside(self, limit: LimitTerms, tokens: Sequence[str]) -> list[str]:
-        """Renew leases without PostgreSQL, as long as Redis lets this program; answers the tokens that were."""
+        """Renew leases without PostgreSQL, as long as Redis lets this program. Returns the tokens that were."""
         life, epoch, leave = self._held_in_redis.lives, self._fleet.epoch, self._fleet.leave
         held = self._held_in_redis.held[limit.name]
         known = [token for token in tokens if (permit := held.get(token)) is not None and permit.epoch == epoch]
@@ -116,7 +116,7 @@ class RedisPermitStore:
         self._permits_beside.close()
 
     def give(self, limit: LimitTerms, tokens: Sequence[str]) -> None:
-        """Give permits back. If nobody can be told now, Redis is when it is back."""
+        """Release permits. If Redis is unreachable, it is told when it is back."""
         self._held_in_redis.limits[limit.name] = limit
         if not tokens:
             return
@@ -129,15 +129,15 @@ class RedisPermitStore:
         return self._link.safely(lambda: self._look(limit), LimitUse(mode=self.mode))
 
     def tick(self) -> None:
-        """Say that this program is alive, see whether Redis is, and follow the fleet. To be called every second or
-        so; it does nothing while that is not due."""
+        """Say that this program is alive, check Redis, and follow the fleet. Call it about every second; it does
+        nothing while that is not due."""
         if self._fleet.is_due:
             self._link.safely(self._fleet.beat, None)
             self._held_in_redis.forget_old()
             self._link.safely(self._tell_granted, None)
 
     def close(self) -> None:
-        """Say good-bye, unless something is still held: then its leases count on."""
+        """Sign off, unless permits are still held: then their leases go on."""
         self._held_in_redis.forget_old()
         self._link.safely(self._tell_granted, None)
         if not self._held_in_redis:
@@ -190,7 +190,7 @@ class RedisPermitStore:
         return None
 
     def _renew_at_redis(self, limit: LimitTerms, tokens: Sequence[str], epoch: str) -> list[str]:
-        """What Redis was told in another epoch it is told again, if the lease has not run out meanwhile."""
+        """Tell Redis again what it was told in another epoch, if the lease has not run out meanwhile."""
         forgotten = self._held_in_redis.forgotten(limit, tokens, epoch)
         known = [token for token in tokens if token not in forgotten]
         lost: list[str] = []
@@ -227,15 +227,15 @@ class RedisPermitStore:
         return LimitUse(self._link.run(limit_mode.look_share(limit.name)), None, self.mode)
 
     def _prepare(self, limit: LimitTerms, more: int) -> None:
-        """Before so many more permits are asked for: PostgreSQL knows at least as much as we hold before we hold
-        it. Should this program be killed, and Redis be lost too, that counts as used for a lease."""
+        """Before more permits are asked for: PostgreSQL must know at least as many as this program will hold. If
+        this program is killed, and Redis is lost, too, they count as used for one lease."""
         if not self._fleet.is_known:
             self._fleet.beat()
         if self._fleet.reaches_redis and more and self._held_in_redis.plan(limit, more):
             self._fleet.beat()
 
     def _tell_granted(self) -> None:
-        """What was given here is counted in PostgreSQL too, for who measures the fleet."""
+        """Tell PostgreSQL how many permits were given here, for the metrics of the fleet."""
         granted = {name: count for name, count in self._granted.items() if count}
         if granted:
             self._link.run(count_granted(granted, self._pace.beat))
