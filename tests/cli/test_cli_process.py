@@ -146,7 +146,7 @@ def test_the_end_of_a_batch_of_processes_is_told_to_a_queue(sagas, bus, working)
     text = lines({"process_id": "p1", "data": {}})
     words = ["process", "start", "order", "--from", "-", "--batch-id", "b1", "--reply-to", "answers"]
     assert sagas(*words, stdin=text).out == "started: batch processes b1 (1 process)\n"
-    assert sagas("batch", "watch", "b1", "--timeout", "20s").code == 0
+    assert sagas("batch", "watch", "b1", "--wait", "20s").code == 0
     with bus.connect() as conn:
         ((told,),) = conn.execute("SELECT message FROM pgmq.q_answers").fetchall()
     assert (told["event"], told["status"], told["completed"]) == ("batch_completed", "COMPLETED", 1)

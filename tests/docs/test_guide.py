@@ -242,7 +242,7 @@ def test_the_calling_example_runs(bus: CommandBus, database: str) -> None:
     try:
         exec(block("python", "bus.call("), names)
     finally:
-        worker.stop(timeout=4)
+        worker.stop(wait=4)
     assert names["shipped"] == {"shipped": 20}
 
 

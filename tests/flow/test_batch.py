@@ -602,7 +602,7 @@ def test_waiting_for_a_batch(orders: Bus) -> None:
     with pytest.raises(
         BatchTimeoutError, match="not finished within 200ms: it is PENDING, 3 of 3 are left; it goes on"
     ):
-        orders.wait_for_batch("orders", "b", timeout="200ms", on_progress=look)
+        orders.wait_for_batch("orders", "b", wait="200ms", on_progress=look)
     assert seen
     assert set(seen) == {0}
     assert isinstance(BatchTimeoutError(), TimeoutError)
@@ -611,15 +611,15 @@ def test_waiting_for_a_batch(orders: Bus) -> None:
     with pytest.raises(
         BatchTimeoutError, match="1 of 3 are left, 1 of them in the troubleshooting queue; it goes on"
     ):
-        orders.wait_for_batch("orders", "b", timeout=0)
+        orders.wait_for_batch("orders", "b", wait=0)
     orders.tsq.operator_cancel("orders", made[0].command_id)
-    record = orders.wait_for_batch("orders", "b", timeout=5, on_progress=look)
+    record = orders.wait_for_batch("orders", "b", wait=5, on_progress=look)
     assert (record.status, seen[-1]) == (BatchStatus.COMPLETED_WITH_FAILURES, 3)
     orders.create_batch("orders", [], batch_id="o", is_open=True)
     with pytest.raises(BatchTimeoutError, match="still open, and nothing is left"):
-        orders.wait_for_batch("orders", "o", timeout=0)
+        orders.wait_for_batch("orders", "o", wait=0)
     with pytest.raises(InvalidCommandError, match="timeout"):
-        orders.wait_for_batch("orders", "o", timeout="soon")
+        orders.wait_for_batch("orders", "o", wait="soon")
 
 
 # --- size -------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def start(database: str) -> Iterator[Start]:
     yield start
     for worker in started:
         if worker.is_running:
-            worker.stop(timeout=4)
+            worker.stop(wait=4)
 
 
 class Calls:

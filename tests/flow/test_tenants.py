@@ -209,7 +209,7 @@ def test_a_tenants_worker_runs_a_saga_and_limited_commands(
     with Worker(handlers, settings=quick_settings(tenants("worker").url), name="tenants"):
         producer.send_many("orders", [NewCommand("Page", command_id=f"p{n}") for n in range(3)])
         until(lambda: did.count("page") == 3, what=lambda: f"{did}")
-        assert producer.bus.call("orders", "ship", timeout=30) is None
+        assert producer.bus.call("orders", "ship", wait=30) is None
         producer.start_process(saga, {}, process_id="p1")
         until(lambda: orders.get_process("orders", "p1").status == "COMPLETED", what=lambda: f"{did}")
     assert orders.get_command("orders", "p0").status is CommandStatus.COMPLETED

@@ -125,7 +125,7 @@ def test_many_batches_of_processes_end_without_a_sweep(bus: CommandBus, database
         for number in range(15):
             began = time.monotonic()
             bus.create_process_batch(manager, [{"data": {}}] * 8, batch_id=f"b{number}")
-            record = bus.wait_for_batch("processes", f"b{number}", timeout=30)
+            record = bus.wait_for_batch("processes", f"b{number}", wait=30)
             assert (record.status, record.completed) == (BatchStatus.COMPLETED, 8)
             slow += time.monotonic() - began > 1.5
     assert slow <= 3, "some were folded by the sweep alone"
@@ -183,7 +183,7 @@ def test_a_process_of_a_cancelled_batch_that_is_retried_is_not_cancelled_again(
         lab.until("good", "WAITING_FOR_REPLY")
         canceling = bus.run(mark("processes", "b", CANCEL))
         bus.follow(process_batch.cancel_members(canceling.id, "processes", CANCEL))
-        bus.wait_for_batch("processes", "b", timeout=20)
+        bus.wait_for_batch("processes", "b", wait=20)
         bus.run(batch_operate.done(canceling.id))
     lab.world.fails.clear()
     bus.retry_process("processes", "bad", operator="ann")

@@ -210,7 +210,7 @@ def test_no_notification_ends_a_thread(
     until_good(bus, send_good(bus), worker)
     sent = bus.send("orders", "page").command_id
     until_good(bus, [sent], worker)
-    assert bus.call("orders", "work", timeout=20) == "done"
+    assert bus.call("orders", "work", wait=20) == "done"
     assert worker.health_status.critical_reasons == []
 
 

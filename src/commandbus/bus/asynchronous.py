@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -238,7 +238,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         correlation_id: str | None = None,
         reply_to: str | None = None,
         max_attempts: int | None = None,
-        delay: float | timedelta | None = None,
+        delay: Duration | None = None,
         at: datetime | None = None,
         headers: Mapping[str, Any] | None = None,
         timeout: Duration | None = None,
@@ -276,8 +276,8 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         correlation_id: str | None = None,
         max_attempts: int | None = None,
         headers: Mapping[str, Any] | None = None,
-        timeout: Duration = 30.0,
-        deadline: Duration | None = None,
+        timeout: Duration | None = None,
+        wait: Duration = 30.0,
         conn: object = None,
     ) -> Any:
         """Send a command, wait for its outcome, and answer its result; see CommandBus.call."""
@@ -285,7 +285,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
             command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers
         )
         listen_at = partial(address_of, self._database, self.settings, self._lent_pool)
-        call = self._call(domain, new, deadline=deadline, timeout=timeout, conn=conn, listen_at=listen_at)
+        call = self._call(domain, new, timeout=timeout, wait=wait, conn=conn, listen_at=listen_at)
         sent = await self._send_call(call)
         with call.awaiting(sent) as heard:
             try:
@@ -413,7 +413,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         """What is paused."""
         return await self.run(pause.list_pauses())
 
-    async def prune(self, *, age: float | str | timedelta | None = None, count: int | None = None) -> PruneReport:
+    async def prune(self, *, age: Duration | None = None, count: int | None = None) -> PruneReport:
         """Forget finished commands older than `age` or beyond the newest `count` (default: the settings)."""
         return await self.follow(prune.prune_all(self._retention(age, count)))
 

@@ -8,7 +8,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
@@ -18,7 +17,7 @@ from psycopg_pool import AsyncNullConnectionPool, NullConnectionPool
 from commandbus.bus.call_listener import Listening, WaitingCall
 from commandbus.db.bus_pool import AsyncBusPool, BusPool, leave_to_parent
 from commandbus.db.database_address import Database
-from commandbus.errors import ConfigurationError, InvalidOperationError
+from commandbus.errors import ConfigurationError, InvalidCommandError, InvalidOperationError
 from commandbus.flow.commands import send
 from commandbus.flow.operation import Operation, Plan
 from commandbus.lazy import lazy
@@ -97,8 +96,8 @@ class BusBase:
         domain: str,
         new: NewCommand,
         *,
-        deadline: Duration | None,
-        timeout: Duration,
+        timeout: Duration | None,
+        wait: Duration,
         conn: object,
         listen_at: Callable[[], Settings],
     ) -> WaitingCall:
@@ -107,8 +106,8 @@ class BusBase:
                 "call takes no conn: what is not committed does not run, so its outcome cannot be waited for; "
                 "use send(..., conn=conn), or call outside the transaction"
             )
-        seconds = call.seconds_of(timeout, "timeout")
-        new.timeout = None if deadline is None else call.seconds_of(deadline, "deadline")
+        seconds = parse_seconds(wait, name="wait", error=InvalidCommandError)
+        new.timeout = timeout
         sending = call.send_call(domain, new, max_bytes=self.settings.max_payload_bytes)
         sending = self._unless_refused(domain, sending, [new.command_type])
         return WaitingCall(sending, self._listening.get(listen_at), seconds=seconds)
@@ -153,7 +152,7 @@ class BusBase:
         seconds = None if keep is None else parse_seconds(keep, name="keep")
         return roles.create_roles(prefix, domains=domains, queues=queues, keep_seconds=seconds)
 
-    def _retention(self, age: float | str | timedelta | None, count: int | None) -> Retention:
+    def _retention(self, age: Duration | None, count: int | None) -> Retention:
         if age is None and count is None:
             return prune.Retention.of(self.settings)
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):

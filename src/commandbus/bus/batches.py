@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from commandbus.bus.base import BusBase, whoami
 from commandbus.clock import monotonic
-from commandbus.errors import BatchNotFoundError, BatchTimeoutError
+from commandbus.errors import BatchNotFoundError, BatchTimeoutError, InvalidCommandError
 from commandbus.flow.operation import Operation, Plan
 from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.command import NewCommand
-from commandbus.model.durations import Duration, format_seconds
+from commandbus.model.durations import Duration, format_seconds, parse_seconds
 from commandbus.model.page import Page
 
 if TYPE_CHECKING:
     from commandbus.flow.batches import create as batch
     from commandbus.flow.batches import inspect as batch_look
     from commandbus.flow.batches import operate as batch_operate
-    from commandbus.flow.commands import call, operate
+    from commandbus.flow.commands import operate
     from commandbus.model.batch import (
         BatchCancelReport,
         BatchRecord,
@@ -36,7 +36,6 @@ else:
     batch = lazy("commandbus.flow.batches.create")
     batch_look = lazy("commandbus.flow.batches.inspect")
     batch_operate = lazy("commandbus.flow.batches.operate")
-    call = lazy("commandbus.flow.commands.call")
     operate = lazy("commandbus.flow.commands.operate")
 
 T = TypeVar("T")
@@ -127,15 +126,15 @@ class BatchMethods(_BatchOperations):
         domain: str,
         batch_id: str,
         *,
-        timeout: Duration | None = None,
+        wait: Duration | None = None,
         on_progress: Callable[[BatchRecord], object] | None = None,
     ) -> BatchRecord:
-        """Wait until a batch is finished; BatchTimeoutError if that takes longer than `timeout`.
+        """Wait until a batch is finished; BatchTimeoutError if that takes longer than `wait`.
 
         `on_progress` is called with every look at the batch, twice a second. What must happen when the batch is
         finished, even if this process is not there any more, belongs into `on_complete`.
         """
-        waiting = _Waiting(domain, batch_id, timeout)
+        waiting = _Waiting(domain, batch_id, wait)
         while True:
             record = waiting.check(self.get_batch(domain, batch_id))
             if on_progress is not None:
@@ -231,11 +230,11 @@ class AsyncBatchMethods(_BatchOperations):
         domain: str,
         batch_id: str,
         *,
-        timeout: Duration | None = None,
+        wait: Duration | None = None,
         on_progress: Callable[[BatchRecord], object | Awaitable[object]] | None = None,
     ) -> BatchRecord:
         """Wait until a batch is finished; see CommandBus.wait_for_batch. `on_progress` may be async."""
-        waiting = _Waiting(domain, batch_id, timeout)
+        waiting = _Waiting(domain, batch_id, wait)
         while True:
             record = waiting.check(await self.get_batch(domain, batch_id))
             if on_progress is not None and inspect.isawaitable(told := on_progress(record)):
@@ -271,10 +270,10 @@ class AsyncBatchMethods(_BatchOperations):
 class _Waiting:
     """One wait: how long it may take, and when to look again."""
 
-    def __init__(self, domain: str, batch_id: str, timeout: Duration | None) -> None:
+    def __init__(self, domain: str, batch_id: str, wait: Duration | None) -> None:
         self._domain = domain
         self._batch_id = batch_id
-        self._seconds = None if timeout is None else call.seconds_of(timeout, "timeout")
+        self._seconds = None if wait is None else parse_seconds(wait, name="wait", error=InvalidCommandError)
         self._until = None if self._seconds is None else monotonic() + self._seconds
         self._next = FIRST_LOOK_SECONDS
 

@@ -12,8 +12,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, Unpack
 from weakref import WeakSet
 
 from psycopg.errors import InsufficientPrivilege
@@ -25,7 +24,8 @@ from commandbus.errors import ApiTimeoutError, ConfigurationError, DeadlineExcee
 from commandbus.flow.operation import Operation
 from commandbus.lazy import lazy
 from commandbus.logger import safe_logger
-from commandbus.model.limit import WAIT_SECONDS, Limit, LimitUse
+from commandbus.model.durations import Duration
+from commandbus.model.limit import WAIT_SECONDS, Limit, LimitOptions, LimitUse
 from commandbus.settings import Settings
 
 if TYPE_CHECKING:
@@ -118,9 +118,7 @@ class _LimitOperations(BusBase):
         for note in notes:
             logger.warning("%s", note)
 
-    def _setting(
-        self, name: str, options: dict[str, Any], who: str | None, why: str | None
-    ) -> Operation[LimitRow]:
+    def _setting(self, name: str, options: LimitOptions, who: str | None, why: str | None) -> Operation[LimitRow]:
         if options.get("backend") == "redis" and self.settings.redis_url is None:
             raise ConfigurationError(
                 f"limit {name!r}: backend 'redis' needs redis_url, which is not set; set COMMANDBUS_REDIS_URL"
@@ -160,8 +158,8 @@ class LimitMethods(_LimitOperations):
         self,
         name: str,
         *,
-        wait: float | str | timedelta = WAIT_SECONDS,
-        timeout: float | str | timedelta | None = None,
+        wait: Duration = WAIT_SECONDS,
+        timeout: Duration | None = None,
     ) -> Iterator[Hold]:
         """A permit of a limit for the block: `with bus.limit("docai", timeout=60) as call: …`.
 
@@ -213,7 +211,7 @@ class LimitMethods(_LimitOperations):
         return limit_look.describe(row, self._look(row)[name], waiting)
 
     def set_limit(
-        self, name: str, *, operator: str | None = None, reason: str | None = None, **options: Any
+        self, name: str, *, operator: str | None = None, reason: str | None = None, **options: Unpack[LimitOptions]
     ) -> LimitInfo:
         """Change a limit at run time: `bus.set_limit("docai", concurrency=5, rate="120/m")`. All workers follow
         at once, and it stays so over deployments, until it is unset."""
@@ -269,8 +267,8 @@ class AsyncLimitMethods(_LimitOperations):
         self,
         name: str,
         *,
-        wait: float | str | timedelta = WAIT_SECONDS,
-        timeout: float | str | timedelta | None = None,
+        wait: Duration = WAIT_SECONDS,
+        timeout: Duration | None = None,
     ) -> AsyncIterator[Hold]:
         """A permit of a limit for the block: `async with bus.limit("docai", timeout=60): …`.
 
@@ -325,7 +323,7 @@ class AsyncLimitMethods(_LimitOperations):
         return limit_look.describe(row, (await self._look(row))[name], waiting)
 
     async def set_limit(
-        self, name: str, *, operator: str | None = None, reason: str | None = None, **options: Any
+        self, name: str, *, operator: str | None = None, reason: str | None = None, **options: Unpack[LimitOptions]
     ) -> LimitInfo:
         """Change a limit at run time: `await bus.set_limit("docai", concurrency=5, rate="120/m")`. All workers
         follow at once, and it stays so over deployments, until it is unset."""

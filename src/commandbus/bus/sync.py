@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -233,7 +233,7 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         correlation_id: str | None = None,
         reply_to: str | None = None,
         max_attempts: int | None = None,
-        delay: float | timedelta | None = None,
+        delay: Duration | None = None,
         at: datetime | None = None,
         headers: Mapping[str, Any] | None = None,
         timeout: Duration | None = None,
@@ -242,8 +242,9 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         """Send a command; with `conn` in the caller's transaction.
 
         `command_id` is an idempotency key: the same id with the same content answers the existing command
-        (`created=False`), with other content it is DuplicateCommandError. `timeout` is this command's own
-        deadline (seconds, "2m", a timedelta; 0: none) instead of its handler's or its worker's.
+        (`created=False`), with other content it is DuplicateCommandError. `delay` is how long it waits before it
+        may run; `at` is from when on. `timeout` is how long one attempt may take (0: without end), instead of what
+        its handler or its worker says. Durations are seconds, text such as "2m", or a timedelta.
         """
         new = NewCommand(
             command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,
@@ -285,21 +286,22 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         correlation_id: str | None = None,
         max_attempts: int | None = None,
         headers: Mapping[str, Any] | None = None,
-        timeout: Duration = 30.0,
-        deadline: Duration | None = None,
+        timeout: Duration | None = None,
+        wait: Duration = 30.0,
         conn: object = None,
     ) -> Any:
         """Send a command, wait for its outcome, and answer its result; CallError tells any other outcome.
 
-        `timeout` is how long to wait (CallTimeoutError: the command goes on), `deadline` the command's own time
-        limit, which `send` calls `timeout`. A second call with the same `command_id` and content waits for the
-        same outcome. A command that enters the troubleshooting queue is CommandInTroubleshootingError at once.
+        `wait` is how long the caller waits (then CallTimeoutError: the command goes on). `timeout` is how long one
+        attempt of the command may take, as in `send`. A second call with the same `command_id` and content waits
+        for the same outcome. A command that enters the troubleshooting queue is CommandInTroubleshootingError at
+        once.
         """
         new = NewCommand(
             command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers
         )
         listen_at = partial(address_of, self._database, self.settings, self._lent_pool)
-        call = self._call(domain, new, deadline=deadline, timeout=timeout, conn=conn, listen_at=listen_at)
+        call = self._call(domain, new, timeout=timeout, wait=wait, conn=conn, listen_at=listen_at)
         sent = self._send_call(call)
         with call.awaiting(sent) as heard:
             try:
@@ -427,6 +429,6 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         """What is paused."""
         return self.run(pause.list_pauses())
 
-    def prune(self, *, age: float | str | timedelta | None = None, count: int | None = None) -> PruneReport:
+    def prune(self, *, age: Duration | None = None, count: int | None = None) -> PruneReport:
         """Forget finished commands older than `age` or beyond the newest `count` (default: the settings)."""
         return self.follow(prune.prune_all(self._retention(age, count)))

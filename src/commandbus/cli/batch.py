@@ -90,9 +90,9 @@ def create(
 @batch.command()
 @BATCH
 @DOMAIN
-@click.option("--timeout", type=DURATION, metavar="TIME", help="Wait no longer than this: 10m.")
+@click.option("--wait", type=DURATION, metavar="TIME", help="Wait no longer than this: 10m.")
 @click.pass_context
-def watch(ctx: click.Context, /, batch_id: str, domain: str | None, timeout: float | None) -> None:
+def watch(ctx: click.Context, /, batch_id: str, domain: str | None, wait: float | None) -> None:
     """Follow a batch until it ends.
 
     On a terminal a bar with rate and ETA, elsewhere a line whenever something has changed (with --json an object).
@@ -103,7 +103,7 @@ def watch(ctx: click.Context, /, batch_id: str, domain: str | None, timeout: flo
     with session.bus() as bus:
         of_domain, batch_id = where.of_batch(bus, batch_id, domain)
         with _watcher(session) as show:
-            record = bus.wait_for_batch(of_domain, batch_id, timeout=timeout, on_progress=show)
+            record = bus.wait_for_batch(of_domain, batch_id, wait=wait, on_progress=show)
     if not session.as_json:
         _say(batch_text.ending(record))
     if record.status is not BatchStatus.COMPLETED:

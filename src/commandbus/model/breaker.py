@@ -95,10 +95,7 @@ OPTIONS: Final = tuple(item.name for item in fields(Breaker))
 
 
 def _seconds(name: str, value: Duration) -> float:
-    try:
-        seconds = parse_seconds(value, name=f"breaker: {name}")
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from None
+    seconds = parse_seconds(value, name=f"breaker: {name}", error=ConfigurationError)
     if seconds < _SHORTEST:
         raise _wrong(name, value, f"at least {format_seconds(_SHORTEST)}")
     return seconds

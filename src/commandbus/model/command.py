@@ -18,7 +18,7 @@ import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -114,8 +114,9 @@ class Command:
 class NewCommand:
     """One command for `send_many`; the fields mean what they mean in `send`.
 
-    `timeout` is this command's own deadline: seconds, text such as "2m", or a timedelta; 0 means that it has none,
-    None leaves it to its handler and its worker.
+    `timeout` is how long one attempt of this command may take; 0 means without end, None leaves it to its handler
+    and its worker. `delay` is how long it waits before it may run. Durations are seconds, text such as "2m", or a
+    timedelta.
     """
 
     command_type: str
@@ -124,7 +125,7 @@ class NewCommand:
     correlation_id: str | None = None
     reply_to: str | None = None
     max_attempts: int | None = None
-    delay: float | timedelta | None = None
+    delay: Duration | None = None
     at: datetime | None = None
     headers: Mapping[str, Any] | None = None
     timeout: Duration | None = None

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, TypedDict, Unpack, cast
 
 from commandbus.errors import ConfigurationError
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
@@ -105,6 +105,22 @@ class Rate:
         )
         periods = self.seconds / size
         return f"{_plain(self.count)}/{'' if periods == 1 else _plain(periods)}{unit}"
+
+
+class LimitOptions(TypedDict, total=False):
+    """The options of a `Limit`, each by its name; see there."""
+
+    concurrency: int | None
+    rate: Rate | str | None
+    burst: int
+    lease: Duration
+    max_wait: Duration | None
+    tries: int
+    backoff: Sequence[Duration]
+    breaker_failures: int
+    breaker_reset: Duration
+    backend: BackendName | None
+    environment: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +215,7 @@ class Limit:
         _check_options(name, given)
         return cls(name, **given)
 
-    def changed(self, **options: Any) -> Limit:
+    def changed(self, **options: Unpack[LimitOptions]) -> Limit:
         """With some options changed."""
         _check_options(self.name, options)
         return replace(self, **options)
@@ -228,10 +244,7 @@ class Limit:
         object.__setattr__(self, name, value)
 
     def _seconds(self, name: str, value: Duration, *, lowest: float) -> float:
-        try:
-            seconds = parse_seconds(value, name=f"limit {self.name!r}: {name}")
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from None
+        seconds = parse_seconds(value, name=f"limit {self.name!r}: {name}", error=ConfigurationError)
         if seconds < lowest:
             raise self._wrong(name, value, f"at least {format_seconds(lowest)}")
         return seconds

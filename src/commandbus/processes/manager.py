@@ -43,7 +43,7 @@ class StepCommand:
     data: Any = None
     command_id: str | None = None
     max_attempts: int | None = None
-    delay: float | None = None
+    delay: Duration | None = None
     headers: Mapping[str, Any] | None = None
     timeout: Duration | None = None
     deadline: Duration | None = None
@@ -236,7 +236,9 @@ def check_manager(manager: object) -> BaseProcessManager[Any]:
     if missing := [name for name in _needed(manager) if _is_ours(manager, name)]:
         raise ConfigurationError(f"{kind} has no {missing[0]}: a process manager must say what it does")
     if manager.deadline is not None:
-        parse_seconds(manager.deadline, name=f"deadline of {kind}")
+        parse_seconds(manager.deadline, name=f"{kind}.deadline", error=ConfigurationError)
+    if manager.timeout is not None:
+        parse_seconds(manager.timeout, name=f"{kind}.timeout", error=ConfigurationError)
     return manager
 
 

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias
 
 from commandbus.errors import ConfigurationError, PermanentCommandError
 from commandbus.model import names
-from commandbus.model.durations import Duration
+from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.process import DEFAULT_DOMAIN, StepStatus
 from commandbus.model.retry import RetryPolicy
 from commandbus.processes.manager import BaseProcessManager, ProcessView, StepCommand, StepReply
@@ -84,20 +84,21 @@ def step(
     undo_data: Data | None = None,
     timeout: Duration | None = None,
     deadline: Duration | None = None,
-    delay: float | None = None,
+    delay: Duration | None = None,
     max_attempts: int | None = None,
     headers: Mapping[str, Any] | None = None,
 ) -> Step:
     """A step: the command that does it, and the one that undoes it, in the same domain.
 
     `data` and `undo_data` make the commands' data of the state. `timeout` and `max_attempts` are the command's;
-    `deadline` is how long the step may take in all; `delay` is how long it waits before it begins, in seconds.
+    `deadline` is how long the step may take in all; `delay` is how long it waits before it begins.
     """
     for what, function in (("data", data), ("undo_data", undo_data)):
         if function is not None and not callable(function):
             raise ConfigurationError(f"{what} of step {name!r} must be a function of the state, not {function!r}")
     if undo is not None:
         names.check_type(undo)
+    _check_durations(f"step {name!r}", timeout=timeout, deadline=deadline, delay=delay)
     options = {
         "timeout": timeout,
         "deadline": deadline,
@@ -155,6 +156,7 @@ class Saga(BaseProcessManager[State]):
     ) -> None:
         if not parts:
             raise ConfigurationError(f"saga {process_type!r} has no steps")
+        _check_durations(f"saga {process_type!r}", deadline=deadline, timeout=timeout)
         self.process_type = process_type  # type: ignore[misc]
         self.domain = domain  # type: ignore[misc]
         self.deadline = deadline  # type: ignore[misc]
@@ -276,3 +278,9 @@ def _checked(parts: tuple[Part, ...], where: str) -> tuple[Part, ...]:
                 f"{where} is made of step(…), sequence(…), parallel(…) and branch(…), not {names.shown(part)}"
             )
     return parts
+
+
+def _check_durations(what: str, **durations: Duration | None) -> None:
+    for name, value in durations.items():
+        if value is not None:
+            parse_seconds(value, name=f"{what}: {name}", error=ConfigurationError)

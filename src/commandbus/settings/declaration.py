@@ -62,7 +62,8 @@ _RETRY: Final = RetryPolicy()
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Settings:
-    """The effective settings; make one with `load_settings`. All durations are seconds.
+    """The effective settings; make one with `load_settings`. All durations are seconds; the constructor also takes
+    text ("5m") and timedeltas.
 
     Two are tables of their own and not in `SETTINGS`: `limits`, and `breakers` by "DOMAIN/COMMAND_TYPE",
     "DOMAIN/*" or "*". Both may be given as they are in TOML, options by name.
@@ -247,6 +248,9 @@ class Settings:
     config_file: Path | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        for name, setting in SETTINGS.items():
+            if setting.kind.is_duration and (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _parsed(setting, value))
         origins = {
             name: "default" if getattr(self, name) == setting.default else "argument"
             for name, setting in SETTINGS.items()
@@ -338,6 +342,14 @@ SETTINGS: Final[Mapping[str, Setting]] = {
 BY_TOML: Final = {setting.toml: setting for setting in SETTINGS.values()}
 BY_ENV: Final = {setting.env: setting for setting in SETTINGS.values()}
 SECTIONS: Final = frozenset(key.partition(".")[0] for key in BY_TOML if "." in key)
+
+
+def _parsed(setting: Setting, value: object) -> object:
+    try:
+        parsed: object = setting.kind.parse(value, setting.name)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+    return parsed
 
 
 def _check_hierarchy(settings: Settings) -> None:

@@ -92,7 +92,7 @@ def test_a_stop_gives_back_what_waits(bus: CommandBus, start_worker: StartWorker
     worker = start_worker(slow_handlers, **QUICK)
     sent = start_waiting(bus, worker, max_attempts=1)
     began = time.monotonic()
-    report = worker.stop(timeout=20)
+    report = worker.stop(wait=20)
     assert time.monotonic() - began < 2
     assert report is not None
     assert (report.is_clean, report.given_back) == (True, 1)

@@ -25,7 +25,6 @@ from commandbus.flow.commands.settle import cancellation
 from commandbus.flow.operation import Operation, Row, Statement, Steps, operation
 from commandbus.model import names, payload
 from commandbus.model.command import CommandStatus, NewCommand, SentCommand
-from commandbus.model.durations import ACCEPTED, Duration, parse_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +89,6 @@ def conclude(outcome: CommandOutcome) -> Any:
         error_code=outcome.error_code,
         error=outcome.error,
     )
-
-
-def seconds_of(value: Duration | None, name: str) -> float:
-    """A duration in seconds, or InvalidCommandError naming the argument and the value."""
-    if value is None:
-        raise InvalidCommandError(f"{name}: None is not a duration, and nobody waits for ever; {ACCEPTED}")
-    try:
-        return parse_seconds(value, name=name)
-    except ValueError as error:
-        raise InvalidCommandError(str(error)) from None
 
 
 def _outcome(row: Row) -> CommandOutcome:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -26,9 +26,9 @@ from commandbus.errors import (
 from commandbus.flow.operation import Statement, Steps, no_schema, operation
 from commandbus.model import envelope, names, payload
 from commandbus.model.command import NewCommand, SentCommand, new_command_id
+from commandbus.model.durations import Duration, parse_seconds
 
 _FIELDS = frozenset(field.name for field in fields(NewCommand))
-MAX_DELAY_SECONDS = 10 * 366 * 86400.0
 
 
 # Left out where the ids are ours: a speculative insertion costs a third of a bulk send.
@@ -260,17 +260,12 @@ def json_rows(outgoing: Iterable[Outgoing]) -> str:
     return "[" + ",".join(parts) + "]"
 
 
-def _seconds_of(delay: object, *, at: object) -> float:
+def _seconds_of(delay: Duration | None, *, at: object) -> float:
     if delay is None:
         return 0.0
     if at is not None:
         raise InvalidCommandError("give delay or at, not both")
-    seconds = delay.total_seconds() if isinstance(delay, timedelta) else delay
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_DELAY_SECONDS:
-        raise InvalidCommandError(
-            f"delay must be seconds (or a timedelta) from 0 to ten years, not {names.shown(delay)}"
-        )
-    return float(seconds)
+    return parse_seconds(delay, name="delay", error=InvalidCommandError)
 
 
 def _instant_of(at: object) -> str | None:
