@@ -269,8 +269,8 @@ def test_list_and_its_pages(orders, bus, make):
     assert re.search(r"^ *# +DOMAIN +BATCH ID +STATUS +DONE ", page)
     assert "na\\u202eme" in page
     assert re.search(r" other +o +PENDING, open +0% +0 +0 +0 +0 +0 +0\.0/s +\? ", page)
-    (more,) = re.findall(r"^more: add --before-id (\d+)$", page, re.MULTILINE)
-    assert found("--before-id", more) == ["b1", "b0"]
+    (more,) = re.findall(r"^more: add --cursor (\d+)$", page, re.MULTILINE)
+    assert found("--cursor", more) == ["b1", "b0"]
     assert orders("batch", "list", "--status", "CANCELED").out == "no batches\n"
     document = orders("batch", "list", "--limit", "1", "--json").document[0]
     assert (document["progress"], document["remaining"], document["eta_seconds"]) == (0.0, 0, None)

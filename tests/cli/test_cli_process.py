@@ -312,8 +312,8 @@ def test_list_and_its_filters(sagas, bus):
     head, first, *_ = page.splitlines()
     assert re.sub(" +", " ", head.strip()) == "# DOMAIN TYPE PROCESS ID STATUS STARTED NOTE"
     assert first.split()[:4] == [str(bus.get_process("other", "b").id), "other", "bare", "b"]
-    (more,) = re.findall(r"^more: add --before-id (\d+)$", page, re.MULTILINE)
-    assert found("--before-id", more) == ["o1", "o0"]
+    (more,) = re.findall(r"^more: add --cursor (\d+)$", page, re.MULTILINE)
+    assert found("--cursor", more) == ["o1", "o0"]
     assert "more:" not in sagas("process", "list", "--limit", "4").out
     assert sagas("process", "list", "--status", "FAILED").out == "no processes\n"
     assert sagas("process", "list", "--domain", "nope").code == ExitCode.NOT_FOUND

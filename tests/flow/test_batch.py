@@ -572,9 +572,9 @@ def test_pages_of_batches(orders: Bus) -> None:
         orders.create_batch("billing", commands(1), batch_id=f"new-{n}")
     names, before = [], None
     while True:
-        page = orders.query_batches(limit=3, before_id=before)
+        page = orders.query_batches(limit=3, cursor=before)
         names += [item.batch_id for item in page.items]
-        before = page.next_before_id
+        before = page.next_cursor
         if before is None:
             break
     assert names == [name for n in reversed(range(5)) for name in (f"new-{n}", f"done-{n}")]
@@ -586,7 +586,7 @@ def test_pages_of_batches(orders: Bus) -> None:
     assert [item.batch_id for item in orders.query_batches(status="IN_PROGRESS").items] == ["new-1", "new-0"]
     for wrong, says in (
         ({"status": "DONE"}, "status 'DONE' is none of PENDING"), ({"limit": 0}, "limit must be"),
-        ({"before_id": "x"}, "before_id must be"), ({"domain": "X"}, "domain 'X'"),
+        ({"cursor": "x"}, "cursor 'x' is not one of this list"), ({"domain": "X"}, "domain 'X'"),
     ):  # fmt: skip
         with pytest.raises(InvalidCommandError, match=says):
             orders.query_batches(**wrong)

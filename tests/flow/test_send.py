@@ -291,7 +291,7 @@ def test_an_unknown_domain_is_named_with_the_remedy(bus: Bus, db: psycopg.Connec
         with pytest.raises(UnknownDomainError, match=r"unknown domain 'nowhere'.*domain create nowhere"):
             act()
     assert one(db, "SELECT count(*) FROM commandbus.command") == 0
-    assert bus.list_domains() == []
+    assert bus.list_domains().items == []
 
 
 def test_send_many_in_chunks_keeps_the_order(orders: Bus, db: psycopg.Connection[Any]) -> None:

@@ -41,7 +41,7 @@ from support.workers import quick_settings
 Db = psycopg.Connection[Any]
 ONE = Saga("one", step("reserve", "orders"))
 LATER = Saga("later", step("reserve", "orders", delay=3600))
-CANCEL = operate.operator_action("CANCEL", "ann")
+CANCEL = operate.operator_action("ann", action="CANCEL")
 
 
 class Async(BaseProcessManager[dict[str, Any]]):
@@ -227,7 +227,9 @@ def test_a_retried_member_is_swept_only_if_somebody_cancels_again(bus: CommandBu
     bus.retry_process("processes", "bad", operator="bob")
     assert one(db, "SELECT finished_at IS NULL FROM commandbus.batch"), "it can be swept again"
     assert bus.run(leftovers()).to_cancel == []
-    assert bus.run(mark("processes", "b", operate.operator_action("CANCEL", "eve"))) == canceling, "and dies, too"
+    assert bus.run(mark("processes", "b", operate.operator_action("eve", action="CANCEL"))) == canceling, (
+        "and dies, too"
+    )
     assert bus.run(leftovers()).to_cancel == [canceling]
     assert bus.follow(resume(canceling)) == (0, 1)
     assert one(db, "SELECT cancel ->> 'by' FROM commandbus.process WHERE process_id = 'bad'") == "ann"

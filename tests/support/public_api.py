@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, NamedTuple, get_type_hints
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import commandbus
-from commandbus.model import limit as limit_model
 
 
 class Parameter(NamedTuple):
@@ -58,8 +59,7 @@ def parameters_of(owner: str, function: Callable[..., Any]) -> Iterator[Paramete
     for parameter in inspect.signature(function).parameters.values():
         annotation = text_of(parameter.annotation)
         if parameter.kind is parameter.VAR_KEYWORD and (found := re.fullmatch(r"Unpack\[(\w+)\]", annotation)):
-            options = getattr(limit_model, found[1], None) or _option_class(found[1])
-            for name, hint in options.__annotations__.items():
+            for name, hint in getattr(commandbus, found[1]).__annotations__.items():
                 yield Parameter(owner, name, text_of(hint), parameter.KEYWORD_ONLY, None)
         elif parameter.name != "self":
             yield Parameter(owner, parameter.name, annotation, parameter.kind, parameter.default)
@@ -81,9 +81,16 @@ def text_of(annotation: object) -> str:
     return str(forward) if forward is not None else inspect.formatannotation(annotation)
 
 
-def _option_class(name: str) -> Any:
-    return getattr(commandbus, name)
-
-
-def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    return get_type_hints(function)
+def results() -> Iterator[tuple[str, str]]:
+    """What comes out: return annotations, properties, and the fields of public classes, as (where, annotation)."""
+    for owner, function in public_callables():
+        if not inspect.isclass(function):
+            yield owner, text_of(inspect.signature(function).return_annotation)
+    for name, kind in public_classes():
+        for attribute in dir(kind):
+            static = inspect.getattr_static(kind, attribute)
+            if isinstance(static, property | cached_property) and not attribute.startswith("_"):
+                getter = static.fget if isinstance(static, property) else static.func
+                yield f"{name}.{attribute}", text_of(inspect.signature(getter).return_annotation)
+        for field in fields(kind) if is_dataclass(kind) else ():
+            yield f"{name}.{field.name}", text_of(field.type)

@@ -130,7 +130,7 @@ def test_a_worker_sweeps_what_another_has_left(
     run(db, settle("orders", "dead", [attempt.complete(None) for attempt in attempts]))
     bus.create_domain("idle")
     bus.create_batch("idle", [NewCommand("Ship")] * 3, batch_id="c", on_complete=OnComplete("orders", "Done"))
-    bus.run(mark("idle", "c", operate.operator_action("CANCEL", "ann")))
+    bus.run(mark("idle", "c", operate.operator_action("ann", action="CANCEL")))
     start_worker(handlers)
     assert bus.wait_for_batch("orders", "b", wait=20).status == BatchStatus.COMPLETED
     assert bus.wait_for_batch("idle", "c", wait=20).status == BatchStatus.CANCELED

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from commandbus.flow.breakers import operate as breaker_operate
     from commandbus.flow.breakers.operate import Guard
     from commandbus.flow.commands import call, inspect, prune
-    from commandbus.flow.commands.inspect import CommandQuery
+    from commandbus.flow.commands.inspect import CommandFilters, CommandQuery
     from commandbus.flow.commands.prune import Retention
     from commandbus.flow.setup import migrate, roles
     from commandbus.flow.setup.migrate import SchemaState
@@ -113,7 +113,7 @@ class BusBase:
         return WaitingCall(sending, self._listening.get(listen_at), seconds=seconds)
 
     def _chunks(
-        self, domain: str, commands: Iterable[NewCommand | Mapping[str, Any]], size: int
+        self, domain: str, commands: Iterable[NewCommand | Mapping[str, object]], size: int
     ) -> Iterator[Operation[list[SentCommand]]]:
         names.check_domain(domain)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -193,7 +193,7 @@ def warn_on_loop() -> bool:
     return True
 
 
-def command_query(query: CommandQuery | None, filters: dict[str, Any]) -> CommandQuery:
+def command_query(query: CommandQuery | None, filters: CommandFilters) -> CommandQuery:
     return query if query is not None else inspect.CommandQuery(**filters)
 
 

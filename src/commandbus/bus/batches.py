@@ -17,6 +17,7 @@ from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.command import NewCommand
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
+from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ else:
     operate = lazy("commandbus.flow.commands.operate")
 
 T = TypeVar("T")
-Commands = Iterable[NewCommand | Mapping[str, Any]]
+Commands = Iterable[NewCommand | Mapping[str, object]]
 FIRST_LOOK_SECONDS = 0.05
 LOOK_SECONDS = 0.5
 
@@ -79,7 +80,7 @@ class BatchMethods(_BatchOperations):
         *,
         batch_id: str | None = None,
         name: str | None = None,
-        custom_data: Any = None,
+        custom_data: JsonValue = None,
         on_complete: WhenComplete | None = None,
         is_open: bool = False,
         conn: object = None,
@@ -116,10 +117,10 @@ class BatchMethods(_BatchOperations):
         status: BatchStatus | str | None = None,
         *,
         limit: int = 50,
-        before_id: int | None = None,
+        cursor: str | None = None,
     ) -> Page[BatchRecord]:
-        """A page of batches, newest first; the next begins at `before_id=page.next_before_id`."""
-        return self.run(batch_look.query(domain=domain, status=status, limit=limit, before_id=before_id))
+        """A page of batches, newest first; the next begins at `cursor=page.next_cursor`."""
+        return self.run(batch_look.query(domain=domain, status=status, limit=limit, cursor=cursor))
 
     def wait_for_batch(
         self,
@@ -150,7 +151,7 @@ class BatchMethods(_BatchOperations):
 
         The batch ends CANCELED when the last one has stopped. Workers finish what a crash interrupts.
         """
-        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return self.follow(batch_operate.cancel(domain, batch_id, operator_action))
 
     def retry_failed(
@@ -158,17 +159,17 @@ class BatchMethods(_BatchOperations):
         domain: str,
         batch_id: str,
         *,
-        operator: str | None = None,
-        reason: str | None = None,
         name: str | None = None,
         on_complete: WhenComplete | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
     ) -> BatchRetryReport:
         """Retry a batch's members in the troubleshooting queue, and send those that FAILED for good again.
 
         Those are sent in a new batch that names this one (`retry_of`), under new command_ids, each at most once:
         what fails again is a member of the new batch. `name` and `on_complete` are that batch's.
         """
-        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
+        operator_action = operate.operator_action(operator or whoami(), reason, "RETRY")
         return self.follow(
             batch_operate.retry_failed(domain, batch_id, operator_action, name=name, on_complete=on_complete)
         )
@@ -190,7 +191,7 @@ class AsyncBatchMethods(_BatchOperations):
         *,
         batch_id: str | None = None,
         name: str | None = None,
-        custom_data: Any = None,
+        custom_data: JsonValue = None,
         on_complete: WhenComplete | None = None,
         is_open: bool = False,
         conn: object = None,
@@ -220,10 +221,10 @@ class AsyncBatchMethods(_BatchOperations):
         status: BatchStatus | str | None = None,
         *,
         limit: int = 50,
-        before_id: int | None = None,
+        cursor: str | None = None,
     ) -> Page[BatchRecord]:
-        """A page of batches, newest first; the next begins at `before_id=page.next_before_id`."""
-        return await self.run(batch_look.query(domain=domain, status=status, limit=limit, before_id=before_id))
+        """A page of batches, newest first; the next begins at `cursor=page.next_cursor`."""
+        return await self.run(batch_look.query(domain=domain, status=status, limit=limit, cursor=cursor))
 
     async def wait_for_batch(
         self,
@@ -247,7 +248,7 @@ class AsyncBatchMethods(_BatchOperations):
         self, domain: str, batch_id: str, *, operator: str | None = None, reason: str | None = None
     ) -> BatchCancelReport:
         """Cancel a batch; see CommandBus.cancel_batch."""
-        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return await self.follow(batch_operate.cancel(domain, batch_id, operator_action))
 
     async def retry_failed(
@@ -255,13 +256,13 @@ class AsyncBatchMethods(_BatchOperations):
         domain: str,
         batch_id: str,
         *,
-        operator: str | None = None,
-        reason: str | None = None,
         name: str | None = None,
         on_complete: WhenComplete | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
     ) -> BatchRetryReport:
         """Retry what failed in a batch; see CommandBus.retry_failed."""
-        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
+        operator_action = operate.operator_action(operator or whoami(), reason, "RETRY")
         return await self.follow(
             batch_operate.retry_failed(domain, batch_id, operator_action, name=name, on_complete=on_complete)
         )

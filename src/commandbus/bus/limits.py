@@ -20,12 +20,13 @@ from psycopg.errors import InsufficientPrivilege
 from commandbus.bus.base import BusBase, whoami
 from commandbus.clock import monotonic
 from commandbus.db.bus_pool import keep
-from commandbus.errors import ApiTimeoutError, ConfigurationError, DeadlineExceededError
+from commandbus.errors import ApiTimeoutError, ConfigurationError, DeadlineExceededError, UnknownLimitError
 from commandbus.flow.operation import Operation
 from commandbus.lazy import lazy
 from commandbus.logger import safe_logger
 from commandbus.model.durations import Duration
 from commandbus.model.limit import WAIT_SECONDS, Limit, LimitOptions, LimitUse
+from commandbus.model.page import Page
 from commandbus.settings import Settings
 
 if TYPE_CHECKING:
@@ -124,14 +125,14 @@ class _LimitOperations(BusBase):
                 f"limit {name!r}: backend 'redis' needs redis_url, which is not set; set COMMANDBUS_REDIS_URL"
             )
         return limits.set_limit(
-            name, options, limits.home_of(self.settings), operate.operator_action("CANCEL", who or whoami(), why)
+            name, options, limits.home_of(self.settings), operate.operator_action(who or whoami(), why)
         )
 
     def _unsetting(
         self, name: str, options: tuple[str, ...], who: str | None, why: str | None
     ) -> Operation[LimitRow | None]:
         return limits.unset_limit(
-            name, options, limits.home_of(self.settings), operate.operator_action("CANCEL", who or whoami(), why)
+            name, options, limits.home_of(self.settings), operate.operator_action(who or whoami(), why)
         )
 
 
@@ -199,14 +200,20 @@ class LimitMethods(_LimitOperations):
         """Make a limit known to all; what a person has set at run time stays above it."""
         self._log(self.run(self._declaration(limit)))
 
-    def limits(self) -> list[LimitInfo]:
+    def limits(self) -> Page[LimitInfo]:
         """All limits, and how they stand."""
         found = self.run(limit_look.list_waiting())
         looks = self._look(*(row for row, _ in found))
-        return [limit_look.describe(row, looks[row.name], waiting) for row, waiting in found]
+        return Page([limit_look.describe(row, looks[row.name], waiting) for row, waiting in found])
 
-    def get_limit(self, name: str) -> LimitInfo:
-        """One limit; UnknownLimitError names those that there are."""
+    def get_limit(self, name: str) -> LimitInfo | None:
+        """One limit, and how it stands; None if there is none."""
+        try:
+            return self._describe(name)
+        except UnknownLimitError:
+            return None
+
+    def _describe(self, name: str) -> LimitInfo:
         row, waiting = self.run(limit_look.get_waiting(name))
         return limit_look.describe(row, self._look(row)[name], waiting)
 
@@ -216,7 +223,7 @@ class LimitMethods(_LimitOperations):
         """Change a limit at run time: `bus.set_limit("docai", concurrency=5, rate="120/m")`. All workers follow
         at once, and it stays so over deployments, until it is unset."""
         self.run(self._setting(name, options, operator, reason))
-        return self.get_limit(name)
+        return self._describe(name)
 
     def unset_limit(
         self, name: str, *options: str, operator: str | None = None, reason: str | None = None
@@ -311,14 +318,20 @@ class AsyncLimitMethods(_LimitOperations):
         """Make a limit known to all; what a person has set at run time stays above it."""
         self._log(await self.run(self._declaration(limit)))
 
-    async def limits(self) -> list[LimitInfo]:
+    async def limits(self) -> Page[LimitInfo]:
         """All limits, and how they stand."""
         found = await self.run(limit_look.list_waiting())
         looks = await self._look(*(row for row, _ in found))
-        return [limit_look.describe(row, looks[row.name], waiting) for row, waiting in found]
+        return Page([limit_look.describe(row, looks[row.name], waiting) for row, waiting in found])
 
-    async def get_limit(self, name: str) -> LimitInfo:
-        """One limit; UnknownLimitError names those that there are."""
+    async def get_limit(self, name: str) -> LimitInfo | None:
+        """One limit, and how it stands; None if there is none."""
+        try:
+            return await self._describe(name)
+        except UnknownLimitError:
+            return None
+
+    async def _describe(self, name: str) -> LimitInfo:
         row, waiting = await self.run(limit_look.get_waiting(name))
         return limit_look.describe(row, (await self._look(row))[name], waiting)
 
@@ -328,7 +341,7 @@ class AsyncLimitMethods(_LimitOperations):
         """Change a limit at run time: `await bus.set_limit("docai", concurrency=5, rate="120/m")`. All workers
         follow at once, and it stays so over deployments, until it is unset."""
         await self.run(self._setting(name, options, operator, reason))
-        return await self.get_limit(name)
+        return await self._describe(name)
 
     async def unset_limit(
         self, name: str, *options: str, operator: str | None = None, reason: str | None = None

@@ -17,7 +17,7 @@ from commandbus.cli import batch_text
 from commandbus.cli import find_id as where
 from commandbus.cli.exit_codes import ExitCode
 from commandbus.cli.json_lines import check_unique
-from commandbus.cli.parameters import DURATION, JsonType, operator_options
+from commandbus.cli.parameters import DURATION, JsonType, operator_options, page_options
 from commandbus.cli.render import age_of, print_json, print_table, say, say_heading
 from commandbus.cli.send import read_commands
 from commandbus.cli.session import CliGroup, CliSession, check_known
@@ -115,23 +115,23 @@ def watch(ctx: click.Context, /, batch_id: str, domain: str | None, wait: float 
 @click.option(
     "--status", type=click.Choice(list(map(str, BatchStatus)), case_sensitive=False), help="Only in this status."
 )
-@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
-@click.option("--before-id", type=int, metavar="ID", help="The next page: before this internal id.")
+@page_options
 @click.pass_obj
 def list_batches(
-    session: CliSession, domain: str | None, status: str | None, limit: int, before_id: int | None
+    session: CliSession, domain: str | None, status: str | None, limit: int, cursor: str | None
 ) -> None:
     """Batches, newest first, and how far they are.
 
-    # is the internal id, for --before-id; BATCH ID is what `batch show` and the others take. DONE is how much is
+    # is the internal id; BATCH ID is what `batch show` and the others take. DONE is how much is
     final; TSQ how many need a person; RATE how many become final per second.
     """
     with session.bus() as bus:
-        page = bus.query_batches(domain, status, limit=limit, before_id=before_id)
+        page = bus.query_batches(domain, status, limit=limit, cursor=cursor)
         if not page.items:
             check_known(bus, domain)
     if session.as_json:
         print_json([batch_text.document(item) for item in page.items])
+        session.say_more(page)
         return
     print_table(
         columns(
@@ -149,8 +149,7 @@ def list_batches(
         ],
         empty="no batches",
     )  # fmt: skip
-    if page.next_before_id is not None:
-        say(f"more: add --before-id {page.next_before_id}")
+    session.say_more(page)
 
 
 @batch.command()

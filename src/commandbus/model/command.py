@@ -20,10 +20,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from commandbus.clock import epoch
 from commandbus.model.durations import Duration, roughly
+from commandbus.model.json_values import Json, JsonValue
 
 
 class CommandStatus(StrEnum):
@@ -102,10 +103,10 @@ class Command:
     domain: str
     command_type: str
     command_id: str
-    data: Any
+    data: Json
     correlation_id: str | None = None
     reply_to: str | None = None
-    headers: Mapping[str, Any] | None = None
+    headers: Mapping[str, Json] | None = None
     created_at: datetime | None = None
     id: int = 0
 
@@ -120,14 +121,14 @@ class NewCommand:
     """
 
     command_type: str
-    data: Any = None
+    data: JsonValue = None
     command_id: str | None = None
     correlation_id: str | None = None
     reply_to: str | None = None
     max_attempts: int | None = None
     delay: Duration | None = None
     at: datetime | None = None
-    headers: Mapping[str, Any] | None = None
+    headers: Mapping[str, JsonValue] | None = None
     timeout: Duration | None = None
 
 
@@ -180,11 +181,11 @@ class CommandRecord:
     command_id: str
     command_type: str
     status: CommandStatus
-    data: Any
-    result: Any
+    data: Json
+    result: Json
     correlation_id: str | None
     reply_to: str | None
-    headers: Mapping[str, Any] | None
+    headers: Mapping[str, Json] | None
     max_attempts: int | None
     attempts: int
     created_at: datetime
@@ -197,7 +198,7 @@ class CommandRecord:
     error_code: str | None = None
     error: str | None = None
     timeout: float | None = None
-    progress: Any = None
+    progress: Json = None
     cancel_requested: CancelRequest | None = None
     batch_id: str | None = None
     waiting_until: datetime | None = None
@@ -238,7 +239,7 @@ class AuditEntry:
     at: datetime
     attempt: int | None = None
     worker: str | None = None
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Json] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +255,7 @@ class TsqEntry:
     error_type: str | None
     error_code: str | None
     error: str | None
-    data: Any
+    data: Json
 
 
 # Our own, seeded from the system and anew in every forked child: an application that calls random.seed(0) would

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack, cast
 
 from commandbus.errors import ConfigurationError
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
+from commandbus.model.json_values import Json
 from commandbus.model.names import shown
 
 BackendName = Literal["postgres", "redis"]
@@ -194,7 +195,7 @@ class Limit:
         """Its rate in calls a second."""
         return self.rate.per_second if isinstance(self.rate, Rate) else None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         """What differs from a bare `Limit`, in JSON's types; `from_json` reads it."""
         plain = {item.name: item.default for item in fields(self)}
         found: dict[str, Any] = {}
@@ -207,7 +208,7 @@ class Limit:
         return found
 
     @classmethod
-    def from_json(cls, name: str, *layers: Mapping[str, Any] | None) -> Limit:
+    def from_json(cls, name: str, *layers: Mapping[str, Json] | None) -> Limit:
         """From what was declared, and what was changed at run time: later layers win."""
         given: dict[str, Any] = {}
         for layer in layers:

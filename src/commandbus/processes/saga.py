@@ -21,17 +21,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from commandbus.errors import ConfigurationError, PermanentCommandError
 from commandbus.model import names
 from commandbus.model.durations import Duration, parse_seconds
+from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.process import DEFAULT_DOMAIN, StepStatus
 from commandbus.model.retry import RetryPolicy
 from commandbus.processes.manager import BaseProcessManager, ProcessView, StepCommand, StepReply
 
-State: TypeAlias = dict[str, Any]
-Data: TypeAlias = Callable[[State], Any]
+State: TypeAlias = dict[str, Json]
+Data: TypeAlias = Callable[[State], JsonValue]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Step:
     undo: str | None
     data: Data | None
     undo_data: Data | None
-    options: Mapping[str, Any]
+    options: Mapping[str, Json]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Branch:
     """One of two ways. `name` keeps in the state which it was."""
 
     name: str
-    condition: Callable[[State], Any] = field(compare=False)
+    condition: Callable[[State], object] = field(compare=False)
     then: Part
     otherwise: Part
 
@@ -86,7 +87,7 @@ def step(
     deadline: Duration | None = None,
     delay: Duration | None = None,
     max_attempts: int | None = None,
-    headers: Mapping[str, Any] | None = None,
+    headers: Mapping[str, JsonValue] | None = None,
 ) -> Step:
     """A step: the command that does it, and the one that undoes it, in the same domain.
 
@@ -128,7 +129,7 @@ def parallel(*parts: Part) -> Part:
 
 
 def branch(
-    condition: Callable[[State], Any], then: Part, otherwise: Part | None = None, *, name: str | None = None
+    condition: Callable[[State], object], then: Part, otherwise: Part | None = None, *, name: str | None = None
 ) -> Part:
     """One part if the condition holds for the state at that moment, else the other (or nothing).
 
@@ -184,7 +185,7 @@ class Saga(BaseProcessManager[State]):
         """The names of all steps."""
         return list(self._steps)
 
-    def create_state(self, data: Any) -> State:
+    def create_state(self, data: Json) -> dict[str, Json]:
         """What it was started with; each step's result will be kept beside it, under the step's name."""
         state = super().create_state(data)
         if taken := sorted(state.keys() & self._steps.keys()):

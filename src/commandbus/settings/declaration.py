@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 from commandbus.errors import ConfigurationError
 from commandbus.model.breaker import Breaker
+from commandbus.model.json_values import Json
 from commandbus.model.limit import BackendName, Limit
 from commandbus.model.payload import DEFAULT_MAX_BYTES
 from commandbus.model.retry import DEFAULT_SCHEDULE, RetryPolicy
@@ -295,12 +296,12 @@ class Settings:
         self.backend_of(limit)
         return limit if self.breakers_enabled else limit.changed(breaker_failures=0)
 
-    def tables(self) -> dict[str, dict[str, Any]]:
+    def tables(self) -> dict[str, dict[str, Json]]:
         """What limits and breakers were given: `limits.docai` to its options, ready for JSON."""
         limits = {f"limits.{limit.name}": limit.to_json() for limit in self.limits}
         return limits | {f"breakers.{key}": breaker.to_json() for key, breaker in self.breakers.items()}
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, Json]:
         """Everything that `Settings(**values)` needs to be this again, ready for JSON. It holds secrets."""
         values: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
         values["limits"] = {limit.name: limit.to_json() for limit in self.limits}

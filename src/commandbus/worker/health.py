@@ -20,11 +20,12 @@ from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, Final
+from typing import Final
 
 from commandbus.clock import monotonic
 from commandbus.errors import BusinessRuleException, PermanentCommandError
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
+from commandbus.model.json_values import Json
 
 _NOT_THE_WORKERS: Final = (BusinessRuleException, PermanentCommandError)
 _LONGEST_ERROR: Final = 200
@@ -189,7 +190,7 @@ class HealthStatus:
         with self._lock:
             return self._exhaustions.count(self._clock())
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Json]:
         """All of it at one moment, ready for JSON."""
         with self._lock:
             now = self._clock()

@@ -34,6 +34,7 @@ from commandbus.flow.setup.migrate import look
 from commandbus.flow.setup.privileges import check_may_work, explained
 from commandbus.logger import safe_logger
 from commandbus.model.durations import Duration, parse_seconds
+from commandbus.model.json_values import Json
 from commandbus.model.names import check_domain
 from commandbus.model.retry import RetryPolicy
 from commandbus.settings import Settings, load_settings
@@ -233,7 +234,7 @@ class Worker:
         """Wait until something asks it to stop."""
         self._stop_asked.wait()
 
-    def policies(self) -> dict[str, Any]:
+    def policies(self) -> dict[str, Json]:
         """Retry policies by domain and command type, for a post-mortem by the supervisor; "" is the default's."""
         found: dict[str, Any] = {"": _policy(self._policy, "retry")}
         for item in self._handlers:

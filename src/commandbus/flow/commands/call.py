@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from commandbus import sql
 from commandbus.errors import (
@@ -25,6 +24,7 @@ from commandbus.flow.commands.settle import cancellation
 from commandbus.flow.operation import Operation, Row, Statement, Steps, operation
 from commandbus.model import names, payload
 from commandbus.model.command import CommandStatus, NewCommand, SentCommand
+from commandbus.model.json_values import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class CommandOutcome:
     error: str | None = None
 
     @property
-    def result(self) -> Any:
+    def result(self) -> Json:
         """What the handler returned."""
         return None if self.result_json is None else payload.loads(self.result_json)
 
@@ -69,7 +69,7 @@ def get_outcome(domain: str, command_id: str) -> Steps[CommandOutcome | None]:
     return next(iter(found.values()), None)
 
 
-def conclude(outcome: CommandOutcome) -> Any:
+def conclude(outcome: CommandOutcome) -> Json:
     """The result of a command that has an outcome, or the error that tells it."""
     match outcome.status:
         case CommandStatus.COMPLETED:

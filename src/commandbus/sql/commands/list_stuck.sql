@@ -9,5 +9,9 @@ SELECT a.command, c.domain, c.command_id, c.command_type, a.number, a.verdict, a
    AND (%(domain)s::text IS NULL OR c.domain = %(domain)s)
    AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s)
    AND (%(everything)s::boolean OR a.verdict <> 'WAIVED' AND (a.verdict <> 'CANCELED' OR a.rung <> 'cancel'))
- ORDER BY a.finished_at DESC
+   AND (%(before)s::timestamptz IS NULL
+        OR a.finished_at <= %(before)s
+       AND (a.finished_at, a.command, a.number, a.verdict)
+         < (%(before)s, %(before_command)s::bigint, %(before_number)s::integer, %(before_verdict)s::text))
+ ORDER BY a.finished_at DESC, a.command DESC, a.number DESC, a.verdict DESC
  LIMIT %(limit)s

@@ -43,6 +43,7 @@ from commandbus.limits.with_block import Hold
 from commandbus.model import payload
 from commandbus.model.command import Command
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
+from commandbus.model.json_values import JsonValue
 from commandbus.model.limit import WAIT_SECONDS
 from commandbus.model.safe_text import escaped
 from commandbus.model.timeouts import SHORTEST
@@ -103,7 +104,7 @@ class HandlerTransaction(Generic[C]):
         self.max_bytes = max_bytes
         self._result: str | None = None
 
-    def complete(self, result: Any = None) -> None:
+    def complete(self, result: JsonValue = None) -> None:
         """Say what the command's result is (JSON); without this it is null."""
         self._result = dump_result(result, self.max_bytes)
 
@@ -214,7 +215,7 @@ class _Context:
         if self._left() <= 0:
             raise DeadlineExceededError(self._late())
 
-    def heartbeat(self, progress: Any = None) -> None:
+    def heartbeat(self, progress: JsonValue = None) -> None:
         """Say how far it is (any JSON value), for `commandbus show` while it runs. Raises if asked to stop."""
         if progress is not None:
             text = payload.dump(

@@ -27,7 +27,7 @@ from commandbus.model.names import check_domain, check_type
 from commandbus.model.retry import RetryPolicy
 from commandbus.processes.manager import BaseProcessManager, check_manager
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 OnTimeout = Literal["retry", "fail"]
 Isolation = Literal["thread", "process"]
 _MARK = "__commandbus_handlers__"
@@ -176,7 +176,7 @@ class HandlerRegistry:
         self,
         domain: str,
         command_type: str,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         *,
         retry_policy: RetryPolicy | None = None,
         timeout: Duration | None = None,
