@@ -104,7 +104,7 @@ def test_a_waived_attempt_before_a_retry_is_no_credit_after_it(orders: Bus) -> N
 def test_cancel_and_complete_end_it(orders: Bus, db: psycopg.Connection[Any]) -> None:
     orders.create_queue("answers")
     _trouble(orders, "a", "b", reply_to="answers")
-    orders.tsq.operator_cancel("orders", "a", "a duplicate", operator="ann")
+    orders.tsq.operator_cancel("orders", "a", operator="ann", reason="a duplicate")
     orders.tsq.operator_complete("orders", "b", {"by": "hand"}, operator="bob", reason="done by phone")
     canceled, completed = (orders.get_command("orders", name) for name in "ab")
     assert (canceled.status, canceled.result) == (CommandStatus.CANCELED, None)
@@ -281,7 +281,7 @@ def test_nobody_acts_anonymously_or_with_bad_words(orders: Bus, db: psycopg.Conn
                 bulk("orders", operator=operator)
     for reason in ("a\x00b", "x" * 10_000, 5):
         with pytest.raises(InvalidCommandError, match="reason"):
-            tsq.operator_cancel("orders", "k", reason)
+            tsq.operator_cancel("orders", "k", reason=reason)
     for result in (object(), float("nan"), "\x00", "x" * 2_000_000):
         with pytest.raises(InvalidCommandError, match="result"):
             tsq.operator_complete("orders", "k", result)
