@@ -22,7 +22,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, ClassVar, Generic, Protocol, TypedDict, TypeVar, Unpack
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypedDict, TypeVar, Unpack
 
 from commandbus.errors import ConfigurationError, InvalidCommandError, PermanentCommandError
 from commandbus.model import names, payload
@@ -147,7 +147,7 @@ class BaseProcessManager(Generic[S]):
     deadline: ClassVar[Duration | None] = None
     timeout: ClassVar[Duration | None] = None
     retry_policy: ClassVar[RetryPolicy | None] = None
-    isolation: ClassVar[Any] = "thread"
+    isolation: ClassVar[Literal["thread", "process"]] = "thread"
 
     # --- what a process does ------------------------------------------------------------------------------------
 
