@@ -19,6 +19,7 @@ import pytest
 import commandbus
 from commandbus import (
     AsyncCommandBus,
+    BaseProcessManager,
     Breaker,
     CommandBus,
     HandlerRegistry,
@@ -31,6 +32,8 @@ from commandbus import (
     Saga,
     Settings,
     StepCommand,
+    StepReply,
+    TroubleshootingQueue,
     Worker,
     WorkerWatchdog,
     handler,
@@ -54,14 +57,12 @@ NOT_ONE = {
     "Rate(seconds)": "the parsed form; Limit(rate=…) and Rate.parse take text",
     "RateLimitError(retry_after)": "takes all forms, and headers; never refuses: a 429 must not get lost",
     "CallTimeoutError(seconds)": "made by bus.call, which has parsed it",
-    "CommandRecord(timeout)": "what comes out is seconds",
-    "CommandRecord(waiting_until)": "an instant",
-    "CommandRecord(waiting_estimated_seconds)": "what comes out is seconds",
-    "BatchRecord(eta_seconds)": "what comes out is seconds",
-    "BreakerInfo(until)": "an instant",
-    "DomainStatus(oldest_seconds)": "what comes out is seconds",
-    "WorkerInfo(heartbeat_age_seconds)": "what comes out is seconds",
 }
+RECORDS = {
+    *("BatchRecord", "BreakerInfo", "CommandRecord", "DomainStatus", "Estimate", "Hold", "LimitInfo"),
+    *("UnhandledType", "WorkerInfo"),
+}
+"""Made by us: what comes out is seconds, or an instant."""
 BAD = [-1, "-5s", math.nan, math.inf, -math.inf, "5 parsecs", "soon", "", True, False, [], 10**12, "11y", 10**400]
 BAD += [timedelta(days=-1), timedelta.max, b"5s"]
 GOOD = [2, 2.0, "2", "2s", "2000ms", timedelta(seconds=2)]
@@ -164,7 +165,9 @@ SHORT = [0.01, "10ms", timedelta(milliseconds=10)]
 LONG = [20, "20s", timedelta(seconds=20)]
 TAKEN = {label: LONG if label.startswith("limit") else SHORT for label in IN_HANDLERS}
 SENT = {"StepCommand(delay)", "StepCommand(timeout)", "StepCommand(deadline)"}
-"""Checked when the step is sent; see test_a_step_that_cannot_be_sent in tests/processes."""
+"""Checked when the step is sent; see below."""
+STARTED = {"BaseProcessManager.start(deadline)", "Saga.start(deadline)"}
+"""By `bus.start_process`."""
 
 
 def duration_parameters() -> list[str]:
@@ -175,7 +178,7 @@ def duration_parameters() -> list[str]:
 def test_every_duration_of_the_public_api_is_tried_here() -> None:
     contexts = {f"{kind}.{label}" for kind in ("HandlerContext", "AsyncHandlerContext") for label in IN_HANDLERS}
     buses = {f"{kind}.{label}" for kind in ("CommandBus", "AsyncCommandBus") for label in ON_A_SERVER}
-    assert sorted(duration_parameters()) == sorted({*TRIES, *contexts, *buses, *SENT})
+    assert sorted(duration_parameters()) == sorted({*TRIES, *contexts, *buses, *SENT, *STARTED})
 
 
 def test_what_looks_like_a_duration_is_one() -> None:
@@ -185,6 +188,7 @@ def test_what_looks_like_a_duration_is_one() -> None:
         if LOOKS_LIKE_A_DURATION.match(each.name)
         and not re.search(r"\bDuration\b", each.annotation)
         and not each.owner.startswith("Settings")
+        and each.owner not in RECORDS
         and each.label not in NOT_ONE
     ]
     assert not odd
@@ -313,6 +317,57 @@ def test_a_rate_limit_error_takes_all_forms_and_refuses_none(said: Any, seconds:
     assert failure.retry_after == seconds
 
 
-def test_step_commands_are_checked_when_they_are_sent() -> None:
-    found = StepCommand("bank", "pay", delay="5m", timeout=timedelta(seconds=30), deadline=3600)
-    assert (found.delay, found.timeout, found.deadline) == ("5m", timedelta(seconds=30), 3600)
+class OneStep(BaseProcessManager[dict[str, Any]]):
+    """Its one command has the options that its process was started with, if they come as JSON."""
+
+    process_type = "one_step"
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+    def first_step(self, state: dict[str, Any]) -> str:
+        return "pay"
+
+    def build_command(self, step: str, state: dict[str, Any]) -> StepCommand:
+        return StepCommand("bank", step, **self.options)
+
+    def next_step(self, step: str, reply: StepReply, state: dict[str, Any]) -> None:
+        return None
+
+
+def started(database: str, **options: Any) -> None:
+    manager = OneStep()
+    manager.options = options
+    handlers = HandlerRegistry()
+    handlers.register_process(manager)
+    with CommandBus(database) as bus:
+        for domain in ("processes", "bank"):
+            bus.create_domain(domain)
+        manager.start(bus)
+    Worker(handlers, settings=quick_settings(database)).run(until_idle=True)
+
+
+@pytest.mark.parametrize("parameter", ["delay", "timeout", "deadline"])
+def test_step_commands_are_checked_when_they_are_sent(database: str, parameter: str) -> None:
+    for value in ("5 parsecs", -1, math.nan):
+        started(database, **{parameter: value})
+        with CommandBus(database) as bus:
+            (entry,) = TroubleshootingQueue(bus).list("processes")
+            assert entry.error_code == "INVALID_STEP"
+            assert f"cannot be sent: {parameter}: {value!r} is " in str(entry.error)
+            assert str(entry.error).endswith(ACCEPTED)
+            TroubleshootingQueue(bus).operator_cancel("processes", entry.command_id)
+
+
+@pytest.mark.parametrize("form", [90, "90s", "1m30s", timedelta(seconds=90)])
+def test_step_commands_take_all_forms(database: str, form: Any) -> None:
+    started(database, delay=form, timeout=form, deadline=form)
+    with CommandBus(database) as bus:
+        (sent,) = bus.query_commands(domain="bank")
+        (process,) = bus.query_processes()
+        found = bus.get_process("processes", process.process_id)
+    assert sent.timeout == 90.0
+    assert sent.visible_at is not None
+    assert round((sent.visible_at - sent.created_at).total_seconds()) == 90
+    assert found is not None
+    (step_record,) = found.steps
+    assert step_record.deadline_at is not None
+    assert round((step_record.deadline_at - step_record.sent_at).total_seconds()) == 90
