@@ -31,5 +31,5 @@ with CommandBus() as bus:
     )
     print("sent:", created.total)
     Worker(handlers).run(until_idle=True)
-    batch = bus.wait_for_batch("example_print", BATCH, timeout="10s")
+    batch = bus.wait_for_batch("example_print", BATCH, wait="10s")
     print(f"{batch.status}: {batch.completed} printed, {batch.failed} failed")

@@ -31,5 +31,5 @@ with CommandBus() as bus:
             time.sleep(0.02)
         print(f"the breaker opened after {calls_while_down} calls, with 20 commands to run")
         is_up = True
-        batch = bus.wait_for_batch("example_pay", batch_id, timeout="20s")
+        batch = bus.wait_for_batch("example_pay", batch_id, wait="20s")
     print(f"{batch.completed} payments were made; the breaker is {state(bus)}")

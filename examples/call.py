@@ -31,7 +31,7 @@ with CommandBus() as bus:
 
         slow = {"number": 12, "by": 4, "pause": 1}
         try:
-            bus.call("example_math", "divide", slow, timeout=0.2)
+            bus.call("example_math", "divide", slow, wait=0.2)
         except CallTimeoutError as error:  # the caller gave up waiting; the command goes on
             print("no result within 0.2 s; waiting again")
             print("12 / 4 =", bus.call("example_math", "divide", slow, command_id=error.command_id))

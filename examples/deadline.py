@@ -27,4 +27,4 @@ with CommandBus() as bus:
             bus.call("example_files", "import", {"pages": 1000})
         except CommandFailedError as error:
             print("large file:", error.error_code)
-        print("more time:", bus.call("example_files", "import", {"pages": 8}, deadline="10s"))
+        print("more time:", bus.call("example_files", "import", {"pages": 8}, timeout="10s"))

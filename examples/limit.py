@@ -26,7 +26,7 @@ with CommandBus() as bus:
     batch_id = f"pages-{time.time_ns()}"
     bus.create_batch("example_ocr", [NewCommand("read", {"page": n}) for n in range(12)], batch_id=batch_id)
     with Worker(handlers, concurrency=8):
-        batch = bus.wait_for_batch("example_ocr", batch_id, timeout="20s")
+        batch = bus.wait_for_batch("example_ocr", batch_id, wait="20s")
     print(f"{batch.completed} pages were read with 8 slots, at most {most_at_once} at once")
     print(
         "charged attempts:",

@@ -69,7 +69,7 @@ def main() -> int:
                     until(lambda: len(bus.workers()) == WORKERS, "the workers to start")
                     send(bus, text)
                     bus.wait_for_batch(
-                        DOMAIN, DOCUMENT, timeout=PATIENCE_SECONDS, on_progress=Operator(bus, api).look
+                        DOMAIN, DOCUMENT, wait=PATIENCE_SECONDS, on_progress=Operator(bus, api).look
                     )
                     until(lambda: merges(bus), "the document to be merged")
                 return audit(bus, api, text)

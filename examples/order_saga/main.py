@@ -65,7 +65,7 @@ def main() -> int:
                 kill_a_worker(bus, supervisor)
                 enter_a_card(bus)
                 cancel_an_order(bus)
-                bus.wait_for_batch(PROCESSES, BATCH, timeout=PATIENCE_SECONDS)
+                bus.wait_for_batch(PROCESSES, BATCH, wait=PATIENCE_SECONDS)
                 until(lambda: rows(bus, "SELECT FROM closed"), "the batch's on_complete to run")
             return tell(bus)
 

@@ -35,8 +35,18 @@ _NAMES = {
         TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
     """,
     "commandbus.flow.breakers.operate": "BreakerInfo",
+    "commandbus.flow.commands.call": "CommandOutcome",
     "commandbus.flow.commands.history": "AttemptRecord StuckAttempt",
-    "commandbus.flow.commands.inspect": "CommandQuery DomainStatus RejectedMessage UndeliveredReply WorkerInfo",
+    "commandbus.flow.commands.inspect": """
+        CommandFilters CommandQuery DomainStatus RejectedMessage UndeliveredReply WorkerInfo
+    """,
+    "commandbus.flow.commands.pause": "PauseInfo",
+    "commandbus.flow.commands.prune": "PruneReport",
+    "commandbus.flow.commands.unhandled_types": "UnhandledType",
+    "commandbus.flow.limits.inspect": "Estimate LimitInfo",
+    "commandbus.flow.setup.domains": "DomainInfo",
+    "commandbus.flow.setup.migrate": "SchemaState",
+    "commandbus.limits.with_block": "Hold",
     "commandbus.model.batch": """
         BatchCancelReport BatchRecord BatchRetryReport BatchStatus CreatedBatch OnComplete
     """,
@@ -46,16 +56,22 @@ _NAMES = {
         SentCommand TsqEntry
     """,
     "commandbus.model.api_errors": "parse_retry_after raise_for_rate_limit",
-    "commandbus.model.limit": "Limit Rate",
+    "commandbus.model.durations": "Duration",
+    "commandbus.model.json_values": "Json JsonValue",
+    "commandbus.model.limit": "BackendName Limit LimitOptions Rate",
     "commandbus.model.page": "Page",
-    "commandbus.model.process": "NewProcess ProcessRecord ProcessStatus StartedProcess StepRecord StepStatus",
+    "commandbus.model.process": """
+        NewProcess ProcessRecord ProcessStatus StartedProcess StepRecord StepStatus StrayReply
+    """,
     "commandbus.model.retry": "RetryPolicy",
-    "commandbus.processes.manager": "BaseProcessManager ProcessView StepCommand StepReply",
-    "commandbus.processes.saga": "Saga branch parallel sequence step",
+    "commandbus.processes.manager": """
+        BaseProcessManager ProcessView StartOptions StepCommand StepReply StepView
+    """,
+    "commandbus.processes.saga": "Part Saga Step branch parallel sequence step",
     "commandbus.worker.execution.context": "AsyncHandlerContext HandlerContext HandlerTransaction",
-    "commandbus.worker.execution.handlers": "HandlerRegistry handler",
+    "commandbus.worker.execution.handlers": "Handler HandlerRegistry handler",
     "commandbus.worker.health": "HealthState HealthStatus",
-    "commandbus.worker.reply_router": "ProcessReplyRouter",
+    "commandbus.worker.reply_router": "ProcessReplyRouter WorkerOptions",
     "commandbus.worker.worker_options": "StopReport",
     "commandbus.worker.watchdog": "WorkerWatchdog",
     "commandbus.worker.worker": "Worker",

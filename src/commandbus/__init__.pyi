@@ -132,11 +132,17 @@ from commandbus.errors import (
 from commandbus.flow.breakers.operate import (
     BreakerInfo as BreakerInfo,
 )
+from commandbus.flow.commands.call import (
+    CommandOutcome as CommandOutcome,
+)
 from commandbus.flow.commands.history import (
     AttemptRecord as AttemptRecord,
 )
 from commandbus.flow.commands.history import (
     StuckAttempt as StuckAttempt,
+)
+from commandbus.flow.commands.inspect import (
+    CommandFilters as CommandFilters,
 )
 from commandbus.flow.commands.inspect import (
     CommandQuery as CommandQuery,
@@ -152,6 +158,30 @@ from commandbus.flow.commands.inspect import (
 )
 from commandbus.flow.commands.inspect import (
     WorkerInfo as WorkerInfo,
+)
+from commandbus.flow.commands.pause import (
+    PauseInfo as PauseInfo,
+)
+from commandbus.flow.commands.prune import (
+    PruneReport as PruneReport,
+)
+from commandbus.flow.commands.unhandled_types import (
+    UnhandledType as UnhandledType,
+)
+from commandbus.flow.limits.inspect import (
+    Estimate as Estimate,
+)
+from commandbus.flow.limits.inspect import (
+    LimitInfo as LimitInfo,
+)
+from commandbus.flow.setup.domains import (
+    DomainInfo as DomainInfo,
+)
+from commandbus.flow.setup.migrate import (
+    SchemaState as SchemaState,
+)
+from commandbus.limits.with_block import (
+    Hold as Hold,
 )
 from commandbus.model.api_errors import (
     parse_retry_after as parse_retry_after,
@@ -210,8 +240,23 @@ from commandbus.model.command import (
 from commandbus.model.command import (
     TsqEntry as TsqEntry,
 )
+from commandbus.model.durations import (
+    Duration as Duration,
+)
+from commandbus.model.json_values import (
+    Json as Json,
+)
+from commandbus.model.json_values import (
+    JsonValue as JsonValue,
+)
+from commandbus.model.limit import (
+    BackendName as BackendName,
+)
 from commandbus.model.limit import (
     Limit as Limit,
+)
+from commandbus.model.limit import (
+    LimitOptions as LimitOptions,
 )
 from commandbus.model.limit import (
     Rate as Rate,
@@ -237,6 +282,9 @@ from commandbus.model.process import (
 from commandbus.model.process import (
     StepStatus as StepStatus,
 )
+from commandbus.model.process import (
+    StrayReply as StrayReply,
+)
 from commandbus.model.retry import (
     RetryPolicy as RetryPolicy,
 )
@@ -247,13 +295,25 @@ from commandbus.processes.manager import (
     ProcessView as ProcessView,
 )
 from commandbus.processes.manager import (
+    StartOptions as StartOptions,
+)
+from commandbus.processes.manager import (
     StepCommand as StepCommand,
 )
 from commandbus.processes.manager import (
     StepReply as StepReply,
 )
+from commandbus.processes.manager import (
+    StepView as StepView,
+)
+from commandbus.processes.saga import (
+    Part as Part,
+)
 from commandbus.processes.saga import (
     Saga as Saga,
+)
+from commandbus.processes.saga import (
+    Step as Step,
 )
 from commandbus.processes.saga import (
     branch as branch,
@@ -289,6 +349,9 @@ from commandbus.worker.execution.context import (
     HandlerTransaction as HandlerTransaction,
 )
 from commandbus.worker.execution.handlers import (
+    Handler as Handler,
+)
+from commandbus.worker.execution.handlers import (
     HandlerRegistry as HandlerRegistry,
 )
 from commandbus.worker.execution.handlers import (
@@ -302,6 +365,9 @@ from commandbus.worker.health import (
 )
 from commandbus.worker.reply_router import (
     ProcessReplyRouter as ProcessReplyRouter,
+)
+from commandbus.worker.reply_router import (
+    WorkerOptions as WorkerOptions,
 )
 from commandbus.worker.watchdog import (
     WorkerWatchdog as WorkerWatchdog,

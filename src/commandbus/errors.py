@@ -7,6 +7,8 @@ The exit codes of the command line follow the first family (see `cli/exit_codes.
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 
 class CommandBusError(Exception):
     """Base of everything that commandbus itself raises."""
@@ -317,15 +319,15 @@ class RateLimitError(TransientCommandError):
     """An external API said "not now" (HTTP 429). The command waits and spends no attempt. Everybody else who uses
     the limit waits, too.
 
-    `retry_after`: seconds, if the API said how long. `limit`: the name of the limit; by default the limit of the
-    `ctx.limit` block that raises this, or the handler's own.
+    `retry_after`: a duration, or the value of a `Retry-After` header, if the API said how long. `limit`: which
+    limit it concerns; without it, the one whose `ctx.limit` block it leaves, or the handler's own.
     """
 
     def __init__(
         self,
         message: str = "rate limited",
         *,
-        retry_after: float | None = None,
+        retry_after: float | str | timedelta | None = None,
         limit: str | None = None,
         code: str = "RATE_LIMITED",
         details: object = None,

@@ -6,18 +6,18 @@ and the other gets InvalidOperationError.
 
 from __future__ import annotations
 
-from typing import Any
-
 from commandbus.bus import AsyncCommandBus, CommandBus, whoami
 from commandbus.flow.commands import inspect, operate
 from commandbus.flow.commands.operate import OperatorAction, Selection
 from commandbus.model import names, payload
 from commandbus.model.command import TsqEntry
+from commandbus.model.json_values import JsonValue
+from commandbus.model.page import Page
 
 
-def _complete(operator: str | None, result: Any, reason: str | None, max_bytes: int) -> OperatorAction:
+def _complete(operator: str | None, result: JsonValue, reason: str | None, max_bytes: int) -> OperatorAction:
     text = payload.dump(result, what="result", max_bytes=max_bytes)
-    return operate.operator_action("COMPLETE", operator or whoami(), reason, text)
+    return operate.operator_action(operator or whoami(), reason, "COMPLETE", text)
 
 
 def _selection(domain: str, command_type: str | None, error_code: str | None) -> Selection:
@@ -41,11 +41,11 @@ class TroubleshootingQueue:
         *,
         error_code: str | None = None,
         limit: int = 50,
-        after_id: int = 0,
-    ) -> list[TsqEntry]:
-        """Who waits, in the order of their ids; the next page begins after the last one's id."""
+        cursor: str | None = None,
+    ) -> Page[TsqEntry]:
+        """Who waits, oldest command first; the next page begins at `cursor=page.next_cursor`."""
         operation = inspect.list_tsq(
-            domain=domain, command_type=command_type, error_code=error_code, limit=limit, after_id=after_id
+            domain=domain, command_type=command_type, error_code=error_code, limit=limit, cursor=cursor
         )
         return self._bus.run(operation)
 
@@ -66,22 +66,22 @@ class TroubleshootingQueue:
     ) -> None:
         """Run it again; its attempts start again."""
         self._bus.run(
-            operate.act_on(domain, command_id, operate.operator_action("RETRY", operator or whoami(), reason))
+            operate.act_on(domain, command_id, operate.operator_action(operator or whoami(), reason, "RETRY"))
         )
 
     def operator_cancel(
-        self, domain: str, command_id: str, reason: str | None = None, *, operator: str | None = None
+        self, domain: str, command_id: str, *, operator: str | None = None, reason: str | None = None
     ) -> None:
         """Give it up: CANCELED."""
         self._bus.run(
-            operate.act_on(domain, command_id, operate.operator_action("CANCEL", operator or whoami(), reason))
+            operate.act_on(domain, command_id, operate.operator_action(operator or whoami(), reason, "CANCEL"))
         )
 
     def operator_complete(
         self,
         domain: str,
         command_id: str,
-        result: Any = None,
+        result: JsonValue = None,
         *,
         operator: str | None = None,
         reason: str | None = None,
@@ -99,8 +99,8 @@ class TroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Run all that match again. Returns how many."""
-        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
+        """Run all that match again; answers how many."""
+        operator_action = operate.operator_action(operator or whoami(), reason, "RETRY")
         return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), operator_action))
 
     def cancel_all(
@@ -112,8 +112,8 @@ class TroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Give up all that match. Returns how many."""
-        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        """Give up all that match; answers how many."""
+        operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), operator_action))
 
     def complete_all(
@@ -121,7 +121,7 @@ class TroubleshootingQueue:
         domain: str,
         command_type: str | None = None,
         *,
-        result: Any = None,
+        result: JsonValue = None,
         error_code: str | None = None,
         operator: str | None = None,
         reason: str | None = None,
@@ -144,11 +144,11 @@ class AsyncTroubleshootingQueue:
         *,
         error_code: str | None = None,
         limit: int = 50,
-        after_id: int = 0,
-    ) -> list[TsqEntry]:
-        """Who waits, in the order of their ids; the next page begins after the last one's id."""
+        cursor: str | None = None,
+    ) -> Page[TsqEntry]:
+        """Who waits, oldest command first; the next page begins at `cursor=page.next_cursor`."""
         operation = inspect.list_tsq(
-            domain=domain, command_type=command_type, error_code=error_code, limit=limit, after_id=after_id
+            domain=domain, command_type=command_type, error_code=error_code, limit=limit, cursor=cursor
         )
         return await self._bus.run(operation)
 
@@ -170,21 +170,21 @@ class AsyncTroubleshootingQueue:
         self, domain: str, command_id: str, *, operator: str | None = None, reason: str | None = None
     ) -> None:
         """Run it again; its attempts start again."""
-        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
+        operator_action = operate.operator_action(operator or whoami(), reason, "RETRY")
         await self._bus.run(operate.act_on(domain, command_id, operator_action))
 
     async def operator_cancel(
-        self, domain: str, command_id: str, reason: str | None = None, *, operator: str | None = None
+        self, domain: str, command_id: str, *, operator: str | None = None, reason: str | None = None
     ) -> None:
         """Give it up: CANCELED."""
-        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         await self._bus.run(operate.act_on(domain, command_id, operator_action))
 
     async def operator_complete(
         self,
         domain: str,
         command_id: str,
-        result: Any = None,
+        result: JsonValue = None,
         *,
         operator: str | None = None,
         reason: str | None = None,
@@ -202,8 +202,8 @@ class AsyncTroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Run all that match again. Returns how many."""
-        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
+        """Run all that match again; answers how many."""
+        operator_action = operate.operator_action(operator or whoami(), reason, "RETRY")
         return await self._bus.follow(
             operate.act_on_all(_selection(domain, command_type, error_code), operator_action)
         )
@@ -217,8 +217,8 @@ class AsyncTroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Give up all that match. Returns how many."""
-        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        """Give up all that match; answers how many."""
+        operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return await self._bus.follow(
             operate.act_on_all(_selection(domain, command_type, error_code), operator_action)
         )
@@ -228,7 +228,7 @@ class AsyncTroubleshootingQueue:
         domain: str,
         command_type: str | None = None,
         *,
-        result: Any = None,
+        result: JsonValue = None,
         error_code: str | None = None,
         operator: str | None = None,
         reason: str | None = None,

@@ -131,7 +131,7 @@ def test_an_open_batch_is_added_to_and_closed(orders, bus):
 def test_an_empty_file_is_an_empty_batch(orders, bus):
     answer = orders("batch", "create", "orders", "--batch-id", "b1", "--from", "-", stdin="\n \n")
     assert (answer.code, answer.out) == (0, "created: orders b1 (0 commands)\n")
-    watched = orders("batch", "watch", "b1", "--timeout", "10s")
+    watched = orders("batch", "watch", "b1", "--wait", "10s")
     assert watched.code == 0
     assert "is COMPLETED" in watched.out
 
@@ -236,8 +236,8 @@ def test_a_closed_standard_input_is_told(orders, database):
         (["list", "--status", "DONE"], ExitCode.USAGE),
         (["list", "--limit", "0"], ExitCode.USAGE),
         (["list", "--domain", "nope"], ExitCode.NOT_FOUND),
-        (["watch", "b1", "--timeout", "soon"], ExitCode.USAGE),
-        (["watch", "b1", "--timeout", "-1s"], ExitCode.USAGE),
+        (["watch", "b1", "--wait", "soon"], ExitCode.USAGE),
+        (["watch", "b1", "--wait", "-1s"], ExitCode.USAGE),
     ],
 )
 def test_what_makes_no_sense_is_refused(orders, bus, words, code):
@@ -269,8 +269,8 @@ def test_list_and_its_pages(orders, bus, make):
     assert re.search(r"^ *# +DOMAIN +BATCH ID +STATUS +DONE ", page)
     assert "na\\u202eme" in page
     assert re.search(r" other +o +PENDING, open +0% +0 +0 +0 +0 +0 +0\.0/s +\? ", page)
-    (more,) = re.findall(r"^more: add --before-id (\d+)$", page, re.MULTILINE)
-    assert found("--before-id", more) == ["b1", "b0"]
+    (more,) = re.findall(r"^more: add --cursor (\d+)$", page, re.MULTILINE)
+    assert found("--cursor", more) == ["b1", "b0"]
     assert orders("batch", "list", "--status", "CANCELED").out == "no batches\n"
     document = orders("batch", "list", "--limit", "1", "--json").document[0]
     assert (document["progress"], document["remaining"], document["eta_seconds"]) == (0.0, 0, None)
@@ -452,7 +452,7 @@ def test_watch_with_json_and_what_failed(orders, bus, make, shop):
     shop.fails = {"f"}
     make("b1", "f", "ok")
     with at_work(shop):
-        answer = orders("batch", "watch", "b1", "--json", "--timeout", "20s")
+        answer = orders("batch", "watch", "b1", "--json", "--wait", "20s")
     assert answer.code == ExitCode.NO
     documents = [json.loads(line) for line in answer.out.splitlines()]
     assert documents[-1]["status"] == "COMPLETED_WITH_FAILURES"
@@ -462,7 +462,7 @@ def test_watch_with_json_and_what_failed(orders, bus, make, shop):
 
 def test_watch_ends_when_its_time_is_up(orders, bus, make):
     make("b1", "a")
-    answer = orders("batch", "watch", "b1", "--timeout", "100ms")
+    answer = orders("batch", "watch", "b1", "--wait", "100ms")
     assert answer.code == ExitCode.NO
     assert answer.out == "PENDING  0%  0/1  0.0/s  ETA ?\n"
     assert "batch 'b1' of domain 'orders' was not finished within 100ms" in answer.err
@@ -524,7 +524,7 @@ def test_a_signal_leaves_the_terminal_in_order(orders, bus, make, database, numb
 
 def test_a_narrow_terminal_has_no_room_for_a_bar(orders, bus, make, database):
     make("b1", *(f"c{number}" for number in range(12)))
-    with Terminal("batch", "watch", "b1", "--timeout", "300ms", "--database", database, columns=20) as terminal:
+    with Terminal("batch", "watch", "b1", "--wait", "300ms", "--database", database, columns=20) as terminal:
         terminal.read_until("was not finished")
         assert terminal.end() == ExitCode.NO
     frames = terminal.seen.split("\r\n")[0].split("\r")[1:]

@@ -40,8 +40,8 @@ def test_commands_are_filtered_and_paged(orders, bus):
     for number in range(5):
         bus.send("orders", "ship" if number % 2 else "bill", number, command_id=f"c{number}", correlation_id="all")
     first = orders("commands", "--domain", "orders", "--limit", "3")
-    (more,) = re.findall(r"--before-id (\d+)", first.out)
-    second = orders("commands", "--limit", "3", "--before-id", more, "--json").document
+    (more,) = re.findall(r"--cursor (\d+)", first.out)
+    second = orders("commands", "--limit", "3", "--cursor", more, "--json").document
     assert [item["command_id"] for item in second] == ["c1", "c0"]
     ships = orders("commands", "--type", "ship", "--correlation-id", "all", "--since", "1h", "--json").document
     assert [item["command_id"] for item in ships] == ["c3", "c1"]
@@ -201,7 +201,7 @@ def test_rejected_messages(orders, bus, database):
     text = orders("rejected").out
     assert document["reason"] in text
     assert '{"not": "an envelope"}' in text
-    assert orders("rejected", "--before-id", str(document["id"])).out == "no rejected messages\n"
+    assert orders("rejected", "--cursor", str(document["id"])).out == "no rejected messages\n"
 
 
 # --- acting -------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_the_end_of_a_batch_of_processes_is_told_to_a_queue(sagas, bus, working)
     text = lines({"process_id": "p1", "data": {}})
     words = ["process", "start", "order", "--from", "-", "--batch-id", "b1", "--reply-to", "answers"]
     assert sagas(*words, stdin=text).out == "started: batch processes b1 (1 process)\n"
-    assert sagas("batch", "watch", "b1", "--timeout", "20s").code == 0
+    assert sagas("batch", "watch", "b1", "--wait", "20s").code == 0
     with bus.connect() as conn:
         ((told,),) = conn.execute("SELECT message FROM pgmq.q_answers").fetchall()
     assert (told["event"], told["status"], told["completed"]) == ("batch_completed", "COMPLETED", 1)
@@ -312,8 +312,8 @@ def test_list_and_its_filters(sagas, bus):
     head, first, *_ = page.splitlines()
     assert re.sub(" +", " ", head.strip()) == "# DOMAIN TYPE PROCESS ID STATUS STARTED NOTE"
     assert first.split()[:4] == [str(bus.get_process("other", "b").id), "other", "bare", "b"]
-    (more,) = re.findall(r"^more: add --before-id (\d+)$", page, re.MULTILINE)
-    assert found("--before-id", more) == ["o1", "o0"]
+    (more,) = re.findall(r"^more: add --cursor (\d+)$", page, re.MULTILINE)
+    assert found("--cursor", more) == ["o1", "o0"]
     assert "more:" not in sagas("process", "list", "--limit", "4").out
     assert sagas("process", "list", "--status", "FAILED").out == "no processes\n"
     assert sagas("process", "list", "--domain", "nope").code == ExitCode.NOT_FOUND

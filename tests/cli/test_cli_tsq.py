@@ -16,9 +16,9 @@ def test_list_and_count(troubled):
     assert "\x1b" not in text
     assert [item["command_id"] for item in troubled("tsq", "list", "--type", "bill", "--json").document] == ["b1"]
     page = troubled("tsq", "list", "--domain", "orders", "--limit", "2", "--json").document
-    rest = troubled("tsq", "list", "--after-id", str(page[-1]["id"]), "--json").document
+    rest = troubled("tsq", "list", "--cursor", str(page[-1]["id"]), "--json").document
     assert len(page) == len(rest) == 2
-    assert f"--after-id {page[-1]['id']}" in troubled("tsq", "list", "--limit", "2").out
+    assert f"--cursor {page[-1]['id']}" in troubled("tsq", "list", "--limit", "2").out
     counts = {item["command_type"]: item["count"] for item in troubled("tsq", "count", "--json").document}
     assert counts == {"ship": 3, "bill": 1}
     assert "ship" in troubled("tsq", "count", "--code", "BAD_ADDRESS").out

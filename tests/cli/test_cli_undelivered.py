@@ -8,7 +8,7 @@ import re
 import psycopg
 import pytest
 
-from commandbus import AsyncCommandBus, HandlerRegistry, InvalidCommandError, Worker
+from commandbus import AsyncCommandBus, HandlerRegistry, InvalidCommandError, Page, Worker
 from commandbus.cli.exit_codes import ExitCode
 from support.workers import quick_settings
 
@@ -30,9 +30,9 @@ def test_the_list_and_its_pages(cli, bus, database):
     assert re.search(r"^ *\d+  q2 +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +it is\\n\\x1bgone +\{\"n\": 2\}$", rows[0])
     first, second = cli("undelivered", "--limit", "2", "--json").document
     assert (first["queue"], first["message"], first["reason"]) == ("q2", {"n": 2}, "it is\n\x1bgone")
-    (last,) = cli("undelivered", "--before-id", str(second["id"]), "--json").document
+    (last,) = cli("undelivered", "--cursor", str(second["id"]), "--json").document
     assert last["queue"] == "q0"
-    for words in (["--limit", "0"], ["--limit", "many"], ["--before-id", "-1"]):
+    for words in (["--limit", "0"], ["--limit", "many"], ["--cursor", "-1"]):
         assert cli("undelivered", *words).code == ExitCode.USAGE
 
 
@@ -58,13 +58,13 @@ def test_a_reply_whose_queue_has_vanished(orders, bus, database):
 
     async def look():
         async with AsyncCommandBus(database) as abus:
-            return await abus.undelivered_replies(limit=1), await abus.undelivered_replies(before_id=kept.id)
+            return await abus.undelivered_replies(limit=1), await abus.undelivered_replies(cursor=str(kept.id))
 
-    assert asyncio.run(look()) == ([kept], [])
+    assert asyncio.run(look()) == (Page([kept]), Page([]))
     assert "`commandbus undelivered`" in str(orders("doctor", "--json").document)
 
 
 def test_what_makes_no_sense_is_refused(bus):
-    for wrong in ({"limit": 0}, {"limit": "many"}, {"before_id": 0}, {"before_id": 2**64}):
+    for wrong in ({"limit": 0}, {"limit": "many"}, {"cursor": 0}, {"cursor": "0"}, {"cursor": str(2**64)}):
         with pytest.raises(InvalidCommandError):
             bus.undelivered_replies(**wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -273,17 +274,39 @@ def test_workers_are_found_in_every_kind(settings, kind, wrap):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[]", "5", "a: b", "kind: Pod\nspec:\n  containers:\n  - image: x\n", "---"]
+    "text",
+    ["", "{}", "[]", "5", "a: b", "kind: Pod\nspec:\n  containers:\n  - image: x\n", "---", "a: &x 1\nb: *x\n"],
 )
 def test_a_manifest_without_workers_fails(settings, text):
     (finding,) = told(manifest.examine(text, settings), "FAIL")
     assert "no container in it runs a worker" in finding
 
 
-@pytest.mark.parametrize("text", ["a: &x 1\n", "a:\n  b: 1\n c: 2\n", "\tx: 1", "a: [1\n", "a: b: c", "[" * 3000])
-def test_a_manifest_that_cannot_be_read_fails_and_says_how_else(settings, text):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a:\n  b: 1\n c: 2\n", "line 3 cannot be read: "),
+        ("\tx: 1", "line 1 cannot be read: "),
+        ("a: [1\n", "line 2 cannot be read: "),
+        ("a: b: c", "line 1 cannot be read: mapping values are not allowed here"),
+        ("a: !!python/object:os.system x", "line 1 cannot be read: could not determine a constructor"),
+        ("a: 2026-99-99", "it cannot be read: month must be in 1..12"),
+        ("[" * 3000, "it cannot be read: maximum recursion depth exceeded"),
+        ("a: \x00", "it cannot be read: "),
+    ],
+)
+def test_a_manifest_that_cannot_be_read_fails_and_says_how_else(settings, text, said):
     (finding,) = told(manifest.examine(text, settings), "FAIL")
+    assert said in finding
     assert "-o json | commandbus doctor --manifest -" in finding
+
+
+def test_without_pyyaml_only_json_is_read(settings, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    (finding,) = told(manifest.examine(MANIFEST, settings), "FAIL")
+    assert "PyYAML, which reads YAML, is not installed: pip install 'commandbus-pg[kubernetes]'" in finding
+    document = json.dumps(edited(without("terminationGracePeriodSeconds")))
+    assert "Deployment commandbus-worker: " in told(manifest.examine(document, settings), "FAIL")[0]
 
 
 # --- the command line --------------------------------------------------------------------------------------------

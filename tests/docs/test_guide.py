@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from commandbus import (
     HandlerTransaction,
     OnComplete,
     PermanentCommandError,
+    RetryPolicy,
     TroubleshootingQueue,
     Worker,
 )
@@ -37,6 +39,7 @@ from support.waiting import until
 
 GUIDE = Pages(*sorted((ROOT / "docs" / "guide").glob("*.md")))
 block = GUIDE.block
+API = ("delay=timedelta(minutes=5)", "5 parsecs", "page.has_more", "never-sent", 'operator="ann"')
 
 
 @pytest.fixture
@@ -50,6 +53,7 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
     known = (
         "./dev demo",  # by tests/docs/test_readme.py
         'command_id="ship-18"',
+        *API,
         "bus.call(",
         "bus.create_batch(",
         "bus.start_process(",
@@ -62,6 +66,19 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "database_url =",
     )
     assert GUIDE.unknown(*known) == []
+
+
+def test_the_rules_of_the_python_api(bus: CommandBus, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {"bus": bus, "timedelta": timedelta, "RetryPolicy": RetryPolicy}
+    for words in API:
+        exec(block("python", words), names)
+    delays = {record.visible_at - record.created_at for record in bus.query_commands() if record.visible_at}
+    assert {round(delay.total_seconds()) for delay in delays} == {300}
+    assert capsys.readouterr().out.startswith(
+        "backoff_schedule: '5 parsecs' is not a duration; give seconds (25, 0.5) or numbers with units: 500ms, "
+    )
+    assert not names["page"].has_more
+    assert bus.pauses().items == []
 
 
 def test_the_configuration_file_loads_and_each_line_of_it_counts(tmp_path: Path) -> None:
@@ -242,7 +259,7 @@ def test_the_calling_example_runs(bus: CommandBus, database: str) -> None:
     try:
         exec(block("python", "bus.call("), names)
     finally:
-        worker.stop(timeout=4)
+        worker.stop(wait=4)
     assert names["shipped"] == {"shipped": 20}
 
 

@@ -46,7 +46,7 @@ def test_the_extras_that_are_to_be_installed_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     text = README.text + (ROOT / "docs" / "guide" / "installing.md").read_text("utf-8")
     extras = re.findall(rf"{project['name']}\[(\w+)\]", text)
-    assert set(extras) == {"embedded", "redis"} <= project["optional-dependencies"].keys()
+    assert set(extras) == project["optional-dependencies"].keys()
     assert not re.search(r"commandbus\[|pip install '?commandbus(?!-pg)", text)
 
 

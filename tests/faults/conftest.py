@@ -86,7 +86,7 @@ def start_worker() -> Iterator[Callable[..., Worker]]:
     for worker in started:
         if worker.is_running:
             with contextlib.suppress(Exception):
-                worker.stop(timeout=3)
+                worker.stop(wait=3)
 
 
 @pytest.fixture(scope="module")

@@ -336,7 +336,7 @@ def test_outcomes_that_could_not_be_written_are_reported(
     proxy.cut()
     gate.set()
     began = time.monotonic()
-    report = worker.stop(timeout=2)
+    report = worker.stop(wait=2)
     assert time.monotonic() - began < 3
     assert (report.abandoned, report.unwritten, report.is_clean) == (0, 1, False)
     assert bus.get_command("orders", "c").status is CommandStatus.IN_PROGRESS  # type: ignore[union-attr]

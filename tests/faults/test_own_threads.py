@@ -125,7 +125,7 @@ def test_every_connection_of_ours_notices_that_its_network_is_gone(
             seen["handlers"] = conn.info.get_parameters()
 
     start_worker(handlers, database)
-    bus.call("orders", "look", timeout=20)
+    bus.call("orders", "look", wait=20)
     link = LastingConnection(Settings(database_url=database), name="test")
     seen["own threads"] = link.conn.info.get_parameters()
     link.close()
@@ -204,7 +204,7 @@ def test_own_sessions_are_read_committed_whatever_the_database_says(
         fresh.add_to_batch("orders", batch.batch_id, [NewCommand("work")])
         fresh.close_batch("orders", batch.batch_id)
         worker = start_worker(handlers, database)
-        assert fresh.wait_for_batch("orders", batch.batch_id, timeout=15).completed == 2
+        assert fresh.wait_for_batch("orders", batch.batch_id, wait=15).completed == 2
         isolation = "SELECT current_setting('transaction_isolation')"
         link = LastingConnection(Settings(database_url=database), name="test")
         assert one(link.conn, isolation) == "read committed"
@@ -534,4 +534,4 @@ def test_the_end_of_a_thread_is_critical(
         )
         until(lambda: one(db, registry, f"%{said}%"))
     with pytest.raises(SystemExit, match="out of order"):
-        worker.stop(timeout=3)
+        worker.stop(wait=3)

@@ -127,7 +127,7 @@ def test_commands_run_and_nothing_is_left_in_a_session(
     workers = [start_pooled(handlers) for _ in range(2)]
     with CommandBus(settings=Settings(database_url=pooled, prepared_statements=False)) as through:
         through.send_many("orders", [NewCommand(("write", "write_async")[n % 2], n) for n in range(200)])
-        limit = through.call("orders", "look", timeout=30)
+        limit = through.call("orders", "look", wait=30)
         assert limit not in (None, "0"), "a handler's transaction has its limit"
         until_settled(db, 60)
     assert statuses(db) == {"COMPLETED": 201}
@@ -255,7 +255,7 @@ def test_own_statements_are_read_committed_whatever_the_database_says(
         through.close_batch("orders", batch.batch_id)
         through.resume("orders", "work")
         until_settled(db, 60)
-        assert through.wait_for_batch("orders", batch.batch_id, timeout=15).completed == 1001
+        assert through.wait_for_batch("orders", batch.batch_id, wait=15).completed == 1001
     for worker in workers:
         assert worker.stop().is_clean
     assert "could not serialize" not in caplog.text

@@ -145,7 +145,7 @@ def _check(bus: CommandBus, db: Db, names: list[str]) -> None:
     assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict = 'LOST'") > 0, (
         "somebody was killed at work"
     )
-    batch = bus.wait_for_batch("processes", "all", timeout="20 s")
+    batch = bus.wait_for_batch("processes", "all", wait="20 s")
     assert batch.status == "COMPLETED_WITH_FAILURES"
     assert (batch.total, batch.completed, batch.failed, batch.canceled, batch.in_tsq) == (
         SAGAS, n, found["COMPENSATED"] + found["FAILED"], found["CANCELED"], 0,

@@ -88,7 +88,7 @@ def test_a_running_attempt_and_a_parked_command_are_in_it(orders: Bus) -> None:
     orders.pause("orders", "Ship")
     orders.claim()
     assert _events(orders)[-1] == ("PARKED", 2)
-    assert orders.get_audit_trail("orders", "unknown") == []
+    assert orders.get_audit_trail("orders", "unknown").items == []
 
 
 def test_the_events_are_known(db: psycopg.Connection[Any]) -> None:

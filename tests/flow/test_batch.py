@@ -572,9 +572,9 @@ def test_pages_of_batches(orders: Bus) -> None:
         orders.create_batch("billing", commands(1), batch_id=f"new-{n}")
     names, before = [], None
     while True:
-        page = orders.query_batches(limit=3, before_id=before)
+        page = orders.query_batches(limit=3, cursor=before)
         names += [item.batch_id for item in page.items]
-        before = page.next_before_id
+        before = page.next_cursor
         if before is None:
             break
     assert names == [name for n in reversed(range(5)) for name in (f"new-{n}", f"done-{n}")]
@@ -586,7 +586,7 @@ def test_pages_of_batches(orders: Bus) -> None:
     assert [item.batch_id for item in orders.query_batches(status="IN_PROGRESS").items] == ["new-1", "new-0"]
     for wrong, says in (
         ({"status": "DONE"}, "status 'DONE' is none of PENDING"), ({"limit": 0}, "limit must be"),
-        ({"before_id": "x"}, "before_id must be"), ({"domain": "X"}, "domain 'X'"),
+        ({"cursor": "x"}, "cursor 'x' is not one of this list"), ({"domain": "X"}, "domain 'X'"),
     ):  # fmt: skip
         with pytest.raises(InvalidCommandError, match=says):
             orders.query_batches(**wrong)
@@ -602,7 +602,7 @@ def test_waiting_for_a_batch(orders: Bus) -> None:
     with pytest.raises(
         BatchTimeoutError, match="not finished within 200ms: it is PENDING, 3 of 3 are left; it goes on"
     ):
-        orders.wait_for_batch("orders", "b", timeout="200ms", on_progress=look)
+        orders.wait_for_batch("orders", "b", wait="200ms", on_progress=look)
     assert seen
     assert set(seen) == {0}
     assert isinstance(BatchTimeoutError(), TimeoutError)
@@ -611,15 +611,15 @@ def test_waiting_for_a_batch(orders: Bus) -> None:
     with pytest.raises(
         BatchTimeoutError, match="1 of 3 are left, 1 of them in the troubleshooting queue; it goes on"
     ):
-        orders.wait_for_batch("orders", "b", timeout=0)
+        orders.wait_for_batch("orders", "b", wait=0)
     orders.tsq.operator_cancel("orders", made[0].command_id)
-    record = orders.wait_for_batch("orders", "b", timeout=5, on_progress=look)
+    record = orders.wait_for_batch("orders", "b", wait=5, on_progress=look)
     assert (record.status, seen[-1]) == (BatchStatus.COMPLETED_WITH_FAILURES, 3)
     orders.create_batch("orders", [], batch_id="o", is_open=True)
     with pytest.raises(BatchTimeoutError, match="still open, and nothing is left"):
-        orders.wait_for_batch("orders", "o", timeout=0)
-    with pytest.raises(InvalidCommandError, match="timeout"):
-        orders.wait_for_batch("orders", "o", timeout="soon")
+        orders.wait_for_batch("orders", "o", wait=0)
+    with pytest.raises(InvalidCommandError, match="wait"):
+        orders.wait_for_batch("orders", "o", wait="soon")
 
 
 # --- size -------------------------------------------------------------------------------------------------------

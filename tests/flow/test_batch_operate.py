@@ -138,7 +138,7 @@ def test_cancelling_again_goes_on(orders: Bus) -> None:
 def test_a_cancellation_that_was_interrupted_is_resumed(orders: Bus, db: Db) -> None:
     """The mark was made, one bite was taken, then whoever cancelled died."""
     made = orders.create_batch("orders", commands(30), batch_id="b", on_complete=OnComplete("orders", "Done"))
-    operator_action = operate.operator_action("CANCEL", "ann", "gone")
+    operator_action = operate.operator_action("ann", "gone", "CANCEL")
     canceling = orders.run(mark("orders", "b", operator_action))
     orders.run(cancel_bite(canceling, after_id=0, is_sweep=False, bite=10))
     assert states(db) == {"CANCELED": 10, "PENDING": 20}
@@ -162,7 +162,7 @@ def test_nothing_is_swept_while_the_last_one_stops(orders: Bus) -> None:
 @sync_only
 def test_a_sweep_leaves_it_to_who_is_at_it(orders: Bus, db: Db) -> None:
     orders.create_batch("orders", commands(3), batch_id="b")
-    canceling = orders.run(mark("orders", "b", operate.operator_action("CANCEL", "ann")))
+    canceling = orders.run(mark("orders", "b", operate.operator_action("ann", action="CANCEL")))
     with psycopg.connect(orders.url) as conn:
         orders.run(cancel_bite(canceling, after_id=0, is_sweep=False), conn)
         assert orders.run(cancel_bite(canceling, after_id=0, is_sweep=True)) is None

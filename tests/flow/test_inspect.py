@@ -100,14 +100,14 @@ def test_pages_are_complete_and_without_gaps(orders: Bus) -> None:
     for limit in (1, 7, 46, 47, 48, 1000):
         for filters in ({}, {"command_type": "Ship"}, {"status": "IN_PROGRESS"}, {"status": "PENDING"}):
             whole = orders.query_commands(limit=10_000, **filters)
-            assert whole.next_before_id is None
+            assert whole.next_cursor is None
             seen: list[str] = []
             before = None
             while True:
-                page = orders.query_commands(limit=limit, before_id=before, **filters)
+                page = orders.query_commands(limit=limit, cursor=before, **filters)
                 assert len(page.items) <= limit
                 seen += _ids(page)
-                before = page.next_before_id
+                before = page.next_cursor
                 if before is None:
                     break
                 assert len(page.items) == limit
@@ -127,9 +127,9 @@ def test_bad_questions_are_named(orders: Bus) -> None:
         ({"limit": 10_001}, "limit"),
         ({"limit": True}, "limit"),
         ({"limit": "5"}, "limit"),
-        ({"before_id": "x"}, "before_id"),
-        ({"before_id": -1}, "before_id"),
-        ({"before_id": 2**64}, "before_id"),
+        ({"cursor": "x"}, "cursor 'x' is not one of this list"),
+        ({"cursor": -1}, "cursor -1"),
+        ({"cursor": str(2**64)}, "cursor"),
         ({"domain": "Orders"}, "domain"),
         ({"status": "SLEEPING"}, "SLEEPING"),
         ({"status": 5}, "status 5"),
@@ -153,7 +153,7 @@ def test_bad_questions_are_named(orders: Bus) -> None:
         orders.get_command("Orders", "x")
     with pytest.raises(InvalidCommandError, match="domain"):
         orders.get_audit_trail("Orders", "x")
-    for filters in ({"limit": 0}, {"limit": -1}, {"limit": "5"}, {"after_id": "x"}, {"after_id": -1}):
+    for filters in ({"limit": 0}, {"limit": -1}, {"limit": "5"}, {"cursor": "x"}, {"cursor": -1}):
         with pytest.raises(InvalidCommandError, match=next(iter(filters))):
             orders.tsq.list(**filters)
     with pytest.raises(InvalidCommandError, match="domain"):
@@ -209,7 +209,7 @@ def test_supervised_workers_say_how_they_are(orders: Bus) -> None:
 
 
 def test_domains(bus: Bus, db: psycopg.Connection[Any]) -> None:
-    assert bus.list_domains() == []
+    assert bus.list_domains().items == []
     assert bus.create_domain("orders") is True
     assert bus.create_domain("orders") is False
     assert bus.create_domain("a" * 37) is True

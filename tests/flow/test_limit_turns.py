@@ -46,7 +46,7 @@ def start(database: str) -> Iterator[Start]:
     yield start
     for worker in started:
         if worker.is_running:
-            worker.stop(timeout=4)
+            worker.stop(wait=4)
 
 
 def work_in(db: Db, *domains: str) -> None:

@@ -53,10 +53,10 @@ def test_list_and_count(orders: Bus) -> None:
     assert [entry.command_id for entry in tsq.list(error_code="Y")] == ["c"]
     assert tsq.count("orders", error_code="X") == 2
     assert tsq.count("billing") == 0
-    assert tsq.list("billing") == []
+    assert tsq.list("billing").items == []
     first = tsq.list(limit=1)
     assert [entry.command_id for entry in first] == ["a"]
-    assert [entry.command_id for entry in tsq.list(limit=5, after_id=first[0].id)] == ["b", "c"]
+    assert [entry.command_id for entry in tsq.list(limit=5, cursor=first.next_cursor)] == ["b", "c"]
     entry = first[0]
     assert (entry.domain, entry.command_type, entry.attempt, entry.data) == ("orders", "Ship", 1, {"id": "a"})
     assert (entry.error_type, entry.error_code, entry.error) == ("PermanentCommandError", "X", "no")
@@ -104,7 +104,7 @@ def test_a_waived_attempt_before_a_retry_is_no_credit_after_it(orders: Bus) -> N
 def test_cancel_and_complete_end_it(orders: Bus, db: psycopg.Connection[Any]) -> None:
     orders.create_queue("answers")
     _trouble(orders, "a", "b", reply_to="answers")
-    orders.tsq.operator_cancel("orders", "a", "a duplicate", operator="ann")
+    orders.tsq.operator_cancel("orders", "a", operator="ann", reason="a duplicate")
     orders.tsq.operator_complete("orders", "b", {"by": "hand"}, operator="bob", reason="done by phone")
     canceled, completed = (orders.get_command("orders", name) for name in "ab")
     assert (canceled.status, canceled.result) == (CommandStatus.CANCELED, None)
@@ -174,7 +174,7 @@ def test_bulk_in_bites(orders: Bus) -> None:
     from commandbus.flow.commands import operate
 
     _trouble(orders, *(f"k{n}" for n in range(25)))
-    selection, operator_action = operate.Selection("orders"), operate.operator_action("CANCEL", "ann")
+    selection, operator_action = operate.Selection("orders"), operate.operator_action("ann", action="CANCEL")
     bites = [len(orders.run(operate.act(selection, operator_action, limit=10))) for _ in range(4)]
     assert bites == [10, 10, 5, 0]
 
@@ -184,7 +184,7 @@ def test_what_comes_back_during_a_bulk_retry_is_not_retried_again(orders: Bus) -
     from commandbus.flow.commands import operate
 
     _trouble(orders, "a", "b")
-    plan = operate.act_on_all(operate.Selection("orders"), operate.operator_action("RETRY", "ann"))
+    plan = operate.act_on_all(operate.Selection("orders"), operate.operator_action("ann", action="RETRY"))
     operation: Any = next(plan)
     moved = []
     try:
@@ -243,7 +243,7 @@ def test_the_second_operator_waits_for_the_first(orders: Bus, db: psycopg.Connec
     with ThreadPoolExecutor(1) as threads:
         for name, end in (("rolled back", "rollback"), ("committed", "commit")):
             with psycopg.connect(orders.url) as conn:
-                orders.run(operate.act_on("orders", name, operate.operator_action("CANCEL", "ann")), conn)
+                orders.run(operate.act_on("orders", name, operate.operator_action("ann", action="CANCEL")), conn)
                 second = threads.submit(orders.tsq.operator_retry, "orders", name)
                 wait_until_blocked(db)
                 getattr(conn, end)()
@@ -281,7 +281,7 @@ def test_nobody_acts_anonymously_or_with_bad_words(orders: Bus, db: psycopg.Conn
                 bulk("orders", operator=operator)
     for reason in ("a\x00b", "x" * 10_000, 5):
         with pytest.raises(InvalidCommandError, match="reason"):
-            tsq.operator_cancel("orders", "k", reason)
+            tsq.operator_cancel("orders", "k", reason=reason)
     for result in (object(), float("nan"), "\x00", "x" * 2_000_000):
         with pytest.raises(InvalidCommandError, match="result"):
             tsq.operator_complete("orders", "k", result)

@@ -45,7 +45,7 @@ def test_a_paused_domain_is_not_claimed(orders: Bus) -> None:
     assert orders.claim() == []
     assert orders.resume("orders") == 0
     assert len(orders.claim()) == 2
-    assert orders.pauses() == []
+    assert orders.pauses().items == []
 
 
 def test_what_runs_goes_on(orders: Bus) -> None:

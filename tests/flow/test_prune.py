@@ -178,7 +178,7 @@ def test_a_locked_command_is_left_for_the_next_time(varied: Bus, db: psycopg.Con
 def test_a_pruned_id_can_be_sent_again(varied: Bus) -> None:
     varied.prune(age="1d")
     assert varied.get_command("orders", "completed") is None
-    assert varied.get_audit_trail("orders", "completed") == []
+    assert varied.get_audit_trail("orders", "completed").items == []
     assert varied.send("orders", "Other", command_id="completed").created
 
 

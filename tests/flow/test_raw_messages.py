@@ -174,7 +174,7 @@ def test_what_is_no_command_is_moved_aside_and_the_queue_goes_on(orders: Bus, db
     assert one(db, "SELECT message FROM commandbus.rejected_message ORDER BY id LIMIT 1") is None
     (status,) = orders.status("orders")
     assert status.rejected == len(HOSTILE)
-    listed = orders.run(list_rejected(domain="orders", limit=100, before_id=None))
+    listed = orders.run(list_rejected(domain="orders", limit=100))
     assert {message.msg_id for message in listed} == reasons.keys()
 
 

@@ -66,6 +66,26 @@ def test_newest_first_and_filtered(stuck: Bus, db: psycopg.Connection[Any]) -> N
     assert found(since=datetime.now(UTC) + timedelta(minutes=30)) == []
 
 
+def test_pages_follow_each_other_also_where_attempts_ended_together(
+    stuck: Bus, db: psycopg.Connection[Any]
+) -> None:
+    db.execute("UPDATE commandbus.attempt SET finished_at = now() WHERE rung IS NOT NULL")
+    whole = stuck.list_stuck()
+    assert not whole.has_more
+    found, cursor = [], None
+    while True:
+        page = stuck.list_stuck(limit=1, cursor=cursor)
+        found += page.items
+        cursor = page.next_cursor
+        if not page.has_more:
+            break
+    assert found == whole.items
+    assert len(found) == 3
+    for wrong in ("5", "x|1|1|RETRY", "", 7, f"{whole[0].finished_at.isoformat()}|1|one|RETRY"):
+        with pytest.raises(InvalidCommandError, match="is not one of this list"):
+            stuck.list_stuck(cursor=wrong)
+
+
 def test_what_is_told(stuck: Bus) -> None:
     item = stuck.list_stuck("orders", "Ship")[0]
     record = stuck.get_command("orders", "a")

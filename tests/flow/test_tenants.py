@@ -118,8 +118,8 @@ def test_no_tenants_role_touches_or_sees_anything_of_another_domain(
         if kind != "producer":
             for table in SHARED:
                 assert bus.run(raw(f"SELECT * FROM commandbus.{table}")) == [], table
-            assert [bus.query_commands().items, bus.query_batches().items, bus.workers()] == [[], [], []]
-            assert [bus.tsq.list(), bus.pauses(), bus.list_stuck()] == [[], [], []]
+            assert [bus.query_commands().items, bus.query_batches().items, bus.workers().items] == [[], [], []]
+            assert [bus.tsq.list().items, bus.pauses().items, bus.list_stuck().items] == [[], [], []]
             assert [item.kind for item in bus.breakers()] == ["limit"], "limits are everybody's"
             assert [item.domain for item in bus.status()] == ["orders"]
         assert [item.name for item in bus.list_domains()] == ["orders"]
@@ -210,7 +210,7 @@ def test_a_tenants_worker_runs_a_saga_and_limited_commands(
     with Worker(handlers, settings=quick_settings(tenants("worker").url), name="tenants"):
         producer.send_many("orders", [NewCommand("Page", command_id=f"p{n}") for n in range(3)])
         until(lambda: did.count("page") == 3, what=lambda: f"{did}")
-        assert producer.bus.call("orders", "ship", timeout=30) is None
+        assert producer.bus.call("orders", "ship", wait=30) is None
         producer.start_process(saga, {}, process_id="p1")
         until(lambda: orders.get_process("orders", "p1").status == "COMPLETED", what=lambda: f"{did}")
     assert orders.get_command("orders", "p0").status is CommandStatus.COMPLETED

@@ -135,7 +135,7 @@ class Batches(RuleBasedStateMachine):
             if how == "wholly":
                 self.bus.cancel_batch("orders", name, operator="ann")
                 return
-            canceling = self.bus.run(mark("orders", name, operate.operator_action("CANCEL", "ann")))
+            canceling = self.bus.run(mark("orders", name, operate.operator_action("ann", action="CANCEL")))
             if how == "bitten":
                 self.bus.run(cancel_bite(canceling, after_id=0, is_sweep=False, bite=1))
         except InvalidOperationError:

@@ -54,7 +54,7 @@ def worker(database: str, bus: CommandBus) -> Iterator[Worker]:
     worker = Worker(handlers, settings=quick_settings(database))
     worker.start()
     yield worker
-    worker.stop(timeout=4)
+    worker.stop(wait=4)
 
 
 def run(program: str, *arguments: str) -> str:

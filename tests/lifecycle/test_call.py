@@ -117,7 +117,7 @@ def start(database: str, bus: CommandBus, handlers: HandlerRegistry) -> Iterator
 
     yield start
     for worker in started:
-        worker.stop(timeout=4)
+        worker.stop(wait=4)
 
 
 @pytest.mark.parametrize("data", [{"order_no": 18, "ü": [1, 2.5, None]}, "text", 0, None])
@@ -208,14 +208,14 @@ def test_a_timeout_leaves_the_command_and_can_be_followed_by_the_same_call(
     caller: Caller, bus: CommandBus, start: Any
 ) -> None:
     with pytest.raises(CallTimeoutError, match=r"'o-1'.*after 0.05 s.*still there.*get_command") as it:
-        caller.call("orders", "echo", 7, command_id="o-1", timeout="50ms").result()
+        caller.call("orders", "echo", 7, command_id="o-1", wait="50ms").result()
     assert isinstance(it.value, TimeoutError)
     assert (it.value.domain, it.value.command_id, it.value.seconds) == ("orders", "o-1", 0.05)
     with pytest.raises(CallTimeoutError):
-        caller.call("orders", "echo", 7, command_id="o-1", timeout=0).result()
+        caller.call("orders", "echo", 7, command_id="o-1", wait=0).result()
     start()
     assert caller.call("orders", "echo", 7, command_id="o-1").result() == 7
-    assert caller.call("orders", "echo", 7, command_id="o-1", timeout=0).result() == 7  # the look at the end
+    assert caller.call("orders", "echo", 7, command_id="o-1", wait=0).result() == 7  # the look at the end
 
 
 def test_calls_with_one_command_id_share_its_outcome(
@@ -256,11 +256,11 @@ def test_a_transaction_of_the_caller_is_refused(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"timeout": None}, "timeout: None"),
-        ({"timeout": "soon"}, "timeout: 'soon'"),
+        ({"wait": None}, "wait: None"),
+        ({"wait": "soon"}, "wait: 'soon'"),
+        ({"wait": -1}, "wait: -1"),
+        ({"timeout": "late"}, "timeout: 'late'"),
         ({"timeout": -1}, "timeout: -1"),
-        ({"deadline": "late"}, "deadline: 'late'"),
-        ({"deadline": -1}, "deadline: -1"),
         ({"data": object()}, "data"),
         ({"command_type": ""}, "command_type"),
         ({"domain": "No Domain"}, "domain"),
@@ -280,7 +280,7 @@ def test_an_unknown_domain(caller: Caller) -> None:
         caller.call("nowhere", "echo").result()
 
 
-def test_the_deadline_is_the_commands_own_time_limit(
+def test_the_timeout_is_how_long_one_attempt_of_the_command_may_take(
     caller: Caller, bus: CommandBus, handlers: HandlerRegistry, start: Any
 ) -> None:
     @handlers.handler("orders", "dawdle", on_timeout="fail")
@@ -290,7 +290,7 @@ def test_the_deadline_is_the_commands_own_time_limit(
 
     start()
     with pytest.raises(CommandFailedError, match="TIMEOUT"):
-        caller.call("orders", "dawdle", command_id="o-1", deadline="100ms", headers={"a": 1}).result()
+        caller.call("orders", "dawdle", command_id="o-1", timeout="100ms", headers={"a": 1}).result()
     record = bus.get_command("orders", "o-1")
     assert record is not None
     assert (record.timeout, record.headers) == (0.1, {"a": 1})

@@ -80,7 +80,7 @@ def worker(database: str, bus: CommandBus, gate: threading.Event) -> Iterator[Wo
     worker.start()
     yield worker
     gate.set()
-    worker.stop(timeout=4)
+    worker.stop(wait=4)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_while_it_is_away_a_caller_looks_once_more_when_the_time_is_up(
     let_in: Callable[[bool], None],
 ) -> None:
     caller.call("orders", "echo").result(SOON)
-    waiting = caller.call("orders", "wait", 1, timeout=3)
+    waiting = caller.call("orders", "wait", 1, wait=3)
     until(lambda: statuses(db).get("PENDING") == 1)
     pid = until_listening(db)
     let_in(False)
@@ -158,7 +158,7 @@ def test_a_server_that_is_away_does_not_hold_up_the_timeout(
     caller: Caller, db: psycopg.Connection[Any], let_in: Callable[[bool], None]
 ) -> None:
     began = time.monotonic()
-    waiting = caller.call("orders", "echo", command_id="o-1", timeout=1)
+    waiting = caller.call("orders", "echo", command_id="o-1", wait=1)
     until_listening(db)
     let_in(False)
     ours = "datname = current_database() AND pid <> pg_backend_pid() AND application_name LIKE 'commandbus%'"
@@ -250,7 +250,7 @@ def test_what_it_may_not_read_is_told_at_once(
                 caller.call("orders", "echo").result(SOON)
         db.execute(f"GRANT EXECUTE ON FUNCTION commandbus.outcomes TO {producer}".encode())
         with pytest.raises(CallTimeoutError):
-            caller.call("orders", "echo", timeout=0.2).result(SOON)
+            caller.call("orders", "echo", wait=0.2).result(SOON)
 
 
 def test_a_command_that_was_removed_meanwhile(caller: Caller, db: psycopg.Connection[Any]) -> None:

@@ -40,7 +40,7 @@ def start_worker(database: str) -> Iterator[Start]:
     yield start
     for worker in started:
         with contextlib.suppress(Exception):
-            worker.stop(timeout=4)
+            worker.stop(wait=4)
 
 
 @pytest.mark.parametrize("parked", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -76,7 +77,19 @@ def test_exactly_max_attempts_are_charged() -> None:
         *(("max_attempts", value) for value in (0, -1, True, 1.0, "3", None)),
         *(
             ("backoff_schedule", value)
-            for value in ("10", [-1], [math.nan], [math.inf], [10**400], [1e300], ["10"], [None], [True], None, 10)
+            for value in (
+                "10",
+                [-1],
+                [math.nan],
+                [math.inf],
+                [10**400],
+                [1e300],
+                ["10 parsecs"],
+                [None],
+                [True],
+                None,
+                10,
+            )
         ),
         *(("jitter", value) for value in (-0.1, 1.1, math.nan, math.inf, "0.1", None)),
     ],
@@ -84,3 +97,8 @@ def test_exactly_max_attempts_are_charged() -> None:
 def test_a_bad_policy_is_refused_and_the_field_named(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
         RetryPolicy(**{field: value})
+
+
+def test_a_schedule_takes_durations_in_all_forms() -> None:
+    policy = RetryPolicy(backoff_schedule=[1, "10s", timedelta(minutes=5), "200ms"])
+    assert policy.backoff_schedule == policy.backoff_seconds == (1.0, 10.0, 300.0, 0.2)

@@ -127,7 +127,7 @@ def test_looking_at_one(conn: Conn, generic: bool) -> None:
 
 @pytest.mark.parametrize("statistics", ["known"], indirect=True)
 def test_a_page_of_batches(conn: Conn) -> None:
-    operation = batch_look.query(domain=None, status="COMPLETED", limit=50, before_id=4000)
+    operation = batch_look.query(domain=None, status="COMPLETED", limit=50, cursor="4000")
     plan = explain(conn, first_statement(operation), generic=False)
     assert plan.rows == 51
     check(plan, {"batch": 60, "batch_delta": 100})
@@ -138,7 +138,7 @@ def test_a_page_of_batches(conn: Conn) -> None:
 def test_a_page_of_members(conn: Conn, domain: str, batch_id: str) -> None:
     query = CommandQuery(domain=domain, batch_id=batch_id)
     known = {"waiting": WAITING, "finished": FINISHED}[batch_id]
-    statement = statements(query_commands(query, limit=50, before_id=None), [(known,)])
+    statement = statements(query_commands(query, limit=50), [(known,)])
     plan = explain(conn, statement, generic=False)
     assert plan.rows == 51
     check(plan, {"command": 51, "batch": 51})
@@ -146,7 +146,7 @@ def test_a_page_of_members(conn: Conn, domain: str, batch_id: str) -> None:
 
 
 def test_a_bite_of_a_cancellation(conn: Conn, generic: bool) -> None:
-    canceling = Canceling(WAITING, "backlog", "commands", operate.operator_action("CANCEL", "ann"))
+    canceling = Canceling(WAITING, "backlog", "commands", operate.operator_action("ann", action="CANCEL"))
     bite = cancel_bite(canceling, after_id=0, is_sweep=False)
     seen = statements(bite, [(None,)])
     plan = explain(conn, seen, generic=generic)

@@ -164,7 +164,7 @@ def test_pending_cancels(conn: Conn, generic: bool, domain: str) -> None:
 @pytest.mark.parametrize("held", [False, True], ids=["waiting", "running"])
 def test_cancel(conn: Conn, generic: bool, held: bool) -> None:
     name = attempts(conn, "backlog", 1)[0].command_id if held else "backlog-100000-99999"
-    statement = first_statement(cancel("backlog", name, operator_action("CANCEL", "ann")))
+    statement = first_statement(cancel("backlog", name, operator_action("ann", action="CANCEL")))
     plan = explain(conn, statement, generic=generic)
     assert plan.rows == 1
     check_direct(plan, "backlog", batch=1)
@@ -191,7 +191,7 @@ def test_the_first_page_of_commands(conn: Conn, query: CommandQuery) -> None:
     """Newest first, from where `history` ends."""
     before = conn.execute("SELECT max(id) + 1 FROM commandbus.command WHERE domain = 'history'").fetchone()
     assert before is not None
-    statement = first_statement(query_commands(query, limit=50, before_id=before[0]))
+    statement = first_statement(query_commands(query, limit=50, cursor=str(before[0])))
     plan = explain(conn, statement, generic=False)
     assert plan.rows == 51
     assert plan.kinds("command") <= {"Index Scan"}, plan
@@ -201,7 +201,7 @@ def test_the_first_page_of_commands(conn: Conn, query: CommandQuery) -> None:
 
 @ANALYSED
 def test_the_very_first_page_of_commands(conn: Conn) -> None:
-    plan = explain(conn, first_statement(query_commands(CommandQuery(), limit=50, before_id=None)), generic=False)
+    plan = explain(conn, first_statement(query_commands(CommandQuery(), limit=50)), generic=False)
     assert plan.rows == 51
     assert plan.kinds("command") <= {"Index Scan"}, plan
     assert plan.visited("command") == 51, plan
@@ -221,7 +221,7 @@ def test_no_generic_plan_is_ever_chosen(crowded: str, statistics: str, query: Co
     """It could use no index here. Our connections prepare statements; the server must keep to custom plans."""
     with psycopg.connect(crowded, prepare_threshold=2) as conn:
         for _ in range(20):
-            assert run(conn, query_commands(query, limit=limit, before_id=None)).items
+            assert run(conn, query_commands(query, limit=limit)).items
         plans = conn.execute(
             "SELECT generic_plans, custom_plans FROM pg_prepared_statements WHERE statement LIKE '%A page of%'"
         ).fetchall()
@@ -231,7 +231,7 @@ def test_no_generic_plan_is_ever_chosen(crowded: str, statistics: str, query: Co
 @ANALYSED
 def test_one_command_by_its_id(conn: Conn) -> None:
     query = CommandQuery(domain="history", command_id="history-17")
-    plan = explain(conn, first_statement(query_commands(query, limit=1, before_id=None)), generic=False)
+    plan = explain(conn, first_statement(query_commands(query, limit=1)), generic=False)
     assert plan.visited("command") == 1, plan
     assert plan.buffers < 20, plan
 
@@ -239,26 +239,27 @@ def test_one_command_by_its_id(conn: Conn) -> None:
 @ANALYSED
 def test_list_tsq(conn: Conn, generic: bool) -> None:
     for domain in ("trouble", None):
-        statement = first_statement(
-            list_tsq(domain=domain, command_type=None, error_code=None, limit=50, after_id=0)
-        )
+        statement = first_statement(list_tsq(domain=domain, command_type=None, error_code=None, limit=50))
         plan = explain(conn, statement, generic=generic)
-        assert plan.rows == 50
+        assert plan.rows == 51  # one more, to know whether there is a next page
         assert plan.kinds("command") <= {"Index Scan"}, plan
-        assert plan.visited("command") <= 50, plan
+        assert plan.visited("command") <= 51, plan
         assert plan.visited("tsq") <= 60, plan
 
 
 @ANALYSED
 @pytest.mark.parametrize("filters", [{}, {"domain": "history"}, {"domain": "history", "command_type": "work"}])
 @pytest.mark.parametrize("since", [None, datetime(2020, 1, 1, tzinfo=UTC)])
-def test_list_stuck(conn: Conn, generic: bool, filters: dict[str, str], since: datetime | None) -> None:
+@pytest.mark.parametrize("cursor", [None, "2100-01-01T00:00:00+00:00|7|1|RETRY"])
+def test_list_stuck(
+    conn: Conn, generic: bool, filters: dict[str, str], since: datetime | None, cursor: str | None
+) -> None:
     """From the newest on, however many there are; never over those that just failed."""
-    statement = first_statement(list_stuck(**filters, since=since, limit=50))
+    statement = first_statement(list_stuck(**filters, since=since, limit=50, cursor=cursor))
     plan = explain(conn, statement, generic=generic)
-    assert plan.rows == 50
+    assert plan.rows == 51  # one more, to know whether there is a next page
     assert {scan.index for scan in plan.scans("attempt")} == {"attempt_stopped"}, plan
-    assert plan.visited("attempt") <= 60, plan
+    assert plan.visited("attempt") <= 100, plan  # those that ended together are sorted, 32 at a time
     assert plan.kinds("command") <= {"Index Scan"}, plan
-    assert plan.visited("command") <= 60, plan
+    assert plan.visited("command") <= 100, plan
     assert plan.buffers < 400, plan

@@ -97,7 +97,7 @@ def test_a_branch_with_the_name_of_a_step_is_refused() -> None:
         (type("Nameless", (Plain,), {"process_type": ""})(), "Nameless has no process_type"),
         (type("Odd", (Plain,), {"process_type": "a\nb"})(), "is not valid"),
         (type("Odd", (Plain,), {"domain": "No Domain"})(), "is not a domain name"),
-        (type("Odd", (Plain,), {"deadline": "soon"})(), "deadline of Odd"),
+        (type("Odd", (Plain,), {"deadline": "soon"})(), "Odd.deadline: 'soon' is not a duration"),
     ],
 )
 def test_a_manager_that_cannot_be_registered_is_refused(manager: object, complaint: str) -> None:

@@ -41,7 +41,7 @@ from support.workers import quick_settings
 Db = psycopg.Connection[Any]
 ONE = Saga("one", step("reserve", "orders"))
 LATER = Saga("later", step("reserve", "orders", delay=3600))
-CANCEL = operate.operator_action("CANCEL", "ann")
+CANCEL = operate.operator_action("ann", action="CANCEL")
 
 
 class Async(BaseProcessManager[dict[str, Any]]):
@@ -125,7 +125,7 @@ def test_many_batches_of_processes_end_without_a_sweep(bus: CommandBus, database
         for number in range(15):
             began = time.monotonic()
             bus.create_process_batch(manager, [{"data": {}}] * 8, batch_id=f"b{number}")
-            record = bus.wait_for_batch("processes", f"b{number}", timeout=30)
+            record = bus.wait_for_batch("processes", f"b{number}", wait=30)
             assert (record.status, record.completed) == (BatchStatus.COMPLETED, 8)
             slow += time.monotonic() - began > 1.5
     assert slow <= 3, "some were folded by the sweep alone"
@@ -183,7 +183,7 @@ def test_a_process_of_a_cancelled_batch_that_is_retried_is_not_cancelled_again(
         lab.until("good", "WAITING_FOR_REPLY")
         canceling = bus.run(mark("processes", "b", CANCEL))
         bus.follow(process_batch.cancel_members(canceling.id, "processes", CANCEL))
-        bus.wait_for_batch("processes", "b", timeout=20)
+        bus.wait_for_batch("processes", "b", wait=20)
         bus.run(batch_operate.done(canceling.id))
     lab.world.fails.clear()
     bus.retry_process("processes", "bad", operator="ann")
@@ -227,7 +227,9 @@ def test_a_retried_member_is_swept_only_if_somebody_cancels_again(bus: CommandBu
     bus.retry_process("processes", "bad", operator="bob")
     assert one(db, "SELECT finished_at IS NULL FROM commandbus.batch"), "it can be swept again"
     assert bus.run(leftovers()).to_cancel == []
-    assert bus.run(mark("processes", "b", operate.operator_action("CANCEL", "eve"))) == canceling, "and dies, too"
+    assert bus.run(mark("processes", "b", operate.operator_action("eve", action="CANCEL"))) == canceling, (
+        "and dies, too"
+    )
     assert bus.run(leftovers()).to_cancel == [canceling]
     assert bus.follow(resume(canceling)) == (0, 1)
     assert one(db, "SELECT cancel ->> 'by' FROM commandbus.process WHERE process_id = 'bad'") == "ann"

@@ -196,7 +196,7 @@ def test_a_doubled_reply_that_is_handled_at_once_is_set_aside(
     impatient.close()
     record = lab.process()
     assert [(one.name, one.status.value) for one in record.steps] == [("a", "COMPLETED"), ("b", "SENT")]
-    assert [stray["reason"] for stray in record.strays] == [
+    assert [stray.reason for stray in record.strays] == [
         "the reply to step 1 (a) was handled before: it is COMPLETED"
     ]
     assert lab.drain().status == "COMPLETED"

@@ -370,7 +370,7 @@ def test_strays_are_set_aside_with_a_reason_and_move_nothing(lab: Lab, db: psyco
     for data, _ in strays:
         send_message(lab.bus, db, data)
     until(lambda: len(lab.bus.stray_replies()) == len(strays))
-    reasons = [one["reason"] for one in reversed(lab.bus.stray_replies("processes"))]
+    reasons = [one.reason for one in reversed(lab.bus.stray_replies("processes").items)]
     assert all(any(expected in reason for reason in reasons) for _, expected in strays), reasons
     after = lab.process("p1")
     assert (after.status, after.state, after.steps) == (done.status, done.state, done.steps)
@@ -399,8 +399,8 @@ def test_a_reply_that_somebody_sends_as_a_command_moves_nothing(lab: Lab, db: ps
         (json.dumps({"command_type": "order", "data": forged}),),
     )
     until(lambda: len(lab.process("p1").strays) == 2)
-    assert {stray["reason"] for stray in lab.process("p1").strays} == {
-        "somebody sent it as a command: it is not a message of process 'p1'"
+    assert {stray.reason for stray in lab.process("p1").strays} == {
+        "somebody sent it as a command: it is no message of process 'p1'"
     }
     assert "ship" not in lab.world.did
     gate.set()
@@ -414,7 +414,7 @@ def test_a_duplicate_of_an_outstanding_steps_reply_counts_once(lab: Lab, db: psy
     twice = {"event": "reply", "process": "p1", "step": 1, "reply": {"outcome": "FAILED"}}
     send_message(lab.bus, db, twice)
     until(lambda: lab.process("p1").strays)
-    assert "was handled before" in lab.process("p1").strays[0]["reason"]
+    assert "was handled before" in lab.process("p1").strays[0].reason
     gate.set()
     lab.until("p1", "COMPLETED")
 

@@ -178,7 +178,7 @@ def test_the_sessions_of_handlers_keep_theirs(app: str) -> None:
             tx.complete(tx.execute("SHOW search_path").fetchone()[0])
 
     with CommandBus(app) as bus, Worker(handlers, settings=quick_settings(app)):
-        assert bus.call("orders", "look", timeout=20) == '"$user", public'
+        assert bus.call("orders", "look", wait=20) == '"$user", public'
 
 
 def _handlers(bus: CommandBus) -> HandlerRegistry:
@@ -259,10 +259,10 @@ def _batches(bus: CommandBus) -> None:
     bus.retry_failed("orders", "b")
     until(lambda: tsq.count("orders") == 2)
     bus.cancel_batch("orders", "b")
-    assert bus.wait_for_batch("orders", "b", timeout=60).is_finished
+    assert bus.wait_for_batch("orders", "b", wait=60).is_finished
     bus.create_batch("orders", [NewCommand("plain", delay=60)], batch_id="later")
     bus.cancel_batch("orders", "later")
-    assert bus.wait_for_batch("orders", "later", timeout=60).is_finished
+    assert bus.wait_for_batch("orders", "later", wait=60).is_finished
 
 
 def _processes(bus: CommandBus) -> None:
@@ -275,7 +275,7 @@ def _processes(bus: CommandBus) -> None:
         return record is not None and record.status is ProcessStatus.COMPLETED
 
     until(has_ended, what=lambda: bus.get_process("processes", "p1"))
-    assert bus.wait_for_batch("processes", "pb", timeout=60).is_finished
+    assert bus.wait_for_batch("processes", "pb", wait=60).is_finished
     bus.pause("orders", "charge")
     bus.start_process(ORDER, {"n": 4}, process_id="p4")
     until(lambda: bus.query_commands(domain="orders", command_type="charge", status="PENDING").items)

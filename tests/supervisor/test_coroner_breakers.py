@@ -94,7 +94,7 @@ def test_suspects_bystanders_and_those_that_did_not_run_do_not_count(
     die(coroner, settings, db, "w1", 2)
     die(coroner, settings, db, "w2", 3, Death(Cause.STOPPED, reason="reloaded"))
     assert [verdict for n in range(3) for _, verdict in verdicts(db, f"c{n}")].count("RETRY") == 0
-    assert bus.breakers() == []
+    assert bus.breakers().items == []
 
 
 def test_one_that_was_to_be_canceled_does_not_count(
@@ -107,7 +107,7 @@ def test_one_that_was_to_be_canceled_does_not_count(
     coroner.add(Case(Hello("w1", ["orders"], {}, AT_ONCE), EXITED, [slot], time.monotonic(), settings))
     until(lambda: not coroner.open_cases)
     assert verdicts(db, "a") == [(1, "CANCELED")]
-    assert bus.breakers() == []
+    assert bus.breakers().items == []
 
 
 def test_a_probe_that_killed_its_worker_opens_it_again(

@@ -82,4 +82,4 @@ def start_worker(database: str, bus: CommandBus, gate: threading.Event) -> Itera
     for worker in started:
         if worker.is_running:
             with contextlib.suppress(Exception):
-                worker.stop(timeout=4)
+                worker.stop(wait=4)

@@ -126,7 +126,7 @@ def test_what_a_stopped_worker_has_counted_stays_of_use(
         assert begun.acquire(timeout=20)
     bus.send_many("orders", [NewCommand("ship", n) for n in range(100)])
     until_settled(db, 60)
-    worker.stop(timeout=10)
+    worker.stop(wait=10)
     start_worker(handlers, **ON)
     bus.send_many("orders", [NewCommand("ship", "hang") for _ in range(3)])
     until(lambda: [info.stuck for info in bus.breakers()] == [6], 30)

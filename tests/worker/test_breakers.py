@@ -91,7 +91,7 @@ def test_five_stuck_attempts_open_it_the_sixth_command_is_parked_and_others_go_o
     assert record.waiting_note.startswith("breaker open: 5 of 5 attempts stuck since ")
     assert "(5 commands), the last: ExecutionStuck: did not respond" in record.waiting_note
     assert verdicts(db, "sixth") == [(1, "PARKED")]
-    assert bus.call("orders", "quick", timeout=20) == "done"
+    assert bus.call("orders", "quick", wait=20) == "done"
     (info,) = bus.breakers()
     assert (info.name, info.state, info.stuck, info.parked) == ("orders/hang", "OPEN", 5, 1)
     assert any("the breaker of orders/hang is open: 5 of 5 attempts stuck" in line for line in caplog.messages)
@@ -289,7 +289,7 @@ def test_what_was_cancelled_or_stopped_with_its_worker_does_not_count(
         assert begun.acquire(timeout=20)
     bus.cancel("orders", "h0")
     until(lambda: status(bus, "h0") is CommandStatus.CANCELED)
-    worker.stop(timeout=4)
+    worker.stop(wait=4)
     assert verdicts(db, "h1") == [(1, "WAIVED")]
     assert state(db) is None
 

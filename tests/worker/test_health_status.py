@@ -171,9 +171,7 @@ def test_the_worst_comes_first(status: HealthStatus) -> None:
 
 
 def test_thresholds_and_window_can_be_set(clock: Clock) -> None:
-    status = HealthStatus(
-        failure_threshold=2, stuck_threshold=1, exhaustion_threshold=1, window_seconds=10, clock=clock
-    )
+    status = HealthStatus(failure_threshold=2, stuck_threshold=1, exhaustion_threshold=1, window=10, clock=clock)
     fail(status, 2)
     assert status.state is HealthState.DEGRADED
     status.record_pool_exhaustion()
@@ -184,7 +182,7 @@ def test_thresholds_and_window_can_be_set(clock: Clock) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"failure_threshold": 0}, {"stuck_threshold": 0}, {"exhaustion_threshold": -1}, {"window_seconds": 0}],
+    [{"failure_threshold": 0}, {"stuck_threshold": 0}, {"exhaustion_threshold": -1}, {"window": 0}],
 )
 def test_thresholds_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
     (name,) = wrong

@@ -166,7 +166,7 @@ def test_a_log_that_raises_saves_no_stuck_attempt(
     worker = start_worker(handlers, **SHORT)
     until_given_up(db, "c")
     still_works(worker)
-    assert worker.stop(timeout=4).is_clean
+    assert worker.stop(wait=4).is_clean
 
 
 def test_a_stack_that_cannot_be_read_saves_no_stuck_attempt(

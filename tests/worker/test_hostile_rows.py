@@ -109,7 +109,7 @@ def test_all_odd_rows_at_once_cost_little_memory(
     worker = start_worker(handlers, visibility_timeout=30)
     until_good(bus, good, worker)
     until(lambda: one(db, "SELECT count(*) FROM pgmq.q_orders__commands") == 0)
-    listed = bus.run(list_rejected(domain="orders", limit=100, before_id=None))
+    listed = bus.run(list_rejected(domain="orders", limit=100))
     assert any("more than 400 digits" in item.reason and item.preview is None for item in listed)
     assert resident_bytes() - used < 60e6
     assert worker.stop().is_clean
@@ -125,7 +125,7 @@ def test_large_messages_are_not_read_beyond_the_limit(
     worker = start_worker(handlers, visibility_timeout=30)
     until_good(bus, good, worker)
     until(lambda: one(db, "SELECT count(*) FROM pgmq.q_orders__commands") == 0)
-    (first, *_) = bus.run(list_rejected(domain="orders", limit=100, before_id=None))
+    (first, *_) = bus.run(list_rejected(domain="orders", limit=100))
     assert "bytes of text, more than one with max_payload_bytes" in first.reason
     assert resident_bytes() - used < 30e6
     assert worker.stop().is_clean
@@ -153,7 +153,7 @@ def test_a_producer_cannot_revive_a_command_that_has_ended(
     found = bus.get_command("orders", "c")
     assert found is not None
     assert found.status == ended
-    (rejected,) = bus.run(list_rejected(domain="orders", limit=10, before_id=None))
+    (rejected,) = bus.run(list_rejected(domain="orders", limit=10))
     assert "no command" in rejected.reason
 
 
@@ -210,7 +210,7 @@ def test_no_notification_ends_a_thread(
     until_good(bus, send_good(bus), worker)
     sent = bus.send("orders", "page").command_id
     until_good(bus, [sent], worker)
-    assert bus.call("orders", "work", timeout=20) == "done"
+    assert bus.call("orders", "work", wait=20) == "done"
     assert worker.health_status.critical_reasons == []
 
 

@@ -327,10 +327,10 @@ def test_the_place_of_a_limit_that_is_kept_for_it_is_not_lost(
 def test_a_call_waits_for_it(bus: CommandBus, db: Db, start_worker: StartWorker) -> None:
     start_worker(knowing("pack"))
     with pytest.raises(CallTimeoutError):
-        bus.call("orders", "ship", command_id="s", timeout=1)
+        bus.call("orders", "ship", command_id="s", wait=1)
     assert record(bus, "s").waiting_for == "handler"
     start_worker(knowing("ship", handle=lambda ctx: {"shipped": True}))
-    assert bus.call("orders", "ship", command_id="s", timeout=20) == {"shipped": True}
+    assert bus.call("orders", "ship", command_id="s", wait=20) == {"shipped": True}
 
 
 def test_a_call_hears_that_it_was_given_up(bus: CommandBus, db: Db, start_worker: StartWorker) -> None:
@@ -339,7 +339,7 @@ def test_a_call_hears_that_it_was_given_up(bus: CommandBus, db: Db, start_worker
 
     def call() -> None:
         try:
-            bus.call("orders", "ship", command_id="s", timeout=30)
+            bus.call("orders", "ship", command_id="s", wait=30)
         except CommandInTroubleshootingError as error:
             heard.append(error)
 

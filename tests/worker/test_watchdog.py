@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -307,20 +306,10 @@ def test_its_threads_do_not_keep_a_process_alive(
     [(0, 60), (-1, 60), (10, -1), (float("nan"), 60), (float("inf"), 60), (10, float("nan"))],
 )
 def test_limits_that_make_no_sense_are_refused(worker: SmallWorker, interval: float, cooldown: float) -> None:
-    with pytest.raises(ValueError, match="must"):
+    with pytest.raises(ValueError, match=r"check_interval|cooldown"):
         WorkerWatchdog(worker, interval, cooldown=cooldown)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ({"check_interval": "x"}, "check_interval is 'x': it must be a number"),
-        ({"check_interval": None}, "check_interval is None: it must be a number"),
-        ({"check_interval": True}, "check_interval is True: it must be a number"),
-        ({"cooldown": "1m"}, "cooldown is '1m': it must be a number"),
-        ({"restart_callback": 5}, "restart_callback is 5: it must be callable"),
-    ],
-)
-def test_arguments_of_the_wrong_kind_are_named(worker: SmallWorker, words: dict[str, Any], said: str) -> None:
-    with pytest.raises(TypeError, match=said):
-        WorkerWatchdog(worker, **words)
+def test_a_callback_that_cannot_be_called_is_named(worker: SmallWorker) -> None:
+    with pytest.raises(TypeError, match="restart_callback is 5: it must be callable"):
+        WorkerWatchdog(worker, restart_callback=5)  # type: ignore[arg-type]

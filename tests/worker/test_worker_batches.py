@@ -62,7 +62,7 @@ def test_a_batch_from_its_creation_to_its_callback(
         "orders", [NewCommand("Ship", n) for n in range(200)], batch_id="b", on_complete=done_handler.function
     )
     seen: list[int] = []
-    record = bus.wait_for_batch("orders", "b", timeout=20, on_progress=lambda record: seen.append(record.finished))
+    record = bus.wait_for_batch("orders", "b", wait=20, on_progress=lambda record: seen.append(record.finished))
     assert (record.status, record.completed, record.failed) == (BatchStatus.COMPLETED_WITH_FAILURES, 199, 1)
     assert seen[-1] == 200
     assert seen == sorted(seen)
@@ -85,7 +85,7 @@ def test_members_that_complete_in_their_own_transaction(
     for number in range(3):
         began = time.monotonic()
         bus.create_batch("orders", [NewCommand("Ship")] * 3, batch_id=f"b{number}")
-        bus.wait_for_batch("orders", f"b{number}", timeout=20)
+        bus.wait_for_batch("orders", f"b{number}", wait=20)
         if time.monotonic() - began < 1:
             return
     pytest.fail("folded by the sweep alone")
@@ -114,7 +114,7 @@ def test_two_workers_on_one_batch(
     start_worker(handlers)
     members = [NewCommand("Ship") for _ in range(5000)]
     bus.create_batch("orders", members, batch_id="b", on_complete=OnComplete("orders", "Done"))
-    record = bus.wait_for_batch("orders", "b", timeout=30)
+    record = bus.wait_for_batch("orders", "b", wait=30)
     assert (record.status, record.completed) == (BatchStatus.COMPLETED, 5000)
     until(lambda: completions)
     assert len(completions) == 1
@@ -130,10 +130,10 @@ def test_a_worker_sweeps_what_another_has_left(
     run(db, settle("orders", "dead", [attempt.complete(None) for attempt in attempts]))
     bus.create_domain("idle")
     bus.create_batch("idle", [NewCommand("Ship")] * 3, batch_id="c", on_complete=OnComplete("orders", "Done"))
-    bus.run(mark("idle", "c", operate.operator_action("CANCEL", "ann")))
+    bus.run(mark("idle", "c", operate.operator_action("ann", action="CANCEL")))
     start_worker(handlers)
-    assert bus.wait_for_batch("orders", "b", timeout=20).status == BatchStatus.COMPLETED
-    assert bus.wait_for_batch("idle", "c", timeout=20).status == BatchStatus.CANCELED
+    assert bus.wait_for_batch("orders", "b", wait=20).status == BatchStatus.COMPLETED
+    assert bus.wait_for_batch("idle", "c", wait=20).status == BatchStatus.CANCELED
     until(lambda: len(completions) == 2)
 
 
@@ -167,7 +167,7 @@ def test_cancelling_reaches_what_runs(
     assert report.canceled + report.requested == 53
     assert report.requested >= 2, "what was claimed and has not started is asked too"
     asked.set()
-    record = bus.wait_for_batch("orders", "b", timeout=20)
+    record = bus.wait_for_batch("orders", "b", wait=20)
     assert record.status == BatchStatus.CANCELED
     assert (record.completed, record.canceled, record.in_tsq) == (1, 52, 0)
     until(lambda: completions)
@@ -206,11 +206,11 @@ def test_a_batch_that_is_refused_delays_no_other(
         for number in range(8):
             began = time.monotonic()
             bus.create_batch("orders", [NewCommand("Ship")], batch_id=f"b{number}")
-            bus.wait_for_batch("orders", f"b{number}", timeout=20)
+            bus.wait_for_batch("orders", f"b{number}", wait=20)
             seconds.append(time.monotonic() - began)
         assert sorted(seconds)[4] < 2, f"the refused one waits for twice as long: {seconds}"
         conn.rollback()
-    assert bus.wait_for_batch("orders", "refused", timeout=40).status == BatchStatus.COMPLETED
+    assert bus.wait_for_batch("orders", "refused", wait=40).status == BatchStatus.COMPLETED
     until(lambda: completions)
 
 
@@ -224,7 +224,7 @@ def test_a_batch_that_is_refused_stops_no_sweep(
         start_worker(handlers)
         for number in range(3):
             _settled_by_nobody(bus, db, f"b{number}")
-            assert bus.wait_for_batch("idle", f"b{number}", timeout=20).status == BatchStatus.COMPLETED
+            assert bus.wait_for_batch("idle", f"b{number}", wait=20).status == BatchStatus.COMPLETED
         conn.rollback()
 
 
@@ -241,7 +241,7 @@ def test_no_batch_ends_a_worker(
     _settled_by_nobody(bus, db, "swept")
     bus.create_batch("orders", [NewCommand("Ship")] * 3, batch_id="plain")
     for domain, batch_id in (("idle", "swept"), ("orders", "plain")):
-        assert bus.wait_for_batch(domain, batch_id, timeout=20).status == BatchStatus.COMPLETED
+        assert bus.wait_for_batch(domain, batch_id, wait=20).status == BatchStatus.COMPLETED
     worker.stop()
 
 
@@ -264,7 +264,7 @@ def test_a_batch_that_cannot_be_folded_keeps_nobody_from_settling(
     bus.add_to_batch("orders", "b", [NewCommand("Ship")] * 10)
     until(lambda: one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 30)
     bus.create_batch("orders", [NewCommand("Ship")] * 3, batch_id="neighbour")
-    assert bus.wait_for_batch("orders", "neighbour", timeout=20).status == BatchStatus.COMPLETED
+    assert bus.wait_for_batch("orders", "neighbour", wait=20).status == BatchStatus.COMPLETED
     db.execute("ALTER TABLE commandbus.batch DROP CONSTRAINT no")
     record = bus.get_batch("orders", "b")
     assert record is not None

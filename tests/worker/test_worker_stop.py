@@ -202,7 +202,7 @@ def test_a_short_timeout_of_stop_is_kept(
     worker = start_worker(handlers)
     assert started.wait(10)
     began = time.monotonic()
-    assert worker.stop(timeout=0.5).abandoned == 1
+    assert worker.stop(wait=0.5).abandoned == 1
     assert time.monotonic() - began < 1.0
 
 

@@ -79,7 +79,7 @@ def worker(zoo_database: str, db: Db) -> Iterator[Worker]:
     worker = Worker(handlers, settings=quick_settings(zoo_database, **SHORT), name="zoo")
     worker.start()
     yield worker
-    worker.stop(timeout=5)
+    worker.stop(wait=5)
     until(lambda: not threads_of(worker), 10, what=lambda: threads_of(worker))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 import psycopg
 from psycopg import AsyncConnection
@@ -31,6 +31,7 @@ from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.command import AuditEntry, CancelResult, CommandRecord, NewCommand, SentCommand
 from commandbus.model.durations import Duration, format_seconds
+from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.page import Page
 from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 from commandbus.settings import Settings
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from commandbus.flow.commands.call import CommandOutcome
     from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
     from commandbus.flow.commands.inspect import (
+        CommandFilters,
         CommandQuery,
         DomainStatus,
         RejectedMessage,
@@ -210,9 +212,9 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         """Create a PGMQ queue for replies."""
         await self.run(domains.create_queue(queue))
 
-    async def list_domains(self) -> list[DomainInfo]:
+    async def list_domains(self) -> Page[DomainInfo]:
         """All domains."""
-        return await self.run(domains.list_domains())
+        return Page(await self.run(domains.list_domains()))
 
     async def create_roles(
         self,
@@ -232,15 +234,15 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         self,
         domain: str,
         command_type: str,
-        data: Any = None,
+        data: JsonValue = None,
         *,
         command_id: str | None = None,
         correlation_id: str | None = None,
         reply_to: str | None = None,
         max_attempts: int | None = None,
-        delay: float | timedelta | None = None,
+        delay: Duration | None = None,
         at: datetime | None = None,
-        headers: Mapping[str, Any] | None = None,
+        headers: Mapping[str, JsonValue] | None = None,
         timeout: Duration | None = None,
         conn: object = None,
     ) -> SentCommand:
@@ -254,7 +256,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
     async def send_many(
         self,
         domain: str,
-        commands: Iterable[NewCommand | Mapping[str, Any]],
+        commands: Iterable[NewCommand | Mapping[str, object]],
         *,
         chunk_size: int = CHUNK,
         conn: object = None,
@@ -270,22 +272,22 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         self,
         domain: str,
         command_type: str,
-        data: Any = None,
+        data: JsonValue = None,
         *,
         command_id: str | None = None,
         correlation_id: str | None = None,
         max_attempts: int | None = None,
-        headers: Mapping[str, Any] | None = None,
-        timeout: Duration = 30.0,
-        deadline: Duration | None = None,
+        headers: Mapping[str, JsonValue] | None = None,
+        timeout: Duration | None = None,
+        wait: Duration = 30.0,
         conn: object = None,
-    ) -> Any:
-        """Send a command, wait for its outcome, and return its result; see CommandBus.call."""
+    ) -> Json:
+        """Send a command, wait for its outcome, and answer its result; see CommandBus.call."""
         new = NewCommand(
             command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers
         )
         listen_at = partial(address_of, self._database, self.settings, self._lent_pool)
-        call = self._call(domain, new, deadline=deadline, timeout=timeout, conn=conn, listen_at=listen_at)
+        call = self._call(domain, new, timeout=timeout, wait=wait, conn=conn, listen_at=listen_at)
         sent = await self._send_call(call)
         with call.awaiting(sent) as heard:
             try:
@@ -316,7 +318,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         conn: object = None,
     ) -> CancelResult:
         """Cancel a command, or ask the worker that runs it to stop it; see CommandBus.cancel."""
-        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return await self.run(operate.cancel(names.check_domain(domain), command_id, operator_action), conn)
 
     # --- looking ------------------------------------------------------------------------------------------
@@ -328,7 +330,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
     async def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
         """Returns what is known about a command; None if there is no such command."""
         query = inspect.CommandQuery(domain=names.check_domain(domain), command_id=names.to_id(command_id))
-        page = await self.run(inspect.query_commands(query, limit=1, before_id=None), conn)
+        page = await self.run(inspect.query_commands(query, limit=1, cursor=None), conn)
         return page.items[0] if page.items else None
 
     async def query_commands(
@@ -336,21 +338,19 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         query: CommandQuery | None = None,
         *,
         limit: int = 50,
-        before_id: int | None = None,
-        **filters: Any,
+        cursor: str | None = None,
+        **filters: Unpack[CommandFilters],
     ) -> Page[CommandRecord]:
-        """A page of commands, newest first; the next begins at `before_id=page.next_before_id`."""
-        return await self.run(
-            inspect.query_commands(command_query(query, filters), limit=limit, before_id=before_id)
-        )
+        """A page of commands, newest first; the next begins at `cursor=page.next_cursor`."""
+        return await self.run(inspect.query_commands(command_query(query, filters), limit=limit, cursor=cursor))
 
-    async def get_audit_trail(self, domain: str, command_id: str) -> list[AuditEntry]:
+    async def get_audit_trail(self, domain: str, command_id: str) -> Page[AuditEntry]:
         """Every event of a command, in order."""
-        return await self.run(inspect.get_audit_trail(domain, command_id))
+        return Page(await self.run(inspect.get_audit_trail(domain, command_id)))
 
-    async def get_attempts(self, domain: str, command_id: str) -> list[AttemptRecord]:
+    async def get_attempts(self, domain: str, command_id: str) -> Page[AttemptRecord]:
         """The attempts that did not simply complete, with error, code and traceback, in order."""
-        return await self.run(history.list_attempts(domain, command_id))
+        return Page(await self.run(history.list_attempts(domain, command_id)))
 
     async def list_stuck(
         self,
@@ -359,29 +359,28 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         *,
         since: datetime | None = None,
         limit: int = 50,
-    ) -> list[StuckAttempt]:
-        """Returns attempts that had to be stopped, newest first, with what was seen then (`autopsy`)."""
-        return await self.run(history.list_stuck(domain, command_type, since=since, limit=limit))
+        cursor: str | None = None,
+    ) -> Page[StuckAttempt]:
+        """Attempts that a limit had to stop, newest first, with what was seen then (`autopsy`)."""
+        return await self.run(history.list_stuck(domain, command_type, since=since, limit=limit, cursor=cursor))
 
     async def rejected(
-        self, domain: str | None = None, *, limit: int = 50, before_id: int | None = None
-    ) -> list[RejectedMessage]:
-        """Returns raw messages that were not commands and were set aside, newest first."""
-        return await self.run(inspect.list_rejected(domain=domain, limit=limit, before_id=before_id))
+        self, domain: str | None = None, *, limit: int = 50, cursor: str | None = None
+    ) -> Page[RejectedMessage]:
+        """Raw messages that were no commands and were moved aside, newest first."""
+        return await self.run(inspect.list_rejected(domain=domain, limit=limit, cursor=cursor))
 
-    async def undelivered_replies(
-        self, *, limit: int = 50, before_id: int | None = None
-    ) -> list[UndeliveredReply]:
+    async def undelivered_replies(self, *, limit: int = 50, cursor: str | None = None) -> Page[UndeliveredReply]:
         """Replies whose queue was gone when they were to be sent, newest first, with the reason."""
-        return await self.run(inspect.list_undelivered(limit=limit, before_id=before_id))
+        return await self.run(inspect.list_undelivered(limit=limit, cursor=cursor))
 
-    async def status(self, *domains: str) -> list[DomainStatus]:
-        """Returns how many commands wait, run or need a person, for these domains or for all."""
-        return await self.run(inspect.domain_status(domains or None))
+    async def status(self, *domains: str) -> Page[DomainStatus]:
+        """Figures of these domains, or of all."""
+        return Page(await self.run(inspect.domain_status(domains or None)))
 
-    async def workers(self) -> list[WorkerInfo]:
+    async def workers(self) -> Page[WorkerInfo]:
         """The registry of workers."""
-        return await self.run(inspect.list_workers())
+        return Page(await self.run(inspect.list_workers()))
 
     # --- operating ----------------------------------------------------------------------------------------
 
@@ -393,8 +392,8 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         operator: str | None = None,
         reason: str | None = None,
     ) -> bool:
-        """Pause a domain or one of its command types. Returns False if it was paused already."""
-        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        """Pause a domain or one of its command types; False if it was."""
+        operator_action = operate.operator_action(operator or whoami(), reason)
         return await self.run(pause.pause(names.check_domain(domain), command_type, operator_action))
 
     async def resume(
@@ -406,15 +405,15 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         reason: str | None = None,
     ) -> int:
         """Resume; returns how many parked commands went back to the queue."""
-        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
+        operator_action = operate.operator_action(operator or whoami(), reason)
         return await self.follow(pause.resume(names.check_domain(domain), command_type, operator_action))
 
-    async def pauses(self) -> list[PauseInfo]:
+    async def pauses(self) -> Page[PauseInfo]:
         """What is paused."""
-        return await self.run(pause.list_pauses())
+        return Page(await self.run(pause.list_pauses()))
 
-    async def prune(self, *, age: float | str | timedelta | None = None, count: int | None = None) -> PruneReport:
-        """Delete finished commands older than `age` or beyond the newest `count` (default: the settings)."""
+    async def prune(self, *, age: Duration | None = None, count: int | None = None) -> PruneReport:
+        """Forget finished commands older than `age` or beyond the newest `count` (default: the settings)."""
         return await self.follow(prune.prune_all(self._retention(age, count)))
 
 

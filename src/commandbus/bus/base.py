@@ -8,7 +8,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
@@ -18,7 +17,7 @@ from psycopg_pool import AsyncNullConnectionPool, NullConnectionPool
 from commandbus.bus.call_listener import Listening, WaitingCall
 from commandbus.db.bus_pool import AsyncBusPool, BusPool, leave_to_parent
 from commandbus.db.database_address import Database
-from commandbus.errors import ConfigurationError, InvalidOperationError
+from commandbus.errors import ConfigurationError, InvalidCommandError, InvalidOperationError
 from commandbus.flow.commands import send
 from commandbus.flow.operation import Operation, Plan
 from commandbus.lazy import lazy
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from commandbus.flow.breakers import operate as breaker_operate
     from commandbus.flow.breakers.operate import Guard
     from commandbus.flow.commands import call, inspect, prune
-    from commandbus.flow.commands.inspect import CommandQuery
+    from commandbus.flow.commands.inspect import CommandFilters, CommandQuery
     from commandbus.flow.commands.prune import Retention
     from commandbus.flow.setup import migrate, roles
     from commandbus.flow.setup.migrate import SchemaState
@@ -97,8 +96,8 @@ class BusBase:
         domain: str,
         new: NewCommand,
         *,
-        deadline: Duration | None,
-        timeout: Duration,
+        timeout: Duration | None,
+        wait: Duration,
         conn: object,
         listen_at: Callable[[], Settings],
     ) -> WaitingCall:
@@ -107,14 +106,14 @@ class BusBase:
                 "call takes no conn: a command does not run before its transaction is committed, so call could "
                 "not wait for it; use send(..., conn=conn), or call outside the transaction"
             )
-        seconds = call.seconds_of(timeout, "timeout")
-        new.timeout = None if deadline is None else call.seconds_of(deadline, "deadline")
+        seconds = parse_seconds(wait, name="wait", error=InvalidCommandError)
+        new.timeout = timeout
         sending = call.send_call(domain, new, max_bytes=self.settings.max_payload_bytes)
         sending = self._unless_refused(domain, sending, [new.command_type])
         return WaitingCall(sending, self._listening.get(listen_at), seconds=seconds)
 
     def _chunks(
-        self, domain: str, commands: Iterable[NewCommand | Mapping[str, Any]], size: int
+        self, domain: str, commands: Iterable[NewCommand | Mapping[str, object]], size: int
     ) -> Iterator[Operation[list[SentCommand]]]:
         names.check_domain(domain)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -153,7 +152,7 @@ class BusBase:
         seconds = None if keep is None else parse_seconds(keep, name="keep")
         return roles.create_roles(prefix, domains=domains, queues=queues, keep_seconds=seconds)
 
-    def _retention(self, age: float | str | timedelta | None, count: int | None) -> Retention:
+    def _retention(self, age: Duration | None, count: int | None) -> Retention:
         if age is None and count is None:
             return prune.Retention.of(self.settings)
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
@@ -194,7 +193,7 @@ def warn_on_loop() -> bool:
     return True
 
 
-def command_query(query: CommandQuery | None, filters: dict[str, Any]) -> CommandQuery:
+def command_query(query: CommandQuery | None, filters: CommandFilters) -> CommandQuery:
     return query if query is not None else inspect.CommandQuery(**filters)
 
 

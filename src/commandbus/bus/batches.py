@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from commandbus.bus.base import BusBase, whoami
 from commandbus.clock import monotonic
-from commandbus.errors import BatchNotFoundError, BatchTimeoutError
+from commandbus.errors import BatchNotFoundError, BatchTimeoutError, InvalidCommandError
 from commandbus.flow.operation import Operation, Plan
 from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.command import NewCommand
-from commandbus.model.durations import Duration, format_seconds
+from commandbus.model.durations import Duration, format_seconds, parse_seconds
+from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
 
 if TYPE_CHECKING:
     from commandbus.flow.batches import create as batch
     from commandbus.flow.batches import inspect as batch_look
     from commandbus.flow.batches import operate as batch_operate
-    from commandbus.flow.commands import call, operate
+    from commandbus.flow.commands import operate
     from commandbus.model.batch import (
         BatchCancelReport,
         BatchRecord,
@@ -36,11 +37,10 @@ else:
     batch = lazy("commandbus.flow.batches.create")
     batch_look = lazy("commandbus.flow.batches.inspect")
     batch_operate = lazy("commandbus.flow.batches.operate")
-    call = lazy("commandbus.flow.commands.call")
     operate = lazy("commandbus.flow.commands.operate")
 
 T = TypeVar("T")
-Commands = Iterable[NewCommand | Mapping[str, Any]]
+Commands = Iterable[NewCommand | Mapping[str, object]]
 FIRST_LOOK_SECONDS = 0.05
 LOOK_SECONDS = 0.5
 
@@ -80,7 +80,7 @@ class BatchMethods(_BatchOperations):
         *,
         batch_id: str | None = None,
         name: str | None = None,
-        custom_data: Any = None,
+        custom_data: JsonValue = None,
         on_complete: WhenComplete | None = None,
         is_open: bool = False,
         conn: object = None,
@@ -117,25 +117,25 @@ class BatchMethods(_BatchOperations):
         status: BatchStatus | str | None = None,
         *,
         limit: int = 50,
-        before_id: int | None = None,
+        cursor: str | None = None,
     ) -> Page[BatchRecord]:
-        """A page of batches, newest first; the next begins at `before_id=page.next_before_id`."""
-        return self.run(batch_look.query(domain=domain, status=status, limit=limit, before_id=before_id))
+        """A page of batches, newest first; the next begins at `cursor=page.next_cursor`."""
+        return self.run(batch_look.query(domain=domain, status=status, limit=limit, cursor=cursor))
 
     def wait_for_batch(
         self,
         domain: str,
         batch_id: str,
         *,
-        timeout: Duration | None = None,
+        wait: Duration | None = None,
         on_progress: Callable[[BatchRecord], object] | None = None,
     ) -> BatchRecord:
-        """Wait until a batch is finished; BatchTimeoutError if that takes longer than `timeout`.
+        """Wait until a batch is finished; BatchTimeoutError if that takes longer than `wait`.
 
         `on_progress` is called with every look at the batch, twice a second. What must happen when the batch is
         finished, even if this process is not there any more, belongs into `on_complete`.
         """
-        waiting = _Waiting(domain, batch_id, timeout)
+        waiting = _Waiting(domain, batch_id, wait)
         while True:
             record = waiting.check(self.get_batch(domain, batch_id))
             if on_progress is not None:
@@ -151,7 +151,7 @@ class BatchMethods(_BatchOperations):
 
         The batch ends CANCELED when the last one has stopped. If a crash interrupts this, workers continue it.
         """
-        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return self.follow(batch_operate.cancel(domain, batch_id, operator_action))
 
     def retry_failed(
@@ -159,17 +159,17 @@ class BatchMethods(_BatchOperations):
         domain: str,
         batch_id: str,
         *,
-        operator: str | None = None,
-        reason: str | None = None,
         name: str | None = None,
         on_complete: WhenComplete | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
     ) -> BatchRetryReport:
         """Retry a batch's members in the troubleshooting queue, and send those that FAILED for good again.
 
         Those are sent in a new batch that names this one (`retry_of`), under new command_ids, each at most once. A
         command that fails again is a member of the new batch. `name` and `on_complete` are for the new batch.
         """
-        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
+        operator_action = operate.operator_action(operator or whoami(), reason, "RETRY")
         return self.follow(
             batch_operate.retry_failed(domain, batch_id, operator_action, name=name, on_complete=on_complete)
         )
@@ -191,7 +191,7 @@ class AsyncBatchMethods(_BatchOperations):
         *,
         batch_id: str | None = None,
         name: str | None = None,
-        custom_data: Any = None,
+        custom_data: JsonValue = None,
         on_complete: WhenComplete | None = None,
         is_open: bool = False,
         conn: object = None,
@@ -221,21 +221,21 @@ class AsyncBatchMethods(_BatchOperations):
         status: BatchStatus | str | None = None,
         *,
         limit: int = 50,
-        before_id: int | None = None,
+        cursor: str | None = None,
     ) -> Page[BatchRecord]:
-        """A page of batches, newest first; the next begins at `before_id=page.next_before_id`."""
-        return await self.run(batch_look.query(domain=domain, status=status, limit=limit, before_id=before_id))
+        """A page of batches, newest first; the next begins at `cursor=page.next_cursor`."""
+        return await self.run(batch_look.query(domain=domain, status=status, limit=limit, cursor=cursor))
 
     async def wait_for_batch(
         self,
         domain: str,
         batch_id: str,
         *,
-        timeout: Duration | None = None,
+        wait: Duration | None = None,
         on_progress: Callable[[BatchRecord], object | Awaitable[object]] | None = None,
     ) -> BatchRecord:
         """Wait until a batch is finished; see CommandBus.wait_for_batch. `on_progress` may be async."""
-        waiting = _Waiting(domain, batch_id, timeout)
+        waiting = _Waiting(domain, batch_id, wait)
         while True:
             record = waiting.check(await self.get_batch(domain, batch_id))
             if on_progress is not None and inspect.isawaitable(told := on_progress(record)):
@@ -248,7 +248,7 @@ class AsyncBatchMethods(_BatchOperations):
         self, domain: str, batch_id: str, *, operator: str | None = None, reason: str | None = None
     ) -> BatchCancelReport:
         """Cancel a batch; see CommandBus.cancel_batch."""
-        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return await self.follow(batch_operate.cancel(domain, batch_id, operator_action))
 
     async def retry_failed(
@@ -256,13 +256,13 @@ class AsyncBatchMethods(_BatchOperations):
         domain: str,
         batch_id: str,
         *,
-        operator: str | None = None,
-        reason: str | None = None,
         name: str | None = None,
         on_complete: WhenComplete | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
     ) -> BatchRetryReport:
         """Retry what failed in a batch; see CommandBus.retry_failed."""
-        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
+        operator_action = operate.operator_action(operator or whoami(), reason, "RETRY")
         return await self.follow(
             batch_operate.retry_failed(domain, batch_id, operator_action, name=name, on_complete=on_complete)
         )
@@ -271,10 +271,10 @@ class AsyncBatchMethods(_BatchOperations):
 class _Waiting:
     """One wait: how long it may take, and when to look again."""
 
-    def __init__(self, domain: str, batch_id: str, timeout: Duration | None) -> None:
+    def __init__(self, domain: str, batch_id: str, wait: Duration | None) -> None:
         self._domain = domain
         self._batch_id = batch_id
-        self._seconds = None if timeout is None else call.seconds_of(timeout, "timeout")
+        self._seconds = None if wait is None else parse_seconds(wait, name="wait", error=InvalidCommandError)
         self._until = None if self._seconds is None else monotonic() + self._seconds
         self._next = FIRST_LOOK_SECONDS
 

@@ -11,6 +11,7 @@ from commandbus.flow.operation import Operation, Plan
 from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.limit import check_limit_name
+from commandbus.model.page import Page
 
 if TYPE_CHECKING:
     from commandbus.flow.breakers import operate as breaker_operate
@@ -62,9 +63,9 @@ class BreakerMethods(_BreakerOperations):
     @abstractmethod
     def follow(self, plan: Plan[T], conn: object = None) -> T: ...
 
-    def breakers(self) -> list[BreakerInfo]:
+    def breakers(self) -> Page[BreakerInfo]:
         """The breakers of command types that have counted something, and those of all limits."""
-        return self.run(breaker_operate.list_breakers())
+        return Page(self.run(breaker_operate.list_breakers()))
 
     def open_breaker(
         self,
@@ -116,9 +117,9 @@ class AsyncBreakerMethods(_BreakerOperations):
     @abstractmethod
     async def follow(self, plan: Plan[T], conn: object = None) -> T: ...
 
-    async def breakers(self) -> list[BreakerInfo]:
+    async def breakers(self) -> Page[BreakerInfo]:
         """The breakers of command types that have counted something, and those of all limits."""
-        return await self.run(breaker_operate.list_breakers())
+        return Page(await self.run(breaker_operate.list_breakers()))
 
     async def open_breaker(
         self,
@@ -158,7 +159,7 @@ class AsyncBreakerMethods(_BreakerOperations):
 
 
 def _operator_action(operator: str | None, reason: str | None) -> OperatorAction:
-    return operate.operator_action("CANCEL", operator or whoami(), reason)
+    return operate.operator_action(operator or whoami(), reason)
 
 
 def _one(operation: Operation[T]) -> Plan[T]:

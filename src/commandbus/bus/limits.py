@@ -12,8 +12,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, Unpack
 from weakref import WeakSet
 
 from psycopg.errors import InsufficientPrivilege
@@ -21,11 +20,13 @@ from psycopg.errors import InsufficientPrivilege
 from commandbus.bus.base import BusBase, whoami
 from commandbus.clock import monotonic
 from commandbus.db.bus_pool import keep
-from commandbus.errors import ApiTimeoutError, ConfigurationError, DeadlineExceededError
+from commandbus.errors import ApiTimeoutError, ConfigurationError, DeadlineExceededError, UnknownLimitError
 from commandbus.flow.operation import Operation
 from commandbus.lazy import lazy
 from commandbus.logger import safe_logger
-from commandbus.model.limit import WAIT_SECONDS, Limit, LimitUse
+from commandbus.model.durations import Duration
+from commandbus.model.limit import WAIT_SECONDS, Limit, LimitOptions, LimitUse
+from commandbus.model.page import Page
 from commandbus.settings import Settings
 
 if TYPE_CHECKING:
@@ -118,22 +119,20 @@ class _LimitOperations(BusBase):
         for note in notes:
             logger.warning("%s", note)
 
-    def _setting(
-        self, name: str, options: dict[str, Any], who: str | None, why: str | None
-    ) -> Operation[LimitRow]:
+    def _setting(self, name: str, options: LimitOptions, who: str | None, why: str | None) -> Operation[LimitRow]:
         if options.get("backend") == "redis" and self.settings.redis_url is None:
             raise ConfigurationError(
                 f"limit {name!r}: backend 'redis' needs redis_url, which is not set; set COMMANDBUS_REDIS_URL"
             )
         return limits.set_limit(
-            name, options, limits.home_of(self.settings), operate.operator_action("CANCEL", who or whoami(), why)
+            name, options, limits.home_of(self.settings), operate.operator_action(who or whoami(), why)
         )
 
     def _unsetting(
         self, name: str, options: tuple[str, ...], who: str | None, why: str | None
     ) -> Operation[LimitRow | None]:
         return limits.unset_limit(
-            name, options, limits.home_of(self.settings), operate.operator_action("CANCEL", who or whoami(), why)
+            name, options, limits.home_of(self.settings), operate.operator_action(who or whoami(), why)
         )
 
 
@@ -160,8 +159,8 @@ class LimitMethods(_LimitOperations):
         self,
         name: str,
         *,
-        wait: float | str | timedelta = WAIT_SECONDS,
-        timeout: float | str | timedelta | None = None,
+        wait: Duration = WAIT_SECONDS,
+        timeout: Duration | None = None,
     ) -> Iterator[Hold]:
         """A permit of a limit for the block: `with bus.limit("docai", timeout=60) as call: …`.
 
@@ -201,24 +200,30 @@ class LimitMethods(_LimitOperations):
         """Declare a limit for all programs. Values that a person has set at run time still override it."""
         self._log(self.run(self._declaration(limit)))
 
-    def limits(self) -> list[LimitInfo]:
-        """Returns all limits, with their state."""
+    def limits(self) -> Page[LimitInfo]:
+        """All limits, and how they stand."""
         found = self.run(limit_look.list_waiting())
         looks = self._look(*(row for row, _ in found))
-        return [limit_look.describe(row, looks[row.name], waiting) for row, waiting in found]
+        return Page([limit_look.describe(row, looks[row.name], waiting) for row, waiting in found])
 
-    def get_limit(self, name: str) -> LimitInfo:
-        """Returns one limit. UnknownLimitError names the known ones."""
+    def get_limit(self, name: str) -> LimitInfo | None:
+        """One limit, and how it stands; None if there is none."""
+        try:
+            return self._describe(name)
+        except UnknownLimitError:
+            return None
+
+    def _describe(self, name: str) -> LimitInfo:
         row, waiting = self.run(limit_look.get_waiting(name))
         return limit_look.describe(row, self._look(row)[name], waiting)
 
     def set_limit(
-        self, name: str, *, operator: str | None = None, reason: str | None = None, **options: Any
+        self, name: str, *, operator: str | None = None, reason: str | None = None, **options: Unpack[LimitOptions]
     ) -> LimitInfo:
         """Change a limit at run time: `bus.set_limit("docai", concurrency=5, rate="120/m")`. All workers follow
         at once, and it stays so over deployments, until it is unset."""
         self.run(self._setting(name, options, operator, reason))
-        return self.get_limit(name)
+        return self._describe(name)
 
     def unset_limit(
         self, name: str, *options: str, operator: str | None = None, reason: str | None = None
@@ -270,8 +275,8 @@ class AsyncLimitMethods(_LimitOperations):
         self,
         name: str,
         *,
-        wait: float | str | timedelta = WAIT_SECONDS,
-        timeout: float | str | timedelta | None = None,
+        wait: Duration = WAIT_SECONDS,
+        timeout: Duration | None = None,
     ) -> AsyncIterator[Hold]:
         """A permit of a limit for the block: `async with bus.limit("docai", timeout=60): …`.
 
@@ -314,24 +319,30 @@ class AsyncLimitMethods(_LimitOperations):
         """Declare a limit for all programs. Values that a person has set at run time still override it."""
         self._log(await self.run(self._declaration(limit)))
 
-    async def limits(self) -> list[LimitInfo]:
-        """Returns all limits, with their state."""
+    async def limits(self) -> Page[LimitInfo]:
+        """All limits, and how they stand."""
         found = await self.run(limit_look.list_waiting())
         looks = await self._look(*(row for row, _ in found))
-        return [limit_look.describe(row, looks[row.name], waiting) for row, waiting in found]
+        return Page([limit_look.describe(row, looks[row.name], waiting) for row, waiting in found])
 
-    async def get_limit(self, name: str) -> LimitInfo:
-        """Returns one limit. UnknownLimitError names the known ones."""
+    async def get_limit(self, name: str) -> LimitInfo | None:
+        """One limit, and how it stands; None if there is none."""
+        try:
+            return await self._describe(name)
+        except UnknownLimitError:
+            return None
+
+    async def _describe(self, name: str) -> LimitInfo:
         row, waiting = await self.run(limit_look.get_waiting(name))
         return limit_look.describe(row, (await self._look(row))[name], waiting)
 
     async def set_limit(
-        self, name: str, *, operator: str | None = None, reason: str | None = None, **options: Any
+        self, name: str, *, operator: str | None = None, reason: str | None = None, **options: Unpack[LimitOptions]
     ) -> LimitInfo:
         """Change a limit at run time: `await bus.set_limit("docai", concurrency=5, rate="120/m")`. All workers
         follow at once, and it stays so over deployments, until it is unset."""
         await self.run(self._setting(name, options, operator, reason))
-        return await self.get_limit(name)
+        return await self._describe(name)
 
     async def unset_limit(
         self, name: str, *options: str, operator: str | None = None, reason: str | None = None

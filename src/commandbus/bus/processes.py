@@ -13,6 +13,7 @@ from commandbus.flow.operation import Operation, Plan
 from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.durations import Duration
+from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from commandbus.flow.processes.start import Starting
     from commandbus.model import process as model
     from commandbus.model.batch import CreatedBatch, WhenComplete
-    from commandbus.model.process import NewProcess, ProcessRecord, ProcessStatus, StartedProcess
+    from commandbus.model.process import NewProcess, ProcessRecord, ProcessStatus, StartedProcess, StrayReply
     from commandbus.processes import manager as managers
     from commandbus.processes.manager import BaseProcessManager
 else:
@@ -43,7 +44,7 @@ Manager: TypeAlias = "BaseProcessManager[Any] | str"
 """A process manager, or just the name of its process_type."""
 
 
-Items: TypeAlias = "Iterable[NewProcess | Mapping[str, Any]]"
+Items: TypeAlias = "Iterable[NewProcess | Mapping[str, object]]"
 
 
 def start(max_bytes: int, manager: Manager, items: Items, domain: str | None) -> Operation[list[StartedProcess]]:
@@ -74,7 +75,7 @@ def _prepare(
 ) -> tuple[str, str, Iterator[Starting]]:
     of_domain, process_type, deadline = _address(manager, domain)
 
-    def prepare(item: NewProcess | Mapping[str, Any]) -> Starting:
+    def prepare(item: NewProcess | Mapping[str, object]) -> Starting:
         new = process_start.to_new_process(item)
         if not isinstance(manager, str):
             new = managers.check_new(manager, new)
@@ -105,13 +106,13 @@ def _address(manager: Manager, domain: str | None) -> tuple[str, str, Duration |
 
 def cancel(domain: str, process_id: str, operator: str | None, reason: str | None) -> Plan[ProcessStatus]:
     return process_operate.cancel_process(
-        domain, process_id, operate.operator_action("CANCEL", operator or whoami(), reason)
+        domain, process_id, operate.operator_action(operator or whoami(), reason, "CANCEL")
     )
 
 
 def retry(domain: str, process_id: str, operator: str | None, reason: str | None) -> Operation[None]:
     return process_operate.retry_process(
-        domain, process_id, operate.operator_action("RETRY", operator or whoami(), reason)
+        domain, process_id, operate.operator_action(operator or whoami(), reason, "RETRY")
     )
 
 
@@ -127,7 +128,7 @@ class ProcessMethods(BusBase):
     def start_process(
         self,
         manager: Manager,
-        data: Any = None,
+        data: object = None,
         *,
         process_id: str | None = None,
         deadline: Duration | None = None,
@@ -162,7 +163,7 @@ class ProcessMethods(BusBase):
         *,
         batch_id: str | None = None,
         name: str | None = None,
-        custom_data: Any = None,
+        custom_data: JsonValue = None,
         on_complete: WhenComplete | None = None,
         is_open: bool = False,
         domain: str | None = None,
@@ -186,9 +187,24 @@ class ProcessMethods(BusBase):
         """Returns what is known about a process, with its trail; None if there is no such process."""
         return self.run(process_inspect.get_process(domain, process_id), conn)
 
-    def query_processes(self, **filters: Any) -> Page[ProcessRecord]:
-        """Processes, newest first: by domain, process_type, status, batch_id, process_id; limit and before_id."""
-        return self.run(process_inspect.query_processes(**filters))
+    def query_processes(
+        self,
+        domain: str | None = None,
+        process_type: str | None = None,
+        *,
+        status: ProcessStatus | str | None = None,
+        process_id: str | None = None,
+        batch_id: str | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> Page[ProcessRecord]:
+        """A page of processes, newest first; the next begins at `cursor=page.next_cursor`."""
+        return self.run(
+            process_inspect.query_processes(
+                domain=domain, process_type=process_type, status=status, process_id=process_id, batch_id=batch_id,
+                limit=limit, cursor=cursor,
+            )
+        )  # fmt: skip
 
     def cancel_process(
         self, domain: str, process_id: str, *, operator: str | None = None, reason: str | None = None
@@ -206,10 +222,15 @@ class ProcessMethods(BusBase):
         self.run(retry(domain, process_id, operator, reason))
 
     def stray_replies(
-        self, domain: str | None = None, *, process_id: str | None = None, limit: int = 50
-    ) -> list[dict[str, Any]]:
+        self,
+        domain: str | None = None,
+        *,
+        process_id: str | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> Page[StrayReply]:
         """Messages to processes that moved nothing, and why, newest first."""
-        return self.run(process_inspect.list_strays(domain, process_id=process_id, limit=limit))
+        return self.run(process_inspect.list_strays(domain, process_id=process_id, limit=limit, cursor=cursor))
 
 
 class AsyncProcessMethods(BusBase):
@@ -224,7 +245,7 @@ class AsyncProcessMethods(BusBase):
     async def start_process(
         self,
         manager: Manager,
-        data: Any = None,
+        data: object = None,
         *,
         process_id: str | None = None,
         deadline: Duration | None = None,
@@ -255,7 +276,7 @@ class AsyncProcessMethods(BusBase):
         *,
         batch_id: str | None = None,
         name: str | None = None,
-        custom_data: Any = None,
+        custom_data: JsonValue = None,
         on_complete: WhenComplete | None = None,
         is_open: bool = False,
         domain: str | None = None,
@@ -279,9 +300,24 @@ class AsyncProcessMethods(BusBase):
         """Returns what is known about a process, with its trail; None if there is no such process."""
         return await self.run(process_inspect.get_process(domain, process_id), conn)
 
-    async def query_processes(self, **filters: Any) -> Page[ProcessRecord]:
-        """Processes, newest first."""
-        return await self.run(process_inspect.query_processes(**filters))
+    async def query_processes(
+        self,
+        domain: str | None = None,
+        process_type: str | None = None,
+        *,
+        status: ProcessStatus | str | None = None,
+        process_id: str | None = None,
+        batch_id: str | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> Page[ProcessRecord]:
+        """A page of processes, newest first; the next begins at `cursor=page.next_cursor`."""
+        return await self.run(
+            process_inspect.query_processes(
+                domain=domain, process_type=process_type, status=status, process_id=process_id, batch_id=batch_id,
+                limit=limit, cursor=cursor,
+            )
+        )  # fmt: skip
 
     async def cancel_process(
         self,
@@ -306,7 +342,14 @@ class AsyncProcessMethods(BusBase):
         await self.run(retry(domain, process_id, operator, reason))
 
     async def stray_replies(
-        self, domain: str | None = None, *, process_id: str | None = None, limit: int = 50
-    ) -> list[dict[str, Any]]:
+        self,
+        domain: str | None = None,
+        *,
+        process_id: str | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> Page[StrayReply]:
         """Messages to processes that moved nothing, and why, newest first."""
-        return await self.run(process_inspect.list_strays(domain, process_id=process_id, limit=limit))
+        return await self.run(
+            process_inspect.list_strays(domain, process_id=process_id, limit=limit, cursor=cursor)
+        )

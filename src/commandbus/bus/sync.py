@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 import psycopg
 from psycopg import Connection
@@ -33,6 +33,7 @@ from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.command import AuditEntry, CancelResult, CommandRecord, NewCommand, SentCommand
 from commandbus.model.durations import Duration
+from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.page import Page
 from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 from commandbus.settings import Settings
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from commandbus.flow.commands.call import CommandOutcome
     from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
     from commandbus.flow.commands.inspect import (
+        CommandFilters,
         CommandQuery,
         DomainStatus,
         RejectedMessage,
@@ -205,9 +207,9 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         """Create a PGMQ queue for replies."""
         self.run(domains.create_queue(queue))
 
-    def list_domains(self) -> list[DomainInfo]:
+    def list_domains(self) -> Page[DomainInfo]:
         """All domains."""
-        return self.run(domains.list_domains())
+        return Page(self.run(domains.list_domains()))
 
     def create_roles(
         self,
@@ -227,23 +229,24 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         self,
         domain: str,
         command_type: str,
-        data: Any = None,
+        data: JsonValue = None,
         *,
         command_id: str | None = None,
         correlation_id: str | None = None,
         reply_to: str | None = None,
         max_attempts: int | None = None,
-        delay: float | timedelta | None = None,
+        delay: Duration | None = None,
         at: datetime | None = None,
-        headers: Mapping[str, Any] | None = None,
+        headers: Mapping[str, JsonValue] | None = None,
         timeout: Duration | None = None,
         conn: object = None,
     ) -> SentCommand:
         """Send a command; with `conn` in the caller's transaction.
 
-        `command_id` is an idempotency key. The same id with the same content returns the existing command
-        (`created=False`); with other content it raises DuplicateCommandError. `timeout` is this command's own
-        deadline (seconds, "2m", a timedelta; 0: none) instead of its handler's or its worker's.
+        `command_id` is an idempotency key: the same id with the same content answers the existing command
+        (`created=False`), with other content it is DuplicateCommandError. `delay` is how long it waits before it
+        may run; `at` is from when on. `timeout` is how long one attempt may take (0: without end), instead of what
+        its handler or its worker says. Durations are seconds, text such as "2m", or a timedelta.
         """
         new = NewCommand(
             command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,
@@ -254,7 +257,7 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
     def send_many(
         self,
         domain: str,
-        commands: Iterable[NewCommand | Mapping[str, Any]],
+        commands: Iterable[NewCommand | Mapping[str, object]],
         *,
         chunk_size: int = CHUNK,
         conn: object = None,
@@ -279,27 +282,28 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         self,
         domain: str,
         command_type: str,
-        data: Any = None,
+        data: JsonValue = None,
         *,
         command_id: str | None = None,
         correlation_id: str | None = None,
         max_attempts: int | None = None,
-        headers: Mapping[str, Any] | None = None,
-        timeout: Duration = 30.0,
-        deadline: Duration | None = None,
+        headers: Mapping[str, JsonValue] | None = None,
+        timeout: Duration | None = None,
+        wait: Duration = 30.0,
         conn: object = None,
-    ) -> Any:
-        """Send a command, wait for its outcome, and return its result; any other outcome raises CallError.
+    ) -> Json:
+        """Send a command, wait for its outcome, and answer its result; CallError tells any other outcome.
 
-        `timeout` is how long to wait (CallTimeoutError: the command goes on), `deadline` the command's own time
-        limit, which `send` calls `timeout`. A second call with the same `command_id` and content waits for the
-        same outcome. A command that enters the troubleshooting queue is CommandInTroubleshootingError at once.
+        `wait` is how long the caller waits (then CallTimeoutError: the command goes on). `timeout` is how long one
+        attempt of the command may take, as in `send`. A second call with the same `command_id` and content waits
+        for the same outcome. A command that enters the troubleshooting queue is CommandInTroubleshootingError at
+        once.
         """
         new = NewCommand(
             command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers
         )
         listen_at = partial(address_of, self._database, self.settings, self._lent_pool)
-        call = self._call(domain, new, deadline=deadline, timeout=timeout, conn=conn, listen_at=listen_at)
+        call = self._call(domain, new, timeout=timeout, wait=wait, conn=conn, listen_at=listen_at)
         sent = self._send_call(call)
         with call.awaiting(sent) as heard:
             try:
@@ -333,7 +337,7 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         The context tells a running handler. It has its grace to clean up. The command ends CANCELED, unless it
         completes by then. Asking again changes nothing and returns the same.
         """
-        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return self.run(operate.cancel(names.check_domain(domain), command_id, operator_action), conn)
 
     # --- looking ------------------------------------------------------------------------------------------
@@ -346,7 +350,7 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
     def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
         """Returns what is known about a command; None if there is no such command."""
         query = inspect.CommandQuery(domain=names.check_domain(domain), command_id=names.to_id(command_id))
-        page = self.run(inspect.query_commands(query, limit=1, before_id=None), conn)
+        page = self.run(inspect.query_commands(query, limit=1, cursor=None), conn)
         return page.items[0] if page.items else None
 
     def query_commands(
@@ -354,19 +358,19 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         query: CommandQuery | None = None,
         *,
         limit: int = 50,
-        before_id: int | None = None,
-        **filters: Any,
+        cursor: str | None = None,
+        **filters: Unpack[CommandFilters],
     ) -> Page[CommandRecord]:
-        """A page of commands, newest first; the next begins at `before_id=page.next_before_id`."""
-        return self.run(inspect.query_commands(command_query(query, filters), limit=limit, before_id=before_id))
+        """A page of commands, newest first; the next begins at `cursor=page.next_cursor`."""
+        return self.run(inspect.query_commands(command_query(query, filters), limit=limit, cursor=cursor))
 
-    def get_audit_trail(self, domain: str, command_id: str) -> list[AuditEntry]:
+    def get_audit_trail(self, domain: str, command_id: str) -> Page[AuditEntry]:
         """Every event of a command, in order."""
-        return self.run(inspect.get_audit_trail(domain, command_id))
+        return Page(self.run(inspect.get_audit_trail(domain, command_id)))
 
-    def get_attempts(self, domain: str, command_id: str) -> list[AttemptRecord]:
+    def get_attempts(self, domain: str, command_id: str) -> Page[AttemptRecord]:
         """The attempts that did not simply complete, with error, code and traceback, in order."""
-        return self.run(history.list_attempts(domain, command_id))
+        return Page(self.run(history.list_attempts(domain, command_id)))
 
     def list_stuck(
         self,
@@ -375,27 +379,28 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         *,
         since: datetime | None = None,
         limit: int = 50,
-    ) -> list[StuckAttempt]:
-        """Returns attempts that had to be stopped, newest first, with what was seen then (`autopsy`)."""
-        return self.run(history.list_stuck(domain, command_type, since=since, limit=limit))
+        cursor: str | None = None,
+    ) -> Page[StuckAttempt]:
+        """Attempts that a limit had to stop, newest first, with what was seen then (`autopsy`)."""
+        return self.run(history.list_stuck(domain, command_type, since=since, limit=limit, cursor=cursor))
 
     def rejected(
-        self, domain: str | None = None, *, limit: int = 50, before_id: int | None = None
-    ) -> list[RejectedMessage]:
-        """Returns raw messages that were not commands and were set aside, newest first."""
-        return self.run(inspect.list_rejected(domain=domain, limit=limit, before_id=before_id))
+        self, domain: str | None = None, *, limit: int = 50, cursor: str | None = None
+    ) -> Page[RejectedMessage]:
+        """Raw messages that were no commands and were moved aside, newest first."""
+        return self.run(inspect.list_rejected(domain=domain, limit=limit, cursor=cursor))
 
-    def undelivered_replies(self, *, limit: int = 50, before_id: int | None = None) -> list[UndeliveredReply]:
+    def undelivered_replies(self, *, limit: int = 50, cursor: str | None = None) -> Page[UndeliveredReply]:
         """Replies whose queue was gone when they were to be sent, newest first, with the reason."""
-        return self.run(inspect.list_undelivered(limit=limit, before_id=before_id))
+        return self.run(inspect.list_undelivered(limit=limit, cursor=cursor))
 
-    def status(self, *domains: str) -> list[DomainStatus]:
-        """Returns how many commands wait, run or need a person, for these domains or for all."""
-        return self.run(inspect.domain_status(domains or None))
+    def status(self, *domains: str) -> Page[DomainStatus]:
+        """Figures of these domains, or of all."""
+        return Page(self.run(inspect.domain_status(domains or None)))
 
-    def workers(self) -> list[WorkerInfo]:
+    def workers(self) -> Page[WorkerInfo]:
         """The registry of workers."""
-        return self.run(inspect.list_workers())
+        return Page(self.run(inspect.list_workers()))
 
     # --- operating ----------------------------------------------------------------------------------------
 
@@ -407,8 +412,8 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         operator: str | None = None,
         reason: str | None = None,
     ) -> bool:
-        """Pause a domain or one of its command types. Returns False if it was paused already."""
-        operator_action = operate.operator_action("CANCEL", operator or whoami(), reason)
+        """Pause a domain or one of its command types; False if it was."""
+        operator_action = operate.operator_action(operator or whoami(), reason)
         return self.run(pause.pause(names.check_domain(domain), command_type, operator_action))
 
     def resume(
@@ -420,13 +425,13 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         reason: str | None = None,
     ) -> int:
         """Resume; returns how many parked commands went back to the queue."""
-        operator_action = operate.operator_action("RETRY", operator or whoami(), reason)
+        operator_action = operate.operator_action(operator or whoami(), reason)
         return self.follow(pause.resume(names.check_domain(domain), command_type, operator_action))
 
-    def pauses(self) -> list[PauseInfo]:
+    def pauses(self) -> Page[PauseInfo]:
         """What is paused."""
-        return self.run(pause.list_pauses())
+        return Page(self.run(pause.list_pauses()))
 
-    def prune(self, *, age: float | str | timedelta | None = None, count: int | None = None) -> PruneReport:
-        """Delete finished commands older than `age` or beyond the newest `count` (default: the settings)."""
+    def prune(self, *, age: Duration | None = None, count: int | None = None) -> PruneReport:
+        """Forget finished commands older than `age` or beyond the newest `count` (default: the settings)."""
         return self.follow(prune.prune_all(self._retention(age, count)))

@@ -17,7 +17,7 @@ from commandbus.cli import batch_text
 from commandbus.cli import find_id as where
 from commandbus.cli.exit_codes import ExitCode
 from commandbus.cli.json_lines import check_unique
-from commandbus.cli.parameters import DURATION, JsonType, operator_options
+from commandbus.cli.parameters import DURATION, JsonType, operator_options, page_options
 from commandbus.cli.render import age_of, print_json, print_table, say, say_heading
 from commandbus.cli.send import read_commands
 from commandbus.cli.session import CliGroup, CliSession, check_known
@@ -90,9 +90,9 @@ def create(
 @batch.command()
 @BATCH
 @DOMAIN
-@click.option("--timeout", type=DURATION, metavar="TIME", help="Wait no longer than this: 10m.")
+@click.option("--wait", type=DURATION, metavar="TIME", help="Wait no longer than this: 10m.")
 @click.pass_context
-def watch(ctx: click.Context, /, batch_id: str, domain: str | None, timeout: float | None) -> None:
+def watch(ctx: click.Context, /, batch_id: str, domain: str | None, wait: float | None) -> None:
     """Follow a batch until it ends.
 
     Prints a bar with rate and ETA on a terminal, elsewhere a line for each change (with --json an object). The
@@ -103,7 +103,7 @@ def watch(ctx: click.Context, /, batch_id: str, domain: str | None, timeout: flo
     with session.bus() as bus:
         of_domain, batch_id = where.of_batch(bus, batch_id, domain)
         with _watcher(session) as show:
-            record = bus.wait_for_batch(of_domain, batch_id, timeout=timeout, on_progress=show)
+            record = bus.wait_for_batch(of_domain, batch_id, wait=wait, on_progress=show)
     if not session.as_json:
         _say(batch_text.ending(record))
     if record.status is not BatchStatus.COMPLETED:
@@ -115,23 +115,23 @@ def watch(ctx: click.Context, /, batch_id: str, domain: str | None, timeout: flo
 @click.option(
     "--status", type=click.Choice(list(map(str, BatchStatus)), case_sensitive=False), help="Only in this status."
 )
-@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
-@click.option("--before-id", type=int, metavar="ID", help="The next page: before this internal id.")
+@page_options
 @click.pass_obj
 def list_batches(
-    session: CliSession, domain: str | None, status: str | None, limit: int, before_id: int | None
+    session: CliSession, domain: str | None, status: str | None, limit: int, cursor: str | None
 ) -> None:
     """List batches, newest first, with their progress.
 
-    # is an internal id, for --before-id only. `batch show` and the other commands take the BATCH ID. DONE is the
-    share of members that have ended. TSQ is how many need a person. RATE is how many end per second.
+    # is the internal id; BATCH ID is what `batch show` and the others take. DONE is how much is
+    final; TSQ how many need a person; RATE how many become final per second.
     """
     with session.bus() as bus:
-        page = bus.query_batches(domain, status, limit=limit, before_id=before_id)
+        page = bus.query_batches(domain, status, limit=limit, cursor=cursor)
         if not page.items:
             check_known(bus, domain)
     if session.as_json:
         print_json([batch_text.document(item) for item in page.items])
+        session.say_more(page)
         return
     print_table(
         columns(
@@ -149,8 +149,7 @@ def list_batches(
         ],
         empty="no batches",
     )  # fmt: skip
-    if page.next_before_id is not None:
-        say(f"more: add --before-id {page.next_before_id}")
+    session.say_more(page)
 
 
 @batch.command()

@@ -44,7 +44,7 @@ def breakers(ctx: click.Context) -> None:
         return
     session: CliSession = ctx.obj
     with session.bus() as bus:
-        found = bus.breakers()
+        found = bus.breakers().items
     session.answer(
         found,
         lambda: print_table(

@@ -10,7 +10,7 @@ import click
 from commandbus.bus import CommandBus
 from commandbus.cli import autopsy
 from commandbus.cli import find_id as where
-from commandbus.cli.parameters import SINCE
+from commandbus.cli.parameters import SINCE, page_options
 from commandbus.cli.render import (
     age,
     age_of,
@@ -42,11 +42,8 @@ STATUSES = [*(status.value for status in CommandStatus), *SHORT]
 @click.option("--status", type=click.Choice(STATUSES, case_sensitive=False), help="Only in this status.")
 @click.option("--correlation-id", metavar="ID", help="Only with this correlation id.")
 @click.option("--batch", "batch_id", metavar="ID", help="Only members of this batch.")
-@click.option(
-    "--since", type=SINCE, metavar="TIME", help="Only sent since then: an ISO instant, or 2h for 2 h ago."
-)
-@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
-@click.option("--before-id", type=int, metavar="ID", help="The next page: before this internal id.")
+@click.option("--since", type=SINCE, metavar="TIME", help="Sent since: an ISO instant, or a duration such as 2h.")
+@page_options
 @click.pass_obj
 def commands(
     session: CliSession,
@@ -57,7 +54,7 @@ def commands(
     batch_id: str | None,
     since: datetime | None,
     limit: int,
-    before_id: int | None,
+    cursor: str | None,
 ) -> None:
     """List commands, newest first."""
     wanted = None if status is None else CommandStatus(SHORT.get(status, status))
@@ -66,12 +63,13 @@ def commands(
             domain, batch_id = where.of_batch(bus, batch_id, domain)
         page = bus.query_commands(
             domain=domain, command_type=command_type, status=wanted, correlation_id=correlation_id,
-            batch_id=batch_id, created_after=since, limit=limit, before_id=before_id,
+            batch_id=batch_id, created_after=since, limit=limit, cursor=cursor,
         )  # fmt: skip
         if not page.items:
             check_known(bus, domain)
     if session.as_json:
         print_json(page.items)
+        session.say_more(page)
         return
     print_table(
         columns(":id domain type =command_id status :attempts?? sent?? ~note?"),
@@ -84,8 +82,7 @@ def commands(
         ],
         empty="no commands",
     )  # fmt: skip
-    if page.next_before_id is not None:
-        say(f"more: add --before-id {page.next_before_id}")
+    session.say_more(page)
 
 
 def _note(item: CommandRecord) -> str | None:
@@ -121,7 +118,7 @@ def show(session: CliSession, words: tuple[str, ...], with_traceback: bool, with
         raise click.UsageError("give DOMAIN ID, or ID alone")
     with session.bus() as bus:
         record = _find(bus, words)
-        trail = bus.get_audit_trail(record.domain, record.command_id)
+        trail = bus.get_audit_trail(record.domain, record.command_id).items
         attempts = bus.run(list_attempts(record.domain, record.command_id))
         part = bus.run(process_of(record.id))
     if session.as_json:

@@ -33,7 +33,7 @@ def create_domain(session: CliSession, names: tuple[str, ...]) -> None:
 def list_domains(session: CliSession) -> None:
     """List all domains."""
     with session.bus() as bus:
-        found = bus.list_domains()
+        found = bus.list_domains().items
     session.answer(
         [{"domain": item.name, "queue": item.queue, "created_at": item.created_at} for item in found],
         lambda: print_table(

@@ -45,7 +45,7 @@ def numbered_command(bus: CommandBus, typed: str) -> CommandRecord | None:
     number = re.fullmatch(r"#(\d{1,18})", typed, re.ASCII)
     if number is None:
         return None
-    page = bus.query_commands(limit=1, before_id=int(number[1]) + 1)
+    page = bus.query_commands(limit=1, cursor=str(int(number[1]) + 1))
     return page.items[0] if page.items and page.items[0].id == int(number[1]) else None
 
 
@@ -53,9 +53,7 @@ def of_batch(bus: CommandBus, typed: str, domain: str | None) -> tuple[str, str]
     """The domain and the id of a batch: the domain that was said, or the only one that has it."""
 
     def look(batch_id: str) -> list[str] | None:
-        page = bus.run(
-            batch_look.query(domain=domain, batch_id=batch_id, status=None, limit=MOST_DOMAINS, before_id=None)
-        )
+        page = bus.run(batch_look.query(domain=domain, batch_id=batch_id, status=None, limit=MOST_DOMAINS))
         return [item.domain for item in page.items] or None
 
     if domain is not None and not _is_special(typed):

@@ -11,7 +11,7 @@ from commandbus.cli.parameters import DURATION, AnyType, operator_options
 from commandbus.cli.render import age, moment, print_fields, print_table, say, say_heading
 from commandbus.cli.session import CliSession, ListingGroup
 from commandbus.cli.table import columns
-from commandbus.errors import ConfigurationError
+from commandbus.errors import ConfigurationError, UnknownLimitError
 from commandbus.flow.commands.known_types import doubt_limit
 from commandbus.flow.limits.inspect import ControlAction, Estimate, LimitInfo, list_actions
 from commandbus.model.counting import counted
@@ -59,7 +59,7 @@ def limits(ctx: click.Context) -> None:
         return
     session: CliSession = ctx.obj
     with session.bus() as bus:
-        found = bus.limits()
+        found = bus.limits().items
         undeclared = sorted({limit.name for limit in bus.settings.limits} - {item.name for item in found})
     session.answer(found, lambda: _print(found, undeclared))
 
@@ -72,7 +72,9 @@ def limits(ctx: click.Context) -> None:
 def show(session: CliSession, name: str, actions: int) -> None:
     """Show one limit: what it allows and who said so, who holds its permits, and its last changes."""
     with session.bus() as bus:
-        info, estimate = bus.get_limit(name), bus.estimate(name)
+        estimate, info = bus.estimate(name), bus.get_limit(name)
+        if info is None:
+            raise UnknownLimitError(name)
         done = bus.run(list_actions(name, limit=actions))
     document = _document(info) | {"estimate": estimate, "actions": done}
     session.answer(document, lambda: _print_one(info, estimate, done))

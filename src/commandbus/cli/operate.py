@@ -137,7 +137,7 @@ def pauses(session: CliSession, actions: int) -> None:
             done = bus.run(list_actions(limit=actions))
             session.answer(done, lambda: _print_actions(done))
             return
-        found = bus.pauses()
+        found = bus.pauses().items
     session.answer(
         found,
         lambda: print_table(

@@ -105,6 +105,12 @@ def operator_options(function: F) -> F:
     )
 
 
+def page_options(function: F) -> F:
+    """`--limit` and `--cursor`, for lists; `CliSession.say_more` tells the next cursor."""
+    function = click.option("--cursor", metavar="CURSOR", help="The next page: what the last one said.")(function)
+    return click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)(function)
+
+
 def setting_options(settings: Iterable[Setting]) -> Callable[[F], F]:
     """An option for each setting, unparsed: `load_settings` says what is wrong with it."""
 

@@ -13,7 +13,7 @@ from commandbus.cli import find_id as where
 from commandbus.cli import process_text
 from commandbus.cli.batch import completion
 from commandbus.cli.json_lines import check_unique, read_items
-from commandbus.cli.parameters import DURATION, JsonType, operator_options
+from commandbus.cli.parameters import DURATION, JsonType, operator_options, page_options
 from commandbus.cli.render import age_of, print_json, print_table, say, shortened
 from commandbus.cli.session import CliGroup, CliSession, check_known
 from commandbus.cli.table import columns
@@ -167,8 +167,7 @@ def _told_by_line(source: str, processes: Mapping[int, NewProcess]) -> Iterator[
     "--status", type=click.Choice(list(map(str, ProcessStatus)), case_sensitive=False), help="Only in this status."
 )
 @click.option("--batch", "batch_id", metavar="ID", help="Only members of this batch.")
-@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
-@click.option("--before-id", type=int, metavar="ID", help="The next page: before this internal id.")
+@page_options
 @click.pass_obj
 def list_processes(
     session: CliSession,
@@ -177,18 +176,18 @@ def list_processes(
     status: str | None,
     batch_id: str | None,
     limit: int,
-    before_id: int | None,
+    cursor: str | None,
 ) -> None:
     """List processes, newest first, and what they wait for.
 
-    # is an internal id, for --before-id only. `process show` and the other commands take the PROCESS ID.
+    # is the internal id; PROCESS ID is what `process show` and the others take.
     """
     with session.bus() as bus:
         if batch_id is not None and unescaped(batch_id) != batch_id:
             domain, batch_id = where.of_batch(bus, batch_id, domain)
         page = bus.query_processes(
             domain=domain, process_type=process_type, status=status, batch_id=batch_id, limit=limit,
-            before_id=before_id,
+            cursor=cursor,
         )  # fmt: skip
         if not page.items:
             check_known(bus, domain)
@@ -203,8 +202,7 @@ def list_processes(
             empty="no processes",
         ),
     )  # fmt: skip
-    if page.next_before_id is not None and not session.as_json:
-        say(f"more: add --before-id {page.next_before_id}")
+    session.say_more(page)
 
 
 @process.command()
@@ -265,25 +263,28 @@ def retry(
 @process.command()
 @click.option("--domain", metavar="NAME", help="Only of this domain.")
 @click.option("--process", "process_id", metavar="ID", help="Only for this process.")
-@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
+@page_options
 @click.pass_obj
-def strays(session: CliSession, domain: str | None, process_id: str | None, limit: int) -> None:
-    """List replies that moved nothing, newest first, with the reason: late, duplicated, malformed, no process."""
+def strays(
+    session: CliSession, domain: str | None, process_id: str | None, limit: int, cursor: str | None
+) -> None:
+    """Replies that moved nothing, newest first, with the reason: late, duplicated, malformed, for nobody."""
     with session.bus() as bus:
-        found = bus.stray_replies(domain, process_id=process_id, limit=limit)
-        if not found:
+        page = bus.stray_replies(domain, process_id=process_id, limit=limit, cursor=cursor)
+        if not page.items:
             check_known(bus, domain)
             if process_id is not None:
                 _find(bus, process_id, domain)
     session.answer(
-        found,
+        page.items,
         lambda: print_table(
             columns(":id domain =process at?? ~reason ~message?"),
-            [(item["id"], item["domain"], item["process_id"] or "-", item["at"], item["reason"],
-              shortened(item["message"])) for item in found],
-            empty="no stray replies",
+            [(item.id, item.domain, item.process_id or "-", item.at, item.reason, shortened(item.message))
+             for item in page.items],
+            empty="every reply was of use",
         ),
     )  # fmt: skip
+    session.say_more(page)
 
 
 def _find(bus: CommandBus, process_id: str, domain: str | None) -> ProcessRecord:

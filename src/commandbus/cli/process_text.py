@@ -80,7 +80,7 @@ def print_trail(record: ProcessRecord) -> None:
         say_heading("replies that moved nothing")
         print_table(
             columns("at? ~reason ~message?"),
-            [(stray["at"], stray["reason"], shortened(stray["message"])) for stray in record.strays],
+            [(stray.at, stray.reason, shortened(stray.message)) for stray in record.strays],
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from commandbus.cli.parameters import page_options
 from commandbus.cli.render import print_table, shortened
 from commandbus.cli.session import CliCommand, CliSession, check_known
 from commandbus.cli.table import columns
@@ -12,23 +13,23 @@ from commandbus.flow.commands.inspect import RejectedMessage, list_rejected
 
 @click.command(cls=CliCommand)
 @click.option("--domain", metavar="NAME", help="Only of this domain.")
-@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
-@click.option("--before-id", type=int, metavar="ID", help="The next page: before this id.")
+@page_options
 @click.pass_obj
-def rejected(session: CliSession, domain: str | None, limit: int, before_id: int | None) -> None:
-    """List messages that were not commands, newest first, with the reason."""
+def rejected(session: CliSession, domain: str | None, limit: int, cursor: str | None) -> None:
+    """Messages that were moved aside, newest first, with the reason."""
     with session.bus() as bus:
-        found = bus.run(list_rejected(domain=domain, limit=limit, before_id=before_id))
-        if not found:
+        page = bus.run(list_rejected(domain=domain, limit=limit, cursor=cursor))
+        if not page.items:
             check_known(bus, domain)
     session.answer(
-        found,
+        page.items,
         lambda: print_table(
             columns(":id domain rejected?? ~reason ~message?"),
-            [(item.id, item.domain, item.rejected_at, item.reason, _shown(item)) for item in found],
+            [(item.id, item.domain, item.rejected_at, item.reason, _shown(item)) for item in page.items],
             empty="no rejected messages",
         ),
     )
+    session.say_more(page)
 
 
 def _shown(item: RejectedMessage) -> str:

@@ -18,7 +18,6 @@ from commandbus.flow.commands import send as send_flow
 from commandbus.model import names
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.counting import counted
-from commandbus.model.durations import parse_seconds
 from commandbus.settings import Settings
 
 
@@ -32,10 +31,10 @@ from commandbus.settings import Settings
 @click.option("--reply-to", metavar="QUEUE", help="The queue that gets the reply.")
 @click.option("--max-attempts", type=int, metavar="N")
 @click.option(
-    "--timeout", type=DURATION, metavar="TIME", help="How long one attempt may take: 90s; 0: no deadline."
+    "--timeout", type=DURATION, metavar="TIME", help="How long one attempt may take: 90s, 10m; 0: without end."
 )
-@click.option("--delay", type=DURATION, metavar="TIME", help="Start it no earlier than after this time: 5m.")
-@click.option("--at", type=INSTANT, metavar="ISO", help="Start it no earlier than this: 2026-01-31T09:30:00Z.")
+@click.option("--delay", type=DURATION, metavar="TIME", help="Run it after a while: 5m.")
+@click.option("--at", type=INSTANT, metavar="ISO", help="Run it then: 2026-01-31T09:30:00Z.")
 @click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="Repeatable.")
 @click.option("--from", "source", metavar="FILE", help="Send one command per line of this file of JSON lines.")
 @click.pass_obj
@@ -134,10 +133,9 @@ def read_commands(name: str, settings: Settings) -> dict[int, NewCommand]:
 def _to_command(line: Any) -> NewCommand:
     if not isinstance(line, dict):
         raise InvalidCommandError('it is not an object such as {"command_type": "ship", "data": {}}')
-    delay, at = line.get("delay"), line.get("at")
+    at = line.get("at")
     instant: datetime | None = parse_instant(at) if isinstance(at, str) else at
-    seconds = parse_seconds(delay, name="delay") if isinstance(delay, str) else delay
-    return send_flow.to_new_command({**line, "delay": seconds, "at": instant})
+    return send_flow.to_new_command({**line, "at": instant})
 
 
 COMMANDS = [send]

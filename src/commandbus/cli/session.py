@@ -11,6 +11,7 @@ No command waits for somebody's lock for longer than LOCK_SECONDS. Behind PgBoun
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from psycopg import Connection
 
     from commandbus.bus import CommandBus
+    from commandbus.model.page import Page
     from commandbus.settings import Settings
 
 CONNECT_SECONDS = 3
@@ -89,6 +91,11 @@ class CliSession:
             print_json(document)
         else:
             for_people()
+
+    def say_more(self, page: Page[Any]) -> None:
+        """Tell how to get the next page, if there is one; beside a document on stderr."""
+        if page.next_cursor is not None:
+            say(f"more: add --cursor {shlex.quote(page.next_cursor)}", is_error=self.as_json)
 
     def warn(self, sentence: str | None) -> None:
         """Something that people should know and that is no error; a document has it in `warning`."""

@@ -33,7 +33,7 @@ def status(session: CliSession, domains: tuple[str, ...], watch: bool, interval:
     """
     with session.bus() as bus:
         while True:
-            found = bus.status(*domains)
+            found = bus.status(*domains).items
             if session.as_json:
                 print_json(found, on_one_line=watch)
             else:

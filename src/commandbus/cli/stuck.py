@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from commandbus.cli import autopsy
-from commandbus.cli.parameters import SINCE
+from commandbus.cli.parameters import SINCE, page_options
 from commandbus.cli.render import age, print_table, say, say_heading
 from commandbus.cli.session import CliCommand, CliSession, check_known
 from commandbus.cli.table import columns
@@ -22,9 +22,9 @@ from commandbus.model.outcome import Verdict
 @click.option(
     "--since", type=SINCE, metavar="TIME", help="Only stopped since: an ISO instant, or a duration such as 2h."
 )
-@click.option("--all", "everything", is_flag=True, help="Also list attempts that were not to blame.")
-@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
-@click.option("--autopsy", "with_autopsy", is_flag=True, help="Also show the autopsy of each.")
+@click.option("--all", "everything", is_flag=True, help="Those that were stopped through no fault of theirs too.")
+@page_options
+@click.option("--autopsy", "with_autopsy", is_flag=True, help="The stacks and the backend's state of each too.")
 @click.pass_obj
 def stuck(
     session: CliSession,
@@ -33,6 +33,7 @@ def stuck(
     since: datetime | None,
     everything: bool,  # noqa: FBT001
     limit: int,
+    cursor: str | None,
     with_autopsy: bool,  # noqa: FBT001
 ) -> None:
     """List attempts that had to be stopped, newest first.
@@ -46,13 +47,16 @@ def stuck(
     database was unreachable).
     """
     with session.bus() as bus:
-        found = bus.run(list_stuck(domain, command_type, since=since, limit=limit, everything=everything))
-        if not found:
+        page = bus.run(
+            list_stuck(domain, command_type, since=since, limit=limit, cursor=cursor, everything=everything)
+        )
+        if not page.items:
             check_known(bus, domain)
     session.answer(
-        [_document(item, with_autopsy=with_autopsy) for item in found],
-        lambda: _print(found, with_autopsy=with_autopsy),
+        [_document(item, with_autopsy=with_autopsy) for item in page.items],
+        lambda: _print(page.items, with_autopsy=with_autopsy),
     )
+    session.say_more(page)
 
 
 def _document(item: StuckAttempt, *, with_autopsy: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import click
 
 from commandbus.cli import find_id as where
 from commandbus.cli.exit_codes import ExitCode
-from commandbus.cli.parameters import JsonType, operator_options
+from commandbus.cli.parameters import JsonType, operator_options, page_options
 from commandbus.cli.render import age_of, print_table, say
 from commandbus.cli.session import CliGroup, CliSession, check_known
 from commandbus.cli.table import columns
@@ -59,8 +59,7 @@ def _target(function: F) -> F:
 
 @tsq.command("list")
 @_filters
-@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
-@click.option("--after-id", type=int, default=0, metavar="ID", help="The next page: after this internal id.")
+@page_options
 @click.pass_obj
 def list_entries(
     session: CliSession,
@@ -68,26 +67,25 @@ def list_entries(
     command_type: str | None,
     error_code: str | None,
     limit: int,
-    after_id: int,
+    cursor: str | None,
 ) -> None:
     """List the commands that need a person, and why."""
     with session.bus() as bus:
-        found = TroubleshootingQueue(bus).list(
-            domain_option, command_type, error_code=error_code, limit=limit, after_id=after_id
+        page = TroubleshootingQueue(bus).list(
+            domain_option, command_type, error_code=error_code, limit=limit, cursor=cursor
         )
-        if not found:
+        if not page.items:
             check_known(bus, domain_option)
     session.answer(
-        found,
+        page.items,
         lambda: print_table(
             columns(":id domain type =command_id :attempt_number??? since?? code ~error?"),
             [(f"#{item.id}", item.domain, item.command_type, item.command_id, item.attempt,
-              f"{age_of(item.entered_at)} ago", item.error_code, item.error) for item in found],
-            empty="no command needs a person",
+              f"{age_of(item.entered_at)} ago", item.error_code, item.error) for item in page.items],
+            empty="nobody needs a person",
         ),
     )  # fmt: skip
-    if len(found) == limit and not session.as_json:
-        say(f"more: add --after-id {found[-1].id}")
+    session.say_more(page)
 
 
 @tsq.command()
@@ -141,7 +139,7 @@ def cancel(ctx: click.Context, /, operator: str | None, reason: str | None, **wo
         queue = TroubleshootingQueue(bus)
         if target.command_id is not None:
             target.command_id = where.of_command(bus, target.domain, target.command_id)
-            queue.operator_cancel(target.domain, target.command_id, reason, operator=operator)
+            queue.operator_cancel(target.domain, target.command_id, operator=operator, reason=reason)
             moved = 1
         else:
             _confirm(ctx, queue, target, "cancel")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from datetime import timedelta
 
 from commandbus.clock import monotonic
 from commandbus.errors import ApiTimeoutError, AttemptCancelledError, LimitLostError
 from commandbus.limits.requests import Permit
 from commandbus.model.api_errors import ApiFailure, api_failure
-from commandbus.model.durations import parse_seconds
+from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.limit import check_limit_name
 from commandbus.model.limit_state import ApiAnswer
 
@@ -60,9 +59,7 @@ def lost(name: str) -> LimitLostError:
     )
 
 
-def check_limit_terms(
-    name: str, wait: float | str | timedelta, timeout: float | str | timedelta | None
-) -> tuple[float, float]:
+def check_limit_terms(name: str, wait: Duration, timeout: Duration | None) -> tuple[float, float]:
     """Seconds to wait for a permit, and for the call; both checked."""
     check_limit_name(name)
     seconds = math.inf if timeout is None else parse_seconds(timeout, name="timeout")

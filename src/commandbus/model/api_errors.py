@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 from commandbus.clock import epoch
@@ -32,6 +32,7 @@ from commandbus.errors import (
     PermanentCommandError,
     RateLimitError,
 )
+from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.limit import check_limit_name
 
 T = TypeVar("T")
@@ -181,12 +182,20 @@ def _judged(error: BaseException) -> ApiFailure | None:
     return _unanswered(error)
 
 
+def _told_seconds(value: object) -> float | None:
+    """What a handler said: a duration, or a header's value. What is neither is None: a 429 must not get lost."""
+    try:
+        return _capped(parse_seconds(cast(Duration, value), name="retry_after"))
+    except ValueError:
+        return parse_retry_after(value, now=epoch())
+
+
 def _told(error: RateLimitError) -> ApiFailure:
     details, limit = _get(error, "details"), _get(error, "limit")
     return ApiFailure(
         "rate_limited",
         _whole(details.get("status") if isinstance(details, dict) else None) or 429,
-        parse_retry_after(_get(error, "retry_after"), now=epoch()),
+        _told_seconds(_get(error, "retry_after")),
         _text(error) or "rate limited",
         limit if isinstance(limit, str) else None,
     )

@@ -22,6 +22,7 @@ from uuid import UUID
 from commandbus.errors import InvalidCommandError
 from commandbus.model import names, payload
 from commandbus.model.command import CancelRequest
+from commandbus.model.json_values import Json, JsonValue
 
 ADDRESSES = "__commandbus_addresses__"  # attribute of a registered handler: the (domain, command_type)s it is for
 RATE_WINDOW_SECONDS = 10.0  # as in commandbus.moving_rate
@@ -55,11 +56,11 @@ class OnComplete:
 
     domain: str
     command_type: str
-    data: Any = None
+    data: JsonValue = None
     command_id: str | None = None
 
 
-WhenComplete: TypeAlias = "OnComplete | Mapping[str, Any] | Callable[..., Any]"
+WhenComplete: TypeAlias = "OnComplete | Mapping[str, object] | Callable[..., object]"
 """`on_complete=` takes an OnComplete, a dict with its fields, `{"reply_to": queue}`, or a registered handler."""
 
 
@@ -101,8 +102,8 @@ class BatchRecord:
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
-    custom_data: Any = None
-    on_complete: Mapping[str, Any] | None = None
+    custom_data: Json = None
+    on_complete: Mapping[str, Json] | None = None
     retry_of: str | None = None
     cancel: CancelRequest | None = None
     eta_seconds: float | None = None

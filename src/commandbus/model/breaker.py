@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal, cast
+from typing import Final, Literal, cast
 
 from commandbus.errors import ConfigurationError
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
+from commandbus.model.json_values import Json
 from commandbus.model.names import shown
 
 OnOpen = Literal["park", "refuse"]
@@ -75,13 +76,13 @@ class Breaker:
         """How long it stays open, likewise."""
         return cast(float, self.reset)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         """What differs from a bare `Breaker`, in JSON's types; `from_json` reads it."""
         options = {item.name: item.default for item in fields(self)}
         return {name: getattr(self, name) for name, default in options.items() if getattr(self, name) != default}
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Breaker:
+    def from_json(cls, given: Mapping[str, Json]) -> Breaker:
         """From options by name."""
         for key in given:
             if key not in OPTIONS:
@@ -95,10 +96,7 @@ OPTIONS: Final = tuple(item.name for item in fields(Breaker))
 
 
 def _seconds(name: str, value: Duration) -> float:
-    try:
-        seconds = parse_seconds(value, name=f"breaker: {name}")
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from None
+    seconds = parse_seconds(value, name=f"breaker: {name}", error=ConfigurationError)
     if seconds < _SHORTEST:
         raise _wrong(name, value, f"at least {format_seconds(_SHORTEST)}")
     return seconds

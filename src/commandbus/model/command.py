@@ -18,12 +18,13 @@ import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from commandbus.clock import epoch
 from commandbus.model.durations import Duration, roughly
+from commandbus.model.json_values import Json, JsonValue
 
 
 class CommandStatus(StrEnum):
@@ -102,10 +103,10 @@ class Command:
     domain: str
     command_type: str
     command_id: str
-    data: Any
+    data: Json
     correlation_id: str | None = None
     reply_to: str | None = None
-    headers: Mapping[str, Any] | None = None
+    headers: Mapping[str, Json] | None = None
     created_at: datetime | None = None
     id: int = 0
 
@@ -114,19 +115,20 @@ class Command:
 class NewCommand:
     """One command for `send_many`; the fields mean what they mean in `send`.
 
-    `timeout` is this command's own deadline: seconds, text such as "2m", or a timedelta; 0 means that it has none,
-    None leaves it to its handler and its worker.
+    `timeout` is how long one attempt of this command may take; 0 means without end, None leaves it to its handler
+    and its worker. `delay` is how long it waits before it may run. Durations are seconds, text such as "2m", or a
+    timedelta.
     """
 
     command_type: str
-    data: Any = None
+    data: JsonValue = None
     command_id: str | None = None
     correlation_id: str | None = None
     reply_to: str | None = None
     max_attempts: int | None = None
-    delay: float | timedelta | None = None
+    delay: Duration | None = None
     at: datetime | None = None
-    headers: Mapping[str, Any] | None = None
+    headers: Mapping[str, JsonValue] | None = None
     timeout: Duration | None = None
 
 
@@ -179,11 +181,11 @@ class CommandRecord:
     command_id: str
     command_type: str
     status: CommandStatus
-    data: Any
-    result: Any
+    data: Json
+    result: Json
     correlation_id: str | None
     reply_to: str | None
-    headers: Mapping[str, Any] | None
+    headers: Mapping[str, Json] | None
     max_attempts: int | None
     attempts: int
     created_at: datetime
@@ -196,7 +198,7 @@ class CommandRecord:
     error_code: str | None = None
     error: str | None = None
     timeout: float | None = None
-    progress: Any = None
+    progress: Json = None
     cancel_requested: CancelRequest | None = None
     batch_id: str | None = None
     waiting_until: datetime | None = None
@@ -237,7 +239,7 @@ class AuditEntry:
     at: datetime
     attempt: int | None = None
     worker: str | None = None
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Json] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,7 @@ class TsqEntry:
     error_type: str | None
     error_code: str | None
     error: str | None
-    data: Any
+    data: Json
 
 
 # Our own, seeded from the system and anew in every forked child: an application that calls random.seed(0) would

@@ -1,8 +1,9 @@
 """Durations as people write them, and as they read them.
 
-`parse_seconds` turns what stands in an argument, an environment variable or a TOML file into seconds;
-`format_seconds` turns seconds into what a person reads. The invariant: a parsed duration is a finite number
-from 0 to ten years, and `parse_seconds(format_seconds(s))` is `s` to the millisecond.
+`parse_seconds` is the only parser: it turns what stands in an argument, a command-line option, an environment
+variable or a TOML file into seconds. `format_seconds` turns seconds into what a person reads. The invariant: a
+parsed duration is a finite number from 0 to ten years, and `parse_seconds(format_seconds(s))` is `s` to the
+millisecond.
 
 What a setting *means* (whether 0 is allowed, what it must be shorter than) is not decided here; see
 `model/timeouts.py` and `settings.py`.
@@ -16,6 +17,7 @@ from datetime import timedelta
 from typing import Final, TypeAlias
 
 Duration: TypeAlias = str | int | float | timedelta
+"""Seconds (25, 0.5), text with units ("500ms", "25s", "2m", "1h", "1d", "1m30s"), or a timedelta."""
 
 LONGEST_SECONDS: Final = 10 * 365.25 * 86_400.0
 """Ten years. Anything longer is a mistake of units, and PostgreSQL's intervals would soon be out of range."""
@@ -33,15 +35,15 @@ _UNIT_SECONDS: Final = (86_400.0, 3_600.0, 60.0, 1.0, 0.001)
 _LONGEST_TEXT: Final = 64
 
 
-def parse_seconds(value: Duration, *, name: str) -> float:
-    """The duration in seconds; a ValueError that names the setting, the value and what is accepted."""
+def parse_seconds(value: Duration, *, name: str, error: type[ValueError] = ValueError) -> float:
+    """Returns the duration in seconds. Raises `error` with the parameter, the value and what is accepted."""
     seconds = _to_seconds(value)
     if seconds is None or math.isnan(seconds):
-        raise ValueError(f"{name}: {_shown(value)} is not a duration; {ACCEPTED}")
+        raise error(f"{name}: {_shown(value)} is not a duration; {ACCEPTED}")
     if seconds < 0:
-        raise ValueError(f"{name}: {_shown(value)} is negative; {ACCEPTED}")
+        raise error(f"{name}: {_shown(value)} is negative; {ACCEPTED}")
     if seconds > LONGEST_SECONDS:
-        raise ValueError(f"{name}: {_shown(value)} is longer than ten years; {ACCEPTED}")
+        raise error(f"{name}: {_shown(value)} is longer than ten years; {ACCEPTED}")
     return seconds + 0.0  # -0.0 becomes 0.0
 
 

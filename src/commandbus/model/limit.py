@@ -14,10 +14,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, TypedDict, Unpack, cast
 
 from commandbus.errors import ConfigurationError
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
+from commandbus.model.json_values import Json
 from commandbus.model.names import shown
 
 BackendName = Literal["postgres", "redis"]
@@ -107,6 +108,22 @@ class Rate:
         return f"{_plain(self.count)}/{'' if periods == 1 else _plain(periods)}{unit}"
 
 
+class LimitOptions(TypedDict, total=False):
+    """The options of a `Limit`, each by its name; see there."""
+
+    concurrency: int | None
+    rate: Rate | str | None
+    burst: int
+    lease: Duration
+    max_wait: Duration | None
+    tries: int
+    backoff: Sequence[Duration]
+    breaker_failures: int
+    breaker_reset: Duration
+    backend: BackendName | None
+    environment: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class Limit:
     """A named limit that all workers of a deployment share.
@@ -178,7 +195,7 @@ class Limit:
         """Its rate in calls a second."""
         return self.rate.per_second if isinstance(self.rate, Rate) else None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         """What differs from a bare `Limit`, in JSON's types; `from_json` reads it."""
         plain = {item.name: item.default for item in fields(self)}
         found: dict[str, Any] = {}
@@ -191,7 +208,7 @@ class Limit:
         return found
 
     @classmethod
-    def from_json(cls, name: str, *layers: Mapping[str, Any] | None) -> Limit:
+    def from_json(cls, name: str, *layers: Mapping[str, Json] | None) -> Limit:
         """From what was declared, and what was changed at run time: later layers win."""
         given: dict[str, Any] = {}
         for layer in layers:
@@ -199,7 +216,7 @@ class Limit:
         _check_options(name, given)
         return cls(name, **given)
 
-    def changed(self, **options: Any) -> Limit:
+    def changed(self, **options: Unpack[LimitOptions]) -> Limit:
         """With some options changed."""
         _check_options(self.name, options)
         return replace(self, **options)
@@ -228,10 +245,7 @@ class Limit:
         object.__setattr__(self, name, value)
 
     def _seconds(self, name: str, value: Duration, *, lowest: float) -> float:
-        try:
-            seconds = parse_seconds(value, name=f"limit {self.name!r}: {name}")
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from None
+        seconds = parse_seconds(value, name=f"limit {self.name!r}: {name}", error=ConfigurationError)
         if seconds < lowest:
             raise self._wrong(name, value, f"at least {format_seconds(lowest)}")
         return seconds

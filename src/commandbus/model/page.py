@@ -1,20 +1,32 @@
-"""Page: a part of a long list, and where the next part begins."""
+"""Page: a part of a list, and where the next part begins. Every method that lists something returns one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from commandbus.errors import InvalidCommandError
+from commandbus.model.names import shown
+
 T = TypeVar("T")
+MAX_ID = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
-    """Items, newest first; the next page is asked for with `before_id=next_before_id` (None: there is none)."""
+    """Items in order. If `has_more`, the same method with `cursor=page.next_cursor` returns the next page.
+
+    A method without `limit` and `cursor` returns everything in one page.
+    """
 
     items: list[T]
-    next_before_id: int | None
+    next_cursor: str | None = None
+
+    @property
+    def has_more(self) -> bool:
+        """Is there a next page?"""
+        return self.next_cursor is not None
 
     def __iter__(self) -> Iterator[T]:
         return iter(self.items)
@@ -24,3 +36,23 @@ class Page(Generic[T]):
 
     def __getitem__(self, index: int) -> T:
         return self.items[index]
+
+
+def cut(found: Sequence[T], limit: int, cursor_of: Callable[[T], object]) -> Page[T]:
+    """The page of the first `limit` that were found. One more was asked for, to know if there is a next page."""
+    items = list(found[:limit])
+    return Page(items, str(cursor_of(items[-1])) if len(found) > limit else None)
+
+
+def id_of(cursor: object) -> int | None:
+    """The internal id that a cursor stands for; None for the first page."""
+    if cursor is None:
+        return None
+    if isinstance(cursor, str) and cursor.isascii() and cursor.isdigit() and 0 < int(cursor[:20]) <= MAX_ID:
+        return int(cursor)
+    raise no_cursor(cursor)
+
+
+def no_cursor(cursor: object) -> InvalidCommandError:
+    """What whoever gives another list's cursor, or none at all, is told."""
+    return InvalidCommandError(f"cursor {shown(cursor)} is not one of this list: give page.next_cursor, or None")

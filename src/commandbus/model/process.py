@@ -21,9 +21,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from commandbus.model.durations import Duration
+from commandbus.model.json_values import Json
 
 DEFAULT_DOMAIN = "processes"
 
@@ -91,7 +92,7 @@ class StepStatus(StrEnum):
 class NewProcess:
     """One process for `start_processes`; the fields mean what they mean in `start_process`."""
 
-    data: Any = None
+    data: object = None
     process_id: str | None = None
     deadline: Duration | None = None
     reply_to: str | None = None
@@ -125,10 +126,22 @@ class StepRecord:
     sent_at: datetime
     finished_at: datetime | None
     deadline_at: datetime | None
-    result: Any
-    error: Mapping[str, Any] | None
+    result: Json
+    error: Mapping[str, Json] | None
     command_status: str | None = None
-    data: Any = None
+    data: Json = None
+
+
+@dataclass(frozen=True, slots=True)
+class StrayReply:
+    """A message to a process that moved nothing, and why. `process_id` is None if there is no such process."""
+
+    id: int
+    domain: str
+    process_id: str | None
+    at: datetime
+    reason: str
+    message: Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +159,8 @@ class ProcessRecord:
     process_type: str
     status: ProcessStatus
     is_compensating: bool
-    data: Any
-    state: Any
+    data: Json
+    state: Json
     created_at: datetime
     started_at: datetime | None
     updated_at: datetime
@@ -156,10 +169,10 @@ class ProcessRecord:
     batch_id: str | None
     reply_to: str | None
     correlation_id: str | None
-    failure: Mapping[str, Any] | None
-    cancel: Mapping[str, Any] | None
+    failure: Mapping[str, Json] | None
+    cancel: Mapping[str, Json] | None
     in_tsq: int = 0
     waits_for: str | None = None
     steps: list[StepRecord] = field(default_factory=list)
-    troubles: list[Mapping[str, Any]] = field(default_factory=list)
-    strays: list[Mapping[str, Any]] = field(default_factory=list)
+    troubles: list[Mapping[str, Json]] = field(default_factory=list)
+    strays: list[StrayReply] = field(default_factory=list)

@@ -22,15 +22,17 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypedDict, TypeVar, Unpack
 
 from commandbus.errors import ConfigurationError, InvalidCommandError, PermanentCommandError
 from commandbus.model import names, payload
 from commandbus.model.durations import Duration, parse_seconds
+from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.process import DEFAULT_DOMAIN, NewProcess, ProcessStatus, StepStatus
 from commandbus.model.retry import RetryPolicy
 
 S = TypeVar("S")
+R = TypeVar("R", covariant=True)
 
 
 @dataclass(slots=True)
@@ -40,11 +42,11 @@ class StepCommand:
 
     domain: str
     command_type: str
-    data: Any = None
+    data: JsonValue = None
     command_id: str | None = None
     max_attempts: int | None = None
-    delay: float | None = None
-    headers: Mapping[str, Any] | None = None
+    delay: Duration | None = None
+    headers: Mapping[str, JsonValue] | None = None
     timeout: Duration | None = None
     deadline: Duration | None = None
 
@@ -54,8 +56,8 @@ class StepReply:
     """How a step ended: SUCCESS with a result; FAILED or CANCELED with an error (`type`, `code`, `message`)."""
 
     outcome: str
-    result: Any = None
-    error: Mapping[str, Any] | None = None
+    result: Json = None
+    error: Mapping[str, Json] | None = None
 
     @property
     def is_success(self) -> bool:
@@ -73,8 +75,8 @@ class StepView:
     undoes: int | None = None
     status: StepStatus = StepStatus.SENT
     closed: int | None = None
-    result: Any = None
-    error: Mapping[str, Any] | None = None
+    result: Json = None
+    error: Mapping[str, Json] | None = None
     domain: str = ""
     command_id: str = ""
     timer: int | None = None
@@ -87,11 +89,11 @@ class ProcessView(Generic[S]):
     process_id: str
     process_type: str
     status: ProcessStatus
-    data: Any
+    data: Json
     state: S
     is_compensating: bool = False
-    cancel: Mapping[str, Any] | None = None
-    failure: Mapping[str, Any] | None = None
+    cancel: Mapping[str, Json] | None = None
+    failure: Mapping[str, Json] | None = None
     created_at: datetime | None = None
     deadline_at: datetime | None = None
     steps: list[StepView] = field(default_factory=list)
@@ -106,9 +108,29 @@ class ProcessView(Generic[S]):
         found = [step for step in self.steps if step.undoes is None and step.status is StepStatus.COMPLETED]
         return sorted(found, key=lambda step: step.closed or 0)
 
-    def result_of(self, name: str) -> Any:
-        """The result of the last completed step with this name; None if there is none."""
+    def result_of(self, name: str) -> Json:
+        """The result of the last completed step of this name; None if there is none."""
         return next((step.result for step in reversed(self.done()) if step.name == name), None)
+
+
+class StartOptions(TypedDict, total=False):
+    """The options of `bus.start_process`, each by its name."""
+
+    process_id: str | None
+    deadline: Duration | None
+    reply_to: str | None
+    correlation_id: str | None
+    domain: str | None
+    conn: object
+
+
+class StartsProcesses(Protocol[R]):
+    """A bus: CommandBus returns a StartedProcess, AsyncCommandBus one to be awaited."""
+
+    def start_process(
+        self, manager: BaseProcessManager[Any] | str, data: object = None, **options: Unpack[StartOptions]
+    ) -> R:
+        """Start a process."""
 
 
 class BaseProcessManager(Generic[S]):
@@ -125,7 +147,7 @@ class BaseProcessManager(Generic[S]):
     deadline: ClassVar[Duration | None] = None
     timeout: ClassVar[Duration | None] = None
     retry_policy: ClassVar[RetryPolicy | None] = None
-    isolation: ClassVar[Any] = "thread"
+    isolation: ClassVar[Literal["thread", "process"]] = "thread"
 
     # --- what a process does ------------------------------------------------------------------------------------
 
@@ -178,11 +200,11 @@ class BaseProcessManager(Generic[S]):
 
     # --- state --------------------------------------------------------------------------------------------------
 
-    def create_state(self, data: Any) -> S:
-        """Returns the state of a new process, from its data."""
+    def create_state(self, data: Json) -> S:
+        """The state of a new process, from what it was started with."""
         return self.load_state({} if data is None else data)
 
-    def load_state(self, data: Any) -> S:
+    def load_state(self, data: Json) -> S:
         """A state from its JSON: a dict, a dataclass, or a class with `model_validate` or `from_dict`."""
         kind: Any = self.state_class
         for maker in ("model_validate", "from_dict"):
@@ -206,7 +228,7 @@ class BaseProcessManager(Generic[S]):
             raise PermanentCommandError(f"no {kind.__name__} can be made of this: {error}") from error
         return made
 
-    def dump_state(self, state: S) -> Any:
+    def dump_state(self, state: S) -> Json:
         """The JSON of a state."""
         for dumper in ("model_dump", "to_dict"):
             if hasattr(state, dumper):
@@ -217,7 +239,7 @@ class BaseProcessManager(Generic[S]):
 
     # --- starting -----------------------------------------------------------------------------------------------
 
-    def start(self, bus: Any, data: Any = None, **options: Any) -> Any:
+    def start(self, bus: StartsProcesses[R], data: object = None, **options: Unpack[StartOptions]) -> R:
         """Start a process; `await` it with an AsyncCommandBus. Options: see `bus.start_process`."""
         return bus.start_process(self, data, **options)
 
@@ -236,7 +258,9 @@ def check_manager(manager: object) -> BaseProcessManager[Any]:
     if missing := [name for name in _needed(manager) if _is_ours(manager, name)]:
         raise ConfigurationError(f"{kind} has no {missing[0]}: define it in the class")
     if manager.deadline is not None:
-        parse_seconds(manager.deadline, name=f"deadline of {kind}")
+        parse_seconds(manager.deadline, name=f"{kind}.deadline", error=ConfigurationError)
+    if manager.timeout is not None:
+        parse_seconds(manager.timeout, name=f"{kind}.timeout", error=ConfigurationError)
     return manager
 
 

@@ -20,17 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from commandbus.errors import ConfigurationError, PermanentCommandError
 from commandbus.model import names
-from commandbus.model.durations import Duration
+from commandbus.model.durations import Duration, parse_seconds
+from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.process import DEFAULT_DOMAIN, StepStatus
 from commandbus.model.retry import RetryPolicy
 from commandbus.processes.manager import BaseProcessManager, ProcessView, StepCommand, StepReply
 
-State: TypeAlias = dict[str, Any]
-Data: TypeAlias = Callable[[State], Any]
+State: TypeAlias = dict[str, Json]
+Data: TypeAlias = Callable[[State], JsonValue]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Step:
     undo: str | None
     data: Data | None
     undo_data: Data | None
-    options: Mapping[str, Any]
+    options: Mapping[str, Json]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Branch:
     """One of two parts. The state keeps under `name` which one it was."""
 
     name: str
-    condition: Callable[[State], Any] = field(compare=False)
+    condition: Callable[[State], object] = field(compare=False)
     then: Part
     otherwise: Part
 
@@ -83,20 +84,21 @@ def step(
     undo_data: Data | None = None,
     timeout: Duration | None = None,
     deadline: Duration | None = None,
-    delay: float | None = None,
+    delay: Duration | None = None,
     max_attempts: int | None = None,
-    headers: Mapping[str, Any] | None = None,
+    headers: Mapping[str, JsonValue] | None = None,
 ) -> Step:
     """A step: the command that does it, and the one that undoes it, in the same domain.
 
-    `data` and `undo_data` build the commands' data from the state. `timeout` and `max_attempts` are those of the
-    command. `deadline` is how long the step may take in all. `delay` is how long it waits first, in seconds.
+    `data` and `undo_data` make the commands' data of the state. `timeout` and `max_attempts` are the command's;
+    `deadline` is how long the step may take in all; `delay` is how long it waits before it begins.
     """
     for what, function in (("data", data), ("undo_data", undo_data)):
         if function is not None and not callable(function):
             raise ConfigurationError(f"{what} of step {name!r} must be a function of the state, not {function!r}")
     if undo is not None:
         names.check_type(undo)
+    _check_durations(f"step {name!r}", timeout=timeout, deadline=deadline, delay=delay)
     options = {
         "timeout": timeout,
         "deadline": deadline,
@@ -126,7 +128,7 @@ def parallel(*parts: Part) -> Part:
 
 
 def branch(
-    condition: Callable[[State], Any], then: Part, otherwise: Part | None = None, *, name: str | None = None
+    condition: Callable[[State], object], then: Part, otherwise: Part | None = None, *, name: str | None = None
 ) -> Part:
     """One part if the condition holds for the state at that moment, else the other (or nothing).
 
@@ -154,6 +156,7 @@ class Saga(BaseProcessManager[State]):
     ) -> None:
         if not parts:
             raise ConfigurationError(f"saga {process_type!r} has no steps")
+        _check_durations(f"saga {process_type!r}", deadline=deadline, timeout=timeout)
         self.process_type = process_type  # type: ignore[misc]
         self.domain = domain  # type: ignore[misc]
         self.deadline = deadline  # type: ignore[misc]
@@ -181,8 +184,8 @@ class Saga(BaseProcessManager[State]):
         """The names of all steps."""
         return list(self._steps)
 
-    def create_state(self, data: Any) -> State:
-        """Returns the data of the start. Each step's result is added to it, under the step's name."""
+    def create_state(self, data: Json) -> dict[str, Json]:
+        """What it was started with; each step's result will be kept beside it, under the step's name."""
         state = super().create_state(data)
         if taken := sorted(state.keys() & self._steps.keys()):
             raise PermanentCommandError(
@@ -275,3 +278,9 @@ def _checked(parts: tuple[Part, ...], where: str) -> tuple[Part, ...]:
                 f"{where} is made of step(…), sequence(…), parallel(…) and branch(…), not {names.shown(part)}"
             )
     return parts
+
+
+def _check_durations(what: str, **durations: Duration | None) -> None:
+    for name, value in durations.items():
+        if value is not None:
+            parse_seconds(value, name=f"{what}: {name}", error=ConfigurationError)

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 from commandbus.errors import ConfigurationError
 from commandbus.model.breaker import Breaker
+from commandbus.model.json_values import Json
 from commandbus.model.limit import BackendName, Limit
 from commandbus.model.payload import DEFAULT_MAX_BYTES
 from commandbus.model.retry import DEFAULT_SCHEDULE, RetryPolicy
@@ -62,7 +63,8 @@ _RETRY: Final = RetryPolicy()
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Settings:
-    """The effective settings; make one with `load_settings`. All durations are seconds.
+    """The effective settings; make one with `load_settings`. All durations are seconds; the constructor also takes
+    text ("5m") and timedeltas.
 
     Two are separate tables, and not in `SETTINGS`: `limits`, and `breakers` by "DOMAIN/COMMAND_TYPE",
     "DOMAIN/*" or "*". You may give both in the same form as in TOML, with options by name.
@@ -247,6 +249,9 @@ class Settings:
     config_file: Path | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        for name, setting in SETTINGS.items():
+            if setting.kind.is_duration and (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _parsed(setting, value))
         origins = {
             name: "default" if getattr(self, name) == setting.default else "argument"
             for name, setting in SETTINGS.items()
@@ -291,12 +296,12 @@ class Settings:
         self.backend_of(limit)
         return limit if self.breakers_enabled else limit.changed(breaker_failures=0)
 
-    def tables(self) -> dict[str, dict[str, Any]]:
+    def tables(self) -> dict[str, dict[str, Json]]:
         """What limits and breakers were given: `limits.docai` to its options, ready for JSON."""
         limits = {f"limits.{limit.name}": limit.to_json() for limit in self.limits}
         return limits | {f"breakers.{key}": breaker.to_json() for key, breaker in self.breakers.items()}
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, Json]:
         """Everything that `Settings(**values)` needs to be this again, ready for JSON. It holds secrets."""
         values: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
         values["limits"] = {limit.name: limit.to_json() for limit in self.limits}
@@ -338,6 +343,14 @@ SETTINGS: Final[Mapping[str, Setting]] = {
 BY_TOML: Final = {setting.toml: setting for setting in SETTINGS.values()}
 BY_ENV: Final = {setting.env: setting for setting in SETTINGS.values()}
 SECTIONS: Final = frozenset(key.partition(".")[0] for key in BY_TOML if "." in key)
+
+
+def _parsed(setting: Setting, value: object) -> object:
+    try:
+        parsed: object = setting.kind.parse(value, setting.name)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+    return parsed
 
 
 def _check_hierarchy(settings: Settings) -> None:

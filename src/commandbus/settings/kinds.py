@@ -25,6 +25,7 @@ class Kind:
 
     parse: Callable[[object, str], Any]
     show: Callable[[Any], str] = str
+    is_duration: bool = False
 
 
 def or_word(kind: Kind, *words: str) -> Kind:
@@ -41,7 +42,7 @@ def or_word(kind: Kind, *words: str) -> Kind:
             also = "" if words[0] == "unset" else f", or {words[0]!r}"
             raise ValueError(f"{error}{also}") from None
 
-    return Kind(parse, lambda value: words[0] if value is None else kind.show(value))
+    return Kind(parse, lambda value: words[0] if value is None else kind.show(value), kind.is_duration)
 
 
 def whole(lowest: int, highest: int = 10**12) -> Kind:
@@ -75,7 +76,7 @@ def duration(*, zero: bool = True) -> Kind:
             raise ValueError(f"{name}: {shown(value)} is not accepted; give a duration of more than 0")
         return seconds
 
-    return Kind(parse, format_seconds)
+    return Kind(parse, format_seconds, is_duration=True)
 
 
 def durations() -> Kind:
@@ -85,7 +86,7 @@ def durations() -> Kind:
             raise ValueError(f"{name}: {shown(value)} is empty; give durations such as 10s,60s,300s")
         return seconds
 
-    return Kind(parse, lambda value: ",".join(map(format_seconds, value)))
+    return Kind(parse, lambda value: ",".join(map(format_seconds, value)), is_duration=True)
 
 
 def domain_names() -> Kind:

@@ -20,11 +20,12 @@ from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, Final
+from typing import Final
 
 from commandbus.clock import monotonic
 from commandbus.errors import BusinessRuleException, PermanentCommandError
-from commandbus.model.durations import format_seconds
+from commandbus.model.durations import Duration, format_seconds, parse_seconds
+from commandbus.model.json_values import Json
 
 _NOT_THE_WORKERS: Final = (BusinessRuleException, PermanentCommandError)
 _LONGEST_ERROR: Final = 200
@@ -55,7 +56,7 @@ class HealthStatus:
         failure_threshold: int = FAILURE_THRESHOLD,
         stuck_threshold: int = STUCK_THRESHOLD,
         exhaustion_threshold: int = EXHAUSTION_THRESHOLD,
-        window_seconds: float = WINDOW_SECONDS,
+        window: Duration = WINDOW_SECONDS,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         for name, threshold in (
@@ -65,8 +66,9 @@ class HealthStatus:
         ):
             if threshold < 1:
                 raise ValueError(f"{name} is {threshold}: it must be at least 1, else health is never good")
+        window_seconds = parse_seconds(window, name="window")
         if not window_seconds > 0:
-            raise ValueError(f"window_seconds is {window_seconds}: it must be more than 0")
+            raise ValueError(f"window is {window!r}: it must be more than 0")
         self.failure_threshold = failure_threshold
         self.stuck_threshold = stuck_threshold
         self.exhaustion_threshold = exhaustion_threshold
@@ -188,7 +190,7 @@ class HealthStatus:
         with self._lock:
             return self._exhaustions.count(self._clock())
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Json]:
         """All of it at one moment, ready for JSON."""
         with self._lock:
             now = self._clock()

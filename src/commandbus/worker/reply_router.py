@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypedDict, Unpack
 
+from psycopg_pool import ConnectionPool
+
+from commandbus.model.retry import RetryPolicy
 from commandbus.processes.manager import BaseProcessManager
+from commandbus.settings import Settings
 from commandbus.worker.execution.handlers import HandlerRegistry
 from commandbus.worker.worker import Worker
+from commandbus.worker.worker_options import Supervision
+
+
+class WorkerOptions(TypedDict, total=False):
+    """The options of a `Worker`, each by its name."""
+
+    domains: Sequence[str] | None
+    concurrency: int | None
+    database_url: str | None
+    settings: Settings | None
+    retry_policy: RetryPolicy | None
+    pool: ConnectionPool[Any] | None
+    name: str | None
+    supervision: Supervision | None
 
 
 class ProcessReplyRouter(Worker):
@@ -17,7 +35,7 @@ class ProcessReplyRouter(Worker):
     supervisor, and stops in order. A worker whose registry has processes moves them, too.
     """
 
-    def __init__(self, managers: Iterable[BaseProcessManager[Any]], **options: Any) -> None:
+    def __init__(self, managers: Iterable[BaseProcessManager[Any]], **options: Unpack[WorkerOptions]) -> None:
         registry = HandlerRegistry()
         for manager in managers:
             registry.register_process(manager)

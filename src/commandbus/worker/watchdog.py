@@ -3,13 +3,13 @@
     watchdog = WorkerWatchdog(worker, restart_callback=restart)
     watchdog.start()
 
-It looks every `check_interval` seconds. CRITICAL is logged with its figures and starts a recovery: the callback,
+It looks every `check_interval`. CRITICAL is logged with its figures and starts a recovery: the callback,
 or `worker.stop()` where there is none. DEGRADED is a warning. Counters are written by the loops that are watched,
 so they are not all it goes by: a worker whose ladder has not ticked for `heartbeat_timeout` is critical
 ("frozen"), whatever its counters say.
 
 Invariants: there is never more than one recovery at a time, and between the end of one and the start of the next
-lie `cooldown` seconds. It runs on a thread of its own, so a callback that blocks or raises cannot end the watch. A
+lies `cooldown`. It runs on a thread of its own, so a callback that blocks or raises cannot end the watch. A
 worker that is not running is left alone: it was stopped on purpose, or the recovery stopped it.
 """
 
@@ -23,7 +23,7 @@ from typing import Protocol, Self
 
 from commandbus.clock import monotonic
 from commandbus.logger import safe_logger
-from commandbus.model.durations import format_seconds
+from commandbus.model.durations import Duration, format_seconds, parse_seconds
 from commandbus.settings import Settings
 from commandbus.worker.health import HealthState, HealthStatus
 
@@ -63,23 +63,19 @@ class WorkerWatchdog:
     def __init__(
         self,
         worker: Watched,
-        check_interval: float = 10.0,
+        check_interval: Duration = 10.0,
         restart_callback: Callable[[], object] | None = None,
-        cooldown: float = 60.0,
+        cooldown: Duration = 60.0,
     ) -> None:
-        for name, value in (("check_interval", check_interval), ("cooldown", cooldown)):
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name} is {value!r}: it must be a number of seconds")
-        if not 0 < check_interval <= threading.TIMEOUT_MAX:
-            raise ValueError(f"check_interval is {check_interval}: it must be more than 0, and not endless")
-        if not cooldown >= 0:
-            raise ValueError(f"cooldown is {cooldown}: it must not be negative")
+        interval_seconds = parse_seconds(check_interval, name="check_interval")
+        if not interval_seconds > 0:
+            raise ValueError(f"check_interval is {check_interval!r}: it must be more than 0")
         if restart_callback is not None and not callable(restart_callback):
             raise TypeError(f"restart_callback is {restart_callback!r}: it must be callable, or None")
         self._worker = worker
-        self._check_interval = check_interval
+        self._check_interval = interval_seconds
         self._restart_callback = restart_callback
-        self._cooldown = cooldown
+        self._cooldown = parse_seconds(cooldown, name="cooldown")
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._recovery: threading.Thread | None = None

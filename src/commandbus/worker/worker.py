@@ -33,6 +33,8 @@ from commandbus.flow.setup.domains import create_domain, list_domains
 from commandbus.flow.setup.migrate import look
 from commandbus.flow.setup.privileges import check_may_work, explained
 from commandbus.logger import safe_logger
+from commandbus.model.durations import Duration, parse_seconds
+from commandbus.model.json_values import Json
 from commandbus.model.names import check_domain
 from commandbus.model.retry import RetryPolicy
 from commandbus.settings import Settings, load_settings
@@ -232,7 +234,7 @@ class Worker:
         """Wait until something asks it to stop."""
         self._stop_asked.wait()
 
-    def policies(self) -> dict[str, Any]:
+    def policies(self) -> dict[str, Json]:
         """Retry policies by domain and command type, for a post-mortem by the supervisor; "" is the default's."""
         found: dict[str, Any] = {"": _policy(self._policy, "retry")}
         for item in self._handlers:
@@ -246,16 +248,16 @@ class Worker:
         self._stop_reason = reason
         self._stop_asked.set()
 
-    def stop(self, timeout: float | None = None) -> StopReport:
-        """Stop in order, within `timeout` (default: shutdown_timeout); raises the error that ended it, if any."""
+    def stop(self, wait: Duration | None = None) -> StopReport:
+        """Stop in order, within `wait` (default: shutdown_timeout); raises the error that ended it, if any."""
+        limit = self.settings.shutdown_timeout if wait is None else parse_seconds(wait, name="wait")
         if self._runtime is None:
             hint = " yet: request_stop() ends its start" if self._is_starting else ""
             raise RuntimeError(f"this worker is not running{hint}")
         self._stop_asked.set()
         self._was_stopped = True
         parts, self._runtime = self._runtime, None
-        limit = self.settings.shutdown_timeout if timeout is None else timeout
-        logger.info("worker %s stops (%s): running attempts have up to %g s", self.id, self._stop_reason, limit)
+        logger.info("worker %s stops (%s): up to %g s for what runs", self.id, self._stop_reason, limit)
         report = parts.stop(limit, self._stop_reason, hurry=lambda: self._signals > 1)
         self._database.close()
         level = logging.INFO if report.is_clean else logging.WARNING

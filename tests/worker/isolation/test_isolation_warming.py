@@ -71,7 +71,7 @@ def test_an_import_that_takes_longer_than_the_deadline_costs_no_attempt(
     sent = bus.send("orders", kind, timeout=1, max_attempts=1).command_id
     assert result(bus, sent)["attempt"] == 1
     assert time.monotonic() - began > 3
-    assert bus.get_attempts("orders", sent) == []  # nothing went wrong
+    assert bus.get_attempts("orders", sent).items == []  # nothing went wrong
 
 
 def test_a_command_can_be_cancelled_while_it_waits_and_the_process_gets_warm(
@@ -92,7 +92,7 @@ def test_a_stop_gives_back_what_waits(bus: CommandBus, start_worker: StartWorker
     worker = start_worker(slow_handlers, **QUICK)
     sent = start_waiting(bus, worker, max_attempts=1)
     began = time.monotonic()
-    report = worker.stop(timeout=20)
+    report = worker.stop(wait=20)
     assert time.monotonic() - began < 2
     assert report is not None
     assert (report.is_clean, report.given_back) == (True, 1)

@@ -85,7 +85,7 @@ def test_a_shutdown_stops_what_is_isolated(bus: CommandBus, start_worker: StartW
     running = worker._runtime.running
     until(lambda: any(attempt.child is not None and attempt.child.has_begun for attempt in list(running)))
     started = time.monotonic()
-    worker.stop(timeout=4)
+    worker.stop(wait=4)
     assert time.monotonic() - started < 5
     assert last(bus, sent).verdict == "WAIVED"
 

@@ -8,6 +8,7 @@ depends on them is said, and is no failure.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -23,7 +24,6 @@ from commandbus.cli.doctor.service import (
     shown_memory,
     with_spare,
 )
-from commandbus.cli.doctor.yaml_text import UnreadableError, read_documents
 from commandbus.model.durations import format_seconds
 from commandbus.settings import Settings
 
@@ -65,8 +65,8 @@ class Place:
 def examine(text: str, settings: Settings) -> Findings:
     """All that is to be said about the workers in a manifest of this text."""
     try:
-        places = list(_places(read_documents(text)))
-    except (UnreadableError, RecursionError) as error:
+        places = list(_places(_read(text)))
+    except UnreadableError as error:
         yield fail(
             CHECK,
             str(error),
@@ -89,6 +89,33 @@ def examine(text: str, settings: Settings) -> Findings:
         yield from _stop(place, seen)
         yield from _probes(place, seen)
         yield from _memory(place, seen)
+
+
+class UnreadableError(ValueError):
+    """The text cannot be read; the message says why, and where."""
+
+
+def _read(text: str) -> list[Any]:
+    """All documents of the text, JSON or YAML."""
+    try:
+        return [json.loads(text)]
+    except (ValueError, RecursionError):
+        pass
+    try:
+        import yaml
+    except ImportError:
+        raise UnreadableError(
+            "it is not JSON, and PyYAML, which reads YAML, is not installed: "
+            "pip install 'commandbus-pg[kubernetes]'"
+        ) from None
+    try:
+        return list(yaml.safe_load_all(text))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "it" if mark is None else f"line {mark.line + 1}"
+        raise UnreadableError(f"{where} cannot be read: {getattr(error, 'problem', None) or error}") from None
+    except (ValueError, RecursionError) as error:  # a date that there is not; brackets without end
+        raise UnreadableError(f"it cannot be read: {error}") from None
 
 
 def _places(documents: list[Any]) -> Iterator[Place]:

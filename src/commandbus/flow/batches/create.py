@@ -91,7 +91,7 @@ def define(
 
 
 def prepare_all(
-    commands: Iterable[NewCommand | Mapping[str, Any]], *, max_bytes: int = payload.DEFAULT_MAX_BYTES
+    commands: Iterable[NewCommand | Mapping[str, object]], *, max_bytes: int = payload.DEFAULT_MAX_BYTES
 ) -> Iterator[Outgoing]:
     """Check commands one by one as they come; an error says which it was."""
     return send.prepare_all(commands, max_bytes=max_bytes, of="the batch")

@@ -15,12 +15,12 @@ from psycopg import errors as pg
 
 from commandbus import sql
 from commandbus.errors import InvalidCommandError
-from commandbus.flow.commands.inspect import MAX_ID, no_queue
+from commandbus.flow.commands.inspect import no_queue
 from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import names, payload
 from commandbus.model.batch import MOST_LOOKED_AT, BatchPace, BatchRecord, BatchStatus, Waits, eta, rate_now
 from commandbus.model.command import CancelRequest
-from commandbus.model.page import Page
+from commandbus.model.page import Page, id_of
 
 
 @operation(atomic=False)
@@ -48,7 +48,7 @@ def get(domain: str, batch_id: str) -> Steps[BatchRecord | None]:
 
 @operation(atomic=False)
 def query(
-    *, domain: str | None, status: object, limit: int, before_id: int | None, batch_id: str | None = None
+    *, domain: str | None, status: object, limit: int, cursor: str | None = None, batch_id: str | None = None
 ) -> Steps[Page[BatchRecord]]:
     """A page of batches that match, newest first."""
     wanted = _status(status)
@@ -56,7 +56,7 @@ def query(
         "domain": None if domain is None else names.check_domain(domain),
         "batch_id": None if batch_id is None else names.to_id(batch_id, "batch_id"),
         "status": wanted,
-        "before_id": None if before_id is None else names.check_count(before_id, "before_id", most=MAX_ID),
+        "before_id": id_of(cursor),
     }
     names.check_count(limit, "limit")
     running: Mapping[int, int] = {}
@@ -67,7 +67,7 @@ def query(
     for row in rows[:limit]:
         record = yield from _with_eta(row, running)
         items.append(record)
-    return Page(items, items[-1].id if len(rows) > limit else None)
+    return Page(items, str(items[-1].id) if len(rows) > limit else None)
 
 
 def _rows(

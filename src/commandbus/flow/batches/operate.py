@@ -245,7 +245,7 @@ def resume(canceling: Canceling) -> Plan[Canceled]:
 
 def _operator_action_of(cancel: str) -> OperatorAction:
     found = payload.loads(cancel)
-    return OperatorAction("CANCEL", found["by"], found["reason"])
+    return OperatorAction(found["by"], found["reason"], "CANCEL")
 
 
 # --- retrying ---------------------------------------------------------------------------------------------------

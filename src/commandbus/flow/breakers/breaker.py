@@ -382,7 +382,7 @@ def move(
     yield note_action(
         f"breaker {row.domain}/{row.command_type}",
         action or _ACTIONS[row.state],
-        what or OperatorAction("CANCEL", OURSELVES, why),
+        what or OperatorAction(OURSELVES, why),
         details={name: value for name, value in {**details, "until": until}.items() if value},
     )
     return Moved(row.domain, row.command_type, row.state, why, released.count, released.after)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from commandbus import sql
 from commandbus.errors import (
@@ -25,7 +24,7 @@ from commandbus.flow.commands.settle import cancellation
 from commandbus.flow.operation import Operation, Row, Statement, Steps, operation
 from commandbus.model import names, payload
 from commandbus.model.command import CommandStatus, NewCommand, SentCommand
-from commandbus.model.durations import ACCEPTED, Duration, parse_seconds
+from commandbus.model.json_values import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class CommandOutcome:
     error: str | None = None
 
     @property
-    def result(self) -> Any:
+    def result(self) -> Json:
         """What the handler returned."""
         return None if self.result_json is None else payload.loads(self.result_json)
 
@@ -70,8 +69,8 @@ def get_outcome(domain: str, command_id: str) -> Steps[CommandOutcome | None]:
     return next(iter(found.values()), None)
 
 
-def conclude(outcome: CommandOutcome) -> Any:
-    """Returns the result of a command that has an outcome, or raises the error of that outcome."""
+def conclude(outcome: CommandOutcome) -> Json:
+    """The result of a command that has an outcome, or the error that tells it."""
     match outcome.status:
         case CommandStatus.COMPLETED:
             return outcome.result
@@ -90,16 +89,6 @@ def conclude(outcome: CommandOutcome) -> Any:
         error_code=outcome.error_code,
         error=outcome.error,
     )
-
-
-def seconds_of(value: Duration | None, name: str) -> float:
-    """A duration in seconds, or InvalidCommandError naming the argument and the value."""
-    if value is None:
-        raise InvalidCommandError(f"{name}: None is not a duration, and nobody waits for ever; {ACCEPTED}")
-    try:
-        return parse_seconds(value, name=name)
-    except ValueError as error:
-        raise InvalidCommandError(str(error)) from None
 
 
 def _outcome(row: Row) -> CommandOutcome:

@@ -14,6 +14,8 @@ from commandbus import sql
 from commandbus.errors import InvalidCommandError
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model import names, payload
+from commandbus.model.json_values import Json
+from commandbus.model.page import Page, cut, id_of, no_cursor
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +34,11 @@ class AttemptRecord:
     error_type: str | None
     error_code: str | None
     error: str | None
-    details: Any
+    details: Json
     traceback: str | None
     rung: str | None
     duration_ms: int | None = None
-    autopsy: Any = None
+    autopsy: Json = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class StuckAttempt:
     started_at: datetime | None
     finished_at: datetime
     duration_ms: int | None
-    autopsy: Any
+    autopsy: Json
 
 
 @operation(atomic=False)
@@ -80,9 +82,10 @@ def list_stuck(
     *,
     since: datetime | None = None,
     limit: int = 50,
+    cursor: str | None = None,
     everything: bool = True,
-) -> Steps[list[StuckAttempt]]:
-    """Returns attempts that had to be stopped, newest first.
+) -> Steps[Page[StuckAttempt]]:
+    """Attempts that a limit had to stop, newest first.
 
     Without `everything`, leaves out attempts that were waived (a bystander, a shutdown, a lost lease), and those
     that stopped within their grace when an operator canceled them.
@@ -96,10 +99,31 @@ def list_stuck(
             "command_type": None if command_type is None else names.check_type(command_type),
             "since": since,
             "everything": everything,
-            "limit": names.check_count(limit, "limit"),
-        },
+            "limit": names.check_count(limit, "limit") + 1,
+        }
+        | _before(cursor),
     )
-    return [StuckAttempt(*(*head, _loads(autopsy))) for *head, autopsy in rows]
+    return cut([StuckAttempt(*(*head, _loads(autopsy))) for *head, autopsy in rows], limit, _cursor_of)
+
+
+def _cursor_of(item: StuckAttempt) -> str:
+    return f"{item.finished_at.isoformat()}|{item.id}|{item.number}|{item.verdict}"
+
+
+def _before(cursor: str | None) -> dict[str, Any]:
+    """Where the next page begins: at the attempt that a cursor names."""
+    if cursor is None:
+        return dict.fromkeys(("before", "before_command", "before_number", "before_verdict"))
+    try:
+        before, command, number, verdict = cursor.split("|")
+        return {
+            "before": datetime.fromisoformat(before),
+            "before_command": id_of(command),
+            "before_number": id_of(number),
+            "before_verdict": verdict,
+        }
+    except (AttributeError, ValueError):
+        raise no_cursor(cursor) from None
 
 
 def _loads(text: str | None) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, TypedDict
 
 from psycopg import errors as pg
 
@@ -21,10 +21,10 @@ from commandbus.flow.limits.inspect import LineEstimate, lines_of
 from commandbus.flow.operation import Row, Statement, Steps, no_schema, operation
 from commandbus.model import names, payload
 from commandbus.model.command import AuditEntry, AuditEvent, CancelRequest, CommandRecord, CommandStatus, TsqEntry
-from commandbus.model.page import Page
+from commandbus.model.json_values import Json
+from commandbus.model.page import MAX_ID, Page, cut, id_of
 
 WORKER_ALIVE_SECONDS = 15.0
-MAX_ID = 2**63 - 1
 _LIMIT = 10  # of commands/queue_rows.sql
 HANDLER = "handler"  # what a parked command waits for: a worker that has one for its type
 _ALL = {"of_batch": "", "order": "c.id DESC"}
@@ -41,12 +41,25 @@ class CommandQuery:
 
     domain: str | None = None
     command_type: str | None = None
-    status: CommandStatus | None = None
+    status: CommandStatus | str | None = None
     command_id: str | None = None
     correlation_id: str | None = None
     created_after: datetime | None = None
     created_before: datetime | None = None
     batch_id: str | None = None
+
+
+class CommandFilters(TypedDict, total=False):
+    """The same filters, each by its name."""
+
+    domain: str | None
+    command_type: str | None
+    status: CommandStatus | str | None
+    command_id: str | None
+    correlation_id: str | None
+    created_after: datetime | None
+    created_before: datetime | None
+    batch_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +106,7 @@ class WorkerInfo:
     running: int
     settled: int
     supervisor: str | None = None
-    health: Mapping[str, Any] | None = None
+    health: Mapping[str, Json] | None = None
     types: list[str] = field(default_factory=list)
 
 
@@ -108,7 +121,7 @@ class RejectedMessage:
     id: int
     domain: str
     msg_id: int
-    message: Any
+    message: Json
     preview: str | None
     reason: str
     rejected_at: datetime
@@ -120,13 +133,13 @@ class UndeliveredReply:
 
     id: int
     queue: str
-    message: Any
+    message: Json
     reason: str
     created_at: datetime
 
 
 @operation(atomic=False)
-def query_commands(query: CommandQuery, *, limit: int, before_id: int | None) -> Steps[Page[CommandRecord]]:
+def query_commands(query: CommandQuery, *, limit: int, cursor: str | None = None) -> Steps[Page[CommandRecord]]:
     """A page of commands that match."""
     names.check_count(limit, "limit")
     status = _status(query.status)
@@ -142,13 +155,13 @@ def query_commands(query: CommandQuery, *, limit: int, before_id: int | None) ->
         "last": MAX_ID,
         "ids": None,
         "not_ids": None,
-        "before_id": None if before_id is None else names.check_count(before_id, "before_id", most=MAX_ID),
+        "before_id": id_of(cursor),
         "limit": limit + 1,
     }
     if query.batch_id is not None:
         params["batch"] = yield from _batch(query.domain, query.batch_id)
         if params["batch"] is None:
-            return Page([], None)
+            return Page([])
     if status in (CommandStatus.PENDING, CommandStatus.IN_PROGRESS):
         held = yield from _held(query.domain)
         running = status is CommandStatus.IN_PROGRESS
@@ -156,7 +169,7 @@ def query_commands(query: CommandQuery, *, limit: int, before_id: int | None) ->
     parts = _ALL if params["batch"] is None else _MEMBERS
     rows = yield Statement(sql.text("commands/query_commands", **parts), params)
     items = yield from _complete(rows[:limit])
-    return Page(items, items[-1].id if len(rows) > limit else None)
+    return Page(items, str(items[-1].id) if len(rows) > limit else None)
 
 
 @operation(atomic=False)
@@ -213,18 +226,23 @@ def list_workers() -> Steps[list[WorkerInfo]]:
 
 @operation(atomic=False)
 def list_tsq(
-    *, domain: str | None, command_type: str | None, error_code: str | None, limit: int, after_id: int
-) -> Steps[list[TsqEntry]]:
-    """Commands that need a person, those that entered the queue first coming first."""
+    *,
+    domain: str | None,
+    command_type: str | None,
+    error_code: str | None,
+    limit: int,
+    cursor: str | None = None,
+) -> Steps[Page[TsqEntry]]:
+    """Commands that need a person, longest known first."""
     rows = yield Statement(
         sql.text("commands/list_tsq"),
         _filters(domain, command_type, error_code)
         | {
-            "limit": names.check_count(limit, "limit"),
-            "after_id": names.check_count(after_id, "after_id", least=0, most=MAX_ID),
+            "limit": names.check_count(limit, "limit") + 1,
+            "after_id": id_of(cursor) or 0,
         },
     )
-    return [TsqEntry(*(*head, _loads(data))) for *head, data in rows]
+    return cut([TsqEntry(*(*head, _loads(data))) for *head, data in rows], limit, lambda entry: entry.id)
 
 
 @operation(atomic=False)
@@ -237,32 +255,36 @@ def count_tsq(
 
 
 @operation(atomic=False)
-def list_rejected(*, domain: str | None, limit: int, before_id: int | None) -> Steps[list[RejectedMessage]]:
-    """Messages that were set aside, newest first."""
+def list_rejected(
+    *, domain: str | None = None, limit: int, cursor: str | None = None
+) -> Steps[Page[RejectedMessage]]:
+    """Messages that were moved aside, newest first."""
     params = {
         "domain": None if domain is None else names.check_domain(domain),
-        "limit": names.check_count(limit, "limit"),
-        "before_id": None if before_id is None else names.check_count(before_id, "before_id", most=MAX_ID),
+        "limit": names.check_count(limit, "limit") + 1,
+        "before_id": id_of(cursor),
     }
     rows = yield Statement(sql.text("commands/list_rejected"), params)
-    return [
+    found = [
         RejectedMessage(id_, name, msg_id, _whole(preview), preview, reason, rejected_at)
         for id_, name, msg_id, preview, reason, rejected_at in rows
     ]
+    return cut(found, limit, lambda item: item.id)
 
 
 @operation(atomic=False)
-def list_undelivered(*, limit: int, before_id: int | None) -> Steps[list[UndeliveredReply]]:
+def list_undelivered(*, limit: int, cursor: str | None = None) -> Steps[Page[UndeliveredReply]]:
     """Replies that could not be delivered, newest first."""
     params = {
-        "limit": names.check_count(limit, "limit"),
-        "before_id": None if before_id is None else names.check_count(before_id, "before_id", most=MAX_ID),
+        "limit": names.check_count(limit, "limit") + 1,
+        "before_id": id_of(cursor),
     }
     rows = yield Statement(sql.text("commands/list_undelivered"), params)
-    return [
+    found = [
         UndeliveredReply(id_, queue, _foreign(message), reason, created_at)
         for id_, queue, message, reason, created_at in rows
     ]
+    return cut(found, limit, lambda item: item.id)
 
 
 def _batch(domain: str | None, batch_id: object) -> Steps[int | None]:

@@ -26,6 +26,7 @@ from commandbus.model.command import CancelResult
 BITE = 1000  # commands moved by one bulk statement: a bound on locks held, not on what a caller may ask for
 
 Action = Literal["RETRY", "CANCEL", "COMPLETE"]
+_ENDS: dict[Action | None, str] = {"CANCEL": "CANCELED", "COMPLETE": "COMPLETED"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +42,22 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class OperatorAction:
-    """What to do, by whom and why; `result` is JSON text, for COMPLETE."""
+    """Who does something, and why. `action` is what is done to commands, `result` the JSON text of COMPLETE."""
 
-    action: Action
     operator: str
     reason: str | None = None
+    action: Action | None = None
     result: str | None = None
 
 
 def operator_action(
-    action: Action, operator: object, reason: object = None, result: str | None = None
+    operator: object, reason: object = None, action: Action | None = None, result: str | None = None
 ) -> OperatorAction:
-    """Returns a checked action: every action has an operator."""
+    """A checked action: nobody acts anonymously."""
     name = names.check_id(operator, "operator")
     if reason is not None and (not isinstance(reason, str) or "\x00" in reason or len(reason) > 8192):
         raise InvalidCommandError("reason must be text of at most 8192 characters without NUL")
-    return OperatorAction(action, name, None if reason is None else payload.clean_text(reason), result)
+    return OperatorAction(name, None if reason is None else payload.clean_text(reason), action, result)
 
 
 @operation(atomic=True)
@@ -93,7 +94,7 @@ def act_on(domain: str, command_id: str, what: OperatorAction) -> Steps[None]:
     command_id = names.to_id(command_id)
     id_ = yield from _find(domain, command_id)
     if not (yield from _apply(Selection(domain, ids=[id_]), what, 1)):
-        raise InvalidOperationError((yield from _explain(domain, command_id, what.action.lower())))
+        raise InvalidOperationError((yield from _explain(domain, command_id, str(what.action).lower())))
 
 
 @operation(atomic=True)
@@ -139,7 +140,7 @@ def _apply(selection: Selection, what: OperatorAction, limit: int) -> Steps[list
             rows = yield Statement(sql.text("commands/tsq_retry", domain=selection.domain), params)
             yield from groups.retried([groups.Member(row[0], row[2], row[3], None) for row in rows])
             return rows
-        status = "CANCELED" if what.action == "CANCEL" else "COMPLETED"
+        status = _ENDS[what.action]
         rows = yield Statement(
             sql.text("commands/tsq_end"), params | {"action": what.action, "status": status, "result": what.result}
         )

@@ -13,6 +13,7 @@ from commandbus.errors import CommandNotFoundError
 from commandbus.flow.limits.declare import LimitRow, get_limit, read_rows, select_limits
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model.durations import roughly
+from commandbus.model.json_values import Json
 from commandbus.model.limit import LimitUse, until_next
 
 UNKNOWN = "unknown"
@@ -69,8 +70,8 @@ class LimitInfo:
     rate_limited: int
     waits: int
     waited_seconds: float
-    declared: Mapping[str, Any] | None
-    override: Mapping[str, Any] | None
+    declared: Mapping[str, Json] | None
+    override: Mapping[str, Json] | None
     changed_at: datetime
 
     @property

@@ -184,7 +184,7 @@ def answer(
     if after.is_open != before.is_open or (after.is_open and after.open_until != before.open_until):
         action = "OPEN" if after.is_open else "CLOSE"
         why = after.open_reason if after.is_open else "its probe went well"
-        yield note_action(f"breaker {name}", action, OperatorAction("CANCEL", ITSELF, why))
+        yield note_action(f"breaker {name}", action, OperatorAction(ITSELF, why))
     if after.is_probing and after.closed_until(row.now) != before.closed_until(row.now):
         yield tell(CLOSED + name)
     was_probe = token is not None and before.probe == token

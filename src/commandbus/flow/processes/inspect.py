@@ -10,10 +10,8 @@ from commandbus.errors import InvalidCommandError
 from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.flow.processes.move import loads
 from commandbus.model import names
-from commandbus.model.page import Page
-from commandbus.model.process import ProcessRecord, ProcessStatus, StepRecord, StepStatus
-
-MAX_ID = 2**63 - 1
+from commandbus.model.page import Page, cut, id_of
+from commandbus.model.process import ProcessRecord, ProcessStatus, StepRecord, StepStatus, StrayReply
 
 
 @operation(atomic=False)
@@ -22,10 +20,10 @@ def query_processes(
     domain: str | None = None,
     process_id: str | None = None,
     process_type: str | None = None,
-    status: str | None = None,
+    status: ProcessStatus | str | None = None,
     batch_id: str | None = None,
     limit: int = 50,
-    before_id: int | None = None,
+    cursor: str | None = None,
 ) -> Steps[Page[ProcessRecord]]:
     """Processes that match, newest first."""
     status = status.upper() if isinstance(status, str) else status
@@ -42,11 +40,10 @@ def query_processes(
             "status": status,
             "batch_id": None if batch_id is None else names.to_id(batch_id, "batch_id"),
             "limit": names.check_count(limit, "limit") + 1,
-            "before_id": None if before_id is None else names.check_count(before_id, "before_id", most=MAX_ID),
+            "before_id": id_of(cursor),
         },
     )
-    items = [_record(row) for row in rows[:limit]]
-    return Page(items, items[-1].id if len(rows) > limit else None)
+    return cut([_record(row) for row in rows], limit, lambda record: record.id)
 
 
 @operation(atomic=True)
@@ -77,30 +74,37 @@ def get_process(domain: str, process_id: str) -> Steps[ProcessRecord | None]:
             )
         )
     strays = yield Statement(
-        b"SELECT created_at, reason, message::text FROM commandbus.stray_reply "
+        b"SELECT id, domain, created_at, reason, message::text FROM commandbus.stray_reply "
         b"WHERE process = %(process)s ORDER BY id",
         {"process": record.id},
     )
-    record.strays.extend({"at": at, "reason": reason, "message": loads(message)} for at, reason, message in strays)
+    record.strays.extend(
+        StrayReply(id_, of_domain, record.process_id, at, reason, loads(message))
+        for id_, of_domain, at, reason, message in strays
+    )
     return record
 
 
 @operation(atomic=False)
-def list_strays(domain: str | None, *, process_id: str | None = None, limit: int) -> Steps[list[dict[str, Any]]]:
+def list_strays(
+    domain: str | None, *, process_id: str | None = None, limit: int, cursor: str | None = None
+) -> Steps[Page[StrayReply]]:
     """Replies that moved nothing, newest first."""
     rows = yield Statement(
         b"SELECT s.id, s.domain, p.process_id, s.created_at, s.reason, s.message::text "
         b"FROM commandbus.stray_reply s LEFT JOIN commandbus.process p ON p.id = s.process "
         b"WHERE (%(domain)s::text IS NULL OR s.domain = %(domain)s) "
-        b"AND (%(process_id)s::text IS NULL OR p.process_id = %(process_id)s) ORDER BY s.id DESC LIMIT %(limit)s",
+        b"AND (%(process_id)s::text IS NULL OR p.process_id = %(process_id)s) "
+        b"AND (%(before_id)s::bigint IS NULL OR s.id < %(before_id)s) ORDER BY s.id DESC LIMIT %(limit)s",
         {
             "domain": None if domain is None else names.check_domain(domain),
             "process_id": None if process_id is None else names.to_id(process_id, "process_id"),
-            "limit": names.check_count(limit, "limit"),
+            "before_id": id_of(cursor),
+            "limit": names.check_count(limit, "limit") + 1,
         },
     )
-    keys = ("id", "domain", "process_id", "at", "reason")
-    return [dict(zip(keys, row[:5], strict=True)) | {"message": loads(row[5])} for row in rows]
+    found = [StrayReply(*(*head, loads(message))) for *head, message in rows]
+    return cut(found, limit, lambda stray: stray.id)
 
 
 def _record(row: Row) -> ProcessRecord:

@@ -145,7 +145,7 @@ def set_aside(domain: str, process: int | None, message: Any, reason: str) -> St
 def _cancel_steps(loaded: Loaded, cancels: list[tuple[StepView, str]]) -> Steps[None]:
     operator = f"process {loaded.view.process_id}"[:255]
     wanted = [
-        (step.domain, step.command_id, operate.operator_action("CANCEL", operator, why[:8192]))
+        (step.domain, step.command_id, operate.operator_action(operator, why[:8192], "CANCEL"))
         for step, why in cancels
     ]
     yield from cancel_commands(loaded.id, wanted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from psycopg import errors as pg
 
@@ -19,7 +19,7 @@ from commandbus.flow.commands.send import explain_missing
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model import names, payload
 from commandbus.model.command import new_command_id
-from commandbus.model.durations import parse_seconds
+from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.process import NewProcess, StartedProcess
 
 CHUNK = 1000
@@ -50,13 +50,10 @@ def to_new_process(item: object) -> NewProcess:
     return NewProcess(**item)
 
 
-def prepare_start(new: NewProcess, *, deadline: object, max_bytes: int) -> Starting:
+def prepare_start(new: NewProcess, *, deadline: Duration | None, max_bytes: int) -> Starting:
     """Check a process and dump its JSON; `deadline` is its type's, if it has none of its own."""
-    wanted: Any = deadline if new.deadline is None else new.deadline
-    try:
-        seconds = None if wanted is None else parse_seconds(wanted, name="deadline")
-    except ValueError as error:
-        raise InvalidCommandError(str(error)) from None
+    wanted = deadline if new.deadline is None else new.deadline
+    seconds = None if wanted is None else parse_seconds(wanted, name="deadline", error=InvalidCommandError)
     return Starting(
         new_command_id() if new.process_id is None else names.to_new_id(new.process_id, "process_id"),
         payload.dump(new.data, what="data", max_bytes=max_bytes),

@@ -42,7 +42,8 @@ from commandbus.flow.operation import Operation, Statement, Steps, operation
 from commandbus.limits.with_block import Hold
 from commandbus.model import payload
 from commandbus.model.command import Command
-from commandbus.model.durations import format_seconds, parse_seconds
+from commandbus.model.durations import Duration, format_seconds, parse_seconds
+from commandbus.model.json_values import JsonValue
 from commandbus.model.limit import WAIT_SECONDS
 from commandbus.model.safe_text import escaped
 from commandbus.model.timeouts import SHORTEST
@@ -103,7 +104,7 @@ class HandlerTransaction(Generic[C]):
         self.max_bytes = max_bytes
         self._result: str | None = None
 
-    def complete(self, result: Any = None) -> None:
+    def complete(self, result: JsonValue = None) -> None:
         """Say what the command's result is (JSON); without this it is null."""
         self._result = dump_result(result, self.max_bytes)
 
@@ -214,7 +215,7 @@ class _Context:
         if self._left() <= 0:
             raise DeadlineExceededError(self._late())
 
-    def heartbeat(self, progress: Any = None) -> None:
+    def heartbeat(self, progress: JsonValue = None) -> None:
         """Say how far it is (any JSON value), for `commandbus show` while it runs. Raises if asked to stop."""
         if progress is not None:
             text = payload.dump(
@@ -238,7 +239,7 @@ class _Context:
         is_child = self._scope is not None and self._scope.deadline_at < attempt.deadline_at
         return CHILD_LATE if is_child else attempt.lateness()
 
-    def _enter_child(self, timeout: float | str | timedelta) -> Self:
+    def _enter_child(self, timeout: Duration) -> Self:
         seconds = parse_seconds(timeout, name="timeout")
         if seconds == 0:
             raise ValueError("timeout of a child context must be more than 0: it can only shorten a deadline")
@@ -261,11 +262,11 @@ class _Context:
                 f"command {self._attempt.command_id!r} was completed by an earlier ctx.transaction()"
             )
 
-    def _ask_to_extend(self, seconds: float | str | timedelta) -> tuple[float, Future[bool]]:
+    def _ask_to_extend(self, duration: Duration) -> tuple[float, Future[bool]]:
         """The keeper does it, on its own connection: the handler's may be in the middle of a transaction."""
         self.raise_if_cancelled()
         attempt, most = self._attempt, self._services.max_extension
-        wanted = parse_seconds(seconds, name="seconds")
+        wanted = parse_seconds(duration, name="duration")
         if attempt.extras.holds_row:
             raise ValueError(
                 f"extend({format_seconds(wanted)}): the transaction keeps its snapshot, and a renewed lease would "
@@ -440,14 +441,14 @@ class HandlerContext(_Context):
         if not self._await_lease(self._ask_to_hold(level)):
             raise self._fenced()
 
-    def extend(self, seconds: float | str | timedelta) -> None:
+    def extend(self, duration: Duration) -> None:
         """Move the deadline to at least this long from now, up to max_extension in all.
 
         The lease is renewed at once, for its usual time, and then as always. Raises AttemptFencedError if the
         command is lost, AttemptCancelledError if it was asked to stop, and TimeoutError if the lease could not be
         renewed within its own length; then the deadline has not moved.
         """
-        end, asked = self._ask_to_extend(seconds)
+        end, asked = self._ask_to_extend(duration)
         self._extended(self._await_lease(asked), end)
 
     def _await_lease(self, asked: Future[bool]) -> bool:
@@ -461,9 +462,9 @@ class HandlerContext(_Context):
         finally:
             asked.cancel()  # whoever leaves before the answer waits no more
 
-    def sleep(self, seconds: float | str | timedelta) -> None:
+    def sleep(self, duration: Duration) -> None:
         """Sleep, but raise as soon as the handler is asked to stop."""
-        until = monotonic() + parse_seconds(seconds, name="seconds")
+        until = monotonic() + parse_seconds(duration, name="duration")
         while True:
             self.raise_if_cancelled()
             left = until - monotonic()
@@ -475,8 +476,8 @@ class HandlerContext(_Context):
         self,
         name: str,
         *,
-        wait: float | str | timedelta = WAIT_SECONDS,
-        timeout: float | str | timedelta | None = None,
+        wait: Duration = WAIT_SECONDS,
+        timeout: Duration | None = None,
     ) -> AbstractContextManager[Hold]:
         """A place of a limit for the block: `with ctx.limit("docai", timeout=60) as call: …`.
 
@@ -495,7 +496,7 @@ class HandlerContext(_Context):
         )
 
     @contextmanager
-    def child(self, *, timeout: float | str | timedelta) -> Iterator[HandlerContext]:
+    def child(self, *, timeout: Duration) -> Iterator[HandlerContext]:
         """A context with a deadline of its own, never later than this one's: `with ctx.child(timeout=5) as c:`.
 
         Nothing interrupts Python code at a child's deadline: its `cancelled` is set, its `sleep` and
@@ -573,20 +574,20 @@ class AsyncHandlerContext(_Context):
         except TimeoutError as error:
             raise self._not_extended(error) from error
 
-    async def extend(self, seconds: float | str | timedelta) -> None:
+    async def extend(self, duration: Duration) -> None:
         """Move the deadline to at least this long from now, up to max_extension in all.
 
         The lease is renewed at once, for its usual time, and then as always. Raises AttemptFencedError if the
         command is lost, AttemptCancelledError if it was asked to stop, and TimeoutError if the lease could not be
         renewed within its own length; then the deadline has not moved.
         """
-        end, asked = self._ask_to_extend(seconds)
+        end, asked = self._ask_to_extend(duration)
         self._extended(await self._await_lease(asked), end)
 
-    async def sleep(self, seconds: float | str | timedelta) -> None:
+    async def sleep(self, duration: Duration) -> None:
         """Sleep, but raise as soon as the handler is asked to stop."""
         self.raise_if_cancelled()
-        wanted, left = parse_seconds(seconds, name="seconds"), self._left()
+        wanted, left = parse_seconds(duration, name="duration"), self._left()
         await asyncio.sleep(min(wanted, max(left, 0.0)))
         if wanted > left:
             raise DeadlineExceededError(self._late())
@@ -596,8 +597,8 @@ class AsyncHandlerContext(_Context):
         self,
         name: str,
         *,
-        wait: float | str | timedelta = WAIT_SECONDS,
-        timeout: float | str | timedelta | None = None,
+        wait: Duration = WAIT_SECONDS,
+        timeout: Duration | None = None,
     ) -> AbstractAsyncContextManager[Hold]:
         """A place of a limit for the block: `async with ctx.limit("docai", timeout=60): …`.
 
@@ -617,7 +618,7 @@ class AsyncHandlerContext(_Context):
         )
 
     @asynccontextmanager
-    async def child(self, *, timeout: float | str | timedelta) -> AsyncIterator[AsyncHandlerContext]:
+    async def child(self, *, timeout: Duration) -> AsyncIterator[AsyncHandlerContext]:
         """A context with a deadline of its own, never later than this one's.
 
         At its deadline what is awaited in the block is canceled, and the block raises DeadlineExceededError.

@@ -16,19 +16,18 @@ import functools
 import inspect
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from types import MethodType
 from typing import Any, Literal, TypeVar
 
 from commandbus.errors import ConfigurationError, DuplicateHandlerError
 from commandbus.model.batch import ADDRESSES
-from commandbus.model.durations import parse_seconds
+from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.limit import Limit, check_limit_name
 from commandbus.model.names import check_domain, check_type
 from commandbus.model.retry import RetryPolicy
 from commandbus.processes.manager import BaseProcessManager, check_manager
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 OnTimeout = Literal["retry", "fail"]
 Isolation = Literal["thread", "process"]
 _MARK = "__commandbus_handlers__"
@@ -54,7 +53,7 @@ class Options:
 
 def _check_options(
     retry_policy: object,
-    timeout: float | str | timedelta | None,
+    timeout: Duration | None,
     on_timeout: object,
     isolation: object,
     limits: object = (),
@@ -108,7 +107,7 @@ def handler(
     command_type: str,
     *,
     retry_policy: RetryPolicy | None = None,
-    timeout: float | str | timedelta | None = None,
+    timeout: Duration | None = None,
     on_timeout: OnTimeout = "retry",
     isolation: Isolation = "thread",
     limits: Sequence[str | Limit] = (),
@@ -156,7 +155,7 @@ class HandlerRegistry:
         command_type: str,
         *,
         retry_policy: RetryPolicy | None = None,
-        timeout: float | str | timedelta | None = None,
+        timeout: Duration | None = None,
         on_timeout: OnTimeout = "retry",
         isolation: Isolation = "thread",
         limits: Sequence[str | Limit] = (),
@@ -177,10 +176,10 @@ class HandlerRegistry:
         self,
         domain: str,
         command_type: str,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         *,
         retry_policy: RetryPolicy | None = None,
-        timeout: float | str | timedelta | None = None,
+        timeout: Duration | None = None,
         on_timeout: OnTimeout = "retry",
         isolation: Isolation = "thread",
         limits: Sequence[str | Limit] = (),

@@ -15,7 +15,6 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
 from commandbus.clock import monotonic
@@ -31,6 +30,7 @@ from commandbus.limits.with_block import (
     verdict,
 )
 from commandbus.model.api_errors import ApiFailure
+from commandbus.model.durations import Duration
 from commandbus.model.limit_state import ApiAnswer
 from commandbus.worker.execution.attempt import Attempt, Scope
 
@@ -60,8 +60,8 @@ def sync_block(
     door: Door,
     attempt: Attempt,
     name: str,
-    wait: float | str | timedelta,
-    timeout: float | str | timedelta | None,
+    wait: Duration,
+    timeout: Duration | None,
     *,
     deadline_at: float,
     check: Callable[[], None],
@@ -144,8 +144,8 @@ async def async_block(
     door: Door,
     attempt: Attempt,
     name: str,
-    wait: float | str | timedelta,
-    timeout: float | str | timedelta | None,
+    wait: Duration,
+    timeout: Duration | None,
     *,
     deadline_at: float,
     check: Callable[[], None],
