@@ -66,9 +66,9 @@ def handlers(ran: list[str], bus: CommandBus) -> HandlerRegistry:
 
 def part_of(worker: Worker, part: str) -> DatabaseService:
     """One of its own threads."""
-    parts = worker._runtime
-    assert parts is not None
-    return next(each for each in [*parts._threads, *parts._limited.services] if each.part == part)
+    runtime = worker._runtime
+    assert runtime is not None
+    return next(each for each in [*runtime._threads, *runtime._limited.services] if each.part == part)
 
 
 @contextmanager
@@ -300,7 +300,7 @@ def test_claiming_stops_when_outcomes_pile_up_and_health_says_so(
     ran: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("commandbus.worker.runtime.MOST_UNWRITTEN", 50)
+    monkeypatch.setattr("commandbus.worker.dispatcher.MOST_UNWRITTEN", 50)
     bus.create_queue("replies")
     commands = [NewCommand("work", command_id=f"c{n}", reply_to="replies") for n in range(2000)]
     bus.send_many("orders", commands)
@@ -491,17 +491,17 @@ def test_after_an_outage_no_part_counts_as_failing(
     bus.send("orders", "work", command_id="before")
     until_completed(bus, "before")  # every part is connected
     until(lambda: proxy.connections >= 4)
-    parts = worker._runtime
-    assert parts is not None
+    runtime = worker._runtime
+    assert runtime is not None
     proxy.is_refusing = True
     proxy.cut()
-    until(lambda: all(each.is_away for each in parts._threads if each.part != "adopter"), 20)
+    until(lambda: all(each.is_away for each in runtime._threads if each.part != "adopter"), 20)
     proxy.is_refusing = False
     seen: set[str] = set()
 
     def is_back() -> bool:
-        seen.update(each.trouble for each in parts._threads if each.trouble is not None)
-        return not any(each.is_down for each in parts._threads)
+        seen.update(each.trouble for each in runtime._threads if each.trouble is not None)
+        return not any(each.is_down for each in runtime._threads)
 
     until(is_back, 20)
     end = monotonic() + 4  # longer than any round

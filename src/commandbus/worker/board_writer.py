@@ -1,6 +1,6 @@
-"""Showing: what a supervised worker shows of itself on its board, and what it tidies up after each attempt there.
+"""The BoardWriter: shows on the board what a supervised worker does, and tidies the process after each attempt.
 
-A worker inside an application has no board: `Parts` then has no `BoardWriter` at all.
+A worker inside an application has no board: its runtime then has no `BoardWriter`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from commandbus.worker.attempt_registry import Running
 from commandbus.worker.board import Board, State
-from commandbus.worker.deadlines.ladder import Running
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.health import HealthState, HealthStatus
 from commandbus.worker.memory import resident_megabytes

@@ -41,8 +41,14 @@ LIMITS_DEGRADED = "limits_degraded"
 """The reason under which a worker's health says so."""
 
 
+class LimitDecides:
+    """How an attempt ended whose limit decides what becomes of it."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class RateLimited:
+class RateLimited(LimitDecides):
     """How an attempt ended whose API has refused it."""
 
     attempt: Attempt
@@ -52,7 +58,7 @@ class RateLimited:
 
 
 @dataclass(frozen=True, slots=True)
-class CallFailed:
+class CallFailed(LimitDecides):
     """How an attempt ended whose call to a limited API failed: a 5xx, or no answer in time. `charge` makes the
     settlement if it is charged for that."""
 
@@ -227,11 +233,18 @@ class LimitedWork:
                 [_watched(attempt, Release(permit, answer, reason, keeps=True)) for permit in permits]
             )
 
-    def judge(self, ended: RateLimited | CallFailed) -> None:
+    def settle_end(self, attempt: Attempt, ended: Settlement | CallFailed) -> None:
+        """It was given up: its limit decides what becomes of it, if its call may have been a probe."""
+        if isinstance(ended, CallFailed):
+            self.judge(ended)
+        else:
+            self._settle(attempt, ended)
+
+    def judge(self, ended: LimitDecides) -> None:
         """A call of it went badly: its limit decides what becomes of it."""
         if isinstance(ended, RateLimited):
             self._judge_refused(ended)
-        else:
+        elif isinstance(ended, CallFailed):
             self._judge_failed(ended)
 
     def _judge_failed(self, failed: CallFailed) -> None:

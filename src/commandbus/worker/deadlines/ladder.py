@@ -22,6 +22,7 @@ from commandbus.clock import boottime, epoch, monotonic
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.model.timeouts import MONITOR_TICK, Timeouts
+from commandbus.worker.attempt_registry import AttemptRegistry
 from commandbus.worker.deadlines import autopsy
 from commandbus.worker.execution.async_slots import AsyncSlot, AsyncSlots
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why, lost_text
@@ -32,7 +33,6 @@ logger = safe_logger("commandbus.worker")
 
 BLOCKED_SECONDS = 1.0  # without a beat of an event loop
 
-Running = dict[Attempt, Slot | AsyncSlot]
 Document = dict[str, Any]
 
 
@@ -42,7 +42,7 @@ class Ladder:
     def __init__(
         self,
         timeouts: Timeouts,
-        running: Running,
+        attempts: AttemptRegistry,
         *,
         loop: AsyncSlots | None,
         health: HealthStatus,
@@ -56,7 +56,8 @@ class Ladder:
     ) -> None:
         self._timeouts = timeouts
         self._late_seconds = timeouts.late_seconds
-        self._running = running
+        self._attempts = attempts
+        self._running = attempts.running
         self._loop = loop
         self._health = health
         self._cancel_query = cancel_query
@@ -213,10 +214,9 @@ class Ladder:
 
     def _take(self, attempt: Attempt, stop: Stop, taken: Document) -> bool:
         """Own its settlement, unless it has ended at the last moment."""
-        place = self._running.pop(attempt, None)
+        place = self._attempts.take(attempt)
         if place is None:
             return False
-        attempt.bar()
         if stop.why is Why.SHUTDOWN:
             self.abandoned += 1
         else:
@@ -282,8 +282,7 @@ class Ladder:
         loop = place.loop
         for attempt, other in list(self._running.items()):
             is_here = isinstance(other, AsyncSlot) and other.loop is loop
-            if is_here and self._running.pop(attempt, None) is not None:
-                attempt.bar()
+            if is_here and self._attempts.take(attempt) is not None:
                 failure = Failure("LoopBlocked", "BYSTANDER", text, duration_ms=attempt.elapsed_ms())
                 self._bystander(attempt, other, failure, suspect)
         if self._loop is not None:

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 from commandbus.clock import monotonic
 from commandbus.errors import ConfigurationError
-from commandbus.flow.commands.settle import Settlement
+from commandbus.flow.commands.settle import QUARANTINE, SUSPECT, Settlement
 from commandbus.logger import safe_logger
 from commandbus.model import payload
 from commandbus.model.limit_state import ApiAnswer
@@ -133,8 +133,10 @@ class Isolation:
         return self._address is not None
 
     def wants(self, attempt: Attempt) -> bool:
-        """Is it to run in a process of its own?"""
-        handler = attempt.handler
+        """Is it to run in a process of its own? Asked of every attempt before it begins."""
+        row, handler = attempt.row, attempt.handler
+        if not self._asking and row[SUSPECT] is None and not row[QUARANTINE]:
+            return False
         if handler is None or self._address is None:
             return False
         if handler.options.isolation == "process" or attempt.is_suspect:
