@@ -227,9 +227,9 @@ class DeadlineExceededError(AttemptCancelledError, TimeoutError):
 
 
 class LimitLostError(AttemptCancelledError):
-    """The place of a limit is lost: its lease could not be renewed in time, and somebody else may have it now.
+    """The permit of a limit is lost: its lease could not be renewed in time, and somebody else may have it now.
 
-    Whoever hears this in a `limit` block must call no more under that place. In a handler the attempt is asked to
+    Whoever hears this in a `limit` block must call no more under that permit. In a handler the attempt is asked to
     stop and is not charged.
     """
 
@@ -336,7 +336,7 @@ class RateLimitError(TransientCommandError):
 
 
 class LimitTimeoutError(TransientCommandError, TimeoutError):
-    """No place of a limit became free in time. That is not a 429: nobody was called."""
+    """No permit of a limit became free in time. That is not a 429: nobody was called."""
 
     def __init__(self, message: str, *, limit: str | None = None) -> None:
         super().__init__(message, code="LIMIT_TIMEOUT")

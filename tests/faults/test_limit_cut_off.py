@@ -126,7 +126,7 @@ def test_a_block_of_a_program_ends_before_somebody_else_begins(
             until(lambda: other.get_limit("docai").callers == 1)
             cut_off(proxy, how)
             until(lambda: call.is_lost, seconds=20)
-            with pytest.raises(LimitLostError, match=r"the place of limit 'docai' is lost.*call no more"):
+            with pytest.raises(LimitLostError, match=r"the permit of limit 'docai' is lost.*call no more"):
                 call.remaining()
             inside.leave("holder")
         until(lambda: "other" in inside.left, seconds=40)
@@ -240,7 +240,7 @@ def test_an_attempt_is_canceled_before_somebody_else_begins(
     [
         ("cut_off", []),
         ("cut_off_async", []),
-        ("cut_off_in_block", ["told: the place of limit 'one' is lost"]),
+        ("cut_off_in_block", ["told: the permit of limit 'one' is lost"]),
         ("cut_off_in_async_block", ["lost: True"]),
     ],
 )

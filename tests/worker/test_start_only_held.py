@@ -225,8 +225,8 @@ def test_an_old_place_of_a_limit_is_asked_for_again(
     def push_late(dispatcher: Dispatcher, attempt: Any) -> None:
         asked.append(attempt.command_id)
         if len(asked) == 1:
-            for place in attempt.permits:
-                place.renewed_at -= LONG_AGO
+            for permit in attempt.limit_use.permits:
+                permit.renewed_at -= LONG_AGO
         push(dispatcher, attempt)
 
     monkeypatch.setattr(Dispatcher, "push", push_late)

@@ -44,7 +44,7 @@ from commandbus.limits.stores.choose import Elsewhere, PermitStores
 from commandbus.limits.stores.redis.backup_renewer import BackupRenewer
 from commandbus.limits.waker import Waker
 from commandbus.logger import safe_logger
-from commandbus.model.limit import LimitUse
+from commandbus.model.limit import PermitUsage
 from commandbus.model.limit_state import token_of
 from commandbus.settings import Settings
 
@@ -175,26 +175,27 @@ class LimitClient(DatabaseService):
         call.answer.cancel()  # orders come before calls: one that has not been looked at yet must not be answered
         self.order(lambda: self._call_waiters.forget(call))
 
-    def tell(self, name: str, holder: str, reason: str, retry_after: float | None, *, caller: int) -> None:
-        """An API has refused a call that held no permit of its limit."""
-        self.order(lambda: self._releases.tell(name, holder, reason, retry_after, str(caller)))
-
     def is_stale(self, permit: Permit) -> bool:
         """Was the permit given before the API said no? Then nothing may begin with it."""
         return permit.taken_at < self._shut.get(permit.limit, 0.0)
 
     def judge(self, limited: Limited) -> None:
-        """Find out what becomes of a command whose call went badly; after what it left was heard."""
+        """A command's call went badly: its permits are needed no more, and its limit decides what becomes of it,
+        after it has heard what the API said."""
+        self._releases.leaves.extend(limited.releases)
 
         def judge() -> None:
+            if limited.untold is not None:
+                self._releases.tell(limited.limit, *limited.untold, str(limited.id))
+                limited.untold = None  # the order may be carried out again, and a refusal counts once
             self._releases.let_out()  # orders may come first in a round, and what it left begins the back-off
             self._admission.judge(limited)
 
         self.order(judge)
 
-    def look(self, name: str) -> Future[tuple[LimitRow, LimitUse]]:
+    def look(self, name: str) -> Future[tuple[LimitRow, PermitUsage]]:
         """How a limit stands, and who holds its permits."""
-        answer: Future[tuple[LimitRow, LimitUse]] = Future()
+        answer: Future[tuple[LimitRow, PermitUsage]] = Future()
 
         def find() -> None:
             try:

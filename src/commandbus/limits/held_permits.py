@@ -191,7 +191,7 @@ class HeldPermits:
         except LockedRowError:
             return []  # again when the bar is over; said when it was put up
         except CommandBusError as error:
-            logger.warning("places of limit %s cannot be renewed: %s", name, error)
+            logger.warning("permits of limit %s cannot be renewed: %s", name, error)
             return []
         for permit in own:
             if permit.token not in gone:
@@ -211,6 +211,6 @@ class HeldPermits:
             if permit.is_lost:
                 return
             permit.is_lost = True
-        logger.warning("%s has lost its place of limit %s", permit.holder, permit.limit)
+        logger.warning("%s has lost its permit of limit %s", permit.holder, permit.limit)
         if permit.on_lost is not None:
             permit.on_lost(permit)

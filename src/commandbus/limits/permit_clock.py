@@ -70,4 +70,4 @@ class PermitClock:
         try:
             self._on_end(permit)
         except Exception:
-            logger.exception("the holder of a place of limit %s could not be told of its end", permit.limit)
+            logger.exception("the holder of a permit of limit %s could not be told of its end", permit.limit)

@@ -58,7 +58,7 @@ class Permit:
         return not self.is_lost and boottime() - self.renewed_at < self.lease * 2 / 3
 
     def __repr__(self) -> str:
-        return f"Place({self.limit!r}, {self.token!r})"
+        return f"Permit({self.limit!r}, {self.token!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def no_such(name: str, error: CommandBusError) -> Refusal:
 
 def waited_in_vain(name: str, wait: float, why: str | None = None) -> LimitTimeoutError:
     """The error of who has waited too long for a permit, and what was in the way, if that is known."""
-    text = f"no place of limit {name!r} became free within {format_seconds(round(wait, 3))}"
+    text = f"no permit of limit {name!r} became free within {format_seconds(round(wait, 3))}"
     return LimitTimeoutError(f"{text}: {why}" if why else f"{text}; see `commandbus limits`", limit=name)
 
 
@@ -178,3 +178,5 @@ class Limited:
     attempt_base: int
     is_known: bool
     then: Callable[[LimitRow | None, Turn | None], bool]
+    releases: Sequence[Release] = ()  # its permits
+    untold: tuple[str, str, float | None] | None = None  # a refusal without a permit: holder, reason, retry after

@@ -51,9 +51,9 @@ class BoardWriter:
 
     def backend(self, attempt: Attempt, pid: int, started: int) -> None:
         """At once: a handler may change its session's name, and a crash leaves no time to look."""
-        place = self._running.get(attempt)
-        if place is not None:
-            self._board.backend(place.index, pid, started)
+        slot = self._running.get(attempt)
+        if slot is not None:
+            self._board.backend(slot.index, pid, started)
 
     def beat(
         self,
@@ -81,12 +81,12 @@ class BoardWriter:
             claimless=int(claimless),
         )
         self._board.note("; ".join(health.reasons))
-        for attempt, place in list(self._running.items()):
+        for attempt, slot in list(self._running.items()):
             borrowed = attempt.borrowed
-            if self._running.get(attempt) is place:  # it may have ended meanwhile, and its slot gone on
+            if self._running.get(attempt) is slot:  # it may have ended meanwhile, and its slot gone on
                 pid, started = (0, 0) if borrowed is None else (borrowed.pid, borrowed.started)
-                self._board.backend(place.index, pid, started)
-                self._board.stuck_at(place.index, self._stuck_at(attempt))
+                self._board.backend(slot.index, pid, started)
+                self._board.stuck_at(slot.index, self._stuck_at(attempt))
 
     def _stuck_at(self, attempt: Attempt) -> float:
         stop = attempt.stop

@@ -32,14 +32,14 @@ from commandbus.worker.deadlines.fencer import Fencer
 from commandbus.worker.execution.async_slots import AsyncSlot, AsyncSlots
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.execution.concurrency import ConcurrencyBudget
-from commandbus.worker.execution.execute import Ended, Executor
+from commandbus.worker.execution.execute import Ended, Executor, LimitDecides
 from commandbus.worker.execution.fresh_thread import in_fresh_thread
 from commandbus.worker.execution.slots import Slot, Slots
 from commandbus.worker.exhaustion import ExhaustedError
 from commandbus.worker.isolation.child_process import ChildProcess
 from commandbus.worker.isolation.isolation import Isolation
 from commandbus.worker.isolation.quarantine import Quarantine
-from commandbus.worker.limits import LimitDecides, LimitedWork
+from commandbus.worker.limits import LimitedWork
 from commandbus.worker.settler import Settler
 from commandbus.worker.unhandled_types import UnhandledTypes
 from commandbus.worker.worker_options import ROUTER_SLOTS, WorkerSpec
@@ -304,8 +304,8 @@ class Dispatcher:
 
     def return_one(self, attempt: Attempt, why: str) -> None:
         """Give back one that has not started."""
-        if attempt.permits:
-            self._limited.never_began(attempt)
+        if attempt.limit_use is not None:
+            attempt.limit_use.returned()
         if attempt.is_lost:
             self._attempts.release(attempt)  # its row is somebody else's: there is nothing to give back
             return
@@ -354,8 +354,9 @@ class Dispatcher:
     def _run(self, attempt: Attempt, slot: Slot) -> bool:
         if attempt.stop is not None or not attempt.is_surely_held(self._late_seconds):
             return self._never_start(attempt)
-        if attempt.permits and self._limited.is_stale(attempt):
-            return self._turn_back(attempt)
+        if attempt.limit_use is not None and not attempt.limit_use.before_start():
+            self._offer_room()
+            return True
         process = None
         if self._isolation.wants(attempt):
             process = self._take_process(attempt)
@@ -373,8 +374,9 @@ class Dispatcher:
     async def _run_async(self, attempt: Attempt, slot: AsyncSlot) -> bool:
         if attempt.stop is not None or not attempt.is_surely_held(self._late_seconds):
             return self._never_start(attempt)
-        if attempt.permits and self._limited.is_stale(attempt):
-            return self._turn_back(attempt)
+        if attempt.limit_use is not None and not attempt.limit_use.before_start():
+            self._offer_room()
+            return True
         self._executor.begin(attempt)
         self._attempts.begin(attempt, slot)
         return self._end(attempt, slot, await self._executor.run_async(attempt))
@@ -404,12 +406,10 @@ class Dispatcher:
             self._fencer.end_leftover(attempt, attempt.borrowed)
         if not isinstance(ended, Settlement) or ended.is_completion:
             self._breakers.completed(attempt)
-        if attempt.permits:
-            self._limited.ended(attempt)
-        if isinstance(ended, LimitDecides):
-            self._limited.judge(ended)
-        else:
+        if attempt.limit_use is None and not isinstance(ended, LimitDecides):
             self._settler.add(attempt, ended)
+        else:
+            self._limited.finished(attempt, ended)
         if self.is_claimer_waiting:
             self._offer_room()
         return True
@@ -428,11 +428,6 @@ class Dispatcher:
         self._offer_room()
         return None
 
-    def _turn_back(self, attempt: Attempt) -> bool:
-        self._limited.turn_back(attempt)
-        self._offer_room()
-        return True
-
     def _show_thread(self, slot: int) -> None:
         if self._board_writer is not None:
             self._board_writer.thread(slot)
@@ -443,8 +438,8 @@ def _is_stale(lane: Slots | AsyncSlots) -> bool:
     oldest = next(iter(lane.waiting.copy()), None)  # a copy: slots take from it, too
     if oldest is None:
         return False
-    waited = [boottime() - oldest.renewed_at, *(monotonic() - permit.taken_at for permit in oldest.permits)]
-    return min(waited) > STALE_SECONDS
+    granted_at = 0.0 if oldest.limit_use is None else oldest.limit_use.granted_at
+    return min(boottime() - oldest.renewed_at, monotonic() - granted_at) > STALE_SECONDS
 
 
 def routed_domains(spec: WorkerSpec) -> list[str]:

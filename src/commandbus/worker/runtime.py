@@ -26,7 +26,7 @@ from weakref import WeakSet
 from commandbus.clock import monotonic
 from commandbus.db.service import DatabaseService
 from commandbus.flow.commands.renew import PendingCancel
-from commandbus.flow.commands.settle import Settlement, cancellation
+from commandbus.flow.commands.settle import cancellation
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.settings import Settings
@@ -43,7 +43,7 @@ from commandbus.worker.execution.async_slots import AsyncSlot
 from commandbus.worker.execution.attempt import NEVER, Attempt, Why
 from commandbus.worker.execution.connections import Borrowed, HandlerConnections
 from commandbus.worker.execution.context import Services
-from commandbus.worker.execution.execute import Executor
+from commandbus.worker.execution.execute import Executor, Written
 from commandbus.worker.execution.slots import Slot
 from commandbus.worker.isolation.isolation import Isolation
 from commandbus.worker.isolation.quarantine import Quarantine
@@ -523,13 +523,13 @@ class WorkerRuntime:
     def _push(self, attempt: Attempt) -> None:
         self.dispatcher.push(attempt)
 
-    def _settle(self, attempt: Attempt, settlement: Settlement) -> None:
-        self.settler.add(attempt, settlement)
+    def _settle(self, attempt: Attempt, ended: Written) -> None:
+        self.settler.add(attempt, ended)
 
     def _settled(self, attempt: Attempt) -> None:
         self.attempts.release(attempt)
-        if attempt.parks_at is not None:
-            self._limited.settled(attempt)
+        if attempt.limit_use is not None:
+            attempt.limit_use.settled()
         self._note_end_of_work()
 
     def _done(self, attempts: Sequence[Attempt]) -> None:

@@ -30,7 +30,7 @@ class BreakerInfo:
     """A breaker for people. `kind` is "type" (`name` is "DOMAIN/COMMAND_TYPE") or "limit" (`name` is the limit's).
 
     `until`: when one command is tried; None while it is closed, or a person has opened it (`is_forced`). `probe`:
-    the command_id, or the place's token, that is tried. `stuck` and `failures` are the attempts that it has
+    the command_id, or the permit's token, that is tried. `stuck` and `failures` are the attempts that it has
     counted within its window, `others` those of the type that ended otherwise since the first of these began, as
     the workers said last. `parked` is how many wait.
     """
@@ -122,7 +122,7 @@ def open_limit(name: str, what: OperatorAction) -> Steps[bool]:
 
 @operation(atomic=True)
 def close_limit(name: str, what: OperatorAction) -> Steps[int]:
-    """Close a limit's breaker; answers how many wait for the limit, each until there is a place for it."""
+    """Close a limit's breaker; answers how many wait for the limit, each until there is a permit for it."""
     _, is_open = yield from _limit(name)
     if not is_open:
         raise InvalidOperationError(f"the breaker of limit {name!r} is not open")

@@ -16,7 +16,7 @@ from commandbus.errors import ConfigurationError, InvalidOperationError, Unknown
 from commandbus.flow.commands.operate import OperatorAction
 from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import payload
-from commandbus.model.limit import OPTIONS, Limit, LimitUse, Rate, check_limit_name, is_limit_name
+from commandbus.model.limit import OPTIONS, Limit, PermitUsage, Rate, check_limit_name, is_limit_name
 from commandbus.model.limit_state import LimitState
 from commandbus.settings import Settings
 
@@ -40,7 +40,7 @@ class LimitRow:
     limit_state: LimitState
     now: float
     tat: float
-    look: LimitUse
+    look: PermitUsage
     granted: int
     rate_limited: int
     waits: int
@@ -333,7 +333,7 @@ def _read(row: Row) -> LimitRow:
     limit = Limit.from_json(name, declared, override)
     *moved, blamed, vain = row[12:25]
     limit_state = replace(LimitState(*moved), blamed=tuple(blamed), vain=vain)
-    look = LimitUse(row[28], row[27], "postgres")
+    look = PermitUsage(row[28], row[27], "postgres")
     granted, rate_limited, waits, waited_seconds = row[29:33]
     return LimitRow(
         limit=limit,

@@ -13,7 +13,7 @@ from commandbus.errors import CommandNotFoundError
 from commandbus.flow.limits.declare import LimitRow, get_limit, read_rows, select_limits
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model.durations import roughly
-from commandbus.model.limit import LimitUse, until_next
+from commandbus.model.limit import PermitUsage, until_next
 
 UNKNOWN = "unknown"
 """The mode of a look from where the permits are out of reach."""
@@ -193,7 +193,7 @@ def full(row: LimitRow) -> str:
     return f"waits for a place of {row.name} ({', '.join(part for part in (cap, rate) if part)})"
 
 
-def describe(row: LimitRow, look: LimitUse, waiting: Waiting) -> LimitInfo:
+def describe(row: LimitRow, look: PermitUsage, waiting: Waiting) -> LimitInfo:
     """Everything about a limit."""
     limit_state, limit = row.limit_state, row.limit
     closed = limit_state.closed_until(row.now)
@@ -245,7 +245,7 @@ def describe(row: LimitRow, look: LimitUse, waiting: Waiting) -> LimitInfo:
     )
 
 
-def estimate(row: LimitRow, look: LimitUse, ahead: int, *, is_waiting: bool) -> Estimate:
+def estimate(row: LimitRow, look: PermitUsage, ahead: int, *, is_waiting: bool) -> Estimate:
     """How long it takes, as far as one can say."""
     limit_state = row.limit_state
     closed = limit_state.closed_until(row.now)
@@ -273,7 +273,7 @@ def estimate(row: LimitRow, look: LimitUse, ahead: int, *, is_waiting: bool) -> 
     return Estimate(row.name, backoff + max(pace, (ahead + 1) / rate), backoff, ahead, rate, why)
 
 
-def _in_use(row: LimitRow, look: LimitUse) -> str:
+def _in_use(row: LimitRow, look: PermitUsage) -> str:
     used = f"{len(look.holders)} of {row.concurrency} places in use" if row.concurrency is not None else ""
     if used and look.mode == UNKNOWN:
         used = f"{row.concurrency} places in Redis, which is out of reach from here (redis_url): use unknown"

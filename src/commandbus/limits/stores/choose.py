@@ -13,7 +13,7 @@ from commandbus.errors import CommandBusError
 from commandbus.flow.limits.declare import LimitRow
 from commandbus.limits.limit_connection import LimitConnection
 from commandbus.limits.stores.postgres import PostgresPermitStore
-from commandbus.model.limit import LimitUse
+from commandbus.model.limit import PermitUsage
 
 
 class PermitStore(Protocol):
@@ -32,7 +32,7 @@ class PermitStore(Protocol):
     def give(self, limit: LimitRow, tokens: Sequence[str]) -> None:
         """Give permits back."""
 
-    def look(self, limit: LimitRow) -> LimitUse:
+    def look(self, limit: LimitRow) -> PermitUsage:
         """Who holds a permit, and how fast they are given."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from commandbus.flow.limits import permits
 from commandbus.flow.limits.declare import LimitRow, get_limit
 from commandbus.limits.limit_connection import LimitConnection
-from commandbus.model.limit import LimitUse
+from commandbus.model.limit import PermitUsage
 
 
 class PostgresPermitStore:
@@ -30,6 +30,6 @@ class PostgresPermitStore:
         """Give permits back."""
         self._link.run(permits.give(limit.name, tokens), limit=limit.name)
 
-    def look(self, limit: LimitRow) -> LimitUse:
+    def look(self, limit: LimitRow) -> PermitUsage:
         """Who holds a permit, and how fast they are given."""
         return self._link.run(get_limit(limit.name)).look

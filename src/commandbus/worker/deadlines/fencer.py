@@ -11,7 +11,6 @@ session runs on the lease keeper's thread.
 from __future__ import annotations
 
 from commandbus.logger import safe_logger
-from commandbus.model.limit_state import ApiAnswer
 from commandbus.model.outcome import Failure
 from commandbus.worker.attempt_registry import AttemptRegistry
 from commandbus.worker.deadlines import autopsy
@@ -48,10 +47,9 @@ class Fencer:
     def fence(self, attempt: Attempt, stop: Stop, taken: Document) -> None:
         """It is stuck."""
         borrowed = attempt.borrowed
-        if attempt.was_calling:
-            late = stop.why is Why.DEADLINE
-            answer = ApiAnswer.TIMEOUT if late else ApiAnswer.UNKNOWN
-            self._limited.abandoned(attempt, answer, "timeout: the attempt is stuck")
+        if attempt.limit_use is not None:
+            is_late = stop.why is Why.DEADLINE
+            attempt.limit_use.abandoned(is_late=is_late, reason="timeout: the attempt is stuck")
 
         def settle(document: Document) -> None:
             self._write_off(attempt, borrowed)
@@ -65,8 +63,8 @@ class Fencer:
     def set_aside(self, attempt: Attempt, failure: Failure, *, suspect: bool) -> None:
         """A bystander of a blocked event loop, or one of several that may have blocked it."""
         borrowed = attempt.borrowed
-        if attempt.was_calling:
-            self._limited.abandoned(attempt, ApiAnswer.UNKNOWN, "a neighbour blocked the event loop")
+        if attempt.limit_use is not None:
+            attempt.limit_use.abandoned(is_late=False, reason="a neighbor blocked the event loop")
 
         def settle(_: Document) -> None:
             self._write_off(attempt, borrowed)

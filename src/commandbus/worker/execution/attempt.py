@@ -32,17 +32,15 @@ from commandbus.flow.commands.settle import (
     waived,
 )
 from commandbus.model import payload
-from commandbus.model.api_errors import ApiFailure
 from commandbus.model.command import Command
 from commandbus.model.durations import format_seconds
-from commandbus.model.limit_state import ApiAnswer
 from commandbus.model.outcome import Failure, Judgement
 from commandbus.worker.execution.handlers import Handler
 
 if TYPE_CHECKING:
-    from commandbus.limits.requests import Permit
     from commandbus.worker.execution.connections import Borrowed, ConnectionRequest
     from commandbus.worker.isolation.isolation import Child
+    from commandbus.worker.limit_use import LimitUse
 
 NEVER = math.inf
 LATEST = 253402300799.0  # the end of the year 9999, which is datetime's
@@ -52,8 +50,8 @@ CHILD_LATE = "the deadline of a child context has passed"
 
 
 def lost_text(limit: str) -> str:
-    """Why an attempt is asked to stop that has lost its place of a limit."""
-    return f"it has lost its place of limit {limit}"
+    """Why an attempt is asked to stop that has lost its permit of a limit."""
+    return f"it has lost its permit of limit {limit}"
 
 
 class Why(StrEnum):
@@ -88,31 +86,18 @@ class Extras:
     """What only some attempts have."""
 
     __slots__ = (
-        "answer",
-        "api",
         "asks",
-        "blamed",
-        "blocks",
         "borrowed",
         "child",
         "event",
-        "failed_at",
-        "has_asked",
         "has_connection",
-        "has_told",
         "holds_row",
         "is_delivered",
         "is_fenced",
         "is_reminded",
-        "is_waived",
-        "keeps",
         "late_text",
-        "lent",
-        "parks_at",
-        "permits",
         "progress",
         "scopes",
-        "told",
     )
 
     def __init__(self) -> None:
@@ -127,19 +112,6 @@ class Extras:
         self.is_reminded = False  # has its query been cancelled for the second time?
         self.has_connection = False
         self.holds_row = False  # must its queue row be left alone, for the snapshot of its transaction?
-        self.permits: list[Permit] = []  # of limits, which it holds
-        self.blocks: list[Permit] = []  # of limits, which blocks of its handler hold
-        self.failed_at: str | None = None  # the limit at which a call of it went badly, other than by a 429
-        self.is_waived = False  # does it pay nothing for that? Said by the limit client
-        self.answer = ApiAnswer.GOOD  # what its end says of the API that they protect
-        self.api: ApiFailure | None = None
-        self.blamed: str | None = None  # the limit whose API has refused it
-        self.keeps = False  # may its call still be under way, on the other side?
-        self.has_told = False  # was the answer told already, by a block?
-        self.has_asked = False  # for the place that was kept for it
-        self.told: set[str] = set()  # limits that have heard that their API refused it
-        self.lent: set[str] = set()  # tokens of its places that blocks use now
-        self.parks_at: str | None = None
         self.late_text: str | None = None  # what its deadline is called, while that of one call is nearer
 
 
@@ -182,6 +154,7 @@ class Attempt:
     stop: Stop | None = None
     is_lost = False
     has_committed = False
+    limit_use: LimitUse | None = None  # only if it has something to do with limits
     _extras: Extras | None = None
 
     def __init__(self, domain: str, row: tuple[Any, ...], handler: Handler | None, renewed_at: float) -> None:
@@ -287,32 +260,6 @@ class Attempt:
                 if self._extras is None:
                     self._extras = Extras()
         return self._extras
-
-    @property
-    def permits(self) -> list[Permit]:
-        """The places of limits that it holds."""
-        return [] if self._extras is None else self._extras.permits
-
-    @property
-    def lost_limit(self) -> str | None:
-        """A limit of which it has lost its place."""
-        return next((permit.limit for permit in self.permits if permit.is_lost), None)
-
-    @property
-    def was_calling(self) -> bool:
-        """Does it hold a place of a limit, or did a call of it go badly?"""
-        extras = self._extras
-        return extras is not None and bool(extras.permits or extras.blocks or extras.failed_at)
-
-    @property
-    def blamed(self) -> str | None:
-        """The limit whose API has refused it, in a block of its handler."""
-        return None if self._extras is None else self._extras.blamed
-
-    @property
-    def parks_at(self) -> str | None:
-        """The limit that it is about to be parked for."""
-        return None if self._extras is None else self._extras.parks_at
 
     @property
     def is_fenced(self) -> bool:

@@ -32,7 +32,7 @@ from commandbus.model.safe_text import block
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop
 from commandbus.worker.execution.connections import Borrowed, advisory_key
 from commandbus.worker.execution.context import MAX_PROGRESS_BYTES
-from commandbus.worker.execution.limit_block import Door
+from commandbus.worker.execution.handler_permits import PermitProvider
 from commandbus.worker.isolation.channel import ChannelError, Message
 from commandbus.worker.isolation.child_process import ChildProcess
 from commandbus.worker.isolation.child_setup import DUMP_SIGNAL
@@ -64,7 +64,7 @@ class Keeper:
     progress: Callable[[Attempt, str], None]
     cancel_query: Callable[[Attempt], None]
     max_extension: float
-    limits: Door
+    limits: PermitProvider
 
 
 class ChildFate(StrEnum):

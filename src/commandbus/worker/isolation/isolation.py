@@ -25,14 +25,13 @@ from commandbus.errors import ConfigurationError
 from commandbus.flow.commands.settle import QUARANTINE, SUSPECT, Settlement
 from commandbus.logger import safe_logger
 from commandbus.model import payload
-from commandbus.model.limit_state import ApiAnswer
 from commandbus.model.outcome import Failure
 from commandbus.settings import Settings
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why
 from commandbus.worker.execution.connections import Borrowed
 from commandbus.worker.execution.execute import Ended
+from commandbus.worker.execution.handler_permits import PermitProvider
 from commandbus.worker.execution.handlers import HandlerRegistry
-from commandbus.worker.execution.limit_block import Door
 from commandbus.worker.exhaustion import is_exhaustion
 from commandbus.worker.isolation.attempt_in_child import Child, ChildFate, Dead, Keeper
 from commandbus.worker.isolation.channel import Message
@@ -41,7 +40,6 @@ from commandbus.worker.isolation.child_pool import Children
 from commandbus.worker.isolation.child_process import ChildProcess
 from commandbus.worker.isolation.child_start import StartError
 from commandbus.worker.isolation.descendants import kill_marked
-from commandbus.worker.isolation.limit_relay import verdict_of_stop
 from commandbus.worker.isolation.remote_errors import remake_error
 from commandbus.worker.registry_address import Address, find_address, refuse_in_child
 
@@ -85,7 +83,7 @@ class Isolation:
         hold: Callable[[Attempt], Future[bool]],
         progress: Callable[[Attempt, str], None],
         terminate: Callable[[list[Borrowed]], None],
-        limits: Door,
+        limits: PermitProvider,
         cancel_query: Callable[[Attempt], None] = lambda _: None,
         on_exhausted: Callable[[str], None] = lambda _: None,
         default_max_attempts: int,
@@ -105,7 +103,6 @@ class Isolation:
         self._executor = executor
         self._terminate = terminate
         self._on_exhausted = on_exhausted
-        self._limits = limits
         asking = [handler for handler in registry if handler.options.isolation == "process"]
         self._address = find_address(registry, settings.handlers)
         if self._address is None and asking:
@@ -199,7 +196,7 @@ class Isolation:
             attempt.deadline_at = NEVER  # it waits for another, and begins again
             taken = self.take(attempt)
             if taken is None:
-                self._give_places_back(attempt)
+                self._return_permits(attempt)
                 stop = self._stop_of(attempt)
                 return self._executor.end_stopped(attempt, stop, never_began(attempt, stop))
             if not isinstance(taken, ChildProcess):
@@ -271,23 +268,20 @@ class Isolation:
         if has_begun:
             self._doubt(attempt)
         else:
-            self._give_places_back(attempt)
+            self._return_permits(attempt)
         return self._executor.lost(attempt, no_process(text, trace))
 
     @staticmethod
     def _doubt(attempt: Attempt) -> None:
-        """Nobody knows what became of its calls: they may go on, so the handler's own places stay taken."""
-        if attempt.permits:
-            answer, attempt.extras.api = verdict_of_stop(attempt)
-            attempt.extras.answer = ApiAnswer.UNKNOWN if attempt.extras.has_told else answer
-            attempt.extras.keeps = True
+        """Nobody knows what became of its calls: they may go on, so the handler's own permits stay taken."""
+        if attempt.limit_use is not None:
+            is_late = attempt.stop is not None and attempt.stop.why is Why.DEADLINE
+            attempt.limit_use.note_stop(is_late=is_late)
 
-    def _give_places_back(self, attempt: Attempt) -> None:
-        """It never began, so it called nobody."""
-        if attempt.permits:
-            places, attempt.extras.permits = attempt.extras.permits, []
-            for place in places:
-                self._limits.leave(attempt, place, ApiAnswer.UNKNOWN, None)
+    @staticmethod
+    def _return_permits(attempt: Attempt) -> None:
+        if attempt.limit_use is not None:
+            attempt.limit_use.returned()
 
     def _stop_of(self, attempt: Attempt) -> Stop:
         now = monotonic()

@@ -50,7 +50,7 @@ class BackupRenewer:
             try:
                 self._renew(elsewhere)
             except Exception:
-                logger.exception("places in Redis could not be renewed beside the gate")
+                logger.exception("permits in Redis could not be renewed beside the limit client")
         elsewhere.close_backstop()
 
     def _pause(self) -> float:

@@ -222,7 +222,7 @@ class FleetFollower:
         before, self._said = self._said, self.mode
         if self.mode == LOST:
             logger.warning(
-                "limits in Redis: it is out of reach of %s (%s): nothing that needs a place begins here until it "
+                "limits in Redis: it is out of reach of %s (%s): nothing that needs a permit begins here until it "
                 "is back, or out of reach of all programs",
                 self.id,
                 self._lost,
@@ -235,7 +235,7 @@ class FleetFollower:
             )
         elif self.mode == JOINING:
             logger.warning(
-                "limits in Redis: it is back, has lost its data, or is another one: whoever has a place registers "
+                "limits in Redis: it is back, has lost its data, or is another one: whoever has a permit registers "
                 "it, and nobody gets a new one for %.0f s (joining)",
                 fleet.seconds or 0.0,
             )

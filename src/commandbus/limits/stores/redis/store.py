@@ -31,7 +31,7 @@ from commandbus.limits.stores.redis.database_link import PatientConnection
 from commandbus.limits.stores.redis.fleet_mode import NO_LEAVE, FleetFollower
 from commandbus.limits.stores.redis.held_permits import RedisHeldPermits
 from commandbus.limits.stores.redis.scripts import EpochError, RedisLostError, RedisScripts, StaleError
-from commandbus.model.limit import LimitUse
+from commandbus.model.limit import PermitUsage
 from commandbus.model.limit_terms import LimitTerms
 from commandbus.settings import Settings
 
@@ -123,10 +123,10 @@ class RedisPermitStore:
         self._held_in_redis.give(limit, tokens)
         self._link.safely(lambda: self._give(limit, tokens), None)
 
-    def look(self, limit: LimitTerms) -> LimitUse:
+    def look(self, limit: LimitTerms) -> PermitUsage:
         """Who holds a permit, and how fast they are given."""
         self._held_in_redis.limits[limit.name] = limit
-        return self._link.safely(lambda: self._look(limit), LimitUse(mode=self.mode))
+        return self._link.safely(lambda: self._look(limit), PermitUsage(mode=self.mode))
 
     def tick(self) -> None:
         """Say that this program is alive, see whether Redis is, and follow the fleet. To be called every second or
@@ -218,13 +218,13 @@ class RedisPermitStore:
             if self._fleet.ask(partial(self._fleet.give_owed, limit)):
                 return
 
-    def _look(self, limit: LimitTerms) -> LimitUse:
+    def _look(self, limit: LimitTerms) -> PermitUsage:
         self._prepare(limit, 0)
         if self._fleet.reaches_redis:
             found = self._fleet.ask(lambda epoch: self._permits.look(limit, epoch=epoch))
             if found is not None:
                 return replace(found, mode=self.mode)
-        return LimitUse(self._link.run(limit_mode.look_share(limit.name)), None, self.mode)
+        return PermitUsage(self._link.run(limit_mode.look_share(limit.name)), None, self.mode)
 
     def _prepare(self, limit: LimitTerms, more: int) -> None:
         """Before so many more permits are asked for: PostgreSQL knows at least as much as we hold before we hold
