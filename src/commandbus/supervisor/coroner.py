@@ -38,6 +38,7 @@ from commandbus.flow.commands.rescue import (
 from commandbus.flow.commands.settle import Settlement, settle
 from commandbus.flow.limits.metrics import FleetFigures, figures
 from commandbus.logger import safe_logger
+from commandbus.model.backoff import Backoff
 from commandbus.model.client_sockets import Socket, Times, opened_by_handlers
 from commandbus.model.counting import counted
 from commandbus.model.outcome import Judgement, Verdict
@@ -53,7 +54,8 @@ logger = safe_logger("commandbus.supervisor")
 Key = tuple[str, int, int]
 
 SCOUT_SECONDS: Final = 3.0
-FIRST_PAUSE_SECONDS: Final = 0.02
+LOOK_SECONDS: Final = 0.02
+FIRST_POSTPONED_SECONDS: Final = 0.04
 LONGEST_PAUSE_SECONDS: Final = 1.0
 BACKEND_SECONDS: Final = 0.5
 PAST_SECONDS: Final = 10.0
@@ -78,7 +80,7 @@ class Case:
     settled: dict[str, int] = field(default_factory=dict)
     named: dict[str, list[str]] = field(default_factory=dict)
     next_at: float = 0.0
-    tries: int = 0
+    backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_POSTPONED_SECONDS, LONGEST_PAUSE_SECONDS))
     findings: dict[Key, Finding] | None = None
 
     @property
@@ -258,9 +260,7 @@ class Coroner(DatabaseService):
         )  # fmt: skip
 
     def _postpone(self, case: Case) -> None:
-        case.tries += 1
-        pause = min(FIRST_PAUSE_SECONDS * 2 ** min(case.tries, 10), LONGEST_PAUSE_SECONDS)
-        case.next_at = time.monotonic() + pause
+        case.next_at = time.monotonic() + case.backoff.next()
 
     def _say_opened(self, case: Case) -> None:
         if opened := self._opened.pop(case.worker, []):
@@ -282,9 +282,9 @@ class Coroner(DatabaseService):
         until = time.monotonic() + BACKEND_SECONDS
         while True:
             ended, refused = self._link.run(terminate_backends(case.worker, known))
-            if refused and not case.tries:
+            if refused and not case.backoff.seconds:
                 logger.warning("%d connections of worker %s belong to another role", refused, case.worker)
-            if not ended or time.monotonic() > until or self._stopping.wait(FIRST_PAUSE_SECONDS):
+            if not ended or time.monotonic() > until or self._stopping.wait(LOOK_SECONDS):
                 return
 
     def _held(self, case: Case, domain: str) -> list[Held]:

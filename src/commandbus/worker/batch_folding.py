@@ -18,6 +18,7 @@ from commandbus.clock import monotonic
 from commandbus.db.service_connection import LastingConnection
 from commandbus.flow.batches.fold import fold
 from commandbus.logger import safe_logger
+from commandbus.model.backoff import Backoff
 
 logger = safe_logger("commandbus.worker")
 
@@ -35,17 +36,16 @@ class Refused:
     def __init__(self, first: float = REFUSED_SECONDS, longest: float = LONGEST_REFUSED_SECONDS) -> None:
         self._first = first
         self._longest = longest
-        self._pauses: dict[int, tuple[float, float]] = {}  # until when, and how long that is
+        self._pauses: dict[int, tuple[float, Backoff]] = {}  # until when
 
     def __contains__(self, batch: int) -> bool:
         return batch in self._pauses
 
     def add(self, batch: int) -> float:
         """It was refused, perhaps again; answers for how long it is left alone."""
-        _, last = self._pauses.get(batch, (0.0, self._first / 2))
-        pause = min(last * 2, self._longest)
-        self._pauses[batch] = (monotonic() + pause, pause)
-        return pause
+        _, backoff = self._pauses.get(batch) or (0.0, Backoff(self._first, self._longest))
+        self._pauses[batch] = (monotonic() + backoff.next(), backoff)
+        return backoff.seconds
 
     def discard(self, batch: int) -> None:
         """It was not refused."""
@@ -64,7 +64,9 @@ class Refused:
         """Those that nobody has asked for since their pause was over."""
         now = monotonic()
         self._pauses = {
-            batch: (until, pause) for batch, (until, pause) in self._pauses.items() if until + 2 * pause > now
+            batch: (until, backoff)
+            for batch, (until, backoff) in self._pauses.items()
+            if until + 2 * backoff.seconds > now
         }
 
 

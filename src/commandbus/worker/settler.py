@@ -36,6 +36,7 @@ from commandbus.flow.commands.renew import pending_cancels
 from commandbus.flow.commands.settle import Answer, Done, Settlement, cancellation, is_dense, settle, settle_done
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.logger import safe_logger
+from commandbus.model.backoff import Backoff
 from commandbus.model.counting import counted
 from commandbus.model.outcome import Judgement, Verdict, describe
 from commandbus.settings import Settings
@@ -384,7 +385,7 @@ class _Aside:
     """Outcomes that met a lock, until they are tried again. Those that need the same thing wait together."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, tuple[float, float, list[Item]]] = {}  # until, pause, items
+        self._waiting: dict[str, tuple[float, Backoff, list[Item]]] = {}  # until when
 
     def __len__(self) -> int:
         return sum(len(items) for _, _, items in self._waiting.values())
@@ -392,17 +393,20 @@ class _Aside:
     def add(self, needs: str, items: Sequence[Item]) -> float:
         """Returns after how many seconds they are tried again."""
         key = needs or f"row {items[0][0].msg_id} of {items[0][0].domain}"
-        _, last, before = self._waiting.get(key, (0.0, 0.0, []))
-        pause = min(max(2 * last, FIRST_ASIDE_SECONDS), LONGEST_ASIDE_SECONDS)
-        self._waiting[key] = (monotonic() + pause, pause, [*before, *items])
-        return pause
+        _, backoff, before = self._waiting.get(key) or (
+            0.0,
+            Backoff(FIRST_ASIDE_SECONDS, LONGEST_ASIDE_SECONDS),
+            [],
+        )
+        self._waiting[key] = (monotonic() + backoff.next(), backoff, [*before, *items])
+        return backoff.seconds
 
     def take_due(self) -> list[Item]:
         """Some whose time has come. Their pause is remembered until they are written."""
         now = monotonic()
-        for key, (until, pause, items) in list(self._waiting.items()):
+        for key, (until, backoff, items) in list(self._waiting.items()):
             if items and until <= now:
-                self._waiting[key] = (now, pause, [])
+                self._waiting[key] = (now, backoff, [])
                 return items
             if not items and now - until > LONGEST_ASIDE_SECONDS:
                 del self._waiting[key]
