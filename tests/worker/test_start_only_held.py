@@ -15,7 +15,8 @@ import pytest
 
 from commandbus import CommandBus, HandlerRegistry, Limit, Worker
 from commandbus.clock import boottime
-from commandbus.flow.commands.claim import ClaimedRow, claim
+from commandbus.flow.commands.claim import claim
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.worker.dispatcher import Dispatcher
 from commandbus.worker.isolation.child_pool import Children
 from commandbus.worker.runtime import WorkerRuntime

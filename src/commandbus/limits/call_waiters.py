@@ -21,7 +21,7 @@ from commandbus.flow.limits import permits
 from commandbus.limits.held_permits import HeldPermits
 from commandbus.limits.limit_connection import LockedRowError
 from commandbus.limits.releases import Releases
-from commandbus.limits.requests import Permit, PermitCall, refuse, waited_in_vain
+from commandbus.limits.requests import Permit, PermitCall, QueuedCommand, refuse, waited_in_vain
 from commandbus.limits.waker import Waker
 
 
@@ -130,10 +130,10 @@ class CallWaiters:
         self._waiting[call.token] = call
         self._waker.look_at(call.name)
 
-    def _has_turn(self, call: PermitCall, command: tuple[str, int, int, int]) -> bool:
+    def _has_turn(self, call: PermitCall, command: QueuedCommand) -> bool:
         """Is a permit reserved for the command that calls? Its handler names no limits, so nobody asked before."""
-        domain, *who = command
-        turn = self._held_permits.link.run(permits.turns(domain, [(who[0], who[1], who[2])])).get(who[0])
+        turns = self._held_permits.link.run(permits.turns(command.domain, [command.key]))
+        turn = turns.get(command.msg_id)
         if turn is None or turn.token is None or turn.limit != call.name:
             return False
         asked_at = boottime()

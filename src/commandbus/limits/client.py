@@ -39,7 +39,7 @@ from commandbus.limits.call_waiters import CallWaiters
 from commandbus.limits.held_permits import HeldPermits
 from commandbus.limits.limit_connection import LimitConnection
 from commandbus.limits.releases import Releases
-from commandbus.limits.requests import Limited, Permit, PermitCall, PermitRequest, Release
+from commandbus.limits.requests import Limited, Permit, PermitCall, PermitRequest, QueuedCommand, Release
 from commandbus.limits.stores.choose import Elsewhere, PermitStores
 from commandbus.limits.stores.redis.backup_renewer import BackupRenewer
 from commandbus.limits.waker import Waker
@@ -150,13 +150,13 @@ class LimitClient(DatabaseService):
         wait: float,
         holder: str,
         on_lost: Callable[[Permit], None] | None = None,
-        command: tuple[str, int, int, int] | None = None,
+        command: QueuedCommand | None = None,
         since: datetime | None = None,
         caller: int | None = None,
     ) -> PermitCall:
         """Ask for a permit inside a program; `call.answer` is resolved with it, or with an error.
 
-        `command` (domain, msg_id, id, attempt_base): for whom a permit may be kept, because it was parked.
+        `command`: for whom a permit may be kept, because it was parked.
         `since`: from when on its turn counts; None is now. `caller`: the id of the command whose handler asks.
         """
         number = next(self._numbers)
@@ -186,7 +186,7 @@ class LimitClient(DatabaseService):
 
         def judge() -> None:
             if limited.untold is not None:
-                self._releases.tell(limited.limit, *limited.untold, str(limited.id))
+                self._releases.tell(limited.limit, *limited.untold, str(limited.command.id))
                 limited.untold = None  # the order may be carried out again, and a refusal counts once
             self._releases.let_out()  # orders may come first in a round, and what it left begins the back-off
             self._admission.judge(limited)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+from typing import Final, NamedTuple
 
 from commandbus.clock import boottime, monotonic
 from commandbus.errors import CommandBusError, LimitTimeoutError, UnknownLimitError
@@ -112,14 +112,25 @@ def waited_in_vain(name: str, wait: float, why: str | None = None) -> LimitTimeo
     return LimitTimeoutError(f"{text}: {why}" if why else f"{text}; see `commandbus limits`", limit=name)
 
 
-@dataclass(slots=True, eq=False)
-class PermitRequest:
-    """A claimed command whose handler needs permits of some limits; exactly one of the two answers follows."""
+class QueuedCommand(NamedTuple):
+    """A command and its queue row, for which a permit may be kept."""
 
     domain: str
     msg_id: int
     id: int
     attempt_base: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """How its turn is found."""
+        return self.msg_id, self.id, self.attempt_base
+
+
+@dataclass(slots=True, eq=False)
+class PermitRequest:
+    """A claimed command whose handler needs permits of some limits; exactly one of the two answers follows."""
+
+    command: QueuedCommand
     is_known: bool  # it was claimed before: a permit may be kept for it
     names: Sequence[str]
     holder: str
@@ -141,7 +152,7 @@ class PermitCall:
     holder: str
     answer: Future[Permit]
     on_lost: Callable[[Permit], None] | None
-    command: tuple[str, int, int, int] | None = None
+    command: QueuedCommand | None = None
     since: datetime | None = None
     caller: int | None = None  # the id of the command whose handler asks
     is_in_line: bool = False
@@ -172,10 +183,7 @@ class Limited:
     the command, and answers whether it will be parked."""
 
     limit: str
-    domain: str
-    msg_id: int
-    id: int
-    attempt_base: int
+    command: QueuedCommand
     is_known: bool
     then: Callable[[LimitRow | None, Turn | None], bool]
     releases: Sequence[Release] = ()  # its permits

@@ -22,7 +22,8 @@ import psycopg
 from commandbus.db.service import DatabaseService
 from commandbus.db.transient_errors import is_locked, is_passing
 from commandbus.flow.breakers.breaker import PATIENCE_SECONDS, watch
-from commandbus.flow.commands.claim import ClaimedRow, put_right
+from commandbus.flow.commands.claim import put_right
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.flow.commands.database_session import DatabaseSession
 from commandbus.flow.commands.rescue import (
     Held,

@@ -19,7 +19,7 @@ import psycopg
 from commandbus.clock import monotonic
 from commandbus.db.service_connection import LastingConnection
 from commandbus.flow.breakers.breaker import Bad, Moved, Watch, advance, judge, report, watch
-from commandbus.flow.commands.settle import PROBE
+from commandbus.flow.commands.claimed_row import IS_PROBE
 from commandbus.logger import safe_logger
 from commandbus.model.breaker_rule import AttemptCounts, BadAttempt, find_trouble, moments
 from commandbus.model.outcome import Failure, Judgement, Verdict
@@ -204,13 +204,13 @@ class WorkerBreakers:
         key = (attempt.domain, attempt.command_type)
         if not is_stuck(judgement.failure):
             self._ended[key].append(monotonic())
-        is_probe, ran_for = bool(attempt.row[PROBE]), attempt.elapsed_ms() / 1000
+        is_probe, ran_for = attempt.is_probe, attempt.elapsed_ms() / 1000
         self._leave(word_of(self._settings, *key, attempt.id, judgement, is_probe=is_probe, ran_for=ran_for))
 
     def completed(self, attempt: Attempt) -> None:
         """An attempt completed."""
         self._ended[attempt.domain, attempt.command_type].append(monotonic())
-        if attempt.row[PROBE] and not attempt.is_lost:
+        if attempt.row[IS_PROBE] and not attempt.is_lost:
             self._leave(Word(attempt.domain, attempt.command_type, attempt.id, None))
 
     # --- called by the maintenance -----------------------------------------------------------------------------

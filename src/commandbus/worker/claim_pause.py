@@ -1,4 +1,4 @@
-"""ClaimPause: after connections or threads were used up, nothing is claimed for a while, longer each time in a row."""
+"""ClaimPause: while connections or threads are used up, nothing is claimed, for longer each time in a row."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from commandbus.clock import boottime, monotonic
-from commandbus.flow.commands.settle import ALONE, QUARANTINE, Settlement
+from commandbus.flow.commands.claimed_row import ALONE, COMMAND_TYPE, QUARANTINE, ClaimedRow
+from commandbus.flow.commands.settle import Settlement
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 from commandbus.worker.attempt_registry import AttemptRegistry
@@ -231,8 +232,8 @@ class Dispatcher:
         limited: list[Attempt] = []
         hold, command_type, handler, is_plain, is_unknown = self._held.add, None, None, False, False
         for row in rows:
-            if row[4] != command_type:
-                command_type = row[4]
+            if row[COMMAND_TYPE] != command_type:
+                command_type = row[COMMAND_TYPE]
                 handler = get(domain, command_type)
                 is_plain = not spare and (handler is None or not (handler.is_async or handler.options.limits))
                 is_unknown = handler is None and self._unhandled.parks
@@ -242,7 +243,7 @@ class Dispatcher:
             attempt = Attempt(domain, row, handler, claimed_at)
             hold(attempt)
             if (
-                is_plain and row[1] == 1 and not row[QUARANTINE] and not row[ALONE]
+                is_plain and attempt.read_ct == 1 and not row[QUARANTINE] and not row[ALONE]
             ):  # nearly all are: nothing is known of it yet
                 sync.append(attempt)
                 continue
@@ -315,7 +316,7 @@ class Dispatcher:
     def return_unsure(self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float) -> None:
         """They were claimed, but a failover may lose that: they must not start."""
         for row in rows:
-            attempt = Attempt(domain, row, self._handlers.get(domain, row[4]), claimed_at)
+            attempt = Attempt(domain, row, self._handlers.get(domain, row[COMMAND_TYPE]), claimed_at)
             self._held.add(attempt)
             self.return_one(attempt, "a failover may lose its claim")
 
@@ -328,9 +329,9 @@ class Dispatcher:
         the msg_id of a lost one, its number, and its first read_ct. The fence of an attempt from before would
         fit it."""
         self._from_before = {key: attempt for key, attempt in self._from_before.items() if attempt in self._held}
-        for row in rows:
-            before = self._from_before.get((domain, row[0]))
-            if before is not None and before.read_ct >= row[1]:
+        for row in (ClaimedRow(*row) for row in rows):
+            before = self._from_before.get((domain, row.msg_id))
+            if before is not None and before.read_ct >= row.read_ct:
                 before.is_lost = True
                 self._settler.void(before)
                 text = "command %s was lost by the database (a failover?): its message is another command's now"

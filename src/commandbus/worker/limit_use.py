@@ -25,7 +25,16 @@ from typing import TYPE_CHECKING
 from commandbus.flow.commands.settle import Settlement
 from commandbus.flow.limits.declare import LimitRow
 from commandbus.flow.limits.permits import Turn
-from commandbus.limits.requests import Limited, Permit, PermitCall, PermitRequest, Refusal, Release, too_long
+from commandbus.limits.requests import (
+    Limited,
+    Permit,
+    PermitCall,
+    PermitRequest,
+    QueuedCommand,
+    Refusal,
+    Release,
+    too_long,
+)
 from commandbus.limits.with_block import TIMED_OUT
 from commandbus.logger import safe_logger
 from commandbus.model.api_errors import ApiFailure
@@ -85,13 +94,10 @@ class LimitUse:
 
     def request(self) -> PermitRequest:
         """The request for the permits that its handler names."""
-        attempt, row = self._attempt, self._attempt.row
+        attempt = self._attempt
         return PermitRequest(
-            attempt.domain,
-            row[0],
-            row[2],
-            row[6],
-            row[1] > 1,
+            self._command,
+            attempt.read_ct > 1,
             attempt.handler.options.limits if attempt.handler is not None else (),
             self._holder,
             self._granted,
@@ -241,10 +247,7 @@ class LimitUse:
             self._settle(settlement)
             return settlement.is_parked
 
-        attempt, row = self._attempt, self._attempt.row
-        self._work.limit_client.judge(
-            Limited(limit, attempt.domain, row[0], row[2], row[6], is_known, then, releases, untold)
-        )
+        self._work.limit_client.judge(Limited(limit, self._command, is_known, then, releases, untold))
 
     def _waive(self, failure: Failure, row: LimitRow) -> Settlement:
         attempt = self._attempt
@@ -295,7 +298,7 @@ class LimitUse:
         command = None
         if attempt.read_ct > 1 and not self._has_asked:
             self._has_asked = True
-            command = (attempt.domain, attempt.msg_id, attempt.id, attempt.row[6])
+            command = self._command
         call = self._work.limit_client.acquire(
             name,
             wait=wait,
@@ -348,6 +351,11 @@ class LimitUse:
     def _note_waived(self, release: Release) -> None:
         if release.is_waived:
             self._failed_at, self._is_waived = release.permit.limit, True
+
+    @property
+    def _command(self) -> QueuedCommand:
+        attempt = self._attempt
+        return QueuedCommand(attempt.domain, attempt.msg_id, attempt.id, attempt.number - attempt.read_ct)
 
     @property
     def _holder(self) -> str:

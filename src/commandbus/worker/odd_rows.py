@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from commandbus.clock import monotonic
 from commandbus.db.service_connection import LastingConnection
 from commandbus.db.transient_errors import CANCELED, is_locked, is_of_the_database, is_passing
-from commandbus.flow.commands.claim import ClaimedRow, Room, put_right, set_aside
+from commandbus.flow.commands.claim import Room, put_right, set_aside
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.logger import safe_logger
 
 logger = safe_logger("commandbus.worker")

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 from commandbus.clock import monotonic
 from commandbus.db.service import DatabaseService
-from commandbus.flow.commands.claim import ANY_ROOM, ClaimedRow
+from commandbus.flow.commands.claim import ANY_ROOM
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 from commandbus.worker.odd_rows import OddRows

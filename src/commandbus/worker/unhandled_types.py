@@ -16,7 +16,8 @@ import psycopg
 
 from commandbus.clock import monotonic
 from commandbus.db.service_connection import LastingConnection
-from commandbus.flow.commands.claim import Claim, ClaimedRow
+from commandbus.flow.commands.claim import Claim
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.flow.commands.unhandled_types import UnhandledType, find_unhandled, give_up, note, take
 from commandbus.logger import safe_logger
 from commandbus.model.durations import format_seconds

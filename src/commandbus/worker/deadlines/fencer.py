@@ -56,7 +56,8 @@ class Fencer:
             if attempt.is_lost:
                 self._attempts.release(attempt)  # somebody else's by now: nothing is to be written about it here
             else:
-                self._limited.settle_end(attempt, self._executor.give_up(attempt, stop, autopsy.to_json(document)))
+                ended = self._executor.give_up(attempt, stop, autopsy.to_json(document))
+                self._limited.finished(attempt, ended)
 
         self._keeper.fence(attempt, taken, settle)
 

@@ -32,7 +32,8 @@ from commandbus.errors import (
     PermanentCommandError,
     UnknownCommandTypeError,
 )
-from commandbus.flow.commands.settle import Done, Settlement, charge_of
+from commandbus.flow.commands.claimed_row import TIMEOUT
+from commandbus.flow.commands.settle import Done, Settlement
 from commandbus.logger import safe_logger
 from commandbus.model.api_errors import ApiFailure, api_failure
 from commandbus.model.command import CommandStatus
@@ -152,7 +153,7 @@ class Executor:
         """Stamp the start and the deadline: the command's own, else the handler's or the worker's."""
         attempt.started = epoch()
         attempt.started_at = now = monotonic()
-        own = attempt.row[18]
+        own = attempt.row[TIMEOUT]
         limit = self._limits.get(id(attempt.handler), self._usual) if own is None else own or NEVER
         attempt.deadline_at = now + limit
 
@@ -342,7 +343,7 @@ class Executor:
     def _judge(self, attempt: Attempt, failure: Failure, *, is_timeout: bool) -> Judgement:
         return judge(
             failure,
-            charge=charge_of(attempt.row, failure),
+            charge=attempt.claimed.charge_after(failure),
             policy=self._policy_of(attempt),
             max_attempts=attempt.max_attempts,
             is_final=self._is_final(attempt, is_timeout=is_timeout),
@@ -389,7 +390,7 @@ class Executor:
         fate = _FATES[judgement.verdict].format(delay=judgement.delay_seconds)
         level = _LEVELS.get(judgement.verdict, logging.WARNING)
         # Crashes of before may be charged with this one: all tries are used then, and no more than all.
-        tries = f"{min(charge_of(attempt.row, failure), most)} of {most} tries used"
+        tries = f"{min(attempt.claimed.charge_after(failure), most)} of {most} tries used"
         text = f"failed ({tries}): {failure.error_type}: {failure.error[:500]}; {fate}"
         if level == logging.ERROR:
             _log(level, attempt, text, trace=failure.traceback, raised=raised)

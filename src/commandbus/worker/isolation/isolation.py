@@ -22,7 +22,8 @@ from typing import Any, Final, Protocol
 
 from commandbus.clock import monotonic
 from commandbus.errors import ConfigurationError
-from commandbus.flow.commands.settle import QUARANTINE, SUSPECT, Settlement
+from commandbus.flow.commands.claimed_row import QUARANTINE, SUSPECT
+from commandbus.flow.commands.settle import Settlement
 from commandbus.logger import safe_logger
 from commandbus.model import payload
 from commandbus.model.outcome import Failure
