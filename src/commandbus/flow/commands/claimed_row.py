@@ -12,8 +12,8 @@ from commandbus.model.suspects import Marks
 
 
 class Fence(NamedTuple):
-    """What an attempt is settled under: the queue row (`msg_id`), claimed for the `read_ct`-th time, of the command
-    `id`. `number` is the attempt's running number in the command's history."""
+    """What an attempt is settled under: the queue row (`msg_id`), claimed for the `read_ct`-th time, of a
+    command (`id`). `number` is the attempt's running number in the command's history."""
 
     domain: str
     msg_id: int
