@@ -84,7 +84,7 @@ class Admission:
             turn = None
             if limited.is_known:
                 command = limited.command
-                turns = self._held_permits.link.run(permits.turns(command.domain, [command.key]))
+                turns = self._held_permits.connection.run(permits.turns(command.domain, [command.key]))
                 turn = turns.get(command.msg_id)
         except CommandBusError:  # it is gone, or its row cannot be used
             limited.then(None, None)
@@ -116,7 +116,7 @@ class Admission:
         for domain, permit_requests in by_domain.items():
             who = [permit_request.command.key for permit_request in permit_requests]
             try:
-                answer = self._held_permits.link.run(permits.turns(domain, who))
+                answer = self._held_permits.connection.run(permits.turns(domain, who))
             except (CommandBusError, psycopg.OperationalError) as error:
                 if isinstance(error, psycopg.Error) and not is_locked(error):
                     raise

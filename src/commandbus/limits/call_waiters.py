@@ -76,7 +76,7 @@ class CallWaiters:
                 self._releases.hand_back([call.answer.result()])
             return
         self._waiting.pop(call.token, None)
-        if call.is_in_line and self._held_permits.link.run(permits.step_out(call.number)):
+        if call.is_in_line and self._held_permits.connection.run(permits.step_out(call.number)):
             with suppress(CommandBusError):  # the limit is gone, and its permits with it
                 row = self._held_permits.known(call.name)
                 self._held_permits.stores.of(row).give(row, [call.token])
@@ -85,7 +85,7 @@ class CallWaiters:
     def step_out(self) -> None:
         """The program ends: it stands in no line any more."""
         for call in list(self._waiting.values()):
-            self._held_permits.link.run(permits.step_out(call.number))
+            self._held_permits.connection.run(permits.step_out(call.number))
 
     def fail_all(self, error: BaseException) -> None:
         """Nobody will be answered any more."""
@@ -115,7 +115,7 @@ class CallWaiters:
         if left <= 0:
             _fail(call, self._in_vain(call))
             return
-        self._held_permits.link.run(
+        self._held_permits.connection.run(
             permits.line_up(
                 call.name,
                 call.token,
@@ -132,7 +132,7 @@ class CallWaiters:
 
     def _has_turn(self, call: PermitCall, command: QueuedCommand) -> bool:
         """Is a permit reserved for the command that calls? Its handler names no limits, so nobody asked before."""
-        turns = self._held_permits.link.run(permits.turns(command.domain, [command.key]))
+        turns = self._held_permits.connection.run(permits.turns(command.domain, [command.key]))
         turn = turns.get(command.msg_id)
         if turn is None or turn.token is None or turn.limit != call.name:
             return False
@@ -155,19 +155,19 @@ class CallWaiters:
             _fail(call, error)
             return
         if is_held:
-            self._held_permits.link.run(permits.step_out(call.number))
+            self._held_permits.connection.run(permits.step_out(call.number))
             self._waiting.pop(call.token, None)
             self._resolve(call, asked_at)
-        elif self._held_permits.link.run(permits.stand_again(call.number)):
+        elif self._held_permits.connection.run(permits.stand_again(call.number)):
             self._waker.look_at(call.name)  # the permit was gone again, but not the turn
 
     def _give_up(self, call: PermitCall) -> None:
         """Its time is up; but if its turn has come at this moment, it has its permit."""
         asked_at = boottime()
         try:
-            is_held = self._held_permits.link.run(permits.step_out(call.number)) and self._held_permits.adopt(
-                call.name, call.token
-            )
+            is_held = self._held_permits.connection.run(
+                permits.step_out(call.number)
+            ) and self._held_permits.adopt(call.name, call.token)
         except CommandBusError:
             is_held = False
         self._waiting.pop(call.token, None)

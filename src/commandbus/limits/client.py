@@ -68,9 +68,9 @@ class LimitClient(DatabaseService):
         super().__init__(settings, name=owner, part="limit client", on_end=self._end_with)
         self._owner = owner
         self._on_error = on_error
-        link = LimitConnection(self._link)
-        self._stores = PermitStores(link, elsewhere, on_elsewhere=self._renew_beside)
-        self._held_permits = HeldPermits(link, self._stores, name=owner)
+        connection = LimitConnection(self._connection)
+        self._stores = PermitStores(connection, elsewhere, on_elsewhere=self._renew_beside)
+        self._held_permits = HeldPermits(connection, self._stores, name=owner)
         self._backstop = BackupRenewer(owner, self._held_permits)
         self._waker = Waker(self._held_permits)
         self._releases = Releases(self._held_permits, self._waker)

@@ -36,8 +36,8 @@ LEAST_SECONDS = 0.05
 class HeldPermits:
     """The limits that this program uses, and the permits of them that it holds."""
 
-    def __init__(self, link: LimitConnection, stores: PermitStores, *, name: str) -> None:
-        self.link = link
+    def __init__(self, connection: LimitConnection, stores: PermitStores, *, name: str) -> None:
+        self.connection = connection
         self.stores = stores
         self.clock = PermitClock(name, self._lose)
         self.renew_at = 0.0
@@ -77,7 +77,7 @@ class HeldPermits:
 
     def row(self, name: str) -> LimitRow:
         """The limit as it is now."""
-        row = self._rows[name] = self.link.run(get_limit(name))
+        row = self._rows[name] = self.connection.run(get_limit(name))
         return row
 
     def known(self, name: str) -> LimitRow:
@@ -102,7 +102,7 @@ class HeldPermits:
         """Take permits for newcomers; `probes`: one of them may be the probe. If some get none: the limit's row,
         which says why."""
         if self.known(name).backend == "postgres":
-            taken = self.link.run(permits.take(name, tokens, probes=probes), limit=name)
+            taken = self.connection.run(permits.take(name, tokens, probes=probes), limit=name)
             if len(taken) == len(tokens):
                 return taken, None
             row = self.row(name)
@@ -119,7 +119,7 @@ class HeldPermits:
         if limit_state.is_probed(row.now) or not probes:
             return [], row
         granted = self.stores.of(row).take(row, tokens[:1], row.lease)
-        if granted and not self.link.run(permits.take_probe(name, granted[0]), limit=name):
+        if granted and not self.connection.run(permits.take_probe(name, granted[0]), limit=name):
             self.stores.of(row).give(row, granted)
             granted = []
         return granted, row
@@ -136,11 +136,11 @@ class HeldPermits:
             if limit_state.probe == token:
                 # Another one may be it.
                 unknown = permits.answer(name, token, ApiAnswer.UNKNOWN, gives=False, has_begun=False)
-                self.link.run(unknown, limit=name)
+                self.connection.run(unknown, limit=name)
             return False
         is_held = not backend.renew(row, [token])
         if is_held and row.backend != "postgres" and limit_state.probe == token:
-            self.link.run(permits.renew(name, [token]), limit=name)  # that it is the probe is kept there
+            self.connection.run(permits.renew(name, [token]), limit=name)  # that it is the probe is kept there
         return is_held
 
     def hold(self, permit: Permit) -> Permit:
@@ -168,7 +168,7 @@ class HeldPermits:
                 self._lose(permit)
                 self.let_go(permit)
             next_at = [now + self._due_in(permit, age_now) for permit in held.values()]
-            again = min(again, max(min(next_at, default=again), self.link.barred_until(name)))
+            again = min(again, max(min(next_at, default=again), self.connection.barred_until(name)))
         self.renew_at = max(again, now + LEAST_SECONDS)  # at the end: what fails on the way is done again at once
 
     @staticmethod

@@ -59,10 +59,10 @@ class _Bar:
 
 
 class LimitConnection:
-    """Runs operations on a link."""
+    """Runs operations on a connection."""
 
-    def __init__(self, link: LastingConnection) -> None:
-        self._link = link
+    def __init__(self, connection: LastingConnection) -> None:
+        self._connection = connection
         self._bars: dict[str, _Bar] = {}  # limits whose rows are locked
 
     def run(self, operation: Runnable[T], *, limit: str | None = None) -> T:
@@ -88,11 +88,11 @@ class LimitConnection:
 
     def _run(self, operation: Runnable[T], limit: str | None) -> T:
         try:
-            return self._link.run(operation)
+            return self._connection.run(operation)
         except CommandBusError:
             raise
         except Exception as error:
-            if self._link.conn_is_lost():
+            if self._connection.conn_is_lost():
                 raise
             if limit is not None and is_locked(error):
                 raise LockedRowError(limit, self._bar(limit)) from error

@@ -90,7 +90,7 @@ class Releases:
     def tell(self, name: str, holder: str, reason: str, retry_after: float | None, caller: str) -> None:
         """An API has refused a call that held no permit of its limit."""
         try:
-            answered = self._held_permits.link.run(
+            answered = self._held_permits.connection.run(
                 permits.answer(
                     name,
                     None,
@@ -118,11 +118,13 @@ class Releases:
             row = self._held_permits.known(name)
             if row.backend != "postgres":
                 self._held_permits.stores.of(row).give(row, tokens)
-            is_awaited, probe = self._held_permits.link.run(permits.give(name, tokens, good=good), limit=name)
+            is_awaited, probe = self._held_permits.connection.run(
+                permits.give(name, tokens, good=good), limit=name
+            )
             for leave in leaves:
                 if leave.permit.token == probe:
                     answer = permits.answer(name, probe, leave.answer, gives=True, has_begun=leave.has_begun)
-                    self._held_permits.link.run(answer, limit=name)
+                    self._held_permits.connection.run(answer, limit=name)
                     is_awaited = True
         except LockedRowError:
             raise
@@ -137,7 +139,7 @@ class Releases:
         permit = leave.permit
         try:
             others = self._others(leave) if leave.answer.is_bad else ()
-            answered = self._held_permits.link.run(
+            answered = self._held_permits.connection.run(
                 permits.answer(
                     permit.limit,
                     permit.token,

@@ -189,7 +189,9 @@ class Coroner(DatabaseService):
 
     def _work(self) -> None:
         self._spare_others(self._look_at_traces)
-        self._spare_others(lambda: self._words.write(self._link))  # what a lost connection kept us from telling
+        self._spare_others(
+            lambda: self._words.write(self._connection)
+        )  # what a lost connection kept us from telling
         self._spare_others(self._judge_breakers)
         for case in self.open_cases:
             if self.is_done:
@@ -202,8 +204,8 @@ class Coroner(DatabaseService):
             self._spare_others(self._scout)
 
     def _scout(self) -> None:
-        seen = {domain: self._link.run(scout(domain)) for domain in self.domains}
-        self.look = CoronerLook(time.monotonic(), seen, figures=self._link.run(figures(self.domains)))
+        seen = {domain: self._connection.run(scout(domain)) for domain in self.domains}
+        self.look = CoronerLook(time.monotonic(), seen, figures=self._connection.run(figures(self.domains)))
 
     def _spare_others(self, work: Callable[[], None]) -> bool:
         """One bite: whatever is wrong with it, the others are done."""
@@ -233,7 +235,7 @@ class Coroner(DatabaseService):
     def _look_at_trace(self, trace: Trace) -> None:
         asked_at = time.monotonic()
         ports = sorted({socket.port for socket in trace.sockets})
-        server, sessions = self._link.run(client_sessions(trace.worker, ports))
+        server, sessions = self._connection.run(client_sessions(trace.worker, ports))
         times = Times(trace.spawned_at, trace.read_at, asked_at, time.monotonic())
         if found := opened_by_handlers(trace.sockets, sessions, server, times):
             self._opened[trace.worker] = [DatabaseSession(session.pid, session.started) for session in found]
@@ -250,7 +252,7 @@ class Coroner(DatabaseService):
         if left:
             self._postpone(case)
             return
-        self._link.run(bury(case.worker))
+        self._connection.run(bury(case.worker))
         self._say_opened(case)
         with self._lock:
             self._cases.remove(case)
@@ -282,7 +284,7 @@ class Coroner(DatabaseService):
         known += self._opened.get(case.worker, [])
         until = time.monotonic() + BACKEND_SECONDS
         while True:
-            ended, refused = self._link.run(terminate_backends(case.worker, known))
+            ended, refused = self._connection.run(terminate_backends(case.worker, known))
             if refused and not case.backoff.seconds:
                 logger.warning("%d connections of worker %s belong to another role", refused, case.worker)
             if not ended or time.monotonic() > until or self._stopping.wait(LOOK_SECONDS):
@@ -292,12 +294,12 @@ class Coroner(DatabaseService):
         running = case.msg_ids(domain)
         past = PAST_SECONDS + time.monotonic() - case.died_at
         lease = case.settings.visibility_timeout + SPARE_LEASE_SECONDS
-        found = self._link.run(
+        found = self._connection.run(
             held_by(domain, case.worker, running=running, past_seconds=past, lease_seconds=lease)
         )
         if odd := [held.row for held in found if held.row.id is None or held.row.before is not None]:
             limit = case.settings.max_payload_bytes
-            right, _ = self._link.run(put_right(domain=domain, worker=case.worker, odd=odd, max_bytes=limit))
+            right, _ = self._connection.run(put_right(domain=domain, worker=case.worker, odd=odd, max_bytes=limit))
             marked = {row.msg_id: row for row in right}
             found = [held._replace(row=marked.get(held.row.msg_id, held.row)) for held in found]
         return [held for held in found if held.row.id is not None]
@@ -330,7 +332,7 @@ class Coroner(DatabaseService):
                 if finding is not None and finding.role is Role.CULPRIT:
                     say_culprit(case.worker, domain, held, finding, settlement)
                     self._count(case, domain, held, finding)
-        self._words.write(self._link)
+        self._words.write(self._connection)
         return sum(answer in ("busy", "canceled") for answer in answers.values())
 
     def _count(self, case: Case, domain: str, held: Held, finding: Finding) -> None:
@@ -351,7 +353,7 @@ class Coroner(DatabaseService):
         now = time.monotonic()
         self._judging = {domain: until for domain, until in self._judging.items() if until > now}
         if self._judging:
-            self._judge.judge(self._link, self._link.run(watch(sorted(self._judging))))
+            self._judge.judge(self._connection, self._connection.run(watch(sorted(self._judging))))
 
     def _outcome(
         self, case: Case, domain: str, held: Held, finding: Finding | None, started: float | None
@@ -365,7 +367,7 @@ class Coroner(DatabaseService):
     ) -> dict[tuple[int, int], str]:
         """All in one, or after an error one by one: a bad or locked row must not fail its neighbours."""
         try:
-            return dict(self._link.run(settle(domain, worker, settlements, lock_timeout_ms=lock_timeout_ms)))
+            return dict(self._connection.run(settle(domain, worker, settlements, lock_timeout_ms=lock_timeout_ms)))
         except psycopg.Error as error:
             if is_passing(error) and not is_locked(error):
                 raise

@@ -218,11 +218,11 @@ class Supervisor:
 
     def _connect(self) -> None:
         """On the thread of the `ServerWait`: is there a server that takes us, and may we work there?"""
-        link = LastingConnection(self._settings, name=f"{self.id} start")
+        connection = LastingConnection(self._settings, name=f"{self.id} start")
         try:
-            link.run(check_may_work(self._settings.domains))
+            connection.run(check_may_work(self._settings.domains))
         finally:
-            link.close()
+            connection.close()
 
     def _has_server(self, now: float) -> bool:
         """Could the database be connected to? What a person must repair ends the supervisor."""

@@ -73,8 +73,8 @@ class Refused:
 class BatchFolding:
     """Which batches are to be folded, and when."""
 
-    def __init__(self, link: LastingConnection) -> None:
-        self._link = link
+    def __init__(self, connection: LastingConnection) -> None:
+        self._connection = connection
         self._touched: deque[int] = deque()
         self._waiting: set[int] = set()
         self._refused = Refused()
@@ -113,13 +113,15 @@ class BatchFolding:
             began = monotonic()
             if self._try(chosen):
                 seconds = monotonic() - began
-            elif len(chosen) > 1 and not self._link.conn_is_lost():  # one bad batch must not fail its neighbours
+            elif (
+                len(chosen) > 1 and not self._connection.conn_is_lost()
+            ):  # one bad batch must not fail its neighbours
                 self._one_by_one(chosen)
-        if not self._link.conn_is_lost():
+        if not self._connection.conn_is_lost():
             self._try_refused()
         now = monotonic()
         rest = seconds * SHARE
-        if self._link.conn_is_lost():
+        if self._connection.conn_is_lost():
             rest = REFUSED_SECONDS  # whoever writes next connects again
         self._next_at = now + max(rest, FOLD_SECONDS)
         self._slow_until = now + rest if rest > FOLD_SECONDS else 0.0
@@ -127,9 +129,9 @@ class BatchFolding:
     def _try(self, batches: Sequence[int]) -> bool:
         """Fold these together; False if that was refused."""
         try:
-            done = self._link.run(fold(batches))
+            done = self._connection.run(fold(batches))
         except Exception as error:  # noqa: BLE001 - whatever it is, the settler must go on
-            if len(batches) == 1 and not self._link.conn_is_lost():
+            if len(batches) == 1 and not self._connection.conn_is_lost():
                 self._waiting.discard(batches[0])
                 text = "batch %d cannot be folded now, trying again in %.0f s: %s"
                 logger.warning(text, batches[0], self._refused.add(batches[0]), _shown(error))
@@ -142,7 +144,7 @@ class BatchFolding:
         until = monotonic() + 1.0
         for batch in batches:
             self._try([batch])
-            if self._link.conn_is_lost() or monotonic() > until:
+            if self._connection.conn_is_lost() or monotonic() > until:
                 return
 
     def _try_refused(self) -> None:

@@ -104,7 +104,7 @@ class Claimer(DatabaseService):
         self._unhandled = unhandled
         adopter.on_read = lambda domain, seconds: self.order(lambda: self._read(domain, seconds))
         self._odd = OddRows(
-            self._link, worker, max_bytes=settings.max_payload_bytes, keeps_lock_timeout=self.can_listen
+            self._connection, worker, max_bytes=settings.max_payload_bytes, keeps_lock_timeout=self.can_listen
         )
         self._on_cancel = on_cancel
         self._on_idle = on_idle
@@ -223,7 +223,7 @@ class Claimer(DatabaseService):
         if n <= 0:
             return 0
         claimed_at = boottime()
-        found = self._unhandled.take(self._link, domain.name, n)
+        found = self._unhandled.take(self._connection, domain.name, n)
         if found.odd:
             self._deliver_odd(domain, found, claimed_at)
         else:
@@ -241,7 +241,7 @@ class Claimer(DatabaseService):
             kind=kind,
         )
         try:
-            return self._link.run(asked)
+            return self._connection.run(asked)
         except UnreplicatedError as error:
             self._dispatcher.return_unsure(
                 domain.name, error.result.ready, claimed_at
@@ -293,7 +293,7 @@ class Claimer(DatabaseService):
         if self._busy_since is None:
             self._busy_since = now
         elif self._announced_until and now - self._busy_since > BUSY_SECONDS:
-            self._link.run(withdraw(self._worker))
+            self._connection.run(withdraw(self._worker))
             self._announced_until = 0.0
 
     def _idle(self) -> None:
@@ -320,13 +320,13 @@ class Claimer(DatabaseService):
             return
         # Not beyond half the announcement: it is renewed before it expires.
         longest = min(self._settings.poll_interval, ANNOUNCEMENT_SECONDS / 2)
-        due = [self._link.run(next_due(domain.name, within_seconds=longest)) for domain in self._domains]
+        due = [self._connection.run(next_due(domain.name, within_seconds=longest)) for domain in self._domains]
         soonest = min((seconds for seconds in due if seconds is not None), default=longest)
         self.sleep(min(max(soonest, 0.001), longest))
 
     def _announce(self) -> None:
         names = [domain.name for domain in self._domains]
-        self._link.run(announce(worker=self._worker, domains=names, seconds=ANNOUNCEMENT_SECONDS))
+        self._connection.run(announce(worker=self._worker, domains=names, seconds=ANNOUNCEMENT_SECONDS))
         self._announced_until = monotonic() + ANNOUNCEMENT_SECONDS
         for domain in self._domains:
             domain.cursor = None  # a sender that saw no announcement may have committed below it
@@ -345,7 +345,7 @@ class Claimer(DatabaseService):
 
     def finish(self) -> None:
         try:
-            self._link.run(withdraw(self._worker))
+            self._connection.run(withdraw(self._worker))
         except (psycopg.Error, CommandBusError) as error:
             logger.info("the announcement was left to expire: %s", error)
 

@@ -32,13 +32,13 @@ LIMITS_DEGRADED = "limits_degraded"
 """The reason under which a worker's health says so."""
 
 
-def check_limits(link: LastingConnection, settings: Settings, handlers: HandlerRegistry) -> bool:
+def check_limits(connection: LastingConnection, settings: Settings, handlers: HandlerRegistry) -> bool:
     """Declare the limits of settings and handlers, and see that every limit that a handler names is known. Answers
     whether there are any: somebody may be parked since the last worker stopped."""
     declared = settle_limits([*settings.limits, *handlers.limits], settings)
-    for note in link.run(declare(declared, home_of(settings))):
+    for note in connection.run(declare(declared, home_of(settings))):
         logger.warning("%s", note)
-    rows: dict[str, LimitRow] = {row.name: row for row in link.run(list_limits())}
+    rows: dict[str, LimitRow] = {row.name: row for row in connection.run(list_limits())}
     for handler in handlers:
         for name in handler.options.limits:
             if name not in rows:
@@ -48,7 +48,7 @@ def check_limits(link: LastingConnection, settings: Settings, handlers: HandlerR
                     f"handler {handler.name}: limit {name!r} is kept in Redis, and redis_url is not set; set "
                     f'COMMANDBUS_REDIS_URL, or give the limit backend = "postgres"'
                 )
-    return bool(rows) or link.run(is_awaited())
+    return bool(rows) or connection.run(is_awaited())
 
 
 class LimitedWork:

@@ -90,7 +90,7 @@ class Settler(DatabaseService):
         self._unwritten: dict[int, Item] = {}  # of the batch that is being written
         self._aside = _Aside()
         self._void: set[Attempt] = set()
-        self._folder = BatchFolding(self._link)
+        self._folder = BatchFolding(self._connection)
         self._closing = False
         self._sleeps = False  # whoever adds an outcome must wake it
         self._in_doubt = False  # a statement was not acknowledged, and may have settled something
@@ -164,7 +164,7 @@ class Settler(DatabaseService):
             self._folder.fold()
 
     def lost(self, error: psycopg.Error) -> None:
-        self._in_doubt = self._in_doubt or self._link.conn_is_lost() or isinstance(error, UnreplicatedError)
+        self._in_doubt = self._in_doubt or self._connection.conn_is_lost() or isinstance(error, UnreplicatedError)
 
     def _settle_done(self) -> None:
         """Write completions; what fails with the database stays to be written."""
@@ -188,9 +188,9 @@ class Settler(DatabaseService):
         written: list[int] | None = []
         if self.can_listen and is_dense(attempts):  # else the server would wait for a lock as long as it takes
             try:
-                written = self._link.run(settle_done(domain, self._worker, attempts))
+                written = self._connection.run(settle_done(domain, self._worker, attempts))
             except Exception as error:
-                if not is_locked(error) and is_of_the_database(error, is_lost=self._link.conn_is_lost()):
+                if not is_locked(error) and is_of_the_database(error, is_lost=self._connection.conn_is_lost()):
                     raise
         if written is not None:
             commands = set(written)
@@ -249,7 +249,7 @@ class Settler(DatabaseService):
         except Exception as error:
             if is_locked(error):
                 return error
-            if is_of_the_database(error, is_lost=self._link.conn_is_lost()):
+            if is_of_the_database(error, is_lost=self._connection.conn_is_lost()):
                 raise
             if len(items) > 1:
                 for half in _halves(items):
@@ -302,10 +302,10 @@ class Settler(DatabaseService):
         answers: dict[tuple[int, int], Answer] = {}
         if settlements:
             limit = HURRIED_MS if is_hurried else None
-            answers = self._link.run(settle(domain, self._worker, settlements, lock_timeout_ms=limit))
+            answers = self._connection.run(settle(domain, self._worker, settlements, lock_timeout_ms=limit))
         for _, ended in items:
             if isinstance(ended, Note):
-                self._link.run(_note(ended, self._worker))
+                self._connection.run(_note(ended, self._worker))
         completed = sum(settlement.is_completion for settlement in settlements)
         if completed:
             self._on_written(completed)
@@ -331,7 +331,7 @@ class Settler(DatabaseService):
     def _cancel_instead(self, attempt: Attempt) -> None:
         """Somebody asked to cancel it before this attempt, which did not complete it, was settled."""
         held = [(attempt.msg_id, attempt.read_ct)]
-        for cancel in self._link.run(pending_cancels(attempt.domain, self._worker, held)):
+        for cancel in self._connection.run(pending_cancels(attempt.domain, self._worker, held)):
             judgement = Judgement(Verdict.CANCELED, cancellation(cancel.by, cancel.reason))
             self._queue.append((attempt, attempt.fail(judgement)))
             return

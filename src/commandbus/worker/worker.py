@@ -315,11 +315,11 @@ class Worker:
 
     def _check_database(self, settings: Settings) -> None:
         """This role may work, the schema is current, every domain has its queue (created, if this role may)."""
-        link = LastingConnection(settings, name="worker start")
+        connection = LastingConnection(settings, name="worker start")
         try:
-            permitted = link.run(check_may_work(self.domains))
+            permitted = connection.run(check_may_work(self.domains))
             self._role = permitted.role
-            state = link.run(look())
+            state = connection.run(look())
             if state.missing:
                 raise SchemaError(
                     f"the schema lacks migration {state.missing[0]}; run `commandbus migrate` before the worker"
@@ -329,16 +329,16 @@ class Worker:
                     "the schema is at migration %d, newer than this release knows, and compatible with it",
                     max(state.applied),
                 )
-            known = {domain.name for domain in link.run(list_domains())} - permitted.without_queue
+            known = {domain.name for domain in connection.run(list_domains())} - permitted.without_queue
             for domain in self.domains:
                 if domain not in known:
                     try:
-                        link.run(create_domain(domain))
+                        connection.run(create_domain(domain))
                     except SchemaError as error:
                         raise UnknownDomainError(domain) from error
-            self._has_limits = check_limits(link, settings, self._handlers)
+            self._has_limits = check_limits(connection, settings, self._handlers)
         finally:
-            link.close()
+            connection.close()
 
 
 def _policy(policy: RetryPolicy, on_timeout: str) -> dict[str, Any]:

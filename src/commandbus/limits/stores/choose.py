@@ -63,11 +63,11 @@ class PermitStores:
 
     def __init__(
         self,
-        link: LimitConnection,
+        connection: LimitConnection,
         make_elsewhere: Callable[[], Elsewhere] | None,
         on_elsewhere: Callable[[Elsewhere], None] = lambda _: None,
     ) -> None:
-        self._postgres = PostgresPermitStore(link)
+        self._postgres = PostgresPermitStore(connection)
         self._make_elsewhere = make_elsewhere
         self._on_elsewhere = on_elsewhere
         self._elsewhere: Elsewhere | None = None

@@ -1,4 +1,4 @@
-"""Apart: which commands run apart from the others, and how many of them at once.
+"""Quarantine: which commands run apart from the others, and how many of them at once.
 
 Commands that were lost without a verdict run one at a time per supervisor, so that the next loss of everything
 names the one that ran. The workers of a supervisor share a file for that. The kernel locks it for one process at a
