@@ -244,7 +244,7 @@ class Coroner(DatabaseService):
 
     def _examine(self, case: Case) -> None:
         """One try. What the worker held decides whether another one is needed."""
-        self._end_backends(case)
+        self._end_sessions(case)
         held = {domain: self._held(case, domain) for domain in case.hello.domains}
         if case.findings is None:
             case.findings = self._findings(case, held)
@@ -274,12 +274,12 @@ class Coroner(DatabaseService):
                 "was" if len(opened) == 1 else "were",
             )
 
-    def _end_backends(self, case: Case) -> None:
+    def _end_sessions(self, case: Case) -> None:
         """End what the server still does for it; wait a moment until that is over."""
         known = [
-            DatabaseSession(slot.backend, slot.backend_started)
+            DatabaseSession(slot.session_pid, slot.session_started)
             for slot in case.slots
-            if slot.backend and slot.backend_started  # else nobody knows whose that process id is by now
+            if slot.session_pid and slot.session_started  # else nobody knows whose that process id is by now
         ]
         known += self._opened.get(case.worker, [])
         until = time.monotonic() + BACKEND_SECONDS

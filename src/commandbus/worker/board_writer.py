@@ -49,11 +49,11 @@ class BoardWriter:
         """The calling thread serves this slot."""
         self._board.thread(slot, threading.get_ident(), threading.get_native_id())
 
-    def backend(self, attempt: Attempt, pid: int, started: int) -> None:
+    def session(self, attempt: Attempt, pid: int, started: int) -> None:
         """At once: a handler may change its session's name, and a crash leaves no time to look."""
         slot = self._running.get(attempt)
         if slot is not None:
-            self._board.backend(slot.index, pid, started)
+            self._board.session(slot.index, pid, started)
 
     def beat(
         self,
@@ -85,7 +85,7 @@ class BoardWriter:
             borrowed = attempt.borrowed
             if self._running.get(attempt) is slot:  # it may have ended meanwhile, and its slot gone on
                 pid, started = (0, 0) if borrowed is None else (borrowed.pid, borrowed.started)
-                self._board.backend(slot.index, pid, started)
+                self._board.session(slot.index, pid, started)
                 self._board.stuck_at(slot.index, self._stuck_at(attempt))
 
     def _stuck_at(self, attempt: Attempt) -> float:

@@ -25,11 +25,11 @@ from commandbus.db.service import DatabaseService
 from commandbus.flow.commands.claim import run_alone
 from commandbus.flow.commands.database_session import (
     DatabaseSession,
-    cancel_backend,
-    find_backend,
+    cancel_session,
+    find_session,
     is_of_child,
-    look_at_backend,
-    terminate_backend,
+    look_at_session,
+    terminate_session,
 )
 from commandbus.flow.commands.renew import PendingCancel, pending_cancels, renew
 from commandbus.logger import safe_logger
@@ -247,9 +247,9 @@ class LeaseKeeper(DatabaseService):
         with borrowed.lock:  # it stays this attempt's connection until the cancel has arrived
             if borrowed.is_returned:
                 return
-            session = self._connection.run(find_backend(borrowed.pid, borrowed.started, borrowed.key))
+            session = self._connection.run(find_session(borrowed.pid, borrowed.started, borrowed.key))
             if session is not None and self._may_end(borrowed, session):
-                self._connection.run(terminate_backend(session) if end else cancel_backend(session))
+                self._connection.run(terminate_session(session) if end else cancel_session(session))
 
     def _may_end(self, borrowed: Borrowed, session: DatabaseSession) -> bool:
         """Whether it is what a child process says it is. Behind PgBouncer the lock of its attempt proves it."""
@@ -275,15 +275,15 @@ class LeaseKeeper(DatabaseService):
         then(taken)
 
     def _end_session(self, borrowed: Borrowed, taken: Document) -> None:
-        session = self._connection.run(find_backend(borrowed.pid, borrowed.started, borrowed.key))
+        session = self._connection.run(find_session(borrowed.pid, borrowed.started, borrowed.key))
         if session is None or not self._may_end(borrowed, session):
             borrowed.hang_up()
             return
-        found = self._connection.run(look_at_backend(session))
+        found = self._connection.run(look_at_session(session))
         if found is not None:
             taken["backend"] = found
-            is_ended = self._connection.run(terminate_backend(session))
-            if not is_ended and self._connection.run(look_at_backend(session)) is not None:
+            is_ended = self._connection.run(terminate_session(session))
+            if not is_ended and self._connection.run(look_at_session(session)) is not None:
                 logger.error(
                     "the database session %d of a stuck attempt could not be ended: the worker and its handlers "
                     "must connect as one role",

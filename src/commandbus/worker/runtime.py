@@ -146,7 +146,7 @@ class WorkerRuntime:
             on_exhausted=self._exhausted,
             on_no_thread=self._pause.begin,
             on_unreachable=lambda: spec.health.set_critical(UNREACHABLE),
-            on_backend=None if self._board_writer is None else self._board_writer.backend,
+            on_session=None if self._board_writer is None else self._board_writer.session,
             max_idle=BRIEF_IDLE_SECONDS if some_isolated else None,
         )
 

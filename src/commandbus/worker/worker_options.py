@@ -1,4 +1,4 @@
-"""spec: what a worker is told to be, and what it reports at its end."""
+"""What a worker is told to be (WorkerSpec), and what it reports at its end (StopReport)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""backend: an attempt's database session, seen from outside: what it does, how it is cancelled and ended.
+"""database_session: an attempt's database session, seen from outside: what it does, how it is cancelled and ended.
 
 A process id that was remembered may be somebody else's by now: a session is named by it and by when it began.
 """
@@ -29,7 +29,7 @@ _IT = b""" FROM pg_catalog.pg_stat_activity
 
 
 @operation(atomic=False)
-def find_backend(pid: int, started: int, key: int | None) -> Steps[DatabaseSession | None]:
+def find_session(pid: int, started: int, key: int | None) -> Steps[DatabaseSession | None]:
     """An attempt's session: remembered, or by its advisory lock behind PgBouncer. None if it cannot be named."""
     if key is None:
         return DatabaseSession(pid, started) if started else None
@@ -38,7 +38,7 @@ def find_backend(pid: int, started: int, key: int | None) -> Steps[DatabaseSessi
 
 
 @operation(atomic=False)
-def look_at_backend(session: DatabaseSession) -> Steps[dict[str, Any] | None]:
+def look_at_session(session: DatabaseSession) -> Steps[dict[str, Any] | None]:
     """Query, wait event and blockers of a session; None if it is gone."""
     rows = yield Statement(sql.text("commands/database_session"), session._asdict())
     if not rows:
@@ -65,13 +65,13 @@ def is_of_child(session: DatabaseSession, *, worker: str, youngest_seconds: floa
 
 
 @operation(atomic=False)
-def cancel_backend(session: DatabaseSession) -> Steps[bool]:
+def cancel_session(session: DatabaseSession) -> Steps[bool]:
     """Cancel what a session runs; False if this role may not, or it is gone."""
     return (yield from _signal(b"SELECT pg_catalog.pg_cancel_backend(pid)", session))
 
 
 @operation(atomic=False)
-def terminate_backend(session: DatabaseSession) -> Steps[bool]:
+def terminate_session(session: DatabaseSession) -> Steps[bool]:
     """End a session and wait until it is gone (2 s at most); False if this role may not, or it was gone."""
     return (yield from _signal(b"SELECT pg_catalog.pg_terminate_backend(pid, 2000)", session))
 

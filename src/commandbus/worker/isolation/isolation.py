@@ -227,9 +227,9 @@ class Isolation:
         child.finish()
         if isinstance(end, Dead):
             self._children.forget(process, is_dead=end.exit_code is not None)
-            self._end_backends(attempt)
+            self._end_sessions(attempt)
             return self._judge_death(attempt, child, end)
-        self._end_backends(attempt)  # a connection that it did not return, in a thread that it left behind
+        self._end_sessions(attempt)  # a connection that it did not return, in a thread that it left behind
         try:
             told = _Told(end)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as broken:
@@ -293,7 +293,7 @@ class Isolation:
             return attempt.stop or Stop(Why.LEASE, text, now, now)
         return attempt.stop or Stop(Why.SHUTDOWN, "the worker stopped", now, now)
 
-    def _end_backends(self, attempt: Attempt) -> None:
+    def _end_sessions(self, attempt: Attempt) -> None:
         borrowed = attempt.borrowed
         if borrowed is None:
             return
