@@ -20,7 +20,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from weakref import WeakSet
 
 from commandbus.clock import monotonic
@@ -77,6 +76,14 @@ class WorkerRuntime:
         self._pause = ClaimPause()
         running: Running = {}
         self._board_writer = self._make_board_writer(running)
+        self._keeper = LeaseKeeper(
+            settings,
+            spec.id,
+            held=lambda: self.attempts.held.copy(),  # noqa: PLW0108 - they are made below
+            on_cancel=self._cancel,
+            on_error=spec.fail,
+            name=spec.id,
+        )
         self._connections = self._make_connections()
         self._limited = self._make_limited()
         self._breakers = WorkerBreakers(settings, spec.domains)
@@ -96,14 +103,6 @@ class WorkerRuntime:
         self._quarantine = self._make_quarantine()
         self.attempts = AttemptRegistry(running, self._quarantine, self._board_writer)
         self.settler = self._make_settler()
-        self._keeper = LeaseKeeper(
-            settings,
-            spec.id,
-            held=self.attempts.held.copy,
-            on_cancel=self._cancel,
-            on_error=spec.fail,
-            name=spec.id,
-        )
         self._fencer = Fencer(
             self.attempts, self._keeper, self._connections, self._executor, self._limited, self.settler
         )
@@ -156,8 +155,9 @@ class WorkerRuntime:
             connections=self._connections,
             max_payload_bytes=self._settings.max_payload_bytes,
             default_max_attempts=self._spec.policy.max_attempts,
-            extend=self._extend,
-            hold=self._hold,
+            # The lease stays one renewal long, so that a dead worker's command returns soon; the deadline moves.
+            extend=lambda attempt, _seconds: self._keeper.renew_now(attempt),
+            hold=self._keeper.hold,
             release=Attempt.release_row,
             extend_timeout=self._settings.visibility_timeout,
             max_extension=self._settings.max_extension,
@@ -185,7 +185,7 @@ class WorkerRuntime:
             hold=services.hold,
             progress=services.progress,
             terminate=self._end_sessions,
-            cancel_query=self._cancel_query,
+            cancel_query=self._keeper.cancel_query,
             on_exhausted=self._pause.begin,
             limits=self._limited,
             default_max_attempts=services.default_max_attempts,
@@ -469,16 +469,6 @@ class WorkerRuntime:
             self._spec.request_stop(reason)
 
     # --- called by contexts and the lease keeper ----------------------------------------------------------------
-
-    def _extend(self, attempt: Attempt, _seconds: float) -> Future[bool]:
-        """The lease stays one renewal long, so that a dead worker's command returns soon; the deadline moves."""
-        return self._keeper.renew_now(attempt)
-
-    def _hold(self, attempt: Attempt) -> Future[bool]:
-        return self._keeper.hold(attempt)
-
-    def _cancel_query(self, attempt: Attempt) -> None:
-        self._keeper.cancel_query(attempt)
 
     def _note_progress(self, attempt: Attempt, text: str) -> None:
         attempt.extras.progress = text
