@@ -16,7 +16,6 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, Final, Protocol
 
@@ -30,11 +29,11 @@ from commandbus.model.outcome import Failure
 from commandbus.settings import Settings
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why
 from commandbus.worker.execution.connections import Borrowed
+from commandbus.worker.execution.context import Services
 from commandbus.worker.execution.execute import Ended
-from commandbus.worker.execution.handler_permits import PermitProvider
 from commandbus.worker.execution.handlers import HandlerRegistry
 from commandbus.worker.exhaustion import is_exhaustion
-from commandbus.worker.isolation.attempt_in_child import Child, ChildFate, Dead, Keeper
+from commandbus.worker.isolation.attempt_in_child import Child, ChildFate, Dead
 from commandbus.worker.isolation.channel import Message
 from commandbus.worker.isolation.child_outcomes import failure_of, never_began, no_process
 from commandbus.worker.isolation.child_pool import Children
@@ -80,14 +79,10 @@ class Isolation:
         registry: HandlerRegistry,
         executor: Ends,
         *,
-        extend: Callable[[Attempt, float], Future[bool]],
-        hold: Callable[[Attempt], Future[bool]],
-        progress: Callable[[Attempt, str], None],
+        services: Services,
         terminate: Callable[[list[Borrowed]], None],
-        limits: PermitProvider,
         cancel_query: Callable[[Attempt], None] = lambda _: None,
         on_exhausted: Callable[[str], None] = lambda _: None,
-        default_max_attempts: int,
         quarantines: bool = False,
         fleet: str | None = None,
     ) -> None:
@@ -99,8 +94,8 @@ class Isolation:
         self._settings = settings
         self._late_seconds = settings.timeouts.late_seconds
         self._worker = worker
-        self._keeper = Keeper(extend, hold, progress, cancel_query, settings.max_extension, limits)
-        self._default_max_attempts = default_max_attempts
+        self._services = services
+        self._cancel_query = cancel_query
         self._executor = executor
         self._terminate = terminate
         self._on_exhausted = on_exhausted
@@ -208,7 +203,13 @@ class Isolation:
         return self._fail(attempt, f"{_TRIES} processes in a row died before it could begin")
 
     def _run_in(self, process: ChildProcess, attempt: Attempt) -> Ended | _NotBegun:
-        child = Child(process, attempt, self._keeper, self._settings.max_memory_mb)
+        child = Child(
+            process,
+            attempt,
+            self._services,
+            cancel_query=self._cancel_query,
+            max_memory_mb=self._settings.max_memory_mb,
+        )
         try:
             self._children.know(process, child)
             if attempt.is_fenced:  # given up while it waited for a process
@@ -326,7 +327,7 @@ class Isolation:
             "sys_path": [path for path in sys.path if isinstance(path, str)],
             "argv": list(sys.argv),
             "levels": levels | {"": logging.root.level},
-            "default_max_attempts": self._default_max_attempts,
+            "default_max_attempts": self._services.default_max_attempts,
             "handlers": self._asking,
         }
 
