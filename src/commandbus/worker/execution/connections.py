@@ -414,10 +414,10 @@ class HandlerConnections:
         key = advisory_key(attempt) if self._is_pooled_elsewhere else None
         borrowed = Borrowed(conn.pgconn.backend_pid, key, conn.pgconn, self._started.get(conn, 0))
         attempt.extras.borrowed = borrowed
-        self._show_backend(attempt, borrowed)
+        self._show_session(attempt, borrowed)
         return borrowed
 
-    def _show_backend(self, attempt: Attempt, borrowed: Borrowed) -> None:
+    def _show_session(self, attempt: Attempt, borrowed: Borrowed) -> None:
         if self._on_session is not None:
             self._on_session(attempt, borrowed.pid, borrowed.started)
 
@@ -430,7 +430,7 @@ class HandlerConnections:
         pid, started = found[-2:]
         if pid == borrowed.pid and started is not None:
             self._started[conn] = borrowed.started = started
-            self._show_backend(attempt, borrowed)
+            self._show_session(attempt, borrowed)
 
     def _take_back(self, attempt: Attempt, borrowed: Borrowed) -> None:
         with borrowed.lock:  # a cancel that is on its way arrives before the next owner
