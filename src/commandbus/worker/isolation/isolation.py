@@ -17,7 +17,7 @@ import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Final, Protocol
+from typing import Final
 
 from commandbus.clock import monotonic
 from commandbus.errors import ConfigurationError
@@ -25,12 +25,11 @@ from commandbus.flow.commands.claimed_row import QUARANTINE, SUSPECT
 from commandbus.flow.commands.settle import Settlement
 from commandbus.logger import safe_logger
 from commandbus.model import payload
-from commandbus.model.outcome import Failure
 from commandbus.settings import Settings
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why
 from commandbus.worker.execution.connections import Borrowed
 from commandbus.worker.execution.context import Services
-from commandbus.worker.execution.execute import Ended
+from commandbus.worker.execution.execute import Ended, Executor
 from commandbus.worker.execution.handlers import HandlerRegistry
 from commandbus.worker.exhaustion import is_exhaustion
 from commandbus.worker.isolation.attempt_in_child import Child, ChildFate, Dead
@@ -43,30 +42,11 @@ from commandbus.worker.isolation.descendants import kill_marked
 from commandbus.worker.isolation.remote_errors import remake_error
 from commandbus.worker.registry_address import Address, find_address, refuse_in_child
 
-__all__ = ["Child", "Ends", "Isolation"]
+__all__ = ["Child", "Isolation"]
 
 logger = safe_logger("commandbus.worker")
 
 _TRIES: Final = 3
-
-
-class Ends(Protocol):
-    """Who knows what an attempt's end means: the worker's executor."""
-
-    def begin(self, attempt: Attempt) -> None:
-        """It begins now, once more."""
-
-    def completed(self, attempt: Attempt, result: Any) -> Ended:
-        """It returned this."""
-
-    def failed(self, attempt: Attempt, error: BaseException, trace: str | None = None) -> Ended:
-        """It raised this."""
-
-    def end_stopped(self, attempt: Attempt, stop: Stop, failure: Failure) -> Ended:
-        """It was asked to stop, and did not complete."""
-
-    def lost(self, attempt: Attempt, failure: Failure) -> Settlement:
-        """It failed in a way that may pass."""
 
 
 class Isolation:
@@ -77,7 +57,7 @@ class Isolation:
         settings: Settings,
         worker: str,
         registry: HandlerRegistry,
-        executor: Ends,
+        executor: Executor,
         *,
         services: Services,
         terminate: Callable[[list[Borrowed]], None],
