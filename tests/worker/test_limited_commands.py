@@ -175,9 +175,9 @@ def test_a_429_is_state_of_the_limit_and_spends_no_attempt(bus, db, handlers, st
 def test_a_429_is_one_request_to_the_limit_client(bus, db, handlers, start_worker, monkeypatch, limits):
     """The permit, what the API said, and the question what becomes of the command go together."""
     asked: list[str] = []
-    judge, leave = LimitClient.judge, LimitClient.leave
+    judge, leave = LimitClient.judge, LimitClient.release
     monkeypatch.setattr(LimitClient, "judge", lambda *args: (asked.append("judge"), judge(*args)))
-    monkeypatch.setattr(LimitClient, "leave", lambda *args: (asked.append("leave"), leave(*args)))
+    monkeypatch.setattr(LimitClient, "release", lambda *args: (asked.append("leave"), leave(*args)))
     bus.declare_limit(Limit("docai", concurrency=5, backoff=[60.0]))
 
     @handlers.handler("orders", "page", limits=limits)

@@ -37,11 +37,11 @@ class Admission:
     """Commands at the limit client."""
 
     def __init__(
-        self, held_permits: HeldPermits, waker: Waker, exits: Releases, *, make_token: Callable[[str, int], str]
+        self, held_permits: HeldPermits, waker: Waker, releases: Releases, *, make_token: Callable[[str, int], str]
     ) -> None:
         self._held_permits = held_permits
         self._waker = waker
-        self._releases = exits
+        self._releases = releases
         self._make_token = make_token
         self.asking: deque[PermitRequest] = deque()
         self.parking = Parking()

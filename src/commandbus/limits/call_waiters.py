@@ -28,10 +28,10 @@ from commandbus.limits.waker import Waker
 class CallWaiters:
     """Whoever waits inside this program."""
 
-    def __init__(self, held_permits: HeldPermits, waker: Waker, exits: Releases) -> None:
+    def __init__(self, held_permits: HeldPermits, waker: Waker, releases: Releases) -> None:
         self._held_permits = held_permits
         self._waker = waker
-        self._releases = exits
+        self._releases = releases
         self.calls: deque[PermitCall] = deque()
         self._waiting: dict[str, PermitCall] = {}
         self._later: list[tuple[float, PermitCall]] = []  # those that met a locked row, and when they ask again

@@ -12,8 +12,8 @@ turn it is. Who frees a permit keeps it for the first in line, under a lease of 
 so nobody can overtake. What was lost on the way (a worker killed between two statements) is found by the sweep.
 
 Here are the thread, its round, and what others may ask of it. What a round does is in modules of its own, each
-using only those before it: `desk` (permits that are held), `waker` (whose turn it is), `exits` (permits given
-back), `visits` (commands) and `line` (calls inside programs).
+using only those before it: `held_permits`, `waker` (whose turn it is), `releases` (permits given back),
+`admission` (commands) and `call_waiters` (calls inside programs).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from commandbus.limits.held_permits import HeldPermits
 from commandbus.limits.limit_connection import LimitConnection
 from commandbus.limits.releases import Releases
 from commandbus.limits.requests import Limited, Permit, PermitCall, PermitRequest, QueuedCommand, Release
-from commandbus.limits.stores.choose import Elsewhere, PermitStores
+from commandbus.limits.stores.choose import ExternalStore, PermitStores
 from commandbus.limits.stores.redis.backup_renewer import BackupRenewer
 from commandbus.limits.waker import Waker
 from commandbus.logger import safe_logger
@@ -62,14 +62,14 @@ class LimitClient(DatabaseService):
         settings: Settings,
         owner: str,
         *,
-        elsewhere: Callable[[], Elsewhere] | None = None,
+        external: Callable[[], ExternalStore] | None = None,
         on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         super().__init__(settings, name=owner, part="limit client", on_end=self._end_with)
         self._owner = owner
         self._on_error = on_error
         connection = LimitConnection(self._connection)
-        self._stores = PermitStores(connection, elsewhere, on_elsewhere=self._renew_beside)
+        self._stores = PermitStores(connection, external, on_external=self._renew_beside)
         self._held_permits = HeldPermits(connection, self._stores, name=owner)
         self._backstop = BackupRenewer(owner, self._held_permits)
         self._waker = Waker(self._held_permits)
@@ -98,7 +98,7 @@ class LimitClient(DatabaseService):
         if (
             self._is_at_work
             or self._admission.asking
-            or self._releases.leaves
+            or self._releases.pending
             or self._orders
             or self._admission.parking
         ):
@@ -134,9 +134,9 @@ class LimitClient(DatabaseService):
             except IndexError:
                 return back
 
-    def leave(self, leaves: Sequence[Release]) -> None:
+    def release(self, releases: Sequence[Release]) -> None:
         """Permits are needed no more."""
-        self._releases.leaves.extend(leaves)
+        self._releases.pending.extend(releases)
         self.wake()
 
     def note_parked(self, name: str) -> None:
@@ -164,7 +164,7 @@ class LimitClient(DatabaseService):
         until = monotonic() + wait
         call = PermitCall(name, token, number, until, wait, holder, Future(), on_lost, command, since, caller)
         if not self.is_serving:
-            call.answer.set_exception(self._over or CommandBusError("the gate of this program is closed"))
+            call.answer.set_exception(self._over or CommandBusError("the limit client of this program is closed"))
             return call
         self._call_waiters.calls.append(call)
         self.wake()
@@ -182,7 +182,7 @@ class LimitClient(DatabaseService):
     def judge(self, limited: Limited) -> None:
         """A command's call went badly: its permits are needed no more, and its limit decides what becomes of it,
         after it has heard what the API said."""
-        self._releases.leaves.extend(limited.releases)
+        self._releases.pending.extend(limited.releases)
 
         def judge() -> None:
             if limited.untold is not None:
@@ -225,8 +225,8 @@ class LimitClient(DatabaseService):
             self._stop_beside()
             raise
 
-    def _renew_beside(self, elsewhere: Elsewhere) -> None:
-        self._backstop.start(elsewhere)
+    def _renew_beside(self, external: ExternalStore) -> None:
+        self._backstop.start(external)
 
     def _stop_beside(self) -> None:
         """What is still held ends with its lease."""
@@ -242,7 +242,7 @@ class LimitClient(DatabaseService):
 
     @property
     def is_done(self) -> bool:
-        return self._stopping.is_set() or (self._closing and not self._releases.leaves and not self._orders)
+        return self._stopping.is_set() or (self._closing and not self._releases.pending and not self._orders)
 
     def lost(self, error: psycopg.Error) -> None:  # noqa: ARG002
         if self._closing:
@@ -258,7 +258,7 @@ class LimitClient(DatabaseService):
         if self._on_error is not None:
             self._on_error(error)
         elif not isinstance(error, CommandBusError):  # else those who asked are told, and that is enough
-            logger.error("the gate has ended", exc_info=error)
+            logger.error("the limit client has ended", exc_info=error)
 
     def round(self) -> None:
         self._rest()
@@ -284,7 +284,7 @@ class LimitClient(DatabaseService):
             self._orders
             or self._admission.asking
             or self._call_waiters.calls
-            or self._releases.leaves
+            or self._releases.pending
             or self._closing
         ):
             return
@@ -331,10 +331,10 @@ class LimitClient(DatabaseService):
             self._call_waiters.take_turns()
 
     def finish(self) -> None:
-        self._over = self._over or CommandBusError("the gate of this program is closed")
+        self._over = self._over or CommandBusError("the limit client of this program is closed")
         try:
             self._call_waiters.step_out()
             self._stores.close()
         except (psycopg.Error, CommandBusError) as error:
-            logger.info("the gate was left without a word: %s", error)
+            logger.info("the limit client ended without a word: %s", error)
         self._call_waiters.fail_all(self._over)

@@ -51,7 +51,7 @@ class HeldPermits:
     @property
     def modes(self) -> dict[str, str]:
         """Where the permits of each limit that is used here are kept now."""
-        mode = self.stores.mode_elsewhere
+        mode = self.stores.mode_external
         return {name: "postgres" if row.backend == "postgres" else mode for name, row in list(self._rows.items())}
 
     @property
@@ -59,7 +59,7 @@ class HeldPermits:
         """How many permits of each limit are held here."""
         return {name: len(own) for name, own in list(self._held.items()) if own}
 
-    def late_elsewhere(self, part: float) -> Iterator[tuple[LimitRow, list[Permit]]]:
+    def late_external(self, part: float) -> Iterator[tuple[LimitRow, list[Permit]]]:
         """What is held outside PostgreSQL and was not renewed for this part of its lease."""
         now = boottime()
         for name, held in list(self._held.items()):
@@ -69,9 +69,9 @@ class HeldPermits:
             if row is not None and row.backend != "postgres" and late:
                 yield row, late
 
-    def leases_elsewhere(self) -> list[float]:
+    def leases_external(self) -> list[float]:
         """The leases of what is held outside PostgreSQL."""
-        return [permit.lease for _, permits in self.late_elsewhere(0.0) for permit in permits]
+        return [permit.lease for _, permits in self.late_external(0.0) for permit in permits]
 
     # --- limits ------------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class HeldPermits:
     def _note_renewed(self, permit: Permit, row: LimitRow, sent_at: float) -> None:
         """A permit store elsewhere may not have been reached: it knows when the lease was last asked for."""
         if row.backend != "postgres":
-            sent_at = self.stores.elsewhere(row).renewed_at(row, permit.token) or permit.renewed_at
+            sent_at = self.stores.external(row).renewed_at(row, permit.token) or permit.renewed_at
         permit.lease = row.lease if sent_at > permit.renewed_at else permit.lease
         permit.renewed_at = max(permit.renewed_at, sent_at)
 

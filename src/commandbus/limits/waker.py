@@ -82,7 +82,7 @@ class Waker:
         try:
             row = self._held_permits.known(name)
             if row.backend != "postgres":
-                grant = self._held_permits.stores.elsewhere(row).keep_for_others
+                grant = self._held_permits.stores.external(row).keep_for_others
         except UnknownLimitError:
             pass  # it is gone: who waits for it is told that
         except CommandBusError as error:

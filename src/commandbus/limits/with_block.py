@@ -142,7 +142,7 @@ class ProgramPermits:
         """The block is over."""
         reason = str(answer) if api is None else api.at(permit.limit)
         retry_after = None if api is None else api.retry_after
-        self._limit_client.leave([Release(permit, answer, reason, retry_after, keeps)])
+        self._limit_client.release([Release(permit, answer, reason, retry_after, keeps)])
 
     def watch(self, permit: Permit, timer: asyncio.Timeout) -> None:
         """The permit's loss ends the block, too."""

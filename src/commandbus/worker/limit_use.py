@@ -129,7 +129,7 @@ class LimitUse:
     def returned(self) -> None:
         """It never began, so it called nobody."""
         permits, self.permits = self.permits, []
-        self._leave([Release(permit, ApiAnswer.UNKNOWN, has_begun=False) for permit in permits])
+        self._give_back([Release(permit, ApiAnswer.UNKNOWN, has_begun=False) for permit in permits])
 
     def _granted(self, permits: Sequence[Permit]) -> None:
         self.permits = list(permits)
@@ -173,7 +173,7 @@ class LimitUse:
         """It has ended by itself: what it says of its API is told, its permits are free, and it is settled."""
         releases = self._own_releases()
         if not isinstance(ended, LimitDecides):
-            self._leave(releases)
+            self._give_back(releases)
             self._settle(ended)
         elif isinstance(ended, RateLimited):
             self._ask_after_refusal(ended, releases)
@@ -189,7 +189,7 @@ class LimitUse:
             for permit in permits:
                 permit.is_left = True
         answer = ApiAnswer.TIMEOUT if is_late else ApiAnswer.UNKNOWN
-        self._leave([self._watched(Release(permit, answer, reason, keeps=True)) for permit in permits])
+        self._give_back([self._watched(Release(permit, answer, reason, keeps=True)) for permit in permits])
 
     def settled(self) -> None:
         """Its outcome is written; if it was parked, it is in line now."""
@@ -211,7 +211,7 @@ class LimitUse:
     def _ask_after_failure(self, failed: CallFailed, releases: Sequence[Release]) -> None:
         """It is charged, unless it was the probe for all who wait. Then it waits, too, and pays nothing."""
         if self._failed_at is None:  # no limit was told of it
-            self._leave(releases)
+            self._give_back(releases)
             self._settle(failed.charge())
             return
 
@@ -275,9 +275,9 @@ class LimitUse:
         until = None if row.limit_state.is_forced else row.limit_state.closed_until(row.now)
         return self._attempt.park(row.name, failure, note, until=until)
 
-    def _leave(self, releases: Sequence[Release]) -> None:
+    def _give_back(self, releases: Sequence[Release]) -> None:
         if releases:
-            self._work.limit_client.leave(releases)
+            self._work.limit_client.release(releases)
 
     def _settle(self, ended: Written) -> None:
         self._work.settle(self._attempt, ended)
@@ -329,7 +329,7 @@ class LimitUse:
         if answer is ApiAnswer.RATE_LIMITED:
             self.blamed = permit.limit
             self._told.add(permit.limit)
-        self._leave([self._watched(release)])
+        self._give_back([self._watched(release)])
 
     def _enter_block(self, answer: Future[Permit]) -> None:
         if not answer.cancelled() and answer.exception() is None:

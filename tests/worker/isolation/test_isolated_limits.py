@@ -95,13 +95,13 @@ def desk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Desk:
     desk = Desk(bus, db, start_worker(handlers, **QUICK), tmp_path)
-    leave = LimitClient.leave
+    leave = LimitClient.release
 
     def note(self: LimitClient, leaves: Sequence[Release]) -> None:
         desk.left.extend((item.answer, item.keeps) for item in leaves)
         leave(self, leaves)
 
-    monkeypatch.setattr(LimitClient, "leave", note)
+    monkeypatch.setattr(LimitClient, "release", note)
     return desk
 
 
