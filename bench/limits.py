@@ -51,8 +51,8 @@ def measure(base: Ground, count: int) -> dict[str, float]:
     """Pairs of take and give back a second, uncontended, and pairs of bare round trips."""
     base.bus.declare_limit(Limit("bench", concurrency=10, backend="postgres"))
     figures: dict[str, float] = {}
-    link = LastingConnection(load_settings({"database_url": base.url}), name="bench")
-    conn = link.conn
+    connection = LastingConnection(load_settings({"database_url": base.url}), name="bench")
+    conn = connection.conn
     conn.execute(
         "CREATE TABLE IF NOT EXISTS public.bare_limit (id integer PRIMARY KEY, n bigint) WITH (fillfactor = 30)"
     )
@@ -63,12 +63,12 @@ def measure(base: Ground, count: int) -> dict[str, float]:
             conn.execute(b"UPDATE public.bare_limit SET n = n + 1 WHERE id = %s RETURNING n", (1,)).fetchone()
 
     def postgres() -> None:
-        assert link.run(permits.take("bench", ["bench/token"]))
-        link.run(permits.give("bench", ["bench/token"]))
+        assert connection.run(permits.take("bench", ["bench/token"]))
+        connection.run(permits.give("bench", ["bench/token"]))
 
     figures["floor_postgres_pairs_per_s"] = _pairs(bare, count)
     figures["limit_postgres_pairs_per_s"] = _pairs(postgres, count)
-    link.close()
+    connection.close()
     with redis_settings(base) as settings:
         figures |= _redis(base, settings, count)
 

@@ -90,19 +90,19 @@ def assert_nothing_ran_twice_at_once(folder: Path, db: Db) -> None:
 
 def test_a_connection_whose_number_is_somebody_elses_leaves_it_alone(database: str) -> None:
     """Neither a query nor the end of the session goes to whoever has the number now."""
-    link = LastingConnection(Settings(database_url=database), name="test")
-    number = link.conn.pgconn.socket
+    connection = LastingConnection(Settings(database_url=database), name="test")
+    number = connection.conn.pgconn.socket
     ours, theirs = socket.socketpair()
     os.dup2(ours.fileno(), number)
     with pytest.raises(psycopg.OperationalError, match="has closed the socket"):
-        link.ping()
-    assert link.recover(threading.Event(), psycopg.OperationalError("closed"))
-    link.ping()
+        connection.ping()
+    assert connection.recover(threading.Event(), psycopg.OperationalError("closed"))
+    connection.ping()
     assert os.fstat(number).st_ino == os.fstat(ours.fileno()).st_ino, "it is still open"
     theirs.setblocking(False)
     with pytest.raises(BlockingIOError):
         theirs.recv(1)
-    link.close()
+    connection.close()
     os.close(number)
     ours.close()
     theirs.close()

@@ -350,7 +350,7 @@ def test_a_message_that_is_handed_out_again_with_the_number_of_its_command(
         proxy.is_refusing = False
         until(lambda: began == ["lost", "other"], 20)
         proceed["lost"].set()
-        until(lambda: len(worker._runtime.held) == 1)  # type: ignore[union-attr]
+        until(lambda: len(worker._runtime.attempts.held) == 1)  # type: ignore[union-attr]
         assert _status(bus, "other") == "IN_PROGRESS"
         proceed["other"].set()
         until(lambda: _status(bus, "other") == "COMPLETED")
@@ -383,9 +383,9 @@ def test_what_was_claimed_while_the_standby_was_away_is_given_back(
             claimed = "SELECT count(*) FROM pgmq.q_orders__commands WHERE read_ct > 0"
             until(lambda: one(admin, claimed), 30)
             until(lambda: "claimer" in worker.health_status.critical_reasons, 30)
-            parts = worker._runtime
-            assert parts is not None
-            assert not any(each.is_broken for each in parts._threads), "another worker would get the same"
+            runtime = worker._runtime
+            assert runtime is not None
+            assert not any(each.is_broken for each in runtime._threads), "another worker would get the same"
             assert ran == []
             admin.execute("ALTER SYSTEM RESET synchronous_standby_names")
             admin.execute("SELECT pg_reload_conf()")

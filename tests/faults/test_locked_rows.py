@@ -98,7 +98,7 @@ def test_the_others_go_on(
 ) -> None:
     worker = start_worker(handlers, database, concurrency=8)
     bus.create_batch("orders", [NewCommand("held", command_id="x")], batch_id="b")
-    until(lambda: worker._runtime.running)  # type: ignore[union-attr]
+    until(lambda: worker._runtime.attempts.running)  # type: ignore[union-attr]
     until(lambda: one(db, "SELECT count(*) FROM commandbus.worker"))
     until(lambda: one(db, "SELECT count(*) FROM commandbus.waiting"))
     with holding(database, ROWS[row]):
@@ -123,7 +123,7 @@ def test_many_locked_command_rows(
 ) -> None:
     worker = start_worker(handlers, database, concurrency=12)
     bus.send_many("orders", [NewCommand("held", command_id=f"x{n}") for n in range(10)])
-    until(lambda: len(worker._runtime.running) == 10)  # type: ignore[union-attr]
+    until(lambda: len(worker._runtime.attempts.running) == 10)  # type: ignore[union-attr]
     with holding(database, "SELECT FROM commandbus.command WHERE command_type = 'held' FOR UPDATE"):
         release.set()
         assert slowest(bus, many=20) < SLOWEST_SECONDS
@@ -163,7 +163,7 @@ def test_a_call_inside_a_handler_waits_for_a_locked_limit_and_gets_its_permit(
     until(lambda: "before" in told)
     with holding(database, "SELECT FROM commandbus.limits WHERE name = 'api' FOR UPDATE"):
         bus.send("orders", "inside", "api", command_id="x")
-        until(lambda: worker._runtime.running)  # type: ignore[union-attr]
+        until(lambda: worker._runtime.attempts.running)  # type: ignore[union-attr]
         assert slowest(bus, "other", many=2) < SLOWEST_SECONDS
         bus.send("orders", "inside", "other", command_id="beside")
         until(lambda: "beside" in told)

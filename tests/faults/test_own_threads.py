@@ -66,9 +66,9 @@ def handlers(ran: list[str], bus: CommandBus) -> HandlerRegistry:
 
 def part_of(worker: Worker, part: str) -> DatabaseService:
     """One of its own threads."""
-    parts = worker._runtime
-    assert parts is not None
-    return next(each for each in [*parts._threads, *parts._limited.services] if each.part == part)
+    runtime = worker._runtime
+    assert runtime is not None
+    return next(each for each in [*runtime._threads, *runtime._limited.services] if each.part == part)
 
 
 @contextmanager
@@ -93,12 +93,12 @@ def until_completed(bus: CommandBus, *ids: str, seconds: float = 15.0) -> None:
 
 
 def test_every_session_of_ours_has_limits_that_the_server_keeps(database: str) -> None:
-    link = LastingConnection(Settings(database_url=database), name="test")
+    connection = LastingConnection(Settings(database_url=database), name="test")
     shown = {
-        name: one(link.conn, f"SHOW {name}")
+        name: one(connection.conn, f"SHOW {name}")
         for name in ("statement_timeout", "lock_timeout", "default_transaction_isolation")
     }
-    link.close()
+    connection.close()
     assert shown == {
         "statement_timeout": f"{STATEMENT_SECONDS:.0f}s",
         "lock_timeout": f"{LOCK_SECONDS:.0f}s",
@@ -108,9 +108,9 @@ def test_every_session_of_ours_has_limits_that_the_server_keeps(database: str) -
 
 def test_where_statements_are_not_prepared_nothing_is_left_in_a_session(database: str) -> None:
     """Behind PgBouncer in transaction mode a setting would be the next client's."""
-    link = LastingConnection(Settings(database_url=database, prepared_statements=False), name="test")
-    shown = [one(link.conn, f"SHOW {name}") for name in ("statement_timeout", "lock_timeout")]
-    link.close()
+    connection = LastingConnection(Settings(database_url=database, prepared_statements=False), name="test")
+    shown = [one(connection.conn, f"SHOW {name}") for name in ("statement_timeout", "lock_timeout")]
+    connection.close()
     assert shown == ["0", "0"]
 
 
@@ -125,10 +125,10 @@ def test_every_connection_of_ours_notices_that_its_network_is_gone(
             seen["handlers"] = conn.info.get_parameters()
 
     start_worker(handlers, database)
-    bus.call("orders", "look", wait=20)
-    link = LastingConnection(Settings(database_url=database), name="test")
-    seen["own threads"] = link.conn.info.get_parameters()
-    link.close()
+    bus.call("orders", "look", timeout=20)
+    connection = LastingConnection(Settings(database_url=database), name="test")
+    seen["own threads"] = connection.conn.info.get_parameters()
+    connection.close()
     with (
         bus.connect() as conn,
         bus._pool.connection() as pooled,
@@ -167,30 +167,30 @@ def test_of_several_hosts_the_one_that_can_write_is_wanted(
 def test_the_limits_cost_no_round_trip_on_claim_and_settle(
     database: str, bus: CommandBus, prepared: bool, tmp_path: Path
 ) -> None:
-    link = LastingConnection(Settings(database_url=database, prepared_statements=prepared), name="test")
+    connection = LastingConnection(Settings(database_url=database, prepared_statements=prepared), name="test")
 
     def claimed() -> Attempt:
         asked = claim(domain="orders", worker="w", n=1, lease_seconds=60, cursor=None)
-        (row,) = link.run(asked).ready
+        (row,) = connection.run(asked).ready
         return Attempt("orders", row, None, 0.0)
 
     def trips(act: Callable[[], object]) -> int:
         """How often the server was asked to answer, as libpq's own protocol says."""
         with (tmp_path / "trace").open("w+") as file:
-            link.conn.planned_at = monotonic()  # the plans of prepared statements are new
-            link.conn.pgconn.trace(file.fileno())
+            connection.conn.planned_at = monotonic()  # the plans of prepared statements are new
+            connection.conn.pgconn.trace(file.fileno())
             act()
-            link.conn.pgconn.untrace()
+            connection.conn.pgconn.untrace()
             file.seek(0)
             return sum("\tSync" in line or "\tQuery" in line for line in file)
 
     bus.send_many("orders", [NewCommand("work") for _ in range(8)])
     for _ in range(4):  # by then everything is prepared, or never will be
-        link.run(settle("orders", "w", [claimed().complete(None)]))
+        connection.run(settle("orders", "w", [claimed().complete(None)]))
     attempt: list[Attempt] = []
     assert trips(lambda: attempt.append(claimed())) == 1
-    assert trips(lambda: link.run(settle("orders", "w", [attempt[0].complete(None)]))) == 1
-    link.close()
+    assert trips(lambda: connection.run(settle("orders", "w", [attempt[0].complete(None)]))) == 1
+    connection.close()
 
 
 def test_own_sessions_are_read_committed_whatever_the_database_says(
@@ -206,9 +206,9 @@ def test_own_sessions_are_read_committed_whatever_the_database_says(
         worker = start_worker(handlers, database)
         assert fresh.wait_for_batch("orders", batch.batch_id, wait=15).completed == 2
         isolation = "SELECT current_setting('transaction_isolation')"
-        link = LastingConnection(Settings(database_url=database), name="test")
-        assert one(link.conn, isolation) == "read committed"
-        link.close()
+        connection = LastingConnection(Settings(database_url=database), name="test")
+        assert one(connection.conn, isolation) == "read committed"
+        connection.close()
     assert worker.stop().is_clean
 
 
@@ -300,7 +300,7 @@ def test_claiming_stops_when_outcomes_pile_up_and_health_says_so(
     ran: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("commandbus.worker.runtime.MOST_UNWRITTEN", 50)
+    monkeypatch.setattr("commandbus.worker.dispatcher.MOST_UNWRITTEN", 50)
     bus.create_queue("replies")
     commands = [NewCommand("work", command_id=f"c{n}", reply_to="replies") for n in range(2000)]
     bus.send_many("orders", commands)
@@ -491,17 +491,17 @@ def test_after_an_outage_no_part_counts_as_failing(
     bus.send("orders", "work", command_id="before")
     until_completed(bus, "before")  # every part is connected
     until(lambda: proxy.connections >= 4)
-    parts = worker._runtime
-    assert parts is not None
+    runtime = worker._runtime
+    assert runtime is not None
     proxy.is_refusing = True
     proxy.cut()
-    until(lambda: all(each.is_away for each in parts._threads if each.part != "adopter"), 20)
+    until(lambda: all(each.is_away for each in runtime._threads if each.part != "adopter"), 20)
     proxy.is_refusing = False
     seen: set[str] = set()
 
     def is_back() -> bool:
-        seen.update(each.trouble for each in parts._threads if each.trouble is not None)
-        return not any(each.is_down for each in parts._threads)
+        seen.update(each.trouble for each in runtime._threads if each.trouble is not None)
+        return not any(each.is_down for each in runtime._threads)
 
     until(is_back, 20)
     end = monotonic() + 4  # longer than any round

@@ -12,7 +12,8 @@ import psycopg
 import pytest
 
 from commandbus.errors import SchemaError
-from commandbus.flow.commands.claim import ANY_ROOM, Claim, ClaimedRow, Room, claim, put_right, run_alone
+from commandbus.flow.commands.claim import ANY_ROOM, Claim, Room, claim, put_right, run_alone
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.flow.commands.renew import renew
 from commandbus.flow.commands.settle import Settlement, settle
 from commandbus.flow.operation import Operation, Statement

@@ -27,6 +27,7 @@ from flow_harness import Bus, at_once, expire_leases, fail, one, queue_length, s
 from commandbus import CommandBus, CommandStatus, NewCommand, PermanentCommandError
 from commandbus.flow.breakers.breaker import Moved, advance, explain, report, watch
 from commandbus.flow.commands.claim import claim, put_right
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.flow.commands.settle import given_back, settle
 from commandbus.model.breaker import Breaker
 
@@ -257,7 +258,7 @@ def test_opening_and_closing_race_with_parking(orders: Bus, db: Db) -> None:
                     right, _ = bus.run(put_right(domain="orders", worker=name, odd=found.odd, max_bytes=1000))
                     rows += right
                     seen += len(found.odd) - len(right)
-                back = [given_back("orders", row[0], row[1], row[2], number=row[6] + row[1]) for row in rows]
+                back = [given_back(ClaimedRow(*row).fence("orders")) for row in rows]
                 while back:  # busy: the other claimer looked at the row just now
                     answers = bus.run(settle("orders", name, back))
                     assert set(answers.values()) <= {"busy"}

@@ -11,7 +11,7 @@ from flow_harness import Bus, at_once, expire_leases, fail, one, queue_length, s
 
 from commandbus import CommandBus, CommandStatus, NewCommand
 from commandbus.flow.commands.claim import Room, claim, next_due, put_right
-from commandbus.flow.commands.settle import SUSPECT, charge_of
+from commandbus.flow.commands.claimed_row import SUSPECT
 from commandbus.model.outcome import Failure, Judgement, Verdict
 
 
@@ -265,7 +265,7 @@ def test_a_crash_convicts_a_suspect_and_it_pays_for_what_was_waived(
     lose(orders, db)
     suspect = orders.claim_one("w2")
     crash = Failure("WorkerLost", "WORKER_LOST", "its process died", rung="crash")
-    assert charge_of(suspect.row, crash) == 2
+    assert suspect.claimed.charge_after(crash) == 2
     assert orders.settle(suspect.fail(Judgement(Verdict.RETRY, crash)), "w2") == {}
     assert marks(db) == (0, None, None, True)
     assert orders.claim_one("w2").charge == 3

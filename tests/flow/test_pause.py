@@ -191,9 +191,10 @@ def test_resume_races_with_parking(orders: Bus, db: psycopg.Connection[Any], lev
                     rows += right
                     seen += len(found.odd) - len(right)
                 if rows:
+                    from commandbus.flow.commands.claimed_row import ClaimedRow
                     from commandbus.flow.commands.settle import given_back, settle
 
-                    back = [given_back("orders", row[0], row[1], row[2], number=row[6] + row[1]) for row in rows]
+                    back = [given_back(ClaimedRow(*row).fence("orders")) for row in rows]
                     while back:  # busy: the other claimer looked at the row just now
                         answers = bus.run(settle("orders", name, back))
                         assert set(answers.values()) <= {"busy"}

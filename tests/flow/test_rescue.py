@@ -15,10 +15,10 @@ from psycopg import sql
 from commandbus import CommandStatus
 from commandbus.flow.commands.database_session import (
     DatabaseSession,
-    cancel_backend,
-    find_backend,
-    look_at_backend,
-    terminate_backend,
+    cancel_session,
+    find_session,
+    look_at_session,
+    terminate_session,
 )
 from commandbus.flow.commands.rescue import Held, Rule, bury, held_by, outcome, scout, terminate_backends
 from commandbus.model.outcome import Failure
@@ -220,12 +220,12 @@ def test_a_session_whose_process_id_is_somebody_elses_by_now_is_left_alone(
     with session(database, "somebody else") as other:
         pid, started = other.info.backend_pid, began(db, other)
         for wrong in (DatabaseSession(pid, started - 1), DatabaseSession(pid, started + 1)):
-            assert not orders.run(cancel_backend(wrong))
-            assert not orders.run(terminate_backend(wrong))
-            assert orders.run(look_at_backend(wrong)) is None
+            assert not orders.run(cancel_session(wrong))
+            assert not orders.run(terminate_session(wrong))
+            assert orders.run(look_at_session(wrong)) is None
         assert is_open(db, other)
-        assert orders.run(find_backend(pid, 0, None)) is None, "one that nobody has asked about is not named"
-        assert orders.run(terminate_backend(DatabaseSession(pid, started)))
+        assert orders.run(find_session(pid, 0, None)) is None, "one that nobody has asked about is not named"
+        assert orders.run(terminate_session(DatabaseSession(pid, started)))
         assert not is_open(db, other)
 
 

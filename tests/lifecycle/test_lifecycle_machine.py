@@ -45,7 +45,7 @@ from commandbus import (
 )
 from commandbus.flow.commands.claim import claim, put_right
 from commandbus.flow.commands.renew import PendingCancel, Renewal, renew
-from commandbus.flow.commands.settle import Settlement, cancellation, charge_of, settle
+from commandbus.flow.commands.settle import Settlement, cancellation, settle
 from commandbus.model.outcome import Failure, Judgement, Verdict, judge, judge_failure
 from commandbus.model.retry import RetryPolicy
 from commandbus.worker.execution.attempt import Attempt
@@ -75,7 +75,7 @@ def _failed(attempt: Attempt, error: Exception) -> Settlement:
 
 
 def _crashed(attempt: Attempt) -> Settlement:
-    charge = charge_of(attempt.row, CRASH)
+    charge = attempt.claimed.charge_after(CRASH)
     return attempt.fail(judge(CRASH, charge=charge, policy=POLICY, max_attempts=attempt.max_attempts))
 
 

@@ -56,9 +56,9 @@ def make(request: pytest.FixtureRequest, database: str, redis_url: str) -> Itera
 
     def make(name: str = "client") -> Any:
         if request.param == "postgres":
-            link = LastingConnection(Settings(database_url=database), name=name)
-            opened.append(link.close)
-            return PostgresPermitStore(LimitConnection(link))
+            connection = LastingConnection(Settings(database_url=database), name=name)
+            opened.append(connection.close)
+            return PostgresPermitStore(LimitConnection(connection))
         backend = RedisPermitStore(
             Settings(database_url=database, redis_url=redis_url, environment="test"), name, pace=QUICK
         )

@@ -142,7 +142,7 @@ class Client:
 
     def _drop(self) -> None:
         """What the kernel does with the connections of a process that was killed."""
-        self.backend._link.close()
+        self.backend._connection.close()
         self.backend._permits.close()
 
     def _live(self) -> None:

@@ -23,7 +23,8 @@ from commandbus.db.drivers import OwnConnection, run
 from commandbus.flow.batches.fold import fold
 from commandbus.flow.batches.operate import leftovers
 from commandbus.flow.commands import call, rescue, send
-from commandbus.flow.commands.claim import ClaimedRow, claim, next_due, put_right, run_alone
+from commandbus.flow.commands.claim import claim, next_due, put_right, run_alone
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.flow.commands.renew import pending_cancels, renew
 from commandbus.flow.commands.reply import Reply, deliver
 from commandbus.flow.commands.settle import Settlement, parked, settle, settle_done, settle_one
@@ -236,7 +237,7 @@ def _limits(sample: Sample) -> Named:
 
 def _park(attempt: Attempt) -> Settlement:
     failure = Failure("LimitReached", "LIMIT_REACHED", "x")
-    return parked(DOMAIN, attempt.row, started=None, limit="full", failure=failure, note="x", until=None)
+    return parked(DOMAIN, attempt.claimed, started=None, limit="full", failure=failure, note="x", until=None)
 
 
 def _groups(sample: Sample) -> Named:

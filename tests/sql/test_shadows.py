@@ -162,11 +162,11 @@ def test_setting_up_beside_shadows(database: str, shadowed: str, admin: psycopg.
 
 def test_sessions_of_own_threads_have_no_other_schema(app: str) -> None:
     for options in ("", "?options=-csearch_path%3Dapp"):
-        link = LastingConnection(quick_settings(app + options), name="test")
+        connection = LastingConnection(quick_settings(app + options), name="test")
         try:
-            assert link.conn.execute("SHOW search_path").fetchone() == ("pg_catalog,pg_temp",)
+            assert connection.conn.execute("SHOW search_path").fetchone() == ("pg_catalog,pg_temp",)
         finally:
-            link.close()
+            connection.close()
 
 
 def test_the_sessions_of_handlers_keep_theirs(app: str) -> None:

@@ -132,12 +132,8 @@ class Lab:
             WORKER,
             registry,
             self.executor,
-            extend=self._extend,
-            hold=self._hold,
-            progress=self._progress,
+            services=self.services,
             terminate=self._terminate,
-            limits=self.limited,
-            default_max_attempts=3,
         )
 
     def claim(self, command_type: str, data: Any = None, *, task_timeout: float | None = None) -> Attempt:

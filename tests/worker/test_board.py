@@ -53,13 +53,13 @@ def test_attempts_come_and_go_in_their_slots(pair) -> None:
     theirs.thread(7, 2**47 - 1, 4242)
     theirs.enter(7, 3, 2**62, 5, 10.5, math.inf)
     theirs.enter(0, 0, 1, 1, 11.5, 20.5)
-    theirs.backend(7, 99, 2**52)
+    theirs.session(7, 99, 2**52)
     first, second = ours.read().slots
     assert (first.index, first.msg_id, first.stuck_at) == (0, 1, 20.5)
     assert (second.index, second.domain_index, second.msg_id, second.read_ct) == (7, 3, 2**62, 5)
     assert (second.started, second.stuck_at) == (10.5, math.inf)
     assert (second.ident, second.native_id) == (2**47 - 1, 4242)
-    assert (second.backend, second.backend_started) == (99, 2**52)
+    assert (second.session_pid, second.session_started) == (99, 2**52)
     assert ours.read().first_stuck_at == 20.5
     theirs.leave(0)
     assert ours.read().first_stuck_at is None
@@ -96,11 +96,11 @@ def test_neighbours_do_not_touch_each_other(pair) -> None:
     for slot in range(8):
         theirs.thread(slot, 2**64 - 1, 2**32 - 1)
         theirs.enter(slot, slot, slot + 1, slot + 2, float(slot), float(slot))
-        theirs.backend(slot, slot + 3)
+        theirs.session(slot, slot + 3)
     theirs.note("x" * 600)
     beat(theirs, 5.0, State.DRAINING)
     shown = ours.read()
-    assert [(slot.domain_index, slot.msg_id, slot.read_ct, slot.backend) for slot in shown.slots] == [
+    assert [(slot.domain_index, slot.msg_id, slot.read_ct, slot.session_pid) for slot in shown.slots] == [
         (slot, slot + 1, slot + 2, slot + 3) for slot in range(8)
     ]
     assert (shown.beat_at, shown.state, len(shown.note)) == (5.0, State.DRAINING, 510)
@@ -178,7 +178,7 @@ def is_possible(shown: Snapshot) -> None:
         assert math.isfinite(slot.started)
         assert slot.stuck_at >= 0
         assert slot.read_ct < 2**31
-        assert slot.backend < 2**31
+        assert slot.session_pid < 2**31
         round((time.monotonic() - slot.started) * 1000)
 
 

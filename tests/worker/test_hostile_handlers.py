@@ -47,9 +47,14 @@ def still_works(bus: CommandBus, db: Db, handlers: HandlerRegistry) -> Callable[
         bus.send_many("orders", [NewCommand(kind) for kind in ("quick", "plain") * 10])
         done = "SELECT count(*) FROM commandbus.command WHERE command_type <> 'harm' AND status = 'COMPLETED'"
         until(lambda: one(db, done) == 20, 6)
-        parts = worker._runtime
-        assert parts is not None
-        until(lambda: parts._budget.taken == 0 and not parts.running and not parts.held, 5)
+        runtime = worker._runtime
+        assert runtime is not None
+        until(
+            lambda: (
+                runtime.dispatcher.budget.taken == 0 and not runtime.attempts.running and not runtime.attempts.held
+            ),
+            5,
+        )
 
     return check
 
@@ -372,7 +377,7 @@ def test_a_cancel_that_came_in_the_moment_of_the_start_arrives_all_the_same(
     bus.send("orders", "harm", command_id="c")
     worker = start_worker(handlers, max_attempts=1, cancel_grace=5.0)
     assert worker._runtime is not None
-    running = worker._runtime.running
+    running = worker._runtime.attempts.running
     until(lambda: running)
     now = time.monotonic()
     next(iter(running)).ask_to_stop(Stop(Why.CANCEL, "enough", now, now + 5.0))

@@ -219,9 +219,9 @@ def test_what_notifications_say_is_not_remembered_for_ever(
 ) -> None:
     worker = start_worker(limited)
     until_good(bus, [bus.send("orders", "page").command_id], worker)
-    parts = worker._runtime
-    assert parts is not None
-    limit_client = parts._limited.limit_client
+    runtime = worker._runtime
+    assert runtime is not None
+    limit_client = runtime._limited.limit_client
     for kind in ("closed", "wake", "limit"):
         db.execute(
             "SELECT pg_notify('commandbus_limits', %s || ' ' || repeat('x', 100) || n) "
@@ -231,7 +231,7 @@ def test_what_notifications_say_is_not_remembered_for_ever(
     db.execute("SELECT pg_notify('commandbus_orders', 'cancel ' || n) FROM generate_series(1, 3000) n")
     until_good(bus, send_good(bus), worker)
     until_good(bus, [bus.send("orders", "page").command_id], worker)
-    until(lambda: not parts._keeper._to_look_at)
+    until(lambda: not runtime._keeper._to_look_at)
     assert (
         len(limit_client._shut)
         + len(limit_client._said_shut)

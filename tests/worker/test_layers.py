@@ -296,10 +296,10 @@ def test_a_hundred_thousand_deadlines_leave_nothing_behind(
     drain(20_000)
     threads, before = threading.active_count(), resident_megabytes()
     drain(100_000)
-    parts = worker._runtime
-    assert parts is not None
-    until(lambda: not parts.held)
-    assert not parts.running
+    runtime = worker._runtime
+    assert runtime is not None
+    until(lambda: not runtime.attempts.held)
+    assert not runtime.attempts.running
     assert threading.active_count() == threads
     assert resident_megabytes() - before < 25
     assert one(db, "SELECT count(*) FROM commandbus.command WHERE status = 'COMPLETED'") == 120_000

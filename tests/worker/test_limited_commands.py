@@ -21,6 +21,7 @@ from commandbus import (
     TroubleshootingQueue,
     Worker,
 )
+from commandbus.limits.client import LimitClient
 from commandbus.limits.make_client import make_limit_client
 from commandbus.model.command import NewCommand
 from support.waiting import statuses, until
@@ -168,6 +169,45 @@ def test_a_429_is_state_of_the_limit_and_spends_no_attempt(bus, db, handlers, st
     assert limit_state == (0, 0, False, 1)
     codes = db.execute("SELECT DISTINCT error_code FROM commandbus.attempt ORDER BY 1").fetchall()
     assert ("RATE_LIMITED",) in codes
+
+
+@pytest.mark.parametrize("limits", [[Limit("docai", concurrency=5)], []], ids=["held", "only named"])
+def test_a_429_is_one_request_to_the_limit_client(bus, db, handlers, start_worker, monkeypatch, limits):
+    """The permit, what the API said, and the question what becomes of the command go together."""
+    asked: list[str] = []
+    judge, leave = LimitClient.judge, LimitClient.release
+    monkeypatch.setattr(LimitClient, "judge", lambda *args: (asked.append("judge"), judge(*args)))
+    monkeypatch.setattr(LimitClient, "release", lambda *args: (asked.append("leave"), leave(*args)))
+    bus.declare_limit(Limit("docai", concurrency=5, backoff=[60.0]))
+
+    @handlers.handler("orders", "page", limits=limits)
+    def page(command: Any, ctx: Any) -> None:
+        raise RateLimitError("429 from docai", limit="docai")
+
+    bus.send("orders", "page")
+    start_worker(handlers)
+    until(lambda: bus.status("orders")[0].parked == 1)
+    assert asked == ["judge"]
+    assert holders(db) == {}
+    assert bus.get_limit("docai").rate_limited == 1
+
+
+def test_an_attempt_that_has_nothing_to_do_with_limits_knows_nothing_of_them(bus, db, handlers, start_worker):
+    seen: list[Any] = []
+
+    @handlers.handler("orders", "plain")
+    def plain(command: Any, ctx: Any) -> None:
+        seen.append(ctx._attempt.limit_use)
+
+    @handlers.handler("orders", "page", limits=[Limit("docai", concurrency=1)])
+    def page(command: Any, ctx: Any) -> None:
+        seen.append(ctx._attempt.limit_use.permits[0].limit)
+
+    bus.send("orders", "plain")
+    bus.send("orders", "page")
+    start_worker(handlers, concurrency=1)
+    until(lambda: completed(db) == 2)
+    assert sorted(seen, key=str) == [None, "docai"]
 
 
 def test_retry_after_wins_over_the_schedule(bus, db, handlers, start_worker):

@@ -15,7 +15,9 @@ import pytest
 
 from commandbus import CommandBus, HandlerRegistry, Limit, Worker
 from commandbus.clock import boottime
-from commandbus.flow.commands.claim import ClaimedRow, claim
+from commandbus.flow.commands.claim import claim
+from commandbus.flow.commands.claimed_row import ClaimedRow
+from commandbus.worker.dispatcher import Dispatcher
 from commandbus.worker.isolation.child_pool import Children
 from commandbus.worker.runtime import WorkerRuntime
 from support.isolated_handlers import handlers as isolated
@@ -55,7 +57,7 @@ def claimed_by(
     return list(found.ready)
 
 
-def parts_of(worker: Worker) -> WorkerRuntime:
+def runtime_of(worker: Worker) -> WorkerRuntime:
     assert worker._runtime is not None
     return worker._runtime
 
@@ -65,7 +67,7 @@ def test_an_old_claim_is_given_back_uncharged_and_claimed_anew(
 ) -> None:
     worker = start_worker(recording)
     rows = claimed_by(worker, bus, db, "a", "b")
-    parts_of(worker)._deliver("orders", rows, boottime() - LONG_AGO)
+    runtime_of(worker).dispatcher.deliver("orders", rows, boottime() - LONG_AGO)
     until_settled(db)
     assert sorted(runs) == [("a", 2), ("b", 2)]
     assert verdicts(db, "a") == [(1, "GIVEN_BACK")]
@@ -77,7 +79,7 @@ def test_a_fresh_claim_is_started(
 ) -> None:
     worker = start_worker(recording)
     rows = claimed_by(worker, bus, db, "a")
-    parts_of(worker)._deliver("orders", rows, boottime())
+    runtime_of(worker).dispatcher.deliver("orders", rows, boottime())
     until_settled(db)
     assert runs == [("a", 1)]
 
@@ -87,7 +89,7 @@ def test_an_old_claim_is_not_started_in_a_process_of_its_own(
 ) -> None:
     worker = start_worker(isolated, concurrency=2)
     rows = claimed_by(worker, bus, db, "c", command_type="echo")
-    parts_of(worker)._deliver("orders", rows, boottime() - LONG_AGO)
+    runtime_of(worker).dispatcher.deliver("orders", rows, boottime() - LONG_AGO)
     until_settled(db)
     found = bus.get_command("orders", "c")
     assert found is not None
@@ -105,7 +107,7 @@ def test_a_lease_that_runs_out_in_the_wait_for_a_process_is_not_started(
         process = take(children, is_wanted)
         taken.append(process)
         if len(taken) == 1:
-            for attempt in list(parts_of(worker).held):
+            for attempt in list(runtime_of(worker).attempts.held):
                 attempt.renewed_at -= LONG_AGO
         return process
 
@@ -127,9 +129,9 @@ def test_what_somebody_else_has_completed_meanwhile_is_not_started(
     rows = claimed_by(worker, bus, db, "c")
     db.execute("DELETE FROM pgmq.q_orders__commands")
     db.execute("UPDATE commandbus.command SET status = 'COMPLETED', attempt = 2, finished_at = now()")
-    parts = parts_of(worker)
-    parts._deliver("orders", rows, boottime() - LONG_AGO)
-    until(lambda: not parts.held)
+    runtime = runtime_of(worker)
+    runtime.dispatcher.deliver("orders", rows, boottime() - LONG_AGO)
+    until(lambda: not runtime.attempts.held)
     assert runs == []
     assert verdicts(db, "c") == []
 
@@ -143,7 +145,7 @@ def test_what_is_known_to_be_lost_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It waits behind a slow one. The keeper hears that it is lost, so it is neither started nor settled."""
-    monkeypatch.setattr("commandbus.worker.runtime.STALE_SECONDS", 60.0)
+    monkeypatch.setattr("commandbus.worker.dispatcher.STALE_SECONDS", 60.0)
     runs: list[str] = []
 
     @handlers.handler("orders", "work", timeout=60)
@@ -152,19 +154,19 @@ def test_what_is_known_to_be_lost_is_dropped(
         gate.wait(20)
 
     worker = start_worker(handlers, concurrency=1, **short_lease())
-    parts = parts_of(worker)
+    runtime = runtime_of(worker)
     first, second = claimed_by(worker, bus, db, "a", "b")
-    parts._deliver("orders", [first], boottime())
+    runtime.dispatcher.deliver("orders", [first], boottime())
     until(lambda: runs)
     db.execute(
         "UPDATE pgmq.q_orders__commands SET headers = jsonb_build_object('held_by', 'thief', 'since', now()) "
         "WHERE msg_id = %s",
         (second[0],),
     )
-    parts._deliver("orders", [second], boottime())
-    until(lambda: any(attempt.is_lost for attempt in list(parts.held)))
+    runtime.dispatcher.deliver("orders", [second], boottime())
+    until(lambda: any(attempt.is_lost for attempt in list(runtime.attempts.held)))
     gate.set()
-    until(lambda: not parts.held)
+    until(lambda: not runtime.attempts.held)
     assert runs == ["a"]
     assert verdicts(db, "b") == []
     assert one(db, "SELECT headers ->> 'held_by' FROM pgmq.q_orders__commands") == "thief"
@@ -179,7 +181,7 @@ def test_a_suspect_that_is_lost_before_it_starts_keeps_no_other_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Suspects run one at a time. It was to be that one, and is somebody else's by now."""
-    monkeypatch.setattr("commandbus.worker.runtime.STALE_SECONDS", 60.0)
+    monkeypatch.setattr("commandbus.worker.dispatcher.STALE_SECONDS", 60.0)
     runs: list[str] = []
 
     @handlers.handler("orders", "work", timeout=60)
@@ -188,19 +190,19 @@ def test_a_suspect_that_is_lost_before_it_starts_keeps_no_other_waiting(
         gate.wait(20)
 
     worker = start_worker(handlers, concurrency=1, **short_lease())
-    parts = parts_of(worker)
+    runtime = runtime_of(worker)
     first, second = claimed_by(worker, bus, db, "a", "b")
-    parts._deliver("orders", [first], boottime())
+    runtime.dispatcher.deliver("orders", [first], boottime())
     until(lambda: runs)
     db.execute(
         "UPDATE pgmq.q_orders__commands SET headers = jsonb_build_object('held_by', 'thief', 'since', now()), "
         "vt = now() + interval '1 h' WHERE msg_id = %s",
         (second[0],),
     )
-    parts._deliver("orders", [tuple(ClaimedRow(*second)._replace(suspect=1, alone=True))], boottime())
-    until(lambda: len(parts.held) == 1, what="it is given up before it is its turn in a slot")
+    runtime.dispatcher.deliver("orders", [tuple(ClaimedRow(*second)._replace(suspect=1, alone=True))], boottime())
+    until(lambda: len(runtime.attempts.held) == 1, what="it is given up before it is its turn in a slot")
     gate.set()
-    until(lambda: not parts.held)
+    until(lambda: not runtime.attempts.held)
     assert runs == ["a"]
     with db.transaction():
         bus.send("orders", "work", command_id="c", conn=db)
@@ -219,27 +221,27 @@ def test_an_old_place_of_a_limit_is_asked_for_again(
     def work(command: Any, ctx: Any) -> None:
         ran.append(command.command_id)
 
-    push = WorkerRuntime._push_one
+    push = Dispatcher.push
 
-    def push_late(parts: WorkerRuntime, attempt: Any) -> None:
+    def push_late(dispatcher: Dispatcher, attempt: Any) -> None:
         asked.append(attempt.command_id)
         if len(asked) == 1:
-            for place in attempt.permits:
-                place.renewed_at -= LONG_AGO
-        push(parts, attempt)
+            for permit in attempt.limit_use.permits:
+                permit.renewed_at -= LONG_AGO
+        push(dispatcher, attempt)
 
-    monkeypatch.setattr(WorkerRuntime, "_push_one", push_late)
+    monkeypatch.setattr(Dispatcher, "push", push_late)
     start_worker(handlers)
     bus.send("orders", "work", command_id="c")
     until_settled(db)
     assert (asked, ran) == (["c", "c"], ["c"])
 
 
-def look_once(parts: WorkerRuntime) -> None:
+def look_once(runtime: WorkerRuntime) -> None:
     """Wait until the claimer has looked for room twice: the second look began after this call."""
     for _ in range(2):
-        before = parts._claimer._asked_at
-        until(lambda: parts._claimer._asked_at != before)  # noqa: B023 - used at once
+        before = runtime._claimer._asked_at
+        until(lambda: runtime._claimer._asked_at != before)  # noqa: B023 - used at once
 
 
 def test_the_wait_for_a_permit_is_no_wait_for_a_slot(
@@ -252,8 +254,8 @@ def test_the_wait_for_a_permit_is_no_wait_for_a_slot(
 ) -> None:
     """A command that was long at its limit, and has just got a permit, is not taken for one that waits for slow
     handlers."""
-    monkeypatch.setattr("commandbus.worker.runtime.STALE_SECONDS", 10.0)
-    monkeypatch.setattr("commandbus.worker.runtime.STALE_LOOKS", 1)
+    monkeypatch.setattr("commandbus.worker.dispatcher.STALE_SECONDS", 10.0)
+    monkeypatch.setattr("commandbus.worker.dispatcher.STALE_LOOKS", 1)
     bus.declare_limit(Limit("docai", concurrency=1))
     began = threading.Event()
 
@@ -264,13 +266,13 @@ def test_the_wait_for_a_permit_is_no_wait_for_a_slot(
 
     handlers.register("orders", "page", lambda ctx: None, limits=["docai"])
     worker = start_worker(handlers, concurrency=1, visibility_timeout=120.0)  # it is not renewed so soon
-    parts = parts_of(worker)
+    runtime = runtime_of(worker)
     (row,) = claimed_by(worker, bus, db, "c", command_type="page")
     bus.send("orders", "work", command_id="slow")
     assert began.wait(10)
-    parts._deliver("orders", [row], boottime() - 15.0)
-    until(lambda: parts._slots.waiting)
-    look_once(parts)
+    runtime.dispatcher.deliver("orders", [row], boottime() - 15.0)
+    until(lambda: runtime.dispatcher._slots.waiting)
+    look_once(runtime)
     gate.set()
     until_settled(db)
     assert verdicts(db, "c") == []
@@ -285,7 +287,7 @@ def test_one_look_does_not_tell_that_the_slots_are_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A worker that had no processor for a while gives nothing back that it can start now."""
-    monkeypatch.setattr("commandbus.worker.runtime.STALE_LOOKS", 1000)
+    monkeypatch.setattr("commandbus.worker.dispatcher.STALE_LOOKS", 1000)
     began = threading.Event()
 
     @handlers.handler("orders", "work", timeout=60)
@@ -294,14 +296,14 @@ def test_one_look_does_not_tell_that_the_slots_are_busy(
         gate.wait(20)
 
     worker = start_worker(handlers, concurrency=1, visibility_timeout=120.0)  # it is not renewed so soon
-    parts = parts_of(worker)
+    runtime = runtime_of(worker)
     (row,) = claimed_by(worker, bus, db, "c")
     bus.send("orders", "work", command_id="slow")
     assert began.wait(10)
-    parts._deliver("orders", [row], boottime() - 5.0)
-    look_once(parts)
-    assert len(parts._slots.waiting) == 1
-    monkeypatch.setattr("commandbus.worker.runtime.STALE_LOOKS", 3)
+    runtime.dispatcher.deliver("orders", [row], boottime() - 5.0)
+    look_once(runtime)
+    assert len(runtime.dispatcher._slots.waiting) == 1
+    monkeypatch.setattr("commandbus.worker.dispatcher.STALE_LOOKS", 3)
     until(lambda: verdicts(db, "c") == [(1, "GIVEN_BACK")])
     (told,) = bus.get_attempts("orders", "c")
     assert told.error == "given back before it had started: the slots of its worker are busy"

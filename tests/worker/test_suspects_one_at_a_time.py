@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from commandbus import HandlerRegistry
-from commandbus.flow.commands.claim import ClaimedRow
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.isolation.quarantine import Quarantine
 

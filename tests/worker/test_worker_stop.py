@@ -406,13 +406,13 @@ def test_what_a_hurried_drain_gave_up_was_not_abandoned_by_the_end(
         gate.wait(20)
 
     worker = start_worker(handlers, **HASTY)
-    parts = worker._runtime
-    assert parts is not None
+    runtime = worker._runtime
+    assert runtime is not None
     bus.send("orders", "hang", command_id="c")
     assert started.wait(10)
-    parts.drain("the test says so")
-    parts.hurry()
-    until(lambda: parts.ladder.abandoned == 1)
+    runtime.drain("the test says so")
+    runtime.hurry()
+    until(lambda: runtime.ladder.abandoned == 1)
     report = worker.stop()
     assert verdicts(db, "c") == [(1, "WAIVED")]
     assert (report.abandoned, report.is_clean) == (0, True)

@@ -136,7 +136,7 @@ class CallListener(DatabaseService):
             return ids
 
     def _look(self, ids: list[int]) -> None:
-        seen = self._link.run(calls.outcomes(self._named(ids)))
+        seen = self._connection.run(calls.outcomes(self._named(ids)))
         told: list[tuple[Heard, CommandOutcome | None]] = []
         with self._lock:
             for id_ in ids:

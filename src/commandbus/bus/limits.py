@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import math
 import os
 import secrets
 import socket
@@ -18,15 +17,12 @@ from weakref import WeakSet
 from psycopg.errors import InsufficientPrivilege
 
 from commandbus.bus.base import BusBase, whoami
-from commandbus.clock import monotonic
 from commandbus.db.bus_pool import keep
-from commandbus.errors import ApiTimeoutError, ConfigurationError, DeadlineExceededError, UnknownLimitError
+from commandbus.errors import ConfigurationError
 from commandbus.flow.operation import Operation
 from commandbus.lazy import lazy
 from commandbus.logger import safe_logger
-from commandbus.model.durations import Duration
-from commandbus.model.limit import WAIT_SECONDS, Limit, LimitOptions, LimitUse
-from commandbus.model.page import Page
+from commandbus.model.limit import WAIT_SECONDS, Limit, PermitUsage
 from commandbus.settings import Settings
 
 if TYPE_CHECKING:
@@ -38,14 +34,9 @@ if TYPE_CHECKING:
     from commandbus.flow.limits.inspect import Estimate, LimitInfo
     from commandbus.limits import inspect_redis as looking
     from commandbus.limits import make_client as build
-    from commandbus.limits import requests
     from commandbus.limits import with_block as holding
     from commandbus.limits.client import LimitClient
-    from commandbus.limits.requests import Permit
     from commandbus.limits.with_block import Hold
-    from commandbus.model import limit_state
-    from commandbus.model.api_errors import ApiFailure
-    from commandbus.model.limit_state import ApiAnswer
 else:
     limit_figures = lazy("commandbus.flow.limits.metrics")
     limit_look = lazy("commandbus.flow.limits.inspect")
@@ -54,14 +45,11 @@ else:
     build = lazy("commandbus.limits.make_client")
     holding = lazy("commandbus.limits.with_block")
     looking = lazy("commandbus.limits.inspect_redis")
-    requests = lazy("commandbus.limits.requests")
-    limit_state = lazy("commandbus.model.limit_state")
 
 T = TypeVar("T")
 logger = safe_logger("commandbus.limits")
 CLOSE_SECONDS = 5.0
 AT_EXIT_SECONDS = 1.0
-_AWAY = "the database is unreachable"
 
 
 class LimitClientHolder:
@@ -136,13 +124,6 @@ class _LimitOperations(BusBase):
         )
 
 
-def _leave(
-    limit_client: LimitClient, permit: Permit, answer: ApiAnswer, api: ApiFailure | None, *, keeps: bool
-) -> None:
-    reason = str(answer) if api is None else api.at(permit.limit)
-    limit_client.leave([requests.Release(permit, answer, reason, None if api is None else api.retry_after, keeps)])
-
-
 class LimitMethods(_LimitOperations):
     """What CommandBus can do with limits."""
 
@@ -168,33 +149,9 @@ class LimitMethods(_LimitOperations):
         `call.remaining()` is for the client that makes it. It raises LimitLostError if the permit is lost
         (`call.is_lost`), because its lease could not be renewed in time.
         """
-        most, seconds = holding.check_limit_terms(name, wait, timeout)
-        limit_client = self._ready_limit_client()
-        asked = limit_client.acquire(name, wait=most, holder=f"pid-{os.getpid()}")
-        try:
-            permit = asked.answer.result(most + holding.LEAST_SECONDS)
-        except TimeoutError as error:
-            is_told = asked.answer.done() and isinstance(asked.answer.exception(), type(error))
-            limit_client.forget(asked)  # cancels what was not answered
-            if is_told:
-                raise
-            raise requests.waited_in_vain(name, most, _AWAY if limit_client.is_down else None) from None
-        except BaseException:
-            limit_client.forget(asked)
-            raise
-        until = monotonic() + seconds
-        try:
-            yield holding.Hold(permit, until)
-        except BaseException as error:
-            answer, api, keeps = holding.verdict(error)
-            is_late = monotonic() >= until - holding.CLOSE_SECONDS
-            if is_late and (answer is limit_state.ApiAnswer.TIMEOUT or isinstance(error, DeadlineExceededError)):
-                _leave(limit_client, permit, limit_state.ApiAnswer.TIMEOUT, holding.TIMED_OUT, keeps=True)
-                raise ApiTimeoutError(holding.LATE) from error
-            _leave(limit_client, permit, answer, api, keeps=keeps)
-            raise
-        else:
-            _leave(limit_client, permit, limit_state.ApiAnswer.GOOD, None, keeps=False)
+        terms = holding.check_limit_terms(name, wait, timeout)
+        with holding.sync_block(holding.ProgramPermits(self._ready_limit_client()), name, *terms) as hold:
+            yield hold
 
     def declare_limit(self, limit: Limit) -> None:
         """Declare a limit for all programs. Values that a person has set at run time still override it."""
@@ -250,7 +207,7 @@ class LimitMethods(_LimitOperations):
             self._limit_clients.has_declared = True
         return self._limit_clients.get(self._resolved)
 
-    def _look(self, *rows: LimitRow) -> dict[str, LimitUse]:
+    def _look(self, *rows: LimitRow) -> dict[str, PermitUsage]:
         kept, elsewhere = _by_backend(rows)
         return (
             kept
@@ -284,36 +241,10 @@ class AsyncLimitMethods(_LimitOperations):
         raises ApiTimeoutError. If the permit is lost, because its lease could not be renewed in time, the block
         cancels that, too, and raises LimitLostError.
         """
-        most, seconds = holding.check_limit_terms(name, wait, timeout)
-        limit_client = await self._ready_limit_client()
-        losing = _Losing(asyncio.get_running_loop())
-        asked = limit_client.acquire(name, wait=most, holder=f"pid-{os.getpid()}", on_lost=losing)
-        waiting = asyncio.wrap_future(asked.answer)
-        try:
-            permit = await asyncio.wait_for(asyncio.shield(waiting), most + holding.LEAST_SECONDS)
-        except TimeoutError:
-            limit_client.forget(asked)
-            if waiting.done():
-                raise
-            raise requests.waited_in_vain(name, most, _AWAY if limit_client.is_down else None) from None
-        except BaseException:
-            limit_client.forget(asked)
-            raise
-        try:
-            try:
-                async with asyncio.timeout(None if seconds == math.inf else seconds) as timer:
-                    losing.watch(permit, timer)
-                    yield holding.Hold(permit, monotonic() + seconds)
-            except TimeoutError as error:
-                if timer.expired():
-                    raise holding.lost(name) if permit.is_lost else ApiTimeoutError(holding.LATE) from error
-                raise
-        except BaseException as error:
-            answer, api, keeps = holding.verdict(error)
-            _leave(limit_client, permit, answer, api, keeps=keeps)
-            raise
-        else:
-            _leave(limit_client, permit, limit_state.ApiAnswer.GOOD, None, keeps=False)
+        terms = holding.check_limit_terms(name, wait, timeout)
+        user = holding.ProgramPermits(await self._ready_limit_client(), asyncio.get_running_loop())
+        async with holding.async_block(user, name, *terms) as hold:
+            yield hold
 
     async def declare_limit(self, limit: Limit) -> None:
         """Declare a limit for all programs. Values that a person has set at run time still override it."""
@@ -365,7 +296,7 @@ class AsyncLimitMethods(_LimitOperations):
             self._limit_clients.has_declared = True
         return await asyncio.to_thread(self._limit_clients.get, self._resolved)
 
-    async def _look(self, *rows: LimitRow) -> dict[str, LimitUse]:
+    async def _look(self, *rows: LimitRow) -> dict[str, PermitUsage]:
         kept, elsewhere = _by_backend(rows)
         if not elsewhere:
             return kept
@@ -373,32 +304,7 @@ class AsyncLimitMethods(_LimitOperations):
         return kept | await asyncio.to_thread(looking.look_at, self.settings, elsewhere, fleet)
 
 
-class _Losing:
-    """Ends the timer of an `async with` when its permit is lost; called on the limit client's or the clock's
-    thread.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._timer: asyncio.Timeout | None = None
-
-    def __call__(self, permit: Permit) -> None:  # noqa: ARG002 - there is one
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._end)
-
-    def watch(self, permit: Permit, timer: asyncio.Timeout) -> None:
-        """The block has begun."""
-        self._timer = timer
-        if permit.is_lost:
-            self._end()
-
-    def _end(self) -> None:
-        if self._timer is not None:
-            with suppress(RuntimeError):  # the block is over
-                self._timer.reschedule(self._loop.time())
-
-
-def _by_backend(rows: Sequence[LimitRow]) -> tuple[dict[str, LimitUse], list[LimitRow]]:
+def _by_backend(rows: Sequence[LimitRow]) -> tuple[dict[str, PermitUsage], list[LimitRow]]:
     """How those look whose permits are in PostgreSQL, and the others."""
     return (
         {row.name: row.look for row in rows if row.backend == "postgres"},

@@ -37,6 +37,7 @@ from commandbus.db.drivers import (
 )
 from commandbus.errors import ConfigurationError
 from commandbus.logger import OneLine
+from commandbus.model.backoff import Backoff
 from commandbus.settings import Settings
 
 CHECK_AFTER_SECONDS = 0.1
@@ -207,13 +208,18 @@ class SteadyAttempt:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._give_up_at = 0.0
-        self.delay = 0.0
+        self._backoff = Backoff(self.FIRST_SECONDS, LONGEST_PAUSE_SECONDS)
+
+    @property
+    def delay(self) -> float:
+        """Seconds until the next attempt."""
+        return self._backoff.seconds
 
     def update_delay(self, now: float) -> None:
         """The attempt that began then has failed."""
         if not self.delay:
             self._give_up_at = now + self._timeout
-        self.delay = min(LONGEST_PAUSE_SECONDS, self.delay * 2 or self.FIRST_SECONDS)
+        self._backoff.next()
 
     def time_to_give_up(self, now: float) -> bool:
         """Has it been tried for long enough?"""

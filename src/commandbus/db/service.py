@@ -53,7 +53,7 @@ class DatabaseService:
         goes_by_keys: bool = False,
     ) -> None:
         self.part = part
-        self._link = LastingConnection(
+        self._connection = LastingConnection(
             settings,
             name=f"{name} {part}",
             on_connect=self.connected,
@@ -101,8 +101,8 @@ class DatabaseService:
             self._thread.join(timeout)
 
     def leave_to_parent(self) -> None:
-        """In a forked process, which has no such thread: do not use its connection or this object again."""
-        self._link.leave_to_parent()
+        """In a forked copy, which has no such thread: neither its connection nor this object is used again."""
+        self._connection.leave_to_parent()
 
     def flush(self, timeout: float) -> bool:
         """Wait until all orders that were given before are carried out."""
@@ -113,17 +113,17 @@ class DatabaseService:
     @property
     def is_down(self) -> bool:
         """Is the database away?"""
-        return self._link.is_down
+        return self._connection.is_down
 
     @property
     def down_since(self) -> float | None:
-        """Since when (monotonic) the database is unreachable."""
-        return self._link.down_since
+        """Since when (monotonic) the database is away."""
+        return self._connection.down_since
 
     @property
     def is_away(self) -> bool:
         """Has the database been out of reach for longer than a restart takes?"""
-        since = self._link.down_since
+        since = self._connection.down_since
         return since is not None and monotonic() - since >= AWAY_SECONDS
 
     @property
@@ -137,19 +137,19 @@ class DatabaseService:
             return f"the {self.part} has ended without an error"
         if self.is_away:
             return None
-        if (silent_for := self._link.silent_for) >= SILENT_SECONDS:
+        if (silent_for := self._connection.silent_for) >= SILENT_SECONDS:
             return f"the {self.part} has had no answer from the database for {silent_for:.0f} s"
         if (failing := self._failing) is not None and monotonic() - failing[0] >= FAILING_SECONDS:
             return f"the {self.part} has failed for {monotonic() - failing[0]:.0f} s: {failing[1]}"
         still_for = monotonic() - self.moved_at
-        if not silent_for and not self._link.is_down and still_for >= STILL_SECONDS:
+        if not silent_for and not self._connection.is_down and still_for >= STILL_SECONDS:
             return f"the {self.part} has not moved for {still_for:.0f} s"
         return None
 
     @property
     def descriptors_lost(self) -> int:
         """How often somebody has closed a descriptor of this service."""
-        return self._link.sockets_lost + self._wake.times_lost
+        return self._connection.sockets_lost + self._wake.times_lost
 
     @property
     def is_broken(self) -> bool:
@@ -157,7 +157,7 @@ class DatabaseService:
         get the same."""
         failing = self._failing
         is_refused = failing is not None and failing[2] and self.ended is None
-        return self.trouble is not None and not self._link.silent_for and not is_refused
+        return self.trouble is not None and not self._connection.silent_for and not is_refused
 
     # --- for subclasses ----------------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class DatabaseService:
         """A poll does not end when somebody closes what it waits for, so it must not take long."""
         poll, wake = select.poll(), self._wake.descriptor()
         poll.register(wake, select.POLLIN)
-        poll.register(self._link.conn.fileno(), select.POLLIN)
+        poll.register(self._connection.conn.fileno(), select.POLLIN)
         happened = poll.poll(seconds * 1000)
         self.moved_at = monotonic()
         for fd, _ in happened:
@@ -220,7 +220,7 @@ class DatabaseService:
     def hear(self) -> bool:
         """Take in what was notified; returns whether there was anything."""
         # All of them first: while they come in, the connection can be asked nothing.
-        notifications = list(self._link.conn.notifies(timeout=0))
+        notifications = list(self._connection.conn.notifies(timeout=0))
         for notification in notifications:
             try:
                 self.heard(notification.channel, notification.payload)
@@ -237,7 +237,7 @@ class DatabaseService:
             while not self.is_done:
                 self.moved_at = monotonic()
                 try:
-                    self._link.ping()
+                    self._connection.ping()
                     self.carry_out()
                     self.round()
                     self._failing = None
@@ -251,19 +251,19 @@ class DatabaseService:
             else:
                 self._on_end(error)
         finally:
-            self._link.close()
+            self._connection.close()
 
     def _recover(self, error: psycopg.OperationalError | OSError) -> None:
         """Recover from an error. An OSError comes from a descriptor that is no longer ours."""
         if isinstance(error, OSError):
-            self._link.close()
+            self._connection.close()
             error = psycopg.OperationalError(str(error))
         if not is_locked(error):
             since = monotonic() if self._failing is None else self._failing[0]
             self._failing = since, _first_line(error), error.sqlstate is not None
         self.lost(error)
         began = monotonic()
-        self._link.recover(self._stopping, error, on_wait=self.waited)
+        self._connection.recover(self._stopping, error, on_wait=self.waited)
         if monotonic() - began >= AWAY_SECONDS:
             self._failing = None  # the database was away, and is back
 

@@ -25,6 +25,7 @@ from commandbus.db.drivers import LostSocketError, OwnConnection, Runnable, run
 from commandbus.db.pool import ask_default_level, connect_own, cut
 from commandbus.db.transient_errors import READ_ONLY, PassingError, is_passing
 from commandbus.logger import safe_logger
+from commandbus.model.backoff import Backoff
 from commandbus.settings import Settings
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class LastingConnection:
         self._conn: OwnConnection | None = None
         self._question = PendingAnswer(name, cancel_after=STATEMENT_SECONDS + 0.5, cut_after=SILENT_SECONDS)
         self._failures = 0
+        self._backoff = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         self._answered_at = 0.0
         self.down_since: float | None = None
         self.sockets_lost = 0
@@ -95,7 +97,9 @@ class LastingConnection:
                 answer = run(conn, operation)
         except psycopg.Error as error:
             self._raise(error)
-        self._failures = 0
+        if self._failures:
+            self._failures = 0
+            self._backoff.reset()
         self._answered_at = monotonic()
         return answer
 
@@ -131,7 +135,7 @@ class LastingConnection:
         `on_wait` is called after every attempt to connect that failed. Returns False if the owner was told to
         stop.
         """
-        pause = min(FIRST_PAUSE_SECONDS * 2**self._failures, LONGEST_PAUSE_SECONDS)
+        pause = self._backoff.next()
         self._failures += 1
         if self._failures % REFUSALS and not self.conn_is_lost():
             logger.error("%s was refused by the database, trying again: %s", self._name, str(error).strip())
@@ -148,7 +152,7 @@ class LastingConnection:
         if self.down_since is None:
             logger.warning("%s lost the database, reconnecting: %s", self._name, str(error).strip())
             self.down_since = monotonic()
-        pause, since = FIRST_PAUSE_SECONDS, self.down_since
+        backoff, since = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS), self.down_since
         while not stopping.is_set():
             began = monotonic()
             try:
@@ -156,8 +160,7 @@ class LastingConnection:
             except (psycopg.Error, OSError):  # OSError: somebody has closed what it was connecting with
                 on_wait()
                 # What the attempt to connect took was a pause, too: a server that is back is found within 5 s.
-                stopping.wait(max(FIRST_PAUSE_SECONDS, pause - (monotonic() - began)))
-                pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+                stopping.wait(max(FIRST_PAUSE_SECONDS, backoff.next() - (monotonic() - began)))
             else:
                 self.down_since = None
                 logger.info("%s is connected again after %.1f s", self._name, monotonic() - since)

@@ -21,6 +21,7 @@ import psycopg
 
 from commandbus.clock import monotonic
 from commandbus.logger import SafeLogger
+from commandbus.model.backoff import Backoff
 from commandbus.model.durations import format_seconds
 
 FIRST_PAUSE_SECONDS: Final = 0.1
@@ -78,7 +79,7 @@ class ServerWait:
         self._error: BaseException | None = None
         self._began_at = monotonic()
         self._say_at = 0.0
-        self._silence = SAY_AGAIN_SECONDS
+        self._silence = Backoff(SAY_AGAIN_SECONDS, LONGEST_SILENCE_SECONDS)
         self.reason = ""
         self.tried = threading.Event()  # once, at least
         self.over = threading.Event()
@@ -114,7 +115,7 @@ class ServerWait:
         return f"waiting for the database for {lasted}: {self.reason}"
 
     def _serve(self) -> None:
-        pause = FIRST_PAUSE_SECONDS
+        backoff = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         while not self._given_up.is_set():
             try:
                 self._attempt()
@@ -124,8 +125,7 @@ class ServerWait:
                     break
                 self._note(error)
                 self.tried.set()
-                self._given_up.wait(pause)
-                pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+                self._given_up.wait(backoff.next())
             else:
                 if self.reason and not self._given_up.is_set():
                     self._log.info("the database is reachable after %.1f s", monotonic() - self._began_at)
@@ -142,9 +142,8 @@ class ServerWait:
             self._on_reason(reason)
         if not self.reason:
             self._log.warning("the database cannot be used yet, so this start waits for it: %s", reason)
-            self._say_at = now + self._silence
+            self._say_at = now + self._silence.next()
         elif now >= self._say_at:
             self._log.warning("still waiting for the database after %.0f s: %s", now - self._began_at, reason)
-            self._silence = min(self._silence * 2, LONGEST_SILENCE_SECONDS)
-            self._say_at = now + self._silence
+            self._say_at = now + self._silence.next()
         self.reason = reason

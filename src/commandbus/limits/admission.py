@@ -37,11 +37,11 @@ class Admission:
     """Commands at the limit client."""
 
     def __init__(
-        self, held_permits: HeldPermits, waker: Waker, exits: Releases, *, make_token: Callable[[str, int], str]
+        self, held_permits: HeldPermits, waker: Waker, releases: Releases, *, make_token: Callable[[str, int], str]
     ) -> None:
         self._held_permits = held_permits
         self._waker = waker
-        self._releases = exits
+        self._releases = releases
         self._make_token = make_token
         self.asking: deque[PermitRequest] = deque()
         self.parking = Parking()
@@ -83,8 +83,9 @@ class Admission:
             row = self._held_permits.row(limited.limit)
             turn = None
             if limited.is_known:
-                who = [(limited.msg_id, limited.id, limited.attempt_base)]
-                turn = self._held_permits.link.run(permits.turns(limited.domain, who)).get(limited.msg_id)
+                command = limited.command
+                turns = self._held_permits.connection.run(permits.turns(command.domain, [command.key]))
+                turn = turns.get(command.msg_id)
         except CommandBusError:  # it is gone, or its row cannot be used
             limited.then(None, None)
             return
@@ -110,24 +111,21 @@ class Admission:
         by_domain: dict[str, list[PermitRequest]] = {}
         for permit_request in batch:
             if permit_request.is_known:
-                by_domain.setdefault(permit_request.domain, []).append(permit_request)
+                by_domain.setdefault(permit_request.command.domain, []).append(permit_request)
         found: dict[PermitRequest, Turn] = {}
         for domain, permit_requests in by_domain.items():
-            who = [
-                (permit_request.msg_id, permit_request.id, permit_request.attempt_base)
-                for permit_request in permit_requests
-            ]
+            who = [permit_request.command.key for permit_request in permit_requests]
             try:
-                answer = self._held_permits.link.run(permits.turns(domain, who))
+                answer = self._held_permits.connection.run(permits.turns(domain, who))
             except (CommandBusError, psycopg.OperationalError) as error:
                 if isinstance(error, psycopg.Error) and not is_locked(error):
                     raise
                 logger.warning("the positions in line of commands of domain %s cannot be read: %s", domain, error)
                 continue
             found |= {
-                permit_request: answer[permit_request.msg_id]
+                permit_request: answer[permit_request.command.msg_id]
                 for permit_request in permit_requests
-                if permit_request.msg_id in answer
+                if permit_request.command.msg_id in answer
             }
         return found
 
@@ -168,7 +166,7 @@ class Admission:
         if not newcomers:
             return
         tokens = {
-            self._make_token(permit_request.holder, permit_request.id): permit_request
+            self._make_token(permit_request.holder, permit_request.command.id): permit_request
             for permit_request in newcomers
         }
         granted: list[str] = []

@@ -20,17 +20,17 @@ from commandbus.flow.limits import permits
 from commandbus.limits.held_permits import HeldPermits
 from commandbus.limits.limit_connection import LockedRowError
 from commandbus.limits.releases import Releases
-from commandbus.limits.requests import Permit, PermitCall, refuse, waited_in_vain
+from commandbus.limits.requests import Permit, PermitCall, QueuedCommand, refuse, waited_in_vain
 from commandbus.limits.waker import Waker
 
 
 class CallWaiters:
     """Whoever waits inside this program."""
 
-    def __init__(self, held_permits: HeldPermits, waker: Waker, exits: Releases) -> None:
+    def __init__(self, held_permits: HeldPermits, waker: Waker, releases: Releases) -> None:
         self._held_permits = held_permits
         self._waker = waker
-        self._releases = exits
+        self._releases = releases
         self.calls: deque[PermitCall] = deque()
         self._waiting: dict[str, PermitCall] = {}
         self._later: list[tuple[float, PermitCall]] = []  # those that met a locked row, and when they ask again
@@ -75,7 +75,7 @@ class CallWaiters:
                 self._releases.hand_back([call.answer.result()])
             return
         self._waiting.pop(call.token, None)
-        if call.is_in_line and self._held_permits.link.run(permits.step_out(call.number)):
+        if call.is_in_line and self._held_permits.connection.run(permits.step_out(call.number)):
             with suppress(CommandBusError):  # the limit is gone, and its permits with it
                 row = self._held_permits.known(call.name)
                 self._held_permits.stores.of(row).give(row, [call.token])
@@ -84,7 +84,7 @@ class CallWaiters:
     def step_out(self) -> None:
         """The program ends: it stands in no line any more."""
         for call in list(self._waiting.values()):
-            self._held_permits.link.run(permits.step_out(call.number))
+            self._held_permits.connection.run(permits.step_out(call.number))
 
     def fail_all(self, error: BaseException) -> None:
         """Nobody will be answered any more."""
@@ -114,7 +114,7 @@ class CallWaiters:
         if left <= 0:
             _fail(call, self._in_vain(call))
             return
-        self._held_permits.link.run(
+        self._held_permits.connection.run(
             permits.line_up(
                 call.name,
                 call.token,
@@ -129,10 +129,10 @@ class CallWaiters:
         self._waiting[call.token] = call
         self._waker.look_at(call.name)
 
-    def _has_turn(self, call: PermitCall, command: tuple[str, int, int, int]) -> bool:
+    def _has_turn(self, call: PermitCall, command: QueuedCommand) -> bool:
         """Is a permit reserved for the command that calls? Its handler names no limits, so nobody asked before."""
-        domain, *who = command
-        turn = self._held_permits.link.run(permits.turns(domain, [(who[0], who[1], who[2])])).get(who[0])
+        turns = self._held_permits.connection.run(permits.turns(command.domain, [command.key]))
+        turn = turns.get(command.msg_id)
         if turn is None or turn.token is None or turn.limit != call.name:
             return False
         asked_at = boottime()
@@ -154,19 +154,19 @@ class CallWaiters:
             _fail(call, error)
             return
         if is_held:
-            self._held_permits.link.run(permits.step_out(call.number))
+            self._held_permits.connection.run(permits.step_out(call.number))
             self._waiting.pop(call.token, None)
             self._resolve(call, asked_at)
-        elif self._held_permits.link.run(permits.stand_again(call.number)):
+        elif self._held_permits.connection.run(permits.stand_again(call.number)):
             self._waker.look_at(call.name)  # the permit was gone again, but not the turn
 
     def _give_up(self, call: PermitCall) -> None:
         """Its wait is over. But if it is woken at this moment, it gets its permit."""
         asked_at = boottime()
         try:
-            is_held = self._held_permits.link.run(permits.step_out(call.number)) and self._held_permits.adopt(
-                call.name, call.token
-            )
+            is_held = self._held_permits.connection.run(
+                permits.step_out(call.number)
+            ) and self._held_permits.adopt(call.name, call.token)
         except CommandBusError:
             is_held = False
         self._waiting.pop(call.token, None)

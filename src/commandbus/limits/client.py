@@ -12,9 +12,9 @@ The line of a limit is in the database, like everything that the fleet must agre
 order of the line. Whoever releases a permit reserves it for the first in line, under a lease of a few seconds, and
 wakes that one. So nobody can overtake. If a worker is killed between two statements, the sweep finds what is left.
 
-This module has the thread, its round, and what others may ask of it. The parts of a round are in separate modules,
-each using only those before it: `held_permits`, `waker` (who is next), `releases`, `admission` (commands) and
-`call_waiters` (calls inside programs).
+Here are the thread, its round, and what others may ask of it. What a round does is in modules of its own, each
+using only those before it: `held_permits`, `waker` (whose turn it is), `releases` (permits given back),
+`admission` (commands) and `call_waiters` (calls inside programs).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from commandbus.limits.call_waiters import CallWaiters
 from commandbus.limits.held_permits import HeldPermits
 from commandbus.limits.limit_connection import LimitConnection
 from commandbus.limits.releases import Releases
-from commandbus.limits.requests import Limited, Permit, PermitCall, PermitRequest, Release
-from commandbus.limits.stores.choose import Elsewhere, PermitStores
+from commandbus.limits.requests import Limited, Permit, PermitCall, PermitRequest, QueuedCommand, Release
+from commandbus.limits.stores.choose import ExternalStore, PermitStores
 from commandbus.limits.stores.redis.backup_renewer import BackupRenewer
 from commandbus.limits.waker import Waker
 from commandbus.logger import safe_logger
-from commandbus.model.limit import LimitUse
+from commandbus.model.limit import PermitUsage
 from commandbus.model.limit_state import token_of
 from commandbus.settings import Settings
 
@@ -63,15 +63,15 @@ class LimitClient(DatabaseService):
         settings: Settings,
         owner: str,
         *,
-        elsewhere: Callable[[], Elsewhere] | None = None,
+        external: Callable[[], ExternalStore] | None = None,
         on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         super().__init__(settings, name=owner, part="limit client", on_end=self._end_with)
         self._owner = owner
         self._on_error = on_error
-        link = LimitConnection(self._link)
-        self._stores = PermitStores(link, elsewhere, on_elsewhere=self._renew_beside)
-        self._held_permits = HeldPermits(link, self._stores, name=owner)
+        connection = LimitConnection(self._connection)
+        self._stores = PermitStores(connection, external, on_external=self._renew_beside)
+        self._held_permits = HeldPermits(connection, self._stores, name=owner)
         self._backstop = BackupRenewer(owner, self._held_permits)
         self._waker = Waker(self._held_permits)
         self._releases = Releases(self._held_permits, self._waker)
@@ -99,7 +99,7 @@ class LimitClient(DatabaseService):
         if (
             self._is_at_work
             or self._admission.asking
-            or self._releases.leaves
+            or self._releases.pending
             or self._orders
             or self._admission.parking
         ):
@@ -135,9 +135,9 @@ class LimitClient(DatabaseService):
             except IndexError:
                 return back
 
-    def leave(self, leaves: Sequence[Release]) -> None:
+    def release(self, releases: Sequence[Release]) -> None:
         """Permits are needed no more."""
-        self._releases.leaves.extend(leaves)
+        self._releases.pending.extend(releases)
         self.wake()
 
     def note_parked(self, name: str) -> None:
@@ -151,15 +151,14 @@ class LimitClient(DatabaseService):
         wait: float,
         holder: str,
         on_lost: Callable[[Permit], None] | None = None,
-        command: tuple[str, int, int, int] | None = None,
+        command: QueuedCommand | None = None,
         since: datetime | None = None,
         caller: int | None = None,
     ) -> PermitCall:
         """Ask for a permit inside a program; `call.answer` is resolved with it, or with an error.
 
-        `command` (domain, msg_id, id, attempt_base): a permit may be reserved for it, because it was parked.
-        `since`: the moment that decides its position in line; None is now. `caller`: the id of the command whose
-        handler asks.
+        `command`: for whom a permit may be kept, because it was parked.
+        `since`: from when on its turn counts; None is now. `caller`: the id of the command whose handler asks.
         """
         number = next(self._numbers)
         token = token_of(f"{self._owner}/{holder}/{number:x}", caller)
@@ -177,26 +176,27 @@ class LimitClient(DatabaseService):
         call.answer.cancel()  # orders come before calls: one that has not been looked at yet must not be answered
         self.order(lambda: self._call_waiters.forget(call))
 
-    def tell(self, name: str, holder: str, reason: str, retry_after: float | None, *, caller: int) -> None:
-        """An API has refused a call that held no permit of its limit."""
-        self.order(lambda: self._releases.tell(name, holder, reason, retry_after, str(caller)))
-
     def is_stale(self, permit: Permit) -> bool:
         """Was the permit given before the API refused a call? Then no call may begin with it."""
         return permit.taken_at < self._shut.get(permit.limit, 0.0)
 
     def judge(self, limited: Limited) -> None:
-        """Decide about a command whose call went badly, after the release of its permit was handled."""
+        """A command's call went badly: its permits are needed no more, and its limit decides what becomes of it,
+        after it has heard what the API said."""
+        self._releases.pending.extend(limited.releases)
 
         def judge() -> None:
+            if limited.untold is not None:
+                self._releases.tell(limited.limit, *limited.untold, str(limited.command.id))
+                limited.untold = None  # the order may be carried out again, and a refusal counts once
             self._releases.let_out()  # orders may come first in a round, and what it left begins the back-off
             self._admission.judge(limited)
 
         self.order(judge)
 
-    def look(self, name: str) -> Future[tuple[LimitRow, LimitUse]]:
+    def look(self, name: str) -> Future[tuple[LimitRow, PermitUsage]]:
         """How a limit stands, and who holds its permits."""
-        answer: Future[tuple[LimitRow, LimitUse]] = Future()
+        answer: Future[tuple[LimitRow, PermitUsage]] = Future()
 
         def find() -> None:
             try:
@@ -226,8 +226,8 @@ class LimitClient(DatabaseService):
             self._stop_beside()
             raise
 
-    def _renew_beside(self, elsewhere: Elsewhere) -> None:
-        self._backstop.start(elsewhere)
+    def _renew_beside(self, external: ExternalStore) -> None:
+        self._backstop.start(external)
 
     def _stop_beside(self) -> None:
         """What is still held ends with its lease."""
@@ -243,7 +243,7 @@ class LimitClient(DatabaseService):
 
     @property
     def is_done(self) -> bool:
-        return self._stopping.is_set() or (self._closing and not self._releases.leaves and not self._orders)
+        return self._stopping.is_set() or (self._closing and not self._releases.pending and not self._orders)
 
     def lost(self, error: psycopg.Error) -> None:  # noqa: ARG002
         if self._closing:
@@ -285,7 +285,7 @@ class LimitClient(DatabaseService):
             self._orders
             or self._admission.asking
             or self._call_waiters.calls
-            or self._releases.leaves
+            or self._releases.pending
             or self._closing
         ):
             return
@@ -337,5 +337,5 @@ class LimitClient(DatabaseService):
             self._call_waiters.step_out()
             self._stores.close()
         except (psycopg.Error, CommandBusError) as error:
-            logger.info("the limit client was not told of the end: %s", error)
+            logger.info("the limit client ended without a word: %s", error)
         self._call_waiters.fail_all(self._over)

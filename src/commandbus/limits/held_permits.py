@@ -36,8 +36,8 @@ LEAST_SECONDS = 0.05
 class HeldPermits:
     """The limits that this program uses, and the permits of them that it holds."""
 
-    def __init__(self, link: LimitConnection, stores: PermitStores, *, name: str) -> None:
-        self.link = link
+    def __init__(self, connection: LimitConnection, stores: PermitStores, *, name: str) -> None:
+        self.connection = connection
         self.stores = stores
         self.clock = PermitClock(name, self._lose)
         self.renew_at = 0.0
@@ -51,7 +51,7 @@ class HeldPermits:
     @property
     def modes(self) -> dict[str, str]:
         """Where the permits of each limit that is used here are kept now."""
-        mode = self.stores.mode_elsewhere
+        mode = self.stores.mode_external
         return {name: "postgres" if row.backend == "postgres" else mode for name, row in list(self._rows.items())}
 
     @property
@@ -59,8 +59,8 @@ class HeldPermits:
         """How many permits of each limit are held here."""
         return {name: len(own) for name, own in list(self._held.items()) if own}
 
-    def late_elsewhere(self, part: float) -> Iterator[tuple[LimitRow, list[Permit]]]:
-        """Permits outside PostgreSQL that were not renewed for this part of their lease."""
+    def late_external(self, part: float) -> Iterator[tuple[LimitRow, list[Permit]]]:
+        """What is held outside PostgreSQL and was not renewed for this part of its lease."""
         now = boottime()
         for name, held in list(self._held.items()):
             row = self._rows.get(name)
@@ -69,15 +69,15 @@ class HeldPermits:
             if row is not None and row.backend != "postgres" and late:
                 yield row, late
 
-    def leases_elsewhere(self) -> list[float]:
+    def leases_external(self) -> list[float]:
         """The leases of what is held outside PostgreSQL."""
-        return [permit.lease for _, permits in self.late_elsewhere(0.0) for permit in permits]
+        return [permit.lease for _, permits in self.late_external(0.0) for permit in permits]
 
     # --- limits ------------------------------------------------------------------------------------------------
 
     def row(self, name: str) -> LimitRow:
         """The limit as it is now."""
-        row = self._rows[name] = self.link.run(get_limit(name))
+        row = self._rows[name] = self.connection.run(get_limit(name))
         return row
 
     def known(self, name: str) -> LimitRow:
@@ -102,7 +102,7 @@ class HeldPermits:
         """Take permits for newcomers; `probes`: one of them may be the probe. If some get none, also returns the
         limit's row, which says why."""
         if self.known(name).backend == "postgres":
-            taken = self.link.run(permits.take(name, tokens, probes=probes), limit=name)
+            taken = self.connection.run(permits.take(name, tokens, probes=probes), limit=name)
             if len(taken) == len(tokens):
                 return taken, None
             row = self.row(name)
@@ -119,7 +119,7 @@ class HeldPermits:
         if limit_state.is_probed(row.now) or not probes:
             return [], row
         granted = self.stores.of(row).take(row, tokens[:1], row.lease)
-        if granted and not self.link.run(permits.take_probe(name, granted[0]), limit=name):
+        if granted and not self.connection.run(permits.take_probe(name, granted[0]), limit=name):
             self.stores.of(row).give(row, granted)
             granted = []
         return granted, row
@@ -136,11 +136,11 @@ class HeldPermits:
             if limit_state.probe == token:
                 # Another one may be it.
                 unknown = permits.answer(name, token, ApiAnswer.UNKNOWN, gives=False, has_begun=False)
-                self.link.run(unknown, limit=name)
+                self.connection.run(unknown, limit=name)
             return False
         is_held = not backend.renew(row, [token])
         if is_held and row.backend != "postgres" and limit_state.probe == token:
-            self.link.run(permits.renew(name, [token]), limit=name)  # that it is the probe is kept there
+            self.connection.run(permits.renew(name, [token]), limit=name)  # that it is the probe is kept there
         return is_held
 
     def hold(self, permit: Permit) -> Permit:
@@ -168,7 +168,7 @@ class HeldPermits:
                 self._lose(permit)
                 self.let_go(permit)
             next_at = [now + self._due_in(permit, age_now) for permit in held.values()]
-            again = min(again, max(min(next_at, default=again), self.link.barred_until(name)))
+            again = min(again, max(min(next_at, default=again), self.connection.barred_until(name)))
         self.renew_at = max(again, now + LEAST_SECONDS)  # at the end: what fails on the way is done again at once
 
     @staticmethod
@@ -201,7 +201,7 @@ class HeldPermits:
     def _note_renewed(self, permit: Permit, row: LimitRow, sent_at: float) -> None:
         """Another permit store may not have been reached: it knows when the lease was last renewed."""
         if row.backend != "postgres":
-            sent_at = self.stores.elsewhere(row).renewed_at(row, permit.token) or permit.renewed_at
+            sent_at = self.stores.external(row).renewed_at(row, permit.token) or permit.renewed_at
         permit.lease = row.lease if sent_at > permit.renewed_at else permit.lease
         permit.renewed_at = max(permit.renewed_at, sent_at)
 

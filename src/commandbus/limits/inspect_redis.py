@@ -10,24 +10,24 @@ from commandbus.flow.limits.declare import LimitRow
 from commandbus.flow.limits.inspect import UNKNOWN
 from commandbus.flow.limits.metrics import RedisFleet
 from commandbus.limits.stores.redis.scripts import EpochError, RedisLostError, RedisScripts, StaleError
-from commandbus.model.limit import LimitUse
+from commandbus.model.limit import PermitUsage
 from commandbus.settings import Settings
 
 
-def look_at(settings: Settings, rows: Sequence[LimitRow], fleet: RedisFleet) -> dict[str, LimitUse]:
+def look_at(settings: Settings, rows: Sequence[LimitRow], fleet: RedisFleet) -> dict[str, PermitUsage]:
     """How the permits of these limits are used, all of them kept in Redis. Waits for it a second at most."""
     if fleet.mode == "degraded":
-        return {row.name: LimitUse(fleet.tokens.get(row.name, {}), row.look.flow, fleet.mode) for row in rows}
-    found = {row.name: LimitUse({}, row.look.flow, UNKNOWN) for row in rows}
+        return {row.name: PermitUsage(fleet.tokens.get(row.name, {}), row.look.flow, fleet.mode) for row in rows}
+    found = {row.name: PermitUsage({}, row.look.flow, UNKNOWN) for row in rows}
     if settings.redis_url is None:
         return found
     if fleet.epoch is None:  # nobody has used it yet
-        return {row.name: LimitUse({}, row.look.flow, fleet.mode) for row in rows}
+        return {row.name: PermitUsage({}, row.look.flow, fleet.mode) for row in rows}
     permits = RedisScripts(settings.redis_url, settings.environment)
     try:
         for row in rows:
             seen = permits.look(row, epoch=fleet.epoch)
-            found[row.name] = LimitUse(seen.holders, seen.flow or row.look.flow, fleet.mode)
+            found[row.name] = PermitUsage(seen.holders, seen.flow or row.look.flow, fleet.mode)
     except (RedisLostError, EpochError, StaleError):
         pass  # what was not seen stays unknown
     finally:

@@ -21,6 +21,7 @@ from commandbus.db.transient_errors import is_locked, is_of_a_row
 from commandbus.errors import CommandBusError
 from commandbus.flow.limits.permits import wait_for_row
 from commandbus.logger import safe_logger
+from commandbus.model.backoff import Backoff
 
 T = TypeVar("T")
 logger = safe_logger("commandbus.limits")
@@ -44,12 +45,25 @@ class LockedRowError(CommandBusError):
         self.until = until
 
 
-class LimitConnection:
-    """Runs operations on a link."""
+class _Bar:
+    """The row of a limit is locked: until when nobody asks for it."""
 
-    def __init__(self, link: LastingConnection) -> None:
-        self._link = link
-        self._bars: dict[str, tuple[float, float]] = {}  # limits whose rows are locked: until when, and how long
+    def __init__(self) -> None:
+        self._backoff = Backoff(FIRST_BAR_SECONDS, LONGEST_BAR_SECONDS)
+        self.until = 0.0
+
+    def extend(self) -> float:
+        """It is locked once more; returns when (monotonic) to ask again."""
+        self.until = monotonic() + self._backoff.next()
+        return self.until
+
+
+class LimitConnection:
+    """Runs operations on a connection."""
+
+    def __init__(self, connection: LastingConnection) -> None:
+        self._connection = connection
+        self._bars: dict[str, _Bar] = {}  # limits whose rows are locked
 
     def run(self, operation: Runnable[T], *, limit: str | None = None) -> T:
         """As `LastingConnection.run`; raises UnusableRowError where a value in a row is to blame.
@@ -62,8 +76,8 @@ class LimitConnection:
 
     def barred_until(self, limit: str) -> float:
         """Until when (monotonic) whoever asks for this limit is refused; 0: nobody is."""
-        until, _ = self._bars.get(limit, (0.0, 0.0))
-        return until if until > monotonic() else 0.0
+        bar = self._bars.get(limit)
+        return bar.until if bar is not None and bar.until > monotonic() else 0.0
 
     def _look_at_bar(self, limit: str) -> None:
         if until := self.barred_until(limit):
@@ -74,11 +88,11 @@ class LimitConnection:
 
     def _run(self, operation: Runnable[T], limit: str | None) -> T:
         try:
-            return self._link.run(operation)
+            return self._connection.run(operation)
         except CommandBusError:
             raise
         except Exception as error:
-            if self._link.conn_is_lost():
+            if self._connection.conn_is_lost():
                 raise
             if limit is not None and is_locked(error):
                 raise LockedRowError(limit, self._bar(limit)) from error
@@ -91,12 +105,9 @@ class LimitConnection:
             ) from error
 
     def _bar(self, limit: str) -> float:
-        _, last = self._bars.get(limit, (0.0, 0.0))
-        pause = min(max(2 * last, FIRST_BAR_SECONDS), LONGEST_BAR_SECONDS)
-        if not last:
+        if limit not in self._bars:
+            self._bars[limit] = _Bar()
             logger.warning(
                 "another transaction holds the row of limit %s: that limit waits, the other limits go on", limit
             )
-        until = monotonic() + pause
-        self._bars[limit] = (until, pause)
-        return until
+        return self._bars[limit].extend()

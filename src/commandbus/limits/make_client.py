@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from commandbus.errors import ConfigurationError
 from commandbus.limits.client import LimitClient
-from commandbus.limits.stores.choose import Elsewhere
+from commandbus.limits.stores.choose import ExternalStore
 from commandbus.model.limit import Limit
 from commandbus.settings import Settings
 
@@ -14,18 +14,18 @@ from commandbus.settings import Settings
 def make_limit_client(
     settings: Settings, owner: str, *, on_error: Callable[[BaseException], None] | None = None
 ) -> LimitClient:
-    """A limit client that keeps the permits of some limits in Redis, if there is one."""
-    elsewhere = None
+    """A gate that keeps the permits of some limits in Redis, if there is one."""
+    external = None
     if settings.redis_url is not None:
 
-        def elsewhere() -> Elsewhere:
+        def external() -> ExternalStore:
             from commandbus.limits.stores.redis.store import (
                 RedisPermitStore,  # only who uses Redis needs its library
             )
 
             return RedisPermitStore(settings, owner)
 
-    return LimitClient(settings, owner, elsewhere=elsewhere, on_error=on_error)
+    return LimitClient(settings, owner, external=external, on_error=on_error)
 
 
 def settle_limits(declared: Iterable[Limit], settings: Settings) -> list[Limit]:

@@ -3,7 +3,7 @@
     GOOD, UNKNOWN ──► many permits of a limit in one statement ──► if somebody waits, the waker looks
     a bad answer, or one that keeps its permit ──► one by one, under the lock of the limit's row
 
-What was told stays in `leaves` until the database has it: after a lost connection all of it is told again, and
+What was told stays in `pending` until the database has it: after a lost connection all of it is told again, and
 giving back twice is giving back once. What concerns a limit whose row somebody has locked is told later. A permit
 that cannot be given back is free when its lease ends.
 """
@@ -32,12 +32,12 @@ logger = safe_logger("commandbus.limits")
 
 
 class Releases:
-    """Permits that are needed no more. `leaves` is filled from other threads, too."""
+    """Permits that are needed no more. `pending` is filled from other threads, too."""
 
     def __init__(self, held_permits: HeldPermits, waker: Waker) -> None:
         self._held_permits = held_permits
         self._waker = waker
-        self.leaves: deque[Release] = deque()
+        self.pending: deque[Release] = deque()
         # What met a locked row, and when to tell it again.
         self._later: list[tuple[float, Callable[[], None]]] = []
 
@@ -48,35 +48,35 @@ class Releases:
 
     def hand_back(self, unused: Iterable[Permit]) -> None:
         """Permits with which nothing was begun."""
-        self.leaves.extend(Release(permit, ApiAnswer.UNKNOWN, has_begun=False) for permit in unused)
+        self.pending.extend(Release(permit, ApiAnswer.UNKNOWN, has_begun=False) for permit in unused)
 
     def let_out(self) -> None:
         """Give back everything that was left."""
         self._tell_again()
         plain: dict[str, list[Release]] = {}
         until: dict[Release, float] = {}
-        taken = list(self.leaves)
-        for leave in taken:
-            if leave.answer.is_bad or leave.keeps:
+        taken = list(self.pending)
+        for release in taken:
+            if release.answer.is_bad or release.keeps:
                 try:
-                    self._answer(leave)
+                    self._answer(release)
                 except LockedRowError as error:
-                    until[leave] = error.until
+                    until[release] = error.until
             else:
-                plain.setdefault(leave.permit.limit, []).append(leave)
-        for name, leaves in plain.items():
+                plain.setdefault(release.permit.limit, []).append(release)
+        for name, releases in plain.items():
             try:
-                self._give(name, leaves)
+                self._give(name, releases)
             except LockedRowError as error:
-                until |= dict.fromkeys(leaves, error.until)
-        for leave in taken:
-            self.leaves.popleft()
-            if not leave.stays:
-                self._held_permits.let_go(leave.permit)
-            if leave in until:
-                self._later.append((until[leave], partial(self.leaves.append, leave)))
-            elif leave.then is not None:
-                leave.then(leave)
+                until |= dict.fromkeys(releases, error.until)
+        for release in taken:
+            self.pending.popleft()
+            if not release.stays:
+                self._held_permits.let_go(release.permit)
+            if release in until:
+                self._later.append((until[release], partial(self.pending.append, release)))
+            elif release.then is not None:
+                release.then(release)
 
     def _tell_again(self) -> None:
         now = monotonic()
@@ -90,7 +90,7 @@ class Releases:
     def tell(self, name: str, holder: str, reason: str, retry_after: float | None, caller: str) -> None:
         """An API has refused a call that held no permit of its limit."""
         try:
-            answered = self._held_permits.link.run(
+            answered = self._held_permits.connection.run(
                 permits.answer(
                     name,
                     None,
@@ -111,40 +111,42 @@ class Releases:
             return
         _log(name, holder, reason, answered.row, answered.limit_state)
 
-    def _give(self, name: str, leaves: Sequence[Release]) -> None:
-        tokens = [leave.permit.token for leave in leaves]
-        good = any(leave.answer is ApiAnswer.GOOD for leave in leaves)
+    def _give(self, name: str, releases: Sequence[Release]) -> None:
+        tokens = [release.permit.token for release in releases]
+        good = any(release.answer is ApiAnswer.GOOD for release in releases)
         try:
             row = self._held_permits.known(name)
             if row.backend != "postgres":
                 self._held_permits.stores.of(row).give(row, tokens)
-            is_awaited, probe = self._held_permits.link.run(permits.give(name, tokens, good=good), limit=name)
-            for leave in leaves:
-                if leave.permit.token == probe:
-                    answer = permits.answer(name, probe, leave.answer, gives=True, has_begun=leave.has_begun)
-                    self._held_permits.link.run(answer, limit=name)
+            is_awaited, probe = self._held_permits.connection.run(
+                permits.give(name, tokens, good=good), limit=name
+            )
+            for release in releases:
+                if release.permit.token == probe:
+                    answer = permits.answer(name, probe, release.answer, gives=True, has_begun=release.has_begun)
+                    self._held_permits.connection.run(answer, limit=name)
                     is_awaited = True
         except LockedRowError:
             raise
         except CommandBusError as error:
-            logger.warning("permits of limit %s cannot be released, and end with their leases: %s", name, error)
+            logger.warning("permits of limit %s cannot be given back, and their leases end: %s", name, error)
             return
         if is_awaited:
             self._waker.look_at(name)
 
-    def _answer(self, leave: Release) -> None:
+    def _answer(self, release: Release) -> None:
         """A bad answer, or a call that may go on on the other side."""
-        permit = leave.permit
+        permit = release.permit
         try:
-            others = self._others(leave) if leave.answer.is_bad else ()
-            answered = self._held_permits.link.run(
+            others = self._others(release) if release.answer.is_bad else ()
+            answered = self._held_permits.connection.run(
                 permits.answer(
                     permit.limit,
                     permit.token,
-                    leave.answer,
-                    gives=not leave.keeps,
-                    reason=leave.reason,
-                    retry_after=leave.retry_after,
+                    release.answer,
+                    gives=not release.keeps,
+                    reason=release.reason,
+                    retry_after=release.retry_after,
                     spread=random.random(),  # noqa: S311 - jitter
                     others=others,
                 ),
@@ -153,30 +155,30 @@ class Releases:
         except LockedRowError:
             raise
         except CommandBusError as error:
-            logger.warning("limit %s cannot be told of %s: %s", permit.limit, leave.reason, error)
+            logger.warning("limit %s cannot be told of %s: %s", permit.limit, release.reason, error)
             return
         row, limit_state = answered.row, answered.limit_state
         self._held_permits.remember(row)
-        if row.backend != "postgres" and not leave.keeps:
-            self._give_elsewhere(row, permit.token)
-        if leave.answer.is_bad:
-            _log(permit.limit, permit.holder, leave.reason or str(leave.answer), row, limit_state)
-        if leave.keeps and not leave.stays:
+        if row.backend != "postgres" and not release.keeps:
+            self._give_external(row, permit.token)
+        if release.answer.is_bad:
+            _log(permit.limit, permit.holder, release.reason or str(release.answer), row, limit_state)
+        if release.keeps and not release.stays:
             self._waker.look_at(permit.limit, permit.renewed_at + permit.lease - boottime())
         closed = limit_state.closed_until(row.now)
         self._waker.look_at(permit.limit, 0.0 if closed is None or limit_state.is_forced else closed - row.now)
-        leave.is_waived = answered.is_waived
+        release.is_waived = answered.is_waived
 
-    def _others(self, leave: Release) -> Iterable[str]:
+    def _others(self, release: Release) -> Iterable[str]:
         """Who else calls, where the limit's row does not say that."""
-        row = self._held_permits.known(leave.permit.limit)
+        row = self._held_permits.known(release.permit.limit)
         return () if row.backend == "postgres" else self._held_permits.stores.of(row).look(row).holders
 
-    def _give_elsewhere(self, row: LimitRow, token: str) -> None:
+    def _give_external(self, row: LimitRow, token: str) -> None:
         try:
             self._held_permits.stores.of(row).give(row, [token])
         except CommandBusError as error:
-            logger.warning("a permit of limit %s cannot be released, and ends with its lease: %s", row.name, error)
+            logger.warning("a permit of limit %s cannot be given back, and its lease ends: %s", row.name, error)
 
 
 def _log(name: str, holder: str, reason: str, row: LimitRow, limit_state: LimitState) -> None:

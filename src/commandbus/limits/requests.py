@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+from typing import Final, NamedTuple
 
 from commandbus.clock import boottime, monotonic
 from commandbus.errors import CommandBusError, LimitTimeoutError, UnknownLimitError
@@ -59,7 +59,7 @@ class Permit:
         return not self.is_lost and boottime() - self.renewed_at < self.lease * 2 / 3
 
     def __repr__(self) -> str:
-        return f"Place({self.limit!r}, {self.token!r})"
+        return f"Permit({self.limit!r}, {self.token!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +108,30 @@ def no_such(name: str, error: CommandBusError) -> Refusal:
 
 
 def waited_in_vain(name: str, wait: float, why: str | None = None) -> LimitTimeoutError:
-    """The error of a caller that has waited too long for a permit, and what was in the way, if that is known."""
+    """The error of who has waited too long for a permit, and what was in the way, if that is known."""
     text = f"no permit of limit {name!r} became free within {format_seconds(round(wait, 3))}"
     return LimitTimeoutError(f"{text}: {why}" if why else f"{text}; see `commandbus limits`", limit=name)
+
+
+class QueuedCommand(NamedTuple):
+    """A command and its queue row, for which a permit may be kept."""
+
+    domain: str
+    msg_id: int
+    id: int
+    attempt_base: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """How its turn is found."""
+        return self.msg_id, self.id, self.attempt_base
 
 
 @dataclass(slots=True, eq=False)
 class PermitRequest:
     """A claimed command whose handler needs permits of some limits; exactly one of two replies follows."""
 
-    domain: str
-    msg_id: int
-    id: int
-    attempt_base: int
+    command: QueuedCommand
     is_known: bool  # it was claimed before: a permit may be kept for it
     names: Sequence[str]
     holder: str
@@ -142,7 +153,7 @@ class PermitCall:
     holder: str
     answer: Future[Permit]
     on_lost: Callable[[Permit], None] | None
-    command: tuple[str, int, int, int] | None = None
+    command: QueuedCommand | None = None
     since: datetime | None = None
     caller: int | None = None  # the id of the command whose handler asks
     is_in_line: bool = False
@@ -173,9 +184,8 @@ class Limited:
     about the command, and returns whether the command will be parked."""
 
     limit: str
-    domain: str
-    msg_id: int
-    id: int
-    attempt_base: int
+    command: QueuedCommand
     is_known: bool
     then: Callable[[LimitRow | None, Turn | None], bool]
+    releases: Sequence[Release] = ()  # its permits
+    untold: tuple[str, str, float | None] | None = None  # a refusal without a permit: holder, reason, retry after

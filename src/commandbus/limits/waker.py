@@ -59,7 +59,7 @@ class Waker:
     def sweep(self) -> None:
         """Find what was missed: limits with somebody in line, and commands that have waited too long."""
         try:
-            found = self._held_permits.link.run(permits.sweep())
+            found = self._held_permits.connection.run(permits.sweep())
         except CommandBusError as error:
             self._say_once("", error)
             return
@@ -68,7 +68,7 @@ class Waker:
                 self._wake_next(name)
         for domain in [] if self.is_barred else found.domains:
             try:
-                self._held_permits.link.run(permits.wake_overdue(domain))
+                self._held_permits.connection.run(permits.wake_overdue(domain))
             except psycopg.errors.InsufficientPrivilege:
                 self.is_barred = True
                 break
@@ -82,7 +82,7 @@ class Waker:
         try:
             row = self._held_permits.known(name)
             if row.backend != "postgres":
-                grant = self._held_permits.stores.elsewhere(row).keep_for_others
+                grant = self._held_permits.stores.external(row).keep_for_others
         except UnknownLimitError:
             pass  # it is gone: who waits for it is told that
         except CommandBusError as error:
@@ -93,7 +93,7 @@ class Waker:
             name, most=MOST_AT_ONCE, seconds=RESERVE_SECONDS, grant=grant, mark=mark, is_barred=barred
         )
         try:
-            woken = self._held_permits.link.run(waking, limit=name)
+            woken = self._held_permits.connection.run(waking, limit=name)
         except LockedRowError as error:
             self.look_at(name, error.until - monotonic())
             return

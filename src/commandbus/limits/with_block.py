@@ -1,17 +1,32 @@
-"""What a block of code that holds a permit of a limit has in common, in handlers and in plain programs."""
+"""The `with` block that holds a permit of a limit: `with ctx.limit("docai"): …` and `with bus.limit("docai"): …`.
+
+One block for `with` and one for `async with`; who wants the permit (a handler's attempt, or a program) is a
+`PermitUser`. What leaves the block says how the API did (model/api_errors.py). After a time-out, or when somebody
+stopped the code in the block, the call may still be under way on the other side: the permit stays taken until its
+lease ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
 
 from commandbus.clock import monotonic
-from commandbus.errors import ApiTimeoutError, AttemptCancelledError, LimitLostError
-from commandbus.limits.requests import Permit
+from commandbus.errors import ApiTimeoutError, AttemptCancelledError, DeadlineExceededError, LimitLostError
+from commandbus.limits.requests import Permit, PermitCall, Release, waited_in_vain
 from commandbus.model.api_errors import ApiFailure, api_failure
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.limit import check_limit_name
 from commandbus.model.limit_state import ApiAnswer
+
+if TYPE_CHECKING:
+    from commandbus.limits.client import LimitClient
 
 LATE = "timeout"
 TIMED_OUT = ApiFailure("timeout", None, None, LATE)
@@ -19,6 +34,7 @@ CLOSE_SECONDS = 0.05
 """A client that was given the rest of the time may end a moment before it is over."""
 LEAST_SECONDS = 1.0
 """How much longer than asked for one waits for the limit client to say that there is no permit."""
+BEYOND_DEADLINE_SECONDS = 1.0
 
 
 class Hold:
@@ -48,6 +64,194 @@ class Hold:
             raise lost(self._permit.limit)
         left = self._until - monotonic()
         return None if left == math.inf else max(0.001, left)
+
+
+class PermitUser(Protocol):
+    """Who wants a permit for a block."""
+
+    @property
+    def deadline_at(self) -> float:
+        """When (monotonic) the code in the block must have ended anyway."""
+
+    def check(self) -> None:
+        """Raises if the code in the block is not to go on."""
+
+    def waking(self) -> AbstractContextManager[threading.Event]:
+        """The event to wait with: it is set when the code is asked to stop, too."""
+
+    def acquire(self, name: str, wait: float) -> PermitCall:
+        """Ask for a permit."""
+
+    def forget(self, call: PermitCall) -> None:
+        """Nobody waits for it any more."""
+
+    def why_in_vain(self) -> str | None:
+        """Why there may have been no answer."""
+
+    def begin_call(self, until: float) -> bool:
+        """A `with` block begins, whose call may last until then. Is that the nearest deadline?"""
+
+    def end_call(self) -> None:
+        """The `with` block is over."""
+
+    def watch(self, permit: Permit, timer: asyncio.Timeout) -> None:
+        """An `async with` block begins: this timer ends it."""
+
+    def release(self, permit: Permit, answer: ApiAnswer, api: ApiFailure | None, *, keeps: bool = False) -> None:
+        """The block is over; `keeps`: the call may still be under way."""
+
+
+class ProgramPermits:
+    """The permit of one block of a program that is no handler."""
+
+    deadline_at = math.inf
+
+    def __init__(self, limit_client: LimitClient, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._limit_client = limit_client
+        self._loop = loop  # of an `async with`
+        self._timer: asyncio.Timeout | None = None
+
+    def check(self) -> None:
+        """Nobody asks a program to stop."""
+
+    def waking(self) -> AbstractContextManager[threading.Event]:
+        """An event for this wait."""
+        return nullcontext(threading.Event())
+
+    def acquire(self, name: str, wait: float) -> PermitCall:
+        """Ask for a permit."""
+        on_lost = None if self._loop is None else self._lose
+        return self._limit_client.acquire(name, wait=wait, holder=f"pid-{os.getpid()}", on_lost=on_lost)
+
+    def forget(self, call: PermitCall) -> None:
+        """Nobody waits for it any more."""
+        self._limit_client.forget(call)
+
+    def why_in_vain(self) -> str | None:
+        """Why there may have been no answer."""
+        return "the database is away" if self._limit_client.is_down else None
+
+    def begin_call(self, until: float) -> bool:  # noqa: ARG002 - there is no other deadline
+        """Nothing interrupts the call."""
+        return True
+
+    def end_call(self) -> None:
+        """Nothing was changed."""
+
+    def release(self, permit: Permit, answer: ApiAnswer, api: ApiFailure | None, *, keeps: bool = False) -> None:
+        """The block is over."""
+        reason = str(answer) if api is None else api.at(permit.limit)
+        retry_after = None if api is None else api.retry_after
+        self._limit_client.release([Release(permit, answer, reason, retry_after, keeps)])
+
+    def watch(self, permit: Permit, timer: asyncio.Timeout) -> None:
+        """The permit's loss ends the block, too."""
+        self._timer = timer
+        if permit.is_lost:
+            self._end_block()
+
+    def _lose(self, permit: Permit) -> None:  # noqa: ARG002 - there is one
+        """Called on the limit client's or the clock's thread."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._end_block)
+
+    def _end_block(self) -> None:
+        if self._timer is not None and self._loop is not None:
+            with suppress(RuntimeError):  # the block is over
+                self._timer.reschedule(self._loop.time())
+
+
+@contextmanager
+def sync_block(user: PermitUser, name: str, most: float, seconds: float) -> Iterator[Hold]:
+    """Wait for a permit for up to `most` seconds; the call in the block may take `seconds`."""
+    permit = _wait(user, name, most)
+    until = monotonic() + seconds
+    latest = min(until, user.deadline_at)
+    is_nearest = user.begin_call(until)
+    try:
+        yield Hold(permit, latest)
+    except BaseException as error:
+        answer, api, keeps = verdict(error)
+        is_late = is_nearest and monotonic() >= until - CLOSE_SECONDS
+        if is_late and (answer is ApiAnswer.TIMEOUT or isinstance(error, DeadlineExceededError)):
+            user.release(permit, ApiAnswer.TIMEOUT, TIMED_OUT, keeps=True)
+            raise ApiTimeoutError(LATE) from error
+        user.release(permit, answer, api, keeps=keeps)
+        raise
+    else:
+        user.release(permit, ApiAnswer.GOOD, None)
+    finally:
+        user.end_call()
+
+
+def _wait(user: PermitUser, name: str, most: float) -> Permit:
+    user.check()
+    left = _left(user, most)
+    with user.waking() as waking:
+        call = user.acquire(name, _longest(left, most))
+        call.answer.add_done_callback(lambda _: waking.set())
+        try:
+            waking.wait(left + LEAST_SECONDS)
+        except BaseException:  # Ctrl-C
+            user.forget(call)
+            raise
+    if call.answer.done():
+        return call.answer.result()
+    user.forget(call)
+    user.check()
+    raise waited_in_vain(name, most, user.why_in_vain())
+
+
+@asynccontextmanager
+async def async_block(user: PermitUser, name: str, most: float, seconds: float) -> AsyncIterator[Hold]:
+    """Wait for a permit for up to `most` seconds; what is awaited in the block is canceled after `seconds`."""
+    permit = await _wait_async(user, name, most)
+    until = monotonic() + seconds
+    try:
+        try:
+            async with asyncio.timeout(None if seconds == math.inf else seconds) as timer:
+                user.watch(permit, timer)
+                yield Hold(permit, min(until, user.deadline_at))
+        except TimeoutError as error:
+            if timer.expired():
+                raise lost(name) if permit.is_lost else ApiTimeoutError(LATE) from error
+            raise
+    except BaseException as error:
+        answer, api, keeps = verdict(error)
+        user.release(permit, answer, api, keeps=keeps)
+        raise
+    else:
+        user.release(permit, ApiAnswer.GOOD, None)
+
+
+async def _wait_async(user: PermitUser, name: str, most: float) -> Permit:
+    user.check()
+    left = _left(user, most)
+    call = user.acquire(name, _longest(left, most))
+    answer = asyncio.wrap_future(call.answer)
+    try:
+        return await asyncio.wait_for(asyncio.shield(answer), left + LEAST_SECONDS)
+    except TimeoutError:
+        is_told = answer.done()
+        user.forget(call)
+        user.check()
+        if is_told:
+            raise
+        raise waited_in_vain(name, most, user.why_in_vain()) from None
+    except BaseException:
+        user.forget(call)
+        raise
+
+
+def _left(user: PermitUser, most: float) -> float:
+    return max(0.0, min(most, user.deadline_at - monotonic()))
+
+
+def _longest(left: float, most: float) -> float:
+    """How long the limit client may let the call wait. If the deadline comes before the end of the wait, the
+    client waits a moment longer: the handler is to hear of its deadline, not of a wait that nobody asked for."""
+    return most if left >= most else left + BEYOND_DEADLINE_SECONDS
 
 
 def lost(name: str) -> LimitLostError:

@@ -258,7 +258,7 @@ OPTIONS: Final = tuple(item.name for item in fields(Limit) if item.name != "name
 
 
 @dataclass(frozen=True, slots=True)
-class LimitUse:
+class PermitUsage:
     """How a limit's permits are used at this moment, as its permit store says."""
 
     holders: Mapping[str, float] = field(default_factory=dict)  # token → seconds until its lease ends

@@ -22,7 +22,8 @@ import psycopg
 from commandbus.db.service import DatabaseService
 from commandbus.db.transient_errors import is_locked, is_passing
 from commandbus.flow.breakers.breaker import PATIENCE_SECONDS, watch
-from commandbus.flow.commands.claim import ClaimedRow, put_right
+from commandbus.flow.commands.claim import put_right
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.flow.commands.database_session import DatabaseSession
 from commandbus.flow.commands.rescue import (
     Held,
@@ -38,6 +39,7 @@ from commandbus.flow.commands.rescue import (
 from commandbus.flow.commands.settle import Settlement, settle
 from commandbus.flow.limits.metrics import FleetFigures, figures
 from commandbus.logger import safe_logger
+from commandbus.model.backoff import Backoff
 from commandbus.model.client_sockets import Socket, Times, opened_by_handlers
 from commandbus.model.counting import counted
 from commandbus.model.outcome import Judgement, Verdict
@@ -53,7 +55,8 @@ logger = safe_logger("commandbus.supervisor")
 Key = tuple[str, int, int]
 
 SCOUT_SECONDS: Final = 3.0
-FIRST_PAUSE_SECONDS: Final = 0.02
+LOOK_SECONDS: Final = 0.02
+FIRST_POSTPONED_SECONDS: Final = 0.04
 LONGEST_PAUSE_SECONDS: Final = 1.0
 BACKEND_SECONDS: Final = 0.5
 PAST_SECONDS: Final = 10.0
@@ -79,7 +82,7 @@ class Case:
     settled: dict[str, int] = field(default_factory=dict)
     named: dict[str, list[str]] = field(default_factory=dict)
     next_at: float = 0.0
-    tries: int = 0
+    backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_POSTPONED_SECONDS, LONGEST_PAUSE_SECONDS))
     findings: dict[Key, Finding] | None = None
 
     @property
@@ -187,7 +190,9 @@ class Coroner(DatabaseService):
 
     def _work(self) -> None:
         self._spare_others(self._look_at_traces)
-        self._spare_others(lambda: self._words.write(self._link))  # what a lost connection kept us from telling
+        self._spare_others(
+            lambda: self._words.write(self._connection)
+        )  # what a lost connection kept us from telling
         self._spare_others(self._judge_breakers)
         for case in self.open_cases:
             if self.is_done:
@@ -200,8 +205,8 @@ class Coroner(DatabaseService):
             self._spare_others(self._scout)
 
     def _scout(self) -> None:
-        seen = {domain: self._link.run(scout(domain)) for domain in self.domains}
-        self.look = CoronerLook(time.monotonic(), seen, figures=self._link.run(figures(self.domains)))
+        seen = {domain: self._connection.run(scout(domain)) for domain in self.domains}
+        self.look = CoronerLook(time.monotonic(), seen, figures=self._connection.run(figures(self.domains)))
 
     def _spare_others(self, work: Callable[[], None]) -> bool:
         """One task: if it fails, the others are still done."""
@@ -231,7 +236,7 @@ class Coroner(DatabaseService):
     def _look_at_trace(self, trace: Trace) -> None:
         asked_at = time.monotonic()
         ports = sorted({socket.port for socket in trace.sockets})
-        server, sessions = self._link.run(client_sessions(trace.worker, ports))
+        server, sessions = self._connection.run(client_sessions(trace.worker, ports))
         times = Times(trace.spawned_at, trace.read_at, asked_at, time.monotonic())
         if found := opened_by_handlers(trace.sockets, sessions, server, times):
             self._opened[trace.worker] = [DatabaseSession(session.pid, session.started) for session in found]
@@ -239,8 +244,8 @@ class Coroner(DatabaseService):
     # -- one case
 
     def _examine(self, case: Case) -> None:
-        """One attempt at a case. What the worker still holds decides whether another one is needed."""
-        self._end_backends(case)
+        """One try. What the worker held decides whether another one is needed."""
+        self._end_sessions(case)
         held = {domain: self._held(case, domain) for domain in case.hello.domains}
         if case.findings is None:
             case.findings = self._findings(case, held)
@@ -248,7 +253,7 @@ class Coroner(DatabaseService):
         if left:
             self._postpone(case)
             return
-        self._link.run(bury(case.worker))
+        self._connection.run(bury(case.worker))
         self._say_opened(case)
         with self._lock:
             self._cases.remove(case)
@@ -259,9 +264,7 @@ class Coroner(DatabaseService):
         )  # fmt: skip
 
     def _postpone(self, case: Case) -> None:
-        case.tries += 1
-        pause = min(FIRST_PAUSE_SECONDS * 2 ** min(case.tries, 10), LONGEST_PAUSE_SECONDS)
-        case.next_at = time.monotonic() + pause
+        case.next_at = time.monotonic() + case.backoff.next()
 
     def _say_opened(self, case: Case) -> None:
         if opened := self._opened.pop(case.worker, []):
@@ -272,32 +275,32 @@ class Coroner(DatabaseService):
                 "was" if len(opened) == 1 else "were",
             )
 
-    def _end_backends(self, case: Case) -> None:
-        """End the worker's database sessions, and wait a moment until they are gone."""
+    def _end_sessions(self, case: Case) -> None:
+        """End what the server still does for it; wait a moment until that is over."""
         known = [
-            DatabaseSession(slot.backend, slot.backend_started)
+            DatabaseSession(slot.session_pid, slot.session_started)
             for slot in case.slots
-            if slot.backend and slot.backend_started  # else nobody knows whose that process id is by now
+            if slot.session_pid and slot.session_started  # else nobody knows whose that process id is by now
         ]
         known += self._opened.get(case.worker, [])
         until = time.monotonic() + BACKEND_SECONDS
         while True:
-            ended, refused = self._link.run(terminate_backends(case.worker, known))
-            if refused and not case.tries:
+            ended, refused = self._connection.run(terminate_backends(case.worker, known))
+            if refused and not case.backoff.seconds:
                 logger.warning("%d connections of worker %s belong to another role", refused, case.worker)
-            if not ended or time.monotonic() > until or self._stopping.wait(FIRST_PAUSE_SECONDS):
+            if not ended or time.monotonic() > until or self._stopping.wait(LOOK_SECONDS):
                 return
 
     def _held(self, case: Case, domain: str) -> list[Held]:
         running = case.msg_ids(domain)
         past = PAST_SECONDS + time.monotonic() - case.died_at
         lease = case.settings.visibility_timeout + SPARE_LEASE_SECONDS
-        found = self._link.run(
+        found = self._connection.run(
             held_by(domain, case.worker, running=running, past_seconds=past, lease_seconds=lease)
         )
         if odd := [held.row for held in found if held.row.id is None or held.row.before is not None]:
             limit = case.settings.max_payload_bytes
-            right, _ = self._link.run(put_right(domain=domain, worker=case.worker, odd=odd, max_bytes=limit))
+            right, _ = self._connection.run(put_right(domain=domain, worker=case.worker, odd=odd, max_bytes=limit))
             marked = {row.msg_id: row for row in right}
             found = [held._replace(row=marked.get(held.row.msg_id, held.row)) for held in found]
         return [held for held in found if held.row.id is not None]
@@ -330,7 +333,7 @@ class Coroner(DatabaseService):
                 if finding is not None and finding.role is Role.CULPRIT:
                     say_culprit(case.worker, domain, held, finding, settlement)
                     self._count(case, domain, held, finding)
-        self._words.write(self._link)
+        self._words.write(self._connection)
         return sum(answer in ("busy", "canceled") for answer in answers.values())
 
     def _count(self, case: Case, domain: str, held: Held, finding: Finding) -> None:
@@ -351,7 +354,7 @@ class Coroner(DatabaseService):
         now = time.monotonic()
         self._judging = {domain: until for domain, until in self._judging.items() if until > now}
         if self._judging:
-            self._judge.judge(self._link, self._link.run(watch(sorted(self._judging))))
+            self._judge.judge(self._connection, self._connection.run(watch(sorted(self._judging))))
 
     def _outcome(
         self, case: Case, domain: str, held: Held, finding: Finding | None, started: float | None
@@ -365,7 +368,7 @@ class Coroner(DatabaseService):
     ) -> dict[tuple[int, int], str]:
         """All in one, or after an error one by one: a bad or locked row must not fail the others."""
         try:
-            return dict(self._link.run(settle(domain, worker, settlements, lock_timeout_ms=lock_timeout_ms)))
+            return dict(self._connection.run(settle(domain, worker, settlements, lock_timeout_ms=lock_timeout_ms)))
         except psycopg.Error as error:
             if is_passing(error) and not is_locked(error):
                 raise

@@ -12,7 +12,10 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from commandbus.model.backoff import Backoff
+
 EARLY_SECONDS: Final = 10.0
+FIRST_SECONDS: Final = 1.0
 LONGEST_SECONDS: Final = 30.0
 FREE_CRASHES: Final = 3
 CRASH_SECONDS: Final = 1.0
@@ -24,6 +27,7 @@ class RestartBudget:
     def __init__(self) -> None:
         self.next_at = -math.inf
         self._unexplained = 0
+        self._backoff = Backoff(FIRST_SECONDS, LONGEST_SECONDS)
         self._crashes = 0
         self._failed_at = -math.inf
         self._round_at = -math.inf
@@ -43,8 +47,7 @@ class RestartBudget:
         elif born_at >= self._round_at:  # those that were started together fail together, and count once
             self._unexplained += 1
             self._round_at = now
-            doublings = min(self._unexplained - 2, 10)
-            pause = 0.0 if self._unexplained == 1 else min(LONGEST_SECONDS, 2.0**doublings)
+            pause = 0.0 if self._unexplained == 1 else self._backoff.next()
         self._failed_at = now
         self.next_at = max(self.next_at, now + pause)
         return self.next_at - now
@@ -59,6 +62,7 @@ class RestartBudget:
         """A worker has lived longer than EARLY_SECONDS: if it started after the last death, the series is over."""
         if born_at >= self._failed_at:
             self._unexplained = self._crashes = self._times = 0
+            self._backoff.reset()
             self._cause = ""
 
     def may_start(self, now: float) -> bool:

@@ -218,12 +218,12 @@ class Supervisor:
                 self._coroner.trace(trace)
 
     def _connect(self) -> None:
-        """On the thread of the `ServerWait`: connect to the server, and check the role's privileges."""
-        link = LastingConnection(self._settings, name=f"{self.id} start")
+        """On the thread of the `ServerWait`: is there a server that takes us, and may we work there?"""
+        connection = LastingConnection(self._settings, name=f"{self.id} start")
         try:
-            link.run(check_may_work(self._settings.domains))
+            connection.run(check_may_work(self._settings.domains))
         finally:
-            link.close()
+            connection.close()
 
     def _has_server(self, now: float) -> bool:
         """Can the database be reached? If a person must repair something, the supervisor ends."""

@@ -18,6 +18,7 @@ from commandbus.clock import monotonic
 from commandbus.db.service_connection import LastingConnection
 from commandbus.flow.batches.fold import fold
 from commandbus.logger import safe_logger
+from commandbus.model.backoff import Backoff
 
 logger = safe_logger("commandbus.worker")
 
@@ -35,17 +36,16 @@ class Refused:
     def __init__(self, first: float = REFUSED_SECONDS, longest: float = LONGEST_REFUSED_SECONDS) -> None:
         self._first = first
         self._longest = longest
-        self._pauses: dict[int, tuple[float, float]] = {}  # until when, and how long that is
+        self._pauses: dict[int, tuple[float, Backoff]] = {}  # until when
 
     def __contains__(self, batch: int) -> bool:
         return batch in self._pauses
 
     def add(self, batch: int) -> float:
-        """It was refused, perhaps again. Returns for how long it is left alone."""
-        _, last = self._pauses.get(batch, (0.0, self._first / 2))
-        pause = min(last * 2, self._longest)
-        self._pauses[batch] = (monotonic() + pause, pause)
-        return pause
+        """It was refused, perhaps again; answers for how long it is left alone."""
+        _, backoff = self._pauses.get(batch) or (0.0, Backoff(self._first, self._longest))
+        self._pauses[batch] = (monotonic() + backoff.next(), backoff)
+        return backoff.seconds
 
     def discard(self, batch: int) -> None:
         """It was not refused."""
@@ -64,15 +64,17 @@ class Refused:
         """Those that nobody has asked for since their pause was over."""
         now = monotonic()
         self._pauses = {
-            batch: (until, pause) for batch, (until, pause) in self._pauses.items() if until + 2 * pause > now
+            batch: (until, backoff)
+            for batch, (until, backoff) in self._pauses.items()
+            if until + 2 * backoff.seconds > now
         }
 
 
 class BatchFolding:
     """Which batches are to be folded, and when."""
 
-    def __init__(self, link: LastingConnection) -> None:
-        self._link = link
+    def __init__(self, connection: LastingConnection) -> None:
+        self._connection = connection
         self._touched: deque[int] = deque()
         self._waiting: set[int] = set()
         self._refused = Refused()
@@ -111,13 +113,15 @@ class BatchFolding:
             began = monotonic()
             if self._try(chosen):
                 seconds = monotonic() - began
-            elif len(chosen) > 1 and not self._link.conn_is_lost():  # one bad batch must not fail its neighbors
+            elif (
+                len(chosen) > 1 and not self._connection.conn_is_lost()
+            ):  # one bad batch must not fail its neighbours
                 self._one_by_one(chosen)
-        if not self._link.conn_is_lost():
+        if not self._connection.conn_is_lost():
             self._try_refused()
         now = monotonic()
         rest = seconds * SHARE
-        if self._link.conn_is_lost():
+        if self._connection.conn_is_lost():
             rest = REFUSED_SECONDS  # whoever writes next connects again
         self._next_at = now + max(rest, FOLD_SECONDS)
         self._slow_until = now + rest if rest > FOLD_SECONDS else 0.0
@@ -125,9 +129,9 @@ class BatchFolding:
     def _try(self, batches: Sequence[int]) -> bool:
         """Fold these together; False if that was refused."""
         try:
-            done = self._link.run(fold(batches))
+            done = self._connection.run(fold(batches))
         except Exception as error:  # noqa: BLE001 - whatever it is, the settler must go on
-            if len(batches) == 1 and not self._link.conn_is_lost():
+            if len(batches) == 1 and not self._connection.conn_is_lost():
                 self._waiting.discard(batches[0])
                 text = "batch %d cannot be folded now, trying again in %.0f s: %s"
                 logger.warning(text, batches[0], self._refused.add(batches[0]), _shown(error))
@@ -140,7 +144,7 @@ class BatchFolding:
         until = monotonic() + 1.0
         for batch in batches:
             self._try([batch])
-            if self._link.conn_is_lost() or monotonic() > until:
+            if self._connection.conn_is_lost() or monotonic() > until:
                 return
 
     def _try_refused(self) -> None:

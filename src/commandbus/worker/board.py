@@ -4,7 +4,7 @@
     note  | a short text: why health is what it is       by the ladder's thread
     gone  | the last replaced threads                    when a slot gets a new thread
     slot  | msg_id, started, stuck_at, read_ct, domain, running   by the slot's thread, one record per slot
-          | ident, native_id, backend and when that began         when they change
+          | ident, native_id, session and when that began         when they change
 
 The memory is an inherited memfd: it survives the worker's death, which is when it matters, and nothing has to be
 unlinked. Nobody locks: `running` is the last byte of a record to be written when an attempt starts and the only
@@ -36,7 +36,7 @@ _COUNT = struct.Struct("@Q")
 _GONE = struct.Struct("@QQ")
 _ATTEMPT = struct.Struct("@qddIIB")
 _THREAD = struct.Struct("@QII")
-_BACKEND = struct.Struct("@Iq")
+_SESSION = struct.Struct("@Iq")
 _PID = struct.Struct("@I")
 _MOMENT = struct.Struct("@d")
 
@@ -51,7 +51,7 @@ _RECORD = 72
 _RUNNING_AT = _ATTEMPT.size - 1
 _STUCK_AT = 16
 _THREAD_AT = 40
-_BACKEND_AT = 56
+_SESSION_AT = 56
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _LONGEST_UPTIME: Final = 2.0**40
@@ -82,8 +82,8 @@ class SlotView:
     stuck_at: float
     ident: int
     native_id: int
-    backend: int
-    backend_started: int = 0
+    session_pid: int
+    session_started: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +175,11 @@ class Board:
             self.leave(slot)
         _THREAD.pack_into(self._memory, at, ident, native_id, 0)
 
-    def backend(self, slot: int, pid: int, started: int = 0) -> None:
+    def session(self, slot: int, pid: int, started: int = 0) -> None:
         """The slot's attempt talks to this server process, which began then; 0: to none, or nobody knows."""
-        at = _SLOTS_AT + slot * _RECORD + _BACKEND_AT
+        at = _SLOTS_AT + slot * _RECORD + _SESSION_AT
         _PID.pack_into(self._memory, at, 0)  # a worker that dies in between leaves none
-        _BACKEND.pack_into(self._memory, at, 0, started)
+        _SESSION.pack_into(self._memory, at, 0, started)
         _PID.pack_into(self._memory, at, pid)
 
     def stuck_at(self, slot: int, value: float) -> None:
@@ -275,13 +275,13 @@ def _slot(memory: mmap.mmap, index: int, at: int) -> SlotView | None:
     """A slot's record; None if it cannot be true. A limit or a session that cannot be is unknown."""
     msg_id, started, stuck_at, read_ct, domain_index, running = _ATTEMPT.unpack_from(memory, at)
     ident, native_id, _ = _THREAD.unpack_from(memory, at + _THREAD_AT)
-    backend, backend_started = _BACKEND.unpack_from(memory, at + _BACKEND_AT)
+    session_pid, session_started = _SESSION.unpack_from(memory, at + _SESSION_AT)
     if running != 1 or read_ct > _LARGEST_INTEGER or not 0.0 <= started <= _LONGEST_UPTIME:
         return None
     limit = stuck_at if 0.0 <= stuck_at <= _LONGEST_UPTIME else math.inf
-    backend = backend if backend <= _LARGEST_INTEGER else 0
+    session_pid = session_pid if session_pid <= _LARGEST_INTEGER else 0
     return SlotView(
-        index, domain_index, msg_id, read_ct, started, limit, ident, native_id, backend, backend_started
+        index, domain_index, msg_id, read_ct, started, limit, ident, native_id, session_pid, session_started
     )
 
 

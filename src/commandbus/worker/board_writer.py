@@ -1,6 +1,6 @@
-"""Showing: what a supervised worker shows of itself on its board, and what it tidies up after each attempt there.
+"""The BoardWriter: shows on the board what a supervised worker does, and tidies the process after each attempt.
 
-A worker inside an application has no board: `Parts` then has no `BoardWriter` at all.
+A worker inside an application has no board: its runtime then has no `BoardWriter`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from commandbus.worker.attempt_registry import Running
 from commandbus.worker.board import Board, State
-from commandbus.worker.deadlines.ladder import Running
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.health import HealthState, HealthStatus
 from commandbus.worker.memory import resident_megabytes
@@ -49,11 +49,11 @@ class BoardWriter:
         """The calling thread serves this slot."""
         self._board.thread(slot, threading.get_ident(), threading.get_native_id())
 
-    def backend(self, attempt: Attempt, pid: int, started: int) -> None:
+    def session(self, attempt: Attempt, pid: int, started: int) -> None:
         """At once: a handler may change its session's name, and a crash leaves no time to look."""
-        place = self._running.get(attempt)
-        if place is not None:
-            self._board.backend(place.index, pid, started)
+        slot = self._running.get(attempt)
+        if slot is not None:
+            self._board.session(slot.index, pid, started)
 
     def beat(
         self,
@@ -81,12 +81,12 @@ class BoardWriter:
             claimless=int(claimless),
         )
         self._board.note("; ".join(health.reasons))
-        for attempt, place in list(self._running.items()):
+        for attempt, slot in list(self._running.items()):
             borrowed = attempt.borrowed
-            if self._running.get(attempt) is place:  # it may have ended meanwhile, and its slot gone on
+            if self._running.get(attempt) is slot:  # it may have ended meanwhile, and its slot gone on
                 pid, started = (0, 0) if borrowed is None else (borrowed.pid, borrowed.started)
-                self._board.backend(place.index, pid, started)
-                self._board.stuck_at(place.index, self._stuck_at(attempt))
+                self._board.session(slot.index, pid, started)
+                self._board.stuck_at(slot.index, self._stuck_at(attempt))
 
     def _stuck_at(self, attempt: Attempt) -> float:
         stop = attempt.stop

@@ -19,7 +19,7 @@ import psycopg
 from commandbus.clock import monotonic
 from commandbus.db.service_connection import LastingConnection
 from commandbus.flow.breakers.breaker import Bad, Moved, Watch, advance, judge, report, watch
-from commandbus.flow.commands.settle import PROBE
+from commandbus.flow.commands.claimed_row import IS_PROBE
 from commandbus.logger import safe_logger
 from commandbus.model.breaker_rule import AttemptCounts, BadAttempt, find_trouble, moments
 from commandbus.model.outcome import Failure, Judgement, Verdict
@@ -117,7 +117,7 @@ class Words:
         with self._lock:
             self._words.append(word)
 
-    def write(self, link: LastingConnection) -> None:
+    def write(self, connection: LastingConnection) -> None:
         """Write what was left; what a lost connection interrupts is kept."""
         while self._words:
             with self._lock:
@@ -128,7 +128,7 @@ class Words:
             bad = [word.bad._replace(began_ago=now - word.began) for word in words if word.bad is not None]
             good = [word.command for word in words if word.bad is None]
             try:
-                say(link.run(report(domain, command_type, rule, bad=bad, good=good)))
+                say(connection.run(report(domain, command_type, rule, bad=bad, good=good)))
             except psycopg.OperationalError:
                 raise
             except Exception:
@@ -155,11 +155,11 @@ class Judge:
             and find_trouble(self._settings.breaker_of(*key), recent) is not None
         ]
 
-    def judge(self, link: LastingConnection, seen: Watch) -> bool:
+    def judge(self, connection: LastingConnection, seen: Watch) -> bool:
         """True if something is to be judged again soon."""
         is_open = False
         for key in self.undecided(seen):
-            judged = link.run(judge(*key, self._settings.breaker_of(*key)))
+            judged = connection.run(judge(*key, self._settings.breaker_of(*key)))
             say(judged.moved)
             if judged.is_final:
                 self._judged[key] = seen.recent[key][-1].ended
@@ -204,20 +204,20 @@ class WorkerBreakers:
         key = (attempt.domain, attempt.command_type)
         if not is_stuck(judgement.failure):
             self._ended[key].append(monotonic())
-        is_probe, ran_for = bool(attempt.row[PROBE]), attempt.elapsed_ms() / 1000
+        is_probe, ran_for = attempt.is_probe, attempt.elapsed_ms() / 1000
         self._leave(word_of(self._settings, *key, attempt.id, judgement, is_probe=is_probe, ran_for=ran_for))
 
     def completed(self, attempt: Attempt) -> None:
         """An attempt completed."""
         self._ended[attempt.domain, attempt.command_type].append(monotonic())
-        if attempt.row[PROBE] and not attempt.is_lost:
+        if attempt.row[IS_PROBE] and not attempt.is_lost:
             self._leave(Word(attempt.domain, attempt.command_type, attempt.id, None))
 
     # --- called by the maintenance -----------------------------------------------------------------------------
 
-    def write(self, link: LastingConnection) -> None:
+    def write(self, connection: LastingConnection) -> None:
         """Write what was left; what a lost connection interrupts is kept."""
-        self._words.write(link)
+        self._words.write(connection)
         self._sweep_at = 0.0
 
     @property
@@ -241,25 +241,25 @@ class WorkerBreakers:
             self._recent[key][-1].ended, since, [None if count == most else count for count in others]
         )
 
-    def sweep(self, link: LastingConnection, tell: Callable[[], None]) -> None:
+    def sweep(self, connection: LastingConnection, tell: Callable[[], None]) -> None:
         """Look after breakers: move those that are due, `tell` what others need to know, judge, and find out when
         to look again."""
         if monotonic() >= self._sweep_at:
-            self.sweep_now(link, tell)
+            self.sweep_now(connection, tell)
 
-    def sweep_now(self, link: LastingConnection, tell: Callable[[], None]) -> None:
+    def sweep_now(self, connection: LastingConnection, tell: Callable[[], None]) -> None:
         """The same, whether it is time or not."""
         pause = SWEEP_SECONDS
         try:
-            seen = self._watch(link)
+            seen = self._watch(connection)
             if any(self._told.get(key) != recent[-1].ended for key, recent in seen.recent.items()):
                 tell()
             for item in seen.due:
                 if item.seconds > 0:
                     pause = min(pause, item.seconds)
                 elif not item.is_probing:
-                    say(link.run(advance(item.domain, item.command_type)))
-            if self._judge.judge(link, seen):
+                    say(connection.run(advance(item.domain, item.command_type)))
+            if self._judge.judge(connection, seen):
                 pause = min(pause, UNDECIDED_SECONDS)
         except psycopg.OperationalError:
             raise
@@ -268,9 +268,9 @@ class WorkerBreakers:
             logger.warning("breakers cannot be checked now, trying again in a minute: %s", error)
         self._sweep_at = monotonic() + max(pause, SOONEST_SECONDS)
 
-    def _watch(self, link: LastingConnection) -> Watch:
+    def _watch(self, connection: LastingConnection) -> Watch:
         asked_at = monotonic()
-        seen = link.run(watch(self._domains))
+        seen = connection.run(watch(self._domains))
         if seen.now is not None:
             self._clock = seen.now - (asked_at + monotonic()) / 2
         self._recent = seen.recent

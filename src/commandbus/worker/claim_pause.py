@@ -1,9 +1,10 @@
-"""Pause: after connections or threads were used up nothing is claimed for a while, longer each time in a row."""
+"""ClaimPause: while connections or threads are used up, nothing is claimed, for longer each time in a row."""
 
 from __future__ import annotations
 
 from commandbus.clock import monotonic
 from commandbus.logger import safe_logger
+from commandbus.model.backoff import Backoff
 
 logger = safe_logger("commandbus.worker")
 
@@ -16,7 +17,7 @@ class ClaimPause:
 
     def __init__(self) -> None:
         self._until = 0.0
-        self._seconds = FIRST_SECONDS
+        self._backoff = Backoff(FIRST_SECONDS, LONGEST_SECONDS)
 
     @property
     def is_on(self) -> bool:
@@ -28,7 +29,7 @@ class ClaimPause:
         now = monotonic()
         if now < self._until:
             return
-        again = now - self._until < self._seconds * 4
-        self._seconds = min(self._seconds * 2, LONGEST_SECONDS) if again else FIRST_SECONDS
-        self._until = now + self._seconds
-        logger.warning("%s: nothing is claimed for %g s", reason, self._seconds)
+        if now - self._until >= self._backoff.seconds * 4:
+            self._backoff.reset()
+        self._until = now + self._backoff.next()
+        logger.warning("%s: nothing is claimed for %g s", reason, self._backoff.seconds)

@@ -48,6 +48,7 @@ from commandbus.flow.commands.claim import (
 )
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
+from commandbus.worker.dispatcher import Dispatcher
 from commandbus.worker.isolation.quarantine import Quarantine
 from commandbus.worker.odd_rows import OddRows
 from commandbus.worker.raw_messages import Adopter
@@ -73,10 +74,6 @@ SLOTLESS_FACTOR = 4
 CANCEL = "cancel "
 MARGIN = timedelta(milliseconds=5)
 
-Deliver = Callable[[str, list[tuple[Any, ...]], float], list[tuple[Any, ...]]]
-"""Domain, rows, and when (by `clock.boottime`) the claim was sent: their leases count from then. Returns the rows
-that this worker has no handler for."""
-
 
 class Claimer(DatabaseService):
     """One thread that claims for all domains of a worker."""
@@ -87,41 +84,30 @@ class Claimer(DatabaseService):
         worker: str,
         domains: Sequence[str],
         *,
-        routed: Sequence[str],
-        room: Callable[[int], int],
-        spare: Callable[[], int],
-        finished: Callable[[], int],
-        deliver: Deliver,
-        on_unsure: Callable[[str, list[tuple[Any, ...]], float], None],
-        apart: Quarantine,
+        dispatcher: Dispatcher,
+        quarantine: Quarantine,
         adopter: Adopter,
         unhandled: UnhandledTypes,
         on_cancel: Callable[[str, int], None],
         on_idle: Callable[[], bool],
-        on_connect: Callable[[], None],
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
         super().__init__(settings, name=name, part="claimer", on_end=on_error, goes_by_keys=True)
         self._settings = settings
         self._worker = worker
-        self._domains = [_Domain(name_, is_routed=name_ in routed) for name_ in domains]
-        self._room = room
-        self._spare = spare
-        self._finished = finished
-        self._deliver = deliver
-        self._on_unsure = on_unsure
-        self._apart = apart
+        self._domains = [_Domain(name_, is_routed=name_ in dispatcher.routed) for name_ in domains]
+        self._dispatcher = dispatcher
+        dispatcher.on_room = self.wake
+        self._quarantine = quarantine
         self._adopter = adopter
         self._unhandled = unhandled
         adopter.on_read = lambda domain, seconds: self.order(lambda: self._read(domain, seconds))
         self._odd = OddRows(
-            self._link, worker, max_bytes=settings.max_payload_bytes, keeps_lock_timeout=self.can_listen
+            self._connection, worker, max_bytes=settings.max_payload_bytes, keeps_lock_timeout=self.can_listen
         )
         self._on_cancel = on_cancel
         self._on_idle = on_idle
-        self._on_connect = on_connect
-        self.is_waiting_for_room = False
         self.is_ended = False  # claim nothing more: the worker drains
         self.claimed = 0
         self._asked_at = monotonic()  # when a claim was last answered, or there was no room for one
@@ -157,27 +143,27 @@ class Claimer(DatabaseService):
         for domain in self._domains:
             domain.cursor = None
         self._announced_until = 0.0
-        self._on_connect()
+        self._dispatcher.note_connected()
 
     def round(self) -> None:
         room = self._wait_for_room()
         if self._stopping.is_set():
             return
-        if self._claim_all(room, self._spare()):
+        if self._claim_all(room, self._dispatcher.spare()):
             self._note_work()
         else:
             self._idle()
 
     def _wait_for_room(self) -> int:
         while True:
-            self._rate.observe(self._finished())
-            self.is_waiting_for_room = True
-            room = 0 if self.is_ended else self._room(self.prefetch)
+            self._rate.observe(self._dispatcher.finished)
+            self._dispatcher.is_claimer_waiting = True
+            room = 0 if self.is_ended else self._dispatcher.room(self.prefetch)
             if room > 0 or self._stopping.is_set():
-                self.is_waiting_for_room = False
+                self._dispatcher.is_claimer_waiting = False
                 return room
             self._asked_at = monotonic()
-            if not self.is_ended and self._spare() > 0:
+            if not self.is_ended and self._dispatcher.spare() > 0:
                 return 0  # and still waiting for room: a slot that becomes free wakes us
             self.sleep(0.25)
 
@@ -233,11 +219,11 @@ class Claimer(DatabaseService):
 
     def _take(self, domain: _Domain, n: int, own: int) -> int:
         """For slots that are free now: what waits before the slots may be given back, and others would see it."""
-        n = min(n, self._room(0) + own)
+        n = min(n, self._dispatcher.room(0) + own)
         if n <= 0:
             return 0
         claimed_at = boottime()
-        found = self._unhandled.take(self._link, domain.name, n)
+        found = self._unhandled.take(self._connection, domain.name, n)
         if found.odd:
             self._deliver_odd(domain, found, claimed_at)
         else:
@@ -255,9 +241,11 @@ class Claimer(DatabaseService):
             kind=kind,
         )
         try:
-            return self._link.run(asked)
+            return self._connection.run(asked)
         except UnreplicatedError as error:
-            self._on_unsure(domain.name, error.result.ready, claimed_at)  # a failover may lose this claim
+            self._dispatcher.return_unsure(
+                domain.name, error.result.ready, claimed_at
+            )  # a failover may lose this claim
             raise
 
     def _sift(self, domain: _Domain) -> int:
@@ -284,16 +272,16 @@ class Claimer(DatabaseService):
             self._adopter.take(domain.name, raw)
         if ours := self._unhandled.marked(domain.name, [row for row in found.odd if row.id is not None]):
             try:
-                room = self._apart.room(domain.name, ours)
+                room = self._quarantine.room(domain.name, ours)
                 right, _ = self._odd.put_right(domain.name, ours, room, until=monotonic() + LOCKED_SECONDS)
                 self._pass_on(domain, list(right), claimed_at)
             finally:
-                self._apart.admitted()
+                self._quarantine.admitted()
 
     def _pass_on(self, domain: _Domain, rows: list[tuple[Any, ...]], claimed_at: float) -> None:
         if rows:
             self.claimed += len(rows)
-            if unhandled := self._deliver(domain.name, rows, claimed_at):
+            if unhandled := self._dispatcher.deliver(domain.name, rows, claimed_at):
                 marked = self._unhandled.marked(domain.name, unhandled)
                 self._odd.put_right(domain.name, marked, ANY_ROOM, until=monotonic() + LOCKED_SECONDS)
 
@@ -305,7 +293,7 @@ class Claimer(DatabaseService):
         if self._busy_since is None:
             self._busy_since = now
         elif self._announced_until and now - self._busy_since > BUSY_SECONDS:
-            self._link.run(withdraw(self._worker))
+            self._connection.run(withdraw(self._worker))
             self._announced_until = 0.0
 
     def _idle(self) -> None:
@@ -315,8 +303,8 @@ class Claimer(DatabaseService):
             self.sleep(FULL_SECONDS)  # it wakes us when it has read some
             return
         if self._unhandled.is_any_due:
-            self.is_waiting_for_room = True  # a slot that becomes free wakes us
-            if self._room(0) <= 0:  # none has become free since we looked
+            self._dispatcher.is_claimer_waiting = True  # a slot that becomes free wakes us
+            if self._dispatcher.room(0) <= 0:  # none has become free since we looked
                 self.sleep(FULL_SECONDS)
             return
         if monotonic() > self._announced_until - ANNOUNCEMENT_SECONDS / 2:
@@ -324,7 +312,7 @@ class Claimer(DatabaseService):
             for pause in LOOKS_SECONDS:
                 if pause and self.sleep(pause):
                     return
-                if self._claim_all(self._room(0), self._spare()):
+                if self._claim_all(self._dispatcher.room(0), self._dispatcher.spare()):
                     return
         if self._on_idle():
             for domain in self._domains:
@@ -332,13 +320,13 @@ class Claimer(DatabaseService):
             return
         # Not beyond half the announcement: it is renewed before it expires.
         longest = min(self._settings.poll_interval, ANNOUNCEMENT_SECONDS / 2)
-        due = [self._link.run(next_due(domain.name, within_seconds=longest)) for domain in self._domains]
+        due = [self._connection.run(next_due(domain.name, within_seconds=longest)) for domain in self._domains]
         soonest = min((seconds for seconds in due if seconds is not None), default=longest)
         self.sleep(min(max(soonest, 0.001), longest))
 
     def _announce(self) -> None:
         names = [domain.name for domain in self._domains]
-        self._link.run(announce(worker=self._worker, domains=names, seconds=ANNOUNCEMENT_SECONDS))
+        self._connection.run(announce(worker=self._worker, domains=names, seconds=ANNOUNCEMENT_SECONDS))
         self._announced_until = monotonic() + ANNOUNCEMENT_SECONDS
         for domain in self._domains:
             domain.cursor = None  # a sender that saw no announcement may have committed below it
@@ -357,7 +345,7 @@ class Claimer(DatabaseService):
 
     def finish(self) -> None:
         try:
-            self._link.run(withdraw(self._worker))
+            self._connection.run(withdraw(self._worker))
         except (psycopg.Error, CommandBusError) as error:
             logger.info("the announcement was left to expire: %s", error)
 

@@ -25,11 +25,11 @@ from commandbus.db.service import DatabaseService
 from commandbus.flow.commands.claim import run_alone
 from commandbus.flow.commands.database_session import (
     DatabaseSession,
-    cancel_backend,
-    find_backend,
+    cancel_session,
+    find_session,
     is_of_child,
-    look_at_backend,
-    terminate_backend,
+    look_at_session,
+    terminate_session,
 )
 from commandbus.flow.commands.renew import PendingCancel, pending_cancels, renew
 from commandbus.logger import safe_logger
@@ -101,7 +101,7 @@ class LeaseKeeper(DatabaseService):
             )
             is_held = False
             try:
-                is_held = self._link.run(noted)
+                is_held = self._connection.run(noted)
             except psycopg.OperationalError:
                 raise
             except Exception:
@@ -171,7 +171,7 @@ class LeaseKeeper(DatabaseService):
         for domain, attempts in due.items():
             sent_at = boottime()
             told = {attempt.msg_id: text for attempt in attempts if (text := attempt.progress()) is not None}
-            renewal = self._link.run(
+            renewal = self._connection.run(
                 renew(
                     domain,
                     self._worker,
@@ -206,7 +206,7 @@ class LeaseKeeper(DatabaseService):
         held, lease, more = [(attempt.msg_id, attempt.read_ct)], self._settings.visibility_timeout, longer()
         sent_at = boottime()
         try:
-            renewal = self._link.run(renew(attempt.domain, self._worker, held, lease_seconds=lease + more))
+            renewal = self._connection.run(renew(attempt.domain, self._worker, held, lease_seconds=lease + more))
         except psycopg.OperationalError:
             raise
         except Exception as error:
@@ -233,7 +233,7 @@ class LeaseKeeper(DatabaseService):
                 by_domain.setdefault(attempt.domain, []).append(attempt)
         for domain, attempts in by_domain.items():
             held = [(attempt.msg_id, attempt.read_ct) for attempt in attempts]
-            self._pass_on(attempts, self._link.run(pending_cancels(domain, self._worker, held)))
+            self._pass_on(attempts, self._connection.run(pending_cancels(domain, self._worker, held)))
 
     def _pass_on(self, attempts: Sequence[Attempt], canceled: Sequence[PendingCancel]) -> None:
         for cancel in canceled:
@@ -247,16 +247,16 @@ class LeaseKeeper(DatabaseService):
         with borrowed.lock:  # it stays this attempt's connection until the cancel has arrived
             if borrowed.is_returned:
                 return
-            session = self._link.run(find_backend(borrowed.pid, borrowed.started, borrowed.key))
+            session = self._connection.run(find_session(borrowed.pid, borrowed.started, borrowed.key))
             if session is not None and self._may_end(borrowed, session):
-                self._link.run(terminate_backend(session) if end else cancel_backend(session))
+                self._connection.run(terminate_session(session) if end else cancel_session(session))
 
     def _may_end(self, borrowed: Borrowed, session: DatabaseSession) -> bool:
         """Whether it is what a child process says it is. Behind PgBouncer the lock of its attempt proves it."""
         if borrowed.told_since is None or borrowed.key is not None:
             return True
         age = boottime() - borrowed.told_since
-        is_its_own = self._link.run(is_of_child(session, worker=self._worker, youngest_seconds=age))
+        is_its_own = self._connection.run(is_of_child(session, worker=self._worker, youngest_seconds=age))
         if not is_its_own:
             text = "a child process named the database session %d, which is not its own or has ended"
             logger.warning(text, session.pid)
@@ -275,15 +275,15 @@ class LeaseKeeper(DatabaseService):
         then(taken)
 
     def _end_session(self, borrowed: Borrowed, taken: Document) -> None:
-        session = self._link.run(find_backend(borrowed.pid, borrowed.started, borrowed.key))
+        session = self._connection.run(find_session(borrowed.pid, borrowed.started, borrowed.key))
         if session is None or not self._may_end(borrowed, session):
             borrowed.hang_up()
             return
-        found = self._link.run(look_at_backend(session))
+        found = self._connection.run(look_at_session(session))
         if found is not None:
             taken["backend"] = found
-            is_ended = self._link.run(terminate_backend(session))
-            if not is_ended and self._link.run(look_at_backend(session)) is not None:
+            is_ended = self._connection.run(terminate_session(session))
+            if not is_ended and self._connection.run(look_at_session(session)) is not None:
                 logger.error(
                     "the database session %d of a stuck attempt could not be ended: the worker and its handlers "
                     "must connect as one role",

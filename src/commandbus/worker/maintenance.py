@@ -50,13 +50,13 @@ class Work(Generic[T]):
         self._plan = plan
         self._operation: Operation[Any] | None = next(plan, None)
 
-    def step(self, link: LastingConnection) -> bool:
+    def step(self, connection: LastingConnection) -> bool:
         """Run one operation; False if that was the last one."""
         if self._operation is None:
             return False
         try:
             try:
-                answer = link.run(self._operation)
+                answer = connection.run(self._operation)
             except CommandBusError as error:
                 self._operation = self._plan.throw(error)
             else:
@@ -96,7 +96,7 @@ class Maintenance(DatabaseService):
         self._health = health
         self._breakers = breakers
         self._unhandled = unhandled
-        breakers.on_word = lambda: self.order(lambda: breakers.write(self._link))
+        breakers.on_word = lambda: self.order(lambda: breakers.write(self._connection))
         self.state = "ACTIVE"
         self._beat_at = 0.0
         self._pruned_at = monotonic() - random.random() * PRUNE_SECONDS  # noqa: S311 - workers spread out
@@ -123,7 +123,7 @@ class Maintenance(DatabaseService):
     def finish(self) -> None:
         try:
             self.carry_out()
-            self._breakers.sweep_now(self._link, lambda: None)  # what this worker has counted stays of use
+            self._breakers.sweep_now(self._connection, lambda: None)  # what this worker has counted stays of use
             self._beat("STOPPED")
         except psycopg.Error as error:
             logger.info("the stop could not be recorded in the registry: %s", error)
@@ -133,8 +133,8 @@ class Maintenance(DatabaseService):
         now = monotonic()
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_SECONDS + self._sweep() * 20
-        self._breakers.sweep(self._link, lambda: self._beat(self.state))
-        self._unhandled.sweep(self._link)
+        self._breakers.sweep(self._connection, lambda: self._beat(self.state))
+        self._unhandled.sweep(self._connection)
         self._unpark(now)
         self._go_on()
         if now - self._pruned_at >= PRUNE_SECONDS:
@@ -159,7 +159,7 @@ class Maintenance(DatabaseService):
                 for domain, count in settled.items()
             }
             self._last, self._last_at = dict(settled), now
-        self._link.run(
+        self._connection.run(
             beat(
                 self._identity,
                 state=state,
@@ -178,9 +178,9 @@ class Maintenance(DatabaseService):
         """
         began = monotonic()
         try:
-            found = self._link.run(batch_operate.leftovers(but=self._refused.resting()))
+            found = self._connection.run(batch_operate.leftovers(but=self._refused.resting()))
         except Exception as error:
-            if self._link.conn_is_lost():
+            if self._connection.conn_is_lost():
                 raise
             logger.warning("batches cannot be checked now, trying again in a minute: %s", error)
             return PRUNE_SECONDS / 20
@@ -188,7 +188,7 @@ class Maintenance(DatabaseService):
         for batch in found.to_fold:
             began = monotonic()
             try:
-                self._link.run(fold([batch]))
+                self._connection.run(fold([batch]))
             except Exception as error:  # noqa: BLE001 - raised again if the connection is lost
                 self._refuse(batch, error)
             else:
@@ -208,7 +208,7 @@ class Maintenance(DatabaseService):
         while self._resumed and monotonic() < until and not self._stopping.is_set():
             batch, work = self._resumed.popitem()  # taken up again by the next sweep if this fails
             try:
-                goes_on = work.step(self._link)
+                goes_on = work.step(self._connection)
             except Exception as error:  # noqa: BLE001 - raised again if the connection is lost
                 self._refuse(batch, error)
                 goes_on = False
@@ -221,12 +221,12 @@ class Maintenance(DatabaseService):
         try:
             if now >= self._unpark_at:
                 self._unpark_at = now + SWEEP_SECONDS
-                for parked in self._link.run(unkept(self._identity.domains)):
+                for parked in self._connection.run(unkept(self._identity.domains)):
                     self._unparked.setdefault(parked, Work(wake_rest(parked)))
             until = monotonic() + SLICE_SECONDS
             while self._unparked and monotonic() < until and not self._stopping.is_set():
                 parked, work = self._unparked.popitem()  # found again by the next look if this fails
-                if work.step(self._link):
+                if work.step(self._connection):
                     self._unparked[parked] = work
                 self._look_after()
         except psycopg.OperationalError:
@@ -238,7 +238,7 @@ class Maintenance(DatabaseService):
 
     def _refuse(self, batch: int, error: Exception) -> None:
         """In the handling of an error."""
-        if self._link.conn_is_lost():
+        if self._connection.conn_is_lost():
             raise error
         pause = self._refused.add(batch)
         logger.warning("batch %d cannot be checked now, trying again in %.0f s: %s", batch, pause, error)
@@ -259,7 +259,7 @@ class Maintenance(DatabaseService):
             operation = next(plan)
             while not self._stopping.wait(BITE_PAUSE_SECONDS):
                 try:
-                    answer = self._link.run(operation)
+                    answer = self._connection.run(operation)
                 except CommandBusError as error:
                     operation = plan.throw(error)
                 else:

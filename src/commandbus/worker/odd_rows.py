@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from commandbus.clock import monotonic
 from commandbus.db.service_connection import LastingConnection
 from commandbus.db.transient_errors import CANCELED, is_locked, is_of_the_database, is_passing
-from commandbus.flow.commands.claim import ClaimedRow, Room, put_right, set_aside
+from commandbus.flow.commands.claim import Room, put_right, set_aside
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.logger import safe_logger
 
 logger = safe_logger("commandbus.worker")
@@ -21,8 +22,10 @@ logger = safe_logger("commandbus.worker")
 class OddRows:
     """Puts rows right on the connection of the thread that calls it."""
 
-    def __init__(self, link: LastingConnection, worker: str, *, max_bytes: int, keeps_lock_timeout: bool) -> None:
-        self._link = link
+    def __init__(
+        self, connection: LastingConnection, worker: str, *, max_bytes: int, keeps_lock_timeout: bool
+    ) -> None:
+        self._connection = connection
         self._worker = worker
         self._max_bytes = max_bytes
         self._keeps_lock_timeout = keeps_lock_timeout  # then what is canceled did not wait for a lock: it was slow
@@ -36,9 +39,9 @@ class OddRows:
             operation = put_right(
                 domain=domain, worker=self._worker, odd=odd, max_bytes=self._max_bytes, room=room
             )
-            return self._link.run(operation)
+            return self._connection.run(operation)
         except Exception as error:
-            if not is_locked(error) and is_of_the_database(error, is_lost=self._link.conn_is_lost()):
+            if not is_locked(error) and is_of_the_database(error, is_lost=self._connection.conn_is_lost()):
                 raise
             if len(odd) == 1:
                 self._leave_or_set_aside(domain, odd[0], error)
@@ -63,9 +66,9 @@ class OddRows:
         reason = f"it could not be read: {type(error).__name__}: {str(error).strip()}"
         logger.error("message %d of domain %s is set aside: %s", row.msg_id, domain, reason)
         try:
-            self._link.run(set_aside(domain=domain, worker=self._worker, row=row, reason=reason))
+            self._connection.run(set_aside(domain=domain, worker=self._worker, row=row, reason=reason))
         except Exception as again:
-            if is_of_the_database(again, is_lost=self._link.conn_is_lost()):
+            if is_of_the_database(again, is_lost=self._connection.conn_is_lost()):
                 raise
             logger.exception("message %d of domain %s cannot be set aside; it stays leased", row.msg_id, domain)
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 from commandbus.clock import monotonic
 from commandbus.db.service import DatabaseService
-from commandbus.flow.commands.claim import ANY_ROOM, ClaimedRow
+from commandbus.flow.commands.claim import ANY_ROOM
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 from commandbus.worker.odd_rows import OddRows
@@ -33,7 +34,7 @@ class Adopter(DatabaseService):
     ) -> None:
         super().__init__(settings, name=name, part="adopter", on_end=on_error)
         self._rows = OddRows(
-            self._link, worker, max_bytes=settings.max_payload_bytes, keeps_lock_timeout=self.can_listen
+            self._connection, worker, max_bytes=settings.max_payload_bytes, keeps_lock_timeout=self.can_listen
         )
         self._lease = settings.visibility_timeout
         self._queue: deque[tuple[str, Sequence[ClaimedRow], float]] = deque()

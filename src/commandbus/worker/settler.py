@@ -36,6 +36,7 @@ from commandbus.flow.commands.renew import pending_cancels
 from commandbus.flow.commands.settle import Answer, Done, Settlement, cancellation, is_dense, settle, settle_done
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.logger import safe_logger
+from commandbus.model.backoff import Backoff
 from commandbus.model.counting import counted
 from commandbus.model.outcome import Judgement, Verdict, describe
 from commandbus.settings import Settings
@@ -89,7 +90,7 @@ class Settler(DatabaseService):
         self._unwritten: dict[int, Item] = {}  # of the batch that is being written
         self._aside = _Aside()
         self._void: set[Attempt] = set()
-        self._folder = BatchFolding(self._link)
+        self._folder = BatchFolding(self._connection)
         self._closing = False
         self._sleeps = False  # whoever adds an outcome must wake it
         self._in_doubt = False  # a statement was not acknowledged, and may have settled something
@@ -163,7 +164,7 @@ class Settler(DatabaseService):
             self._folder.fold()
 
     def lost(self, error: psycopg.Error) -> None:
-        self._in_doubt = self._in_doubt or self._link.conn_is_lost() or isinstance(error, UnreplicatedError)
+        self._in_doubt = self._in_doubt or self._connection.conn_is_lost() or isinstance(error, UnreplicatedError)
 
     def _settle_done(self) -> None:
         """Write completions; what fails with the database stays to be written."""
@@ -187,9 +188,9 @@ class Settler(DatabaseService):
         written: list[int] | None = []
         if self.can_listen and is_dense(attempts):  # else the server would wait for a lock as long as it takes
             try:
-                written = self._link.run(settle_done(domain, self._worker, attempts))
+                written = self._connection.run(settle_done(domain, self._worker, attempts))
             except Exception as error:
-                if not is_locked(error) and is_of_the_database(error, is_lost=self._link.conn_is_lost()):
+                if not is_locked(error) and is_of_the_database(error, is_lost=self._connection.conn_is_lost()):
                     raise
         if written is not None:
             commands = set(written)
@@ -248,7 +249,7 @@ class Settler(DatabaseService):
         except Exception as error:
             if is_locked(error):
                 return error
-            if is_of_the_database(error, is_lost=self._link.conn_is_lost()):
+            if is_of_the_database(error, is_lost=self._connection.conn_is_lost()):
                 raise
             if len(items) > 1:
                 for half in _halves(items):
@@ -301,10 +302,10 @@ class Settler(DatabaseService):
         answers: dict[tuple[int, int], Answer] = {}
         if settlements:
             limit = HURRIED_MS if is_hurried else None
-            answers = self._link.run(settle(domain, self._worker, settlements, lock_timeout_ms=limit))
+            answers = self._connection.run(settle(domain, self._worker, settlements, lock_timeout_ms=limit))
         for _, ended in items:
             if isinstance(ended, Note):
-                self._link.run(_note(ended, self._worker))
+                self._connection.run(_note(ended, self._worker))
         completed = sum(settlement.is_completion for settlement in settlements)
         if completed:
             self._on_written(completed)
@@ -330,7 +331,7 @@ class Settler(DatabaseService):
     def _cancel_instead(self, attempt: Attempt) -> None:
         """Somebody asked to cancel it before this attempt, which did not complete it, was settled."""
         held = [(attempt.msg_id, attempt.read_ct)]
-        for cancel in self._link.run(pending_cancels(attempt.domain, self._worker, held)):
+        for cancel in self._connection.run(pending_cancels(attempt.domain, self._worker, held)):
             judgement = Judgement(Verdict.CANCELED, cancellation(cancel.by, cancel.reason))
             self._queue.append((attempt, attempt.fail(judgement)))
             return
@@ -384,7 +385,7 @@ class _Aside:
     """Outcomes that met a lock, until they are tried again. Those that need the same thing wait together."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, tuple[float, float, list[Item]]] = {}  # until, pause, items
+        self._waiting: dict[str, tuple[float, Backoff, list[Item]]] = {}  # until when
 
     def __len__(self) -> int:
         return sum(len(items) for _, _, items in self._waiting.values())
@@ -392,17 +393,20 @@ class _Aside:
     def add(self, needs: str, items: Sequence[Item]) -> float:
         """Returns after how many seconds they are tried again."""
         key = needs or f"row {items[0][0].msg_id} of {items[0][0].domain}"
-        _, last, before = self._waiting.get(key, (0.0, 0.0, []))
-        pause = min(max(2 * last, FIRST_ASIDE_SECONDS), LONGEST_ASIDE_SECONDS)
-        self._waiting[key] = (monotonic() + pause, pause, [*before, *items])
-        return pause
+        _, backoff, before = self._waiting.get(key) or (
+            0.0,
+            Backoff(FIRST_ASIDE_SECONDS, LONGEST_ASIDE_SECONDS),
+            [],
+        )
+        self._waiting[key] = (monotonic() + backoff.next(), backoff, [*before, *items])
+        return backoff.seconds
 
     def take_due(self) -> list[Item]:
         """Some whose time has come. Their pause is remembered until they are written."""
         now = monotonic()
-        for key, (until, pause, items) in list(self._waiting.items()):
+        for key, (until, backoff, items) in list(self._waiting.items()):
             if items and until <= now:
-                self._waiting[key] = (now, pause, [])
+                self._waiting[key] = (now, backoff, [])
                 return items
             if not items and now - until > LONGEST_ASIDE_SECONDS:
                 del self._waiting[key]

@@ -16,7 +16,8 @@ import psycopg
 
 from commandbus.clock import monotonic
 from commandbus.db.service_connection import LastingConnection
-from commandbus.flow.commands.claim import Claim, ClaimedRow
+from commandbus.flow.commands.claim import Claim
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.flow.commands.unhandled_types import UnhandledType, find_unhandled, give_up, note, take
 from commandbus.logger import safe_logger
 from commandbus.model.durations import format_seconds
@@ -94,7 +95,7 @@ class UnhandledTypes:
                 extra={"domain": domain, "command_type": command_type},
             )
 
-    def take(self, link: LastingConnection, domain: str, n: int) -> Claim:
+    def take(self, connection: LastingConnection, domain: str, n: int) -> Claim:
         """Lease up to n commands of the next type that waits here."""
         with self._lock:
             command_type = next(iter(self._due[domain]))
@@ -107,7 +108,7 @@ class UnhandledTypes:
             lease_seconds=self._settings.visibility_timeout,
         )
         try:
-            found = link.run(operation)
+            found = connection.run(operation)
         except BaseException:
             self.add(domain, command_type)
             raise
@@ -115,15 +116,15 @@ class UnhandledTypes:
             self.add(domain, command_type)
         return found
 
-    def sweep(self, link: LastingConnection) -> None:
+    def sweep(self, connection: LastingConnection) -> None:
         """Look which types wait: those that this worker knows are due, those that nobody knows are given up."""
         if monotonic() < self._sweep_at:
             return
         pause = SWEEP_SECONDS
         try:
-            for item in link.run(find_unhandled(self._domains)):
+            for item in connection.run(find_unhandled(self._domains)):
                 self.add(item.domain, item.command_type)
-                if self._is_given_up(item) and not self._give_up(link, item):
+                if self._is_given_up(item) and not self._give_up(connection, item):
                     pause = 0.0
         except psycopg.OperationalError:
             raise
@@ -139,7 +140,7 @@ class UnhandledTypes:
         is_known = item.workers > 0 or self._handlers.get(item.domain, item.command_type) is not None
         return not is_known and item.seconds >= self._settings.unknown_type_timeout
 
-    def _give_up(self, link: LastingConnection, item: UnhandledType) -> bool:
+    def _give_up(self, connection: LastingConnection, item: UnhandledType) -> bool:
         """Whether that was all. What is left has its turn in the next round: the heartbeat comes in between."""
         timeout = self._settings.unknown_type_timeout
         until, count, given = monotonic() + SLICE_SECONDS, 0, BITE
@@ -152,7 +153,7 @@ class UnhandledTypes:
                 lease_seconds=self._settings.visibility_timeout,
                 age_seconds=timeout,
             )
-            given = link.run(operation)
+            given = connection.run(operation)
             count += given
         if count:
             logger.warning(

@@ -41,7 +41,8 @@ from commandbus.settings import Settings, load_settings
 from commandbus.worker.execution.handlers import HandlerRegistry
 from commandbus.worker.health import HealthStatus
 from commandbus.worker.limits import check_limits
-from commandbus.worker.runtime import UNREACHABLE, WorkerRuntime
+from commandbus.worker.runtime import WorkerRuntime
+from commandbus.worker.service_watch import UNREACHABLE
 from commandbus.worker.worker_options import StopReport, Supervision, WorkerSpec
 
 logger = safe_logger("commandbus.worker")
@@ -112,8 +113,8 @@ class Worker:
     @property
     def beat_age(self) -> float | None:
         """Seconds since its ladder last looked at what runs; None if it is not running."""
-        parts = self._runtime
-        return None if parts is None else monotonic() - parts.ladder.beat_at
+        runtime = self._runtime
+        return None if runtime is None else monotonic() - runtime.ladder.beat_at
 
     @property
     def state(self) -> str:
@@ -156,7 +157,7 @@ class Worker:
                 self._was_stopped = True
                 self._database.close()
                 return False
-            self._run_parts(settings)
+            self._start_runtime(settings)
         except BaseException as error:
             self._database.close()
             clear = explained(error, self._role)
@@ -196,7 +197,7 @@ class Worker:
         if self._supervision is not None:
             self._supervision.on_waiting(reason)
 
-    def _run_parts(self, settings: Settings) -> None:
+    def _start_runtime(self, settings: Settings) -> None:
         spec = WorkerSpec(
             id=self.id,
             domains=self.domains,
@@ -256,9 +257,10 @@ class Worker:
             raise RuntimeError(f"this worker is not running{hint}")
         self._stop_asked.set()
         self._was_stopped = True
-        parts, self._runtime = self._runtime, None
+        runtime, self._runtime = self._runtime, None
+        limit = self.settings.shutdown_timeout if timeout is None else timeout
         logger.info("worker %s stops (%s): up to %g s for what runs", self.id, self._stop_reason, limit)
-        report = parts.stop(limit, self._stop_reason, hurry=lambda: self._signals > 1)
+        report = runtime.stop(limit, self._stop_reason, hurry=lambda: self._signals > 1)
         self._database.close()
         level = logging.INFO if report.is_clean else logging.WARNING
         logger.log(
@@ -316,11 +318,11 @@ class Worker:
 
     def _check_database(self, settings: Settings) -> None:
         """This role may work, the schema is current, every domain has its queue (created, if this role may)."""
-        link = LastingConnection(settings, name="worker start")
+        connection = LastingConnection(settings, name="worker start")
         try:
-            permitted = link.run(check_may_work(self.domains))
+            permitted = connection.run(check_may_work(self.domains))
             self._role = permitted.role
-            state = link.run(look())
+            state = connection.run(look())
             if state.missing:
                 raise SchemaError(
                     f"the schema lacks migration {state.missing[0]}; run `commandbus migrate` before the worker"
@@ -330,16 +332,16 @@ class Worker:
                     "the schema is at migration %d, newer than this release knows, and compatible with it",
                     max(state.applied),
                 )
-            known = {domain.name for domain in link.run(list_domains())} - permitted.without_queue
+            known = {domain.name for domain in connection.run(list_domains())} - permitted.without_queue
             for domain in self.domains:
                 if domain not in known:
                     try:
-                        link.run(create_domain(domain))
+                        connection.run(create_domain(domain))
                     except SchemaError as error:
                         raise UnknownDomainError(domain) from error
-            self._has_limits = check_limits(link, settings, self._handlers)
+            self._has_limits = check_limits(connection, settings, self._handlers)
         finally:
-            link.close()
+            connection.close()
 
 
 def _policy(policy: RetryPolicy, on_timeout: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The options of a worker, and its report when it ends."""
+"""What a worker is told to be (WorkerSpec), and what it reports at its end (StopReport)."""
 
 from __future__ import annotations
 

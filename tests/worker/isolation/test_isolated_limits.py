@@ -95,13 +95,13 @@ def desk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Desk:
     desk = Desk(bus, db, start_worker(handlers, **QUICK), tmp_path)
-    leave = LimitClient.leave
+    leave = LimitClient.release
 
     def note(self: LimitClient, leaves: Sequence[Release]) -> None:
         desk.left.extend((item.answer, item.keeps) for item in leaves)
         leave(self, leaves)
 
-    monkeypatch.setattr(LimitClient, "leave", note)
+    monkeypatch.setattr(LimitClient, "release", note)
     return desk
 
 
@@ -265,7 +265,7 @@ def test_a_thread_of_an_attempt_that_is_over_gets_no_place(desk: Desk) -> None:
 
 
 class Record:
-    """A door that says who came."""
+    """A provider of permits that says who came."""
 
     def __init__(self) -> None:
         self.calls: list[PermitCall] = []
@@ -281,7 +281,9 @@ class Record:
     def forget(self, call: PermitCall) -> None:
         self.forgotten.append(call)
 
-    def leave(self, attempt: Attempt, permit: Permit, answer: ApiAnswer, api: Any, *, keeps: bool = False) -> None:
+    def release(
+        self, attempt: Attempt, permit: Permit, answer: ApiAnswer, api: Any, *, keeps: bool = False
+    ) -> None:
         self.left.append((permit, answer, keeps))
 
     def note_deadline(self, attempt: Attempt) -> None:
@@ -295,21 +297,21 @@ class Record:
 
 
 class Post:
-    """A doorman of the run number 7, whose attempt has a minute, and what he has sent."""
+    """A relay of the run number 7, whose attempt has a minute, and what it has sent."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
         self.attempt.deadline_at = self.end = attempt.started_at + 60
-        self.door = Record()
+        self.provider = Record()
         self.sent: list[dict[str, Any]] = []
-        self.limit_relay = LimitRelay(self.door, attempt, run=7, send=self.sent.append)
+        self.limit_relay = LimitRelay(self.provider, attempt, run=7, send=self.sent.append)
 
     def ask(self, question: int = 1, *, run: int = 7, name: Any = "one", wait: Any = 1.0) -> None:
         self.limit_relay.hear({"k": "limit", "n": run, "q": question, "name": name, "wait": wait})
 
     def leave(self, question: int, *, run: int = 7) -> None:
         told = {"answer": "good", "api": None, "keeps": False}
-        self.limit_relay.hear({"k": "leave", "n": run, "q": question, **told})
+        self.limit_relay.hear({"k": "release", "n": run, "q": question, **told})
 
     def deadline(self, at: float | None, *, is_call: bool, run: int = 7) -> None:
         self.limit_relay.hear({"k": "deadline", "n": run, "at": at, "is_call": is_call})
@@ -346,53 +348,53 @@ def post() -> Post:
 
 def test_messages_of_an_earlier_run_take_and_leave_nothing(post: Post) -> None:
     post.ask(run=6)
-    assert post.door.calls == []
+    assert post.provider.calls == []
     assert post.sent[0]["error"]["kind"] == "AttemptFencedError"
     post.ask()
-    post.door.grant()
+    post.provider.grant()
     post.leave(1, run=6)
     post.deadline(0.0, is_call=True, run=6)
     post.limit_relay.hear({"k": "forget", "n": 6, "q": 1})
-    assert (post.door.left, post.door.forgotten) == ([], [])
+    assert (post.provider.left, post.provider.forgotten) == ([], [])
     assert post.attempt.deadline_at == post.end
 
 
 def test_a_place_that_comes_after_the_end_is_left_to_the_gate(post: Post) -> None:
     post.ask(1)
     post.ask(2)
-    held = post.door.grant(0)
+    held = post.provider.grant(0)
     post.limit_relay.close()
-    assert post.door.forgotten == [post.door.calls[1]]
-    assert post.door.left == [(held, ApiAnswer.UNKNOWN, True)]
-    assert [(message["k"], message["q"]) for message in post.sent] == [("place", 1)]
+    assert post.provider.forgotten == [post.provider.calls[1]]
+    assert post.provider.left == [(held, ApiAnswer.UNKNOWN, True)]
+    assert [(message["k"], message["q"]) for message in post.sent] == [("permit", 1)]
 
 
 def test_a_place_that_is_granted_while_it_is_forgotten_is_left_once(post: Post) -> None:
     post.ask()
-    post.door.grant()
+    post.provider.grant()
     post.limit_relay.hear({"k": "forget", "n": 7, "q": 1})
     post.leave(1)
     post.limit_relay.close()
-    assert post.door.forgotten == post.door.calls
-    assert post.door.left == []
+    assert post.provider.forgotten == post.provider.calls
+    assert post.provider.left == []
 
 
 def test_a_place_is_left_once(post: Post) -> None:
     post.ask()
-    held = post.door.grant()
+    held = post.provider.grant()
     post.leave(1)
     post.leave(1)
     post.leave(99)
     post.limit_relay.close()
-    assert post.door.left == [(held, ApiAnswer.GOOD, False)]
+    assert post.provider.left == [(held, ApiAnswer.GOOD, False)]
 
 
 def test_what_a_child_held_at_its_deadline_timed_out(post: Post) -> None:
     post.ask()
-    held = post.door.grant()
+    held = post.provider.grant()
     post.attempt.ask_to_stop(Stop(Why.DEADLINE, "timeout", 0.0, 0.0))
     post.limit_relay.close()
-    assert post.door.left == [(held, ApiAnswer.TIMEOUT, True)]
+    assert post.provider.left == [(held, ApiAnswer.TIMEOUT, True)]
 
 
 @pytest.mark.parametrize(
@@ -410,7 +412,7 @@ def test_what_a_child_held_at_its_deadline_timed_out(post: Post) -> None:
 def test_a_question_that_makes_no_sense_asks_for_nothing(post: Post, name: Any, wait: Any) -> None:
     with pytest.raises((ChannelError, ValueError)):
         post.ask(name=name, wait=wait)
-    assert post.door.calls == []
+    assert post.provider.calls == []
 
 
 def test_a_place_that_is_lost_is_told_to_the_block_that_has_it_now(post: Post) -> None:
@@ -418,12 +420,12 @@ def test_a_place_that_is_lost_is_told_to_the_block_that_has_it_now(post: Post) -
     permit = Permit("one", "token", 60.0, holder="", on_lost=lost.append)
     for question in (1, 2):
         post.ask(question)
-        post.door.calls[-1].answer.set_result(permit)
+        post.provider.calls[-1].answer.set_result(permit)
         if question == 1:
             post.leave(question)
     assert permit.on_lost is not None
     permit.on_lost(permit)
-    assert [(message["k"], message["q"]) for message in post.sent] == [("place", 1), ("place", 2), ("lost", 2)]
+    assert [(message["k"], message["q"]) for message in post.sent] == [("permit", 1), ("permit", 2), ("lost", 2)]
     assert lost == [permit]
 
 
@@ -466,8 +468,8 @@ def test_who_forgets_on_one_side_is_heard_on_the_other(post: Post) -> None:
     for message in messages:
         post.limit_relay.hear(message)
     door.forget(first)  # before the answer
-    post.door.grant(0)
-    post.door.grant(1)
+    post.provider.grant(0)
+    post.provider.grant(1)
     for message in post.sent:
         door.hear(message)
     assert not first.answer.done()
@@ -475,9 +477,9 @@ def test_who_forgets_on_one_side_is_heard_on_the_other(post: Post) -> None:
     door.forget(second)  # after it
     for message in messages[2:]:
         post.limit_relay.hear(message)
-    assert post.door.forgotten == post.door.calls
+    assert post.provider.forgotten == post.provider.calls
     post.limit_relay.close()
-    assert post.door.left == []
+    assert post.provider.left == []
 
 
 def test_handlers_that_use_no_limit_cost_no_gate(lab: Lab) -> None:

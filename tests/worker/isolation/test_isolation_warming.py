@@ -51,9 +51,9 @@ def pids(worker: Worker) -> list[int]:
 def start_waiting(bus: CommandBus, worker: Worker, **options: Any) -> str:
     """Send a command; its attempt waits for a process that is still importing."""
     sent = bus.send("orders", "slow", **options).command_id
-    parts = worker._runtime
-    assert parts is not None
-    until(lambda: parts._starting and pids(worker))
+    runtime = worker._runtime
+    assert runtime is not None
+    until(lambda: runtime.attempts.starting and pids(worker))
     return sent
 
 
@@ -117,9 +117,9 @@ def test_a_lease_is_renewed_while_its_attempt_waits(
 ) -> None:
     worker = start_worker(slow_handlers, **QUICK)
     sent = start_waiting(bus, worker, max_attempts=1)
-    parts = worker._runtime
-    assert parts is not None
-    (attempt,) = parts._starting
+    runtime = worker._runtime
+    assert runtime is not None
+    (attempt,) = runtime.attempts.starting
     claimed_at = attempt.renewed_at
     until(lambda: attempt.renewed_at > claimed_at + QUICK["visibility_timeout"])
     import_gate.touch()

@@ -40,7 +40,7 @@ def test_a_hanging_isolated_handler_is_killed_in_time_and_neighbours_go_on(
     worker = start_worker(handlers, **QUICK)
     hung = bus.send("orders", "hang", {"how": how}, timeout=1, max_attempts=1).command_id
     assert worker._runtime is not None
-    running = worker._runtime.running
+    running = worker._runtime.attempts.running
     until(lambda: [one for one in list(running) if one.command_id == hung])
     started = time.monotonic()
     others = [bus.send("orders", "thread").command_id for _ in range(20)]
@@ -59,7 +59,7 @@ def test_a_running_isolated_command_can_be_cancelled(bus: CommandBus, start_work
     worker = start_worker(handlers, **QUICK)
     sent = bus.send("orders", "sleep_async", timeout=60).command_id
     assert worker._runtime is not None
-    running = worker._runtime.running
+    running = worker._runtime.attempts.running
     until(lambda: any(attempt.child is not None and attempt.child.has_begun for attempt in list(running)))
     bus.cancel("orders", sent, operator="ann", reason="enough")
     until(lambda: status(bus, sent) == "CANCELED")
@@ -82,7 +82,7 @@ def test_a_shutdown_stops_what_is_isolated(bus: CommandBus, start_worker: StartW
     worker = start_worker(handlers, **QUICK | {"shutdown_timeout": 4.0})
     sent = bus.send("orders", "hang", {"how": "spin"}, timeout=0).command_id
     assert worker._runtime is not None
-    running = worker._runtime.running
+    running = worker._runtime.attempts.running
     until(lambda: any(attempt.child is not None and attempt.child.has_begun for attempt in list(running)))
     started = time.monotonic()
     worker.stop(wait=4)
@@ -144,7 +144,7 @@ def test_extend_says_so_when_the_lease_cannot_be_renewed_and_the_deadline_stays(
     assert worker._runtime is not None
     sent = bus.send("orders", command_type, {"folder": str(tmp_path)}, timeout=30, max_attempts=1).command_id
     until(lambda: (tmp_path / "here1").exists())
-    (attempt,) = worker._runtime.running
+    (attempt,) = worker._runtime.attempts.running
     before = attempt.deadline_at
     with psycopg.connect(database) as locking:
         locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")

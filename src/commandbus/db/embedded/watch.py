@@ -22,6 +22,7 @@ from collections.abc import Callable
 from commandbus.db.embedded.postmaster import Postmaster
 from commandbus.errors import EmbeddedPostgresError
 from commandbus.logger import safe_logger
+from commandbus.model.backoff import Backoff
 
 log = safe_logger(__name__)
 
@@ -39,7 +40,7 @@ class Watcher:
         self._ending, self._end = os.pipe()
         self._is_ending = False
         self._lock = threading.Lock()
-        self._pause_seconds = _FIRST_PAUSE_SECONDS
+        self._backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
         self._thread = threading.Thread(target=self._run, name="commandbus-embedded-watcher", daemon=True)
         self._thread.start()
 
@@ -70,8 +71,7 @@ class Watcher:
             self._look()
         except EmbeddedPostgresError as error:
             log.error("embedded PostgreSQL is down and could not be started again: %s", error)  # noqa: TRY400
-            self._wait(self._pause_seconds)
-            self._pause_seconds = min(self._pause_seconds * 2, _LONGEST_PAUSE_SECONDS)
+            self._wait(self._backoff.next())
 
     def _look(self) -> None:
         server = self._find()
@@ -81,7 +81,7 @@ class Watcher:
         if server is None:
             self._wait(_LOOK_SECONDS)
         else:
-            self._pause_seconds = _FIRST_PAUSE_SECONDS
+            self._backoff.reset()
             self._wait_for_end_of(server)
 
     def _wait_for_end_of(self, server: Postmaster) -> None:

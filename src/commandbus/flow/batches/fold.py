@@ -76,17 +76,17 @@ def fold_now(batches: Sequence[int]) -> Steps[set[int]]:
 
 def _fold(batches: Sequence[int], *, is_alone: bool) -> Steps[set[int]]:
     rows = yield Statement(sql.text("batches/fold"), {"batches": list(batches)})
-    due = [row for row in rows if row[1]]
+    due = [(id_, *summary) for id_, is_complete, *summary in rows if is_complete]
     before: str | None = None
     if due and is_alone:
         yield Statement(LOCK_TIMEOUT)
     elif due:
         before = (yield Statement(_LIMIT_WAITING))[0][0]
-    for id_, _, *summary in due:
-        yield from _send_completion(id_, *summary)
+    for summary in due:
+        yield from _send_completion(*summary)
     if before is not None:
         yield Statement(b"SELECT pg_catalog.set_config('lock_timeout', %(before)s, true)", {"before": before})
-    return {row[0] for row in rows}
+    return {id_ for id_, *_ in rows}
 
 
 def _send_completion(

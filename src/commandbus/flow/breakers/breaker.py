@@ -268,7 +268,11 @@ def watch(domains: Sequence[str]) -> Steps[Watch]:
         for domain, command_type, state, seconds, status, _, _ in rows
         if state != "CLOSED"
     ]
-    recent = {(row[0], row[1]): _recent(row[5]) for row in rows if row[2] == "CLOSED"}
+    recent = {
+        (domain, command_type): _recent(bad)
+        for domain, command_type, state, _, _, bad, _ in rows
+        if state == "CLOSED"
+    }
     return Watch(due, recent, rows[0][6] if rows else None)
 
 

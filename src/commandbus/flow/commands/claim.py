@@ -27,9 +27,10 @@ from psycopg import errors as pg
 from commandbus import sql
 from commandbus.errors import InvalidCommandError
 from commandbus.flow.breakers.breaker import OpenBreaker, hold
+from commandbus.flow.commands.claimed_row import ALONE, BEFORE, ID, IS_PAUSED, QUARANTINE, ClaimedRow
 from commandbus.flow.commands.renew import pending_cancels
 from commandbus.flow.commands.send import explain_missing
-from commandbus.flow.commands.settle import Settlement, cancellation, given_back, marks_of, of_row, settle
+from commandbus.flow.commands.settle import Settlement, cancellation, given_back, of_row, settle
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model import envelope, names, payload
 from commandbus.model.command import NewCommand
@@ -52,42 +53,6 @@ OURS = "(pg_catalog.pg_column_size(message) <= 80 AND message OPERATOR(pg_catalo
 """… those that look like a command of ours (the size is known without reading a large message) …"""
 RAW = f"{OURS} IS NOT TRUE"
 """… or the others."""
-
-
-class ClaimedRow(NamedTuple):
-    """A row of commands/claim.sql, in its order. `is_paused` also says that the breaker of its type is not closed.
-
-    `before` is True if a worker held it when its lease ran out. `created_at` is an epoch second; `last_vt` and
-    `claimed_at` are microseconds, the same in every row. `unhandled` is not a column: if this worker has no
-    handler for the command, it is the note with which the command is parked.
-    """
-
-    msg_id: int
-    read_ct: int
-    id: int | None
-    command_id: str
-    command_type: str
-    data: str | None
-    attempt_base: int
-    waived: int
-    max_attempts: int | None
-    correlation_id: str | None
-    reply_to: str | None
-    headers: str | None
-    created_at: float | None
-    is_paused: bool | None
-    before: bool | None
-    message: None
-    last_vt: int
-    claimed_at: int
-    timeout: float | None = None
-    suspect: int | None = None
-    step: int | None = None
-    batch: int | None = None
-    is_probe: bool | None = None
-    quarantine: bool | None = None
-    alone: bool | None = None
-    unhandled: str | None = None
 
 
 class Text(NamedTuple):
@@ -173,14 +138,17 @@ def as_claim(rows: Sequence[tuple[Any, ...]], n: int) -> Claim:
     ready = [
         row
         for row in rows
-        if row[14] is None and row[2] is not None and not row[13] and not row[23] and not row[24]
+        if row[BEFORE] is None
+        and row[ID] is not None
+        and not row[IS_PAUSED]
+        and not row[QUARANTINE]
+        and not row[ALONE]
     ]
-    odd = [] if len(ready) == len(rows) else [
-        ClaimedRow(*row)
-        for row in rows
-        if row[14] is not None or row[2] is None or row[13] or row[23] or row[24]
-    ]  # fmt: skip
-    return Claim(ready, odd, len(rows) == n, _moment(rows[0][16]), _moment(rows[0][17]))
+    odd = []
+    if len(ready) < len(rows):
+        odd = [claimed for claimed in (ClaimedRow(*row) for row in rows) if claimed.is_odd]
+    first = ClaimedRow(*rows[0])
+    return Claim(ready, odd, len(rows) == n, _moment(first.last_vt), _moment(first.claimed_at))
 
 
 def _moment(microseconds: int) -> datetime:
@@ -401,7 +369,7 @@ def _after_loss(row: ClaimedRow, holders: Sequence[dict[str, Any]], worker: str)
     This worker itself has not vanished: the database was unreachable for longer than a lease, or the machine stood
     still.
     """
-    marks = marks_of(row)
+    marks = row.marks
     vanished = [holder for holder in holders if holder["held_by"] != worker]
     marks = marks.after_outage(len(holders) - len(vanished))
     if not vanished:  # or headers that are none of ours
@@ -500,17 +468,12 @@ def _put_off(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -
 
 
 def _later(domain: str, row: ClaimedRow, room: Room) -> Settlement:
-    assert row.id is not None  # noqa: S101 - raw messages are not ours
-    why, longest = "all child processes of this worker for commands in quarantine are in use", LONGEST_DELAY
+    why, longest = "commands in quarantine fill the processes that this worker has for them", LONGEST_DELAY
     if row.alone:
         longest = room.soonest
         why = "its worker was lost with it before: such commands run one at a time"
     return given_back(
-        domain,
-        row.msg_id,
-        row.read_ct,
-        row.id,
-        number=row.attempt_base + row.read_ct,
+        row.fence(domain),
         delay=delay_apart(row.waived, spread=room.spread, longest=longest),
         why=why,
     )

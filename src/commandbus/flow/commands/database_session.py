@@ -1,4 +1,4 @@
-"""The database session of an attempt, seen from outside: what it does, and how to cancel and end it.
+"""database_session: an attempt's database session, seen from outside: what it does, how it is cancelled and ended.
 
 A remembered process id may belong to another session by now. So a session is named by its process id and its
 start.
@@ -30,9 +30,8 @@ _IT = b""" FROM pg_catalog.pg_stat_activity
 
 
 @operation(atomic=False)
-def find_backend(pid: int, started: int, key: int | None) -> Steps[DatabaseSession | None]:
-    """An attempt's session: remembered, or found by its advisory lock behind PgBouncer. None if it is not
-    known."""
+def find_session(pid: int, started: int, key: int | None) -> Steps[DatabaseSession | None]:
+    """An attempt's session: remembered, or by its advisory lock behind PgBouncer. None if it cannot be named."""
     if key is None:
         return DatabaseSession(pid, started) if started else None
     rows = yield Statement(sql.text("commands/lock_holder"), {"key": key})
@@ -40,7 +39,7 @@ def find_backend(pid: int, started: int, key: int | None) -> Steps[DatabaseSessi
 
 
 @operation(atomic=False)
-def look_at_backend(session: DatabaseSession) -> Steps[dict[str, Any] | None]:
+def look_at_session(session: DatabaseSession) -> Steps[dict[str, Any] | None]:
     """Query, wait event and blockers of a session; None if it is gone."""
     rows = yield Statement(sql.text("commands/database_session"), session._asdict())
     if not rows:
@@ -67,13 +66,13 @@ def is_of_child(session: DatabaseSession, *, worker: str, youngest_seconds: floa
 
 
 @operation(atomic=False)
-def cancel_backend(session: DatabaseSession) -> Steps[bool]:
+def cancel_session(session: DatabaseSession) -> Steps[bool]:
     """Cancel what a session runs; False if this role may not, or it is gone."""
     return (yield from _signal(b"SELECT pg_catalog.pg_cancel_backend(pid)", session))
 
 
 @operation(atomic=False)
-def terminate_backend(session: DatabaseSession) -> Steps[bool]:
+def terminate_session(session: DatabaseSession) -> Steps[bool]:
     """End a session and wait until it is gone (2 s at most); False if this role may not, or it was gone."""
     return (yield from _signal(b"SELECT pg_catalog.pg_terminate_backend(pid, 2000)", session))
 

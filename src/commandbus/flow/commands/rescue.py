@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from psycopg import errors as pg
 
 from commandbus import sql
-from commandbus.flow.commands.claim import ClaimedRow
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.flow.commands.database_session import DatabaseSession
-from commandbus.flow.commands.settle import Settlement, cancellation, charge_of, given_back, of_row, waived
+from commandbus.flow.commands.settle import Settlement, cancellation, given_back, of_row, waived
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model.client_sockets import ClientSession
 from commandbus.model.outcome import Failure, Judgement, Verdict, judge
@@ -139,18 +139,16 @@ def outcome(
     """The settlement of a command that a dead worker held. Without a finding, it did not run. `started` is an
     epoch second."""
     row, cancel = held
-    assert row.id is not None  # noqa: S101 - raw messages were put right before
-    number = row.attempt_base + row.read_ct
     if cancel is not None:
         return of_row(domain, row, Judgement(Verdict.CANCELED, cancel), started=started)
     if finding is None:
-        return given_back(domain, row.msg_id, row.read_ct, row.id, number=number, why="its worker ended")
+        return given_back(row.fence(domain), why="its worker ended")
     if finding.role is not Role.CULPRIT:
         is_suspect = finding.role is Role.SUSPECT
         return waived(domain, row, started=started, failure=finding.failure, suspect=is_suspect)
     judgement = judge(
         finding.failure,
-        charge=charge_of(row, finding.failure),
+        charge=row.charge_after(finding.failure),
         policy=rule.policy,
         max_attempts=row.max_attempts,
         is_final=rule.on_timeout == "fail" and finding.failure.error_type == "ExecutionStuck",

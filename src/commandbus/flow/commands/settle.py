@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from commandbus import sql
 from commandbus.flow.batches.membership import unhandled
+from commandbus.flow.commands.claimed_row import ClaimedRow, Fence
 from commandbus.flow.commands.reply import CALL, Outcome, Reply, compose, deliver
 from commandbus.flow.operation import Operation, Statement, Steps, operation
 from commandbus.model import payload
@@ -21,14 +22,6 @@ from commandbus.model.outcome import STATUS_AFTER, Failure, Judgement, Verdict, 
 from commandbus.model.suspects import Marks
 
 Answer = Literal["done", "refused", "busy", "canceled"]
-REPLY_TO: Final = 10  # where a claimed row tells whither its reply goes
-STEP: Final = 20  # where a claimed row tells which step of a process it is, and its batch
-BATCH: Final = 21
-PROBE: Final = 22  # and whether it is the probe of its type's breaker
-WAIVED: Final = 7  # and what earlier trouble has left: model/suspects.py
-SUSPECT: Final = 19
-QUARANTINE: Final = 23
-ALONE: Final = 24
 _REPLIES: Final[dict[Verdict, Outcome]] = {
     Verdict.BUSINESS_RULE: "FAILED",
     Verdict.TIMED_OUT: "FAILED",
@@ -139,107 +132,83 @@ def settle_one(
     return {} if rows else {(attempt.msg_id, read_ct): "refused"}
 
 
-def completed(
-    domain: str, msg_id: int, read_ct: int, id_: int, *, number: int, started: float, result: str | None
-) -> Settlement:
+def completed(fence: Fence, *, started: float, result: str | None) -> Settlement:
     """The command is done; `started` is the epoch second, `result` its JSON text."""
+    domain, msg_id, read_ct, id_, number = fence
     value = "" if result is None else f',"v":{result}'
     row = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"s":"COMPLETED","n":{number},"t":{started:.6f}{value}}}'
     return Settlement(domain, msg_id, read_ct, row, is_completion=True)
 
 
 def judged(
-    domain: str,
-    msg_id: int,
-    read_ct: int,
-    id_: int,
+    fence: Fence,
     *,
-    number: int,
     started: float | None,
     command_type: str,
     judgement: Judgement,
-    marks: Marks | None = None,
+    marks: Marks,
     is_waived: bool = False,
 ) -> Settlement:
     """The settlement of a failed attempt. The judgement decides about the command. `marks` are the marks that it
     had; `is_waived`: the attempt is not charged."""
     error = _error(judgement.verdict, judgement.failure, command_type)
-    head = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":{_epoch(started)},"e":{error}'
+    head = f'{_head(fence, started)},"e":{error}'
     if judgement.verdict is Verdict.RETRY:
-        before = marks or Marks()
-        after = before.after_failure(judgement.failure)
-        change = _change(before, replace(after, waived=after.waived + is_waived))
-        return Settlement(
-            domain, msg_id, read_ct, f'{head},"d":{judgement.delay_seconds:.6f},{change}}}', is_final=False
-        )
+        after = marks.after_failure(judgement.failure)
+        change = _change(marks, replace(after, waived=after.waived + is_waived))
+        return _again(fence, f'{head},"d":{judgement.delay_seconds:.6f},{change}}}')
     status = STATUS_AFTER[judgement.verdict]
-    return Settlement(domain, msg_id, read_ct, f'{head},"s":"{status}"}}')
+    return Settlement(fence.domain, fence.msg_id, fence.read_ct, f'{head},"s":"{status}"}}')
 
 
 def of_row(
-    domain: str, row: Sequence[Any], judgement: Judgement, *, started: float | None, is_waived: bool = False
+    domain: str, row: ClaimedRow, judgement: Judgement, *, started: float | None, is_waived: bool = False
 ) -> Settlement:
-    """The settlement, with its reply, of an attempt that did not complete; `row` is as the claim returned it."""
-    judgement = insist(judgement, row[STEP])
+    """The settlement, with its reply, of an attempt that did not complete."""
+    judgement = insist(judgement, row.step)
+    fence = row.fence(domain)
     settlement = judged(
-        domain,
-        row[0],
-        row[1],
-        row[2],
-        number=row[6] + row[1],
+        fence,
         started=started,
-        command_type=row[4],
+        command_type=row.command_type,
         judgement=judgement,
-        marks=marks_of(row),
+        marks=row.marks,
         is_waived=is_waived,
     )
-    settlement.is_grouped = row[STEP] is not None or row[BATCH] is not None
-    reply_to, verdict = row[10], judgement.verdict
-    if verdict is Verdict.CANCELED and row[STEP] == 0:
-        settlement.unhandled = row[2]
-    if reply_to is not None and (verdict in _REPLIES or (reply_to == CALL and settlement.is_final)):
+    settlement.is_grouped = row.is_grouped
+    verdict = judgement.verdict
+    if verdict is Verdict.CANCELED and row.step == 0:
+        settlement.unhandled = fence.id
+    if row.reply_to is not None and (verdict in _REPLIES or (row.reply_to == CALL and settlement.is_final)):
         settlement.reply = compose(
-            reply_to,
+            row.reply_to,
             _REPLIES.get(verdict, "FAILED"),
-            id_=row[2],
+            id_=fence.id,
             domain=domain,
-            command_id=row[3],
-            command_type=row[4],
-            correlation_id=row[9],
+            command_id=row.command_id,
+            command_type=row.command_type,
+            correlation_id=row.correlation_id,
             failure=judgement.failure,
         )
     return settlement
 
 
-def marks_of(row: Sequence[Any]) -> Marks:
-    """The marks of earlier trouble; `row` is as the claim returned it."""
-    return Marks(row[WAIVED], row[SUSPECT], bool(row[QUARANTINE]), bool(row[ALONE]))
-
-
-def charge_of(row: Sequence[Any], failure: Failure) -> int:
-    """The charge after this failure. If it convicts a suspect, earlier crashes are charged, too."""
-    charge: int = row[1] - marks_of(row).after_failure(failure).waived
-    return charge
-
-
 def waived(
-    domain: str, row: Sequence[Any], *, started: float | None, failure: Failure, suspect: bool = False
+    domain: str, row: ClaimedRow, *, started: float | None, failure: Failure, suspect: bool = False
 ) -> Settlement:
     """The attempt was stopped through no fault of its own: its command is retried at once, and not charged.
 
-    `row` is as the claim returned it. `suspect`: it may have killed its worker, so its next attempt runs in a
-    child process.
+    `suspect`: it may have killed its worker, so its next attempt runs in a process of its own.
     """
     error = _error(Verdict.WAIVED, failure, "")
-    before = marks_of(row)
-    change = _change(before, before.after_suspicion()) if suspect else '"w":1'
-    head = f'{{"m":{row[0]},"r":{row[1]},"c":{row[2]},"n":{row[6] + row[1]},"t":{_epoch(started)},"d":0,{change}'
-    return Settlement(domain, row[0], row[1], f'{head},"e":{error}}}', is_final=False)
+    change = _change(row.marks, row.marks.after_suspicion()) if suspect else '"w":1'
+    fence = row.fence(domain)
+    return _again(fence, f'{_head(fence, started)},"d":0,{change},"e":{error}}}')
 
 
 def parked(
     domain: str,
-    row: Sequence[Any],
+    row: ClaimedRow,
     *,
     started: float | None,
     limit: str,
@@ -247,17 +216,19 @@ def parked(
     note: str,
     until: float | None,
 ) -> Settlement:
-    """The command waits for a limit, hidden from the queue, and is not charged; `row` is as the claim returned it.
+    """It waits for a limit, outside the queue's sight, and is not charged.
 
     `until` is the epoch second until which the limit is blocked, as far as it is known.
     """
-    quote = payload.quote
+    quote, fence = payload.quote, row.fence(domain)
     parts = [
-        f'{{"m":{row[0]},"r":{row[1]},"c":{row[2]},"n":{row[6] + row[1]},"t":{_epoch(started)}',
-        f'"y":{quote(row[4])},"l":{quote(limit)},"u":{_epoch(until)}',
-        f'"o":{quote(note)},"e":{_error(Verdict.PARKED, failure, row[4])}}}',
+        _head(fence, started),
+        f'"y":{quote(row.command_type)},"l":{quote(limit)},"u":{_epoch(until)}',
+        f'"o":{quote(note)},"e":{_error(Verdict.PARKED, failure, row.command_type)}}}',
     ]
-    return Settlement(domain, row[0], row[1], ",".join(parts), is_final=False, is_parked=True)
+    settlement = _again(fence, ",".join(parts))
+    settlement.is_parked = True
+    return settlement
 
 
 def cancellation(by: str, reason: str | None) -> Failure:
@@ -265,21 +236,20 @@ def cancellation(by: str, reason: str | None) -> Failure:
     return Failure("OperatorCancel", "CANCELED", f"canceled by {by}" + (f": {reason}" if reason else ""))
 
 
-def given_back(
-    domain: str,
-    msg_id: int,
-    read_ct: int,
-    id_: int,
-    *,
-    number: int,
-    delay: float = 0.0,
-    why: str = "its worker stops",
-) -> Settlement:
-    """The command was claimed but not started: it returns to the queue, at once or later, and is not charged."""
+def given_back(fence: Fence, *, delay: float = 0.0, why: str = "its worker stops") -> Settlement:
+    """Claimed but never started: back to the queue, at once or after a delay, and not charged."""
     failure = Failure("GivenBack", "GIVEN_BACK", f"given back before it had started: {why}")
     error = _error(Verdict.GIVEN_BACK, failure, "")
-    row = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"n":{number},"t":null,"d":{delay:.6f},"w":1,"e":{error}}}'
-    return Settlement(domain, msg_id, read_ct, row, is_final=False)
+    return _again(fence, f'{_head(fence, None)},"d":{delay:.6f},"w":1,"e":{error}}}')
+
+
+def _head(fence: Fence, started: float | None) -> str:
+    """The beginning of an outcome's JSON."""
+    return f'{{"m":{fence.msg_id},"r":{fence.read_ct},"c":{fence.id},"n":{fence.number},"t":{_epoch(started)}'
+
+
+def _again(fence: Fence, row: str) -> Settlement:
+    return Settlement(fence.domain, fence.msg_id, fence.read_ct, row, is_final=False)
 
 
 def settle(

@@ -15,7 +15,8 @@ from itertools import starmap
 
 from commandbus import sql
 from commandbus.errors import UnknownCommandTypeError
-from commandbus.flow.commands.claim import Claim, ClaimedRow, as_claim
+from commandbus.flow.commands.claim import Claim, as_claim
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.flow.commands.settle import of_row, settle
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model.counting import counted

@@ -16,7 +16,7 @@ from commandbus.errors import ConfigurationError, InvalidOperationError, Unknown
 from commandbus.flow.commands.operate import OperatorAction
 from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import payload
-from commandbus.model.limit import OPTIONS, Limit, LimitUse, Rate, check_limit_name, is_limit_name
+from commandbus.model.limit import OPTIONS, Limit, PermitUsage, Rate, check_limit_name, is_limit_name
 from commandbus.model.limit_state import LimitState
 from commandbus.settings import Settings
 
@@ -40,7 +40,7 @@ class LimitRow:
     limit_state: LimitState
     now: float
     tat: float
-    look: LimitUse
+    look: PermitUsage
     granted: int
     rate_limited: int
     waits: int
@@ -328,20 +328,20 @@ def _in_json(limit: Limit, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _read(row: Row) -> LimitRow:
-    (name, environment, backend, *_, declared, override, changed_at, is_awaited, good_at, stalled) = row
-    limit = Limit.from_json(name, declared, override)
+    """A row of limits/rows.sql. Its options (from the fourth column on) are in what is declared and overridden."""
+    name, environment, backend = row[:3]
     *moved, blamed, vain = row[12:25]
+    now, tat, flow, holders, granted, rate_limited, waits, waited_seconds, *rest = row[25:]
+    declared, override, changed_at, is_awaited, good_at, stalled = rest
     limit_state = replace(LimitState(*moved), blamed=tuple(blamed), vain=vain)
-    look = LimitUse(row[28], row[27], "postgres")
-    granted, rate_limited, waits, waited_seconds = row[29:33]
     return LimitRow(
-        limit=limit,
+        limit=Limit.from_json(name, declared, override),
         environment=environment,
         backend=backend,
         limit_state=limit_state,
-        now=row[25],
-        tat=row[26],
-        look=look,
+        now=now,
+        tat=tat,
+        look=PermitUsage(holders, flow, "postgres"),
         granted=granted,
         rate_limited=rate_limited,
         waits=waits,

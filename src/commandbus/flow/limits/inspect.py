@@ -13,8 +13,7 @@ from commandbus.errors import CommandNotFoundError
 from commandbus.flow.limits.declare import LimitRow, get_limit, read_rows, select_limits
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model.durations import roughly
-from commandbus.model.json_values import Json
-from commandbus.model.limit import LimitUse, until_next
+from commandbus.model.limit import PermitUsage, until_next
 
 UNKNOWN = "unknown"
 """The mode of a look from where the permits are out of reach."""
@@ -196,7 +195,7 @@ def full(row: LimitRow) -> str:
     return f"waits for a permit of {row.name} ({', '.join(part for part in (cap, rate) if part)})"
 
 
-def describe(row: LimitRow, look: LimitUse, waiting: Waiting) -> LimitInfo:
+def describe(row: LimitRow, look: PermitUsage, waiting: Waiting) -> LimitInfo:
     """Everything about a limit."""
     limit_state, limit = row.limit_state, row.limit
     closed = limit_state.closed_until(row.now)
@@ -248,8 +247,8 @@ def describe(row: LimitRow, look: LimitUse, waiting: Waiting) -> LimitInfo:
     )
 
 
-def estimate(row: LimitRow, look: LimitUse, ahead: int, *, is_waiting: bool) -> Estimate:
-    """Estimate how long it takes."""
+def estimate(row: LimitRow, look: PermitUsage, ahead: int, *, is_waiting: bool) -> Estimate:
+    """How long it takes, as far as one can say."""
     limit_state = row.limit_state
     closed = limit_state.closed_until(row.now)
     if limit_state.is_forced:
@@ -276,8 +275,8 @@ def estimate(row: LimitRow, look: LimitUse, ahead: int, *, is_waiting: bool) -> 
     return Estimate(row.name, backoff + max(pace, (ahead + 1) / rate), backoff, ahead, rate, why)
 
 
-def _in_use(row: LimitRow, look: LimitUse) -> str:
-    used = f"{len(look.holders)} of {row.concurrency} permits in use" if row.concurrency is not None else ""
+def _in_use(row: LimitRow, look: PermitUsage) -> str:
+    used = f"{len(look.holders)} of {row.concurrency} places in use" if row.concurrency is not None else ""
     if used and look.mode == UNKNOWN:
         used = f"{row.concurrency} permits in Redis, which this program cannot reach (redis_url): use unknown"
     rate = "" if row.per_second is None else f"at most {row.limit.rate}"

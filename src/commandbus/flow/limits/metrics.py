@@ -75,8 +75,8 @@ def look_at_fleet() -> Steps[RedisFleet]:
     mode = yield Statement(sql.text("limits/mode_read"))
     rows = yield Statement(sql.text("limits/client_list", locking=""))
     tokens: dict[str, dict[str, float]] = {}
-    for row in rows:
-        program, now = Program(*row[:5]), row[6]
+    for *columns, _, now in rows:
+        program = Program(*columns)
         for name in program.held:
             left = {token: ends - now for token, ends in program.tokens(name, now).items()}
             tokens.setdefault(name, {}).update(left)

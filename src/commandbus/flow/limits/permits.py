@@ -127,7 +127,7 @@ def take_probe(name: str, token: str, *, seconds: float | None = None) -> Steps[
 def renew(name: str, tokens: Sequence[str], *, seconds: float | None = None) -> Steps[list[str]]:
     """Renew leases. Returns the tokens that hold no permit any more."""
     rows = yield Statement(sql.text("limits/renew"), {"name": name, "tokens": list(tokens), "seconds": seconds})
-    return [row[0] for row in rows]
+    return [token for (token,) in rows]
 
 
 @operation(atomic=False)
@@ -357,7 +357,7 @@ def turns(domain: str, visitors: Sequence[tuple[int, int, int]]) -> Steps[dict[i
     found = yield Statement(
         sql.text("limits/turns"), {"domain": domain, "rows": payload.dump(rows, what="rows", max_bytes=1 << 30)}
     )
-    return {row[0]: Turn(*row[1:]) for row in found}
+    return {msg_id: Turn(*turn) for msg_id, *turn in found}
 
 
 @operation(atomic=False)
@@ -416,7 +416,7 @@ def stand_again(number: int) -> Steps[bool]:
 def sweep() -> Steps[Swept]:
     """Find what is due, and delete what is no longer needed."""
     rows = yield Statement(sql.text("limits/sweep", claimable=sql.part("limits/claimable")))
-    return Swept([row[0] for row in rows if row[0]], [row[1] for row in rows if row[1]])
+    return Swept([name for name, _ in rows if name], [domain for _, domain in rows if domain])
 
 
 @operation(atomic=False)

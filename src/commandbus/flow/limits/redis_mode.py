@@ -275,9 +275,9 @@ def look_share(name: str) -> Steps[dict[str, float]]:
     """The tokens that PostgreSQL counts, and how many seconds their leases last."""
     rows = yield Statement(sql.text("limits/client_list", locking=""))
     left: dict[str, float] = {}
-    for row in rows:
-        for token, ends in Program(*row[:5]).tokens(name, row[6]).items():
-            left[token] = max(ends - row[6], left.get(token, 0.0))
+    for *program, _, now in rows:
+        for token, ends in Program(*program).tokens(name, now).items():
+            left[token] = max(ends - now, left.get(token, 0.0))
     return left
 
 
@@ -302,10 +302,12 @@ def _lock() -> Steps[Row]:
 def _fleet(mode: Row, lease: float) -> Steps[RedisFleetState]:
     """`lease`: the longest that the caller knows of."""
     rows = yield Statement(sql.text("limits/client_list", locking="FOR UPDATE"))
-    lease = max([lease, *(row[5] for row in rows)])
-    now = max((row[6] for row in rows), default=0.0)
+    programs, latest = [], 0.0
+    for *program, longest, now in rows:
+        programs.append(Program(*program))
+        lease, latest = max(lease, longest), max(latest, now)
     name, epoch, since, until = mode
-    return RedisFleetState(name, epoch, since, until, [Program(*row[:5]) for row in rows], lease, now)
+    return RedisFleetState(name, epoch, since, until, programs, lease, latest)
 
 
 def _by_the_clock(held: Held, now: float) -> Held:

@@ -27,6 +27,7 @@ from commandbus.errors import MissingPrivilegeError, SchemaError
 from commandbus.flow.operation import Plan, Statement, Steps, operation
 from commandbus.flow.setup.domains import SAFE_PATH, create_steps
 from commandbus.flow.setup.roles import grant_again
+from commandbus.model.backoff import Backoff
 from commandbus.model.durations import format_seconds
 from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 
@@ -90,7 +91,7 @@ def migrate(
 
     While another transaction is in the way, it tries again for about `wait_seconds`, and tells `on_wait` whose.
     """
-    pause, waited = FIRST_PAUSE_SECONDS, 0.0
+    backoff, waited = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS), 0.0
     while True:
         try:
             state: SchemaState = yield _migrate_once(domains)
@@ -104,9 +105,8 @@ def migrate(
         else:
             return state
         on_wait((yield _who_blocks()) or "a transaction that has ended since")
-        yield _sleep(pause)
-        waited += pause
-        pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+        yield _sleep(backoff.next())
+        waited += backoff.seconds
 
 
 @operation(atomic=False)

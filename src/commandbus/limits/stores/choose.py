@@ -13,7 +13,7 @@ from commandbus.errors import CommandBusError
 from commandbus.flow.limits.declare import LimitRow
 from commandbus.limits.limit_connection import LimitConnection
 from commandbus.limits.stores.postgres import PostgresPermitStore
-from commandbus.model.limit import LimitUse
+from commandbus.model.limit import PermitUsage
 
 
 class PermitStore(Protocol):
@@ -32,11 +32,11 @@ class PermitStore(Protocol):
     def give(self, limit: LimitRow, tokens: Sequence[str]) -> None:
         """Give permits back."""
 
-    def look(self, limit: LimitRow) -> LimitUse:
+    def look(self, limit: LimitRow) -> PermitUsage:
         """Who holds a permit, and how fast they are given."""
 
 
-class Elsewhere(PermitStore, Protocol):
+class ExternalStore(PermitStore, Protocol):
     """A permit store outside PostgreSQL, which must be looked after."""
 
     def renew_beside(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
@@ -63,47 +63,47 @@ class PermitStores:
 
     def __init__(
         self,
-        link: LimitConnection,
-        make_elsewhere: Callable[[], Elsewhere] | None,
-        on_elsewhere: Callable[[Elsewhere], None] = lambda _: None,
+        connection: LimitConnection,
+        make_external: Callable[[], ExternalStore] | None,
+        on_external: Callable[[ExternalStore], None] = lambda _: None,
     ) -> None:
-        self._postgres = PostgresPermitStore(link)
-        self._make_elsewhere = make_elsewhere
-        self._on_elsewhere = on_elsewhere
-        self._elsewhere: Elsewhere | None = None
+        self._postgres = PostgresPermitStore(connection)
+        self._make_external = make_external
+        self._on_external = on_external
+        self._external: ExternalStore | None = None
         self.is_untended = False  # the one outside PostgreSQL is new, and `tick` was not called yet
 
     def of(self, row: LimitRow) -> PermitStore:
         """The one that keeps the permits of this limit."""
-        return self._postgres if row.backend == "postgres" else self.elsewhere(row)
+        return self._postgres if row.backend == "postgres" else self.external(row)
 
-    def elsewhere(self, row: LimitRow) -> Elsewhere:
+    def external(self, row: LimitRow) -> ExternalStore:
         """The one outside PostgreSQL, for a limit that is kept there."""
-        if self._elsewhere is None:
-            if self._make_elsewhere is None:
+        if self._external is None:
+            if self._make_external is None:
                 raise CommandBusError(
                     f"limit {row.name!r} is kept in Redis, and this program has no redis_url: set "
                     f'COMMANDBUS_REDIS_URL, or declare one under another name with backend="postgres"'
                 )
-            self._elsewhere = self._make_elsewhere()
+            self._external = self._make_external()
             self.is_untended = True
-            self._on_elsewhere(self._elsewhere)
-        return self._elsewhere
+            self._on_external(self._external)
+        return self._external
 
     @property
-    def mode_elsewhere(self) -> str:
+    def mode_external(self) -> str:
         """How the one outside PostgreSQL stands; asked from other threads."""
-        return "unknown" if self._elsewhere is None else self._elsewhere.mode  # not made here: threads would race
+        return "unknown" if self._external is None else self._external.mode  # not made here: threads would race
 
     def tick(self) -> bool:
         """Look after the one outside PostgreSQL; False: there is none."""
-        if self._elsewhere is None:
+        if self._external is None:
             return False
         self.is_untended = False
-        self._elsewhere.tick()
+        self._external.tick()
         return True
 
     def close(self) -> None:
         """Sign off."""
-        if self._elsewhere is not None:
-            self._elsewhere.close()
+        if self._external is not None:
+            self._external.close()

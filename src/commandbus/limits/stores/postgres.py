@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from commandbus.flow.limits import permits
 from commandbus.flow.limits.declare import LimitRow, get_limit
 from commandbus.limits.limit_connection import LimitConnection
-from commandbus.model.limit import LimitUse
+from commandbus.model.limit import PermitUsage
 
 
 class PostgresPermitStore:
@@ -15,21 +15,23 @@ class PostgresPermitStore:
 
     mode = "postgres"
 
-    def __init__(self, link: LimitConnection) -> None:
-        self._link = link
+    def __init__(self, connection: LimitConnection) -> None:
+        self._connection = connection
 
     def take(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:
-        """Take permits for some seconds. Returns the tokens that have one."""
-        return self._link.run(permits.take(limit.name, tokens, seconds=seconds, newcomers=False), limit=limit.name)
+        """Take permits for some seconds; answers the tokens that have one."""
+        return self._connection.run(
+            permits.take(limit.name, tokens, seconds=seconds, newcomers=False), limit=limit.name
+        )
 
     def renew(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
-        """Renew leases. Returns the tokens that hold no permit any more."""
-        return self._link.run(permits.renew(limit.name, tokens), limit=limit.name)
+        """Renew leases; answers the tokens that hold no permit any more."""
+        return self._connection.run(permits.renew(limit.name, tokens), limit=limit.name)
 
     def give(self, limit: LimitRow, tokens: Sequence[str]) -> None:
         """Give permits back."""
-        self._link.run(permits.give(limit.name, tokens), limit=limit.name)
+        self._connection.run(permits.give(limit.name, tokens), limit=limit.name)
 
-    def look(self, limit: LimitRow) -> LimitUse:
+    def look(self, limit: LimitRow) -> PermitUsage:
         """Who holds a permit, and how fast they are given."""
-        return self._link.run(get_limit(limit.name)).look
+        return self._connection.run(get_limit(limit.name)).look

@@ -22,6 +22,7 @@ from commandbus.clock import boottime, epoch, monotonic
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.model.timeouts import MONITOR_TICK, Timeouts
+from commandbus.worker.attempt_registry import AttemptRegistry
 from commandbus.worker.deadlines import autopsy
 from commandbus.worker.execution.async_slots import AsyncSlot, AsyncSlots
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why, lost_text
@@ -32,7 +33,6 @@ logger = safe_logger("commandbus.worker")
 
 BLOCKED_SECONDS = 1.0  # without a beat of an event loop
 
-Running = dict[Attempt, Slot | AsyncSlot]
 Document = dict[str, Any]
 
 
@@ -42,7 +42,7 @@ class Ladder:
     def __init__(
         self,
         timeouts: Timeouts,
-        running: Running,
+        attempts: AttemptRegistry,
         *,
         loop: AsyncSlots | None,
         health: HealthStatus,
@@ -56,7 +56,8 @@ class Ladder:
     ) -> None:
         self._timeouts = timeouts
         self._late_seconds = timeouts.late_seconds
-        self._running = running
+        self._attempts = attempts
+        self._running = attempts.running
         self._loop = loop
         self._health = health
         self._cancel_query = cancel_query
@@ -107,16 +108,16 @@ class Ladder:
         while not self._asked.empty():
             attempt, stop = self._asked.get()
             self._ask_to_stop(attempt, self._running.get(attempt), stop)
-        for attempt, place in list(self._running.items()):
+        for attempt, slot in list(self._running.items()):
             try:
-                self._look(attempt, place, now)
+                self._look(attempt, slot, now)
             except Exception:
                 logger.exception("checking command %s failed", attempt.command_id)  # the others are looked at
         self._on_tick(now)
 
     # --- one attempt ---------------------------------------------------------------------------------------
 
-    def _look(self, attempt: Attempt, place: Slot | AsyncSlot, now: float) -> None:
+    def _look(self, attempt: Attempt, slot: Slot | AsyncSlot, now: float) -> None:
         if not attempt.started_at:
             return  # a slot is just about to start it
         child = attempt.child
@@ -126,17 +127,17 @@ class Ladder:
         if stop is None:
             stop = self._due(attempt, now)
             if stop is not None:
-                self._ask_to_stop(attempt, place, stop)
+                self._ask_to_stop(attempt, slot, stop)
             else:
                 for scope in attempt.scopes:
                     scope.end(now)
         if stop is None:
             return
         if now >= stop.until:
-            self._give_up(attempt, place, stop)
+            self._give_up(attempt, slot, stop)
             return
-        if isinstance(place, AsyncSlot) and self._loop is not None and not attempt.extras.is_delivered:
-            self._loop.cancel(attempt, place)  # it was just about to start when it was asked, or its loop is busy
+        if isinstance(slot, AsyncSlot) and self._loop is not None and not attempt.extras.is_delivered:
+            self._loop.cancel(attempt, slot)  # it was just about to start when it was asked, or its loop is busy
         if attempt.borrowed is not None and not attempt.extras.is_reminded:
             self._remind(attempt, stop, now)
 
@@ -155,7 +156,7 @@ class Ladder:
         if attempt.is_lost:
             text = "its lease was lost: somebody else may be running the command (layer 3: visibility_timeout)"
             return Stop(Why.LEASE, text, now, now + limits.cancel_grace)
-        if (limit := attempt.lost_limit) is not None:
+        if attempt.limit_use is not None and (limit := attempt.limit_use.lost_limit) is not None:
             return Stop(Why.LEASE, lost_text(limit), now, now + limits.cancel_grace)
         age = boottime() - attempt.renewed_at
         if age >= self._late_seconds:
@@ -166,12 +167,12 @@ class Ladder:
             return Stop(Why.LEASE, text, now, now + max(0.0, limits.visibility_timeout - age))
         return None
 
-    def _ask_to_stop(self, attempt: Attempt, place: Slot | AsyncSlot | None, stop: Stop) -> None:
+    def _ask_to_stop(self, attempt: Attempt, slot: Slot | AsyncSlot | None, stop: Stop) -> None:
         before = attempt.stop
         if before is not None and stop.until < before.until:
             attempt.stop = stop  # a hurried shutdown leaves less time
         attempt.ask_to_stop(stop)
-        if place is None or before is not None:
+        if slot is None or before is not None:
             return
         logger.info(
             "attempt number %d of command %s is asked to stop: %s",
@@ -182,41 +183,40 @@ class Ladder:
         )
         if attempt.child is not None:
             attempt.child.cancel(stop)
-        elif isinstance(place, AsyncSlot) and self._loop is not None:
-            self._loop.cancel(attempt, place)
+        elif isinstance(slot, AsyncSlot) and self._loop is not None:
+            self._loop.cancel(attempt, slot)
         if stop.why is Why.LEASE and attempt.is_lost:
             attempt.bar()
         if attempt.borrowed is not None:
             self._cancel_query(attempt)
 
-    def _give_up(self, attempt: Attempt, place: Slot | AsyncSlot, stop: Stop) -> None:
+    def _give_up(self, attempt: Attempt, slot: Slot | AsyncSlot, stop: Stop) -> None:
         if attempt.child is not None:
             attempt.child.kill(stop.text)  # its slot's thread is well, and settles it
             return
-        if isinstance(place, AsyncSlot) and self._loop is not None:
+        if isinstance(slot, AsyncSlot) and self._loop is not None:
             blocked = not attempt.extras.is_delivered
-            if blocked and place.loop.blocker() is not attempt:
-                self._give_up_loop(attempt, place, stop)
+            if blocked and slot.loop.blocker() is not attempt:
+                self._give_up_loop(attempt, slot, stop)
                 return
-            taken = _examine(place, is_blocked=blocked)
+            taken = _examine(slot, is_blocked=blocked)
             if not self._take(attempt, stop, taken):
                 return
             if blocked:
-                self._leave_loop(place, _blocked_by(attempt))
+                self._leave_loop(slot, _blocked_by(attempt))
             else:
-                self._loop.replace(place)
-        elif isinstance(place, Slot):
-            taken = _examine(place)
+                self._loop.replace(slot)
+        elif isinstance(slot, Slot):
+            taken = _examine(slot)
             if not self._take(attempt, stop, taken):
                 return
-            place.lane.replace(place)
+            slot.lane.replace(slot)
 
     def _take(self, attempt: Attempt, stop: Stop, taken: Document) -> bool:
         """Own its settlement, unless it has ended at the last moment."""
-        place = self._running.pop(attempt, None)
-        if place is None:
+        slot = self._attempts.take(attempt)
+        if slot is None:
             return False
-        attempt.bar()
         if stop.why is Why.SHUTDOWN:
             self.abandoned += 1
         else:
@@ -233,57 +233,56 @@ class Ladder:
         self._fence(attempt, stop, taken)
         if attempt.child is not None:  # a process came for it at the last moment
             attempt.child.kill(stop.text)
-        self._note_stuck(attempt, place)
+        self._note_stuck(attempt, slot)
         return True
 
-    def _note_stuck(self, attempt: Attempt, place: Slot | AsyncSlot) -> None:
+    def _note_stuck(self, attempt: Attempt, slot: Slot | AsyncSlot) -> None:
         try:
-            self._on_stuck(attempt, place)
+            self._on_stuck(attempt, slot)
         except Exception:
             logger.exception("the worker could not be told of a stuck attempt")  # its slot must come back
 
     # --- a blocked event loop ----------------------------------------------------------------------------------
 
-    def _give_up_loop(self, attempt: Attempt, place: AsyncSlot, stop: Stop) -> None:
+    def _give_up_loop(self, attempt: Attempt, slot: AsyncSlot, stop: Stop) -> None:
         """An attempt's cancel never reached it, because another one blocks their loop: that one is to blame."""
-        blocker = place.loop.blocker()
+        blocker = slot.loop.blocker()
         culprit = self._running.get(blocker) if blocker is not None else None
         if blocker is None or not isinstance(culprit, AsyncSlot):
-            if monotonic() - place.loop.beat_at > BLOCKED_SECONDS:
-                self._give_up_unnamed(attempt, place, stop)
+            if monotonic() - slot.loop.beat_at > BLOCKED_SECONDS:
+                self._give_up_unnamed(attempt, slot, stop)
             elif self._loop is not None:
-                self._loop.cancel(attempt, place)  # the loop was let go this very moment
+                self._loop.cancel(attempt, slot)  # the loop was let go this very moment
             return
-        blocked = monotonic() - place.loop.beat_at
+        blocked = monotonic() - slot.loop.beat_at
         text = f"it blocked the event loop for {blocked:.1f} s; command {attempt.command_id!r} could not stop"
         why = Why.SHUTDOWN if stop.why is Why.SHUTDOWN else Why.DEADLINE  # a neighbor's cancel is not its own
         blamed = blocker.stop or Stop(why, text, stop.asked_at, stop.until, is_told=False)
         blocker.ask_to_stop(blamed)
         taken = _examine(culprit, is_blocked=True)
         if self._take(blocker, blamed, taken):
-            self._leave_loop(place, _blocked_by(blocker))
+            self._leave_loop(slot, _blocked_by(blocker))
 
-    def _give_up_unnamed(self, attempt: Attempt, place: AsyncSlot, stop: Stop) -> None:
+    def _give_up_unnamed(self, attempt: Attempt, slot: AsyncSlot, stop: Stop) -> None:
         """A task or a callback that somebody made blocks the loop, and nothing tells whose it is.
 
         Whoever is alone there did it; of several, each runs in a process of its own next time.
         """
         here = [other for other in list(self._running.values()) if isinstance(other, AsyncSlot)]
-        if sum(other.loop is place.loop for other in here) > 1 and self._can_isolate:
+        if sum(other.loop is slot.loop for other in here) > 1 and self._can_isolate:
             self._health.record_stuck_thread()
             logger.error("the event loop is blocked, by a task or callback of an attempt that cannot be named")
-            self._leave_loop(place, "its event loop was blocked, and the cause is not known", suspect=True)
-            self._note_stuck(attempt, place)
-        elif self._take(attempt, stop, _examine(place, is_blocked=True)):
-            self._leave_loop(place, _blocked_by(attempt))
+            self._leave_loop(slot, "its event loop was blocked, and nothing tells by whom", suspect=True)
+            self._note_stuck(attempt, slot)
+        elif self._take(attempt, stop, _examine(slot, is_blocked=True)):
+            self._leave_loop(slot, _blocked_by(attempt))
 
-    def _leave_loop(self, place: AsyncSlot, text: str, *, suspect: bool = False) -> None:
+    def _leave_loop(self, slot: AsyncSlot, text: str, *, suspect: bool = False) -> None:
         """Everybody else on the loop is fenced and tried again, not charged."""
-        loop = place.loop
+        loop = slot.loop
         for attempt, other in list(self._running.items()):
             is_here = isinstance(other, AsyncSlot) and other.loop is loop
-            if is_here and self._running.pop(attempt, None) is not None:
-                attempt.bar()
+            if is_here and self._attempts.take(attempt) is not None:
                 failure = Failure("LoopBlocked", "BYSTANDER", text, duration_ms=attempt.elapsed_ms())
                 self._bystander(attempt, other, failure, suspect)
         if self._loop is not None:
@@ -294,11 +293,11 @@ def _blocked_by(culprit: Attempt) -> str:
     return f"its event loop was blocked by command {culprit.command_id!r} ({culprit.command_type})"
 
 
-def _examine(place: Slot | AsyncSlot, *, is_blocked: bool = False) -> Document:
+def _examine(slot: Slot | AsyncSlot, *, is_blocked: bool = False) -> Document:
     """An autopsy; whatever goes wrong with it (a module's loader may raise) must not save a stuck attempt."""
     try:
-        if isinstance(place, AsyncSlot):
-            return autopsy.of_task(place.task, place.loop.thread.ident, is_blocked=is_blocked)
-        return autopsy.of_thread(place.ident)
+        if isinstance(slot, AsyncSlot):
+            return autopsy.of_task(slot.task, slot.loop.thread.ident, is_blocked=is_blocked)
+        return autopsy.of_thread(slot.ident)
     except Exception as error:  # noqa: BLE001
         return {"taken_at": round(epoch(), 3), "stacks": [], "left_out": f"{type(error).__name__}: {error}"}

@@ -15,14 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 from commandbus.clock import boottime, monotonic
 from commandbus.errors import AttemptCancelledError, DeadlineExceededError
-from commandbus.flow.commands.reply import compose
-from commandbus.flow.commands.settle import (
+from commandbus.flow.commands.claimed_row import (
+    ATTEMPT_BASE,
     BATCH,
-    DONE,
+    COMMAND_ID,
+    CORRELATION_ID,
+    CREATED_AT,
+    DATA,
+    HEADERS,
+    IS_PROBE,
+    MAX_ATTEMPTS,
     QUARANTINE,
     REPLY_TO,
     STEP,
     SUSPECT,
+    TIMEOUT,
+    WAIVED,
+    ClaimedRow,
+    Fence,
+)
+from commandbus.flow.commands.reply import compose
+from commandbus.flow.commands.settle import (
+    DONE,
     Done,
     Settlement,
     completed,
@@ -32,17 +46,15 @@ from commandbus.flow.commands.settle import (
     waived,
 )
 from commandbus.model import payload
-from commandbus.model.api_errors import ApiFailure
 from commandbus.model.command import Command
 from commandbus.model.durations import format_seconds
-from commandbus.model.limit_state import ApiAnswer
 from commandbus.model.outcome import Failure, Judgement
 from commandbus.worker.execution.handlers import Handler
 
 if TYPE_CHECKING:
-    from commandbus.limits.requests import Permit
     from commandbus.worker.execution.connections import Borrowed, ConnectionRequest
     from commandbus.worker.isolation.isolation import Child
+    from commandbus.worker.limit_use import LimitUse
 
 NEVER = math.inf
 LATEST = 253402300799.0  # the end of the year 9999, which is datetime's
@@ -52,7 +64,7 @@ CHILD_LATE = "the deadline of a child context has passed"
 
 
 def lost_text(limit: str) -> str:
-    """Why an attempt is asked to stop that has lost its place of a limit."""
+    """Why an attempt is asked to stop that has lost its permit of a limit."""
     return f"it has lost its permit of limit {limit}"
 
 
@@ -88,31 +100,18 @@ class Extras:
     """What only some attempts have."""
 
     __slots__ = (
-        "answer",
-        "api",
         "asks",
-        "blamed",
-        "blocks",
         "borrowed",
         "child",
         "event",
-        "failed_at",
-        "has_asked",
         "has_connection",
-        "has_told",
         "holds_row",
         "is_delivered",
         "is_fenced",
         "is_reminded",
-        "is_waived",
-        "keeps",
         "late_text",
-        "lent",
-        "parks_at",
-        "permits",
         "progress",
         "scopes",
-        "told",
     )
 
     def __init__(self) -> None:
@@ -127,19 +126,6 @@ class Extras:
         self.is_reminded = False  # has its query been canceled for the second time?
         self.has_connection = False
         self.holds_row = False  # must its queue row be left alone, for the snapshot of its transaction?
-        self.permits: list[Permit] = []  # of limits, which it holds
-        self.blocks: list[Permit] = []  # of limits, which blocks of its handler hold
-        self.failed_at: str | None = None  # the limit at which a call of it went badly, other than by a 429
-        self.is_waived = False  # does it pay nothing for that? Said by the limit client
-        self.answer = ApiAnswer.GOOD  # what its end says of the API that they protect
-        self.api: ApiFailure | None = None
-        self.blamed: str | None = None  # the limit whose API has refused it
-        self.keeps = False  # may its call still be under way, on the other side?
-        self.has_told = False  # was the answer told already, by a block?
-        self.has_asked = False  # for the place that was kept for it
-        self.told: set[str] = set()  # limits that have heard that their API refused it
-        self.lent: set[str] = set()  # tokens of its places that blocks use now
-        self.parks_at: str | None = None
         self.late_text: str | None = None  # what its deadline is called, while that of one call is nearer
 
 
@@ -182,6 +168,7 @@ class Attempt:
     stop: Stop | None = None
     is_lost = False
     has_committed = False
+    limit_use: LimitUse | None = None  # only if it has something to do with limits
     _extras: Extras | None = None
 
     def __init__(self, domain: str, row: tuple[Any, ...], handler: Handler | None, renewed_at: float) -> None:
@@ -190,31 +177,36 @@ class Attempt:
         self.msg_id: int = row[0]
         self.read_ct: int = row[1]
         self.id: int = row[2]
+        self.command_type: str = row[4]
         self.handler = handler
         self.renewed_at = renewed_at
 
     @property
+    def claimed(self) -> ClaimedRow:
+        """Its row, with names."""
+        return ClaimedRow(*self.row)
+
+    @property
+    def fence(self) -> Fence:
+        """Under which it is settled."""
+        return Fence(self.domain, self.msg_id, self.read_ct, self.id, self.number)
+
+    @property
     def number(self) -> int:
         """Its running number in the command's history."""
-        number: int = self.row[6] + self.row[1]
+        number: int = self.row[ATTEMPT_BASE] + self.read_ct
         return number
 
     @property
     def charge(self) -> int:
         """What it counts against `max_attempts`."""
-        charge: int = self.row[1] - self.row[7]
+        charge: int = self.read_ct - self.row[WAIVED]
         return charge
 
     @property
     def command_id(self) -> str:
         """The caller's id."""
-        found: str = self.row[3]
-        return found
-
-    @property
-    def command_type(self) -> str:
-        """The command's type."""
-        found: str = self.row[4]
+        found: str = self.row[COMMAND_ID]
         return found
 
     @property
@@ -230,13 +222,13 @@ class Attempt:
     @property
     def max_attempts(self) -> int | None:
         """The command's own limit, if its sender gave one."""
-        found: int | None = self.row[8]
+        found: int | None = self.row[MAX_ATTEMPTS]
         return found
 
     @property
     def timeout(self) -> float | None:
         """The command's own deadline in seconds, if its sender gave one; 0 is none."""
-        found: float | None = self.row[18]
+        found: float | None = self.row[TIMEOUT]
         return found
 
     def lateness(self) -> str:
@@ -274,6 +266,11 @@ class Attempt:
         return bool(self.row[QUARANTINE])
 
     @property
+    def is_probe(self) -> bool:
+        """Is it the probe of its type's breaker?"""
+        return bool(self.row[IS_PROBE])
+
+    @property
     def is_plain(self) -> bool:
         """Does its end concern nobody else: no reply, no batch, no process?"""
         row = self.row
@@ -287,32 +284,6 @@ class Attempt:
                 if self._extras is None:
                     self._extras = Extras()
         return self._extras
-
-    @property
-    def permits(self) -> list[Permit]:
-        """The places of limits that it holds."""
-        return [] if self._extras is None else self._extras.permits
-
-    @property
-    def lost_limit(self) -> str | None:
-        """A limit of which it has lost its place."""
-        return next((permit.limit for permit in self.permits if permit.is_lost), None)
-
-    @property
-    def was_calling(self) -> bool:
-        """Does it hold a place of a limit, or did a call of it go badly?"""
-        extras = self._extras
-        return extras is not None and bool(extras.permits or extras.blocks or extras.failed_at)
-
-    @property
-    def blamed(self) -> str | None:
-        """The limit whose API has refused it, in a block of its handler."""
-        return None if self._extras is None else self._extras.blamed
-
-    @property
-    def parks_at(self) -> str | None:
-        """The limit that it is about to be parked for."""
-        return None if self._extras is None else self._extras.parks_at
 
     @property
     def is_fenced(self) -> bool:
@@ -394,7 +365,7 @@ class Attempt:
     @property
     def created_at(self) -> datetime | None:
         """When it was sent. A row may say anything, infinity too."""
-        sent: float | None = self.row[12]
+        sent: float | None = self.row[CREATED_AT]
         return None if sent is None else datetime.fromtimestamp(max(0.0, min(sent, LATEST)), UTC)
 
     def command(self) -> Command:
@@ -402,34 +373,26 @@ class Attempt:
         row = self.row
         return Command(
             self.domain,
-            row[4],
-            row[3],
-            None if row[5] is None else payload.loads(row[5]),
-            row[9],
-            row[10],
-            None if row[11] is None else payload.loads(row[11]),
+            self.command_type,
+            row[COMMAND_ID],
+            None if row[DATA] is None else payload.loads(row[DATA]),
+            row[CORRELATION_ID],
+            row[REPLY_TO],
+            None if row[HEADERS] is None else payload.loads(row[HEADERS]),
             self.created_at,
-            row[2],
+            self.id,
         )
 
     def done(self) -> Settlement | Done:
         """The settlement of a completion without a result."""
         row = self.row
-        if row[1] == 1 and row[6] == 0 and row[REPLY_TO] is None and row[STEP] is None:
+        if self.read_ct == 1 and row[ATTEMPT_BASE] == 0 and row[REPLY_TO] is None and row[STEP] is None:
             return DONE
         return self.complete(None)
 
     def complete(self, result: str | None) -> Settlement:
         """The settlement of a completion; `result` is JSON text."""
-        settlement = completed(
-            self.domain,
-            self.msg_id,
-            self.read_ct,
-            self.id,
-            number=self.number,
-            started=self.started or 0.0,
-            result=result,
-        )
+        settlement = completed(self.fence, started=self.started or 0.0, result=result)
         settlement.is_grouped = self.row[STEP] is not None or self.row[BATCH] is not None
         if self.row[REPLY_TO] is not None:
             settlement.reply = compose(
@@ -437,26 +400,26 @@ class Attempt:
                 "SUCCESS",
                 id_=self.id,
                 domain=self.domain,
-                command_id=self.row[3],
-                command_type=self.row[4],
-                correlation_id=self.row[9],
+                command_id=self.command_id,
+                command_type=self.command_type,
+                correlation_id=self.row[CORRELATION_ID],
                 result=result,
             )
         return settlement
 
     def fail(self, judgement: Judgement, *, is_waived: bool = False) -> Settlement:
         """The settlement of a failure; `is_waived`: its retry is not charged."""
-        return of_row(self.domain, self.row, judgement, started=self.started, is_waived=is_waived)
+        return of_row(self.domain, self.claimed, judgement, started=self.started, is_waived=is_waived)
 
     def waive(self, failure: Failure, *, suspect: bool = False) -> Settlement:
         """The settlement of an attempt that was stopped through no fault of its own."""
-        return waived(self.domain, self.row, started=self.started, failure=failure, suspect=suspect)
+        return waived(self.domain, self.claimed, started=self.started, failure=failure, suspect=suspect)
 
     def park(self, limit: str, failure: Failure, note: str, *, until: float | None) -> Settlement:
         """The settlement of an attempt that waits for a limit."""
         return parked(
             self.domain,
-            self.row,
+            self.claimed,
             started=self.started,
             limit=limit,
             failure=failure,
@@ -466,4 +429,4 @@ class Attempt:
 
     def give_back(self, why: str = "its worker stops") -> Settlement:
         """The settlement of an attempt that never started."""
-        return given_back(self.domain, self.msg_id, self.read_ct, self.id, number=self.number, why=why)
+        return given_back(self.fence, why=why)

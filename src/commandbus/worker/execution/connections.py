@@ -125,7 +125,7 @@ class HandlerConnections:
         on_no_thread: Callable[[str], None] = lambda _: None,
         on_unreachable: Callable[[], None] = lambda: None,
         max_idle: float | None = None,
-        on_backend: Callable[[Attempt, int, int], None] | None = None,
+        on_session: Callable[[Attempt, int, int], None] | None = None,
     ) -> None:
         self._settings = settings
         self._timeouts = settings.timeouts
@@ -135,7 +135,7 @@ class HandlerConnections:
         self._on_exhausted = on_exhausted
         self._on_no_thread = on_no_thread
         self._on_unreachable = on_unreachable
-        self._on_backend = on_backend  # told the backend's pid and start, and 0 when the connection is back
+        self._on_session = on_session  # told the backend's pid and start, and 0 when the connection is back
         self._max_idle = max_idle
         self._own: ConnectionPool[OwnConnection] | None = None
         self._opening = threading.Lock()
@@ -414,12 +414,12 @@ class HandlerConnections:
         key = advisory_key(attempt) if self._is_pooled_elsewhere else None
         borrowed = Borrowed(conn.pgconn.backend_pid, key, conn.pgconn, self._started.get(conn, 0))
         attempt.extras.borrowed = borrowed
-        self._show_backend(attempt, borrowed)
+        self._show_session(attempt, borrowed)
         return borrowed
 
-    def _show_backend(self, attempt: Attempt, borrowed: Borrowed) -> None:
-        if self._on_backend is not None:
-            self._on_backend(attempt, borrowed.pid, borrowed.started)
+    def _show_session(self, attempt: Attempt, borrowed: Borrowed) -> None:
+        if self._on_session is not None:
+            self._on_session(attempt, borrowed.pid, borrowed.started)
 
     def _identify(self, attempt: Attempt, borrowed: Borrowed, conn: Connection[Any], found: Sequence[Any]) -> None:
         """The server has said who serves this connection. Another process id than ours is a pooler's doing."""
@@ -430,14 +430,14 @@ class HandlerConnections:
         pid, started = found[-2:]
         if pid == borrowed.pid and started is not None:
             self._started[conn] = borrowed.started = started
-            self._show_backend(attempt, borrowed)
+            self._show_session(attempt, borrowed)
 
     def _take_back(self, attempt: Attempt, borrowed: Borrowed) -> None:
         with borrowed.lock:  # a cancel that is on its way arrives before the next owner
             borrowed.is_returned = True
         attempt.extras.borrowed = None
-        if self._on_backend is not None:
-            self._on_backend(attempt, 0, 0)
+        if self._on_session is not None:
+            self._on_session(attempt, 0, 0)
 
     def close(self) -> None:
         """Close what was opened here."""

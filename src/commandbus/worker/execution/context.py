@@ -39,7 +39,7 @@ from commandbus.errors import (
 )
 from commandbus.flow.commands.settle import settle, settle_one
 from commandbus.flow.operation import Operation, Statement, Steps, operation
-from commandbus.limits.with_block import Hold
+from commandbus.limits.with_block import Hold, async_block, check_limit_terms, sync_block
 from commandbus.model import payload
 from commandbus.model.command import Command
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
@@ -49,7 +49,7 @@ from commandbus.model.safe_text import escaped
 from commandbus.model.timeouts import SHORTEST
 from commandbus.worker.execution.attempt import CHILD_LATE, NEVER, Attempt, Scope, Stop
 from commandbus.worker.execution.connections import HandlerConnections
-from commandbus.worker.execution.limit_block import AsyncBlock, Door, async_block, sync_block
+from commandbus.worker.execution.handler_permits import AsyncBlock, HandlerPermits, PermitProvider
 from commandbus.worker.execution.one_transaction import OneTransaction
 
 C = TypeVar("C")
@@ -81,8 +81,8 @@ class Services:
     max_extension: float
     progress: Callable[[Attempt, str], None]
     """Stores what `heartbeat` was told (JSON text), soon."""
-    limits: Door
-    """Places of limits, for blocks of handlers' code."""
+    limits: PermitProvider
+    """Permits of limits, for blocks of handlers' code."""
 
 
 def dump_result(result: Any, max_bytes: int) -> str:
@@ -230,6 +230,10 @@ class _Context:
     def _deadline_at(self) -> float:
         own = self._attempt.deadline_at
         return own if self._scope is None else min(own, self._scope.deadline_at)
+
+    def _permits(self) -> HandlerPermits:
+        provider, attempt = self._services.limits, self._attempt
+        return HandlerPermits(provider, attempt, deadline=self._deadline_at, check=self.raise_if_cancelled)
 
     def _stop(self) -> Stop | None:
         return self._attempt.stop or (None if self._scope is None else self._scope.stop)
@@ -479,21 +483,13 @@ class HandlerContext(_Context):
         wait: Duration = WAIT_SECONDS,
         timeout: Duration | None = None,
     ) -> AbstractContextManager[Hold]:
-        """A place of a limit for the block: `with ctx.limit("docai", timeout=60) as call: …`.
+        """A permit of a limit for the block: `with ctx.limit("docai", timeout=60) as call: …`.
 
         Waits up to `wait` for it, then raises LimitTimeoutError. `timeout` is for the call in the block: the
         attempt is asked to stop then, and a handler that ignores that goes down the ladder. `call.remaining()`
         tells what is left.
         """
-        return sync_block(
-            self._services.limits,
-            self._attempt,
-            name,
-            wait,
-            timeout,
-            deadline_at=self._deadline_at(),
-            check=self.raise_if_cancelled,
-        )
+        return sync_block(self._permits(), name, *check_limit_terms(name, wait, timeout))
 
     @contextmanager
     def child(self, *, timeout: Duration) -> Iterator[HandlerContext]:
@@ -600,22 +596,12 @@ class AsyncHandlerContext(_Context):
         wait: Duration = WAIT_SECONDS,
         timeout: Duration | None = None,
     ) -> AbstractAsyncContextManager[Hold]:
-        """A place of a limit for the block: `async with ctx.limit("docai", timeout=60): …`.
+        """A permit of a limit for the block: `async with ctx.limit("docai", timeout=60): …`.
 
         Waits up to `wait` for it, then raises LimitTimeoutError. After `timeout` what is awaited in the block is
         canceled, and the block raises ApiTimeoutError: the handler may go on with its other calls.
         """
-        return AsyncBlock(
-            async_block(
-                self._services.limits,
-                self._attempt,
-                name,
-                wait,
-                timeout,
-                deadline_at=self._deadline_at(),
-                check=self.raise_if_cancelled,
-            )
-        )
+        return AsyncBlock(async_block(self._permits(), name, *check_limit_terms(name, wait, timeout)))
 
     @asynccontextmanager
     async def child(self, *, timeout: Duration) -> AsyncIterator[AsyncHandlerContext]:

@@ -32,12 +32,12 @@ from commandbus.errors import (
     PermanentCommandError,
     UnknownCommandTypeError,
 )
-from commandbus.flow.commands.settle import Done, Settlement, charge_of
+from commandbus.flow.commands.claimed_row import TIMEOUT
+from commandbus.flow.commands.settle import Done, Settlement
 from commandbus.logger import safe_logger
 from commandbus.model.api_errors import ApiFailure, api_failure
 from commandbus.model.command import CommandStatus
 from commandbus.model.durations import format_seconds
-from commandbus.model.limit_state import ApiAnswer
 from commandbus.model.outcome import (
     STATUS_AFTER,
     Failure,
@@ -56,7 +56,6 @@ from commandbus.worker.execution.handlers import HandlerRegistry
 from commandbus.worker.exhaustion import ExhaustedError
 from commandbus.worker.health import HealthStatus
 from commandbus.worker.isolation.remote_errors import API
-from commandbus.worker.limits import CallFailed, RateLimited
 
 logger = safe_logger("commandbus.worker")
 
@@ -96,6 +95,30 @@ class Note:
     failure: Failure
 
 
+class LimitDecides:
+    """How an attempt ended whose limit decides what becomes of it."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimited(LimitDecides):
+    """How an attempt ended whose API has refused it."""
+
+    limit: str
+    failure: Failure
+    api: ApiFailure
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailed(LimitDecides):
+    """How an attempt ended whose call to a limited API failed: a 5xx, or no answer in time. `charge` makes the
+    settlement if it is charged for that."""
+
+    failure: Failure
+    charge: Callable[[], Settlement]
+
+
 Written = Settlement | Done | Note | None
 """What is left to write about an attempt; None if its own transaction wrote everything."""
 
@@ -130,7 +153,7 @@ class Executor:
         """Stamp the start and the deadline: the command's own, else the handler's or the worker's."""
         attempt.started = epoch()
         attempt.started_at = now = monotonic()
-        own = attempt.row[18]
+        own = attempt.row[TIMEOUT]
         limit = self._limits.get(id(attempt.handler), self._usual) if own is None else own or NEVER
         attempt.deadline_at = now + limit
 
@@ -213,24 +236,18 @@ class Executor:
         if isinstance(error, AttemptFencedError):
             attempt.is_lost = True
         stop = attempt.stop
+        use = attempt.limit_use
         if stop is not None and (stop.why is Why.CANCEL or isinstance(error, _CANCELLATIONS)):
-            if attempt.permits:
-                late = stop.why is Why.DEADLINE
-                attempt.extras.answer = (
-                    ApiAnswer.TIMEOUT if late and not attempt.extras.has_told else ApiAnswer.UNKNOWN
-                )
-                attempt.extras.keeps = True
-                attempt.extras.api = ApiFailure("timeout", None, None, "timeout") if late else None
+            if use is not None:
+                use.note_stop(is_late=stop.why is Why.DEADLINE)
             return self._stopped(attempt, stop, trace)
-        if isinstance(error, LimitLostError):
-            if attempt.permits:
-                attempt.extras.answer, attempt.extras.keeps = ApiAnswer.UNKNOWN, True
-            return self.waive(attempt, replace(describe(error, trace), duration_ms=attempt.elapsed_ms()))
-        if isinstance(error, ExhaustedError):
+        if isinstance(error, LimitLostError | ExhaustedError):
+            if use is not None and isinstance(error, LimitLostError):
+                use.note_stop(is_late=False)
             return self.waive(attempt, replace(describe(error, trace), duration_ms=attempt.elapsed_ms()))
         api = self._api_of(error)
-        if api is not None and (limited := self._ask_api(attempt, api, error, trace)) is not None:
-            return limited
+        if api is not None and (refused := self._refused(attempt, api, error, trace)) is not None:
+            return refused
         if isinstance(error, BusinessRuleException | PermanentCommandError | UnknownCommandTypeError):
             judgement = judge_failure(
                 error, charge=attempt.charge, policy=self._policy, max_attempts=None, traceback=trace
@@ -249,23 +266,20 @@ class Executor:
         api = getattr(error, API, None)
         return api if isinstance(api, ApiFailure) else api_failure(error)
 
-    def _ask_api(
+    def _refused(
         self, attempt: Attempt, api: ApiFailure, error: BaseException, trace: str | None
     ) -> RateLimited | None:
-        """Note what the API that a limit protects has said; the answer, if it was a 429."""
-        limits = attempt.handler.options.limits if attempt.handler is not None else ()
-        name = api.limit or attempt.blamed or (limits[0] if limits else None)
-        if attempt.permits:
-            attempt.extras.api = api
-            attempt.extras.answer = ApiAnswer.UNKNOWN if attempt.extras.has_told else ApiAnswer(api.kind)
-            attempt.extras.keeps = api.kind == "timeout"
-            attempt.extras.blamed = name
+        """What the API has said, if that was a 429 and there is a limit that protects it."""
+        use, limits = attempt.limit_use, attempt.handler.options.limits if attempt.handler is not None else ()
+        name = api.limit or (None if use is None else use.blamed) or (limits[0] if limits else None)
+        if use is not None:
+            use.note_api(api, name)
         if api.kind != "rate_limited" or name is None:
             return None
         text = f"{api.at(name)}: waits for that limit"
         _log(logging.INFO, attempt, text)
         failure = replace(describe(error, trace), duration_ms=attempt.elapsed_ms())
-        return RateLimited(attempt, name, failure, api)
+        return RateLimited(name, failure, api)
 
     def _stopped(self, attempt: Attempt, stop: Stop, trace: str | None) -> Settlement | CallFailed:
         """It gave in within its grace."""
@@ -307,8 +321,9 @@ class Executor:
         def charge() -> Settlement:
             return self._fail(attempt, self._judge(attempt, failure, is_timeout=is_timeout), raised)
 
-        if is_calls and attempt.was_calling and not self._is_final(attempt, is_timeout=is_timeout):
-            return CallFailed(attempt, failure, charge)
+        use = attempt.limit_use
+        if is_calls and use is not None and use.was_calling and not self._is_final(attempt, is_timeout=is_timeout):
+            return CallFailed(failure, charge)
         return charge()
 
     @staticmethod
@@ -328,7 +343,7 @@ class Executor:
     def _judge(self, attempt: Attempt, failure: Failure, *, is_timeout: bool) -> Judgement:
         return judge(
             failure,
-            charge=charge_of(attempt.row, failure),
+            charge=attempt.claimed.charge_after(failure),
             policy=self._policy_of(attempt),
             max_attempts=attempt.max_attempts,
             is_final=self._is_final(attempt, is_timeout=is_timeout),
@@ -375,7 +390,7 @@ class Executor:
         fate = _FATES[judgement.verdict].format(delay=judgement.delay_seconds)
         level = _LEVELS.get(judgement.verdict, logging.WARNING)
         # Crashes of before may be charged with this one: all tries are used then, and no more than all.
-        tries = f"{min(charge_of(attempt.row, failure), most)} of {most} tries used"
+        tries = f"{min(attempt.claimed.charge_after(failure), most)} of {most} tries used"
         text = f"failed ({tries}): {failure.error_type}: {failure.error[:500]}; {fate}"
         if level == logging.ERROR:
             _log(level, attempt, text, trace=failure.traceback, raised=raised)

@@ -39,7 +39,7 @@ class Options:
 
     `timeout`: its deadline in seconds; 0 is none, None the worker's task_timeout. `on_timeout`: is a timeout
     tried again, or is the command then FAILED for good? `isolation`: "process" runs it in a process of its own,
-    which can be killed without harm to its neighbors. `limits`: the limits of which it needs a place each; until
+    which can be killed without harm to its neighbours. `limits`: the limits of which it needs a permit each; until
     it has them, its commands are parked. `fresh_thread`: each attempt runs in a new thread, which ends with it.
     """
 

@@ -31,8 +31,7 @@ from commandbus.model.durations import format_seconds
 from commandbus.model.safe_text import block
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop
 from commandbus.worker.execution.connections import Borrowed, advisory_key
-from commandbus.worker.execution.context import MAX_PROGRESS_BYTES
-from commandbus.worker.execution.limit_block import Door
+from commandbus.worker.execution.context import MAX_PROGRESS_BYTES, Services
 from commandbus.worker.isolation.channel import ChannelError, Message
 from commandbus.worker.isolation.child_process import ChildProcess
 from commandbus.worker.isolation.child_setup import DUMP_SIGNAL
@@ -53,18 +52,6 @@ _HIGHEST_LEVEL: Final = 100
 _OTHER_NAMES: Final = "commandbus.isolated"
 _names: set[str] = set()
 _RESERVED: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-
-
-@dataclass(frozen=True, slots=True)
-class Keeper:
-    """What the worker does for a handler's context."""
-
-    extend: Callable[[Attempt, float], Future[bool]]
-    hold: Callable[[Attempt], Future[bool]]
-    progress: Callable[[Attempt, str], None]
-    cancel_query: Callable[[Attempt], None]
-    max_extension: float
-    limits: Door
 
 
 class ChildFate(StrEnum):
@@ -89,19 +76,28 @@ class Dead:
 class Child:
     """An attempt's hold on the process that it runs in."""
 
-    def __init__(self, process: ChildProcess, attempt: Attempt, keeper: Keeper, max_memory_mb: int | None) -> None:
+    def __init__(
+        self,
+        process: ChildProcess,
+        attempt: Attempt,
+        services: Services,
+        *,
+        cancel_query: Callable[[Attempt], None],
+        max_memory_mb: int | None,
+    ) -> None:
         self.pid = process.pid
         self.has_begun = False
         self.is_over = False
         self._process = process
         self._attempt = attempt
-        self._keeper = keeper
+        self._services = services
+        self._cancel_query = cancel_query
         self._max_memory_mb = max_memory_mb
         process.runs += 1
         self._number = process.runs
         self._mark = process.mark()
         self._since = boottime()  # its database session is younger than that
-        self._limit_relay = LimitRelay(keeper.limits, attempt, run=self._number, send=process.channel.send)
+        self._limit_relay = LimitRelay(services.limits, attempt, run=self._number, send=process.channel.send)
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._cause = ChildFate.DIED
@@ -299,7 +295,7 @@ class Child:
             else:
                 extras.borrowed = Borrowed(pid, key, started=started, told_since=self._since)
             if self._attempt.stop is not None:  # the ladder came before this was known
-                self._keeper.cancel_query(self._attempt)
+                self._cancel_query(self._attempt)
         elif kind == "returned":
             if extras.borrowed is not None:
                 with extras.borrowed.lock:
@@ -309,7 +305,7 @@ class Child:
             self._attempt.release_row()
         elif kind == "progress":
             progress = payload.loads(message["text"])
-            self._keeper.progress(
+            self._services.progress(
                 self._attempt, payload.dump(progress, what="progress", max_bytes=MAX_PROGRESS_BYTES)
             )
         else:
@@ -319,20 +315,20 @@ class Child:
         """The child has checked it, but is not believed."""
         question, seconds, attempt = int(message["q"]), float(message["seconds"]), self._attempt
         end = monotonic() + seconds
-        most = self._keeper.max_extension
+        most = self._services.max_extension
         if message["n"] != self._number or attempt.stop is not None:
             self._answer(question, is_held=False)
         elif not math.isfinite(seconds) or seconds < 0 or end - attempt.started_at > most:
             self._answer(question, error=f"extend({seconds}) is more than max_extension ({format_seconds(most)})")
         else:
-            self._keeper.extend(attempt, seconds).add_done_callback(partial(self._extended, question, end))
+            self._services.extend(attempt, seconds).add_done_callback(partial(self._extended, question, end))
 
     def _hold(self, message: Message) -> None:
         question, attempt = int(message["q"]), self._attempt
         if message["n"] != self._number or attempt.stop is not None or attempt.deadline_at == NEVER:
             self._answer(question, is_held=False)
         else:
-            self._keeper.hold(attempt).add_done_callback(partial(self._extended, question, 0.0))
+            self._services.hold(attempt).add_done_callback(partial(self._extended, question, 0.0))
 
     def _extended(self, question: int, end: float, asked: Future[bool]) -> None:
         error = asked.exception() if not asked.cancelled() else TimeoutError("the worker is stopping")

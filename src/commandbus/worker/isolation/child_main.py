@@ -3,7 +3,7 @@
     reader thread    messages of the worker: run, cancel, answers, end; sets the events of child contexts in time
     main thread      loads the handlers, then runs attempts: sync ones as they are, async ones on a loop of its own
 
-The handler gets the ordinary context; what only the worker can do (extend, store progress, places of limits, log)
+The handler gets the ordinary context; what only the worker can do (extend, store progress, permits of limits, log)
 is asked for by message. The settlement of `ctx.transaction()` is written here, in that transaction, under the
 attempt's fence; every other outcome is told to the worker, which writes it. A connection is closed at the end of
 the attempt that used it.
@@ -150,7 +150,7 @@ class Isolated:
         self._current: Run | None = None
         self._asked: dict[int, Future[bool]] = {}
         self._questions = itertools.count(1)
-        self._door = ChildLimits(channel.send, self._number_of)
+        self._limits = ChildLimits(channel.send, self._number_of)
         self._loop: asyncio.AbstractEventLoop | None = None
         os.register_at_fork(after_in_child=self._leave_conversation)
 
@@ -233,7 +233,7 @@ class Isolated:
             extend_timeout=self._settings.visibility_timeout + ANSWER_SECONDS,
             max_extension=self._settings.max_extension,
             progress=self._progress,
-            limits=self._door,
+            limits=self._limits,
         )
         try:
             attempt.handler = handlers.get(attempt.domain, attempt.command_type, run.module)
@@ -358,8 +358,8 @@ class Isolated:
                 asked = self._asked.pop(message["q"], None)
                 if asked is not None and asked.set_running_or_notify_cancel():  # else whoever asked waits no more
                     _answer(asked, message)
-            case "place" | "lost":
-                self._door.hear(message)
+            case "permit" | "lost":
+                self._limits.hear(message)
             case "end":
                 self._todo.put(None)
 

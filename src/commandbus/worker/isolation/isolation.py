@@ -16,59 +16,37 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any, Final, Protocol
+from typing import Final
 
 from commandbus.clock import monotonic
 from commandbus.errors import ConfigurationError
+from commandbus.flow.commands.claimed_row import QUARANTINE, SUSPECT
 from commandbus.flow.commands.settle import Settlement
 from commandbus.logger import safe_logger
 from commandbus.model import payload
-from commandbus.model.limit_state import ApiAnswer
-from commandbus.model.outcome import Failure
 from commandbus.settings import Settings
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why
 from commandbus.worker.execution.connections import Borrowed
-from commandbus.worker.execution.execute import Ended
+from commandbus.worker.execution.context import Services
+from commandbus.worker.execution.execute import Ended, Executor
 from commandbus.worker.execution.handlers import HandlerRegistry
-from commandbus.worker.execution.limit_block import Door
 from commandbus.worker.exhaustion import is_exhaustion
-from commandbus.worker.isolation.attempt_in_child import Child, ChildFate, Dead, Keeper
+from commandbus.worker.isolation.attempt_in_child import Child, ChildFate, Dead
 from commandbus.worker.isolation.channel import Message
 from commandbus.worker.isolation.child_outcomes import failure_of, never_began, no_process
 from commandbus.worker.isolation.child_pool import Children
 from commandbus.worker.isolation.child_process import ChildProcess
 from commandbus.worker.isolation.child_start import StartError
 from commandbus.worker.isolation.descendants import kill_marked
-from commandbus.worker.isolation.limit_relay import verdict_of_stop
 from commandbus.worker.isolation.remote_errors import remake_error
 from commandbus.worker.registry_address import Address, find_address, refuse_in_child
 
-__all__ = ["Child", "Ends", "Isolation"]
+__all__ = ["Child", "Isolation"]
 
 logger = safe_logger("commandbus.worker")
 
 _TRIES: Final = 3
-
-
-class Ends(Protocol):
-    """Who knows what an attempt's end means: the worker's executor."""
-
-    def begin(self, attempt: Attempt) -> None:
-        """It begins now, once more."""
-
-    def completed(self, attempt: Attempt, result: Any) -> Ended:
-        """It returned this."""
-
-    def failed(self, attempt: Attempt, error: BaseException, trace: str | None = None) -> Ended:
-        """It raised this."""
-
-    def end_stopped(self, attempt: Attempt, stop: Stop, failure: Failure) -> Ended:
-        """It was asked to stop, and did not complete."""
-
-    def lost(self, attempt: Attempt, failure: Failure) -> Settlement:
-        """It failed in a way that may pass."""
 
 
 class Isolation:
@@ -79,16 +57,12 @@ class Isolation:
         settings: Settings,
         worker: str,
         registry: HandlerRegistry,
-        executor: Ends,
+        executor: Executor,
         *,
-        extend: Callable[[Attempt, float], Future[bool]],
-        hold: Callable[[Attempt], Future[bool]],
-        progress: Callable[[Attempt, str], None],
+        services: Services,
         terminate: Callable[[list[Borrowed]], None],
-        limits: Door,
         cancel_query: Callable[[Attempt], None] = lambda _: None,
         on_exhausted: Callable[[str], None] = lambda _: None,
-        default_max_attempts: int,
         quarantines: bool = False,
         fleet: str | None = None,
     ) -> None:
@@ -100,12 +74,11 @@ class Isolation:
         self._settings = settings
         self._late_seconds = settings.timeouts.late_seconds
         self._worker = worker
-        self._keeper = Keeper(extend, hold, progress, cancel_query, settings.max_extension, limits)
-        self._default_max_attempts = default_max_attempts
+        self._services = services
+        self._cancel_query = cancel_query
         self._executor = executor
         self._terminate = terminate
         self._on_exhausted = on_exhausted
-        self._limits = limits
         asking = [handler for handler in registry if handler.options.isolation == "process"]
         self._address = find_address(registry, settings.handlers)
         if self._address is None and asking:
@@ -133,8 +106,10 @@ class Isolation:
         return self._address is not None
 
     def wants(self, attempt: Attempt) -> bool:
-        """Is it to run in a process of its own?"""
-        handler = attempt.handler
+        """Is it to run in a process of its own? Asked of every attempt before it begins."""
+        row, handler = attempt.row, attempt.handler
+        if not self._asking and row[SUSPECT] is None and not row[QUARANTINE]:
+            return False
         if handler is None or self._address is None:
             return False
         if handler.options.isolation == "process" or attempt.is_suspect:
@@ -197,7 +172,7 @@ class Isolation:
             attempt.deadline_at = NEVER  # it waits for another, and begins again
             taken = self.take(attempt)
             if taken is None:
-                self._give_places_back(attempt)
+                self._return_permits(attempt)
                 stop = self._stop_of(attempt)
                 return self._executor.end_stopped(attempt, stop, never_began(attempt, stop))
             if not isinstance(taken, ChildProcess):
@@ -208,7 +183,13 @@ class Isolation:
         return self._fail(attempt, f"{_TRIES} child processes in a row died before it could start")
 
     def _run_in(self, process: ChildProcess, attempt: Attempt) -> Ended | _NotBegun:
-        child = Child(process, attempt, self._keeper, self._settings.max_memory_mb)
+        child = Child(
+            process,
+            attempt,
+            self._services,
+            cancel_query=self._cancel_query,
+            max_memory_mb=self._settings.max_memory_mb,
+        )
         try:
             self._children.know(process, child)
             if attempt.is_fenced:  # given up while it waited for a process
@@ -227,9 +208,9 @@ class Isolation:
         child.finish()
         if isinstance(end, Dead):
             self._children.forget(process, is_dead=end.exit_code is not None)
-            self._end_backends(attempt)
+            self._end_sessions(attempt)
             return self._judge_death(attempt, child, end)
-        self._end_backends(attempt)  # a connection that it did not return, in a thread that it left behind
+        self._end_sessions(attempt)  # a connection that it did not return, in a thread that it left behind
         try:
             told = _Told(end)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as broken:
@@ -269,23 +250,20 @@ class Isolation:
         if has_begun:
             self._doubt(attempt)
         else:
-            self._give_places_back(attempt)
+            self._return_permits(attempt)
         return self._executor.lost(attempt, no_process(text, trace))
 
     @staticmethod
     def _doubt(attempt: Attempt) -> None:
-        """Nobody knows what became of its calls: they may go on, so the handler's own places stay taken."""
-        if attempt.permits:
-            answer, attempt.extras.api = verdict_of_stop(attempt)
-            attempt.extras.answer = ApiAnswer.UNKNOWN if attempt.extras.has_told else answer
-            attempt.extras.keeps = True
+        """Nobody knows what became of its calls: they may go on, so the handler's own permits stay taken."""
+        if attempt.limit_use is not None:
+            is_late = attempt.stop is not None and attempt.stop.why is Why.DEADLINE
+            attempt.limit_use.note_stop(is_late=is_late)
 
-    def _give_places_back(self, attempt: Attempt) -> None:
-        """It never began, so it called nobody."""
-        if attempt.permits:
-            places, attempt.extras.permits = attempt.extras.permits, []
-            for place in places:
-                self._limits.leave(attempt, place, ApiAnswer.UNKNOWN, None)
+    @staticmethod
+    def _return_permits(attempt: Attempt) -> None:
+        if attempt.limit_use is not None:
+            attempt.limit_use.returned()
 
     def _stop_of(self, attempt: Attempt) -> Stop:
         now = monotonic()
@@ -296,7 +274,7 @@ class Isolation:
             return attempt.stop or Stop(Why.LEASE, text, now, now)
         return attempt.stop or Stop(Why.SHUTDOWN, "the worker stopped", now, now)
 
-    def _end_backends(self, attempt: Attempt) -> None:
+    def _end_sessions(self, attempt: Attempt) -> None:
         borrowed = attempt.borrowed
         if borrowed is None:
             return
@@ -329,7 +307,7 @@ class Isolation:
             "sys_path": [path for path in sys.path if isinstance(path, str)],
             "argv": list(sys.argv),
             "levels": levels | {"": logging.root.level},
-            "default_max_attempts": self._default_max_attempts,
+            "default_max_attempts": self._services.default_max_attempts,
             "handlers": self._asking,
         }
 

@@ -1,8 +1,8 @@
 """Permits of limits for a handler in a child process.
 
-    child: ChildLimits    limit ──►    worker: LimitRelay ──► its own door, and the limit client
+    child: ChildLimits    limit ──►    worker: LimitRelay ──► its own limits, and the limit client
                       ◄── permit
-                      leave, forget, deadline ──►
+                      release, forget, deadline ──►
                       ◄── lost
 
 The child asks by number; the token of a permit stays with the worker, so nothing that the child says can name a
@@ -42,16 +42,16 @@ from commandbus.model.durations import parse_seconds
 from commandbus.model.limit import check_limit_name
 from commandbus.model.limit_state import ApiAnswer
 from commandbus.worker.execution.attempt import NEVER, Attempt, Why
-from commandbus.worker.execution.limit_block import Door
+from commandbus.worker.execution.handler_permits import PermitProvider
 from commandbus.worker.isolation.channel import ChannelError, Message
 from commandbus.worker.isolation.remote_errors import remake_api
 
-ASKED: Final = frozenset({"limit", "leave", "forget", "deadline"})
-"""The kinds of messages that a doorman hears."""
+ASKED: Final = frozenset({"limit", "release", "forget", "deadline"})
+"""The kinds of messages that a relay hears."""
 
 
 class ChildLimits:
-    """The child's side: a `Door` that asks the worker. Any thread of the handler may ask; one thread hears."""
+    """The child's side: it asks the worker. Any thread of the handler may ask; one thread hears."""
 
     def __init__(self, send: Callable[[Message], None], number_of: Callable[[Attempt], int]) -> None:
         self._send = send
@@ -83,7 +83,7 @@ class ChildLimits:
         if found is not None:
             self._tell({"k": "forget", "n": found[0], "q": call.number})
 
-    def leave(
+    def release(
         self,
         attempt: Attempt,  # noqa: ARG002 - the worker knows whose it is
         permit: Permit,
@@ -97,7 +97,7 @@ class ChildLimits:
         found = self._held.pop(question, None)
         if found is not None:
             told = {"answer": str(answer), "api": None if api is None else asdict(api), "keeps": keeps}
-            self._tell({"k": "leave", "n": found[0], "q": question, **told})
+            self._tell({"k": "release", "n": found[0], "q": question, **told})
 
     def note_deadline(self, attempt: Attempt) -> None:
         """The worker's ladder looks after it."""
@@ -133,8 +133,10 @@ class ChildLimits:
 class LimitRelay:
     """The worker's side, for one attempt: the slot's thread hears, the limit client's answers."""
 
-    def __init__(self, door: Door, attempt: Attempt, *, run: int, send: Callable[[Message], None]) -> None:
-        self._door = door
+    def __init__(
+        self, provider: PermitProvider, attempt: Attempt, *, run: int, send: Callable[[Message], None]
+    ) -> None:
+        self._provider = provider
         self._attempt = attempt
         self._run = run
         self._send = send
@@ -155,7 +157,7 @@ class LimitRelay:
                 self._acquire(int(message["q"]), message)
             case "forget":
                 self._forget(int(message["q"]))
-            case "leave":
+            case "release":
                 self._leave(int(message["q"]), message)
             case "deadline":
                 self._note_deadline(message["at"], is_call=message["is_call"] is True)
@@ -175,10 +177,10 @@ class LimitRelay:
             self._held.clear()
             self._calls.clear()
         for call in waiting:
-            self._door.forget(call)
+            self._provider.forget(call)
         answer, api = verdict_of_stop(self._attempt)
         for permit in held:
-            self._door.leave(self._attempt, permit, answer, api, keeps=True)
+            self._provider.release(self._attempt, permit, answer, api, keeps=True)
 
     # --- what the child asks for -------------------------------------------------------------------------------
 
@@ -191,7 +193,7 @@ class LimitRelay:
         if question in self._calls:
             raise ChannelError(f"it asked for a permit twice with the number {question}")
         try:
-            call = self._door.acquire(self._attempt, name, wait)
+            call = self._provider.acquire(self._attempt, name, wait)
         except Exception as error:  # noqa: BLE001 - whatever it is, the handler is told
             self._refuse(question, error)
             return
@@ -214,10 +216,10 @@ class LimitRelay:
                 return  # who let go of it has told the limit client, which takes it back
             self._held[question] = permit
             self._watch(permit)
-            self._send({"k": "place", "n": self._run, "q": question, "lease": permit.lease, "error": None})
+            self._send({"k": "permit", "n": self._run, "q": question, "lease": permit.lease, "error": None})
 
     def _refuse(self, question: int, error: BaseException) -> None:
-        self._send({"k": "place", "n": self._run, "q": question, "error": _described(error)})
+        self._send({"k": "permit", "n": self._run, "q": question, "error": _described(error)})
 
     def _watch(self, permit: Permit) -> None:
         """Once: a permit of the handler's own may be lent to one block after the other."""
@@ -237,7 +239,7 @@ class LimitRelay:
             call = self._calls.pop(question, None)
             self._held.pop(question, None)
         if call is not None:
-            self._door.forget(call)
+            self._provider.forget(call)
 
     def _leave(self, question: int, message: Message) -> None:
         answer, api = ApiAnswer(message["answer"]), message["api"]
@@ -246,7 +248,7 @@ class LimitRelay:
             self._calls.pop(question, None)
             permit = self._held.pop(question, None)
         if permit is not None:
-            self._door.leave(self._attempt, permit, answer, failure, keeps=message["keeps"] is True)
+            self._provider.release(self._attempt, permit, answer, failure, keeps=message["keeps"] is True)
 
     def _note_deadline(self, at: Any, *, is_call: bool) -> None:
         wanted = NEVER if at is None else float(at)
@@ -268,7 +270,7 @@ def verdict_of_stop(attempt: Attempt) -> tuple[ApiAnswer, ApiFailure | None]:
 
 def _over(command_id: str | None) -> AttemptFencedError:
     whose = "this attempt" if command_id is None else f"this attempt of command {command_id!r}"
-    return AttemptFencedError(f"{whose} is over: it gets no more permits")
+    return AttemptFencedError(f"{whose} is over: it gets no permit of a limit any more")
 
 
 def _described(error: BaseException) -> dict[str, Any]:

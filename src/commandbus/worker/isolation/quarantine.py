@@ -1,4 +1,4 @@
-"""Apart: which commands run apart from the others, and how many of them at once.
+"""Quarantine: which commands run apart from the others, and how many of them at once.
 
 Commands that were lost without a verdict run one at a time per supervisor, so that the next loss of everything
 names the one that ran. The workers of a supervisor share a file for that. The kernel locks it for one process at a
@@ -32,8 +32,8 @@ from typing import Final
 
 from commandbus.clock import monotonic
 from commandbus.db.descriptors import file_behind
-from commandbus.flow.commands.claim import ClaimedRow, Room
-from commandbus.flow.commands.settle import ALONE
+from commandbus.flow.commands.claim import Room
+from commandbus.flow.commands.claimed_row import ALONE, ClaimedRow
 from commandbus.model.suspects import FIRST_DELAY, LONGEST_DELAY, delay_apart
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.execution.handlers import HandlerRegistry

@@ -11,7 +11,7 @@ import threading
 
 from commandbus.clock import boottime
 from commandbus.limits.held_permits import HeldPermits
-from commandbus.limits.stores.choose import Elsewhere
+from commandbus.limits.stores.choose import ExternalStore
 from commandbus.logger import safe_logger
 
 logger = safe_logger("commandbus.limits")
@@ -32,11 +32,11 @@ class BackupRenewer:
         self._name = name
         self._thread: threading.Thread | None = None
 
-    def start(self, elsewhere: Elsewhere) -> None:
+    def start(self, external: ExternalStore) -> None:
         """Start the thread, once there is something to renew elsewhere."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._serve, args=[elsewhere], name=f"{self._name}-backstop", daemon=True
+                target=self._serve, args=[external], name=f"{self._name}-backstop", daemon=True
             )
             self._thread.start()
 
@@ -45,28 +45,26 @@ class BackupRenewer:
         self._stopping.set()
         self._held_permits.has_held.set()
 
-    def _serve(self, elsewhere: Elsewhere) -> None:
+    def _serve(self, external: ExternalStore) -> None:
         while not self._stopping.wait(self._pause()):
             try:
-                self._renew(elsewhere)
+                self._renew(external)
             except Exception:
-                logger.exception("permits in Redis could not be renewed while the limit client waits")
-        elsewhere.close_backstop()
+                logger.exception("permits in Redis could not be renewed beside the limit client")
+        external.close_backstop()
 
     def _pause(self) -> float:
         """Until the next look; it begins when something is held."""
         self._held_permits.has_held.clear()
-        leases = self._held_permits.leases_elsewhere()
+        leases = self._held_permits.leases_external()
         if not leases:
             self._held_permits.has_held.wait()
-        return min(
-            [LONGEST_SECONDS, *(lease / PARTS for lease in leases or self._held_permits.leases_elsewhere())]
-        )
+        return min([LONGEST_SECONDS, *(lease / PARTS for lease in leases or self._held_permits.leases_external())])
 
-    def _renew(self, elsewhere: Elsewhere) -> None:
-        for row, permits in self._held_permits.late_elsewhere(LATE):
+    def _renew(self, external: ExternalStore) -> None:
+        for row, permits in self._held_permits.late_external(LATE):
             sent_at = boottime()
-            renewed = elsewhere.renew_beside(row, [permit.token for permit in permits])
+            renewed = external.renew_beside(row, [permit.token for permit in permits])
             for permit in permits:
                 if permit.token in renewed:
                     permit.lease, permit.renewed_at = row.lease, max(permit.renewed_at, sent_at)

@@ -17,8 +17,8 @@ from typing import Final, TypeVar
 from commandbus.clock import boottime
 from commandbus.flow.limits import redis_mode as limit_mode
 from commandbus.flow.limits.redis_mode import DEGRADED, JOINING, REDIS, HeartbeatPace, Held, Mode
-from commandbus.limits.stores.redis.database_link import PatientConnection
-from commandbus.limits.stores.redis.held_permits import HeldPermit, RedisHeldPermits
+from commandbus.limits.stores.redis.patient_connection import PatientConnection
+from commandbus.limits.stores.redis.permit_ledger import HeldPermit, PermitLedger
 from commandbus.limits.stores.redis.ping import Ping
 from commandbus.limits.stores.redis.scripts import EpochError, Probe, RedisLostError, RedisScripts, StaleError
 from commandbus.logger import safe_logger
@@ -39,13 +39,13 @@ class FleetFollower:
     def __init__(
         self,
         client: str,
-        link: PatientConnection,
+        connection: PatientConnection,
         permits: RedisScripts,
-        holdings: RedisHeldPermits,
+        holdings: PermitLedger,
         pace: HeartbeatPace,
     ) -> None:
         self.id = f"{client} {secrets.token_hex(4)}"
-        self._link = link
+        self._connection = connection
         self._permits = permits
         self._held_in_redis = holdings
         self._pace = pace
@@ -113,7 +113,7 @@ class FleetFollower:
             return
         was_lost = self._lost is not None
         most = self._held_in_redis.count()
-        fleet = None if was_lost else self._link.run(limit_mode.beat(self.id, _as_held(most)))
+        fleet = None if was_lost else self._connection.run(limit_mode.beat(self.id, _as_held(most)))
         joins = fleet is not None and fleet.mode == JOINING and (fleet.seconds or 0.0) > 0
         if (
             fleet is not None
@@ -139,7 +139,7 @@ class FleetFollower:
 
     def sign_off(self) -> None:
         """This program holds nothing any more, and need not be counted."""
-        self._link.run(limit_mode.leave(self.id))
+        self._connection.run(limit_mode.leave(self.id))
 
     def close(self) -> None:
         """Nothing uses the connection to Redis after this."""
@@ -164,7 +164,7 @@ class FleetFollower:
         lease = max((limit.lease for limit in self._held_in_redis.limits.values()), default=0.0)
         operation = limit_mode.settle(self.id, held, lease=lease, pace=self._pace, redis=redis)
         try:
-            fleet = self._link.run(operation)
+            fleet = self._connection.run(operation)
         except RedisLostError as error:
             self._lose(error)
             if reachable:
@@ -222,8 +222,8 @@ class FleetFollower:
         before, self._said = self._said, self.mode
         if self.mode == LOST:
             logger.warning(
-                "limits in Redis: %s cannot reach it (%s): this program gets no permits until it "
-                "is back, or no program can reach it",
+                "limits in Redis: it is out of reach of %s (%s): nothing that needs a permit begins here until it "
+                "is back, or out of reach of all programs",
                 self.id,
                 self._lost,
             )
@@ -235,8 +235,8 @@ class FleetFollower:
             )
         elif self.mode == JOINING:
             logger.warning(
-                "limits in Redis: it is back, has lost its data, or is another one: holders register their "
-                "permits, and nobody gets a new one for %.0f s (joining)",
+                "limits in Redis: it is back, has lost its data, or is another one: whoever has a permit "
+                "registers it, and nobody gets a new one for %.0f s (joining)",
                 fleet.seconds or 0.0,
             )
         elif before is None:

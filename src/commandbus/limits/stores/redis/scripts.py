@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 
 from commandbus.errors import ConfigurationError
 from commandbus.logger import safe_logger
-from commandbus.model.limit import FLOW_SECONDS, LimitUse
+from commandbus.model.limit import FLOW_SECONDS, PermitUsage
 from commandbus.model.limit_terms import LimitTerms
 
 logger = safe_logger("commandbus.limits")
@@ -131,11 +131,11 @@ class RedisScripts:
         """Give permits back."""
         self._ask("give", limit, epoch, (epoch, *tokens))
 
-    def look(self, limit: LimitTerms, *, epoch: str) -> LimitUse:
+    def look(self, limit: LimitTerms, *, epoch: str) -> PermitUsage:
         """Who holds a permit, and how fast they are given."""
         flow, holders = self._ask("look", limit, epoch, (epoch, 0, FLOW_SECONDS))
         pairs = zip(holders[::2], holders[1::2], strict=True)
-        return LimitUse(
+        return PermitUsage(
             {token: int(left) / _MICRO for token, left in pairs}, float(flow) if flow else None, "redis"
         )
 
@@ -190,8 +190,8 @@ class RedisScripts:
         policy = facts.get("maxmemory_policy", "noeviction")
         if policy != "noeviction" and facts.get("maxmemory", "0") != "0":
             logger.warning(
-                "this Redis drops keys when its memory is full (maxmemory-policy %s), and with them permits: set "
-                "it to noeviction, or limits may be exceeded",
+                "this Redis drops keys when its memory is full (maxmemory-policy %s), and with them the permits "
+                "of limits: set it to noeviction, or they may be exceeded",
                 policy,
             )
 

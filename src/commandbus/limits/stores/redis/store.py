@@ -27,11 +27,11 @@ from commandbus.errors import ConfigurationError
 from commandbus.flow.limits import redis_mode as limit_mode
 from commandbus.flow.limits.metrics import count_granted
 from commandbus.flow.limits.redis_mode import DEGRADED, REDIS, HeartbeatPace
-from commandbus.limits.stores.redis.database_link import PatientConnection
 from commandbus.limits.stores.redis.fleet_mode import NO_LEAVE, FleetFollower
-from commandbus.limits.stores.redis.held_permits import RedisHeldPermits
+from commandbus.limits.stores.redis.patient_connection import PatientConnection
+from commandbus.limits.stores.redis.permit_ledger import PermitLedger
 from commandbus.limits.stores.redis.scripts import EpochError, RedisLostError, RedisScripts, StaleError
-from commandbus.model.limit import LimitUse
+from commandbus.model.limit import PermitUsage
 from commandbus.model.limit_terms import LimitTerms
 from commandbus.settings import Settings
 
@@ -48,10 +48,10 @@ class RedisPermitStore:
             )
         self._permits = RedisScripts(settings.redis_url, settings.environment)
         self._permits_beside = RedisScripts(settings.redis_url, settings.environment)
-        self._link = PatientConnection(settings, name=f"{client} limits")
+        self._connection = PatientConnection(settings, name=f"{client} limits")
         self._pace = pace or HeartbeatPace()
-        self._held_in_redis = RedisHeldPermits()
-        self._fleet = FleetFollower(client, self._link, self._permits, self._held_in_redis, self._pace)
+        self._held_in_redis = PermitLedger()
+        self._fleet = FleetFollower(client, self._connection, self._permits, self._held_in_redis, self._pace)
         self._granted: defaultdict[str, int] = defaultdict(
             int
         )  # permits given here, and not counted in PostgreSQL yet
@@ -67,7 +67,9 @@ class RedisPermitStore:
     def take(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
         """Take permits for some seconds. Returns the tokens that have one, which are the first of those given."""
         self._held_in_redis.limits[limit.name] = limit
-        granted: list[str] = self._link.safely(lambda: self._take(limit, tokens, seconds), []) if tokens else []
+        granted: list[str] = (
+            self._connection.safely(lambda: self._take(limit, tokens, seconds), []) if tokens else []
+        )
         self._granted[limit.name] += len(granted)
         return granted
 
@@ -84,7 +86,7 @@ class RedisPermitStore:
         self._held_in_redis.limits[limit.name] = limit
         if not tokens:
             return []
-        lost = self._link.safely(lambda: self._renew(limit, tokens), None)
+        lost = self._connection.safely(lambda: self._renew(limit, tokens), None)
         if lost is None:
             # Nobody could be asked. The next time is in a third of a lease: it must not be too late by then.
             lost = self._held_in_redis.ending(limit, tokens, limit.lease * 0.4)
@@ -121,30 +123,30 @@ class RedisPermitStore:
         if not tokens:
             return
         self._held_in_redis.give(limit, tokens)
-        self._link.safely(lambda: self._give(limit, tokens), None)
+        self._connection.safely(lambda: self._give(limit, tokens), None)
 
-    def look(self, limit: LimitTerms) -> LimitUse:
+    def look(self, limit: LimitTerms) -> PermitUsage:
         """Who holds a permit, and how fast they are given."""
         self._held_in_redis.limits[limit.name] = limit
-        return self._link.safely(lambda: self._look(limit), LimitUse(mode=self.mode))
+        return self._connection.safely(lambda: self._look(limit), PermitUsage(mode=self.mode))
 
     def tick(self) -> None:
         """Say that this program is alive, check Redis, and follow the fleet. Call it about every second; it does
         nothing while that is not due."""
         if self._fleet.is_due:
-            self._link.safely(self._fleet.beat, None)
+            self._connection.safely(self._fleet.beat, None)
             self._held_in_redis.forget_old()
-            self._link.safely(self._tell_granted, None)
+            self._connection.safely(self._tell_granted, None)
 
     def close(self) -> None:
         """Sign off, unless permits are still held: then their leases go on."""
         self._held_in_redis.forget_old()
-        self._link.safely(self._tell_granted, None)
+        self._connection.safely(self._tell_granted, None)
         if not self._held_in_redis:
-            self._link.safely(self._fleet.sign_off, None)
+            self._connection.safely(self._fleet.sign_off, None)
         self._fleet.close()
         self._permits.close()
-        self._link.close()
+        self._connection.close()
 
     # ── Permits ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -167,7 +169,7 @@ class RedisPermitStore:
 
     def _take_share(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
         began = boottime()
-        mode, granted = self._link.run(
+        mode, granted = self._connection.run(
             limit_mode.take_share(self._fleet.id, limit, tokens, seconds, pace=self._pace)
         )
         if mode != DEGRADED:
@@ -201,7 +203,7 @@ class RedisPermitStore:
 
     def _renew_share(self, limit: LimitTerms, tokens: Sequence[str]) -> list[str] | None:
         began = boottime()
-        mode, lost = self._link.run(limit_mode.renew_share(self._fleet.id, limit, tokens))
+        mode, lost = self._connection.run(limit_mode.renew_share(self._fleet.id, limit, tokens))
         if mode != DEGRADED:
             self._fleet.hurry()
             return None
@@ -213,18 +215,18 @@ class RedisPermitStore:
             self._prepare(limit, 0)
             if not self._fleet.reaches_redis:
                 if self._fleet.is_marked:
-                    self._link.run(limit_mode.give_share(limit.name, tokens))
+                    self._connection.run(limit_mode.give_share(limit.name, tokens))
                 return
             if self._fleet.ask(partial(self._fleet.give_owed, limit)):
                 return
 
-    def _look(self, limit: LimitTerms) -> LimitUse:
+    def _look(self, limit: LimitTerms) -> PermitUsage:
         self._prepare(limit, 0)
         if self._fleet.reaches_redis:
             found = self._fleet.ask(lambda epoch: self._permits.look(limit, epoch=epoch))
             if found is not None:
                 return replace(found, mode=self.mode)
-        return LimitUse(self._link.run(limit_mode.look_share(limit.name)), None, self.mode)
+        return PermitUsage(self._connection.run(limit_mode.look_share(limit.name)), None, self.mode)
 
     def _prepare(self, limit: LimitTerms, more: int) -> None:
         """Before more permits are asked for: PostgreSQL must know at least as many as this program will hold. If
@@ -238,5 +240,5 @@ class RedisPermitStore:
         """Tell PostgreSQL how many permits were given here, for the metrics of the fleet."""
         granted = {name: count for name, count in self._granted.items() if count}
         if granted:
-            self._link.run(count_granted(granted, self._pace.beat))
+            self._connection.run(count_granted(granted, self._pace.beat))
             self._granted.clear()

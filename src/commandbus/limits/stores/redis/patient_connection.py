@@ -23,12 +23,12 @@ class PatientConnection:
     """One connection, one thread."""
 
     def __init__(self, settings: Settings, *, name: str) -> None:
-        self._link = LastingConnection(settings, name=name)
+        self._connection = LastingConnection(settings, name=name)
         self._is_unwell = False  # is PostgreSQL out of reach?
 
     def run(self, operation: Runnable[T]) -> T:
         """Run an operation; raises psycopg.OperationalError while the server is away."""
-        result = self._link.run(operation)
+        result = self._connection.run(operation)
         if self._is_unwell:
             self._is_unwell = False
             logger.info("limits in Redis: the database is back")
@@ -46,4 +46,4 @@ class PatientConnection:
 
     def close(self) -> None:
         """Close it."""
-        self._link.close()
+        self._connection.close()

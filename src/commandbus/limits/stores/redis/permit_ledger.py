@@ -4,7 +4,7 @@
               └──► its lease ends
 
 PostgreSQL knows, for each limit, the most that this program may hold: at least as much as it does hold, at any
-moment. It asks nobody anything; `redis_backend` and `redis_fleet` do. Called by one thread, but for
+moment. It asks nobody anything; `store.py` and `fleet_mode.py` do. Called by one thread, but for
 `renewed_beside`: what is renewed there counts only if Redis was not lost meanwhile (`lives`), because then
 PostgreSQL was told of shorter leases.
 """
@@ -32,7 +32,7 @@ class HeldPermit:
     epoch: str | None
 
 
-class RedisHeldPermits:
+class PermitLedger:
     """The permits of one program, by limit and token."""
 
     def __init__(self) -> None:

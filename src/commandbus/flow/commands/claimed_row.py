@@ -1,0 +1,115 @@
+"""ClaimedRow: a row as the claim returned it, with names for its columns; and the Fence of its attempt.
+
+Nearly all rows are never read by name: a claim brings plain tuples, and `Attempt` wraps each as it is.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from commandbus.model.outcome import Failure
+from commandbus.model.suspects import Marks
+
+
+class Fence(NamedTuple):
+    """What an attempt is settled under: the queue row (`msg_id`), claimed for the `read_ct`-th time, of a
+    command (`id`). `number` is the attempt's running number in the command's history."""
+
+    domain: str
+    msg_id: int
+    read_ct: int
+    id: int
+    number: int
+
+
+class ClaimedRow(NamedTuple):
+    """A row of commands/claim.sql, in its order. `is_paused` also says that the breaker of its type is not closed.
+
+    `before` is True if somebody held it when its lease ran out. `created_at` is an epoch second; `last_vt` and
+    `claimed_at` are microseconds, the same in every row. `unhandled` is no column: it is the note with which a
+    command is parked for which this worker has no handler.
+    """
+
+    msg_id: int
+    read_ct: int
+    id: int | None
+    command_id: str
+    command_type: str
+    data: str | None
+    attempt_base: int
+    waived: int
+    max_attempts: int | None
+    correlation_id: str | None
+    reply_to: str | None
+    headers: str | None
+    created_at: float | None
+    is_paused: bool | None
+    before: bool | None
+    message: None
+    last_vt: int
+    claimed_at: int
+    timeout: float | None = None
+    suspect: int | None = None
+    step: int | None = None
+    batch: int | None = None
+    is_probe: bool | None = None
+    quarantine: bool | None = None
+    alone: bool | None = None
+    unhandled: str | None = None
+
+    def fence(self, domain: str) -> Fence:
+        """Under which its attempt is settled. A raw message has none: it is no command."""
+        assert self.id is not None  # noqa: S101
+        return Fence(domain, self.msg_id, self.read_ct, self.id, self.attempt_base + self.read_ct)
+
+    @property
+    def is_odd(self) -> bool:
+        """Is something to be put right before it runs?"""
+        is_known = self.before is None and self.id is not None
+        return not is_known or bool(self.is_paused or self.quarantine or self.alone)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Does it belong to a batch or a process?"""
+        return self.step is not None or self.batch is not None
+
+    @property
+    def marks(self) -> Marks:
+        """What earlier trouble has left."""
+        return Marks(self.waived, self.suspect, bool(self.quarantine), bool(self.alone))
+
+    def charge_after(self, failure: Failure) -> int:
+        """What counts against max_attempts after this failure. A suspect that it convicts pays for earlier
+        crashes."""
+        return self.read_ct - self.marks.after_failure(failure).waived
+
+
+(
+    MSG_ID,
+    READ_CT,
+    ID,
+    COMMAND_ID,
+    COMMAND_TYPE,
+    DATA,
+    ATTEMPT_BASE,
+    WAIVED,
+    MAX_ATTEMPTS,
+    CORRELATION_ID,
+    REPLY_TO,
+    HEADERS,
+    CREATED_AT,
+    IS_PAUSED,
+    BEFORE,
+    _MESSAGE,
+    _LAST_VT,
+    _CLAIMED_AT,
+    TIMEOUT,
+    SUSPECT,
+    STEP,
+    BATCH,
+    IS_PROBE,
+    QUARANTINE,
+    ALONE,
+    _UNHANDLED,
+) = range(len(ClaimedRow._fields))
+"""Where the columns are, for who reads rows as plain tuples: the claim, the dispatcher and `Attempt`."""

@@ -1,0 +1,75 @@
+"""The AttemptRegistry: what this worker holds, what runs, and in which slot.
+
+    held       claimed and not settled yet. The lease keeper renews these.
+    starting   waits for a child process, or is about to run in it.
+    running    runs now. The ladder looks after these.
+
+Whoever takes an attempt out of `running` owns its settlement: the slot, when the handler ends (`end`), or the
+ladder, when it gives the attempt up (`take`). One `dict.pop` decides between them.
+
+Threads: the claimer adds to `held`. A slot calls `begin` and `end`. The ladder calls `take`. Whoever writes an
+outcome, or learns that there is none to write, calls `release`. Any thread may read; iterate over a copy. Nothing
+here waits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from commandbus.worker.execution.async_slots import AsyncSlot
+from commandbus.worker.execution.attempt import Attempt
+from commandbus.worker.execution.slots import Slot
+from commandbus.worker.isolation.quarantine import Quarantine
+
+if TYPE_CHECKING:
+    from commandbus.worker.board_writer import BoardWriter
+
+Running = dict[Attempt, Slot | AsyncSlot]
+
+
+class AttemptRegistry:
+    """The attempts of one worker. A worker without a supervisor has no board."""
+
+    def __init__(self, running: Running, quarantine: Quarantine, board_writer: BoardWriter | None) -> None:
+        self.held: set[Attempt] = set()
+        self.starting: set[Attempt] = set()
+        self.running = running
+        self._quarantine = quarantine
+        self._board_writer = board_writer
+
+    def begin(self, attempt: Attempt, slot: Slot | AsyncSlot) -> None:
+        """It runs from now on, in this slot."""
+        self.running[attempt] = slot
+        if self._board_writer is not None:
+            self._board_writer.enter(attempt, slot.index)
+
+    def end(self, attempt: Attempt, slot: Slot | AsyncSlot) -> bool:
+        """Its handler has ended. False if the ladder has given the attempt up, and its slot away."""
+        if self.running.pop(attempt, None) is None:
+            return False
+        attempt.started_at = 0.0  # over: the ladder looks past it, and what it left behind gets no connection
+        if self._board_writer is not None:
+            self._board_writer.end(slot.index)
+        return True
+
+    def take(self, attempt: Attempt) -> Slot | AsyncSlot | None:
+        """Take it from its handler, and bar it from connections. Returns its slot; None if it has just ended."""
+        slot = self.running.pop(attempt, None)
+        if slot is not None:
+            attempt.bar()
+        return slot
+
+    def release(self, attempt: Attempt) -> None:
+        """Its outcome is written, or it is somebody else's by now."""
+        self.held.discard(attempt)
+        self._quarantine.leave(attempt)
+
+    def leave_to_parent(self) -> None:
+        """This process was forked without exec: whatever runs or waits here is its parent's."""
+        for attempt in list(self.running):
+            attempt.bar()
+            if attempt.borrowed is not None:
+                attempt.borrowed.cut()
+        self.running.clear()
+        self.held.clear()
+        self._quarantine.take_back()

@@ -1,0 +1,457 @@
+"""The Dispatcher: takes what the claimer brings to the slots, and gives back what will not start.
+
+    claimer → room, spare        how many to claim now
+            → deliver            rows become attempts, and go to a lane: threads, an event loop, or the slots for
+                                 messages of processes; first to the limit client (permits) or to the quarantine
+                                 (turns), if they have to
+    lane    → run, run_async     the attempt begins, ends, and its outcome goes to the settler
+
+Threads: `room`, `spare`, `deliver`, `return_unsure` and `note_connected` are the claimer's. `push_alone` is the
+lease keeper's, `push` the limit client's. `_run` and `_run_async` are called by slots. `tend` is the ladder's. Any
+thread may call `give_back`.
+
+An attempt that did not start is given back under its fence, with the reason, and is not charged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from commandbus.clock import boottime, monotonic
+from commandbus.flow.commands.claimed_row import ALONE, COMMAND_TYPE, QUARANTINE, ClaimedRow
+from commandbus.flow.commands.settle import Settlement
+from commandbus.logger import safe_logger
+from commandbus.settings import Settings
+from commandbus.worker.attempt_registry import AttemptRegistry
+from commandbus.worker.board import State
+from commandbus.worker.board_writer import BoardWriter
+from commandbus.worker.breakers import WorkerBreakers
+from commandbus.worker.claim_pause import ClaimPause
+from commandbus.worker.deadlines.fencer import Fencer
+from commandbus.worker.execution.async_slots import AsyncSlot, AsyncSlots
+from commandbus.worker.execution.attempt import Attempt
+from commandbus.worker.execution.concurrency import ConcurrencyBudget
+from commandbus.worker.execution.execute import Ended, Executor, LimitDecides
+from commandbus.worker.execution.fresh_thread import in_fresh_thread
+from commandbus.worker.execution.slots import Slot, Slots
+from commandbus.worker.exhaustion import ExhaustedError
+from commandbus.worker.isolation.child_process import ChildProcess
+from commandbus.worker.isolation.isolation import Isolation
+from commandbus.worker.isolation.quarantine import Quarantine
+from commandbus.worker.limits import LimitedWork
+from commandbus.worker.settler import Settler
+from commandbus.worker.unhandled_types import UnhandledTypes
+from commandbus.worker.worker_options import ROUTER_SLOTS, WorkerSpec
+
+logger = safe_logger("commandbus.worker")
+
+STALE_SECONDS = 0.5
+STALE_LOOKS = 3
+LOOK_SECONDS = 0.2
+CAUTIOUS_SECONDS = 2.0
+MOST_UNWRITTEN = 2000  # a few batches of the settler's
+
+
+class Dispatcher:
+    """The lanes of one worker, and the way into them. `state` is the worker's; only its runtime sets it."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        settings: Settings,
+        attempts: AttemptRegistry,
+        *,
+        executor: Executor,
+        fencer: Fencer,
+        isolation: Isolation,
+        quarantine: Quarantine,
+        limited: LimitedWork,
+        settler: Settler,
+        breakers: WorkerBreakers,
+        unhandled: UnhandledTypes,
+        pause: ClaimPause,
+        board_writer: BoardWriter | None,
+    ) -> None:
+        self.state = State.ACTIVE
+        self.is_claimer_waiting = False  # for room: a slot that becomes free says so
+        self.on_room: Callable[[], None] = lambda: None  # set by the claimer
+        self.given_back = 0
+        self._handlers = spec.handlers
+        self._attempts = attempts
+        self._held = attempts.held
+        self._executor = executor
+        self._fencer = fencer
+        self._isolation = isolation
+        self._quarantine = quarantine
+        self._limited = limited
+        self._settler = settler
+        self._breakers = breakers
+        self._unhandled = unhandled
+        self._pause = pause
+        self._board_writer = board_writer
+        self._late_seconds = settings.timeouts.late_seconds  # under an older lease nothing is started
+        self._low = 0  # so many may wait before the slots when the claimer is called
+        self._cautious_until = 0.0  # until then nothing is prefetched
+        self._stale_looks = 0  # so many looks in a row found something that should have started long ago
+        self._stale_looked_at = 0.0
+        self._most_unwritten = MOST_UNWRITTEN + 2 * settings.concurrency
+        self._from_before: dict[tuple[str, int], Attempt] = {}  # held when the claimer last connected
+        self.routed = routed_domains(spec)
+        self.budget = ConcurrencyBudget(settings.concurrency, self._offer_room)
+        self._router_budget = ConcurrencyBudget(router_slots(spec))
+        first = settings.concurrency
+        self._slots = Slots(self.budget, self._run, name=spec.id, on_thread=self._show_thread)
+        self._router = Slots(
+            self._router_budget,
+            self._run,
+            name=f"{spec.id}-router",
+            on_thread=self._show_thread,
+            first=2 * first,
+        )
+        self.loop: AsyncSlots | None = None
+        if any(handler.is_async for handler in spec.handlers):
+            self.loop = AsyncSlots(
+                self.budget, self._run_async, name=spec.id, first=first, on_thread=self._show_thread
+            )
+            self._slots.share_with_others()
+            self.loop.share_with_others()
+
+    def start(self) -> None:
+        """Start the slots."""
+        self._slots.start()
+        if self.routed:
+            self._router.start()
+        if self.loop is not None:
+            self.loop.start()
+
+    def tend(self) -> None:
+        """Replaced slots that have no thread yet are tried again."""
+        for lane in self._lanes():
+            lane.tend()
+
+    def stop(self, until: float) -> None:
+        """Let idle slots end."""
+        self._slots.stop()
+        self._router.stop()
+        if self.loop is not None:
+            self.loop.stop(max(0.1, until - monotonic()))
+
+    def leave_to_parent(self) -> None:
+        """This process was forked without exec: whatever waits here is its parent's."""
+        self._slots.waiting.clear()
+        self._router.waiting.clear()
+        if self.loop is not None:
+            self.loop.leave_to_parent()
+
+    def _lanes(self) -> Iterator[Slots | AsyncSlots]:
+        yield self._slots
+        yield self._router
+        if self.loop is not None:
+            yield self.loop
+
+    # --- room -------------------------------------------------------------------------------------------------
+
+    @property
+    def total_slots(self) -> int:
+        """How many attempts can run at once, messages of processes included."""
+        return self.budget.total + self._router_budget.total
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for a slot, or for permits before that."""
+        waiting = len(self._slots.waiting) + (len(self.loop.waiting) if self.loop is not None else 0)
+        return waiting + self._limited.waiting
+
+    @property
+    def finished(self) -> int:
+        """How many attempts have ended."""
+        return self._slots.finished + self._router.finished + (self.loop.finished if self.loop is not None else 0)
+
+    @property
+    def is_behind(self) -> bool:
+        """Are so many outcomes unwritten that nothing more is claimed?"""
+        return self._settler.backlog >= self._most_unwritten
+
+    @property
+    def _is_closed(self) -> bool:
+        return self.state is not State.ACTIVE or self._pause.is_on or self.is_behind
+
+    def room(self, prefetch: int) -> int:
+        """How many attempts to claim now; nothing while more than half of what is prefetched still waits."""
+        waiting = self.waiting
+        if monotonic() < self._cautious_until:
+            prefetch = 0
+        self._low = prefetch // 2
+        if waiting > self._low:
+            self._return_stale()
+            return 0
+        self._stale_looks = 0
+        return 0 if self._is_closed else self.budget.total - self.budget.taken + prefetch - waiting
+
+    def spare(self) -> int:
+        """How many messages of processes to claim beside that."""
+        if self._is_closed:
+            return 0
+        return self._router_budget.total - self._router_budget.taken - len(self._router.waiting)
+
+    def _offer_room(self) -> None:
+        """Wake a claimer that waits for room, if there is some now."""
+        if self.is_claimer_waiting and self.waiting <= self._low:
+            self.is_claimer_waiting = False
+            self.on_room()
+
+    def _return_stale(self) -> None:
+        """What was prefetched should have started long ago: handlers have become slow, and another worker may
+        be idle. One look is not enough: after a moment without the processor the claimer may run first."""
+        stale = [lane for lane in self._lanes() if _is_stale(lane)]
+        now = monotonic()
+        if not stale:
+            self._stale_looks = 0
+        elif now - self._stale_looked_at >= LOOK_SECONDS:
+            self._stale_looks, self._stale_looked_at = self._stale_looks + 1, now
+        if self._stale_looks >= STALE_LOOKS:
+            self._stale_looks = 0
+            self._cautious_until = now + CAUTIOUS_SECONDS
+            for attempt in [attempt for lane in stale for attempt in lane.take_back()]:
+                self.return_one(attempt, "the slots of its worker are busy")
+
+    # --- deliver ----------------------------------------------------------------------------------------------
+
+    def deliver(self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float) -> list[tuple[Any, ...]]:
+        """Hand rows to the lanes; returns those of unknown types, which the claimer parks."""
+        if self._from_before:
+            self._lose_reused(domain, rows)
+        unhandled: list[tuple[Any, ...]] = []
+        sync: list[Attempt] = []
+        asynchronous: list[Attempt] = []
+        get = self._handlers.get
+        spare = self.spare() if domain in self.routed else 0
+        routed: list[Attempt] = []
+        limited: list[Attempt] = []
+        hold, command_type, handler, is_plain, is_unknown = self._held.add, None, None, False, False
+        for row in rows:
+            if row[COMMAND_TYPE] != command_type:
+                command_type = row[COMMAND_TYPE]
+                handler = get(domain, command_type)
+                is_plain = not spare and (handler is None or not (handler.is_async or handler.options.limits))
+                is_unknown = handler is None and self._unhandled.parks
+            if is_unknown:  # before its charge is looked at: the policy is its handler's
+                unhandled.append(row)
+                continue
+            attempt = Attempt(domain, row, handler, claimed_at)
+            hold(attempt)
+            if (
+                is_plain and attempt.read_ct == 1 and not row[QUARANTINE] and not row[ALONE]
+            ):  # nearly all are: nothing is known of it yet
+                sync.append(attempt)
+                continue
+            if attempt.charge > 1 and self._executor.is_exhausted(attempt):
+                self._settler.add(attempt, self._executor.exhaust(attempt))
+            elif (row[QUARANTINE] or row[ALONE]) and not self._quarantine.enter(attempt):
+                continue  # `push_alone`, when it is its turn
+            elif handler is not None and handler.options.limits:
+                limited.append(attempt)
+            elif handler is not None and handler.is_async and not self._isolation.wants(attempt):
+                asynchronous.append(attempt)
+            elif len(routed) < spare:
+                routed.append(attempt)
+            else:
+                sync.append(attempt)
+        if routed:
+            self._router.push(routed)
+        if sync:
+            self._slots.push(sync)
+        if asynchronous and self.loop is not None:
+            self.loop.push(asynchronous)
+        if limited:
+            self._limited.permit_request(limited)
+        self._give_back_if_closed()
+        return unhandled
+
+    def push_alone(self, attempt: Attempt, is_held: bool) -> None:  # noqa: FBT001
+        """It is its turn to run alone, if this worker still holds it."""
+        if not is_held or attempt.stop is not None or attempt.is_lost:
+            self.return_one(attempt, self._why_not(attempt))
+        elif attempt.handler is not None and attempt.handler.options.limits:
+            self._limited.permit_request([attempt])
+            self._give_back_if_closed()
+        else:
+            self.push(attempt)
+
+    def push(self, attempt: Attempt) -> None:
+        """Nothing keeps it from its start any more: it has all its permits."""
+        handler = attempt.handler
+        is_async = handler is not None and handler.is_async and not self._isolation.wants(attempt)
+        if is_async and self.loop is not None:
+            self.loop.push([attempt])
+        else:
+            self._slots.push([attempt])
+        self._give_back_if_closed()
+
+    # --- give back --------------------------------------------------------------------------------------------
+
+    def give_back(self) -> None:
+        """Give back everything that has not started."""
+        self._isolation.let_go()
+        for waiting in (self._quarantine, *self._lanes(), self._limited):
+            for attempt in waiting.take_back():
+                self.return_one(attempt, f"its worker is {self.state.name.lower()}")
+
+    def _give_back_if_closed(self) -> None:
+        if self.state is not State.ACTIVE:
+            self.give_back()
+
+    def return_one(self, attempt: Attempt, why: str) -> None:
+        """Give back one that has not started."""
+        if attempt.limit_use is not None:
+            attempt.limit_use.returned()
+        if attempt.is_lost:
+            self._attempts.release(attempt)  # its row is somebody else's: there is nothing to give back
+            return
+        self.given_back += 1
+        self._settler.add(attempt, attempt.give_back(why))
+
+    def return_unsure(self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float) -> None:
+        """They were claimed, but a failover may lose that: they must not start."""
+        for row in rows:
+            attempt = Attempt(domain, row, self._handlers.get(domain, row[COMMAND_TYPE]), claimed_at)
+            self._held.add(attempt)
+            self.return_one(attempt, "a failover may lose its claim")
+
+    def note_connected(self) -> None:
+        """Whatever is held now was claimed on an earlier connection, perhaps from a server that is no more."""
+        self._from_before = {(attempt.domain, attempt.msg_id): attempt for attempt in self._held.copy()}
+
+    def _lose_reused(self, domain: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        """After a failover that lost commits the server counts again from where it was: another command may get
+        the msg_id of a lost one, its number, and its first read_ct. The fence of an attempt from before would
+        fit it."""
+        self._from_before = {key: attempt for key, attempt in self._from_before.items() if attempt in self._held}
+        for row in (ClaimedRow(*row) for row in rows):
+            before = self._from_before.get((domain, row.msg_id))
+            if before is not None and before.read_ct >= row.read_ct:
+                before.is_lost = True
+                self._settler.void(before)
+                text = "command %s was lost by the database (a failover?): its message is another command's now"
+                logger.error(text, before.command_id, extra=before.log_fields)
+
+    def _never_start(self, attempt: Attempt) -> bool:
+        """It was asked to stop before it had begun, or its lease is not sure. If somebody canceled it, the settler
+        hears that; if it is somebody else's by now, the fence refuses."""
+        self.return_one(attempt, self._why_not(attempt))
+        return True
+
+    def _why_not(self, attempt: Attempt) -> str:
+        if attempt.stop is not None:
+            return attempt.stop.text
+        if not attempt.is_surely_held(self._late_seconds):
+            return "its lease may have ended"
+        return "its worker had no process for it" if self.state is State.ACTIVE else "its worker stops"
+
+    # --- run, in a slot ---------------------------------------------------------------------------------------
+
+    def _run(self, attempt: Attempt, slot: Slot) -> bool:
+        if attempt.stop is not None or not attempt.is_surely_held(self._late_seconds):
+            return self._never_start(attempt)
+        if attempt.limit_use is not None and not attempt.limit_use.before_start():
+            self._offer_room()
+            return True
+        process = None
+        if self._isolation.wants(attempt):
+            process = self._take_process(attempt)
+            if process is None:
+                return True
+        self._executor.begin(attempt)
+        self._attempts.begin(attempt, slot)
+        if process is None:
+            if attempt.handler is not None and attempt.handler.options.fresh_thread:
+                return self._run_in_fresh_thread(attempt, slot)
+            return self._end(attempt, slot, self._executor.run(attempt))
+        self._attempts.starting.discard(attempt)
+        return self._end(attempt, slot, self._isolation.run(attempt, process))
+
+    async def _run_async(self, attempt: Attempt, slot: AsyncSlot) -> bool:
+        if attempt.stop is not None or not attempt.is_surely_held(self._late_seconds):
+            return self._never_start(attempt)
+        if attempt.limit_use is not None and not attempt.limit_use.before_start():
+            self._offer_room()
+            return True
+        self._executor.begin(attempt)
+        self._attempts.begin(attempt, slot)
+        return self._end(attempt, slot, await self._executor.run_async(attempt))
+
+    def _run_in_fresh_thread(self, attempt: Attempt, slot: Slot) -> bool:
+        """As `_run`, in a thread that stands in for the slot's own as long as the attempt runs."""
+
+        def stand_in() -> None:
+            slot.ident = threading.get_ident()
+            self._show_thread(slot.index)
+
+        try:
+            ended = in_fresh_thread(lambda: self._executor.run(attempt), on_start=stand_in)
+        except ExhaustedError as error:
+            self._pause.begin(str(error))
+            ended = self._executor.failed(attempt, error)
+        if not self._end(attempt, slot, ended):
+            return False  # the slot's number is another thread's by now
+        stand_in()
+        return True
+
+    def _end(self, attempt: Attempt, slot: Slot | AsyncSlot, ended: Ended) -> bool:
+        """Hand the outcome to the settler; False if the ladder has given the attempt up, and its slot away."""
+        if not self._attempts.end(attempt, slot):
+            return False
+        if attempt.borrowed is not None:
+            self._fencer.end_leftover(attempt, attempt.borrowed)
+        if not isinstance(ended, Settlement) or ended.is_completion:
+            self._breakers.completed(attempt)
+        if attempt.limit_use is None and not isinstance(ended, LimitDecides):
+            self._settler.add(attempt, ended)
+        else:
+            self._limited.finished(attempt, ended)
+        if self.is_claimer_waiting:
+            self._offer_room()
+        return True
+
+    def _take_process(self, attempt: Attempt) -> ChildProcess | None:
+        """Wait for a process that is ready for it: until then it has not begun. None if it will not."""
+        self._attempts.starting.add(attempt)
+        taken = self._isolation.take(attempt)
+        if isinstance(taken, ChildProcess):
+            return taken
+        if taken is None:
+            self._never_start(attempt)
+        else:
+            self._settler.add(attempt, taken)
+        self._attempts.starting.discard(attempt)
+        self._offer_room()
+        return None
+
+    def _show_thread(self, slot: int) -> None:
+        if self._board_writer is not None:
+            self._board_writer.thread(slot)
+
+
+def _is_stale(lane: Slots | AsyncSlots) -> bool:
+    """Has the oldest waited before its slots for long? Its wait for permits, before that, does not count."""
+    oldest = next(iter(lane.waiting.copy()), None)  # a copy: slots take from it, too
+    if oldest is None:
+        return False
+    granted_at = 0.0 if oldest.limit_use is None else oldest.limit_use.granted_at
+    return min(boottime() - oldest.renewed_at, monotonic() - granted_at) > STALE_SECONDS
+
+
+def routed_domains(spec: WorkerSpec) -> list[str]:
+    """Domains with slots of their own: those in which processes are moved and nothing else happens, in a worker
+    that has other work, too."""
+    others = {item.domain for item in spec.handlers if not item.is_router or item.is_async}
+    routed = {item.domain for item in spec.handlers if item.is_router}
+    found = [domain for domain in spec.domains if domain in routed - others]
+    return found if len(found) < len(spec.domains) else []
+
+
+def router_slots(spec: WorkerSpec) -> int:
+    """How many slots those have."""
+    return ROUTER_SLOTS if routed_domains(spec) else 0

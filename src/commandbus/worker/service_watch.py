@@ -1,0 +1,125 @@
+"""ServiceWatch: health names what does not work in a worker. Only the ladder's thread calls it, at each tick.
+
+A supervised worker with a part that will not work again drains, so that its supervisor replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from commandbus.db.service import DatabaseService
+from commandbus.settings import Settings
+from commandbus.worker.board import State
+from commandbus.worker.claim_pause import ClaimPause
+from commandbus.worker.claimer import Claimer
+from commandbus.worker.dispatcher import Dispatcher
+from commandbus.worker.isolation.quarantine import Quarantine
+from commandbus.worker.limits import LIMITS_DEGRADED, LimitedWork
+from commandbus.worker.settler import Settler
+from commandbus.worker.worker_options import WorkerSpec
+
+UNREACHABLE = "database_unreachable"
+UNWRITTEN = "outcomes_unwritten"
+CLAIMLESS = "claims"
+CLAIMLESS_SECONDS = 10.0
+
+
+class ServiceWatch:
+    """Looks at the threads of one worker that have a connection."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        settings: Settings,
+        services: Sequence[DatabaseService],
+        *,
+        claimer: Claimer,
+        settler: Settler,
+        dispatcher: Dispatcher,
+        limited: LimitedWork,
+        quarantine: Quarantine,
+        pause: ClaimPause,
+        drain: Callable[[str], None],
+    ) -> None:
+        self._health = spec.health
+        self._is_supervised = spec.supervision is not None
+        self._patience = settings.pool_reconnect_timeout
+        self._own = services
+        self._claimer = claimer
+        self._settler = settler
+        self._dispatcher = dispatcher
+        self._limited = limited
+        self._quarantine = quarantine
+        self._pause = pause
+        self._drain = drain
+        self._was_unreachable = False
+        self._was_degraded = False
+
+    @property
+    def is_database_lost(self) -> bool:
+        """Is the database out of reach at this moment?"""
+        return any(service.is_down for service in self._own)
+
+    @property
+    def claimless_seconds(self) -> float:
+        """For how long there has been room, and nothing could be claimed."""
+        is_claiming = self._dispatcher.state is State.ACTIVE and not self._pause.is_on
+        return self._claimer.claimless_seconds if is_claiming else 0.0
+
+    def look(self, now: float) -> None:
+        """Tell health what is the matter, and what no longer is."""
+        services = [*self._own, *self._limited.services]
+        for service in services:
+            self._look_at(service)
+        self._look_at_claims()
+        if self._quarantine.is_turn_lost or any(service.descriptors_lost for service in services):
+            # Each part gets over it, but the files of handlers' libraries and of this process do not.
+            self._be_replaced("somebody in this process has closed descriptors that are not their own")
+        self._look_at_database(now)
+        self._look_at_limits()
+
+    def _look_at(self, service: DatabaseService) -> None:
+        trouble, reason = service.trouble, service.part.replace(" ", "_")
+        if trouble is not None:
+            self._health.set_critical(reason, trouble)
+            if service.is_broken:
+                self._be_replaced(trouble)
+        elif service.is_away:
+            self._health.set_degraded(reason, f"the {service.part} cannot reach the database")
+        else:
+            self._health.clear(reason)
+
+    def _be_replaced(self, reason: str) -> None:
+        if self._is_supervised and self._dispatcher.state is State.ACTIVE:
+            self._drain(reason)
+
+    def _look_at_claims(self) -> None:
+        """Whatever the reason is: a worker that has room and asks for nothing does not work."""
+        if (seconds := self.claimless_seconds) >= CLAIMLESS_SECONDS and not self._claimer.is_down:
+            text = f"there is room, and nothing could be claimed for {seconds:.0f} s"
+            self._health.set_critical(CLAIMLESS, text)
+        else:
+            self._health.clear(CLAIMLESS)
+        if self._dispatcher.is_behind:
+            text = f"{self._settler.backlog} outcomes are not written yet: nothing is claimed"
+            self._health.set_critical(UNWRITTEN, text)
+        else:
+            self._health.clear(UNWRITTEN)
+
+    def _look_at_database(self, now: float) -> None:
+        down = [service.down_since for service in self._own if service.down_since is not None]
+        if down and now - min(down) >= self._patience:
+            self._health.set_critical(UNREACHABLE)
+            self._was_unreachable = True
+        elif self._was_unreachable and not down:
+            self._health.clear(UNREACHABLE)
+            self._was_unreachable = False
+
+    def _look_at_limits(self) -> None:
+        is_degraded = self._limited.is_degraded
+        if is_degraded != self._was_degraded:
+            self._was_degraded = is_degraded
+            if is_degraded:
+                self._health.set_degraded(LIMITS_DEGRADED, self._limited.trouble)
+            else:
+                self._health.clear(LIMITS_DEGRADED)
