@@ -18,11 +18,13 @@ from psycopg.errors import InsufficientPrivilege
 
 from commandbus.bus.base import BusBase, whoami
 from commandbus.db.bus_pool import keep
-from commandbus.errors import ConfigurationError
+from commandbus.errors import ConfigurationError, UnknownLimitError
 from commandbus.flow.operation import Operation
 from commandbus.lazy import lazy
 from commandbus.logger import safe_logger
-from commandbus.model.limit import WAIT_SECONDS, Limit, PermitUsage
+from commandbus.model.durations import Duration
+from commandbus.model.limit import WAIT_SECONDS, Limit, LimitOptions, PermitUsage
+from commandbus.model.page import Page
 from commandbus.settings import Settings
 
 if TYPE_CHECKING:

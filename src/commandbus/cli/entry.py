@@ -156,8 +156,9 @@ def _flushed(code: int) -> int:
 
 
 def _interrupted() -> int:
-    """Ctrl-C. If it came while Python executed a string (as an import of a dataclass does), Python has noted it as
-    unhandled, and `python -m` would end by the signal instead of with our exit code. An empty string clears the note.
+    """Ctrl-C. If it came while Python executed a string (as an import of a dataclass does), Python has noted it
+    as unhandled, and `python -m` would end by the signal instead of with our exit code. An empty string clears
+    the note.
     """
     exec("")  # noqa: S102 - nothing is executed
     return ExitCode.INTERRUPTED

@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from commandbus.clock import monotonic

@@ -258,7 +258,6 @@ class Worker:
         self._stop_asked.set()
         self._was_stopped = True
         runtime, self._runtime = self._runtime, None
-        limit = self.settings.shutdown_timeout if timeout is None else timeout
         logger.info("worker %s stops (%s): up to %g s for what runs", self.id, self._stop_reason, limit)
         report = runtime.stop(limit, self._stop_reason, hurry=lambda: self._signals > 1)
         self._database.close()

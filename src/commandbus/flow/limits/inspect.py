@@ -13,6 +13,7 @@ from commandbus.errors import CommandNotFoundError
 from commandbus.flow.limits.declare import LimitRow, get_limit, read_rows, select_limits
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model.durations import roughly
+from commandbus.model.json_values import Json
 from commandbus.model.limit import PermitUsage, until_next
 
 UNKNOWN = "unknown"
