@@ -12,6 +12,7 @@ from psycopg import sql
 
 from commandbus import HandlerRegistry, Worker
 from commandbus.cli.exit_codes import ExitCode
+from commandbus.model.counting import counted
 from commandbus.sql import migrations
 from support.waiting import until
 
@@ -20,7 +21,7 @@ def test_migrate_says_what_it_applied_and_how_pgmq_came(bare_cli, empty_database
     first = bare_cli("migrate", "--domain", "orders", "--database", empty_database)
     assert first.code == 0
     numbers = ", ".join(f"{number:04d}" for number in migrations())
-    assert f"applied {len(migrations())} migrations: {numbers}\n" in first.out
+    assert f"applied {counted(len(migrations()), 'migration')}: {numbers}\n" in first.out
     assert "PGMQ 1." in first.out
     assert "domain orders is there" in first.out
     again = bare_cli("migrate", "--database", empty_database, "--json")
