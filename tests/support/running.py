@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -226,11 +226,39 @@ def _turn(item: pytest.Item) -> tuple[int, int]:
 
 @contextmanager
 def in_company(item: pytest.Item) -> Iterator[None]:
-    """An `alone` test begins when no other test runs, and keeps others from beginning."""
-    alone = item.get_closest_marker("alone") is not None
-    with (run_folder(item.config) / "company.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    """An `alone` test begins when no other test runs, and keeps others from beginning. Only an `alone` test that
+    `waits` runs beside another one: it takes no processor time from that."""
+    folder = run_folder(item.config)
+    is_alone, waits = item.get_closest_marker("alone"), item.get_closest_marker("waits")
+    with (
+        (folder / "others.lock").open("a") as others,  # shared by tests that are not alone
+        (folder / "alone.lock").open("a") as alone,  # shared by tests that are
+        (folder / "computing.lock").open("a") as computing,  # exclusive, among those
+    ):
+        if is_alone:
+            fcntl.flock(others, fcntl.LOCK_EX)
+            fcntl.flock(alone, fcntl.LOCK_SH)
+            fcntl.flock(others, fcntl.LOCK_UN)
+            if not waits:
+                fcntl.flock(computing, fcntl.LOCK_EX)
+        else:
+            fcntl.flock(others, fcntl.LOCK_SH)
+            while not _is_free(alone):
+                fcntl.flock(others, fcntl.LOCK_UN)
+                fcntl.flock(alone, fcntl.LOCK_EX)
+                fcntl.flock(alone, fcntl.LOCK_UN)
+                fcntl.flock(others, fcntl.LOCK_SH)
         yield
+
+
+def _is_free(lock: TextIO) -> bool:
+    """Whether nobody holds it, not even shared."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    return True
 
 
 @contextmanager
