@@ -162,7 +162,7 @@ def test_an_abandoned_attempt_is_settled_though_the_log_is_slow(
         gate.wait(30)
 
     bus.send("orders", "hang", command_id="hangs")
-    worker = start_worker(handlers, **HASTY)
+    worker = start_worker(handlers, **HASTY | {"shutdown_timeout": 4.0})
     assert started.wait(10)
     log = logging.getLogger("commandbus.worker")
     slow = _SlowLog("is stuck", 0.3)
