@@ -21,8 +21,15 @@ DECLARE
     item record;
     full_tables text[] := '{}';
     has_rows boolean;
+    queues text;
 BEGIN
-    PERFORM pgmq.drop_queue(queue_name) FROM pgmq.meta;
+    -- pgmq.drop_queue would do so in three times the time.
+    SELECT string_agg(format('pgmq.%I, pgmq.%I', 'q_' || lower(queue_name), 'a_' || lower(queue_name)), ', ')
+      INTO queues FROM pgmq.meta;
+    IF queues IS NOT NULL THEN
+        EXECUTE format('DROP TABLE IF EXISTS %s CASCADE', queues);
+        DELETE FROM pgmq.meta;
+    END IF;
     DELETE FROM commandbus.setting WHERE setting.name NOT LIKE 'pgmq%';
     FOR item IN SELECT relname FROM pg_class WHERE relnamespace = 'commandbus'::regnamespace AND relkind = 'r'
                    AND relname NOT IN ('migration', 'setting') AND pg_relation_size(oid) > 0 LOOP
