@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 
 BINARIES_VARIABLE = "COMMANDBUS_TEST_POSTGRES_BIN"
 _TEMPLATE = "commandbus_template"
+SERVER_SETTINGS = {
+    "max_connections": "1000",
+    "shared_buffers": "256MB",
+    # It need not survive a crash, and none of its statements is worth a compiler's time.
+    "full_page_writes": "off",
+    "jit": "off",
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -136,7 +143,7 @@ def server(pytestconfig: pytest.Config, postgres_binaries: Path | None) -> Itera
         running.run_folder(pytestconfig) / "server",
         binaries=postgres_binaries,
         fsync=False,
-        settings={"max_connections": "1000", "shared_buffers": "256MB"},
+        settings=SERVER_SETTINGS,
         keep=True,
     )
     postgres.start()

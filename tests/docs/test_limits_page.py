@@ -181,6 +181,7 @@ def test_what_is_refused_is_parked(bus: CommandBus, database: str, answer: Any, 
 # --- its command lines ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_command_lines_run(bus: CommandBus, database: str, tmp_path: Path) -> None:
     for line in block("sh", "commandbus limits").splitlines():
         words = shlex.split(line, comments=True)

@@ -349,6 +349,7 @@ def test_the_workers_run(shop: Shop, database: str, tmp_path: Path) -> None:
         assert [code for _, _, code in ended] == [0] * len(workers), ended
 
 
+@pytest.mark.long
 def test_the_command_lines_run(shop: Shop, database: str, tmp_path: Path) -> None:
     bare = Saga("bare", step("ship", "shipping"))
     shop.handlers.register_process(bare)

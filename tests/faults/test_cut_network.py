@@ -26,6 +26,7 @@ from support.network import Proxy
 from support.waiting import one, statuses, until, until_settled, verdicts
 from support.workers import add, done, either, opened, quick_settings, short_lease
 
+pytestmark = pytest.mark.waits
 StartWorker = Callable[..., Worker]
 Db = psycopg.Connection[Any]
 PATIENT = RetryPolicy(max_attempts=30, backoff_schedule=[0.05], jitter=0)

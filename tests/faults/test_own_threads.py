@@ -38,6 +38,7 @@ from support.network import Proxy
 from support.waiting import one, statuses, until, until_settled, verdicts, within
 from support.workers import short_lease
 
+pytestmark = pytest.mark.waits
 StartWorker = Callable[..., Worker]
 Db = psycopg.Connection[Any]
 PARTS = ("claimer", "settler", "lease keeper", "maintenance", "limit client")

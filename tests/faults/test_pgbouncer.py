@@ -28,7 +28,10 @@ StartWorker = Callable[..., Worker]
 PROGRAM = shutil.which("pgbouncer") or shutil.which("/usr/sbin/pgbouncer")
 SESSIONS = 3
 
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="PgBouncer is not installed (Debian's package pgbouncer)")
+pytestmark = [
+    pytest.mark.waits,
+    pytest.mark.skipif(PROGRAM is None, reason="PgBouncer is not installed (Debian's package pgbouncer)"),
+]
 
 
 @pytest.fixture

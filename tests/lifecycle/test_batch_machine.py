@@ -305,6 +305,7 @@ def machine(database: str) -> Iterator[type[Batches]]:
         yield type("BatchesHere", (Batches,), {"bus": bus, "db": db})
 
 
+@pytest.mark.long
 def test_batches(machine: type[Batches]) -> None:
     run_state_machine_as_test(
         machine,

@@ -657,6 +657,7 @@ def machine(database: str) -> Iterator[type[Lifecycle]]:
         yield type("LifecycleHere", (Lifecycle,), {"bus": bus, "db": db})
 
 
+@pytest.mark.long
 def test_lifecycle(machine: type[Lifecycle]) -> None:
     run_state_machine_as_test(
         machine,

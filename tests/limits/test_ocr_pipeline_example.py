@@ -110,6 +110,7 @@ def runs() -> Iterator[dict[str, Ended]]:
 
 @pytest.mark.slow
 @pytest.mark.shared_setup
+@pytest.mark.waits
 @pytest.mark.parametrize(("name", "place"), [("postgres", "PostgreSQL"), ("redis", "Redis")])
 def test_the_document_is_whole_and_the_api_saw_no_more_than_it_allows(
     runs: dict[str, Ended], name: str, place: str
@@ -122,6 +123,7 @@ def test_the_document_is_whole_and_the_api_saw_no_more_than_it_allows(
 
 @pytest.mark.slow
 @pytest.mark.shared_setup
+@pytest.mark.waits
 def test_it_fails_when_the_workers_call_more_than_the_api_allows(runs: dict[str, Ended]) -> None:
     """The record can tell: without this, the two above would prove little."""
     ended = runs["too much"]

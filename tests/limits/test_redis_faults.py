@@ -492,6 +492,7 @@ def test_without_postgresql_places_are_given_as_long_as_the_leave_lasts(
         proxy.close()
 
 
+@pytest.mark.waits
 @pytest.mark.alone  # it measures how long the slowest of a hundred takes
 def test_a_stopped_redis_keeps_nobody_waiting_for_long(
     start: Start, own_redis: RedisServer, database: str

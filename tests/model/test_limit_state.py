@@ -20,6 +20,7 @@ from commandbus.model.limit_state import (
     caller_of,
     token_of,
 )
+from support.running import examples
 
 NO_BREAKER = Limit("docai", concurrency=5, breaker_failures=0)
 USUAL = Limit("docai", concurrency=5)
@@ -400,4 +401,4 @@ class Fleet(RuleBasedStateMachine):
 
 
 TestFleet = Fleet.TestCase
-TestFleet.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestFleet.settings = settings(max_examples=examples(80, thorough=400), stateful_step_count=40, deadline=None)

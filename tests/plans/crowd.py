@@ -74,6 +74,7 @@ def _fill(conn: psycopg.Connection[Any], onlooker: psycopg.Connection[Any]) -> N
         "commandbus.command",
         "commandbus.tsq",
         "commandbus.attempt",
+        "commandbus.parked",
         *(f"pgmq.q_{domain}__commands" for domain in DOMAINS),
     ]:
         run("ALTER TABLE {table} SET (autovacuum_enabled = false)", table=table)

@@ -6,6 +6,8 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from support.examples import run, start, survivors
 from support.waiting import until
 
@@ -13,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "processes.md").read_text("utf-8")
 
 
+@pytest.mark.long
 def test_it_ends_as_the_docs_say(folder: Path) -> None:
     (promised,) = (
         code for code in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL) if "The books balance" in code

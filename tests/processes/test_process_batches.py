@@ -145,6 +145,7 @@ def test_a_sweep_leaves_processes_to_who_is_cancelling_them(bus: CommandBus, db:
     assert bus.run(leftovers()) == ([], [])
 
 
+@pytest.mark.long
 def test_a_large_cancellation_is_resumed_while_the_worker_lives_on(bus: CommandBus, db: Db, database: str) -> None:
     """Whoever cancelled 400 processes died after the mark. Other batches are looked after meanwhile."""
     lab = Lab(bus)

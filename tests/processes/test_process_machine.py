@@ -772,6 +772,7 @@ def machine(database: str) -> Iterator[type[Processes]]:
             desk.close()
 
 
+@pytest.mark.long
 def test_processes(machine: type[Processes]) -> None:
     """Real locks, clocks and servers are not quite the same twice; where an example goes otherwise than when it
     was made, hypothesis cannot go on, and the same examples are played from the beginning. No fault is lost by

@@ -15,6 +15,7 @@ from commandbus import CommandBus, CommandStatus, NewCommand
 from support.supervised import Supervised
 from support.waiting import one, statuses, until, until_settled, verdicts
 
+pytestmark = pytest.mark.waits
 Db = psycopg.Connection[Any]
 Supervise = Callable[..., Supervised]
 

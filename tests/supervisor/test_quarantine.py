@@ -14,6 +14,7 @@ from commandbus import CommandBus, CommandStatus
 from support.supervised import Supervised
 from support.waiting import one, until
 
+pytestmark = pytest.mark.waits
 Db = psycopg.Connection[Any]
 Supervise = Callable[..., Supervised]
 TSQ = CommandStatus.IN_TROUBLESHOOTING_QUEUE

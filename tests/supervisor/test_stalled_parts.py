@@ -18,6 +18,7 @@ from support.network import Proxy
 from support.supervised import Supervised
 from support.waiting import statuses, until, until_settled, verdicts, within
 
+pytestmark = pytest.mark.waits
 Supervise = Callable[..., Supervised]
 Db = psycopg.Connection[Any]
 NAMED_SECONDS = 15.0

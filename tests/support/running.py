@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +29,7 @@ T = TypeVar("T")
 FAILURES_VARIABLE = "COMMANDBUS_TEST_FAILURES"
 THOROUGH_VARIABLE = "COMMANDBUS_TEST_THOROUGH"
 LONGEST_TEST_SECONDS = 240.0
+MOST_COMPUTING = 5  # test workers that take tests of any kind
 MEMORY = Path("/dev/shm")  # a file system in memory, on every Linux
 MEMORY_BYTES = 6 << 30
 _GROUPS_FILE = "groups.json"
@@ -159,21 +160,24 @@ def put_in_order(items: list[pytest.Item]) -> None:
 
 def list_groups(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test worker tells the controller which tests share an expensive fixture (a module, or all that name it),
-    and which run alone."""
+    which run alone, and which hardly use a processor."""
     groups = {}
     for item in items:
         if marker := item.get_closest_marker("shared_setup"):
             groups[item.nodeid] = marker.args[0] if marker.args else item.path.stem
     alone = [item.nodeid for item in items if item.get_closest_marker("alone")]
+    waits = [groups.get(item.nodeid, item.nodeid) for item in items if item.get_closest_marker("waits")]
     if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":  # they have all collected the same
-        (run_folder(config) / _GROUPS_FILE).write_text(json.dumps({"groups": groups, "alone": alone}))
+        told = {"groups": groups, "alone": alone, "waits": waits}
+        (run_folder(config) / _GROUPS_FILE).write_text(json.dumps(told))
 
 
 class OneByOne(LoadScopeScheduling):  # type: ignore[misc]
     """The controller hands out one test at a time; tests of a group go to one test worker.
 
-    One test worker begins with the last tests and all others with the first. So there is always somebody who
-    computes while the others wait, and never everybody at once.
+    The first test worker begins with the last tests, and the others with the first. So there is always somebody
+    who computes while the others wait, and never everybody at once. Test workers beyond `MOST_COMPUTING` take only
+    tests that wait: these use next to no processor time, and would hold up the other tests.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -181,12 +185,30 @@ class OneByOne(LoadScopeScheduling):  # type: ignore[misc]
         return groups.get(nodeid, nodeid)
 
     def _assign_work_unit(self, node: Any) -> None:
-        if node.gateway.id == "gw0":
-            alone = set(self._told["alone"])
-            last = next((unit for unit in reversed(self.workqueue) if unit not in alone), None)
-            if last is not None:
-                self.workqueue.move_to_end(last, last=False)
+        unit = self._next_unit(self.nodes.index(node))
+        if unit is None:
+            node.shutdown()
+            return
+        self.workqueue.move_to_end(unit, last=False)
         super()._assign_work_unit(node)
+
+    def _next_unit(self, rank: int) -> str | None:
+        """The test, or group of tests, that the test worker of this rank takes next."""
+        waits, alone = self._waits, self._alone
+        if rank >= MOST_COMPUTING:
+            return next((unit for unit in self.workqueue if unit in waits), None)
+        in_turn = reversed(self.workqueue) if rank == 0 else iter(self.workqueue)
+        computing = (unit for unit in in_turn if unit not in waits and unit not in alone)
+        waiting = (unit for unit in self.workqueue if unit in waits)
+        return next(computing, None) or next(waiting, None) or next(iter(self.workqueue))
+
+    @functools.cached_property
+    def _waits(self) -> set[str]:
+        return set(self._told["waits"]) - self._alone
+
+    @functools.cached_property
+    def _alone(self) -> set[str]:
+        return set(self._told["alone"])
 
     @functools.cached_property
     def _told(self) -> dict[str, Any]:
@@ -199,16 +221,44 @@ def _turn(item: pytest.Item) -> tuple[int, int]:
     place = _FOLDERS.index(folder) if folder in _FOLDERS else len(_FOLDERS)
     if item.get_closest_marker("alone"):
         return 2, place
-    return 0 if item.get_closest_marker("slow") or item.get_closest_marker("shared_setup") else 1, place
+    return 0 if any(item.get_closest_marker(name) for name in ("slow", "long", "shared_setup")) else 1, place
 
 
 @contextmanager
 def in_company(item: pytest.Item) -> Iterator[None]:
-    """An `alone` test begins when no other test runs, and keeps others from beginning."""
-    alone = item.get_closest_marker("alone") is not None
-    with (run_folder(item.config) / "company.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    """An `alone` test begins when no other test runs, and keeps others from beginning. Only an `alone` test that
+    `waits` runs beside another one: it takes no processor time from that."""
+    folder = run_folder(item.config)
+    is_alone, waits = item.get_closest_marker("alone"), item.get_closest_marker("waits")
+    with (
+        (folder / "others.lock").open("a") as others,  # shared by tests that are not alone
+        (folder / "alone.lock").open("a") as alone,  # shared by tests that are
+        (folder / "computing.lock").open("a") as computing,  # exclusive, among those
+    ):
+        if is_alone:
+            fcntl.flock(others, fcntl.LOCK_EX)
+            fcntl.flock(alone, fcntl.LOCK_SH)
+            fcntl.flock(others, fcntl.LOCK_UN)
+            if not waits:
+                fcntl.flock(computing, fcntl.LOCK_EX)
+        else:
+            fcntl.flock(others, fcntl.LOCK_SH)
+            while not _is_free(alone):
+                fcntl.flock(others, fcntl.LOCK_UN)
+                fcntl.flock(alone, fcntl.LOCK_EX)
+                fcntl.flock(alone, fcntl.LOCK_UN)
+                fcntl.flock(others, fcntl.LOCK_SH)
         yield
+
+
+def _is_free(lock: TextIO) -> bool:
+    """Whether nobody holds it, not even shared."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    return True
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Isolated handlers whose import takes long in a child process: for a time, or until a file is there."""
+"""Isolated handlers whose import takes long in a child process: for a time, or until a file is there. Another file
+beside it says that the import has come so far."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ from support import slow_registry
 handlers = HandlerRegistry()
 
 time.sleep(float(os.environ.get("SLOW_IMPORT_SECONDS", "0")))
-while (gate := os.environ.get("SLOW_IMPORT_GATE")) and not Path(gate).exists():
-    time.sleep(0.01)
+if gate := os.environ.get("SLOW_IMPORT_GATE"):
+    Path(f"{gate}.reached").touch()
+    while not Path(gate).exists():
+        time.sleep(0.01)
 
 
 @handlers.handler("orders", "slow", isolation="process")

@@ -26,6 +26,7 @@ from commandbus import (
 from support.waiting import one, statuses, until, within
 from support.workers import add, either
 
+pytestmark = pytest.mark.waits
 Db = psycopg.Connection[Any]
 Start = Callable[..., Any]
 PATIENT = RetryPolicy(max_attempts=1000, backoff_schedule=[0.01], jitter=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import threading
@@ -147,6 +148,47 @@ def test_a_handler_that_never_returns_is_abandoned_in_time(
     assert found is not None
     assert found.status is CommandStatus.PENDING
     assert verdicts(db, "hangs") == [(1, "WAIVED")]
+
+
+def test_an_abandoned_attempt_is_settled_though_the_log_is_slow(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
+) -> None:
+    """Nothing runs any more from the moment in which an attempt is abandoned; its outcome comes a little later."""
+    started = threading.Event()
+
+    @handlers.handler("orders", "hang")
+    def hang(ctx: Any) -> None:
+        started.set()
+        gate.wait(30)
+
+    bus.send("orders", "hang", command_id="hangs")
+    worker = start_worker(handlers, **HASTY | {"shutdown_timeout": 4.0})
+    assert started.wait(10)
+    log = logging.getLogger("commandbus.worker")
+    slow = _SlowLog("is stuck", 0.3)
+    log.addHandler(slow)
+    try:
+        report = worker.stop()
+    finally:
+        log.removeHandler(slow)
+    assert slow.was_slow
+    assert (report.abandoned, report.unwritten) == (1, 0)
+    assert bus.get_command("orders", "hangs").status is CommandStatus.PENDING  # type: ignore[union-attr]
+    assert verdicts(db, "hangs") == [(1, "WAIVED")]
+
+
+class _SlowLog(logging.Handler):
+    """Takes a while to write down what contains a text."""
+
+    def __init__(self, text: str, seconds: float) -> None:
+        super().__init__()
+        self._text, self._seconds = text, seconds
+        self.was_slow = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._text in record.getMessage():
+            time.sleep(self._seconds)
+            self.was_slow = True
 
 
 def test_a_handler_that_blocks_the_event_loop_does_not_delay_the_stop(

@@ -123,15 +123,15 @@ def test_heartbeat_crosses_over(lab: Lab) -> None:
 
 @pytest.mark.parametrize("command_type", ["extend", "extend_async"])
 def test_extend_moves_the_deadline_on_both_sides(lab: Lab, command_type: str) -> None:
-    attempt = lab.claim(command_type, {"seconds": 100}, task_timeout=5)
+    attempt = lab.claim(command_type, {"seconds": 100}, task_timeout=30)  # its process must start within that
     before = attempt.deadline_at
     lab.settle(attempt, lab.run(attempt))
     record = lab.bus.get_command("orders", attempt.command_id)
     assert record is not None
     left_before, left_after = record.result
-    assert left_before < 5.1
+    assert left_before < 30.1
     assert 99 < left_after <= 100
-    assert attempt.deadline_at - before > 90
+    assert attempt.deadline_at - before > 65
 
 
 def test_extend_of_a_lost_command_says_so(lab: Lab) -> None:
@@ -264,6 +264,7 @@ def test_a_cancel_before_it_began_is_told(make_lab: MakeLab) -> None:
 
 
 def test_the_deadline_of_a_child_context_wakes_who_waits_for_it(lab: Lab) -> None:
+    lab.result("echo")  # its process has started
     started = time.monotonic()
     assert lab.result("scope") is True
     assert time.monotonic() - started < 5

@@ -137,6 +137,7 @@ def test_an_import_without_end_is_told_and_its_process_kept(
     lab.isolation.start()
     try:
         monkeypatch.setattr(children, "START_SECONDS", 3.0)
+        until(Path(f"{import_gate}.reached").exists)
         attempt = lab.claim("slow")
         lab.settle(attempt, lab.run(attempt))
         said = lab.last(attempt)

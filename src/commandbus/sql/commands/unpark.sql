@@ -8,8 +8,9 @@
 -- too). A message that waits becomes visible in years: one that somebody else has woken since our snapshot is left alone.
 -- Indexes: parked_reason, in its order, and the queue's key. (Were the type given by `=`, or the end of its range, the
 -- planner might read and sort all that is parked: it does not know how much that is just now. So the end is compared
--- outside.) Parked rows go by ctid: nobody moves one while its message waits. By `seq`, where ANALYZE had found dead rows
--- only, the planner took parked_reason for as good as the key, and read all of it for each row.
+-- outside. It would do the same where it takes a bite for most of what is parked, so the bite is no plain number.)
+-- Parked rows go by ctid: nobody moves one while its message waits. By `seq`, where ANALYZE had found dead rows only, the
+-- planner took parked_reason for as good as the key, and read all of it for each row.
 WITH turn AS MATERIALIZED (
     SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtextextended(
                pg_catalog.concat_ws(' ', 'commandbus unpark', %(reason)s::text, %(domain)s::text, %(type)s::text), 0::bigint))
@@ -26,7 +27,7 @@ WITH turn AS MATERIALIZED (
                    > (%(reason)s::text, %(domain)s::text, %(type)s::text, %(after)s::bigint)
                AND (SELECT is_ours FROM turn)
              ORDER BY reason, domain, command_type, seq
-             LIMIT %(bite)s) p
+             LIMIT (SELECT %(bite)s::bigint)) p
      WHERE reason = %(reason)s AND domain = %(domain)s AND command_type = %(type)s
 ), held AS MATERIALIZED (
     SELECT msg_id FROM pgmq.{queue}

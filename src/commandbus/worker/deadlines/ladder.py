@@ -77,10 +77,11 @@ class Ladder:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Look no more."""
+    def stop(self, timeout: float) -> None:
+        """Look no more. What it has abandoned by then is with the lease keeper when this returns in time."""
         self._stopping = True
         self._wake.set()
+        self._thread.join(timeout)
 
     def ask(self, attempt: Attempt, why: Why, text: str, *, grace: float | None = None) -> None:
         """Ask an attempt to stop, from any thread; it has the usual grace unless told otherwise."""
