@@ -118,8 +118,8 @@ class Connections(HandlerConnections):
         self._tell(borrowed)
         return borrowed
 
-    def _show_backend(self, attempt: Attempt, borrowed: Borrowed) -> None:
-        super()._show_backend(attempt, borrowed)
+    def _show_session(self, attempt: Attempt, borrowed: Borrowed) -> None:
+        super()._show_session(attempt, borrowed)
         if borrowed.started:  # the server has said it, after the first statement
             self._tell(borrowed)
 
