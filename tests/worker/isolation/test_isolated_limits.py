@@ -15,7 +15,7 @@ import pytest
 
 from commandbus import CommandBus, Worker
 from commandbus.limits.client import LimitClient
-from commandbus.limits.requests import Permit, PermitCall, Release
+from commandbus.limits.requests import Limited, Permit, PermitCall, Release
 from commandbus.model.limit_state import ApiAnswer
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why
 from commandbus.worker.isolation.channel import ChannelError
@@ -95,13 +95,21 @@ def desk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Desk:
     desk = Desk(bus, db, start_worker(handlers, **QUICK), tmp_path)
-    leave = LimitClient.release
+    release, judge = LimitClient.release, LimitClient.judge
 
-    def note(self: LimitClient, leaves: Sequence[Release]) -> None:
-        desk.left.extend((item.answer, item.keeps) for item in leaves)
-        leave(self, leaves)
+    def note(releases: Sequence[Release]) -> None:
+        desk.left.extend((item.answer, item.keeps) for item in releases)
 
-    monkeypatch.setattr(LimitClient, "release", note)
+    def note_and_release(self: LimitClient, releases: Sequence[Release]) -> None:
+        note(releases)
+        release(self, releases)
+
+    def note_and_judge(self: LimitClient, limited: Limited) -> None:
+        note(limited.releases)
+        judge(self, limited)
+
+    monkeypatch.setattr(LimitClient, "release", note_and_release)
+    monkeypatch.setattr(LimitClient, "judge", note_and_judge)
     return desk
 
 
