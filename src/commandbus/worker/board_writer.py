@@ -1,4 +1,4 @@
-"""Showing: what a supervised worker shows of itself on its board, and what it tidies up after each attempt there.
+"""BoardWriter: what a supervised worker writes on its board, and what it restores after each attempt.
 
 A worker inside an application has no board: `Parts` then has no `BoardWriter` at all.
 """

@@ -1,10 +1,11 @@
-"""Limited work: what a worker does with limits.
+"""What a worker does with limits.
 
-Claimed commands whose handler names limits pass the limit client before they reach a slot. When an attempt ends,
-its permits are given back with what its end says of the API. One that the API has refused (a 429) is parked until
-the back-off of the limit is over; at its cap it goes to the troubleshooting queue. One whose call failed otherwise
-is charged, unless it was the probe for all who wait. An attempt that does not stop, or was stopped from outside,
-keeps its permit until the lease ends: its call may still be under way on the other side.
+Claimed commands whose handler names limits go through the limit client before they reach a slot. When an attempt
+ends, its permits are released, and its end tells how the API is. If the API refused the call (a 429), the command
+is parked until the back-off is over; after `tries` refusals it goes to the troubleshooting queue. If the call
+failed in another way, the attempt is charged, unless it was the probe while others wait. An attempt that does not
+stop, or was stopped from outside, keeps its permit until the lease ends, because the API may still be working on
+its call.
 """
 
 from __future__ import annotations
