@@ -1,7 +1,8 @@
-"""One attempt: a claimed row, its fence, and what this worker knows of it.
+"""One attempt: a claimed row, its fence, and what this worker knows about it.
 
-It is made for every command, so it is small: an object around the row that commands/claim.sql returned. What only
-some attempts need (a cancel event, a connection, child deadlines, progress) is in `Extras`, made on first use.
+An attempt is created for every command, so it is small: an object around the row that commands/claim.sql returned.
+What only some attempts need (a cancel event, a connection, child deadlines, progress) is in `Extras`, which is
+created on first use.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ CHILD_LATE = "the deadline of a child context has passed"
 
 
 def lost_text(limit: str) -> str:
-    """Why an attempt is asked to stop that has lost its place of a limit."""
+    """Why an attempt that has lost its permit of a limit is asked to stop."""
     return f"it has lost its permit of limit {limit}"
 
 
@@ -290,17 +291,17 @@ class Attempt:
 
     @property
     def permits(self) -> list[Permit]:
-        """The places of limits that it holds."""
+        """The permits of limits that it holds."""
         return [] if self._extras is None else self._extras.permits
 
     @property
     def lost_limit(self) -> str | None:
-        """A limit of which it has lost its place."""
+        """A limit whose permit it has lost."""
         return next((permit.limit for permit in self.permits if permit.is_lost), None)
 
     @property
     def was_calling(self) -> bool:
-        """Does it hold a place of a limit, or did a call of it go badly?"""
+        """Does it hold a permit of a limit, or did one of its calls go badly?"""
         extras = self._extras
         return extras is not None and bool(extras.permits or extras.blocks or extras.failed_at)
 
@@ -362,8 +363,8 @@ class Attempt:
         self.renewed_at = min(self.renewed_at, boottime())
 
     def is_surely_held(self, late_seconds: float) -> bool:
-        """Is its lease younger than that, and not known to be lost? Since the claim or the last renewal was sent,
-        this process may have been stopped, or its machine suspended; then nobody knows whose the command is."""
+        """Is its lease younger than that, and not known to be lost? After the claim or the last renewal was sent,
+        this process may have been stopped, or its machine suspended. Then another worker may have the command."""
         return not self.is_lost and boottime() - self.renewed_at < late_seconds
 
     def elapsed_ms(self) -> int:

@@ -1,13 +1,13 @@
-"""HandlerContext: what a handler is given besides its command.
+"""HandlerContext: what a handler gets besides its command.
 
-`connection()` is a plain connection: its writes are the handler's own and may happen twice if the attempt is
-repeated. `transaction()` is a connection in whose transaction the command's completion commits too, so its
-writes happen exactly once: the settlement is the last statement before COMMIT, under the attempt's fence. If the
-fence is gone, everything in the block is rolled back.
+`connection()` is a plain connection: its writes may happen twice if the attempt is repeated. `transaction()` is a
+connection whose transaction also commits the command's completion, so its writes happen exactly once. The
+settlement is the last statement before COMMIT, under the attempt's fence. If the fence is gone, everything in the
+block is rolled back.
 
-Time: `deadline`, `remaining()`, `cancelled` and `raise_if_cancelled()` tell; `sleep()` ends early when the attempt
-is asked to stop; `extend()` asks for more. `child(timeout=…)` is a context with a deadline of its own, which can
-only be shorter; it shares everything else with its parent.
+`deadline`, `remaining()`, `cancelled` and `raise_if_cancelled()` tell how much time is left. `sleep()` ends early
+when the attempt is asked to stop. `extend()` asks for more time. `child(timeout=…)` is a context with its own,
+shorter deadline; it shares everything else with its parent.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Services:
 
 
 def dump_result(result: Any, max_bytes: int) -> str:
-    """A result's JSON text; one that is none is a mistake that trying again would repeat, effects and all."""
+    """The JSON text of a result. A result that is not JSON is a permanent error: a retry would repeat it."""
     try:
         return payload.dump(result, what="result", max_bytes=max_bytes)
     except InvalidCommandError as error:
@@ -104,7 +104,7 @@ class HandlerTransaction(Generic[C]):
         self._result: str | None = None
 
     def complete(self, result: Any = None) -> None:
-        """Say what the command's result is (JSON); without this it is null."""
+        """Set the command's result (JSON); without this call it is null."""
         self._result = dump_result(result, self.max_bytes)
 
     @property
@@ -140,7 +140,7 @@ class _Context:
     @property
     def attempt(self) -> int:
         """Which of the `max_attempts` this is: 1, 2, … Attempts that were not charged (parked, given back, stopped
-        through no fault of their own) do not count, and an operator's retry begins at 1 again."""
+        through no fault of their own) do not count. After an operator's retry it begins at 1 again."""
         return self._attempt.charge
 
     @property
@@ -215,7 +215,7 @@ class _Context:
             raise DeadlineExceededError(self._late())
 
     def heartbeat(self, progress: Any = None) -> None:
-        """Say how far it is (any JSON value), for `commandbus show` while it runs. Raises if asked to stop."""
+        """Report the progress (any JSON value), for `commandbus show` while it runs. Raises if asked to stop."""
         if progress is not None:
             text = payload.dump(
                 progress, what="progress", max_bytes=MAX_PROGRESS_BYTES, remedy="say it in fewer words"
@@ -478,11 +478,11 @@ class HandlerContext(_Context):
         wait: float | str | timedelta = WAIT_SECONDS,
         timeout: float | str | timedelta | None = None,
     ) -> AbstractContextManager[Hold]:
-        """A place of a limit for the block: `with ctx.limit("docai", timeout=60) as call: …`.
+        """A permit of a limit for the block: `with ctx.limit("docai", timeout=60) as call: …`.
 
-        Waits up to `wait` for it, then raises LimitTimeoutError. `timeout` is for the call in the block: the
-        attempt is asked to stop then, and a handler that ignores that goes down the ladder. `call.remaining()`
-        tells what is left.
+        Waits up to `wait` for it, then raises LimitTimeoutError. `timeout` is for the call in the block: after it,
+        the attempt is asked to stop, and the ladder ends a handler that ignores that. `call.remaining()` returns
+        the time that is left.
         """
         return sync_block(
             self._services.limits,
@@ -599,10 +599,10 @@ class AsyncHandlerContext(_Context):
         wait: float | str | timedelta = WAIT_SECONDS,
         timeout: float | str | timedelta | None = None,
     ) -> AbstractAsyncContextManager[Hold]:
-        """A place of a limit for the block: `async with ctx.limit("docai", timeout=60): …`.
+        """A permit of a limit for the block: `async with ctx.limit("docai", timeout=60): …`.
 
-        Waits up to `wait` for it, then raises LimitTimeoutError. After `timeout` what is awaited in the block is
-        canceled, and the block raises ApiTimeoutError: the handler may go on with its other calls.
+        Waits up to `wait` for it, then raises LimitTimeoutError. After `timeout` the block cancels what it awaits,
+        and raises ApiTimeoutError: the handler may go on with its other calls.
         """
         return AsyncBlock(
             async_block(
@@ -620,7 +620,7 @@ class AsyncHandlerContext(_Context):
     async def child(self, *, timeout: float | str | timedelta) -> AsyncIterator[AsyncHandlerContext]:
         """A context with a deadline of its own, never later than this one's.
 
-        At its deadline what is awaited in the block is canceled, and the block raises DeadlineExceededError.
+        At its deadline the block cancels what it awaits, and raises DeadlineExceededError.
         """
         child = self._enter_child(timeout)
         left = child._left()

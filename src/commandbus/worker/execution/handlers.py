@@ -36,12 +36,13 @@ _MARK = "__commandbus_handlers__"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a handler asks for, checked.
+    """The checked options of a handler.
 
-    `timeout`: its deadline in seconds; 0 is none, None the worker's task_timeout. `on_timeout`: is a timeout
-    tried again, or is the command then FAILED for good? `isolation`: "process" runs it in a process of its own,
-    which can be killed without harm to its neighbors. `limits`: the limits of which it needs a place each; until
-    it has them, its commands are parked. `fresh_thread`: each attempt runs in a new thread, which ends with it.
+    `timeout`: how long one attempt may take, in seconds; 0: no deadline; None: the worker's task_timeout.
+    `on_timeout`: "retry" after a timeout, or "fail": the command is FAILED for good. `isolation`: "process" runs
+    it in a child process, which can be killed without harm to its neighbors. `limits`: it needs a permit of each
+    of these; until it has them, its commands are parked. `fresh_thread`: each attempt runs in a new thread, which
+    ends with it.
     """
 
     retry_policy: RetryPolicy | None = None
@@ -141,7 +142,7 @@ class HandlerRegistry:
         return list(self._limits.values())
 
     def declare_limit(self, limit: Limit) -> Limit:
-        """Declare a limit that handlers name; workers make it known to all when they start."""
+        """Declare a limit that handlers name. Workers declare it for all programs when they start."""
         if not isinstance(limit, Limit):
             raise TypeError(f"a limit must be a Limit(name, concurrency=…), not {limit!r:.80}")
         if self._limits.setdefault(limit.name, limit) != limit:
@@ -162,7 +163,7 @@ class HandlerRegistry:
         limits: Sequence[str | Limit] = (),
         fresh_thread: bool = False,
     ) -> Callable[[F], F]:
-        """Register the decorated function; see `Options` for what it may ask for."""
+        """Register the decorated function; see `Options`."""
         options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread)
         for limit in _declared(limits):
             self.declare_limit(limit)
@@ -340,8 +341,8 @@ def _refuse_other_default(name: str, signature: inspect.Signature, second: inspe
 
 
 def _own_signature(function: Callable[..., Any]) -> inspect.Signature:
-    """What the function itself takes. `functools.wraps` lets a wrapper pass for what it wraps: that is believed
-    only of one that takes anything (*args)."""
+    """The function's own parameters. With `functools.wraps`, a wrapper claims the parameters of the wrapped
+    function; that counts only if the wrapper takes `*args`."""
     return inspect.signature(_who_says(function), follow_wrapped=False)
 
 

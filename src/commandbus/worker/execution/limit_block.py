@@ -1,12 +1,12 @@
 """Blocks: `with ctx.limit("docai"): …`, a permit of a limit for a part of a handler's code.
 
 Waiting for the permit keeps the slot and counts against the deadline. `timeout` is for the one call in the block.
-In an `async with` it cancels what is awaited there, and that raises ApiTimeoutError; the handler may go on. In a
-`with` it is the attempt's own deadline as long as the block lasts: the ladder asks, waits for the grace, and
-gives it up.
+An `async with` block cancels what it awaits and raises ApiTimeoutError; the handler may go on. In a `with` block
+it is the attempt's own deadline while the block runs: the ladder asks the attempt to stop, waits for the grace,
+and gives it up.
 
-What leaves the block says how the API did (model/api_errors.py). After a timeout, or when somebody stopped the
-attempt, the call may still be under way on the other side: the permit stays taken until its lease ends.
+The exception that leaves the block tells how the API is (model/api_errors.py). After a timeout, or when somebody
+stopped the attempt, the API may still be working on the call: the permit stays taken until its lease ends.
 """
 
 from __future__ import annotations
