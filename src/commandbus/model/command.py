@@ -27,7 +27,7 @@ from commandbus.model.durations import Duration, roughly
 
 
 class CommandStatus(StrEnum):
-    """Where a command stands."""
+    """The status of a command."""
 
     PENDING = "PENDING"
     IN_PROGRESS = "IN_PROGRESS"
