@@ -31,8 +31,9 @@ def recognize(command: Command, ctx: HandlerContext) -> None:
     """One chunk. What goes wrong need not be caught: a 429 is known by its status and `Retry-After`, the chunk is
     parked, and nobody in the fleet calls until that time is over. All else is tried again by the policy."""
     chunk = command.data
-    # The block uses the permit that the command has by `limits`, and adds a timeout. A call that takes longer fails
-    # this attempt with the error "timeout". The API may still be working: the permit stays taken until its lease ends.
+    # The block uses the permit that the command has by `limits`, and adds a timeout. A call that takes longer
+    # fails this attempt with the error "timeout". The API may still be working, so the permit stays taken until
+    # its lease ends.
     with ctx.limit("docai", timeout=CALL_SECONDS) as call:
         content = ask_api(chunk["number"], base64.b64decode(chunk["scan"]), timeout=call.remaining())
     with ctx.transaction() as tx:  # written with the command's completion, or not at all

@@ -256,7 +256,7 @@ def test_json_is_json_whatever_the_encoding_of_the_terminal(orders, database):
 
 
 def test_ctrl_c_while_a_string_is_executed_has_its_exit_code(tmp_path):
-    """Imports execute strings (dataclasses do). Python then ends `python -m` by the signal, unless its note is cleared."""
+    """Imports execute strings. Python then ends `python -m` by the signal, unless its note is cleared."""
     (tmp_path / "interrupted.py").write_text(
         "from commandbus.cli import entry\n"
         "entry._invoke = lambda arguments, session: exec('raise KeyboardInterrupt')\n"

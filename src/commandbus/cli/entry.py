@@ -157,8 +157,8 @@ def _flushed(code: int) -> int:
 
 def _interrupted() -> int:
     """Ctrl-C. If it arrived while a string was executed (a dataclass that an import made), Python has noted it as
-    unhandled, and `python -m` would end by the signal instead of our exit code. Executing a string that does nothing
-    clears the note.
+    unhandled, and `python -m` would end by the signal instead of our exit code. Executing a string that does
+    nothing clears the note.
     """
     exec("")  # noqa: S102 - nothing is executed
     return ExitCode.INTERRUPTED
