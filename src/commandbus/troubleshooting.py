@@ -1,6 +1,6 @@
 """TroubleshootingQueue and AsyncTroubleshootingQueue: commands that need a person, and what that person can do.
 
-Every action is taken in an operator's name and written down. Of two operators who act on one command, one wins
+Every action is recorded with the name of its operator. If two operators act on one command, one wins
 and the other gets InvalidOperationError.
 """
 
@@ -52,19 +52,19 @@ class TroubleshootingQueue:
     def count(
         self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
     ) -> int:
-        """How many wait."""
+        """How many commands need a person."""
         return sum(self.count_by_type(domain, command_type, error_code=error_code).values())
 
     def count_by_type(
         self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
     ) -> dict[tuple[str, str], int]:
-        """How many wait, by (domain, command_type)."""
+        """How many commands need a person, by (domain, command_type)."""
         return self._bus.run(inspect.count_tsq(domain=domain, command_type=command_type, error_code=error_code))
 
     def operator_retry(
         self, domain: str, command_id: str, *, operator: str | None = None, reason: str | None = None
     ) -> None:
-        """Run it again; its attempts start again."""
+        """Retry it; its attempts are counted from 1 again."""
         self._bus.run(
             operate.act_on(domain, command_id, operate.operator_action(operator or whoami(), reason, "RETRY"))
         )
@@ -72,7 +72,7 @@ class TroubleshootingQueue:
     def operator_cancel(
         self, domain: str, command_id: str, *, operator: str | None = None, reason: str | None = None
     ) -> None:
-        """Give it up: CANCELED."""
+        """Cancel it: it ends CANCELED."""
         self._bus.run(
             operate.act_on(domain, command_id, operate.operator_action(operator or whoami(), reason, "CANCEL"))
         )
@@ -86,7 +86,7 @@ class TroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> None:
-        """It was done by hand: COMPLETED with this result."""
+        """Complete it by hand: it ends COMPLETED, with this result."""
         operator_action = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
         self._bus.run(operate.act_on(domain, command_id, operator_action))
 
@@ -155,13 +155,13 @@ class AsyncTroubleshootingQueue:
     async def count(
         self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
     ) -> int:
-        """How many wait."""
+        """How many commands need a person."""
         return sum((await self.count_by_type(domain, command_type, error_code=error_code)).values())
 
     async def count_by_type(
         self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
     ) -> dict[tuple[str, str], int]:
-        """How many wait, by (domain, command_type)."""
+        """How many commands need a person, by (domain, command_type)."""
         return await self._bus.run(
             inspect.count_tsq(domain=domain, command_type=command_type, error_code=error_code)
         )
@@ -189,7 +189,7 @@ class AsyncTroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> None:
-        """It was done by hand: COMPLETED with this result."""
+        """Complete it by hand: it ends COMPLETED, with this result."""
         operator_action = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
         await self._bus.run(operate.act_on(domain, command_id, operator_action))
 

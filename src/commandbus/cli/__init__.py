@@ -1,8 +1,8 @@
 """The `commandbus` command: one file per command or group of commands.
 
-`entry.py` puts them together, `session.py` holds the options that stand everywhere and connects, `render.py`
-prints tables and JSON, `exits.py` is the table of exit codes. Nothing here decides anything about commands: that
-is `flow/`, `bus/` and `troubleshooting.py`.
+`entry.py` puts them together, `session.py` has the options that all commands share and connects, `render.py`
+prints tables and JSON, and `exit_codes.py` is the table of exit codes. Nothing here decides anything about
+commands: `flow/`, `bus/` and `troubleshooting.py` do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""An autopsy for people: what was seen of an attempt when a limit stopped it.
+"""Prints an autopsy: what was seen of an attempt when it was stopped.
 
-It is JSON that a worker or a supervisor wrote: stacks of Python threads, what the attempt's backend did and who
-blocked it, how a process ended. Any of it may be missing, and all of it is somebody else's text: nothing here
-relies on its shape, and every line is made printable.
+It is JSON that a worker or a supervisor wrote: stacks of Python threads, what the attempt's database session did
+and which session blocked it, how a process ended. Any part may be missing, and its text comes from outside:
+nothing here relies on its shape, and every line is made printable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _IDLE = ("Client", "Activity")
 
 
 def headline(autopsy: Any) -> str:
-    """What it hung in, in one line: the handler's own frame, its backend's wait, how its process ended."""
+    """Where it hung, in one line: the handler's own frame, what its session waited for, how its process ended."""
     found = _object(autopsy)
     return "; ".join(filter(None, (_place(found), _wait(_object(found.get("backend"))), _end(found))))
 

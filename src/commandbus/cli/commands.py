@@ -1,4 +1,4 @@
-"""`commands` and `show`: what became of commands, in pages, or of one with its whole life as a timeline."""
+"""`commands` and `show`: commands in pages, or one command with its whole history as a timeline."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def commands(
 
 
 def _note(item: CommandRecord) -> str | None:
-    """What runs tells how far it is and whether it is asked to stop, what is parked why, what is delayed until
-    when; everything else its last error."""
+    """The note of a command: its progress and a request to stop if it runs, the reason if it is parked, the time
+    if it is delayed, else its last error."""
     if item.status is not CommandStatus.IN_PROGRESS:
         return item.waiting_text or _delay(item) or item.error
     asked = None if item.cancel_requested is None else f"asked to stop by {item.cancel_requested.by}"

@@ -1,4 +1,4 @@
-"""`embedded start|stop|status`: the PostgreSQL in a folder, as a thing of its own."""
+"""`embedded start|stop|status`: control the embedded PostgreSQL by hand."""
 
 from __future__ import annotations
 

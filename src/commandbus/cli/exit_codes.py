@@ -1,24 +1,24 @@
-"""Exit codes: the one table of what the `commandbus` command answers to a shell, and which error means which.
+"""Exit codes: the one table of the exit codes of `commandbus`, and which error has which code.
 
 | code | name         | meaning                                                                              |
 |------|--------------|--------------------------------------------------------------------------------------|
-| 0    | OK           | it was done                                                                          |
+| 0    | OK           | success                                                                              |
 | 1    | NO           | an expected "no": `migrate --check` misses something, `doctor` found a failure,      |
 |      |              | the batch that `batch watch` saw did not complete in full, or not in time, ...       |
 | 2    | USAGE        | the command line, or a value on it, makes no sense; nothing was done                 |
 | 3    | CONFIGURATION| a setting (also one given as an option of `worker`, or `--database`) is missing,     |
 |      |              | malformed or contradicts another; a registry cannot be loaded                        |
 | 4    | NOT_FOUND    | no such command, batch, process, domain or limit                                     |
-| 5    | REFUSED      | the state of what is meant, another one with this id, the role's rights, or a lock   |
-|      |              | that somebody holds forbid it                                                        |
+| 5    | REFUSED      | something forbids it: the state of the command, another one with the same id,        |
+|      |              | missing privileges of the role, or a lock that another transaction holds             |
 | 6    | DATABASE     | the database cannot be reached, or its schema is missing or newer than this release  |
-| 7    | LEFT_BEHIND  | a worker stopped with attempts still running or outcomes not written                 |
-| 70   | BUG          | an error that nobody foresaw; `--debug` shows where                                  |
+| 7    | LEFT_BEHIND  | a worker stopped while attempts were running or outcomes were not written            |
+| 70   | BUG          | an unexpected error; `--debug` shows where                                           |
 | 130  | INTERRUPTED  | Ctrl-C                                                                               |
-| 141  | BROKEN_PIPE  | whoever read the output went away (`| head`)                                         |
+| 141  | BROKEN_PIPE  | the program that read the output has ended (`| head`)                                |
 | 143  | TERMINATED   | SIGTERM                                                                              |
 
-A worker that stops cleanly on SIGTERM or Ctrl-C answers 0, not 143 or 130: it did what it was asked to do.
+A worker that stops cleanly on SIGTERM or Ctrl-C exits with 0, not 143 or 130: it did what it was asked to do.
 
 `EXPLAINED` maps errors to codes; the first class that matches counts. psycopg is imported when there is an error
 to explain, so that a command line without one starts fast. Nothing here prints or exits.
@@ -91,7 +91,7 @@ EXPLAINED: tuple[tuple[type[Exception], ExitCode], ...] = (
 
 
 def code_for(error: BaseException) -> ExitCode:
-    """The code of an error; BUG for one that is in nobody's plan."""
+    """The code of an error; BUG for an unexpected one."""
     found = next((code for kind, code in EXPLAINED if isinstance(error, kind)), None)
     return _code_of_database(error) if found is None else found
 
@@ -105,7 +105,7 @@ def _code_of_database(error: BaseException) -> ExitCode:
 
 
 def sentence_for(error: BaseException) -> str:
-    """One line about an error, with the remedy where the database's own words have none."""
+    """One line about an error, with a remedy if the database's own text has none."""
     from psycopg import errors as pg
 
     if isinstance(error, pg.UndefinedTable | pg.InvalidSchemaName):

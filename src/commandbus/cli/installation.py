@@ -1,10 +1,10 @@
 """Checks that what is imported as `commandbus` is this package, and nothing but this package.
 
-The distribution is called `commandbus-pg`. One that is called `commandbus` exists, too, and is somebody else's.
-Both write into the same folder, so whoever installs both has a mixture of two packages.
+The distribution is called `commandbus-pg`. Another distribution is called `commandbus`, and belongs to somebody
+else. Both write into the same folder, so installing both gives a mixture of two packages.
 
-Everything here needs the standard library only: it must be able to speak when an import of ours fails. The command
-line asks `clash()` at its start, which is one look for one name; `doctor` looks at everything.
+Everything here needs the standard library only, because it must work when an import of ours fails. The command
+line calls `clash()` at its start, which looks for one name; `doctor` checks everything.
 """
 
 from __future__ import annotations

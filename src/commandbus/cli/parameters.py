@@ -1,7 +1,7 @@
 """Kinds of values on the command line: durations, instants, JSON; and options made from the table of settings.
 
 A value that makes no sense is a usage error (exit code 2) that names the option and what it takes. Options made
-from settings keep the settings' own words and code (3), because a file or the environment may be the culprit.
+from settings keep the settings' own error and code (3), because a file or the environment may be the cause.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Session: what one run of the command line shares. The options that stand everywhere, the settings that follow
-from them, and a bus on a database that was seen to answer.
+"""CliSession: what one run of the command line shares: the options that all commands have, the settings that
+follow from them, and a bus on a database that has answered.
 
-A server that is away is found out by one direct connection with a short limit, in libpq's own words, before a
-pool starts to wait for it. An embedded server is started if need be, and left when the command ends.
+One direct connection with a short timeout finds out whether the server is reachable, with libpq's own error,
+before a pool starts to wait for it. An embedded server is started if necessary, and left when the command ends.
 
-What talks to the database is imported when somebody does: `commandbus --help` is to answer at once.
+Modules that talk to the database are imported on first use, so that `commandbus --help` is fast.
 
-No command waits for somebody's lock for longer than LOCK_SECONDS. Behind PgBouncer the role's own limit counts.
+No command waits for a lock for longer than LOCK_SECONDS. Behind PgBouncer the role's own lock_timeout counts.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class CliSession:
             say(f"more: add --cursor {shlex.quote(page.next_cursor)}", is_error=self.as_json)
 
     def warn(self, sentence: str | None) -> None:
-        """Something that people should know and that is no error; a document has it in `warning`."""
+        """Print a warning. With --json the document has it in `warning`."""
         if sentence is not None and not self.as_json:
             say(f"warning: {sentence}", is_error=True)
 
@@ -109,7 +109,7 @@ def connect(settings: Settings, *, autocommit: bool = True) -> Connection[Any]:
 
 
 def connect_as_the_role(settings: Settings) -> Connection[Any]:
-    """Connect now or say why not; the session has the role's own limits, and none of ours."""
+    """Connect now or say why not; the session has the role's own timeouts, and none of ours."""
     return _connect_as(settings, autocommit=True)
 
 

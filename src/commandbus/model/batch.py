@@ -4,9 +4,9 @@
                   │             │     └──► COMPLETED_WITH_FAILURES    (some FAILED or CANCELED)
                   └─── cancel ──┴────────► CANCELED
 
-A batch ends when it is closed and every member is final: one that is in the troubleshooting queue keeps it
-IN_PROGRESS until a person has decided. What is to happen then (`on_complete`) is a command or a reply, kept with
-the batch and sent in the transaction that ends it: it survives whatever is killed meanwhile.
+A batch ends when it is closed and every member has ended. A member in the troubleshooting queue keeps it
+IN_PROGRESS until a person has decided. `on_complete` is a command or a reply, which is stored with the batch and
+sent in the transaction that ends it. So it survives whatever is killed meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_LOOKED_AT = 200
 
 
 class BatchStatus(StrEnum):
-    """Where a batch stands."""
+    """The status of a batch."""
 
     PENDING = "PENDING"
     IN_PROGRESS = "IN_PROGRESS"

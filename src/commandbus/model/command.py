@@ -28,7 +28,7 @@ from commandbus.model.json_values import Json, JsonValue
 
 
 class CommandStatus(StrEnum):
-    """Where a command stands."""
+    """The status of a command."""
 
     PENDING = "PENDING"
     IN_PROGRESS = "IN_PROGRESS"

@@ -128,14 +128,14 @@ class LimitOptions(TypedDict, total=False):
 class Limit:
     """A named limit that all workers of a deployment share.
 
-    `concurrency`: how many at once. `rate`: how many in a time (`"120/m"`), with `burst` of them at one moment; at
-    least one of the two. `lease`: how long a permit is kept for a holder of whom nothing is heard. `max_wait`: how
-    long a command waits before it needs a person; only time without a successful call of anybody counts, so a line
-    that moves never expires. None or 0 is for ever. `tries`: how many 429s a command may see.
+    `concurrency`: how many calls at once. `rate`: how many calls may begin per time (`"120/m"`), `burst` of them
+    at the same moment. At least one of the two is required. `lease`: how long a permit is kept for a silent
+    holder. `max_wait`: how long a command waits before it needs a person; only time in which no call succeeds
+    counts, so a line that moves never expires. None or 0 is for ever. `tries`: how many 429s a command may get.
 
     `backoff`: seconds that everybody waits after the first 429, the second and so on; the last one repeats.
-    `breaker_failures`: after how many 429s, 5xx and timeouts in a row nobody calls for `breaker_reset` seconds; 0
-    for never. Where several commands call, they must be of so many different ones.
+    `breaker_failures`: how many 429s, 5xx and timeouts in a row open the breaker for `breaker_reset` seconds; 0
+    for never. If several commands call, they must belong to that many different commands.
 
     `backend`: "redis" or "postgres"; None is Redis if `redis_url` is set. `environment`: part of the key's name;
     None is the deployment's.
@@ -289,8 +289,8 @@ def until_next(now: float, tat: float, per_second: float, burst: int) -> float:
 def share(limit: int, rank: int, workers: int) -> int:
     """How many permits the `rank`-th (from 0) of so many workers may have without asking anybody.
 
-    The sum over all never exceeds the limit: each has the floor of limit ÷ workers; with more workers than permits
-    the first ones have one each. Who is not among the workers has none.
+    The sum over all never exceeds the limit: each has limit ÷ workers, rounded down. With more workers than
+    permits, the first ones have one each. A program that is not among the workers has none.
     """
     workers = max(workers, 1)
     if not 0 <= rank < workers:

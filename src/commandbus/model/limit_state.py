@@ -1,14 +1,14 @@
-"""How a limit stands with its API: what a bad answer does to it, and a good one.
+"""The state of a limit: what a bad answer of its API does to it, and what a good one does.
 
-    open ──429──► back-off (step 1, 2, …: until) ──► one probe ──good──► open
-      └──3 bad answers in a row──► breaker (open_until) ──► one probe ──bad──► breaker
+    available ──429──► backing off (step 1, 2, …: until) ──► one probe ──good──► available
+      └──3 bad answers in a row──► breaker open (open_until) ──► one probe ──bad──► breaker open
 
-Bad answers are 429s, 5xx and timeouts. Calls that were under way when a back-off began say nothing new: they
-neither lengthen it nor count twice. Everything here is pure; all times are seconds of one clock, the database's.
+Bad answers are 429s, 5xx and timeouts. Calls that were under way when a back-off began change nothing: they
+neither lengthen it nor count twice. Everything here is pure; all times are seconds of the database's clock.
 
-A **caller** is a command, however often it is tried, or one block of a program. The breaker opens when different
-callers fail, as far as several are calling: one bad command among good ones does not block them. A probe that does
-not end well was in vain (`vain`); the next one is the caller with the fewest vain probes.
+A **caller** is a command, however often it is retried, or one block of a program. If several callers call, the
+breaker opens only when different ones fail, so one bad command does not block the others. A probe that does not
+succeed was in vain (`vain`). The next probe is the caller with the fewest probes in vain.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class LimitState:
     vain: Mapping[str, int] = field(default_factory=dict)  # caller → probes that did not end well, since it began
 
     def closed_until(self, now: float) -> float | None:
-        """Until when nobody begins; None if somebody may now. A person's breaker is closed without end."""
+        """Until when the limit is blocked; None if it is not. A breaker that a person opened blocks without
+        end."""
         if self.is_forced:
             return float("inf")
         latest = max(self.until or 0.0, self.open_until or 0.0 if self.is_open else 0.0)
@@ -83,7 +84,7 @@ class LimitState:
 
     @property
     def is_probing(self) -> bool:
-        """Does only one at a time begin, to find out whether it is over?"""
+        """May only one call at a time begin, the probe?"""
         return self.step > 0 or self.is_open
 
     def is_probed(self, now: float) -> bool:
@@ -99,7 +100,7 @@ class LimitState:
         return replace(self, probe=None, probe_until=None, vain={**kept, caller: kept.get(caller, 0) + 1})
 
     def explain(self, name: str) -> str:
-        """Why nobody begins, for people."""
+        """Why the limit is blocked, for people."""
         if self.is_open:
             return f"the breaker of {name} is open: {self.open_reason}"
         return f"{self.reason or f'429 from {name}'}, step {self.step} of the back-off"
@@ -118,8 +119,8 @@ def after_bad(
     caller: str | None = None,
     callers: Collection[str] = (),
 ) -> LimitState:
-    """After a bad answer to the call that held `token`. `caller`: who called, if it held none; `callers`: who else
-    calls, or waits to."""
+    """The state after a bad answer to the call that held `token`. `caller`: who called, if it held no permit;
+    `callers`: who else calls, or waits to."""
     is_probe = token is not None and limit_state.probe == token
     if limit_state.closed_until(now) is not None and not is_probe:
         # It was under way when this began. The API may still ask for more patience than we had planned.
@@ -162,7 +163,8 @@ def _is_enough(limit_state: LimitState, needed: int, callers: Collection[str]) -
 
 
 def after_good(limit_state: LimitState, *, token: str | None) -> LimitState:
-    """After a good answer: the probe's ends back-off and breaker; anybody else's breaks the row of bad ones."""
+    """The state after a good answer: the probe's ends back-off and breaker; any other ends the series of bad
+    ones."""
     if token is not None and limit_state.probe == token:
         if limit_state.is_forced:
             return replace(limit_state, probe=None, probe_until=None)
@@ -173,8 +175,8 @@ def after_good(limit_state: LimitState, *, token: str | None) -> LimitState:
 
 
 def after_unknown(limit_state: LimitState, *, token: str | None, has_begun: bool = True) -> LimitState:
-    """After a call of which nobody knows how it ended, or that never began: if it was the probe, another one
-    may follow."""
+    """The state after a call with an unknown end, or one that never began: if it was the probe, another one may
+    follow."""
     if token is None or limit_state.probe != token:
         return limit_state
     return limit_state.without_probe() if has_begun else replace(limit_state, probe=None, probe_until=None)

@@ -220,7 +220,7 @@ def _part(death: Death, attempt: Running[K], roles: Mapping[K, Role]) -> str:
             which = "the only one" if len(roles) == 1 else f"one of {len(roles)}"
             return (
                 f"; this attempt, {which} that ran, may have caused it: not charged, and its next attempt runs in "
-                f"a process of its own"
+                f"a child process"
             )
         case Role.BYSTANDER if death.cause is Cause.STOPPED:
             return "; this attempt had not finished: not charged"

@@ -1,8 +1,8 @@
-"""The hierarchy of time limits, and its arithmetic.
+"""The hierarchy of timeouts, and its arithmetic.
 
-Each layer must give up before the next one out does, or the outer one cuts the inner one off and nobody can
-say why. `Timeouts` cannot be made misordered: every rule is checked when it is built, and the error names
-both settings with their values.
+Each layer must give up before the next outer one does. Otherwise the outer one cuts the inner one off, and nobody
+can say why. `Timeouts` cannot be created in the wrong order: every rule is checked when it is created, and the
+error names both settings with their values.
 
     started        deadline_at            stuck_at
        |  running       |      grace         |   stuck: fenced, settled, slot replaced
@@ -55,7 +55,7 @@ _LONGEST_SERVER_LIMIT_MS: Final = 2_147_483_647
 
 
 class TimeoutOrderError(ValueError):
-    """Two limits contradict each other; `settings` names them."""
+    """Two timeouts contradict each other; `settings` names them."""
 
     def __init__(self, message: str, *settings: str) -> None:
         super().__init__(message)
@@ -199,7 +199,7 @@ class Timeouts:
             raise self._misordered("cancel_grace", "shutdown_timeout")
 
     def doubts(self) -> tuple[str, ...]:
-        """What is in order and yet probably not meant, one sentence each."""
+        """Values that are allowed but probably not intended, one sentence each."""
         return tuple(self._doubts())
 
     def _check_floors(self) -> None:

@@ -1,12 +1,12 @@
-"""The BatchFolding: folds the batches of what this worker has settled, on the settler's thread and connection.
+"""BatchFolding: folds the batches of what this worker has settled, on the settler's thread and connection.
 
-All that were touched are folded in one statement, four times a second under load, and as soon as it is quiet: so
-a batch is complete a moment after its last member. One that somebody else is folding just now is tried again.
-Whatever goes wrong here must not keep outcomes from being written: it is logged, tried again later, and the
-keepers of all workers sweep up what nobody has folded. A batch that was refused (somebody's transaction holds the
-command_id of its completion) is tried by itself from then on, less and less often: the others do not wait for it.
-Where folding is slow (a transaction that stays open elsewhere keeps every delta of a batch that was ever deleted),
-it takes no more than a twentieth of the time.
+One statement folds all batches that were touched, four times a second under load, and as soon as there is nothing
+to settle. So a batch is complete a moment after its last member. A batch that another worker is folding is tried
+again. An error here must not keep outcomes from being written: it is logged, folding is tried again later, and the
+maintenance threads of all workers fold what is left. A batch that was refused (another transaction holds the
+command_id of its completion) is tried separately from then on, less and less often, so the others do not wait for
+it. If folding is slow (a transaction that stays open elsewhere keeps every deleted delta of a batch), it takes no
+more than a twentieth of the time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Board: one worker's page of shared memory, on which it shows what it does and its supervisor reads.
+"""Board: a page of shared memory on which a worker shows its supervisor what it does.
 
     head  | beat_at, state, health, figures              by the ladder's thread, every tick
     note  | a short text: why health is what it is       by the ladder's thread
@@ -6,15 +6,16 @@
     slot  | msg_id, started, stuck_at, read_ct, domain, running   by the slot's thread, one record per slot
           | ident, native_id, session and when that began         when they change
 
-The memory is an inherited memfd: it survives the worker's death, which is when it matters, and nothing has to be
-unlinked. Nobody locks: `running` is the last byte of a record to be written when an attempt starts and the only
-one when it ends, so a worker that dies in between leaves either a whole record or none. A reader who looks at a
-living worker may see a half-written record; the fence (msg_id and read_ct) that it names then matches no row that
-the worker holds. Times are of `clock.monotonic`, one for the machine. `enter` and `leave` cost 0.2 and 0.1 µs.
+The memory is an inherited memfd. It survives the worker's death, so the supervisor can read it then, and nothing
+has to be unlinked. There are no locks: `running` is the last byte of a record that is written when an attempt
+starts, and the only one when it ends. So a worker that dies in between leaves either a whole record or none. A
+reader of a living worker may see a half-written record; its fence (msg_id and read_ct) then matches no row that
+the worker holds. Times are of `clock.monotonic`, which is the same for the whole machine. `enter` and `leave` cost
+0.2 and 0.1 µs.
 
-The worker runs code of the user's, which may write anything here. So the size of the memory is sealed: a page
-that was cut off would end whoever reads it with SIGBUS. And `read` believes nothing: it never raises, leaves out
-a record that cannot be true, and says in `Snapshot.nonsense` what was wrong.
+The worker runs user code, which may write anything here. So the size of the memory is sealed, because reading a
+truncated page would end the reader with SIGBUS. And `read` trusts nothing: it never raises, leaves out a record
+that cannot be true, and says in `Snapshot.nonsense` what was wrong.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Breakers: what a worker counts and tells of its attempts, and how it looks after breakers.
+"""Breakers of command types in a worker: what it counts and reports, and how it moves breakers.
 
-Slots and the ladder count attempts that have ended, in memory, and leave word of those that count against their
-type or were a breaker's probe. The maintenance writes that word on its own connection, many at once; while the
-database is away the word waits. What is counted rides on the heartbeat, and only while a type has a bad attempt
-in its window. Whatever the settings say, a worker tells its counts and looks after what is open: somebody else
-may have opened it.
+Slots and the ladder count ended attempts in memory. They report those that count against their type, or were a
+breaker's probe. The maintenance thread writes these reports on its own connection, many at once; while the
+database is unreachable, the reports wait. The heartbeat carries the counts, but only while a type has a bad
+attempt in its window. Whatever its own settings say, a worker tells its counts and moves breakers that are open,
+because another program may have opened them.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def word_of(
     is_probe: bool,
     ran_for: float = 0.0,
 ) -> Word | None:
-    """What a judged attempt that ran for so many seconds, until now, means for its breaker; None: nothing.
+    """What an ended attempt, which ran for so many seconds, means for its breaker; None: nothing.
 
-    Stuck is what had to be given up, and what took its process with it. A probe that was canceled, or that could
-    not even begin, says nothing: it, or another one, is tried again.
+    An attempt counts as stuck if it had to be given up, or its process died. A probe that was canceled, or could
+    not begin, says nothing: it, or another one, is the probe again.
     """
     failure, rule = judgement.failure, settings.breaker_of(domain, command_type)
     if says_nothing(judgement):
@@ -138,8 +138,8 @@ class Words:
 
 
 class Judge:
-    """Opens breakers whose type is in trouble. Asks again until nobody's counts are missing, then not until there
-    is another bad attempt: counts of attempts that ended well only grow."""
+    """Opens breakers whose type is in trouble. It judges again until no worker's counts are missing, and then not
+    before the next bad attempt, because the number of good attempts only grows."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -1,24 +1,24 @@
-"""The Claimer: brings work for the slots, on a connection of its own that also LISTENs.
+"""The Claimer: claims commands for the slots, on its own connection, which also LISTENs.
 
-Under load it claims in large bites, so that the slots never run dry: what they will start within the next 40 ms
-is prefetched (leased and renewed like what runs), or within the time of two claims, where the server is slow or
-far away: else the claims would keep the rate down, and the rate the claims. With slow handlers that is nothing,
-so no command waits in one worker while another is idle.
+Under load it claims many commands at once, so that the slots always have work. It prefetches (leases and renews)
+what the slots will start within the next 40 ms. If the server is slow or far away, it prefetches for the time of
+two claims: otherwise slow claims would limit the rate, and the low rate would keep the claims small. With slow
+handlers it prefetches nothing, so no command waits in one worker while another is idle.
 
-Idle, it announces that it waits (senders notify only then), looks again at once and after 5, 20 and 100 ms (a
-sender may have looked before the announcement and committed after it), and then sleeps until a notification, the
-next delayed message, or the poll interval. It takes the announcement back after a second of work.
+When idle, it announces that it waits (senders notify only then). It looks again at once and after 5, 20 and 100
+ms, because a sender may have looked before the announcement and committed after it. Then it sleeps until a
+notification, the next delayed message, or the poll interval. It withdraws the announcement after a second of work.
 
-Messages of processes have slots of their own beside the others (`spare`), so that a worker whose handlers are
-all busy still moves processes; domains that hold nothing else are asked while only those are free.
+Messages of processes have additional slots (`spare`), so that a worker whose handlers are all busy still moves
+processes. While only those slots are free, it asks only domains that contain nothing but processes.
 
-Raw messages are claimed here and read elsewhere (`worker/raw_messages.py`). While some are being read, and once a
-full claim brought mostly such messages, commands are claimed by themselves, past the others, and raw messages in
-bites of their own, each when the last one has been read.
+Raw messages are claimed here and read elsewhere (`worker/raw_messages.py`). While some are being read, and after a
+full claim of mostly raw messages, commands are claimed separately, past the raw ones. Raw messages are then
+claimed in separate portions, each after the last one has been read.
 
 The cursor: a long-open transaction elsewhere keeps dead index entries, and every claim would walk over all that
-were settled since. So a claim begins where the last one ended; once a second, and after anything that may have
-become visible in the past, it begins at the beginning.
+were settled since. So a claim begins where the last one ended. Once a second, and when a message may have become
+visible before that point, it begins at the beginning.
 """
 
 from __future__ import annotations

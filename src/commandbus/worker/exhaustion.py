@@ -1,6 +1,6 @@
 """No thread, process or file is left for what an attempt needs.
 
-One handler can use up all of them, and its neighbors must not pay for that: their attempts are given back, or
+One handler can use up all of them. Its neighbors must not be charged for that: their attempts are given back, or
 stopped without a charge, and the worker claims nothing for a moment.
 """
 

@@ -1,13 +1,13 @@
 """How well a worker is doing, from what its parts report.
 
-    HEALTHY    nothing to say
-    DEGRADED   it works, but attempt after attempt fails, or something that was named is not as it should be
-    CRITICAL   slots get stuck, connections run out, or something that was named is wrong
+    HEALTHY    no trouble
+    DEGRADED   it works, but attempt after attempt fails, or there is a named reason (`set_degraded`)
+    CRITICAL   slots get stuck, connections run out, or there is a named reason (`set_critical`)
 
-Failures, stuck threads and exhaustions count for five minutes, so that every state ends by itself. A named reason
-(`set_critical("database_unreachable")`, `set_degraded("limits_degraded")`) has no such end: whoever set it clears
-it. What a handler says about its command (`BusinessRuleException`, `PermanentCommandError`) says nothing about the
-worker, and is not counted.
+Failures, stuck threads and exhaustions count for five minutes, so such a state ends by itself. A named reason
+(`set_critical("database_unreachable")`, `set_degraded("limits_degraded")`) does not: whoever set it clears it.
+Errors about a command (`BusinessRuleException`, `PermanentCommandError`) say nothing about the worker, and are not
+counted.
 
 Invariant: memory is bounded and `record_success` costs about a microsecond, whatever happens. Nothing here acts;
 `worker/watchdog.py` and the supervisor do.

@@ -1,15 +1,14 @@
-"""The LeaseKeeper: what must never wait. Leases, cancels, and the end of a stuck attempt's database session.
+"""The LeaseKeeper: work that must never wait: leases, cancels, and ending the database session of a stuck attempt.
 
-It works on a thread and a connection of its own, never runs user code, and does nothing that waits for a row:
-renewals skip what is locked. Long or lockable work is the Maintenance's. A lease is renewed when a third of it has
-passed, counted from when it was last *asked for*, while its attempt is within its limits; a lost one is marked,
-and the ladder stops the attempt. A lease whose queue row another transaction holds is not renewed, and is tried
-again at every tick. Orders (renew a lease now, cancel a query, fence a stuck attempt) are worked off at once;
-while the database is unreachable they wait.
+It has its own thread and connection, never runs user code, and never waits for a row: renewals skip locked rows.
+Work that is long or may meet a lock belongs to the Maintenance. A lease is renewed when a third of it has passed,
+counted from when it was last *asked for*, while its attempt is within its deadline and grace. A lost lease is
+marked, and the ladder stops the attempt. If another transaction holds the queue row, the lease is not renewed, and
+is tried again at every tick. Orders (renew a lease now, cancel a query, fence a stuck attempt) are carried out at
+once; while the database is unreachable they wait.
 
-Fencing, in order: the attempt gets no connection any more (the ladder saw to that), its database session is
-looked at and ended, so that nothing it does can commit later, and only then is its outcome handed to the
-settler.
+Fencing has three steps. The attempt gets no more connections (the ladder has done that). Its database session is
+examined and ended, so that nothing it does can commit later. Only then its outcome goes to the settler.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Odd rows: what a claim brought that cannot simply run is put right, and no row costs more than itself.
+"""Puts right claimed rows that cannot simply run. A bad row harms no other row.
 
-If some rows cannot be put right together, they are halved until the one is found that is to blame. One that needs
-a row that somebody has locked stays leased: it is for later, when its lease has run out. Any other is set aside,
-with what went wrong.
+If some rows cannot be put right together, they are halved until the bad one is found. If that one needs a row that
+another transaction has locked, it stays leased until its lease runs out. Any other bad row is set aside, with the
+reason.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""ProcessState: working directory, umask and locale of a process of ours, put back after a handler changed them.
+"""OsState: restores working directory, umask and locale of our worker processes after a handler changed them.
 
-They belong to the whole process, so handlers that run at the same moment do see a change, but no later one does.
-Changes through C code, environment variables and monkey patches are not noticed; a handler that needs such things
-belongs into a process of its own (isolation="process"). Signal handlers cannot be changed by handlers at all:
-Python allows that in the main thread only.
+They belong to the whole process. So handlers that run at the same time see a change, but later ones do not.
+Changes by C code, of environment variables, and monkey patches are not noticed; a handler that makes such changes
+belongs in a child process (isolation="process"). Handlers cannot change signal handlers at all, because Python
+allows that only in the main thread.
 
 Thread-locals stay: libraries keep their connections there (ADR 10).
 """

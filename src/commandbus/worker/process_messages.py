@@ -1,15 +1,15 @@
 """Handles the messages of processes, one transaction each.
 
-Reading the process, the manager's code, the commands that it sends, the move, and the removal of the message
-commit together (`ctx.transaction()`), or none of it does. Messages are commands like any other, so whatever the
-manager's code does (hang, raise, kill its process) is met by the same ladder, retries and troubleshooting queue;
-and messages of one process may be handled at once: the one that moves it second is refused, and does everything
-again, one after the other with those to whom the same has happened.
+The commands that the manager sends, the move of the process, and the removal of the message commit together
+(`ctx.transaction()`), or none of them does. Messages are ordinary commands. So if the manager's code hangs, raises
+or kills its worker process, the same ladder, retries and troubleshooting queue deal with it. Several messages of
+one process may be handled at the same time: the second move is refused, and that message is handled again, one
+after the other with all that were refused.
 
-A message that says nothing to its process is set aside with the reason, and is done.
+A message that moves nothing is set aside with the reason, and is done.
 
-The batch of a process that has ended is folded after the commit, in a transaction of its own: a batch's row is
-everybody's, and must not be locked while the rest of a message is handled.
+The batch of a process that has ended is folded after the commit, in a separate transaction: all members share the
+batch's row, so it must not be locked while the rest of a message is handled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The Adopter: reads raw messages, and makes commands of those that are; the others are set aside.
+"""The Adopter: reads raw messages. It turns valid ones into commands, and sets the others aside.
 
-A raw message is whatever another client of PGMQ has sent. It may be of any size, and a small one may be a
-gigabyte of text. So it is not read by the claimer, whose next claim would have to wait: the claimer claims it
-and hands it over. The thread and its connection are made when the first raw message comes.
+A raw message is one that another PGMQ client has sent. It may have any size, and a small one may be a gigabyte of
+text. So the claimer does not read it, because the next claim would have to wait: it claims the message and hands
+it over. The thread and its connection are created when the first raw message comes.
 
 What is handed over is leased like any claimed message. If this worker dies first, the leases run out.
 """

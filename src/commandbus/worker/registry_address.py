@@ -1,8 +1,8 @@
 """How another process finds a worker's handlers again.
 
-A registry is found as a module-level variable: MODULE:NAME, as the settings name it or as this process's modules
-hold it. The script that was started (`__main__`) is loaded by its file or its module name, under another name:
-what stands below `if __name__ == "__main__":` does not run again. A registry that only a function knows has no
+A registry is found as a module-level variable: MODULE:NAME, as the settings name it, or as this process's modules
+contain it. The script that was started (`__main__`) is loaded by its file or its module name, under another name,
+so the code below `if __name__ == "__main__":` does not run again. A registry that is local to a function has no
 address.
 """
 

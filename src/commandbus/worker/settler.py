@@ -1,19 +1,19 @@
-"""The Settler: writes outcomes, many in one statement, on a connection of its own.
+"""The Settler: writes outcomes, many in one statement, on its own connection.
 
-Outcomes collect while a statement is under way, so batches grow with the load and a lone outcome goes at once.
-Nothing is given up: while the database is away, or read-only, outcomes wait; a row that another transaction holds
-(`busy`) is tried again. After an error that is not the database's state, the rows are halved until the one is
-found that cannot be stored; it is settled as a failure that says so. A refused row was settled or claimed by
-somebody else: the fence did its work, and that is logged. One that somebody asked to cancel, and that did not
-complete, is settled as CANCELED.
+Outcomes collect while a statement is under way. So more are written at once under load, and a single outcome is
+written at once. No outcome is dropped: while the database is unreachable or read-only, outcomes wait. A row that
+another transaction holds (`busy`) is tried again. After an error that is not the database's state, the rows are
+halved until the one that cannot be stored is found; it is settled as a failure that says so. A refused row was
+settled or claimed by another worker: the fence has worked, and that is logged. If somebody asked to cancel a
+command, and it did not complete, it is settled as CANCELED.
 
-The usual outcome needs no words (`Done`): such attempts have a queue and a statement of their own. What that
-statement does not settle, for whatever reason, is settled as the others are.
+The usual outcome needs no text (`Done`): such attempts have their own queue and statement. What that statement
+does not settle, for whatever reason, is settled like the others.
 
-Somebody's lock holds up the outcomes that need it, and no others. A lock is waited for once. Then those that met
-it are looked for, by their reply queue and by halves, in statements that hardly wait (HURRIED_MS). What needs a
-locked row waits aside for a moment that grows (`_Aside`), and is tried again by itself. `backlog` says how many
-outcomes are unwritten; the worker claims nothing more when they pile up.
+If another transaction holds a lock, only the outcomes that need it wait. The settler waits for a lock once. Then
+it finds the outcomes that met the lock, by their reply queue and by halving, in statements that hardly wait
+(HURRIED_MS). It sets them aside for a growing time (`_Aside`), and tries them again separately. `backlog` says how
+many outcomes are unwritten; if there are too many, the worker claims nothing more.
 
 In between it folds the batches of what was settled (`worker/batch_folding.py`).
 """

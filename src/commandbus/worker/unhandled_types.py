@@ -1,4 +1,4 @@
-"""Unhandled: what a worker does about commands that wait for a handler (flow/commands/unhandled_types.py).
+"""What a worker does about commands that wait for a handler (flow/commands/unhandled_types.py).
 
 The maintenance thread looks every two seconds which types wait. The claimer leases commands of types that this
 worker knows, as it has free slots; a notification from the worker that parked them tells the claimer sooner. If no

@@ -1,4 +1,4 @@
-"""WorkerWatchdog: looks after a worker inside an application, where no supervisor does.
+"""WorkerWatchdog: watches a worker inside an application, where there is no supervisor.
 
     watchdog = WorkerWatchdog(worker, restart_callback=restart)
     watchdog.start()

@@ -1,13 +1,15 @@
-"""Worker: one process with slots. `WorkerRuntime` puts its insides together and takes them apart.
+"""Worker: one process with slots. `WorkerRuntime` creates, starts and stops its parts.
 
     worker = Worker(handlers, domains=["orders"], concurrency=8)
     worker.run()              # until SIGTERM, SIGINT or stop(); or start() … stop() inside an application
 
-A database that is away when it starts is waited for (`wait_for_database`), until something asks it to stop.
+If the database is unreachable at the start, the worker waits for it (`wait_for_database`), until it is asked to
+stop.
 
-Stopping, in order: claim nothing more → give back what has not started → let what runs finish → ask it to stop
-(`shutdown_timeout` less the grace and two seconds) → grace → fence what did not → write the last outcomes → say
-good-bye in the registry. What did not finish is reported, and tried again elsewhere at once.
+Stopping, in order: claim nothing more → give back what has not started → let running attempts finish → ask them to
+stop (`shutdown_timeout` less the grace and two seconds) → grace → fence those that still run → write the last
+outcomes → sign off in the registry. Unfinished attempts are reported, and their commands are retried elsewhere at
+once.
 """
 
 from __future__ import annotations
@@ -137,7 +139,7 @@ class Worker:
         return self._start()
 
     def _begin_anew(self) -> None:
-        """Forget how the last run was asked to end. Who asks from now on is heard, also while it still starts."""
+        """Clear the stop request of the last run. From now on a new request counts, also during the start."""
         if self._runtime is not None or self._is_starting:
             raise RuntimeError("this worker has been started already")
         if self._was_stopped:
@@ -169,7 +171,7 @@ class Worker:
         return True
 
     def _refuse_idle_domains(self) -> None:
-        """A worker without any handler for a domain could only set its commands aside."""
+        """Refuse a domain without any handler: the worker could only park its commands."""
         known = self._handlers.domains
         if silent := [domain for domain in self.domains if domain not in known]:
             what = f"domain {silent[0]} has" if len(silent) == 1 else f"domains {', '.join(silent)} have"
@@ -227,7 +229,7 @@ class Worker:
             self._runtime.drain(reason)
 
     def hurry(self) -> None:
-        """Cancel what runs without a deadline, and do not charge it: it has been draining for too long."""
+        """Cancel attempts without a deadline, and do not charge them: the worker has drained for too long."""
         if self._runtime is not None:
             self._runtime.hurry()
 
@@ -293,7 +295,7 @@ class Worker:
             restore()
 
     def fail(self, error: BaseException) -> None:
-        """Something of ours broke: the worker ends, and `stop` raises it."""
+        """A part of the worker failed: the worker ends, and `stop` raises the error."""
         error = explained(error, self._role)
         self._error = error
         logger.error("worker %s ends: %s", self.id, error, exc_info=error)

@@ -1,7 +1,7 @@
-"""`demo`: a PostgreSQL, two workers, some hundred commands of every fate, and what became of them.
+"""`demo`: a PostgreSQL, two workers, a few hundred commands that end in all kinds of ways, and a table of them.
 
-It ends by itself. On its way out, whether at its end, by Ctrl-C or by SIGTERM, it stops what it started: first
-the workers, then the server (its data stays). `--keep` leaves both up and says how to stop them.
+It ends by itself. At its end, also after Ctrl-C or SIGTERM, it stops what it started: first the workers, then the
+server (its data stays). `--keep` leaves both up and says how to stop them.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _prepare(bus: CommandBus, stage: Stage) -> None:
 def _play(
     bus: CommandBus, fleet: DemoFleet, stage: Stage, count: int, correlation_id: str
 ) -> tuple[OutcomeCounts, list[str], float]:
-    """Send, and watch until all are through. Returns the books, what is wrong with them, and how long it took."""
+    """Send, and watch until all have ended. Returns the counts, what is wrong with them, and how long it took."""
     stage.say(f"{WORKERS} worker processes start: pid {', '.join(map(str, fleet.pids))}")
     if earlier := _waiting(bus):
         stage.say(f"going first: {counted(earlier, 'command')} of earlier runs")

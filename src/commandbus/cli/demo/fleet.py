@@ -1,7 +1,7 @@
 """The demo's workers: real processes that run `commandbus worker`, each with a log file of its own (`tether.py`).
 
-Invariant: whoever leaves the `with` block leaves no process behind, unless told to keep them. The workers are in
-sessions of their own, so that Ctrl-C reaches the demo alone, which stops them in order.
+Invariant: after the `with` block no process is left, unless told to keep them. The workers are in their own Unix
+sessions, so that Ctrl-C reaches only the demo, which stops them cleanly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the demo shows: steps, live progress, the table at the end, and the lines to go on with.
 
-Progress is one line that is written over on a terminal, and a plain line a second elsewhere. Everything goes to
-stdout, but with --json it is stderr that gets it, and stdout gets the document.
+On a terminal the progress is one line that is overwritten; elsewhere it is one line per second. Everything goes to
+stdout. With --json it goes to stderr, and stdout gets the document.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The demo's books: what was sent, what became of it, and whether both sides agree.
+"""The demo's counts: what was sent, how it ended, and whether both agree.
 
-A group is one kind of fate. Nothing is believed: the figures are counted in the database, by the ids that the
-sends answered, and no message of these commands may be left in the queue.
+A group is one kind of outcome. The commands are counted in the database, by the ids that the sends returned, and
+no message of these commands may be left in the queue.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m commandbus.cli.demo.tether PID WORDS...`: `commandbus WORDS...` that ends when its parent dies.
 
-The demo starts its workers through it: the kernel sends the supervisor SIGTERM when the demo is gone, even by
-kill -9, and the supervisor stops its workers in order. Handlers could not do it: the supervisor imports none.
+The demo starts its workers through this module: when the demo is gone, even by kill -9, the kernel sends the
+supervisor SIGTERM, and the supervisor stops its workers cleanly.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`doctor`: is everything in order, and if not, what is to be done? Exit code 1 if something failed.
+"""`doctor`: checks the installation, and says what to do. Exit code 1 if something failed.
 
-The checks, in the order in which each needs the one before it: configuration → the service manager's unit or
-manifest, where one is given → server → schema → privileges → the fleet. A check that cannot be made because an
-earlier one failed is left out. Limits come last: they may need Redis.
+The checks run in this order, because each needs the one before it: configuration → the service manager's unit or
+manifest, if one is given → server → schema → privileges → the fleet. If a check fails, those that need it are left
+out. Limits come last: they may need Redis.
 """
 
 from __future__ import annotations

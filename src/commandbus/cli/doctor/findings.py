@@ -11,7 +11,7 @@ from psycopg import Connection
 
 
 class Level(StrEnum):
-    """FAIL: something will not work. WARN: it works, and yet probably not as meant."""
+    """FAIL: something will not work. WARN: it works, but probably not as intended."""
 
     OK = "OK"
     WARN = "WARN"

@@ -1,4 +1,4 @@
-"""The fleet and its work: who has died, what nobody serves, and what waits for a person."""
+"""The fleet and its work: dead workers, domains that nobody serves, and commands that need a person."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TAKEN_WITHIN = timedelta(minutes=1)
 
 
 def examine(conn: Conn, settings: Settings) -> Findings:
-    """Workers first, then what waits."""
+    """Workers first, then waiting commands."""
     workers = run(conn, list_workers())
     yield from _workers(workers)
     domains = run(conn, domain_status())

@@ -1,4 +1,4 @@
-"""Limits: is the place where they are kept in reach, and do their times make sense? Looks, and takes nothing."""
+"""Limits: are the permit stores reachable, and do the durations of each limit make sense? Reads only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AWAY = {
 
 
 def examine(conn: Conn, settings: Settings) -> Findings:
-    """Where they are kept first, then each of them."""
+    """The permit stores first, then each limit."""
     rows = run(conn, list_limits())
     in_redis = [row for row in rows if row.backend == "redis"]
     if in_redis or settings.redis_url is not None:
@@ -36,7 +36,7 @@ def examine(conn: Conn, settings: Settings) -> Findings:
 
 
 def _declarations(rows: list[LimitRow], settings: Settings) -> Findings:
-    """Who starts last declares for all: is what these settings say what counts?"""
+    """The last program to start wins: do the declarations of these settings count?"""
     known = {row.name: row for row in rows}
     for limit in settings.limits:
         row = known.get(limit.name)

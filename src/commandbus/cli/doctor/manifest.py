@@ -1,9 +1,9 @@
-"""A Kubernetes manifest: are its limits in order with ours, and do its probes ask where something answers?
+"""A Kubernetes manifest: do its timeouts and memory fit ours, and do its probes ask the right port and path?
 
-It reads a file of one or more documents, or what `kubectl get … -o json` prints. Only containers that run a worker
-are looked at: those whose command, arguments or environment name commandbus or WORKER_ variables. Where a field is
-not set, the default of Kubernetes counts. Values that come from a ConfigMap or a Secret cannot be seen; what
-depends on them is said, and is no failure.
+It reads a file of one or more documents, or the output of `kubectl get … -o json`. It checks only containers that
+run a worker: their command, arguments or environment name commandbus or WORKER_ variables. If a field is not set,
+the default of Kubernetes counts. Values from a ConfigMap or a Secret cannot be read; what depends on them is
+mentioned, and is not a failure.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _GRANT = re.compile(
 
 
 def examine(conn: Conn) -> Findings:
-    """What it may, and for what it may not: which grant is missing. Nothing, where there is no schema."""
+    """What the role may do, and which grant is missing for what it may not do. Nothing if there is no schema."""
     row = conn.execute(
         b"SELECT current_user, pg_catalog.to_regnamespace('commandbus') IS NOT NULL "
         b"AND pg_catalog.to_regnamespace('pgmq') IS NOT NULL"

@@ -1,6 +1,6 @@
 """The server: can it be reached, is it one that we support, and do its settings fit ours?
 
-Reads only. What a plain role may not see (others' transactions) is said, not guessed.
+Reads only. If a plain role may not see something (others' transactions), the finding says so.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _clock(conn: Conn) -> Findings:
 
 
 def _limits(conn: Conn, settings: Settings) -> Findings:
-    """Of the limits that the server sets for this role's sessions, each that would strike before ours."""
+    """The timeouts of the server for this role's sessions that would end something before ours do."""
     quiet = True
     for name, what, ours, harm in _ours(settings):
         if name == "lock_timeout" and not settings.prepared_statements:

@@ -1,7 +1,7 @@
 """The settings as a service would see them, and the findings when its timeouts are out of order.
 
-A unit or a manifest sets variables and options of its own; they count for the worker that it runs, whatever the
-doctor's own environment says.
+A unit or a manifest sets its own variables and options. They count for its worker, whatever the doctor's own
+environment says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A systemd unit: are its limits in order with ours, and does it start, watch and stop a worker as is needed?
+"""A systemd unit: do its timeouts and memory fit ours, and does it start, watch and stop a worker correctly?
 
-It reads the text of one unit, or what `systemctl cat NAME` prints of it with its drop-ins. Where a key is not set,
-systemd's own default counts. Nothing is asked of systemd.
+It reads the text of one unit, or the output of `systemctl cat NAME` with its drop-ins. If a key is not set,
+systemd's own default counts. It does not ask systemd itself.
 """
 
 from __future__ import annotations

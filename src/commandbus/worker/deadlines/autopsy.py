@@ -1,6 +1,6 @@
 """What a stuck attempt was doing, in Python and in the database, as one JSON document.
 
-Taken by the ladder (stacks, in memory) and completed by the keeper (its backend, from the server).
+The ladder takes it (stacks, in memory), and the lease keeper completes it (the database session, from the server).
 """
 
 from __future__ import annotations

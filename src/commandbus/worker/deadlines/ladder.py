@@ -4,11 +4,11 @@
     grace      it may still finish, and a result that comes in time counts
     stuck      an autopsy is taken, the attempt is fenced and settled, its slot gets a new thread or task
 
-A person's cancel, the shutdown and a lost lease go down the same ladder. It looks four times a second, on a thread
-of its own, in memory only: nothing here touches the database or anything else that can block, so a dead server or
-a silent network cannot stop the clock. What needs the database is handed to the keeper.
+A person's cancel, the shutdown and a lost lease use the same ladder. It looks four times a second, on its own
+thread, in memory only. Nothing here touches the database or anything else that can block, so a dead server or a
+silent network cannot stop the clock. The lease keeper does what needs the database.
 
-Whoever takes an attempt out of `running` owns its settlement: the slot that ran it, or the ladder. Both cannot.
+Whoever takes an attempt out of `running` owns its settlement: the slot that ran it, or the ladder, never both.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The lane of async handlers: an event loop in a thread of its own, and slot tasks on it.
+"""The slots of async handlers: tasks on an event loop, which has its own thread.
 
-Attempts run in slot tasks that live on, not in a task each. A slot that takes an attempt while more wait asks the
-loop to wake the next one: that happens as soon as the handler awaits something, and not at all if it never does.
+Attempts run in slot tasks that are reused, not in one task each. A slot that takes an attempt while more wait asks
+the loop to wake the next slot. That happens as soon as the handler awaits something, and not at all if it never
+does.
 
-A slot whose attempt swallows its cancellation gets a new task. A handler that blocks the loop itself is seen by a
-cancel that never arrives: then the whole loop is given up, and a fresh one takes its place.
+If an attempt swallows its cancellation, its slot gets a new task. If a handler blocks the loop itself, a cancel
+never arrives: then the whole loop is abandoned, and a new one is started.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class AsyncSlots:
         self._loop.start()
 
     def share_with_others(self) -> None:
-        """Another lane runs beside this one: look whether it is hungry."""
+        """There are other slots, too: check whether they need a part of the concurrency."""
         self.is_alone = False
 
     def push(self, attempts: Iterable[Attempt]) -> None:
@@ -94,14 +95,14 @@ class AsyncSlots:
         slot.loop.call(_cancel, attempt, slot)
 
     def replace(self, stuck: AsyncSlot) -> None:
-        """A new task for the slot of a stuck attempt, with its place."""
+        """A new task for the slot of a stuck attempt. It keeps the slot's part of the concurrency."""
         if stuck.loop is self._loop and not self._stopping:
             stuck.loop.call(stuck.loop.replace, stuck)
         else:
             self.give_place(stuck)
 
     def abandon_loop(self, loop: _Loop) -> None:
-        """Give up a blocked loop: its places come back, new attempts get a fresh one."""
+        """Abandon a blocked loop: its part of the concurrency is free again, and new attempts get a new loop."""
         is_ours = loop is self._loop
         with self.moving:
             loop.is_retired = True  # from now on it takes no place
@@ -144,7 +145,7 @@ class AsyncSlots:
         self._loop.retire()
 
     def stop(self, timeout: float) -> None:
-        """End the loop; what still runs on it is canceled. A handler that blocks it is left behind."""
+        """End the loop, and cancel what still runs on it. A handler that blocks it is left behind."""
         self._stopping = True
         self._loop.retire()
         self._loop.thread.join(timeout)
@@ -261,10 +262,10 @@ class _Loop:
             self.loop.close()
 
     def _repair(self, error: OSError) -> None:
-        """A callback raised it, or somebody has closed the loop's own descriptors: then it gets new ones.
+        """A callback raised this, or a handler has closed the loop's own descriptors: then the loop gets new ones.
 
-        What handlers had registered is lost: they wait until their deadlines. The numbers of what was closed may
-        be somebody else's by now, so nothing is closed here.
+        Registrations of handlers are lost: they wait until their deadlines. The numbers of the closed descriptors
+        may belong to other files by now, so nothing is closed here.
         """
         loop: Any = self.loop
         try:

@@ -1,7 +1,8 @@
-"""One attempt: a claimed row, its fence, and what this worker knows of it.
+"""One attempt: a claimed row, its fence, and what this worker knows about it.
 
-It is made for every command, so it is small: an object around the row that commands/claim.sql returned. What only
-some attempts need (a cancel event, a connection, child deadlines, progress) is in `Extras`, made on first use.
+An attempt is created for every command, so it is small: an object around the row that commands/claim.sql returned.
+What only some attempts need (a cancel event, a connection, child deadlines, progress) is in `Extras`, which is
+created on first use.
 """
 
 from __future__ import annotations
@@ -333,8 +334,8 @@ class Attempt:
         self.renewed_at = min(self.renewed_at, boottime())
 
     def is_surely_held(self, late_seconds: float) -> bool:
-        """Is its lease younger than that, and not known to be lost? Since the claim or the last renewal was sent,
-        this process may have been stopped, or its machine suspended; then nobody knows whose the command is."""
+        """Is its lease younger than that, and not known to be lost? After the claim or the last renewal was sent,
+        this process may have been stopped, or its machine suspended. Then another worker may have the command."""
         return not self.is_lost and boottime() - self.renewed_at < late_seconds
 
     def elapsed_ms(self) -> int:

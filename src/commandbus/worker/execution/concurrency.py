@@ -1,8 +1,8 @@
-"""How many attempts run at once, in both lanes together.
+"""The concurrency budget: how many attempts run at once, sync and async together.
 
-A slot takes a place when it wakes and returns it when it finds nothing to do, not for every command: places
-change hands rarely. A lane that needs a place and gets none is `hungry`; slots of the other lane look at that
-after each command and hand theirs over, so neither lane can starve the other.
+A slot takes one unit of the budget when it wakes, and returns it when it finds nothing to do. So units rarely
+change hands. If the sync or the async slots (a lane) need a unit and get none, that lane is `hungry`. Slots of the
+other lane check that after each command, and hand their unit over. So neither lane can starve the other.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Protocol
 
 
 class Lane(Protocol):
-    """What competes for places."""
+    """Slots that compete for the budget."""
 
     is_hungry: bool
 
     def wake_one(self) -> None:
-        """Wake a slot, if there is work for it and a place."""
+        """Wake a slot, if there is work for it and the budget allows it."""
 
 
 class ConcurrencyBudget:
-    """The worker's concurrency. `on_free` is called, by any thread, whenever a place was returned."""
+    """The worker's concurrency. `on_free` is called, by any thread, whenever a unit was returned."""
 
     def __init__(self, total: int, on_free: Callable[[], None] = lambda: None) -> None:
         self.total = total
@@ -36,7 +36,7 @@ class ConcurrencyBudget:
         self._lanes.append(lane)
 
     def take(self, lane: Lane) -> bool:
-        """Take a place for a slot of this lane."""
+        """Take a unit for a slot of this lane."""
         with self._lock:
             if self.taken < self.total:
                 self.taken += 1
@@ -46,7 +46,7 @@ class ConcurrencyBudget:
             return False
 
     def give(self, lane: Lane) -> None:
-        """Return a place; the other lane is asked first whether it needs it."""
+        """Return a unit, or hand it to the other lane if that needs one."""
         with self._lock:
             self.taken -= 1
             if not self.taken:
@@ -57,11 +57,11 @@ class ConcurrencyBudget:
         self._on_free()
 
     def wait_until_free(self, timeout: float) -> None:
-        """Wait until no slot holds a place."""
+        """Wait until no slot holds a unit."""
         with self._lock:
             if self.taken:
                 self._lock.wait(timeout)
 
     def others_hungry(self, lane: Lane) -> bool:
-        """Does another lane wait for a place?"""
+        """Does another lane wait for a unit?"""
         return any(other.is_hungry for other in self._lanes if other is not lane)

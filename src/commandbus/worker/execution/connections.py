@@ -1,30 +1,31 @@
 """The connections that handlers use: one pool, one budget, for sync and async handlers alike.
 
-A handler that never asks holds none; together they hold no more than there are slots. Async handlers get an
-AsyncConnection around a pooled connection's libpq handle for as long as they hold it: two pools would need two
-budgets, and idle connections of one kind would be lost to the other. Such a borrowed wrapper prepares no
-statements unless its handler asks for that; the pooled connection keeps count of those.
+A handler that never asks for a connection holds none. All handlers together hold no more than there are slots. An
+async handler gets an AsyncConnection around the libpq handle of a pooled connection, for as long as it holds it.
+With two pools there would be two budgets, and idle connections of one kind would be of no use to the other. Such a
+wrapper prepares no statements unless its handler asks for that; the pooled connection keeps the list of them.
 
 Every connection is handed out with statement_timeout, lock_timeout at 80% of it and
-idle_in_transaction_session_timeout, none longer than what remains until the attempt counts as stuck.
-`connection()` has them for its session: a transaction-local value would be gone after the handler's own commit.
-`transaction()` has one transaction only, so they are sent with its BEGIN, once the session is known; its COMMIT is
-sent with what resets the session. That makes four round trips of a handler with one statement, instead of six.
-When it comes back, the session is as it was (`worker/execution/session_reset.py`). The server also looks every two
-seconds whether we are still there (client_connection_check_interval), so that a statement of a killed process ends
-soon, whatever its handler did to the other limits. Behind PgBouncer (no prepared statements) a session belongs to
-nobody: there the limits are those of the handler's first transaction, and nothing is undone.
+idle_in_transaction_session_timeout. None is longer than the time until the attempt counts as stuck. `connection()`
+sets them for its session, because a transaction-local value would be gone after the handler's own commit.
+`transaction()` has one transaction only, so they are sent with its BEGIN, once the session is known, and its
+COMMIT is sent together with the reset of the session. So a handler with one statement makes four round trips
+instead of six. When the connection is returned, the session is as it was (`worker/execution/session_reset.py`).
+The server also checks every two seconds whether its client still exists (client_connection_check_interval), so
+that a statement of a killed process ends soon, whatever its handler did to the other timeouts. Behind PgBouncer
+(no prepared statements) a session belongs to nobody: there the timeouts are those of the handler's first
+transaction, and nothing is undone.
 
-While a handler holds a connection the attempt knows it (`Borrowed`), so that its query can be canceled at the
-deadline and its backend terminated when it is stuck. A cancel that came late would hit the connection's next
-owner: the return to the pool waits for cancels in flight. A process id alone may be somebody else's by now. So the
-server is asked once per connection when that backend began, and the two together name it. Behind PgBouncer a
-remembered backend serves somebody else by now. There the transaction takes an advisory lock by which its backend
-is found. Behind a pooler that nobody told us of (its process ids are not the server's) only our end is hung up.
+While a handler holds a connection, the attempt knows it (`Borrowed`). So its query can be canceled at the
+deadline, and its database session can be terminated when it is stuck. A late cancel would hit the connection's
+next owner, so the return to the pool waits for cancels that are under way. A process id alone may belong to
+another session by now. So the server is asked once per connection when the session began, and both together
+identify it. Behind PgBouncer a remembered session may serve another client by now. There the transaction takes an
+advisory lock by which its session is found. Behind an unknown pooler (its process ids are not the server's) only
+our own end is closed.
 
-A connection that a stuck attempt, or a thread that it left behind, does not return must not be missing in the pool
-for ever. The pool counts connections and does not know them by name: it is given a closed one in its place, and
-opens another.
+If a stuck attempt, or a thread that it left behind, does not return a connection, the pool must not miss it for
+ever. The pool only counts connections: it is given a closed one instead, and opens another.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""HandlerContext: what a handler is given besides its command.
+"""HandlerContext: what a handler gets besides its command.
 
-`connection()` is a plain connection: its writes are the handler's own and may happen twice if the attempt is
-repeated. `transaction()` is a connection in whose transaction the command's completion commits too, so its
-writes happen exactly once: the settlement is the last statement before COMMIT, under the attempt's fence. If the
-fence is gone, everything in the block is rolled back.
+`connection()` is a plain connection: its writes may happen twice if the attempt is repeated. `transaction()` is a
+connection whose transaction also commits the command's completion, so its writes happen exactly once. The
+settlement is the last statement before COMMIT, under the attempt's fence. If the fence is gone, everything in the
+block is rolled back.
 
-Time: `deadline`, `remaining()`, `cancelled` and `raise_if_cancelled()` tell; `sleep()` ends early when the attempt
-is asked to stop; `extend()` asks for more. `child(timeout=…)` is a context with a deadline of its own, which can
-only be shorter; it shares everything else with its parent.
+`deadline`, `remaining()`, `cancelled` and `raise_if_cancelled()` tell how much time is left. `sleep()` ends early
+when the attempt is asked to stop. `extend()` asks for more time. `child(timeout=…)` is a context with its own,
+shorter deadline; it shares everything else with its parent.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Services:
 
 
 def dump_result(result: Any, max_bytes: int) -> str:
-    """A result's JSON text; one that is none is a mistake that trying again would repeat, effects and all."""
+    """The JSON text of a result. A result that is not JSON is a permanent error: a retry would repeat it."""
     try:
         return payload.dump(result, what="result", max_bytes=max_bytes)
     except InvalidCommandError as error:
@@ -141,7 +141,7 @@ class _Context:
     @property
     def attempt(self) -> int:
         """Which of the `max_attempts` this is: 1, 2, … Attempts that were not charged (parked, given back, stopped
-        through no fault of their own) do not count, and an operator's retry begins at 1 again."""
+        through no fault of their own) do not count. After an operator's retry it begins at 1 again."""
         return self._attempt.charge
 
     @property
@@ -485,9 +485,9 @@ class HandlerContext(_Context):
     ) -> AbstractContextManager[Hold]:
         """A permit of a limit for the block: `with ctx.limit("docai", timeout=60) as call: …`.
 
-        Waits up to `wait` for it, then raises LimitTimeoutError. `timeout` is for the call in the block: the
-        attempt is asked to stop then, and a handler that ignores that goes down the ladder. `call.remaining()`
-        tells what is left.
+        Waits up to `wait` for it, then raises LimitTimeoutError. `timeout` is for the call in the block: after it,
+        the attempt is asked to stop, and the ladder ends a handler that ignores that. `call.remaining()` returns
+        the time that is left.
         """
         return sync_block(self._permits(), name, *check_limit_terms(name, wait, timeout))
 
@@ -598,8 +598,8 @@ class AsyncHandlerContext(_Context):
     ) -> AbstractAsyncContextManager[Hold]:
         """A permit of a limit for the block: `async with ctx.limit("docai", timeout=60): …`.
 
-        Waits up to `wait` for it, then raises LimitTimeoutError. After `timeout` what is awaited in the block is
-        canceled, and the block raises ApiTimeoutError: the handler may go on with its other calls.
+        Waits up to `wait` for it, then raises LimitTimeoutError. After `timeout` the block cancels what it awaits,
+        and raises ApiTimeoutError: the handler may go on with its other calls.
         """
         return AsyncBlock(async_block(self._permits(), name, *check_limit_terms(name, wait, timeout)))
 
@@ -607,7 +607,7 @@ class AsyncHandlerContext(_Context):
     async def child(self, *, timeout: Duration) -> AsyncIterator[AsyncHandlerContext]:
         """A context with a deadline of its own, never later than this one's.
 
-        At its deadline what is awaited in the block is canceled, and the block raises DeadlineExceededError.
+        At its deadline the block cancels what it awaits, and raises DeadlineExceededError.
         """
         child = self._enter_child(timeout)
         left = child._left()

@@ -1,9 +1,9 @@
-"""Run one attempt and say how it ended. Whatever a handler raises becomes a settlement; nothing escapes.
+"""Run one attempt and return how it ended. Whatever a handler raises becomes a settlement; nothing escapes.
 
-The sync and the async way differ in one `await`; what an end means is decided once, in `completed` and `failed`.
+The sync and the async version differ in one `await`. `completed` and `failed` decide, for both, what an end means.
 An attempt that was asked to stop may still complete: a result that comes within its grace counts. If it raises
-what a canceled attempt raises, that is put down to whoever asked: its deadline, a person, the shutdown, or the
-loss of its lease.
+what a canceled attempt raises, that is attributed to the reason for the stop: its deadline, a person, the
+shutdown, or the loss of its lease.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _CANCELLATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """An exception after the completing transaction had committed: written down, never a retry."""
+    """An exception after the completing transaction had committed: it is recorded, and never leads to a retry."""
 
     attempt: Attempt
     failure: Failure
@@ -380,10 +380,11 @@ class Executor:
         return failure
 
     def _say(self, attempt: Attempt, judgement: Judgement, raised: BaseException | None) -> None:
-        """One line a failure, for whoever reads the log.
+        """Log one line per failure.
 
-        What needs a person is an ERROR, with its traceback, and with the exception if it was raised in this
-        process: error trackers listen there. Of all else the traceback is in the history, and here at DEBUG.
+        If a person is needed, it is an ERROR with its traceback, and with the exception if it was raised in this
+        process, for error trackers. For all other failures the traceback is in the history, and in the log at
+        DEBUG.
         """
         most = attempt.max_attempts or self._policy_of(attempt).max_attempts
         failure = judgement.failure

@@ -1,7 +1,7 @@
 """Runs a handler's code in a new thread that is not used again.
 
 For handlers with `fresh_thread=True`: what they leave in thread-locals ends with their thread. Starting and ending
-one costs about 50 µs. Whoever calls waits, so an attempt still has one slot, and the slot one attempt.
+a thread costs about 50 µs. The caller waits, so an attempt still has one slot, and the slot one attempt.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _MARK = "__commandbus_handlers__"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a handler asks for, checked.
+    """The checked options of a handler.
 
     `timeout`: its deadline in seconds; 0 is none, None the worker's task_timeout. `on_timeout`: is a timeout
     tried again, or is the command then FAILED for good? `isolation`: "process" runs it in a process of its own,
@@ -140,7 +140,7 @@ class HandlerRegistry:
         return list(self._limits.values())
 
     def declare_limit(self, limit: Limit) -> Limit:
-        """Declare a limit that handlers name; workers make it known to all when they start."""
+        """Declare a limit that handlers name. Workers declare it for all programs when they start."""
         if not isinstance(limit, Limit):
             raise TypeError(f"a limit must be a Limit(name, concurrency=…), not {limit!r:.80}")
         if self._limits.setdefault(limit.name, limit) != limit:
@@ -161,7 +161,7 @@ class HandlerRegistry:
         limits: Sequence[str | Limit] = (),
         fresh_thread: bool = False,
     ) -> Callable[[F], F]:
-        """Register the decorated function; see `Options` for what it may ask for."""
+        """Register the decorated function; see `Options`."""
         options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread)
         for limit in _declared(limits):
             self.declare_limit(limit)
@@ -339,8 +339,8 @@ def _refuse_other_default(name: str, signature: inspect.Signature, second: inspe
 
 
 def _own_signature(function: Callable[..., Any]) -> inspect.Signature:
-    """What the function itself takes. `functools.wraps` lets a wrapper pass for what it wraps: that is believed
-    only of one that takes anything (*args)."""
+    """The function's own parameters. With `functools.wraps`, a wrapper claims the parameters of the wrapped
+    function; that counts only if the wrapper takes `*args`."""
     return inspect.signature(_who_says(function), follow_wrapped=False)
 
 

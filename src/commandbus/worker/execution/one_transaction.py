@@ -1,16 +1,16 @@
-"""OneTransaction: notices if the transaction of ctx.transaction() is not the one that was begun.
+"""OneTransaction: notices when the handler itself ends the transaction of ctx.transaction().
 
-Its writes commit with the command's completion, or not at all. A handler that says COMMIT or ROLLBACK in between,
-in SQL or through an ORM's session, breaks that without a word. So these are refused where they are called:
-`commit()`, autocommit, and any statement after the transaction's end. `rollback()` is done, and the block may then
-only be left with an error.
+The writes in the block commit with the command's completion, or not at all. A handler that runs COMMIT or ROLLBACK
+in between, in SQL or through an ORM session, breaks that silently. So `commit()`, autocommit, and any statement
+after the transaction's end raise where they are called. `rollback()` rolls back, and then the block must end with
+an error.
 
-SQL text is not read. The first statement's BEGIN is sent together with the transaction's limits and a SET LOCAL of
-a setting that the server reports to its clients when it changes (`default_transaction_read_only`; to a transaction
-that has begun it means nothing). While libpq knows the changed value, the transaction is the same. After its end,
-also by COMMIT AND CHAIN or `COMMIT; BEGIN` in one text, the server has reported the old value. That is looked at
-before each statement and at the end, and costs no round trip. After the transaction has failed it says nothing,
-but then it cannot commit.
+SQL text is not parsed. The first statement's BEGIN is sent together with the transaction's timeouts and a SET
+LOCAL of a setting that the server reports to its clients when it changes (`default_transaction_read_only`, which
+does not affect a transaction that has begun). While libpq knows the changed value, the transaction is the same.
+After its end, even by COMMIT AND CHAIN or `COMMIT; BEGIN` in one text, the server has reported the old value. That
+is checked before each statement and at the end, and costs no round trip. After the transaction has failed, the
+value says nothing, but then the transaction cannot commit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A database session between two handlers: what the first left in it is gone before the second gets it.
+"""Resets a database session between two handlers, so that the second sees nothing of the first.
 
 In our own pool everything is reset: user, role, settings (custom ones, too), cursors, temporary objects,
 sequences, channels and advisory locks. That is one round trip, or part of the one that commits
@@ -6,12 +6,12 @@ sequences, channels and advisory locks. That is one round trip, or part of the o
 If they are the ones that psycopg knows, they are kept, because they make the next handler faster. Else all of them
 are dropped.
 
-The session of a lent pool is somebody's: it gets back the user, the role and the settings that it had. It loses
-the cursors, prepared statements, channels and temporary objects that it did not have. Two things differ.
-Session-level advisory locks are all released, because to read the list of locks stops all who lock something.
-And custom settings such as `app.tenant` stay as they are, because PostgreSQL does not list them.
+A session of a lent pool belongs to the application: it gets back the user, the role and the settings that it had.
+It loses the cursors, prepared statements, channels and temporary objects that it did not have. There are two
+exceptions. All session-level advisory locks are released, because reading the list of locks blocks everybody who
+locks something. And custom settings such as `app.tenant` stay as they are, because PostgreSQL does not list them.
 
-`Habits` is what psycopg keeps of a connection on our side of it.
+`Habits` is what psycopg keeps about a connection on the client's side.
 
 Nothing here is called behind PgBouncer: there a session belongs to nobody.
 """

@@ -1,17 +1,17 @@
-"""Pace: how many slots should be awake while work waits for them.
+"""SlotPacing: how many slots should be awake while work waits for them.
 
-A handler that computes gains nothing from a second thread: the two hand the GIL to each other, and everything
-gets slower. A handler that waits needs every slot there is. Nobody tells us which it is, and the time that a
-command takes does not tell either, because a thread that waits for the GIL looks like one that waits for a server.
+A handler that computes gains nothing from a second thread: the two pass the GIL back and forth, and everything
+gets slower. A handler that waits needs every slot. Nobody tells us which kind it is. The time that a command takes
+does not tell either, because a thread that waits for the GIL looks like one that waits for a server.
 
-So it is tried. While work waits, the number of awake slots is halved or doubled for a moment. It stays so if the
-rate says that this was right: fewer slots must be about as fast, more slots must be faster. Else the old number
-comes back, and nothing is tried for a second. Where a command keeps its slot for more than a millisecond no trial
-is needed: the number is doubled at once, and again a millisecond later, until every slot is awake.
+So it is found by trial. While work waits, the number of awake slots is halved or doubled for a moment. It stays so
+if the rate confirms it: fewer slots must be about as fast, more slots must be faster. Otherwise the old number
+returns, and nothing is tried for a second. If a command keeps its slot for more than a millisecond, no trial is
+needed: the number is doubled at once, and again a millisecond later, until every slot is awake.
 
-The level outlives the work: a burst on an idle worker starts with as many slots as the last one needed.
+The number is kept when the work ends: a burst on an idle worker starts with as many slots as the last one needed.
 
-It has no clock and no threads: `worker/execution/slots.py` asks it.
+It has no clock and no threads: `worker/execution/slots.py` calls it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The lane of sync handlers: daemon threads, each running one attempt at a time.
+"""The slots of sync handlers: daemon threads, each running one attempt at a time.
 
-Not every slot is awake. Threads that compete for the GIL make everything slower, so as many drain the queue as the
-handlers need. A thread of its own looks while work waits, and `worker/execution/slot_pacing.py` decides.
+Not every slot is awake. Threads that compete for the GIL make everything slower, so only as many are awake as the
+handlers need. A separate thread checks that while work waits, and `worker/execution/slot_pacing.py` decides.
 
-A slot whose attempt was declared stuck gets a new thread, which takes over its place. The old thread ends as soon
-as its handler lets it: `run` answers False.
+A slot whose attempt was declared stuck gets a new thread. The old thread ends as soon as its handler lets it:
+`run`
+returns False.
 
 Every attempt starts with the context variables that the slot began with. Thread-locals stay (ADR 10).
 """
@@ -64,7 +65,8 @@ class Slots:
         self._start_thread(self._tick, name=f"{self._name}-ticker")
 
     def replace(self, stuck: Slot) -> None:
-        """A new thread for the slot of a stuck attempt; it holds the place, and looks for work at once."""
+        """A new thread for the slot of a stuck attempt. It keeps the slot's unit of the budget, and looks for
+        work."""
         if self._stopping:
             self._budget.give(self)
             return
@@ -100,7 +102,7 @@ class Slots:
             self._tick_wanted.set()
 
     def wake_one(self) -> None:
-        """Wake a slot if there is work, an idle slot and a place."""
+        """Wake a slot if there is work, an idle slot, and room in the budget."""
         if not self.waiting or not self._idle or not self._budget.take(self):
             return
         try:
@@ -150,7 +152,7 @@ class Slots:
                 self._sleep(slot)
 
     def _sleep(self, slot: Slot) -> None:
-        """Return the place and wait to be woken, unless work arrived at the last moment."""
+        """Return the unit of the budget and wait to be woken, unless work arrived at the last moment."""
         self._idle.append(slot)
         self._budget.give(self)
         # A push that came before the append saw one idle slot fewer and may have woken nobody.

@@ -4,9 +4,9 @@
                         ↘ kill: dump signal, 0.5 s for the stacks, SIGKILL → dead
                         ↘ it dies by itself → dead
 
-The slot's thread `attend`s: it does what the handler's context asks for, and returns how it ended. The ladder's
-thread calls `cancel`, `kill` and `check_memory`, which never wait. Once `is_over`, they do nothing: the process
-may be running another attempt by then.
+The slot's thread calls `attend`: it does what the handler's context asks for, and returns how the attempt ended.
+The ladder's thread calls `cancel`, `kill` and `check_memory`, which never wait. Once `is_over`, they do nothing,
+because the child process may be running another attempt by then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """JSON messages over a socket pair, between a worker and its child process.
 
 A message is its length (4 bytes) and its JSON text. It is JSON and bounded in size because the other side may run
-C code that nobody trusts: nothing it says is ever executed, unpickled or believed without a look.
+faulty C code: no message is executed, unpickled, or trusted without a check.
 
 The worker's end never blocks: what does not fit into the socket waits here, and `wake` tells the thread that reads
 this channel to `flush` it. The child's end blocks, with a lock around each message.

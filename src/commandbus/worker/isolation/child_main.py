@@ -8,8 +8,9 @@ is asked for by message. The settlement of `ctx.transaction()` is written here, 
 attempt's fence; every other outcome is told to the worker, which writes it. A connection is closed at the end of
 the attempt that used it.
 
-The process dies with the worker (PDEATHSIG). A crash, or the dump signal, writes all stacks into an inherited
-memory file, from which the worker reads them. What is forked off from here has no part in the conversation.
+The child process dies with the worker (PDEATHSIG). After a crash or the dump signal, all stacks are written into
+an inherited memory file, from which the worker reads them. A process that is forked from here takes no part in
+this.
 """
 
 from __future__ import annotations

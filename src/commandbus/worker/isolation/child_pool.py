@@ -1,8 +1,9 @@
 """A worker's child processes, kept warm for attempts that run in one.
 
-One is taken for an attempt and returned after it; there are at most as many as slots, one of them ahead if a
-handler asks for isolation. A slot's thread that needs one listens to a process that is still importing, and takes
-another that is returned meanwhile. If it waits no longer, the process goes on importing, for the next.
+A child process is taken for an attempt and returned after it. There are at most as many as slots; one is started
+ahead if a handler asks for isolation. A slot's thread that needs one listens to a child that is still importing,
+or takes another one that is returned meanwhile. If it stops waiting, the child goes on importing, for the next
+attempt.
 """
 
 from __future__ import annotations

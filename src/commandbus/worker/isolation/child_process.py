@@ -1,10 +1,10 @@
 """One child process as its worker sees it, and the thread that starts child processes.
 
-A child has its own process group, a socket for messages, and a memory file that is its stderr until it has started
-and then takes the stacks of a crash or of a dump signal. It is asked to die with the thread that started it
-(PDEATHSIG), so all are started by one thread, which lives until the last of them is reaped.
+A child has its own process group, a socket for messages, and a memory file. This file is its stderr until it has
+started, and then takes the stacks of a crash or of a dump signal. A child dies with the thread that started it
+(PDEATHSIG), so one thread starts all of them, and lives until the last one is reaped.
 
-Its end is known by a pidfd: what a handler forks off may hold the socket open for ever.
+A pidfd tells when the child has ended, because a program that a handler forked may hold the socket open for ever.
 """
 
 from __future__ import annotations

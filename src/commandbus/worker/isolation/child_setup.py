@@ -1,7 +1,7 @@
 """What every process that commandbus starts does first.
 
-It dies with its parent, and writes the stacks of all its threads into an inherited file when it crashes or is
-asked for them by DUMP_SIGNAL: that is done in C, so code that holds the GIL cannot prevent it.
+It dies with its parent. It writes the stacks of all its threads into an inherited file when it crashes or gets
+DUMP_SIGNAL. That is done in C, so code that holds the GIL cannot prevent it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
                                                          ↘ cannot_start, with the error
     it dies, hangs up, talks nonsense or takes too much memory: it is of no use, and killed
 
-Time and memory that the import takes are nobody's: no attempt has begun yet.
+No attempt is charged for the time and memory of the import, because none has begun yet.
 """
 
 from __future__ import annotations

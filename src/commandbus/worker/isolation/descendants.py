@@ -1,14 +1,14 @@
 """The programs that a child process has started, wherever they are. They are ended when the child has died.
 
-A process may leave its group and its session, and its parent may end before it (`setsid` and two forks): then
-neither names it any more. Two things still do:
+A process may leave its group and its session, and its parent may end before it (`setsid` and two forks). Then
+neither identifies it any more. Two things still do:
 
 - A child process adopts the orphans below it (PR_SET_CHILD_SUBREAPER). While it lives, all of them are below it in
   the tree of parents.
 - They inherit a mark in their environment, `<fleet>/<worker>/<token>/<number>/`. It names them after its end.
 
-A process that clears its environment and outlives a child that died by itself is not found: isolation is a remedy
-for faults, not for malice. Nothing without the one or the other is ever touched.
+A process that clears its environment and outlives a child that died by itself is not found: isolation protects
+against faults, not against attacks. A process with neither of the two is never touched.
 """
 
 from __future__ import annotations
