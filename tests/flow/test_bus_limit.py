@@ -192,8 +192,8 @@ def test_a_bad_answer_without_a_back_off_is_logged_as_that(
     for _ in range(2):
         with pytest.raises(urllib.request.HTTPError), plain.limit("docai", wait=20):
             urllib.request.urlopen(api.url, timeout=5)
-    until(lambda: sum("told to" in line for line in caplog.messages) == 2)
-    first, second = [line for line in caplog.messages if "told to" in line]
+    until(lambda: sum(", holder " in line for line in caplog.messages) == 2)
+    first, second = [line for line in caplog.messages if ", holder " in line]
     assert "(no back-off, breaker closed)" in first
     assert "(step 1 of the back-off, breaker closed)" in second
 
