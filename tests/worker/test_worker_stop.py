@@ -26,6 +26,7 @@ from commandbus import (
     UnknownDomainError,
     Worker,
 )
+from commandbus.flow.setup.privileges import explained
 from support.waiting import one, until, until_settled, verdicts
 from support.workers import add, done, either, opened, quick_settings
 
@@ -336,6 +337,15 @@ def test_run_raises_what_ended_the_worker(
         with pytest.raises(UnknownDomainError, match="'orders'"):
             running.result(10)
     assert not worker.is_running
+
+
+def test_a_queue_that_is_gone_is_not_taken_for_a_missing_schema(db: Db) -> None:
+    """Whichever part of a running worker meets it first."""
+    with pytest.raises(psycopg.errors.UndefinedTable) as caught:
+        db.execute("SELECT FROM pgmq.q_gone__commands")
+    told = explained(caught.value, "worker")
+    assert isinstance(told, UnknownDomainError)
+    assert told.domain == "gone"
 
 
 # --- the worker as an object ----------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ again and again. This checks only what every worker needs, which is less than `c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from psycopg import errors as pg
 
 from commandbus import sql
-from commandbus.errors import MissingPrivilegeError
+from commandbus.errors import MissingPrivilegeError, UnknownDomainError
 from commandbus.flow.operation import Statement, Steps, explain_absence, operation
 from commandbus.model.names import queue_of
 
@@ -27,6 +28,7 @@ _NEEDED = {
     "waiting": ("INSERT", "DELETE"),
 }
 _NEEDED_OF_A_QUEUE = ("SELECT", "UPDATE", "DELETE")
+_QUEUE = re.compile(r"pgmq\.q_(\w+)__commands")
 
 Wanted = tuple[str, str, str]  # schema, table or "" for the schema itself, privilege
 
@@ -74,6 +76,8 @@ def explained(error: BaseException, role: str) -> BaseException:
     """The server's error to a running worker, as a sentence, if a person must repair it."""
     if isinstance(error, pg.InsufficientPrivilege):
         return may_not_work(role, error.diag.message_primary or str(error))
+    if isinstance(error, pg.UndefinedTable) and (queue := _QUEUE.search(error.diag.message_primary or "")):
+        return UnknownDomainError(queue[1])
     if isinstance(error, pg.UndefinedTable | pg.InvalidSchemaName):
         return explain_absence(error)
     return error
