@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -194,13 +194,13 @@ class OneByOne(LoadScopeScheduling):  # type: ignore[misc]
 
     def _next_unit(self, rank: int) -> str | None:
         """The test, or group of tests, that the test worker of this rank takes next."""
-        waits, alone = self._waits, self._alone
+        units: list[str] = list(self.workqueue)
+        waiting = (unit for unit in units if unit in self._waits)
         if rank >= MOST_COMPUTING:
-            return next((unit for unit in self.workqueue if unit in waits), None)
-        in_turn = reversed(self.workqueue) if rank == 0 else iter(self.workqueue)
-        computing = (unit for unit in in_turn if unit not in waits and unit not in alone)
-        waiting = (unit for unit in self.workqueue if unit in waits)
-        return next(computing, None) or next(waiting, None) or next(iter(self.workqueue))
+            return next(waiting, None)
+        in_turn: Iterable[str] = reversed(units) if rank == 0 else units
+        computing = (unit for unit in in_turn if unit not in self._waits and unit not in self._alone)
+        return next(computing, None) or next(waiting, None) or units[0]
 
     @functools.cached_property
     def _waits(self) -> set[str]:

@@ -47,18 +47,11 @@ BEGIN
 END $do$
 """
 
-# {columns} are all of pg_proc, in order; it has others in each version of PostgreSQL.
 _COPY_FUNCTIONS: LiteralString = """
 INSERT INTO pg_proc
-SELECT {columns}
+SELECT (jsonb_populate_record(p, jsonb_build_object('oid', %(first)s + row_number() OVER (), 'proname', name))).*
   FROM pg_proc p, unnest(%(names)s::text[]) AS name
  WHERE p.pronamespace = %(schema)s::regnamespace AND p.proname = 'shadow'
-"""
-_COLUMNS: LiteralString = """
-SELECT string_agg(CASE attname WHEN 'oid' THEN '%(first)s + row_number() OVER ()'
-                               WHEN 'proname' THEN 'name'
-                               ELSE 'p.' || attname END, ', ' ORDER BY attnum)
-  FROM pg_attribute WHERE attrelid = 'pg_proc'::regclass AND attnum > 0
 """
 
 _MAKE_OPERATORS: LiteralString = """
@@ -93,11 +86,8 @@ def make_shadows(
     with conn.transaction():
         conn.execute("SET LOCAL allow_system_table_mods = on")
         conn.execute("SET LOCAL search_path = pg_catalog")
-        columns = conn.execute(_COLUMNS).fetchone()
-        assert columns is not None
-        copy_functions = _COPY_FUNCTIONS.replace("{columns}", columns[0])
-        for statement, names in ((copy_functions, functions), (_MAKE_OPERATORS, operators)):
-            made = conn.execute(statement.encode(), {"first": FIRST_OID, "schema": schema, "names": sorted(names)})
+        for statement, names in ((_COPY_FUNCTIONS, functions), (_MAKE_OPERATORS, operators)):
+            made = conn.execute(statement, {"first": FIRST_OID, "schema": schema, "names": sorted(names)})
             assert made.rowcount > 0
 
 
