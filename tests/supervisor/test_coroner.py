@@ -16,7 +16,7 @@ from commandbus.flow.commands.claim import Claim, claim
 from commandbus.flow.commands.rescue import Rule
 from commandbus.model.postmortem import Cause, Death
 from commandbus.model.retry import RetryPolicy
-from commandbus.supervisor.coroner import Case, Coroner
+from commandbus.supervisor.coroner import FIRST_POSTPONED_SECONDS, Case, Coroner
 from commandbus.supervisor.worker_messages import Hello
 from commandbus.worker.board import SlotView
 from support.waiting import one, until, verdicts
@@ -98,7 +98,7 @@ def test_a_case_that_cannot_be_examined_costs_no_other_anything(
     usual = case(database, "dead", running(0, 1))
     poison = PoisonCase(Hello("poison", ["orders"], {}, AT_ONCE), EXITED, (), time.monotonic(), usual.settings)
     coroner.add(poison)
-    until(lambda: poison.tries >= 2)
+    until(lambda: poison.backoff.seconds >= 2 * FIRST_POSTPONED_SECONDS)
     coroner.add(usual)
     until(lambda: coroner.open_cases == [poison])
     assert usual.settled
@@ -168,7 +168,7 @@ def test_a_cancel_that_comes_in_between_is_fulfilled(
     with psycopg.connect(database) as other:
         other.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
         coroner.add(case(database, "dead", running(0, 1)))
-        until(lambda: any(found.tries for found in coroner.open_cases))
+        until(lambda: any(found.backoff.seconds for found in coroner.open_cases))
         other.execute(
             "UPDATE pgmq.q_orders__commands SET headers = headers || %s::jsonb", ('{"cancel": {"by": "eve"}}',)
         )
