@@ -231,8 +231,8 @@ class DeadlineExceededError(AttemptCancelledError, TimeoutError):
 class LimitLostError(AttemptCancelledError):
     """The permit of a limit is lost: its lease could not be renewed in time, and somebody else may have it now.
 
-    Whoever hears this in a `limit` block must call no more under that permit. In a handler the attempt is asked to
-    stop and is not charged.
+    Code in a `limit` block that gets this error must make no more calls in the block. In a handler the attempt is
+    asked to stop, and is not charged.
     """
 
     def __init__(self, message: str, *, limit: str | None = None) -> None:

@@ -268,7 +268,7 @@ def retry(
 def strays(
     session: CliSession, domain: str | None, process_id: str | None, limit: int, cursor: str | None
 ) -> None:
-    """Replies that moved nothing, newest first, with the reason: late, duplicated, malformed, for nobody."""
+    """List replies that moved nothing, newest first, with the reason: late, duplicated, malformed, no process."""
     with session.bus() as bus:
         page = bus.stray_replies(domain, process_id=process_id, limit=limit, cursor=cursor)
         if not page.items:
@@ -281,7 +281,7 @@ def strays(
             columns(":id domain =process at?? ~reason ~message?"),
             [(item.id, item.domain, item.process_id or "-", item.at, item.reason, shortened(item.message))
              for item in page.items],
-            empty="every reply was of use",
+            empty="no stray replies",
         ),
     )  # fmt: skip
     session.say_more(page)

@@ -12,9 +12,9 @@ The line of a limit is in the database, like everything that the fleet must agre
 order of the line. Whoever releases a permit reserves it for the first in line, under a lease of a few seconds, and
 wakes that one. So nobody can overtake. If a worker is killed between two statements, the sweep finds what is left.
 
-Here are the thread, its round, and what others may ask of it. What a round does is in modules of its own, each
-using only those before it: `held_permits`, `waker` (whose turn it is), `releases` (permits given back),
-`admission` (commands) and `call_waiters` (calls inside programs).
+This module has the thread, its round, and what others may ask of it. The parts of a round are in separate modules,
+each using only those before it: `held_permits`, `waker` (who is next), `releases`, `admission` (commands) and
+`call_waiters` (calls inside programs).
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class LimitClient(DatabaseService):
     ) -> PermitCall:
         """Ask for a permit inside a program; `call.answer` is resolved with it, or with an error.
 
-        `command`: for whom a permit may be kept, because it was parked.
-        `since`: from when on its turn counts; None is now. `caller`: the id of the command whose handler asks.
+        `command`: a permit may be reserved for it, because it was parked. `since`: the moment that decides its
+        position in line; None is now. `caller`: the id of the command whose handler asks.
         """
         number = next(self._numbers)
         token = token_of(f"{self._owner}/{holder}/{number:x}", caller)

@@ -448,7 +448,7 @@ class WorkerRuntime:
             )
 
     def _check_recycling(self) -> None:
-        """After so many messages, or with so much memory, the worker ends cleanly, to be started again."""
+        """Recycle after so many messages or so much memory: the worker ends cleanly, to be started again."""
         settings = self._settings
         if settings.max_messages is not None and (settled := self._settled_count) >= settings.max_messages:
             self._recycle(f"{settled} messages were settled (max_messages {settings.max_messages})")
@@ -459,7 +459,7 @@ class WorkerRuntime:
         if self._is_recycled:
             return
         self._is_recycled = True
-        logger.info("this worker ends to be started again: %s", reason)
+        logger.info("this worker ends and will be replaced: %s", reason)
         if self._spec.supervision is not None:
             self.drain(reason)
         else:
@@ -496,7 +496,7 @@ class WorkerRuntime:
         if monotonic() < self._quarantine.late_until:
             return False
         if self._claimed_when_idle == self._claimer.claimed:
-            self._spec.request_stop("nothing is left that could run now")
+            self._spec.request_stop("no command is left that could run now")
             return False
         self._claimed_when_idle = self._claimer.claimed
         return True

@@ -237,14 +237,14 @@ def cancellation(by: str, reason: str | None) -> Failure:
 
 
 def given_back(fence: Fence, *, delay: float = 0.0, why: str = "its worker stops") -> Settlement:
-    """Claimed but never started: back to the queue, at once or after a delay, and not charged."""
+    """The command was claimed but not started: it returns to the queue, at once or later, and is not charged."""
     failure = Failure("GivenBack", "GIVEN_BACK", f"given back before it had started: {why}")
     error = _error(Verdict.GIVEN_BACK, failure, "")
     return _again(fence, f'{_head(fence, None)},"d":{delay:.6f},"w":1,"e":{error}}}')
 
 
 def _head(fence: Fence, started: float | None) -> str:
-    """The beginning of an outcome's JSON."""
+    """Returns the beginning of an outcome's JSON."""
     return f'{{"m":{fence.msg_id},"r":{fence.read_ct},"c":{fence.id},"n":{fence.number},"t":{_epoch(started)}'
 
 
