@@ -43,7 +43,7 @@ class TroubleshootingQueue:
         limit: int = 50,
         cursor: str | None = None,
     ) -> Page[TsqEntry]:
-        """Who waits, oldest command first; the next page begins at `cursor=page.next_cursor`."""
+        """Commands that need a person, oldest command first; the next page begins at `cursor=page.next_cursor`."""
         operation = inspect.list_tsq(
             domain=domain, command_type=command_type, error_code=error_code, limit=limit, cursor=cursor
         )
@@ -146,7 +146,7 @@ class AsyncTroubleshootingQueue:
         limit: int = 50,
         cursor: str | None = None,
     ) -> Page[TsqEntry]:
-        """Who waits, oldest command first; the next page begins at `cursor=page.next_cursor`."""
+        """Commands that need a person, oldest command first; the next page begins at `cursor=page.next_cursor`."""
         operation = inspect.list_tsq(
             domain=domain, command_type=command_type, error_code=error_code, limit=limit, cursor=cursor
         )

@@ -180,7 +180,7 @@ def list_processes(
 ) -> None:
     """List processes, newest first, and what they wait for.
 
-    # is the internal id; PROCESS ID is what `process show` and the others take.
+    # is an internal id. `process show` and the other commands take the PROCESS ID.
     """
     with session.bus() as bus:
         if batch_id is not None and unescaped(batch_id) != batch_id:

@@ -181,8 +181,8 @@ class LimitClient(DatabaseService):
         return permit.taken_at < self._shut.get(permit.limit, 0.0)
 
     def judge(self, limited: Limited) -> None:
-        """A command's call went badly: its permits are needed no more, and its limit decides what becomes of it,
-        after it has heard what the API said."""
+        """A command's call went badly: release its permits, tell the limit what the API said, and let the limit
+        decide about the command."""
         self._releases.pending.extend(limited.releases)
 
         def judge() -> None:
@@ -337,5 +337,5 @@ class LimitClient(DatabaseService):
             self._call_waiters.step_out()
             self._stores.close()
         except (psycopg.Error, CommandBusError) as error:
-            logger.info("the limit client ended without a word: %s", error)
+            logger.info("the limit client was not told of the end: %s", error)
         self._call_waiters.fail_all(self._over)

@@ -115,7 +115,7 @@ class BatchFolding:
                 seconds = monotonic() - began
             elif (
                 len(chosen) > 1 and not self._connection.conn_is_lost()
-            ):  # one bad batch must not fail its neighbours
+            ):  # one bad batch must not fail its neighbors
                 self._one_by_one(chosen)
         if not self._connection.conn_is_lost():
             self._try_refused()

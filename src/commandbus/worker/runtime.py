@@ -70,7 +70,7 @@ class WorkerRuntime:
         self._settings = settings
         self.stuck = 0
         self._changing = threading.Lock()
-        self._is_recycled = False  # has it been said that it ends to be started again?
+        self._is_recycled = False  # was it logged that this worker will be replaced?
         self._is_hurried = False
         self._claimed_when_idle = -1  # how many were claimed at the last look that found nothing held or there
         self._pause = ClaimPause()
@@ -421,7 +421,7 @@ class WorkerRuntime:
         self._service_watch.look(now)
         self.dispatcher.tend()
         for attempt in self._quarantine.take_back_late():
-            self.dispatcher.return_one(attempt, "it has waited long for its turn to run alone")
+            self.dispatcher.return_one(attempt, "it has waited too long to run alone")
         self._beat(now)
         if self.state is State.DRAINING and not self._is_running_any:
             self._spec.request_stop(f"drained, stuck attempts: {self.stuck}" if self.stuck else "drained")

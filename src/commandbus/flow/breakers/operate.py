@@ -121,7 +121,7 @@ def open_limit(name: str, what: OperatorAction) -> Steps[bool]:
 
 @operation(atomic=True)
 def close_limit(name: str, what: OperatorAction) -> Steps[int]:
-    """Close a limit's breaker; answers how many wait for the limit, each until there is a permit for it."""
+    """Close a limit's breaker. Returns how many wait for the limit; each goes on when it gets a permit."""
     _, is_open = yield from _limit(name)
     if not is_open:
         raise InvalidOperationError(f"the breaker of limit {name!r} is not open")

@@ -198,7 +198,7 @@ def waived(
 ) -> Settlement:
     """The attempt was stopped through no fault of its own: its command is retried at once, and not charged.
 
-    `suspect`: it may have killed its worker, so its next attempt runs in a process of its own.
+    `suspect`: it may have killed its worker, so its next attempt runs in a child process.
     """
     error = _error(Verdict.WAIVED, failure, "")
     change = _change(row.marks, row.marks.after_suspicion()) if suspect else '"w":1'
@@ -216,7 +216,7 @@ def parked(
     note: str,
     until: float | None,
 ) -> Settlement:
-    """It waits for a limit, outside the queue's sight, and is not charged.
+    """The command waits for a limit, hidden from the queue, and is not charged.
 
     `until` is the epoch second until which the limit is blocked, as far as it is known.
     """
