@@ -32,8 +32,8 @@ def recognize(command: Command, ctx: HandlerContext) -> None:
     parked, and nobody in the fleet calls until that time is over. All else is tried again by the policy."""
     chunk = command.data
     # The block uses the permit that the command has by `limits`, and adds a timeout. A call that takes longer
-    # fails this attempt with the error "timeout". The API may still be working: the permit stays taken until its
-    # lease ends.
+    # fails this attempt with the error "timeout". The API may still be working, so the permit stays taken until
+    # its lease ends.
     with ctx.limit("docai", timeout=CALL_SECONDS) as call:
         content = ask_api(chunk["number"], base64.b64decode(chunk["scan"]), timeout=call.remaining())
     with ctx.transaction() as tx:  # written with the command's completion, or not at all

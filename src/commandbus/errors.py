@@ -231,8 +231,8 @@ class DeadlineExceededError(AttemptCancelledError, TimeoutError):
 class LimitLostError(AttemptCancelledError):
     """The permit of a limit is lost: its lease could not be renewed in time, and somebody else may have it now.
 
-    Whoever hears this in a `limit` block must call no more under that permit. In a handler the attempt is asked to
-    stop and is not charged.
+    Code in a `limit` block that gets this error must make no more calls in the block. In a handler the attempt is
+    asked to stop, and is not charged.
     """
 
     def __init__(self, message: str, *, limit: str | None = None) -> None:
@@ -319,8 +319,8 @@ class RateLimitError(TransientCommandError):
     """An external API said "not now" (HTTP 429). The command waits and spends no attempt. Everybody else who uses
     the limit waits, too.
 
-    `retry_after`: a duration, or the value of a `Retry-After` header, if the API said how long. `limit`: which
-    limit it concerns; without it, the one whose `ctx.limit` block it leaves, or the handler's own.
+    `retry_after`: a duration, or the value of a `Retry-After` header, if the API said how long. `limit`: the
+    name of the limit; by default the limit of the `ctx.limit` block that raises this, or the handler's own.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class RateLimitError(TransientCommandError):
 
 
 class LimitTimeoutError(TransientCommandError, TimeoutError):
-    """No permit of a limit became free in time. That is not a 429: nobody was called."""
+    """No permit of a limit became free in time. That is not a 429: nobody called the API."""
 
     def __init__(self, message: str, *, limit: str | None = None) -> None:
         super().__init__(message, code="LIMIT_TIMEOUT")

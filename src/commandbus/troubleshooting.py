@@ -43,7 +43,7 @@ class TroubleshootingQueue:
         limit: int = 50,
         cursor: str | None = None,
     ) -> Page[TsqEntry]:
-        """Who waits, oldest command first; the next page begins at `cursor=page.next_cursor`."""
+        """Commands that need a person, oldest command first; the next page begins at `cursor=page.next_cursor`."""
         operation = inspect.list_tsq(
             domain=domain, command_type=command_type, error_code=error_code, limit=limit, cursor=cursor
         )
@@ -99,7 +99,7 @@ class TroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Run all that match again; answers how many."""
+        """Retry all that match. Returns how many."""
         operator_action = operate.operator_action(operator or whoami(), reason, "RETRY")
         return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), operator_action))
 
@@ -112,7 +112,7 @@ class TroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Give up all that match; answers how many."""
+        """Cancel all that match. Returns how many."""
         operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return self._bus.follow(operate.act_on_all(_selection(domain, command_type, error_code), operator_action))
 
@@ -146,7 +146,7 @@ class AsyncTroubleshootingQueue:
         limit: int = 50,
         cursor: str | None = None,
     ) -> Page[TsqEntry]:
-        """Who waits, oldest command first; the next page begins at `cursor=page.next_cursor`."""
+        """Commands that need a person, oldest command first; the next page begins at `cursor=page.next_cursor`."""
         operation = inspect.list_tsq(
             domain=domain, command_type=command_type, error_code=error_code, limit=limit, cursor=cursor
         )
@@ -169,14 +169,14 @@ class AsyncTroubleshootingQueue:
     async def operator_retry(
         self, domain: str, command_id: str, *, operator: str | None = None, reason: str | None = None
     ) -> None:
-        """Run it again; its attempts start again."""
+        """Retry it; its attempts are counted from 1 again."""
         operator_action = operate.operator_action(operator or whoami(), reason, "RETRY")
         await self._bus.run(operate.act_on(domain, command_id, operator_action))
 
     async def operator_cancel(
         self, domain: str, command_id: str, *, operator: str | None = None, reason: str | None = None
     ) -> None:
-        """Give it up: CANCELED."""
+        """Cancel it: it ends CANCELED."""
         operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         await self._bus.run(operate.act_on(domain, command_id, operator_action))
 
@@ -202,7 +202,7 @@ class AsyncTroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Run all that match again; answers how many."""
+        """Retry all that match. Returns how many."""
         operator_action = operate.operator_action(operator or whoami(), reason, "RETRY")
         return await self._bus.follow(
             operate.act_on_all(_selection(domain, command_type, error_code), operator_action)
@@ -217,7 +217,7 @@ class AsyncTroubleshootingQueue:
         operator: str | None = None,
         reason: str | None = None,
     ) -> int:
-        """Give up all that match; answers how many."""
+        """Cancel all that match. Returns how many."""
         operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return await self._bus.follow(
             operate.act_on_all(_selection(domain, command_type, error_code), operator_action)

@@ -164,7 +164,7 @@ def test_set_and_unset(orders, docai, bus):
 def test_a_limit_that_was_only_set_is_gone_when_it_is_unset(orders, bus):
     assert orders("limits", "set", "vision", "--rate", "2/s", "--backend", "postgres").code == 0
     assert bus.get_limit("vision").rate == "2/s"
-    assert orders("limits", "unset", "vision").out == "limit vision is gone: nobody declares it\n"
+    assert orders("limits", "unset", "vision").out == "limit vision is deleted: no program declares it\n"
     assert bus.limits().items == []
 
 

@@ -400,7 +400,7 @@ def test_a_reply_that_somebody_sends_as_a_command_moves_nothing(lab: Lab, db: ps
     )
     until(lambda: len(lab.process("p1").strays) == 2)
     assert {stray.reason for stray in lab.process("p1").strays} == {
-        "somebody sent it as a command: it is no message of process 'p1'"
+        "somebody sent it as a command: it is not a message of process 'p1'"
     }
     assert "ship" not in lab.world.did
     gate.set()

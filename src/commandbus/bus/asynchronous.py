@@ -282,7 +282,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         wait: Duration = 30.0,
         conn: object = None,
     ) -> Json:
-        """Send a command, wait for its outcome, and answer its result; see CommandBus.call."""
+        """Send a command, wait for its outcome, and return its result; see CommandBus.call."""
         new = NewCommand(
             command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers
         )
@@ -361,13 +361,13 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         limit: int = 50,
         cursor: str | None = None,
     ) -> Page[StuckAttempt]:
-        """Attempts that a limit had to stop, newest first, with what was seen then (`autopsy`)."""
+        """Returns attempts that had to be stopped, newest first, with what was seen then (`autopsy`)."""
         return await self.run(history.list_stuck(domain, command_type, since=since, limit=limit, cursor=cursor))
 
     async def rejected(
         self, domain: str | None = None, *, limit: int = 50, cursor: str | None = None
     ) -> Page[RejectedMessage]:
-        """Raw messages that were no commands and were moved aside, newest first."""
+        """Returns raw messages that were not commands and were set aside, newest first."""
         return await self.run(inspect.list_rejected(domain=domain, limit=limit, cursor=cursor))
 
     async def undelivered_replies(self, *, limit: int = 50, cursor: str | None = None) -> Page[UndeliveredReply]:
@@ -375,7 +375,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         return await self.run(inspect.list_undelivered(limit=limit, cursor=cursor))
 
     async def status(self, *domains: str) -> Page[DomainStatus]:
-        """Figures of these domains, or of all."""
+        """Returns how many commands wait, run or need a person, for these domains or for all."""
         return Page(await self.run(inspect.domain_status(domains or None)))
 
     async def workers(self) -> Page[WorkerInfo]:
@@ -392,7 +392,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         operator: str | None = None,
         reason: str | None = None,
     ) -> bool:
-        """Pause a domain or one of its command types; False if it was."""
+        """Pause a domain or one of its command types. Returns False if it was paused already."""
         operator_action = operate.operator_action(operator or whoami(), reason)
         return await self.run(pause.pause(names.check_domain(domain), command_type, operator_action))
 
@@ -413,7 +413,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
         return Page(await self.run(pause.list_pauses()))
 
     async def prune(self, *, age: Duration | None = None, count: int | None = None) -> PruneReport:
-        """Forget finished commands older than `age` or beyond the newest `count` (default: the settings)."""
+        """Delete finished commands older than `age` or beyond the newest `count` (default: the settings)."""
         return await self.follow(prune.prune_all(self._retention(age, count)))
 
 

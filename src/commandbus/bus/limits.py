@@ -160,13 +160,13 @@ class LimitMethods(_LimitOperations):
         self._log(self.run(self._declaration(limit)))
 
     def limits(self) -> Page[LimitInfo]:
-        """All limits, and how they stand."""
+        """Returns all limits, with their state."""
         found = self.run(limit_look.list_waiting())
         looks = self._look(*(row for row, _ in found))
         return Page([limit_look.describe(row, looks[row.name], waiting) for row, waiting in found])
 
     def get_limit(self, name: str) -> LimitInfo | None:
-        """One limit, and how it stands; None if there is none."""
+        """Returns one limit, with its state; None if there is none."""
         try:
             return self._describe(name)
         except UnknownLimitError:
@@ -253,13 +253,13 @@ class AsyncLimitMethods(_LimitOperations):
         self._log(await self.run(self._declaration(limit)))
 
     async def limits(self) -> Page[LimitInfo]:
-        """All limits, and how they stand."""
+        """Returns all limits, with their state."""
         found = await self.run(limit_look.list_waiting())
         looks = await self._look(*(row for row, _ in found))
         return Page([limit_look.describe(row, looks[row.name], waiting) for row, waiting in found])
 
     async def get_limit(self, name: str) -> LimitInfo | None:
-        """One limit, and how it stands; None if there is none."""
+        """Returns one limit, with its state; None if there is none."""
         try:
             return await self._describe(name)
         except UnknownLimitError:

@@ -243,10 +243,10 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
     ) -> SentCommand:
         """Send a command; with `conn` in the caller's transaction.
 
-        `command_id` is an idempotency key: the same id with the same content answers the existing command
-        (`created=False`), with other content it is DuplicateCommandError. `delay` is how long it waits before it
-        may run; `at` is from when on. `timeout` is how long one attempt may take (0: without end), instead of what
-        its handler or its worker says. Durations are seconds, text such as "2m", or a timedelta.
+        `command_id` is an idempotency key. The same id with the same content returns the existing command
+        (`created=False`); with other content it raises DuplicateCommandError. `delay` is how long it waits before
+        it may run; it starts no earlier than `at`. `timeout` is how long one attempt may take (0: no deadline),
+        instead of its handler's or its worker's. Durations are seconds, text such as "2m", or a timedelta.
         """
         new = NewCommand(
             command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,
@@ -292,7 +292,7 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         wait: Duration = 30.0,
         conn: object = None,
     ) -> Json:
-        """Send a command, wait for its outcome, and answer its result; CallError tells any other outcome.
+        """Send a command, wait for its outcome, and return its result; any other outcome raises CallError.
 
         `wait` is how long the caller waits (then CallTimeoutError: the command goes on). `timeout` is how long one
         attempt of the command may take, as in `send`. A second call with the same `command_id` and content waits
@@ -381,13 +381,13 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         limit: int = 50,
         cursor: str | None = None,
     ) -> Page[StuckAttempt]:
-        """Attempts that a limit had to stop, newest first, with what was seen then (`autopsy`)."""
+        """Returns attempts that had to be stopped, newest first, with what was seen then (`autopsy`)."""
         return self.run(history.list_stuck(domain, command_type, since=since, limit=limit, cursor=cursor))
 
     def rejected(
         self, domain: str | None = None, *, limit: int = 50, cursor: str | None = None
     ) -> Page[RejectedMessage]:
-        """Raw messages that were no commands and were moved aside, newest first."""
+        """Returns raw messages that were not commands and were set aside, newest first."""
         return self.run(inspect.list_rejected(domain=domain, limit=limit, cursor=cursor))
 
     def undelivered_replies(self, *, limit: int = 50, cursor: str | None = None) -> Page[UndeliveredReply]:
@@ -395,7 +395,7 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         return self.run(inspect.list_undelivered(limit=limit, cursor=cursor))
 
     def status(self, *domains: str) -> Page[DomainStatus]:
-        """Figures of these domains, or of all."""
+        """Returns how many commands wait, run or need a person, for these domains or for all."""
         return Page(self.run(inspect.domain_status(domains or None)))
 
     def workers(self) -> Page[WorkerInfo]:
@@ -412,7 +412,7 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         operator: str | None = None,
         reason: str | None = None,
     ) -> bool:
-        """Pause a domain or one of its command types; False if it was."""
+        """Pause a domain or one of its command types. Returns False if it was paused already."""
         operator_action = operate.operator_action(operator or whoami(), reason)
         return self.run(pause.pause(names.check_domain(domain), command_type, operator_action))
 
@@ -433,5 +433,5 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
         return Page(self.run(pause.list_pauses()))
 
     def prune(self, *, age: Duration | None = None, count: int | None = None) -> PruneReport:
-        """Forget finished commands older than `age` or beyond the newest `count` (default: the settings)."""
+        """Delete finished commands older than `age` or beyond the newest `count` (default: the settings)."""
         return self.follow(prune.prune_all(self._retention(age, count)))

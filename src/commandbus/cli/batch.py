@@ -122,8 +122,8 @@ def list_batches(
 ) -> None:
     """List batches, newest first, with their progress.
 
-    # is the internal id; BATCH ID is what `batch show` and the others take. DONE is how much is
-    final; TSQ how many need a person; RATE how many become final per second.
+    # is an internal id. `batch show` and the other commands take the BATCH ID. DONE is the share of members
+    that have ended. TSQ is how many need a person. RATE is how many end per second.
     """
     with session.bus() as bus:
         page = bus.query_batches(domain, status, limit=limit, cursor=cursor)

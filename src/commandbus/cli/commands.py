@@ -42,7 +42,9 @@ STATUSES = [*(status.value for status in CommandStatus), *SHORT]
 @click.option("--status", type=click.Choice(STATUSES, case_sensitive=False), help="Only in this status.")
 @click.option("--correlation-id", metavar="ID", help="Only with this correlation id.")
 @click.option("--batch", "batch_id", metavar="ID", help="Only members of this batch.")
-@click.option("--since", type=SINCE, metavar="TIME", help="Sent since: an ISO instant, or a duration such as 2h.")
+@click.option(
+    "--since", type=SINCE, metavar="TIME", help="Only sent since then: an ISO instant, or 2h for 2 h ago."
+)
 @page_options
 @click.pass_obj
 def commands(

@@ -180,7 +180,7 @@ def list_processes(
 ) -> None:
     """List processes, newest first, and what they wait for.
 
-    # is the internal id; PROCESS ID is what `process show` and the others take.
+    # is an internal id. `process show` and the other commands take the PROCESS ID.
     """
     with session.bus() as bus:
         if batch_id is not None and unescaped(batch_id) != batch_id:
@@ -268,7 +268,7 @@ def retry(
 def strays(
     session: CliSession, domain: str | None, process_id: str | None, limit: int, cursor: str | None
 ) -> None:
-    """Replies that moved nothing, newest first, with the reason: late, duplicated, malformed, for nobody."""
+    """List replies that moved nothing, newest first, with the reason: late, duplicated, malformed, no process."""
     with session.bus() as bus:
         page = bus.stray_replies(domain, process_id=process_id, limit=limit, cursor=cursor)
         if not page.items:
@@ -281,7 +281,7 @@ def strays(
             columns(":id domain =process at?? ~reason ~message?"),
             [(item.id, item.domain, item.process_id or "-", item.at, item.reason, shortened(item.message))
              for item in page.items],
-            empty="every reply was of use",
+            empty="no stray replies",
         ),
     )  # fmt: skip
     session.say_more(page)

@@ -1,4 +1,4 @@
-"""`rejected`: messages of other clients that were no commands, moved aside by the worker that met them."""
+"""`rejected`: messages of other clients that were not commands, set aside by the worker that met them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commandbus.flow.commands.inspect import RejectedMessage, list_rejected
 @page_options
 @click.pass_obj
 def rejected(session: CliSession, domain: str | None, limit: int, cursor: str | None) -> None:
-    """Messages that were moved aside, newest first, with the reason."""
+    """List messages that were not commands, newest first, with the reason."""
     with session.bus() as bus:
         page = bus.run(list_rejected(domain=domain, limit=limit, cursor=cursor))
         if not page.items:

@@ -31,10 +31,10 @@ from commandbus.settings import Settings
 @click.option("--reply-to", metavar="QUEUE", help="The queue that gets the reply.")
 @click.option("--max-attempts", type=int, metavar="N")
 @click.option(
-    "--timeout", type=DURATION, metavar="TIME", help="How long one attempt may take: 90s, 10m; 0: without end."
+    "--timeout", type=DURATION, metavar="TIME", help="How long one attempt may take: 90s; 0: no deadline."
 )
-@click.option("--delay", type=DURATION, metavar="TIME", help="Run it after a while: 5m.")
-@click.option("--at", type=INSTANT, metavar="ISO", help="Run it then: 2026-01-31T09:30:00Z.")
+@click.option("--delay", type=DURATION, metavar="TIME", help="Start it no earlier than after this time: 5m.")
+@click.option("--at", type=INSTANT, metavar="ISO", help="Start it no earlier than this: 2026-01-31T09:30:00Z.")
 @click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="Repeatable.")
 @click.option("--from", "source", metavar="FILE", help="Send one command per line of this file of JSON lines.")
 @click.pass_obj

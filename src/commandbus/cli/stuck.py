@@ -22,9 +22,9 @@ from commandbus.model.outcome import Verdict
 @click.option(
     "--since", type=SINCE, metavar="TIME", help="Only stopped since: an ISO instant, or a duration such as 2h."
 )
-@click.option("--all", "everything", is_flag=True, help="Those that were stopped through no fault of theirs too.")
+@click.option("--all", "everything", is_flag=True, help="Also list attempts that were not to blame.")
 @page_options
-@click.option("--autopsy", "with_autopsy", is_flag=True, help="The stacks and the backend's state of each too.")
+@click.option("--autopsy", "with_autopsy", is_flag=True, help="Also show the autopsy of each.")
 @click.pass_obj
 def stuck(
     session: CliSession,

@@ -82,7 +82,7 @@ def list_entries(
             columns(":id domain type =command_id :attempt_number??? since?? code ~error?"),
             [(f"#{item.id}", item.domain, item.command_type, item.command_id, item.attempt,
               f"{age_of(item.entered_at)} ago", item.error_code, item.error) for item in page.items],
-            empty="nobody needs a person",
+            empty="no command needs a person",
         ),
     )  # fmt: skip
     session.say_more(page)

@@ -14,7 +14,7 @@ from commandbus.cli.table import columns
 @page_options
 @click.pass_obj
 def undelivered(session: CliSession, limit: int, cursor: str | None) -> None:
-    """Replies that could not be delivered, newest first, with the reason.
+    """List replies that could not be delivered, newest first, with the reason.
 
     These are replies whose queue was gone, and messages that a batch could not send at its end. Nothing sends them
     again.

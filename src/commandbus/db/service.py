@@ -101,7 +101,7 @@ class DatabaseService:
             self._thread.join(timeout)
 
     def leave_to_parent(self) -> None:
-        """In a forked copy, which has no such thread: neither its connection nor this object is used again."""
+        """In a forked process, which has no such thread: do not use its connection or this object again."""
         self._connection.leave_to_parent()
 
     def flush(self, timeout: float) -> bool:
@@ -117,7 +117,7 @@ class DatabaseService:
 
     @property
     def down_since(self) -> float | None:
-        """Since when (monotonic) the database is away."""
+        """Since when (monotonic) the database is unreachable."""
         return self._connection.down_since
 
     @property

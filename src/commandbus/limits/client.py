@@ -12,9 +12,9 @@ The line of a limit is in the database, like everything that the fleet must agre
 order of the line. Whoever releases a permit reserves it for the first in line, under a lease of a few seconds, and
 wakes that one. So nobody can overtake. If a worker is killed between two statements, the sweep finds what is left.
 
-Here are the thread, its round, and what others may ask of it. What a round does is in modules of its own, each
-using only those before it: `held_permits`, `waker` (whose turn it is), `releases` (permits given back),
-`admission` (commands) and `call_waiters` (calls inside programs).
+This module has the thread, its round, and what others may ask of it. The parts of a round are in separate modules,
+each using only those before it: `held_permits`, `waker` (who is next), `releases`, `admission` (commands) and
+`call_waiters` (calls inside programs).
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class LimitClient(DatabaseService):
     ) -> PermitCall:
         """Ask for a permit inside a program; `call.answer` is resolved with it, or with an error.
 
-        `command`: for whom a permit may be kept, because it was parked.
-        `since`: from when on its turn counts; None is now. `caller`: the id of the command whose handler asks.
+        `command`: a permit may be reserved for it, because it was parked. `since`: the moment that decides its
+        position in line; None is now. `caller`: the id of the command whose handler asks.
         """
         number = next(self._numbers)
         token = token_of(f"{self._owner}/{holder}/{number:x}", caller)
@@ -181,8 +181,8 @@ class LimitClient(DatabaseService):
         return permit.taken_at < self._shut.get(permit.limit, 0.0)
 
     def judge(self, limited: Limited) -> None:
-        """A command's call went badly: its permits are needed no more, and its limit decides what becomes of it,
-        after it has heard what the API said."""
+        """A command's call went badly: release its permits, tell the limit what the API said, and let the limit
+        decide about the command."""
         self._releases.pending.extend(limited.releases)
 
         def judge() -> None:
@@ -337,5 +337,5 @@ class LimitClient(DatabaseService):
             self._call_waiters.step_out()
             self._stores.close()
         except (psycopg.Error, CommandBusError) as error:
-            logger.info("the limit client ended without a word: %s", error)
+            logger.info("the limit client was not told of the end: %s", error)
         self._call_waiters.fail_all(self._over)

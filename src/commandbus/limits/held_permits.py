@@ -60,7 +60,7 @@ class HeldPermits:
         return {name: len(own) for name, own in list(self._held.items()) if own}
 
     def late_external(self, part: float) -> Iterator[tuple[LimitRow, list[Permit]]]:
-        """What is held outside PostgreSQL and was not renewed for this part of its lease."""
+        """Permits outside PostgreSQL that were not renewed for this part of their lease."""
         now = boottime()
         for name, held in list(self._held.items()):
             row = self._rows.get(name)

@@ -14,7 +14,7 @@ from commandbus.settings import Settings
 def make_limit_client(
     settings: Settings, owner: str, *, on_error: Callable[[BaseException], None] | None = None
 ) -> LimitClient:
-    """A gate that keeps the permits of some limits in Redis, if there is one."""
+    """A limit client that keeps the permits of some limits in Redis, if there is one."""
     external = None
     if settings.redis_url is not None:
 

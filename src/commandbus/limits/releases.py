@@ -129,7 +129,7 @@ class Releases:
         except LockedRowError:
             raise
         except CommandBusError as error:
-            logger.warning("permits of limit %s cannot be given back, and their leases end: %s", name, error)
+            logger.warning("permits of limit %s cannot be released, and end with their leases: %s", name, error)
             return
         if is_awaited:
             self._waker.look_at(name)
@@ -178,7 +178,7 @@ class Releases:
         try:
             self._held_permits.stores.of(row).give(row, [token])
         except CommandBusError as error:
-            logger.warning("a permit of limit %s cannot be given back, and its lease ends: %s", row.name, error)
+            logger.warning("a permit of limit %s cannot be released, and ends with its lease: %s", row.name, error)
 
 
 def _log(name: str, holder: str, reason: str, row: LimitRow, limit_state: LimitState) -> None:

@@ -108,7 +108,7 @@ def no_such(name: str, error: CommandBusError) -> Refusal:
 
 
 def waited_in_vain(name: str, wait: float, why: str | None = None) -> LimitTimeoutError:
-    """The error of who has waited too long for a permit, and what was in the way, if that is known."""
+    """The error of a caller that has waited too long for a permit, and what was in the way, if that is known."""
     text = f"no permit of limit {name!r} became free within {format_seconds(round(wait, 3))}"
     return LimitTimeoutError(f"{text}: {why}" if why else f"{text}; see `commandbus limits`", limit=name)
 

@@ -1,8 +1,8 @@
 """The `with` block that holds a permit of a limit: `with ctx.limit("docai"): …` and `with bus.limit("docai"): …`.
 
 One block for `with` and one for `async with`; who wants the permit (a handler's attempt, or a program) is a
-`PermitUser`. What leaves the block says how the API did (model/api_errors.py). After a time-out, or when somebody
-stopped the code in the block, the call may still be under way on the other side: the permit stays taken until its
+`PermitUser`. The exception that leaves the block tells how the API is (model/api_errors.py). After a timeout, or when
+somebody stopped the code in the block, the API may still be working on the call: the permit stays taken until its
 lease ends.
 """
 
@@ -128,7 +128,7 @@ class ProgramPermits:
 
     def why_in_vain(self) -> str | None:
         """Why there may have been no answer."""
-        return "the database is away" if self._limit_client.is_down else None
+        return "the database is unreachable" if self._limit_client.is_down else None
 
     def begin_call(self, until: float) -> bool:  # noqa: ARG002 - there is no other deadline
         """Nothing interrupts the call."""

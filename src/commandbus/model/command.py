@@ -115,7 +115,7 @@ class Command:
 class NewCommand:
     """One command for `send_many`; the fields mean what they mean in `send`.
 
-    `timeout` is how long one attempt of this command may take; 0 means without end, None leaves it to its handler
+    `timeout` is how long one attempt of this command may take; 0 means no deadline, None leaves it to its handler
     and its worker. `delay` is how long it waits before it may run. Durations are seconds, text such as "2m", or a
     timedelta.
     """

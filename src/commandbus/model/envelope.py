@@ -72,7 +72,7 @@ def check(new: NewCommand) -> None:
 
 
 def timeout_seconds(value: Duration | None) -> float | None:
-    """Returns how long one attempt of a command may take, in seconds (0: without end)."""
+    """Returns how long one attempt of a command may take, in seconds (0: no deadline)."""
     return None if value is None else parse_seconds(value, name="timeout", error=InvalidCommandError)
 
 

@@ -109,7 +109,7 @@ class ProcessView(Generic[S]):
         return sorted(found, key=lambda step: step.closed or 0)
 
     def result_of(self, name: str) -> Json:
-        """The result of the last completed step of this name; None if there is none."""
+        """The result of the last completed step with this name; None if there is none."""
         return next((step.result for step in reversed(self.done()) if step.name == name), None)
 
 
@@ -201,7 +201,7 @@ class BaseProcessManager(Generic[S]):
     # --- state --------------------------------------------------------------------------------------------------
 
     def create_state(self, data: Json) -> S:
-        """The state of a new process, from what it was started with."""
+        """Returns the state of a new process, from its data."""
         return self.load_state({} if data is None else data)
 
     def load_state(self, data: Json) -> S:

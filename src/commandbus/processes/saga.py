@@ -90,8 +90,8 @@ def step(
 ) -> Step:
     """A step: the command that does it, and the one that undoes it, in the same domain.
 
-    `data` and `undo_data` make the commands' data of the state. `timeout` and `max_attempts` are the command's;
-    `deadline` is how long the step may take in all; `delay` is how long it waits before it begins.
+    `data` and `undo_data` build the commands' data from the state. `timeout` and `max_attempts` are those of the
+    command. `deadline` is how long the step may take in all. `delay` is how long it waits first.
     """
     for what, function in (("data", data), ("undo_data", undo_data)):
         if function is not None and not callable(function):
@@ -185,7 +185,7 @@ class Saga(BaseProcessManager[State]):
         return list(self._steps)
 
     def create_state(self, data: Json) -> dict[str, Json]:
-        """What it was started with; each step's result will be kept beside it, under the step's name."""
+        """Returns the data of the start. Each step's result is added to it, under the step's name."""
         state = super().create_state(data)
         if taken := sorted(state.keys() & self._steps.keys()):
             raise PermanentCommandError(

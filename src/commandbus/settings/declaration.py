@@ -281,7 +281,7 @@ class Settings:
         return next((self.breakers[key] for key in keys if key in self.breakers), Breaker())
 
     def backend_of(self, limit: Limit) -> BackendName:
-        """Where the permits of a limit are kept."""
+        """Returns the permit store of a limit."""
         if limit.backend == "redis" and not self.redis_url:
             origin = self.origins.get(f"limits.{limit.name}", "argument")
             raise ConfigurationError(

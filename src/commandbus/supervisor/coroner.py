@@ -244,7 +244,7 @@ class Coroner(DatabaseService):
     # -- one case
 
     def _examine(self, case: Case) -> None:
-        """One try. What the worker held decides whether another one is needed."""
+        """One attempt at a case. What the worker still holds decides whether another one is needed."""
         self._end_sessions(case)
         held = {domain: self._held(case, domain) for domain in case.hello.domains}
         if case.findings is None:
@@ -276,7 +276,7 @@ class Coroner(DatabaseService):
             )
 
     def _end_sessions(self, case: Case) -> None:
-        """End what the server still does for it; wait a moment until that is over."""
+        """End the worker's database sessions, and wait a moment until they are gone."""
         known = [
             DatabaseSession(slot.session_pid, slot.session_started)
             for slot in case.slots

@@ -218,7 +218,7 @@ class Supervisor:
                 self._coroner.trace(trace)
 
     def _connect(self) -> None:
-        """On the thread of the `ServerWait`: is there a server that takes us, and may we work there?"""
+        """On the thread of the `ServerWait`: connect to the server, and check the role's privileges."""
         connection = LastingConnection(self._settings, name=f"{self.id} start")
         try:
             connection.run(check_may_work(self._settings.domains))

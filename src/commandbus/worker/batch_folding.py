@@ -42,7 +42,7 @@ class Refused:
         return batch in self._pauses
 
     def add(self, batch: int) -> float:
-        """It was refused, perhaps again; answers for how long it is left alone."""
+        """It was refused, perhaps again. Returns for how long it is left alone."""
         _, backoff = self._pauses.get(batch) or (0.0, Backoff(self._first, self._longest))
         self._pauses[batch] = (monotonic() + backoff.next(), backoff)
         return backoff.seconds
@@ -115,7 +115,7 @@ class BatchFolding:
                 seconds = monotonic() - began
             elif (
                 len(chosen) > 1 and not self._connection.conn_is_lost()
-            ):  # one bad batch must not fail its neighbours
+            ):  # one bad batch must not fail its neighbors
                 self._one_by_one(chosen)
         if not self._connection.conn_is_lost():
             self._try_refused()

@@ -1,4 +1,4 @@
-"""The BoardWriter: shows on the board what a supervised worker does, and tidies the process after each attempt.
+"""BoardWriter: what a supervised worker writes on its board, and what it restores after each attempt.
 
 A worker inside an application has no board: its runtime then has no `BoardWriter`.
 """

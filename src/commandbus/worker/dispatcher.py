@@ -334,7 +334,7 @@ class Dispatcher:
             if before is not None and before.read_ct >= row.read_ct:
                 before.is_lost = True
                 self._settler.void(before)
-                text = "command %s was lost by the database (a failover?): its message is another command's now"
+                text = "the database has lost command %s (a failover?): its message now belongs to another command"
                 logger.error(text, before.command_id, extra=before.log_fields)
 
     def _never_start(self, attempt: Attempt) -> bool:
@@ -348,7 +348,7 @@ class Dispatcher:
             return attempt.stop.text
         if not attempt.is_surely_held(self._late_seconds):
             return "its lease may have ended"
-        return "its worker had no process for it" if self.state is State.ACTIVE else "its worker stops"
+        return "its worker had no child process for it" if self.state is State.ACTIVE else "its worker stops"
 
     # --- run, in a slot ---------------------------------------------------------------------------------------
 

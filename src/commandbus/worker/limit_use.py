@@ -2,12 +2,12 @@
 
     before_start   it has its permits: may it begin with them?
     finished       its handler has ended: its permits are free, and its limit may decide what becomes of it
-    abandoned      it was given up: its calls may go on, so its permits stay taken until their leases end
+    abandoned      it was abandoned: its calls may go on, so its permits stay taken until their leases end
     returned       it was given back, and never began
 
-Between them: `acquire` and `release`, for blocks of its handler's code. One that an API has refused (a 429) is
-parked until the back-off of the limit is over; at its cap it goes to the troubleshooting queue. One whose call
-failed otherwise is charged, unless it was the probe for all who wait.
+Between them: `acquire` and `release`, for blocks of its handler's code. If an API refused the call (a 429), the
+command is parked until the back-off is over; at its cap it goes to the troubleshooting queue. If the call failed in
+another way, the attempt is charged, unless it was the probe while others wait.
 
 Threads: `granted` and the decisions are the limit client's, `abandoned` is the ladder's; all else is called where
 the attempt runs, by its slot or any thread of its handler. Nothing here waits.
@@ -209,7 +209,7 @@ class LimitUse:
         return releases
 
     def _ask_after_failure(self, failed: CallFailed, releases: Sequence[Release]) -> None:
-        """It is charged, unless it was the probe for all who wait. Then it waits, too, and pays nothing."""
+        """It is charged, unless it was the probe while others wait. Then it waits, too, and is not charged."""
         if self._failed_at is None:  # no limit was told of it
             self._give_back(releases)
             self._settle(failed.charge())
@@ -251,7 +251,7 @@ class LimitUse:
 
     def _waive(self, failure: Failure, row: LimitRow) -> Settlement:
         attempt = self._attempt
-        note = f"not charged: it was the probe of limit {row.name}, for all who wait"
+        note = f"not charged: it was the probe of limit {row.name}, and other commands wait"
         logger.info("%s %s: %s; %s", attempt.command_type, attempt.command_id, failure.error, note)
         failure = replace(failure, error=f"{failure.error} ({note})")
         if failure.rung in GRAVE:  # its next attempt runs in quarantine: that mark is the retry's
@@ -261,7 +261,7 @@ class LimitUse:
     def _fate(self, refused: RateLimited, row: LimitRow | None, turn: Turn | None) -> Settlement:
         attempt, failure = self._attempt, refused.failure
         if row is None:
-            note = f"its API has refused it, and limit {refused.limit} is declared no more"
+            note = f"its API has refused it, and limit {refused.limit} is no longer declared"
             return _give_up(attempt, replace(failure, error=f"{failure.error}; {note}"), note)
         failure = replace(failure, error_code="RATE_LIMITED")
         if (cap := _cap(row, turn)) is not None:

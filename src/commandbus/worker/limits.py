@@ -1,6 +1,6 @@
-"""LimitedWork: what a worker has to do with limits: its limit client, and the way of limited commands to it.
+"""LimitedWork: what a worker does with limits: its limit client, and how limited commands reach it.
 
-Claimed commands whose handler names limits pass the limit client before they reach a slot. What one attempt does
+Claimed commands whose handler names limits go through the limit client before they reach a slot. What one attempt does
 with its permits is in worker/limit_use.py.
 """
 

@@ -70,7 +70,7 @@ class WorkerRuntime:
         self._settings = settings
         self.stuck = 0
         self._changing = threading.Lock()
-        self._is_recycled = False  # has it been said that it ends to be started again?
+        self._is_recycled = False  # was it logged that this worker will be replaced?
         self._is_hurried = False
         self._claimed_when_idle = -1  # how many were claimed at the last look that found nothing held or there
         self._pause = ClaimPause()
@@ -421,7 +421,7 @@ class WorkerRuntime:
         self._service_watch.look(now)
         self.dispatcher.tend()
         for attempt in self._quarantine.take_back_late():
-            self.dispatcher.return_one(attempt, "it has waited long for its turn to run alone")
+            self.dispatcher.return_one(attempt, "it has waited too long to run alone")
         self._beat(now)
         if self.state is State.DRAINING and not self._is_running_any:
             self._spec.request_stop(f"drained, stuck attempts: {self.stuck}" if self.stuck else "drained")
@@ -448,7 +448,7 @@ class WorkerRuntime:
             )
 
     def _check_recycling(self) -> None:
-        """After so many messages, or with so much memory, the worker ends cleanly, to be started again."""
+        """Recycle after so many messages or so much memory: the worker ends cleanly, to be started again."""
         settings = self._settings
         if settings.max_messages is not None and (settled := self._settled_count) >= settings.max_messages:
             self._recycle(f"{settled} messages were settled (max_messages {settings.max_messages})")
@@ -459,7 +459,7 @@ class WorkerRuntime:
         if self._is_recycled:
             return
         self._is_recycled = True
-        logger.info("this worker ends to be started again: %s", reason)
+        logger.info("this worker ends and will be replaced: %s", reason)
         if self._spec.supervision is not None:
             self.drain(reason)
         else:
@@ -496,7 +496,7 @@ class WorkerRuntime:
         if monotonic() < self._quarantine.late_until:
             return False
         if self._claimed_when_idle == self._claimer.claimed:
-            self._spec.request_stop("nothing is left that could run now")
+            self._spec.request_stop("no command is left that could run now")
             return False
         self._claimed_when_idle = self._claimer.claimed
         return True

@@ -74,7 +74,7 @@ class ServiceWatch:
         self._look_at_claims()
         if self._quarantine.is_turn_lost or any(service.descriptors_lost for service in services):
             # Each part gets over it, but the files of handlers' libraries and of this process do not.
-            self._be_replaced("somebody in this process has closed descriptors that are not their own")
+            self._be_replaced("a handler has closed descriptors that are not its own")
         self._look_at_database(now)
         self._look_at_limits()
 
@@ -96,7 +96,7 @@ class ServiceWatch:
     def _look_at_claims(self) -> None:
         """Whatever the reason is: a worker that has room and asks for nothing does not work."""
         if (seconds := self.claimless_seconds) >= CLAIMLESS_SECONDS and not self._claimer.is_down:
-            text = f"there is room, and nothing could be claimed for {seconds:.0f} s"
+            text = f"slots are free, but nothing could be claimed for {seconds:.0f} s"
             self._health.set_critical(CLAIMLESS, text)
         else:
             self._health.clear(CLAIMLESS)

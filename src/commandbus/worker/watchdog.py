@@ -3,14 +3,14 @@
     watchdog = WorkerWatchdog(worker, restart_callback=restart)
     watchdog.start()
 
-It looks every `check_interval`. CRITICAL is logged with its figures and starts a recovery: the callback,
-or `worker.stop()` where there is none. DEGRADED is a warning. Counters are written by the loops that are watched,
-so they are not all it goes by: a worker whose ladder has not ticked for `heartbeat_timeout` is critical
-("frozen"), whatever its counters say.
+It checks every `check_interval`. CRITICAL is logged with its counts and starts a recovery: the callback,
+or `worker.stop()` if there is none. DEGRADED is logged as a warning. The loops that are watched write the
+counters, so the watchdog does not rely on them alone: a worker whose ladder has not ticked for `heartbeat_timeout`
+is critical ("frozen"), whatever its counters say.
 
-Invariants: there is never more than one recovery at a time, and between the end of one and the start of the next
-lies `cooldown`. It runs on a thread of its own, so a callback that blocks or raises cannot end the watch. A
-worker that is not running is left alone: it was stopped on purpose, or the recovery stopped it.
+Invariants: there is never more than one recovery at a time, and at least `cooldown` passes between the end
+of one and the start of the next. A recovery runs on its own thread, so a callback that blocks or raises cannot end
+the watch. A worker that is not running is left alone: it was stopped on purpose, or the recovery stopped it.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ class Worker:
         self._stop_asked.set()
         self._was_stopped = True
         runtime, self._runtime = self._runtime, None
-        logger.info("worker %s stops (%s): up to %g s for what runs", self.id, self._stop_reason, limit)
+        logger.info("worker %s stops (%s): running attempts have up to %g s", self.id, self._stop_reason, limit)
         report = runtime.stop(limit, self._stop_reason, hurry=lambda: self._signals > 1)
         self._database.close()
         level = logging.INFO if report.is_clean else logging.WARNING

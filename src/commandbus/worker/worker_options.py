@@ -1,4 +1,4 @@
-"""What a worker is told to be (WorkerSpec), and what it reports at its end (StopReport)."""
+"""The options of a worker (WorkerSpec), and its report when it ends (StopReport)."""
 
 from __future__ import annotations
 

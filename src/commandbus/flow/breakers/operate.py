@@ -28,10 +28,10 @@ T = TypeVar("T")
 class BreakerInfo:
     """A breaker for people. `kind` is "type" (`name` is "DOMAIN/COMMAND_TYPE") or "limit" (`name` is the limit's).
 
-    `until`: when one command is tried; None while it is closed, or a person has opened it (`is_forced`). `probe`:
-    the command_id, or the permit's token, that is tried. `stuck` and `failures` are the attempts that it has
-    counted within its window, `others` those of the type that ended otherwise since the first of these began, as
-    the workers said last. `parked` is how many wait.
+    `until`: when a probe follows; None while it is closed, or a person has opened it (`is_forced`). `probe`: the
+    command_id, or the permit's token, of the probe. `stuck` and `failures` are the attempts that it has counted
+    within its window. `others` are attempts of the type that have ended in another way since the first of these
+    began, as the workers last told. `parked` is how many commands wait.
     """
 
     kind: str
@@ -121,7 +121,7 @@ def open_limit(name: str, what: OperatorAction) -> Steps[bool]:
 
 @operation(atomic=True)
 def close_limit(name: str, what: OperatorAction) -> Steps[int]:
-    """Close a limit's breaker; answers how many wait for the limit, each until there is a permit for it."""
+    """Close a limit's breaker. Returns how many wait for the limit; each goes on when it gets a permit."""
     _, is_open = yield from _limit(name)
     if not is_open:
         raise InvalidOperationError(f"the breaker of limit {name!r} is not open")

@@ -70,7 +70,7 @@ def get_outcome(domain: str, command_id: str) -> Steps[CommandOutcome | None]:
 
 
 def conclude(outcome: CommandOutcome) -> Json:
-    """The result of a command that has an outcome, or the error that tells it."""
+    """Returns the result of a command that has an outcome, or raises the error of that outcome."""
     match outcome.status:
         case CommandStatus.COMPLETED:
             return outcome.result

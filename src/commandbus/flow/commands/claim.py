@@ -468,7 +468,7 @@ def _put_off(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -
 
 
 def _later(domain: str, row: ClaimedRow, room: Room) -> Settlement:
-    why, longest = "commands in quarantine fill the processes that this worker has for them", LONGEST_DELAY
+    why, longest = "all child processes of this worker for commands in quarantine are in use", LONGEST_DELAY
     if row.alone:
         longest = room.soonest
         why = "its worker was lost with it before: such commands run one at a time"

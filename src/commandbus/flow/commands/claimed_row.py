@@ -25,9 +25,9 @@ class Fence(NamedTuple):
 class ClaimedRow(NamedTuple):
     """A row of commands/claim.sql, in its order. `is_paused` also says that the breaker of its type is not closed.
 
-    `before` is True if somebody held it when its lease ran out. `created_at` is an epoch second; `last_vt` and
-    `claimed_at` are microseconds, the same in every row. `unhandled` is no column: it is the note with which a
-    command is parked for which this worker has no handler.
+    `before` is True if a worker held it when its lease ran out. `created_at` is an epoch second; `last_vt` and
+    `claimed_at` are microseconds, the same in every row. `unhandled` is not a column: if this worker has no
+    handler for the command, it is the note with which the command is parked.
     """
 
     msg_id: int
@@ -58,13 +58,13 @@ class ClaimedRow(NamedTuple):
     unhandled: str | None = None
 
     def fence(self, domain: str) -> Fence:
-        """Under which its attempt is settled. A raw message has none: it is no command."""
+        """Returns the fence of its attempt. A raw message has none: it is not a command."""
         assert self.id is not None  # noqa: S101
         return Fence(domain, self.msg_id, self.read_ct, self.id, self.attempt_base + self.read_ct)
 
     @property
     def is_odd(self) -> bool:
-        """Is something to be put right before it runs?"""
+        """Must something be corrected before it runs?"""
         is_known = self.before is None and self.id is not None
         return not is_known or bool(self.is_paused or self.quarantine or self.alone)
 

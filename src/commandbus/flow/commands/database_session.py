@@ -31,7 +31,8 @@ _IT = b""" FROM pg_catalog.pg_stat_activity
 
 @operation(atomic=False)
 def find_session(pid: int, started: int, key: int | None) -> Steps[DatabaseSession | None]:
-    """An attempt's session: remembered, or by its advisory lock behind PgBouncer. None if it cannot be named."""
+    """An attempt's session: remembered, or found by its advisory lock behind PgBouncer. None if it is not
+    known."""
     if key is None:
         return DatabaseSession(pid, started) if started else None
     rows = yield Statement(sql.text("commands/lock_holder"), {"key": key})

@@ -85,7 +85,7 @@ def list_stuck(
     cursor: str | None = None,
     everything: bool = True,
 ) -> Steps[Page[StuckAttempt]]:
-    """Attempts that a limit had to stop, newest first.
+    """Returns attempts that had to be stopped, newest first.
 
     Without `everything`, leaves out attempts that were waived (a bystander, a shutdown, a lost lease), and those
     that stopped within their grace when an operator canceled them.

@@ -233,7 +233,7 @@ def list_tsq(
     limit: int,
     cursor: str | None = None,
 ) -> Steps[Page[TsqEntry]]:
-    """Commands that need a person, longest known first."""
+    """Commands that need a person, those that entered the queue first coming first."""
     rows = yield Statement(
         sql.text("commands/list_tsq"),
         _filters(domain, command_type, error_code)
@@ -258,7 +258,7 @@ def count_tsq(
 def list_rejected(
     *, domain: str | None = None, limit: int, cursor: str | None = None
 ) -> Steps[Page[RejectedMessage]]:
-    """Messages that were moved aside, newest first."""
+    """Messages that were set aside, newest first."""
     params = {
         "domain": None if domain is None else names.check_domain(domain),
         "limit": names.check_count(limit, "limit") + 1,

@@ -53,7 +53,7 @@ class OperatorAction:
 def operator_action(
     operator: object, reason: object = None, action: Action | None = None, result: str | None = None
 ) -> OperatorAction:
-    """A checked action: nobody acts anonymously."""
+    """Returns a checked action: every action has an operator."""
     name = names.check_id(operator, "operator")
     if reason is not None and (not isinstance(reason, str) or "\x00" in reason or len(reason) > 8192):
         raise InvalidCommandError("reason must be text of at most 8192 characters without NUL")

@@ -198,7 +198,7 @@ def waived(
 ) -> Settlement:
     """The attempt was stopped through no fault of its own: its command is retried at once, and not charged.
 
-    `suspect`: it may have killed its worker, so its next attempt runs in a process of its own.
+    `suspect`: it may have killed its worker, so its next attempt runs in a child process.
     """
     error = _error(Verdict.WAIVED, failure, "")
     change = _change(row.marks, row.marks.after_suspicion()) if suspect else '"w":1'
@@ -216,7 +216,7 @@ def parked(
     note: str,
     until: float | None,
 ) -> Settlement:
-    """It waits for a limit, outside the queue's sight, and is not charged.
+    """The command waits for a limit, hidden from the queue, and is not charged.
 
     `until` is the epoch second until which the limit is blocked, as far as it is known.
     """
@@ -237,14 +237,14 @@ def cancellation(by: str, reason: str | None) -> Failure:
 
 
 def given_back(fence: Fence, *, delay: float = 0.0, why: str = "its worker stops") -> Settlement:
-    """Claimed but never started: back to the queue, at once or after a delay, and not charged."""
+    """The command was claimed but not started: it returns to the queue, at once or later, and is not charged."""
     failure = Failure("GivenBack", "GIVEN_BACK", f"given back before it had started: {why}")
     error = _error(Verdict.GIVEN_BACK, failure, "")
     return _again(fence, f'{_head(fence, None)},"d":{delay:.6f},"w":1,"e":{error}}}')
 
 
 def _head(fence: Fence, started: float | None) -> str:
-    """The beginning of an outcome's JSON."""
+    """Returns the beginning of an outcome's JSON."""
     return f'{{"m":{fence.msg_id},"r":{fence.read_ct},"c":{fence.id},"n":{fence.number},"t":{_epoch(started)}'
 
 

@@ -161,7 +161,9 @@ def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
         if rows and declared == limit.to_json() and where == tuple(permit):
             continue
         if declared is not None and declared != limit.to_json():
-            notes.append(f"limit {limit.name} was declared otherwise: {difference(declared, limit.to_json())}")
+            notes.append(
+                f"limit {limit.name} was declared differently before: {difference(declared, limit.to_json())}"
+            )
             yield note_action(f"limit {limit.name}", "DECLARE", OperatorAction(ITSELF), details=limit.to_json())
         yield _store(effective, where, declared=limit.to_json(), override=override)
         yield tell(CHANGED + limit.name)

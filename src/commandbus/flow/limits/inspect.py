@@ -249,7 +249,7 @@ def describe(row: LimitRow, look: PermitUsage, waiting: Waiting) -> LimitInfo:
 
 
 def estimate(row: LimitRow, look: PermitUsage, ahead: int, *, is_waiting: bool) -> Estimate:
-    """How long it takes, as far as one can say."""
+    """Estimate how long it takes."""
     limit_state = row.limit_state
     closed = limit_state.closed_until(row.now)
     if limit_state.is_forced:
@@ -277,7 +277,7 @@ def estimate(row: LimitRow, look: PermitUsage, ahead: int, *, is_waiting: bool) 
 
 
 def _in_use(row: LimitRow, look: PermitUsage) -> str:
-    used = f"{len(look.holders)} of {row.concurrency} places in use" if row.concurrency is not None else ""
+    used = f"{len(look.holders)} of {row.concurrency} permits in use" if row.concurrency is not None else ""
     if used and look.mode == UNKNOWN:
         used = f"{row.concurrency} permits in Redis, which this program cannot reach (redis_url): use unknown"
     rate = "" if row.per_second is None else f"at most {row.limit.rate}"

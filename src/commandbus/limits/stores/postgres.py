@@ -19,13 +19,13 @@ class PostgresPermitStore:
         self._connection = connection
 
     def take(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:
-        """Take permits for some seconds; answers the tokens that have one."""
+        """Take permits for some seconds. Returns the tokens that have one."""
         return self._connection.run(
             permits.take(limit.name, tokens, seconds=seconds, newcomers=False), limit=limit.name
         )
 
     def renew(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
-        """Renew leases; answers the tokens that hold no permit any more."""
+        """Renew leases. Returns the tokens that hold no permit any more."""
         return self._connection.run(permits.renew(limit.name, tokens), limit=limit.name)
 
     def give(self, limit: LimitRow, tokens: Sequence[str]) -> None:

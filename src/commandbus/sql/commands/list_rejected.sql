@@ -1,4 +1,4 @@
--- Messages that were moved aside, newest first, before a given id, by their previews: nothing is expanded. Locks: none.
+-- Messages that were set aside, newest first, before a given id, by their previews: nothing is expanded. Locks: none.
 -- Index: the key, backwards.
 SELECT id, domain, msg_id, preview, reason, rejected_at
   FROM commandbus.rejected_message

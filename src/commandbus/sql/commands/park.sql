@@ -4,7 +4,7 @@
 -- since they were claimed are left held and returned: clearing their holder would lose the request.
 --
 -- A row that a limit has left in `parked` is overwritten: its turn there is over. Only one that waits for a handler keeps it:
--- the worker that has the handler takes it within moments, and the place that is kept for it, too.
+-- the worker that has the handler takes it within moments, and the permit that is kept for it, too.
 -- Locks: pause rows (FOR KEY SHARE: a resume waits for us and then finds what we parked; breaker rows are locked by
 -- breakers/hold.sql, the statement before), queue rows, command rows, in this order. It waits for a queue row that another
 -- claimer looks at: one that was skipped would stay leased to a worker that does not know of it. Index: the queue's key.

@@ -1,4 +1,4 @@
--- Settles attempts whose limit has no place for them: parked, not charged. Returns what was not settled, as
+-- Settles attempts whose limit has no permit for them: parked, not charged. Returns what was not settled, as
 -- commands/settle_final.sql does.
 --
 -- The holder is cleared, and the row becomes visible in ten years, or when its turn comes. A command keeps its turn:

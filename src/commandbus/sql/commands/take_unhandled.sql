@@ -5,7 +5,7 @@
 -- pauses that keep them here: '' is that of the domain.
 -- Locks: rows of parked, then queue rows, SKIP LOCKED: it waits for nobody, so the order harms nobody. Indexes:
 -- parked_reason (its columns are compared as a row: no other index offers that), the queue's key, the command's key.
--- A row of parked whose message is gone goes, too. One for which a place of a limit is kept becomes a row of that limit
+-- A row of parked whose message is gone goes, too. One for which a permit of a limit is kept becomes a row of that limit
 -- again, whose turn has come.
 WITH chosen AS MATERIALIZED (
     SELECT seq, msg_id, kept_limit

@@ -76,7 +76,7 @@ class Fencer:
     def end_leftover(self, attempt: Attempt, borrowed: Borrowed) -> None:
         """Its handler has ended, and a thread or task that it left behind still holds its connection."""
         logger.warning(
-            "%s %s has ended, but something that it left behind holds its connection: that is ended, too",
+            "%s %s has ended, but code that it left behind holds its connection: that session is ended, too",
             attempt.command_type,
             attempt.command_id,
             extra={"domain": attempt.domain, "command_id": attempt.command_id},

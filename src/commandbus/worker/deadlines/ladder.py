@@ -273,7 +273,7 @@ class Ladder:
         if sum(other.loop is slot.loop for other in here) > 1 and self._can_isolate:
             self._health.record_stuck_thread()
             logger.error("the event loop is blocked, by a task or callback of an attempt that cannot be named")
-            self._leave_loop(slot, "its event loop was blocked, and nothing tells by whom", suspect=True)
+            self._leave_loop(slot, "its event loop was blocked, and the cause is not known", suspect=True)
             self._note_stuck(attempt, slot)
         elif self._take(attempt, stop, _examine(slot, is_blocked=True)):
             self._leave_loop(slot, _blocked_by(attempt))

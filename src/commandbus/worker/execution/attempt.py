@@ -65,7 +65,7 @@ CHILD_LATE = "the deadline of a child context has passed"
 
 
 def lost_text(limit: str) -> str:
-    """Why an attempt is asked to stop that has lost its permit of a limit."""
+    """Why an attempt that has lost its permit of a limit is asked to stop."""
     return f"it has lost its permit of limit {limit}"
 
 

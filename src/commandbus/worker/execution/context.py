@@ -105,7 +105,7 @@ class HandlerTransaction(Generic[C]):
         self._result: str | None = None
 
     def complete(self, result: JsonValue = None) -> None:
-        """Say what the command's result is (JSON); without this it is null."""
+        """Set the command's result (JSON); without this call it is null."""
         self._result = dump_result(result, self.max_bytes)
 
     @property
@@ -216,7 +216,7 @@ class _Context:
             raise DeadlineExceededError(self._late())
 
     def heartbeat(self, progress: JsonValue = None) -> None:
-        """Say how far it is (any JSON value), for `commandbus show` while it runs. Raises if asked to stop."""
+        """Report the progress (any JSON value), for `commandbus show` while it runs. Raises if asked to stop."""
         if progress is not None:
             text = payload.dump(
                 progress, what="progress", max_bytes=MAX_PROGRESS_BYTES, remedy="say it in fewer words"

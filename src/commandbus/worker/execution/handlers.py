@@ -37,10 +37,11 @@ _MARK = "__commandbus_handlers__"
 class Options:
     """The checked options of a handler.
 
-    `timeout`: its deadline in seconds; 0 is none, None the worker's task_timeout. `on_timeout`: is a timeout
-    tried again, or is the command then FAILED for good? `isolation`: "process" runs it in a process of its own,
-    which can be killed without harm to its neighbours. `limits`: the limits of which it needs a permit each; until
-    it has them, its commands are parked. `fresh_thread`: each attempt runs in a new thread, which ends with it.
+    `timeout`: how long one attempt may take, in seconds; 0: no deadline; None: the worker's task_timeout.
+    `on_timeout`: "retry" after a timeout, or "fail": the command is FAILED for good. `isolation`: "process" runs
+    it in a child process, which can be killed without harm to its neighbors. `limits`: it needs a permit of each
+    of these; until it has them, its commands are parked. `fresh_thread`: each attempt runs in a new thread, which
+    ends with it.
     """
 
     retry_policy: RetryPolicy | None = None

@@ -3,9 +3,9 @@
     reader thread    messages of the worker: run, cancel, answers, end; sets the events of child contexts in time
     main thread      loads the handlers, then runs attempts: sync ones as they are, async ones on a loop of its own
 
-The handler gets the ordinary context; what only the worker can do (extend, store progress, permits of limits, log)
-is asked for by message. The settlement of `ctx.transaction()` is written here, in that transaction, under the
-attempt's fence; every other outcome is told to the worker, which writes it. A connection is closed at the end of
+The handler gets the ordinary context. What only the worker can do (extend, store progress, permits of limits, log)
+is requested by message. The settlement of `ctx.transaction()` is written here, in that transaction, under the
+attempt's fence. Every other outcome is sent to the worker, which writes it. A connection is closed at the end of
 the attempt that used it.
 
 The child process dies with the worker (PDEATHSIG). After a crash or the dump signal, all stacks are written into

@@ -270,7 +270,7 @@ def verdict_of_stop(attempt: Attempt) -> tuple[ApiAnswer, ApiFailure | None]:
 
 def _over(command_id: str | None) -> AttemptFencedError:
     whose = "this attempt" if command_id is None else f"this attempt of command {command_id!r}"
-    return AttemptFencedError(f"{whose} is over: it gets no permit of a limit any more")
+    return AttemptFencedError(f"{whose} is over: it gets no more permits")
 
 
 def _described(error: BaseException) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class BackupRenewer:
             try:
                 self._renew(external)
             except Exception:
-                logger.exception("permits in Redis could not be renewed beside the limit client")
+                logger.exception("permits in Redis could not be renewed while the limit client waits")
         external.close_backstop()
 
     def _pause(self) -> float:

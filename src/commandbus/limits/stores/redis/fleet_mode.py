@@ -222,8 +222,8 @@ class FleetFollower:
         before, self._said = self._said, self.mode
         if self.mode == LOST:
             logger.warning(
-                "limits in Redis: it is out of reach of %s (%s): nothing that needs a permit begins here until it "
-                "is back, or out of reach of all programs",
+                "limits in Redis: %s cannot reach it (%s): this program gets no permits until it "
+                "is back, or no program can reach it",
                 self.id,
                 self._lost,
             )
@@ -235,8 +235,8 @@ class FleetFollower:
             )
         elif self.mode == JOINING:
             logger.warning(
-                "limits in Redis: it is back, has lost its data, or is another one: whoever has a permit "
-                "registers it, and nobody gets a new one for %.0f s (joining)",
+                "limits in Redis: it is back, has lost its data, or is another one: holders register their "
+                "permits, and nobody gets a new one for %.0f s (joining)",
                 fleet.seconds or 0.0,
             )
         elif before is None:

@@ -190,8 +190,8 @@ class RedisScripts:
         policy = facts.get("maxmemory_policy", "noeviction")
         if policy != "noeviction" and facts.get("maxmemory", "0") != "0":
             logger.warning(
-                "this Redis drops keys when its memory is full (maxmemory-policy %s), and with them the permits "
-                "of limits: set it to noeviction, or they may be exceeded",
+                "this Redis drops keys when its memory is full (maxmemory-policy %s), and with them permits: set "
+                "it to noeviction, or limits may be exceeded",
                 policy,
             )
 

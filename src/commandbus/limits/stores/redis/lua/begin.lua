@@ -1,6 +1,6 @@
 -- Begins an epoch, unless somebody else has done so: then theirs is answered, and holds. Two databases may share a Redis.
--- An epoch that a former process of this server wrote is none, because its last places may not have reached the disk.
--- In the first one of all nobody can hold a place yet, so it is open at once. An epoch is id:began:opens:process.
+-- An epoch that a former process of this server wrote is none, because its last permits may not have reached the disk.
+-- In the first one of all nobody can hold a permit yet, so it is open at once. An epoch is id:began:opens:process.
 --
 -- KEYS: the epoch. ARGV: the epoch that the caller wants to leave ('': it has never had one), a new id, microseconds
 -- until it opens, which process the server is.

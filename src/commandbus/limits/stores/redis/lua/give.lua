@@ -1,6 +1,6 @@
--- Gives back the places of these tokens, and of no others. It needs no leave: that frees no more than was taken.
+-- Gives back the permits of these tokens, and of no others. It needs no leave: that frees no more than was taken.
 --
--- KEYS: the epoch, the places. ARGV: the epoch, token, …
+-- KEYS: the epoch, the permits. ARGV: the epoch, token, …
 local epoch = redis.call('GET', KEYS[1])
 if epoch ~= ARGV[1] then
     return {'epoch', epoch or ''}

@@ -2,7 +2,7 @@
 -- is missing after FLUSHALL, and another one after that was noticed. It also does nothing for a caller whose leave has
 -- run out: others may have counted it out by now, however long its message was under way.
 --
--- KEYS: the epoch, the places (token → microsecond at which its lease ends), the rate.
+-- KEYS: the epoch, the permits (token → microsecond at which its lease ends), the rate.
 -- ARGV: the epoch, until when the caller may ask (microseconds; 0: for ever), …
 -- Redis' clock is the only one: `now`, in microseconds.
 local epoch = redis.call('GET', KEYS[1])

@@ -1,4 +1,4 @@
--- Who holds a place, and for how many microseconds more; how many places were given a second of late ('' if none was).
+-- Who holds a permit, and for how many microseconds more; how many permits were given a second of late ('' if none was).
 -- Changes nothing. ARGV: …, seconds of the flow
 local flow_seconds = tonumber(ARGV[3])
 local holders = redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. whole(now), '+inf', 'WITHSCORES')

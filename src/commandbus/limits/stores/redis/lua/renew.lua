@@ -1,5 +1,5 @@
--- Renews leases, and answers which tokens hold no place. One that ran out but was not given away yet is renewed: nobody
--- has taken its place. With `register`, a token that Redis does not know is put in, because its holder had it before Redis
+-- Renews leases, and returns which tokens hold no permit. One that ran out but was not given away yet is renewed: nobody
+-- has taken its permit. With `register`, a token that Redis does not know is put in, because its holder had it before Redis
 -- lost its data: always before the epoch opens to newcomers, and after that only where there is room.
 --
 -- ARGV: …, when the epoch opens (microseconds), register (1 or 0), concurrency (-1: any), lease in microseconds, token, …

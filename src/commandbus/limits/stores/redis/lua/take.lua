@@ -1,4 +1,4 @@
--- Takes places for as many of the tokens as there are places, and as the rate allows. A token that has one already keeps
+-- Takes permits for as many of the tokens as there are permits, and as the rate allows. A token that has one already keeps
 -- it: so a caller that got no answer may ask again. Answers how many, from the first on, have one.
 --
 -- ARGV: …, when the epoch began and when it opens to newcomers (microseconds; 0: from the start), seconds of the flow,
