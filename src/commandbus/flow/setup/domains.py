@@ -12,7 +12,7 @@ from commandbus.errors import MissingPrivilegeError
 from commandbus.flow.operation import Statement, Steps, no_schema, operation
 from commandbus.flow.queues.messages import refuse_domains
 from commandbus.model import roles
-from commandbus.model.names import check_domain, check_queue, queue_of
+from commandbus.model.names import check_domain, check_queue, pgmq_table, queue_of
 
 SAFE_PATH = b"SET LOCAL search_path = pg_catalog, pg_temp"
 """Until the transaction ends. PGMQ's functions call others by their bare names: they must meet nobody else's."""
@@ -50,9 +50,12 @@ def create_queue(queue: str) -> Steps[None]:
 def drop_queue(queue: str) -> Steps[bool]:
     """Drop a PGMQ queue and its archive with all that is in them; False if there was none."""
     refuse_domains("drop_queue", queue)
+    ((exists, _),) = yield Statement(sql.text("queues/shape"), {"table": f"pgmq.{pgmq_table(queue)}"})
+    if not exists:  # PGMQ 1.5 does not look
+        return False
     path = yield from _enter_safe_path()
     try:
-        ((dropped,),) = yield Statement(b"SELECT pgmq.drop_queue(%(queue)s)", {"queue": queue})
+        yield Statement(b"SELECT pgmq.drop_queue(%(queue)s)", {"queue": queue})
     except pg.InsufficientPrivilege as error:
         raise MissingPrivilegeError(
             f"this role may not drop queue {queue!r} ({error.diag.message_primary}); drop it as the role that "
@@ -60,8 +63,7 @@ def drop_queue(queue: str) -> Steps[bool]:
         ) from None
     yield Statement(b"DELETE FROM commandbus.setting WHERE name = 'queue.' || %(queue)s", {"queue": queue})
     yield from _leave_safe_path(path)
-    found: bool = dropped
-    return found
+    return True
 
 
 @operation(atomic=False)
