@@ -61,6 +61,7 @@ _NAMES = {
     "commandbus.model.retry": "RetryPolicy",
     "commandbus.processes.manager": "BaseProcessManager ProcessView StepCommand StepReply",
     "commandbus.processes.saga": "Saga branch parallel sequence step",
+    "commandbus.worker.async_worker": "AsyncWorker",
     "commandbus.worker.execution.context": "AsyncHandlerContext HandlerContext HandlerTransaction",
     "commandbus.worker.execution.handlers": "HandlerRegistry handler",
     "commandbus.worker.health": "HealthState HealthStatus",

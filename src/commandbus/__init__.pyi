@@ -327,6 +327,9 @@ from commandbus.troubleshooting import (
 from commandbus.troubleshooting import (
     TroubleshootingQueue as TroubleshootingQueue,
 )
+from commandbus.worker.async_worker import (
+    AsyncWorker as AsyncWorker,
+)
 from commandbus.worker.execution.context import (
     AsyncHandlerContext as AsyncHandlerContext,
 )

@@ -28,6 +28,7 @@ from commandbus import (
     HandlerTransaction,
     OnComplete,
     PermanentCommandError,
+    RateLimitError,
     TroubleshootingQueue,
     Worker,
 )
@@ -58,6 +59,8 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "def import_file",
         "def test_an_order_is_shipped",
         "bus.queues.",
+        "RedisSemaphore(",
+        "SyncWorker(",
         "bus.audit.log",
         "pgmq.send",
         "commandbus doctor",
@@ -358,3 +361,28 @@ def test_the_page_on_data_access_names_every_method(bus: CommandBus, kind: str) 
     (row,) = re.findall(rf"^\| `bus\.{kind}`, .*", GUIDE.text, re.MULTILINE)
     told = set(re.findall(r"`(\w+)`", row.split("|")[2]))
     assert told == {name for name in vars(type(getattr(bus, kind))) if not name.startswith("_")}
+
+
+def test_the_page_on_limits_without_a_worker(redis_url: str) -> None:
+    refusals = iter([RateLimitError("429", retry_after=0)])
+
+    def read_page(page: bytes) -> str:
+        for refusal in refusals:
+            raise refusal
+        return page.decode()
+
+    seen: dict[str, Any] = {"redis_url": redis_url, "page": b"text", "read_page": read_page}
+    exec(block("python", "RedisSemaphore("), seen)
+    assert seen["text"] == "text"
+    assert not seen["semaphore"].is_held
+
+
+def test_the_page_on_the_names_of_the_specification(bus: CommandBus, database: str) -> None:
+    seen: dict[str, Any] = {"database_url": database}
+    seen["wait_for_it"] = lambda: until(
+        lambda: seen["bus"].get_command("orders", "ship-9").status is CommandStatus.COMPLETED
+    )
+    try:
+        exec(block("python", "SyncWorker("), seen)
+    finally:
+        seen["pool"].close()
