@@ -23,6 +23,11 @@ import importlib
 # first asked for: a program that sends and one that runs handlers each need only a part of the package.
 _NAMES = {
     "commandbus.bus": "AsyncCommandBus CommandBus",
+    "commandbus.bus.queues": "AsyncPgmqClient PgmqClient",
+    "commandbus.bus.repositories.audit": "AsyncAuditLogger AuditLogger",
+    "commandbus.bus.repositories.batches": "AsyncBatchRepository BatchRepository",
+    "commandbus.bus.repositories.commands": "AsyncCommandRepository CommandRepository",
+    "commandbus.bus.repositories.processes": "AsyncProcessRepository ProcessRepository",
     "commandbus.errors": """
         ApiTimeoutError AttemptCancelledError AttemptFencedError BatchNotFoundError BatchTimeoutError
         BreakerOpenError BusClosedError BusinessRuleException CallError CallTimeoutError CommandBusError
@@ -33,8 +38,10 @@ _NAMES = {
         InvalidOperationError LimitLostError LimitTimeoutError MissingPrivilegeError PermanentCommandError
         ProcessNotFoundError RateLimitError SchemaError TransactionEndedError TransactionUsedError
         TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
+        UnknownQueueError
     """,
     "commandbus.flow.breakers.operate": "BreakerInfo",
+    "commandbus.flow.commands.audit_events": "NewAuditEvent",
     "commandbus.flow.commands.call": "CommandOutcome",
     "commandbus.flow.commands.history": "AttemptRecord StuckAttempt",
     "commandbus.flow.commands.inspect": """
@@ -63,11 +70,13 @@ _NAMES = {
     "commandbus.model.process": """
         NewProcess ProcessRecord ProcessStatus StartedProcess StepRecord StepStatus StrayReply
     """,
+    "commandbus.model.queue": "QueueInfo QueueMessage QueueMetrics",
     "commandbus.model.retry": "RetryPolicy",
     "commandbus.processes.manager": """
         BaseProcessManager ProcessView StartOptions StepCommand StepReply StepView
     """,
     "commandbus.processes.saga": "Part Saga Step branch parallel sequence step",
+    "commandbus.worker.async_worker": "AsyncWorker",
     "commandbus.worker.execution.context": "AsyncHandlerContext HandlerContext HandlerTransaction",
     "commandbus.worker.execution.handlers": "Handler HandlerRegistry handler",
     "commandbus.worker.health": "HealthState HealthStatus",

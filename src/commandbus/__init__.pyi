@@ -6,6 +6,36 @@ from commandbus.bus import (
 from commandbus.bus import (
     CommandBus as CommandBus,
 )
+from commandbus.bus.queues import (
+    AsyncPgmqClient as AsyncPgmqClient,
+)
+from commandbus.bus.queues import (
+    PgmqClient as PgmqClient,
+)
+from commandbus.bus.repositories.audit import (
+    AsyncAuditLogger as AsyncAuditLogger,
+)
+from commandbus.bus.repositories.audit import (
+    AuditLogger as AuditLogger,
+)
+from commandbus.bus.repositories.batches import (
+    AsyncBatchRepository as AsyncBatchRepository,
+)
+from commandbus.bus.repositories.batches import (
+    BatchRepository as BatchRepository,
+)
+from commandbus.bus.repositories.commands import (
+    AsyncCommandRepository as AsyncCommandRepository,
+)
+from commandbus.bus.repositories.commands import (
+    CommandRepository as CommandRepository,
+)
+from commandbus.bus.repositories.processes import (
+    AsyncProcessRepository as AsyncProcessRepository,
+)
+from commandbus.bus.repositories.processes import (
+    ProcessRepository as ProcessRepository,
+)
 from commandbus.errors import (
     ApiTimeoutError as ApiTimeoutError,
 )
@@ -129,8 +159,14 @@ from commandbus.errors import (
 from commandbus.errors import (
     UnknownLimitError as UnknownLimitError,
 )
+from commandbus.errors import (
+    UnknownQueueError as UnknownQueueError,
+)
 from commandbus.flow.breakers.operate import (
     BreakerInfo as BreakerInfo,
+)
+from commandbus.flow.commands.audit_events import (
+    NewAuditEvent as NewAuditEvent,
 )
 from commandbus.flow.commands.call import (
     CommandOutcome as CommandOutcome,
@@ -285,6 +321,15 @@ from commandbus.model.process import (
 from commandbus.model.process import (
     StrayReply as StrayReply,
 )
+from commandbus.model.queue import (
+    QueueInfo as QueueInfo,
+)
+from commandbus.model.queue import (
+    QueueMessage as QueueMessage,
+)
+from commandbus.model.queue import (
+    QueueMetrics as QueueMetrics,
+)
 from commandbus.model.retry import (
     RetryPolicy as RetryPolicy,
 )
@@ -338,6 +383,9 @@ from commandbus.troubleshooting import (
 )
 from commandbus.troubleshooting import (
     TroubleshootingQueue as TroubleshootingQueue,
+)
+from commandbus.worker.async_worker import (
+    AsyncWorker as AsyncWorker,
 )
 from commandbus.worker.execution.context import (
     AsyncHandlerContext as AsyncHandlerContext,

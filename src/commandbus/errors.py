@@ -44,6 +44,17 @@ class UnknownDomainError(CommandBusError):
         self.domain = domain
 
 
+class UnknownQueueError(CommandBusError, LookupError):
+    """There is no PGMQ queue of this name."""
+
+    def __init__(self, queue: str) -> None:
+        super().__init__(
+            f"unknown queue {queue!r}: this database has no PGMQ queue of that name; create it with "
+            f"`bus.create_queue({queue!r})`"
+        )
+        self.queue = queue
+
+
 class DuplicateCommandError(CommandBusError):
     """The command_id is taken by a command with other content."""
 

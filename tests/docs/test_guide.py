@@ -29,6 +29,7 @@ from commandbus import (
     HandlerTransaction,
     OnComplete,
     PermanentCommandError,
+    RateLimitError,
     RetryPolicy,
     TroubleshootingQueue,
     Worker,
@@ -61,6 +62,10 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "conn=session",
         "def import_file",
         "def test_an_order_is_shipped",
+        "bus.queues.",
+        "RedisSemaphore(",
+        "SyncWorker(",
+        "bus.audit.log",
         "pgmq.send",
         "commandbus doctor",
         "database_url =",
@@ -346,3 +351,55 @@ def test_the_number_of_ways_to_hang_is_right() -> None:
     from commandbus.testing import hang
 
     assert f"in {len(hang.ANIMALS)} ways" in GUIDE.text
+
+
+def test_replies_are_read_as_the_page_on_queues_says(
+    bus: CommandBus, database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handlers = HandlerRegistry()
+
+    @handlers.handler("orders", "ship")
+    def ship(command: Any, ctx: Any) -> dict[str, Any]:
+        return {"shipped": command.data["order_no"]}
+
+    with Worker(handlers, database_url=database):
+        exec(block("python", "bus.queues."), {"bus": bus})
+    assert capsys.readouterr().out.split(" ", 1)[1] == "SUCCESS {'shipped': 7}\n"
+    assert bus.queues.metrics("answers").queue_length == 0
+
+
+def test_the_page_on_data_access_finds_what_it_wrote(bus: CommandBus, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(block("python", "bus.audit.log"), {"bus": bus})
+    assert capsys.readouterr().out == "ship-8 ['SENT', 'LABEL_PRINTED']\n"
+
+
+@pytest.mark.parametrize("kind", ["commands", "audit", "batches", "processes"])
+def test_the_page_on_data_access_names_every_method(bus: CommandBus, kind: str) -> None:
+    (row,) = re.findall(rf"^\| `bus\.{kind}`, .*", GUIDE.text, re.MULTILINE)
+    told = set(re.findall(r"`(\w+)`", row.split("|")[2]))
+    assert told == {name for name in vars(type(getattr(bus, kind))) if not name.startswith("_")}
+
+
+def test_the_page_on_limits_without_a_worker(redis_url: str) -> None:
+    refusals = iter([RateLimitError("429", retry_after=0)])
+
+    def read_page(page: bytes) -> str:
+        for refusal in refusals:
+            raise refusal
+        return page.decode()
+
+    seen: dict[str, Any] = {"redis_url": redis_url, "page": b"text", "read_page": read_page}
+    exec(block("python", "RedisSemaphore("), seen)
+    assert seen["text"] == "text"
+    assert not seen["semaphore"].is_held
+
+
+def test_the_page_on_the_names_of_the_specification(bus: CommandBus, database: str) -> None:
+    seen: dict[str, Any] = {"database_url": database}
+    seen["wait_for_it"] = lambda: until(
+        lambda: seen["bus"].get_command("orders", "ship-9").status is CommandStatus.COMPLETED
+    )
+    try:
+        exec(block("python", "SyncWorker("), seen)
+    finally:
+        seen["pool"].close()

@@ -103,3 +103,15 @@ def acting(orders: Bus, prefix: str, connect: Callable[..., Bus], db: psycopg.Co
         return connect(orders.url.replace("//postgres@", f"//{user}@", 1))
 
     return acting
+
+
+@pytest.fixture
+def part(bus: Bus) -> Callable[[str], Any]:
+    """A part of the bus by its name (`queues`, `commands`, …), with sync manners."""
+
+    def part(name: str, of: Bus | None = None) -> Any:
+        owner = of or bus
+        found = getattr(owner.bus, name)
+        return found if owner.driver == "sync" else _Awaited(found, owner.runner)
+
+    return part

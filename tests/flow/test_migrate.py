@@ -476,6 +476,25 @@ def test_the_extension_is_used_where_the_server_has_it(connect: Callable[..., Bu
 
 
 @with_extension
+def test_the_client_of_queues_works_with_the_extension(extended: str) -> None:
+    with CommandBus(extended) as bus:
+        bus.migrate()
+        queues = bus.queues
+        queues.create_queue("my_queue")
+        assert queues.send_batch("my_queue", [{"foo": n} for n in range(4)]) == [1, 2, 3, 4]
+        (read,) = queues.read("my_queue", vt=30)
+        assert (read.msg_id, read.read_ct, read.message) == (1, 1, {"foo": 0})
+        assert queues.archive("my_queue", 1)
+        assert [message.msg_id for message in queues.pop("my_queue")] == [2]
+        assert queues.set_vt("my_queue", 3, "1h") is not None
+        assert queues.delete("my_queue", 4)
+        assert (queues.metrics("my_queue").queue_length, queues.metrics("my_queue").total_messages) == (1, 4)
+        assert queues.purge("my_queue") == 1
+        assert queues.drop_queue("my_queue")
+        assert queues.list_queues() == []
+
+
+@with_extension
 def test_the_sql_is_used_where_the_role_may_not(extended: str) -> None:
     with psycopg.connect(extended, autocommit=True) as admin:
         admin.execute("CREATE ROLE owner LOGIN")

@@ -18,6 +18,7 @@ from commandbus.flow.batches import create as batch
 from commandbus.flow.commands import claim, inspect, send
 from commandbus.flow.commands import database_session as backend
 from commandbus.flow.commands import unhandled_types as unhandled
+from commandbus.flow.queues import messages
 
 PACKAGE = Path(commandbus.__file__).parent
 DOMAIN = "orders"
@@ -95,6 +96,7 @@ def _in_files() -> Iterator[Found]:
                 "kind": claim.OURS,
                 "table": "rejected_message",
                 "of_age": unhandled._OF_AGE,
+                **messages.LAST_READ,
             }
             yield Found(f"{name}.sql", _numbered(sql.text(name, domain=DOMAIN, **parts).decode()))
 

@@ -115,3 +115,17 @@ def test_a_log_that_fails_costs_no_outcome_and_no_slot(bus: CommandBus, database
         logging.getLogger("commandbus.worker").removeHandler(broken)
     assert (report.settled, report.is_clean) == (5, True)
     assert {bus.get_attempts("work", id_)[0].verdict for id_ in sent} == {"PERMANENT"}
+
+
+def test_a_pool_size_that_is_capped_is_said_at_the_start(
+    bus: CommandBus, database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    handlers = HandlerRegistry()
+    handlers.register("work", "nothing", lambda command, ctx: None)
+    for most, says in ((16, True), (4, False), (None, False)):
+        caplog.clear()
+        settings = load_settings({"database_url": database, "concurrency": 4, "pool_max_size": most})
+        with caplog.at_level(logging.INFO, "commandbus.worker"):
+            Worker(handlers, settings=settings).run(until_idle=True)
+        said = "pool_max_size is 16, but this worker's pool has 4 connections at most: one for each slot"
+        assert (said in caplog.messages) is says

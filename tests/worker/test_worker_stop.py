@@ -468,3 +468,18 @@ def test_what_a_hurried_drain_gave_up_was_not_abandoned_by_the_end(
     report = worker.stop()
     assert verdicts(db, "c") == [(1, "WAIVED")]
     assert (report.abandoned, report.is_clean) == (0, True)
+
+
+def test_stop_from_another_thread_ends_run(bus: CommandBus, handlers: HandlerRegistry, database: str) -> None:
+    """It used to stop the worker under `run`, which then raised that it was not running."""
+    handlers.register("orders", "ship", lambda command, ctx: None)
+    worker = Worker(handlers, database_url=database)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(worker.run)
+        until(lambda: worker.state == "ACTIVE")
+        report = worker.stop()
+        assert running.result() is report
+    assert report.is_clean
+    assert worker.state == "STOPPED"
+    with pytest.raises(RuntimeError, match="not running"):
+        worker.stop()

@@ -19,6 +19,7 @@ from commandbus.bus.base import CHUNK, POOL_SIZE, command_query, whoami
 from commandbus.bus.batches import AsyncBatchMethods
 from commandbus.bus.breakers import AsyncBreakerMethods
 from commandbus.bus.call_listener import LAST_LOOK_SECONDS, WaitingCall, address_of
+from commandbus.bus.data_access import AsyncDataAccess
 from commandbus.bus.limits import AsyncLimitMethods, LimitClientHolder
 from commandbus.bus.processes import AsyncProcessMethods
 from commandbus.db.bus_pool import AsyncBusPool, make_async_bus_pool, no_connection, unavailable
@@ -38,7 +39,7 @@ from commandbus.settings import Settings
 
 if TYPE_CHECKING:
     from commandbus.flow.commands import call as calls
-    from commandbus.flow.commands import history, inspect, operate, pause, prune
+    from commandbus.flow.commands import history, inspect, lookup, operate, pause, prune
     from commandbus.flow.commands.call import CommandOutcome
     from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
     from commandbus.flow.commands.inspect import (
@@ -59,6 +60,7 @@ else:
     domains = lazy("commandbus.flow.setup.domains")
     history = lazy("commandbus.flow.commands.history")
     inspect = lazy("commandbus.flow.commands.inspect")
+    lookup = lazy("commandbus.flow.commands.lookup")
     migrate = lazy("commandbus.flow.setup.migrate")
     operate = lazy("commandbus.flow.commands.operate")
     pause = lazy("commandbus.flow.commands.pause")
@@ -68,7 +70,9 @@ T = TypeVar("T")
 LATE_SECONDS = 0.2  # the wait for a connection ends by itself, and says why
 
 
-class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethods, AsyncLimitMethods):
+class AsyncCommandBus(
+    AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess
+):
     """The bus for async code: the same methods, awaited. One bus belongs to one event loop."""
 
     def __init__(
@@ -329,9 +333,7 @@ class AsyncCommandBus(AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethod
 
     async def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
         """Returns what is known about a command; None if there is no such command."""
-        query = inspect.CommandQuery(domain=names.check_domain(domain), command_id=names.to_id(command_id))
-        page = await self.run(inspect.query_commands(query, limit=1, cursor=None), conn)
-        return page.items[0] if page.items else None
+        return await self.run(lookup.get_command(domain, command_id), conn)
 
     async def query_commands(
         self,

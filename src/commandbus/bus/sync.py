@@ -19,6 +19,7 @@ from commandbus.bus.base import CHUNK, POOL_SIZE, command_query, warn_on_loop, w
 from commandbus.bus.batches import BatchMethods
 from commandbus.bus.breakers import BreakerMethods
 from commandbus.bus.call_listener import LAST_LOOK_SECONDS, WaitingCall, address_of
+from commandbus.bus.data_access import DataAccess
 from commandbus.bus.limits import LimitClientHolder, LimitMethods
 from commandbus.bus.processes import ProcessMethods
 from commandbus.clock import monotonic
@@ -40,7 +41,7 @@ from commandbus.settings import Settings
 
 if TYPE_CHECKING:
     from commandbus.flow.commands import call as calls
-    from commandbus.flow.commands import history, inspect, operate, pause, prune
+    from commandbus.flow.commands import history, inspect, lookup, operate, pause, prune
     from commandbus.flow.commands.call import CommandOutcome
     from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
     from commandbus.flow.commands.inspect import (
@@ -61,6 +62,7 @@ else:
     domains = lazy("commandbus.flow.setup.domains")
     history = lazy("commandbus.flow.commands.history")
     inspect = lazy("commandbus.flow.commands.inspect")
+    lookup = lazy("commandbus.flow.commands.lookup")
     migrate = lazy("commandbus.flow.setup.migrate")
     operate = lazy("commandbus.flow.commands.operate")
     pause = lazy("commandbus.flow.commands.pause")
@@ -69,7 +71,7 @@ else:
 T = TypeVar("T")
 
 
-class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
+class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods, DataAccess):
     """The bus for sync code. Safe to share between threads; close it, or use it as a context manager.
 
     `CommandBus()` takes its database from the settings (environment, commandbus.toml). With `pool=` it uses a
@@ -349,9 +351,7 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods):
 
     def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
         """Returns what is known about a command; None if there is no such command."""
-        query = inspect.CommandQuery(domain=names.check_domain(domain), command_id=names.to_id(command_id))
-        page = self.run(inspect.query_commands(query, limit=1, cursor=None), conn)
-        return page.items[0] if page.items else None
+        return self.run(lookup.get_command(domain, command_id), conn)
 
     def query_commands(
         self,

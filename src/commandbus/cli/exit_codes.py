@@ -44,6 +44,7 @@ from commandbus.errors import (
     SchemaError,
     UnknownDomainError,
     UnknownLimitError,
+    UnknownQueueError,
 )
 
 NO_SCHEMA = "this database has no commandbus schema; run `commandbus migrate`"
@@ -76,6 +77,7 @@ EXPLAINED: tuple[tuple[type[Exception], ExitCode], ...] = (
     (InvalidCommandError, ExitCode.USAGE),
     (UnknownDomainError, ExitCode.NOT_FOUND),
     (UnknownLimitError, ExitCode.NOT_FOUND),
+    (UnknownQueueError, ExitCode.NOT_FOUND),
     (CommandNotFoundError, ExitCode.NOT_FOUND),
     (BatchNotFoundError, ExitCode.NOT_FOUND),
     (ProcessNotFoundError, ExitCode.NOT_FOUND),

@@ -29,6 +29,7 @@ from commandbus.errors import (
     CommandBusError,
     CommandFailure,
     DeadlineExceededError,
+    LimitTimeoutError,
     PermanentCommandError,
     RateLimitError,
 )
@@ -163,12 +164,14 @@ def _related(error: BaseException) -> Iterator[BaseException]:
 
 
 def _judged(error: BaseException) -> ApiFailure | None:
+    if isinstance(error, LimitTimeoutError):
+        return None  # nobody was called; also where it is a RateLimitError, too (`commandbus.rate_limiter`)
     if isinstance(error, RateLimitError):
         return _told(error)
     if isinstance(error, DeadlineExceededError):
         return ApiFailure("timeout", None, None, "timeout")
     if isinstance(error, CommandBusError | CommandFailure):
-        return None  # such as LimitTimeoutError: nobody was called
+        return None
     response = _get(error, "response")
     if isinstance(response, Mapping):
         return _judged_document(response)

@@ -233,9 +233,12 @@ class CommandRecord:
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """One line of the audit trail. `attempt` is the attempt's number."""
+    """One line of the audit trail. `attempt` is the attempt's number.
 
-    event: AuditEvent
+    `event` is an AuditEvent, or the name that an application gave its own event (`bus.audit.log`).
+    """
+
+    event: AuditEvent | str
     at: datetime
     attempt: int | None = None
     worker: str | None = None

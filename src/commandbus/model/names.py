@@ -19,6 +19,7 @@ MAX_ID_LENGTH = 255
 
 _DOMAIN = re.compile(r"[a-z][a-z0-9_]{0,36}\Z")
 _QUEUE = re.compile(r"[a-z][a-z0-9_]{0,46}\Z")
+_NOT_IN_PGMQ = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff$;'\"%]|--")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")
 
@@ -40,7 +41,12 @@ def queue_of(domain: object) -> str:
 
 def is_domain_queue(queue: str) -> bool:
     """Is this the queue of a domain's commands?"""
-    return queue.endswith("__commands")
+    return queue.lower().endswith("__commands")
+
+
+def domain_of_queue(queue: str) -> str | None:
+    """The domain whose commands are in this queue; None if it is no such queue."""
+    return queue.lower().removesuffix("__commands") if is_domain_queue(queue) else None
 
 
 def is_queue(queue: object) -> bool:
@@ -56,6 +62,21 @@ def check_queue(queue: object, *, what: str = "reply_to") -> str:
         f"{what} {shown(queue)} is not a queue name: use a lower-case letter followed by lower-case letters, "
         f"digits and underscores, at most {MAX_QUEUE_LENGTH} characters{_hint(queue)}"
     )
+
+
+def check_pgmq_queue(queue: object) -> str:
+    """Return the name of any PGMQ queue, also of one that another client made ("my-queue"), by PGMQ's rules."""
+    if isinstance(queue, str) and 0 < len(queue) <= MAX_QUEUE_LENGTH and not _NOT_IN_PGMQ.search(queue):
+        return queue
+    raise InvalidCommandError(
+        f"queue {shown(queue)} is not a queue name: use 1 to {MAX_QUEUE_LENGTH} characters without quotes, "
+        f"semicolons, dollar and percent signs and double hyphens"
+    )
+
+
+def pgmq_table(queue: str, *, kind: str = "q") -> str:
+    """The quoted name of a queue's table (`kind="a"`: of its archive). PGMQ makes table names lower-case."""
+    return f'"{kind}_{check_pgmq_queue(queue).lower()}"'
 
 
 def check_type(command_type: object) -> str:

@@ -31,7 +31,7 @@ _SHARED = ("domain", "setting", "migration")
 _TABLES = (
     "command", "attempt", "tsq", "operator_action", "parked", "pause", "rejected_message", "undelivered_reply",
     "worker", "waiting", "batch", "batch_delta", "process", "process_step", "stray_reply", "limits", "breaker",
-    "control_action", "limit_client", "limit_mode", *_SHARED,
+    "control_action", "limit_client", "limit_mode", "audit_event", *_SHARED,
 )  # fmt: skip
 
 _SENT = "domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to, headers, data, timeout"
@@ -58,13 +58,14 @@ _PRUNING = (
     "prune_processes(bigint, integer, double precision)",
     "prune_asides(double precision, integer)",
 )
+_LOGGING = ("log_events(text, text[], text[], text[])",)
 
 _FUNCTIONS: dict[str, tuple[str, ...]] = {
     "reader": _READING,
     "producer": (*_SENDING, *_NAMED),
     "limiter": (),
-    "worker": (*_SENDING, *_READING, *_PRUNING, "forget_timers(bigint[])"),
-    "operator": (*_SENDING, *_READING, *_PRUNING, "forget_timers(bigint[])"),
+    "worker": (*_SENDING, *_READING, *_PRUNING, *_LOGGING, "forget_timers(bigint[])"),
+    "operator": (*_SENDING, *_READING, *_PRUNING, *_LOGGING, "forget_timers(bigint[])"),
 }
 
 _PRODUCER = [
@@ -269,7 +270,7 @@ _BY_DOMAIN = (
     "breaker",
     "pause",
 )
-_BY_COMMAND = ("attempt", "operator_action")
+_BY_COMMAND = ("attempt", "operator_action", "audit_event")
 
 
 def _policies(tenant: Tenant) -> list[str]:

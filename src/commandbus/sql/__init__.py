@@ -10,14 +10,17 @@ import re
 from functools import cache, lru_cache
 from importlib.resources import files
 
-from commandbus.model.names import check_queue, queue_of
+from commandbus.model.names import check_queue, pgmq_table, queue_of
 
 _COMPATIBLE = re.compile(r"^-- Compatible: yes\b", re.MULTILINE)
 
 
 @lru_cache(maxsize=4096)
-def text(name: str, *, domain: str | None = None, queue: str | None = None, **parts: str) -> bytes:
-    """The statement in `<name>.sql`, for one domain's queue, or for any PGMQ queue by its own name.
+def text(
+    name: str, *, domain: str | None = None, queue: str | None = None, pgmq: str | None = None, **parts: str
+) -> bytes:
+    """The statement in `<name>.sql`, for one domain's queue, or for a PGMQ queue by its own name: one of ours
+    (`queue`), or any (`pgmq`), whose name is then quoted.
 
     `parts` fill the other places that a statement leaves open, from constants in this package.
     """
@@ -27,6 +30,8 @@ def text(name: str, *, domain: str | None = None, queue: str | None = None, **pa
         parts["domain"] = domain
     if queue is not None:
         parts |= {"queue": f"q_{check_queue(queue, what='queue')}", "archive": f"a_{queue}"}
+    if pgmq is not None:
+        parts |= {"queue": pgmq_table(pgmq), "archive": pgmq_table(pgmq, kind="a")}
     for place, part in parts.items():
         statement = statement.replace("{" + place + "}", part)
     return statement.encode()

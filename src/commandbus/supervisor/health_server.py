@@ -129,7 +129,8 @@ def _refused(code: HTTPStatus, reason: str) -> HttpAnswer:
 def _judged(path: str, probe: Callable[[], HealthVerdict]) -> HttpAnswer:
     try:
         verdict = probe()
-        document = {"status": "healthy" if verdict.ok else "critical", "reasons": [], **verdict.document}
+        well = "alive" if path == LIVE else "healthy"
+        document = {"status": well if verdict.ok else "critical", "reasons": [], **verdict.document}
         return _as_json(HTTPStatus.OK if verdict.ok else HTTPStatus.SERVICE_UNAVAILABLE, document)
     except Exception as error:  # noqa: BLE001 - it is logged and answered
         return _broken(path, error)

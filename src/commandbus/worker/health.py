@@ -148,6 +148,10 @@ class HealthStatus:
         with self._lock:
             return self._evaluate(self._clock())[0]
 
+    def is_critical(self) -> bool:
+        """Is it CRITICAL now?"""
+        return self.state is HealthState.CRITICAL
+
     @property
     def reasons(self) -> list[str]:
         """Why it is not healthy, a sentence each, the worst first; empty if it is."""

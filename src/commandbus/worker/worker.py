@@ -45,7 +45,7 @@ from commandbus.worker.health import HealthStatus
 from commandbus.worker.limits import check_limits
 from commandbus.worker.runtime import WorkerRuntime
 from commandbus.worker.service_watch import UNREACHABLE
-from commandbus.worker.worker_options import StopReport, Supervision, WorkerSpec
+from commandbus.worker.worker_options import ROUTER_SLOTS, StopReport, Supervision, WorkerSpec
 
 logger = safe_logger("commandbus.worker")
 
@@ -94,6 +94,10 @@ class Worker:
         self._was_stopped = False
         self._signals = 0
         self._ends_idle = False
+        self._runs_in: int | None = None  # the thread that is in `run`, and stops it in the end
+        self._has_ended = threading.Event()
+        self._stop_within: float | None = None
+        self._report: StopReport | None = None
         self._has_limits = False
         self._role = "of this worker"
 
@@ -215,6 +219,7 @@ class Worker:
         )
         self._runtime = WorkerRuntime(spec, settings)
         self._runtime.start()
+        self._say_if_pool_is_capped(settings)
         logger.info(
             "worker %s runs %d handlers for %s with %d slots",
             self.id,
@@ -222,6 +227,16 @@ class Worker:
             ", ".join(self.domains),
             settings.concurrency,
         )
+
+    def _say_if_pool_is_capped(self, settings: Settings) -> None:
+        moves_processes = any(item.is_router and item.domain in self.domains for item in self._handlers)
+        most = settings.concurrency + (ROUTER_SLOTS if moves_processes else 0)
+        if self._pool is None and (settings.pool_max_size or 0) > most:
+            logger.info(
+                "pool_max_size is %d, but this worker's pool has %d connections at most: one for each slot",
+                settings.pool_max_size,
+                most,
+            )
 
     def drain(self, reason: str) -> None:
         """Claim nothing more; when what runs has finished, `run` ends."""
@@ -252,8 +267,13 @@ class Worker:
         self._stop_asked.set()
 
     def stop(self, wait: Duration | None = None) -> StopReport:
-        """Stop in order, within `wait` (default: shutdown_timeout); raises the error that ended it, if any."""
+        """Stop in order, within `wait` (default: shutdown_timeout); raises the error that ended it, if any.
+
+        If another thread is in `run`, that thread stops the worker, and this one waits for its end.
+        """
         limit = self.settings.shutdown_timeout if wait is None else parse_seconds(wait, name="wait")
+        if self._runs_in not in (None, threading.get_ident()):
+            return self._end_run(limit)
         if self._runtime is None:
             hint = " yet: request_stop() ends its start" if self._is_starting else ""
             raise RuntimeError(f"this worker is not running{hint}")
@@ -278,6 +298,14 @@ class Worker:
             raise self._error
         return report
 
+    def _end_run(self, within: float) -> StopReport:
+        self._stop_within = within
+        self.request_stop("stop() was called")
+        self._has_ended.wait()
+        if self._report is None:
+            raise RuntimeError("run() did not end in order: it has raised the reason") from self._error
+        return self._report
+
     def run(self, *, until_idle: bool = False) -> StopReport:
         """Start, wait for SIGTERM, SIGINT, `request_stop` or a limit, and stop.
 
@@ -285,14 +313,22 @@ class Worker:
         """
         self._begin_anew()  # before signals are caught: none that comes from then on is forgotten
         restore = self._catch_signals()
+        self._runs_in, self._report, self._stop_within = threading.get_ident(), None, None
+        self._has_ended.clear()
         try:
             self._ends_idle = until_idle
-            if not self._start():
-                return StopReport(self._stop_reason, 0, 0, 0, 0)
-            self._stop_asked.wait()
-            return self.stop()
+            self._report = self._run()
+            return self._report
         finally:
+            self._runs_in = None
+            self._has_ended.set()
             restore()
+
+    def _run(self) -> StopReport:
+        if not self._start():
+            return StopReport(self._stop_reason, 0, 0, 0, 0)
+        self._stop_asked.wait()
+        return self.stop(self._stop_within)
 
     def fail(self, error: BaseException) -> None:
         """A part of the worker failed: the worker ends, and `stop` raises the error."""

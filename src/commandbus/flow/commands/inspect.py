@@ -27,6 +27,7 @@ from commandbus.model.page import MAX_ID, Page, cut, id_of
 WORKER_ALIVE_SECONDS = 15.0
 _LIMIT = 10  # of commands/queue_rows.sql
 HANDLER = "handler"  # what a parked command waits for: a worker that has one for its type
+_EVENTS: Mapping[str, AuditEvent] = {event.value: event for event in AuditEvent}
 _ALL = {"of_batch": "", "order": "c.id DESC"}
 # In the order of command_batch: by the id alone the planner would look for them along the key, over all commands.
 _MEMBERS = {
@@ -163,13 +164,24 @@ def query_commands(query: CommandQuery, *, limit: int, cursor: str | None = None
         if params["batch"] is None:
             return Page([])
     if status in (CommandStatus.PENDING, CommandStatus.IN_PROGRESS):
-        held = yield from _held(query.domain)
+        held_now = yield from held(query.domain)
         running = status is CommandStatus.IN_PROGRESS
-        params |= {"status": "PENDING", "ids" if running else "not_ids": held}
+        params |= {"status": "PENDING", "ids" if running else "not_ids": held_now}
     parts = _ALL if params["batch"] is None else _MEMBERS
     rows = yield Statement(sql.text("commands/query_commands", **parts), params)
-    items = yield from _complete(rows[:limit])
+    items = yield from complete(rows[:limit])
     return Page(items, str(items[-1].id) if len(rows) > limit else None)
+
+
+def records(ids: Sequence[int]) -> Steps[list[CommandRecord]]:
+    """What is known of the commands with these internal ids, newest first."""
+    unfiltered = (
+        "domain", "command_type", "command_id", "correlation_id", "status", "created_after", "created_before",
+        "not_ids", "before_id",
+    )  # fmt: skip
+    params = dict.fromkeys(unfiltered) | {"ids": list(ids), "limit": len(ids)}
+    rows = yield Statement(sql.text("commands/query_commands", **_ALL), params)
+    return (yield from complete(rows))
 
 
 @operation(atomic=False)
@@ -182,7 +194,7 @@ def get_audit_trail(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
         {"domain": domain, "command_id": command_id},
     )
     trail = [
-        AuditEntry(AuditEvent(event), at, attempt, worker, _details(details))
+        AuditEntry(_EVENTS.get(event, event), at, attempt, worker, _details(details))
         for event, at, attempt, worker, details in rows
     ]
     if trail:
@@ -297,19 +309,20 @@ def _batch(domain: str | None, batch_id: object) -> Steps[int | None]:
     return rows[0][0] if rows else None
 
 
-def _held(domain: str | None) -> Steps[list[int]]:
+def held(domain: str | None) -> Steps[list[int]]:
+    """The ids of commands that somebody holds."""
     domains = [domain] if domain is not None else (yield from _all_domains())
-    held: list[int] = []
+    found: list[int] = []
     for name in domains:
         try:
             rows = yield Statement(sql.text("commands/held_commands", domain=name), {"domain": name})
         except pg.UndefinedTable:
             raise (yield from no_queue(name)) from None
-        held += [row[0] for row in rows]
-    return held
+        found += [id_ for (id_,) in rows]
+    return found
 
 
-def _complete(rows: Sequence[Row]) -> Steps[list[CommandRecord]]:
+def complete(rows: Sequence[Row]) -> Steps[list[CommandRecord]]:
     """Look up the queue's side of those that are not settled."""
     waiting: dict[str, list[int]] = {}
     for row in rows:
@@ -400,10 +413,14 @@ def _cancel_request(text: str | None) -> CancelRequest | None:
 
 
 def _with_current(trail: list[AuditEntry], current: list[AuditEntry]) -> list[AuditEntry]:
-    """A running attempt comes last, but before what was asked of it."""
+    """A running attempt comes last, but before what was asked of it, and what its handler told."""
     running = {entry.attempt for entry in current}
-    asked = [entry for entry in trail if entry.event is AuditEvent.OPERATOR_CANCEL and entry.attempt in running]
-    return [entry for entry in trail if entry not in asked] + current + asked
+    later = [entry for entry in trail if entry.attempt in running and _is_after_start(entry.event)]
+    return [entry for entry in trail if entry not in later] + current + later
+
+
+def _is_after_start(event: AuditEvent | str) -> bool:
+    return event is AuditEvent.OPERATOR_CANCEL or not isinstance(event, AuditEvent)
 
 
 def _current(domain: str, command_id: str) -> Steps[list[AuditEntry]]:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from commandbus import sql
 from commandbus.flow.operation import Statement, Steps, operation
+from commandbus.flow.processes.inspect import get_process
+from commandbus.model import names
+from commandbus.model.process import ProcessRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +30,17 @@ def process_of(command: int) -> Steps[PartOfProcess | None]:
         return None
     domain, process_id, step, name = rows[0]
     return PartOfProcess(domain, process_id, abs(step or 0), name, (step or 0) < 0)
+
+
+@operation(atomic=True)
+def get_process_of(domain: str, command_id: str) -> Steps[ProcessRecord | None]:
+    """The process that a command, by its name, is of; None if it is of none."""
+    rows = yield Statement(
+        b"SELECT id FROM commandbus.command WHERE domain = %(domain)s AND command_id = %(command_id)s",
+        {"domain": names.check_domain(domain), "command_id": names.to_id(command_id)},
+    )
+    for (id_,) in rows:
+        part = yield from process_of(id_).steps
+        if part is not None:
+            return (yield from get_process(part.domain, part.process_id).steps)
+    return None

@@ -10,8 +10,9 @@ from psycopg import errors as pg
 from commandbus import sql
 from commandbus.errors import MissingPrivilegeError
 from commandbus.flow.operation import Statement, Steps, no_schema, operation
+from commandbus.flow.queues.messages import refuse_domains
 from commandbus.model import roles
-from commandbus.model.names import check_domain, check_queue, queue_of
+from commandbus.model.names import check_domain, check_queue, pgmq_table, queue_of
 
 SAFE_PATH = b"SET LOCAL search_path = pg_catalog, pg_temp"
 """Until the transaction ends. PGMQ's functions call others by their bare names: they must meet nobody else's."""
@@ -36,12 +37,33 @@ def create_domain(domain: str) -> Steps[bool]:
 @operation(atomic=True)
 def create_queue(queue: str) -> Steps[None]:
     """Create a plain PGMQ queue, such as one for replies."""
-    yield from _create_queue(check_queue(queue, what="queue"))
+    refuse_domains("create_queue", check_queue(queue, what="queue"))
+    yield from _create_queue(queue)
     yield Statement(
         b"INSERT INTO commandbus.setting (name, value) VALUES ('queue.' || %(queue)s, 'reply') "
         b"ON CONFLICT DO NOTHING",
         {"queue": queue},
     )
+
+
+@operation(atomic=True)
+def drop_queue(queue: str) -> Steps[bool]:
+    """Drop a PGMQ queue and its archive with all that is in them; False if there was none."""
+    refuse_domains("drop_queue", queue)
+    ((exists, _),) = yield Statement(sql.text("queues/shape"), {"table": f"pgmq.{pgmq_table(queue)}"})
+    if not exists:  # PGMQ 1.5 does not look
+        return False
+    path = yield from _enter_safe_path()
+    try:
+        yield Statement(b"SELECT pgmq.drop_queue(%(queue)s)", {"queue": queue})
+    except pg.InsufficientPrivilege as error:
+        raise MissingPrivilegeError(
+            f"this role may not drop queue {queue!r} ({error.diag.message_primary}); drop it as the role that "
+            f"created it"
+        ) from None
+    yield Statement(b"DELETE FROM commandbus.setting WHERE name = 'queue.' || %(queue)s", {"queue": queue})
+    yield from _leave_safe_path(path)
+    return True
 
 
 @operation(atomic=False)
@@ -71,7 +93,7 @@ def create_steps(domain: str) -> Steps[bool]:
 
 
 def _create_queue(queue: str) -> Steps[None]:
-    yield Statement(SAFE_PATH)
+    path = yield from _enter_safe_path()
     try:
         yield Statement(b"SELECT pgmq.create(%(queue)s)", {"queue": queue})
     except pg.InsufficientPrivilege as error:
@@ -80,6 +102,19 @@ def _create_queue(queue: str) -> Steps[None]:
     for name, role in settings:
         for grant in roles.queue_grants(name.removeprefix("role."), role, queue):
             yield Statement(grant.encode())
+    yield from _leave_safe_path(path)
+
+
+def _enter_safe_path() -> Steps[str]:
+    """Returns the path as it was: the transaction may be a caller's, who goes on in it."""
+    ((path,),) = yield Statement(b"SELECT pg_catalog.current_setting('search_path')")
+    yield Statement(SAFE_PATH)
+    found: str = path
+    return found
+
+
+def _leave_safe_path(path: str) -> Steps[None]:
+    yield Statement(b"SELECT pg_catalog.set_config('search_path', %(path)s, true)", {"path": path})
 
 
 def _may_not_create(queue: str, error: pg.InsufficientPrivilege) -> MissingPrivilegeError:

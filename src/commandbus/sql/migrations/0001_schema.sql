@@ -127,6 +127,19 @@ CREATE TABLE commandbus.operator_action (
 );
 CREATE INDEX operator_action_command ON commandbus.operator_action (command);
 
+-- Events that applications write into a command's audit trail, one row each. `rank` is the event's position in the trail: within
+-- the attempt that ran when it was written, or after it.
+CREATE TABLE commandbus.audit_event (
+    id       bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    command  bigint NOT NULL,
+    at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    rank     integer NOT NULL,
+    attempt  integer,
+    event    text NOT NULL,
+    details  json
+);
+CREATE INDEX audit_event_command ON commandbus.audit_event (command);
+
 -- Commands that wait outside the range that claims read: the vt of their queue row is ten years ahead.
 --
 -- reason           what the command waits for: 'pause', 'limit', 'breaker', or 'handler' (the worker that claimed it has no
@@ -524,7 +537,10 @@ CREATE VIEW commandbus.audit AS
     SELECT command, performed_at, COALESCE(attempt * 100 + 25, attempt_base * 100 + 50), 'OPERATOR_' || action,
            attempt, NULL,
            json_build_object('operator', operator, 'reason', reason)
-      FROM commandbus.operator_action;
+      FROM commandbus.operator_action
+    UNION ALL
+    SELECT command, at, rank, event, attempt, NULL, details
+      FROM commandbus.audit_event;
 
 -- Members finished per second, as a moving average over some ten seconds: what it was, and what happened since.
 CREATE FUNCTION commandbus.moving_rate(rate float8, since timestamptz, count_then bigint, count_now numeric) RETURNS float8
@@ -990,6 +1006,8 @@ BEGIN
         DELETE FROM commandbus.attempt a WHERE a.command IN (SELECT o.id FROM old o)
     ), actions AS (
         DELETE FROM commandbus.operator_action a WHERE a.command IN (SELECT o.id FROM old o)
+    ), events AS (
+        DELETE FROM commandbus.audit_event e WHERE e.command IN (SELECT o.id FROM old o)
     )
     SELECT (SELECT count(*) FROM gone), (SELECT max(s.id) FROM seen s), (SELECT count(*) FROM seen),
            (SELECT bool_and(s.id > p_through_id AND COALESCE(s.created_at > v_before, true)) FROM seen s);
@@ -1221,6 +1239,40 @@ SELECT 'limit', last.members,
                         / (1 - exp(-least(greatest(extract(epoch FROM now())::float8 - l.flow_since, 1), 600) / 60))
                    END AS flow) f
 $sql$, 'q_' || p_domain || '__commands') USING p_domain, p_batch, p_most;
+END
+$$;
+
+-- Writes events of commands of one domain, for roles that may work on it. Returns the ids of the commands that exist, in no
+-- order. A command that somebody holds is in an attempt: its number is attempt_base + read_ct.
+--
+-- Locks: none but the new rows. Indexes: command_domain_command_id_key, the queue's key.
+CREATE FUNCTION commandbus.log_events(p_domain text, p_command_ids text[], p_events text[], p_details text[])
+    RETURNS TABLE (command_id text)
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM commandbus.check_caller(p_domain, 'UPDATE');
+    IF to_regclass(format('pgmq.%I', 'q_' || p_domain || '__commands')) IS NULL THEN
+        RETURN;
+    END IF;
+    RETURN QUERY EXECUTE format($query$
+        WITH named AS MATERIALIZED (
+            SELECT c.id, c.command_id, x.event, x.details, x.position,
+                   COALESCE(c.attempt, c.attempt_base + COALESCE(q.read_ct, 0)) AS number,
+                   COALESCE(q.headers ? 'held_by', false) AS is_running
+              FROM unnest($2, $3, $4) WITH ORDINALITY AS x(command_id, event, details, position)
+             CROSS JOIN LATERAL (
+                   SELECT * FROM commandbus.command k
+                    WHERE k.domain = $1 AND k.command_id = x.command_id OFFSET 0) c
+              LEFT JOIN pgmq.%I q ON q.msg_id = c.msg_id AND c.status = 'PENDING'
+        ), logged AS (
+            INSERT INTO commandbus.audit_event (command, rank, attempt, event, details)
+            SELECT n.id, n.number * 100 + CASE WHEN n.is_running THEN 25 ELSE 60 END,
+                   CASE WHEN n.is_running THEN n.number END, n.event, n.details::json
+              FROM named n ORDER BY n.position
+        )
+        SELECT n.command_id FROM named n
+        $query$, 'q_' || p_domain || '__commands')
+        USING p_domain, p_command_ids, p_events, p_details;
 END
 $$;
 

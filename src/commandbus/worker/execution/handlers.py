@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Literal, TypeVar
 
-from commandbus.errors import ConfigurationError, DuplicateHandlerError
+from commandbus.errors import ConfigurationError, DuplicateHandlerError, UnknownCommandTypeError
 from commandbus.model.batch import ADDRESSES
+from commandbus.model.command import Command
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.limit import Limit, check_limit_name
 from commandbus.model.names import check_domain, check_type
@@ -243,6 +244,19 @@ class HandlerRegistry:
         """The handler for a command, if there is one."""
         return self._handlers.get((domain, command_type))
 
+    def dispatch(self, command: Command, context: Any) -> Any:
+        """Call the handler of a command with this context, in this thread, and return its result.
+
+        What is awaitable is run to its end on an event loop of its own. For tests and for programs that have no
+        worker: nothing is leased, bounded in time or settled. A command without a handler is
+        UnknownCommandTypeError.
+        """
+        found = self.get(command.domain, command.command_type)
+        if found is None:
+            raise UnknownCommandTypeError(command.domain, command.command_type)
+        result = found.function(command, context) if found.takes_command else found.function(context)
+        return _run_to_end(result) if inspect.isawaitable(result) else result
+
     @property
     def domains(self) -> list[str]:
         """The domains that have handlers."""
@@ -284,6 +298,15 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - a callable object may have an async __call__
     )
+
+
+def _run_to_end(result: Awaitable[Any]) -> Any:
+    import asyncio  # a module of handlers is imported by programs that need none
+
+    async def finish() -> Any:
+        return await result
+
+    return asyncio.run(finish())
 
 
 def _takes_command(function: Callable[..., Any]) -> bool:

@@ -18,7 +18,7 @@ import importlib.resources
 import secrets
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from commandbus.errors import ConfigurationError
 from commandbus.logger import safe_logger
@@ -29,6 +29,9 @@ logger = safe_logger("commandbus.limits")
 
 TIMEOUT_SECONDS: Final = 1.0
 _MICRO: Final = 1_000_000
+
+RedisAddress: TypeAlias = Any
+"""A URL, or a client of redis-py (sync or async) that an application has anyway."""
 
 
 class RedisLostError(Exception):
@@ -54,34 +57,63 @@ class Probe(NamedTuple):
     epoch: str | None
 
 
+def make_pool(address: RedisAddress, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
+    """A pool of connections to the Redis of this URL, or to the one that this client of the application uses."""
+    try:
+        import redis
+    except ImportError:
+        raise ConfigurationError(
+            "limits are to be kept in Redis, but its client is missing: pip install 'commandbus-pg[redis]'"
+        ) from None
+    usual = {
+        "socket_timeout": timeout_seconds,
+        "socket_connect_timeout": timeout_seconds,
+        "client_name": "commandbus",
+    }
+    ours = {"protocol": 2, "decode_responses": True}  # protocol 3 begins with a command that Redis 5 does not know
+    if not isinstance(address, str):
+        theirs = address.connection_pool
+        kind = getattr(redis, theirs.connection_class.__name__, redis.Connection)
+        given = {name: value for name, value in theirs.connection_kwargs.items() if _says_where(name)}
+        return redis.ConnectionPool(connection_class=kind, **given | usual | ours)
+    try:
+        pool = redis.ConnectionPool.from_url(address, **usual)
+        pool.connection_kwargs.update(ours)
+        pool.make_connection()
+    except (ValueError, TypeError, redis.RedisError):
+        raise ConfigurationError(
+            "redis_url (not shown, as it may hold a password) is not a Redis URL: give redis://host:6379/0, "
+            "rediss://… for TLS, or unix://…"
+        ) from None
+    return pool
+
+
+def _says_where(name: str) -> bool:
+    """Is it an option of a client that says where Redis is, and who asks? All others are its own business."""
+    return name.startswith("ssl_") or name in {
+        "host",
+        "port",
+        "path",
+        "db",
+        "username",
+        "password",
+        "credential_provider",
+    }
+
+
 class RedisScripts:
     """Takes, renews and gives back permits in one Redis. Every method may raise RedisLostError."""
 
-    def __init__(self, url: str, environment: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-        try:
-            import redis
-        except ImportError:
-            raise ConfigurationError(
-                "limits are kept in Redis, but its client is not installed: run pip install 'commandbus-pg[redis]'"
-            ) from None
+    def __init__(
+        self, address: RedisAddress, environment: str, *, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
+        pool = make_pool(address, timeout_seconds=timeout_seconds)
+        import redis
+
         self._failure = redis.RedisError
         self._unknown_script = redis.exceptions.NoScriptError
-        try:
-            pool = redis.ConnectionPool.from_url(
-                url,
-                socket_timeout=timeout_seconds,
-                socket_connect_timeout=timeout_seconds,
-                client_name="commandbus",
-            )
-            # Protocol 3 begins with a command that Redis 5 does not know.
-            pool.connection_kwargs.update(protocol=2, decode_responses=True)
-            # Not one of the pool's own: it must be known when a connection is a new one.
-            self._conn: Any = pool.make_connection()
-        except (ValueError, TypeError, redis.RedisError):
-            raise ConfigurationError(
-                "redis_url (not shown, as it may hold a password) is not a Redis URL: give redis://host:6379/0, "
-                "rediss://… for TLS, or unix://…"
-            ) from None
+        # Not one of the pool's own: it must be known when a connection is a new one.
+        self._conn: Any = pool.make_connection()
         self._epoch_key = f"commandbus_epoch:{environment}"
         self._server: str | None = None  # which process the connection leads to; None: not connected
 

@@ -1,0 +1,361 @@
+"""PgmqClient and AsyncPgmqClient: any PGMQ queue of the database, for replies and for messages of other programs.
+
+Reached as `bus.queues`, or made with a psycopg pool. Each method is one operation of `flow/queues/` on a pooled
+connection, or on the one that the caller lends with `conn=`. Waiting holds no connection of a pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from datetime import datetime
+from typing import Any
+
+import psycopg
+from psycopg import AsyncConnection, Connection
+from psycopg import sql as pgsql
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
+
+from commandbus.bus.asynchronous import AsyncCommandBus
+from commandbus.bus.call_listener import address_of
+from commandbus.bus.repositories.base import AsyncRepository, Repository
+from commandbus.bus.sync import CommandBus
+from commandbus.clock import monotonic
+from commandbus.db.bus_pool import unavailable
+from commandbus.db.drivers import run, run_async
+from commandbus.db.pool import lasting_conninfo
+from commandbus.flow.queues import inspect, messages
+from commandbus.flow.setup import domains
+from commandbus.model.durations import Duration
+from commandbus.model.queue import QueueInfo, QueueMessage, QueueMetrics
+from commandbus.settings import Settings
+
+VT_SECONDS = 30.0
+POLL_SECONDS = 0.1
+LOOK_SECONDS = 1.0
+"""While it listens, a client looks this often, too: not everybody who sends tells."""
+
+
+class PgmqClient(Repository):
+    """PGMQ queues for sync code: `bus.queues`, or `PgmqClient(pool)`. Safe to share between threads.
+
+    A domain's command queue can be looked at with `read`, which takes nothing there, and sent to. What would lose
+    its commands or their leases is refused with InvalidOperationError.
+    """
+
+    def __init__(self, source: CommandBus | ConnectionPool[Any]) -> None:
+        super().__init__(source)
+        self._shapes: messages.Shapes = {}
+
+    # --- queues -----------------------------------------------------------------------------------------------
+
+    def create_queue(self, queue: str, *, conn: object = None) -> None:
+        """Create a queue; nothing happens if it is there."""
+        self._bus.run(domains.create_queue(queue), conn)
+
+    def drop_queue(self, queue: str, *, conn: object = None) -> bool:
+        """Drop a queue and its archive with all that is in them; False if there was none."""
+        return self._bus.run(domains.drop_queue(queue), conn)
+
+    def list_queues(self, *, conn: object = None) -> list[QueueInfo]:
+        """All queues by name, those of domains included."""
+        return self._bus.run(inspect.list_queues(), conn)
+
+    def metrics(self, queue: str, *, conn: object = None) -> QueueMetrics:
+        """The figures of a queue."""
+        return self._bus.run(inspect.metrics(queue), conn)
+
+    def metrics_all(self, *, conn: object = None) -> list[QueueMetrics]:
+        """The figures of all queues that this role may read, by name."""
+        return self._bus.run(inspect.metrics_all(), conn)
+
+    # --- messages ---------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        queue: str,
+        message: Any,
+        *,
+        headers: Mapping[str, Any] | None = None,
+        delay: Duration | None = None,
+        at: datetime | None = None,
+        conn: object = None,
+    ) -> int:
+        """Send a message, anything that JSON has a word for; returns its id. It can be read after `delay`, or from
+        `at` on."""
+        (msg_id,) = self._send(queue, [message], [headers], delay, at, conn)
+        return msg_id
+
+    def send_batch(
+        self,
+        queue: str,
+        messages: Sequence[Any],
+        *,
+        headers: Sequence[Mapping[str, Any] | None] | None = None,
+        delay: Duration | None = None,
+        at: datetime | None = None,
+        conn: object = None,
+    ) -> list[int]:
+        """Send messages in one statement, in their order; `headers` has one entry for each. Returns their ids."""
+        return self._send(queue, messages, headers, delay, at, conn)
+
+    def _send(
+        self, queue: str, sent: Sequence[Any], headers: Any, delay: Any, at: datetime | None, conn: object
+    ) -> list[int]:
+        limit = self._bus.settings.max_payload_bytes
+        operation = messages.send(queue, sent, headers=headers, delay=delay, at=at, max_bytes=limit)
+        return self._bus.run(operation, conn)
+
+    def read(
+        self, queue: str, *, vt: Duration = VT_SECONDS, qty: int = 1, conn: object = None
+    ) -> list[QueueMessage]:
+        """Read up to `qty` messages, oldest first. For `vt` nobody else reads them; then they can be read again,
+        unless they were deleted or archived."""
+        return self._bus.run(messages.read(queue, self._shapes, vt=vt, qty=qty), conn)
+
+    def read_with_poll(
+        self,
+        queue: str,
+        *,
+        vt: Duration = VT_SECONDS,
+        qty: int = 1,
+        wait: Duration = 5.0,
+        poll_interval: Duration = POLL_SECONDS,
+        conn: object = None,
+    ) -> list[QueueMessage]:
+        """Read; while there is nothing, look again every `poll_interval`, for `wait` at most."""
+        waiting = _Waiting(wait, poll_interval)
+        while True:
+            found = self.read(queue, vt=vt, qty=qty, conn=conn)
+            if found or (pause := waiting.pause()) is None:
+                return found
+            time.sleep(pause)
+
+    def pop(self, queue: str, *, qty: int = 1, conn: object = None) -> list[QueueMessage]:
+        """Read up to `qty` messages and remove them at once: what is not handled then is lost."""
+        return self._bus.run(messages.pop(queue, self._shapes, qty=qty), conn)
+
+    def delete(self, queue: str, msg_id: int, *, conn: object = None) -> bool:
+        """Remove a message; False if it was not there."""
+        return bool(self.delete_batch(queue, [msg_id], conn=conn))
+
+    def delete_batch(self, queue: str, msg_ids: Sequence[int], *, conn: object = None) -> list[int]:
+        """Remove messages; returns the ids of those that were there."""
+        return self._bus.run(messages.delete(queue, msg_ids), conn)
+
+    def archive(self, queue: str, msg_id: int, *, conn: object = None) -> bool:
+        """Move a message to the queue's archive; False if it was not there."""
+        return bool(self.archive_batch(queue, [msg_id], conn=conn))
+
+    def archive_batch(self, queue: str, msg_ids: Sequence[int], *, conn: object = None) -> list[int]:
+        """Move messages to the queue's archive; returns the ids of those that were there."""
+        return self._bus.run(messages.archive(queue, self._shapes, msg_ids), conn)
+
+    def set_vt(self, queue: str, msg_id: int, vt: Duration, *, conn: object = None) -> QueueMessage | None:
+        """Let a message be readable in `vt` from now; None if it was not there."""
+        return self._bus.run(messages.set_vt(queue, self._shapes, msg_id, vt), conn)
+
+    def purge(self, queue: str, *, conn: object = None) -> int:
+        """Remove all messages; returns how many there were."""
+        return self._bus.run(messages.purge(queue), conn)
+
+    # --- waiting ----------------------------------------------------------------------------------------------
+
+    def wait_for(self, queue: str, *, wait: Duration = 30.0) -> bool:
+        """Wait until a message can be read; False if there is none after `wait`.
+
+        It listens on a connection of its own: a reply, or what `send` of this client sends, is told at once. It
+        also looks once a second, for programs that tell nobody, and when a delayed message is due. Behind
+        PgBouncer, where nothing can be heard, it looks four times a second.
+        """
+        waiting = _Waiting(wait, LOOK_SECONDS)
+        if self._bus.run(inspect.next_visible(queue)) == 0:
+            return True
+        settings = address_of(self._bus._database, self._bus.settings, self._bus._lent_pool)
+        with _listening(settings, queue) as conn:
+            while (seconds := run(conn, inspect.next_visible(queue))) != 0:
+                if (pause := waiting.pause(seconds)) is None:
+                    return False
+                if settings.prepared_statements:
+                    list(conn.notifies(timeout=pause, stop_after=1))
+                else:
+                    time.sleep(min(pause, LOOK_SECONDS / 4))
+        return True
+
+
+class AsyncPgmqClient(AsyncRepository):
+    """PGMQ queues for async code: the same methods, awaited. `bus.queues`, or `AsyncPgmqClient(pool)`."""
+
+    def __init__(self, source: AsyncCommandBus | AsyncConnectionPool[Any]) -> None:
+        super().__init__(source)
+        self._shapes: messages.Shapes = {}
+
+    async def create_queue(self, queue: str, *, conn: object = None) -> None:
+        """Create a queue; nothing happens if it is there."""
+        await self._bus.run(domains.create_queue(queue), conn)
+
+    async def drop_queue(self, queue: str, *, conn: object = None) -> bool:
+        """Drop a queue and its archive with all that is in them; False if there was none."""
+        return await self._bus.run(domains.drop_queue(queue), conn)
+
+    async def list_queues(self, *, conn: object = None) -> list[QueueInfo]:
+        """All queues by name, those of domains included."""
+        return await self._bus.run(inspect.list_queues(), conn)
+
+    async def metrics(self, queue: str, *, conn: object = None) -> QueueMetrics:
+        """The figures of a queue."""
+        return await self._bus.run(inspect.metrics(queue), conn)
+
+    async def metrics_all(self, *, conn: object = None) -> list[QueueMetrics]:
+        """The figures of all queues that this role may read, by name."""
+        return await self._bus.run(inspect.metrics_all(), conn)
+
+    async def send(
+        self,
+        queue: str,
+        message: Any,
+        *,
+        headers: Mapping[str, Any] | None = None,
+        delay: Duration | None = None,
+        at: datetime | None = None,
+        conn: object = None,
+    ) -> int:
+        """Send a message; see PgmqClient.send."""
+        (msg_id,) = await self._send(queue, [message], [headers], delay, at, conn)
+        return msg_id
+
+    async def send_batch(
+        self,
+        queue: str,
+        messages: Sequence[Any],
+        *,
+        headers: Sequence[Mapping[str, Any] | None] | None = None,
+        delay: Duration | None = None,
+        at: datetime | None = None,
+        conn: object = None,
+    ) -> list[int]:
+        """Send messages in one statement; see PgmqClient.send_batch."""
+        return await self._send(queue, messages, headers, delay, at, conn)
+
+    async def _send(
+        self, queue: str, sent: Sequence[Any], headers: Any, delay: Any, at: datetime | None, conn: object
+    ) -> list[int]:
+        limit = self._bus.settings.max_payload_bytes
+        operation = messages.send(queue, sent, headers=headers, delay=delay, at=at, max_bytes=limit)
+        return await self._bus.run(operation, conn)
+
+    async def read(
+        self, queue: str, *, vt: Duration = VT_SECONDS, qty: int = 1, conn: object = None
+    ) -> list[QueueMessage]:
+        """Read up to `qty` messages, oldest first; see PgmqClient.read."""
+        return await self._bus.run(messages.read(queue, self._shapes, vt=vt, qty=qty), conn)
+
+    async def read_with_poll(
+        self,
+        queue: str,
+        *,
+        vt: Duration = VT_SECONDS,
+        qty: int = 1,
+        wait: Duration = 5.0,
+        poll_interval: Duration = POLL_SECONDS,
+        conn: object = None,
+    ) -> list[QueueMessage]:
+        """Read; while there is nothing, look again every `poll_interval`, for `wait` at most."""
+        waiting = _Waiting(wait, poll_interval)
+        while True:
+            found = await self.read(queue, vt=vt, qty=qty, conn=conn)
+            if found or (pause := waiting.pause()) is None:
+                return found
+            await asyncio.sleep(pause)
+
+    async def pop(self, queue: str, *, qty: int = 1, conn: object = None) -> list[QueueMessage]:
+        """Read up to `qty` messages and remove them at once: what is not handled then is lost."""
+        return await self._bus.run(messages.pop(queue, self._shapes, qty=qty), conn)
+
+    async def delete(self, queue: str, msg_id: int, *, conn: object = None) -> bool:
+        """Remove a message; False if it was not there."""
+        return bool(await self.delete_batch(queue, [msg_id], conn=conn))
+
+    async def delete_batch(self, queue: str, msg_ids: Sequence[int], *, conn: object = None) -> list[int]:
+        """Remove messages; returns the ids of those that were there."""
+        return await self._bus.run(messages.delete(queue, msg_ids), conn)
+
+    async def archive(self, queue: str, msg_id: int, *, conn: object = None) -> bool:
+        """Move a message to the queue's archive; False if it was not there."""
+        return bool(await self.archive_batch(queue, [msg_id], conn=conn))
+
+    async def archive_batch(self, queue: str, msg_ids: Sequence[int], *, conn: object = None) -> list[int]:
+        """Move messages to the queue's archive; returns the ids of those that were there."""
+        return await self._bus.run(messages.archive(queue, self._shapes, msg_ids), conn)
+
+    async def set_vt(self, queue: str, msg_id: int, vt: Duration, *, conn: object = None) -> QueueMessage | None:
+        """Let a message be readable in `vt` from now; None if it was not there."""
+        return await self._bus.run(messages.set_vt(queue, self._shapes, msg_id, vt), conn)
+
+    async def purge(self, queue: str, *, conn: object = None) -> int:
+        """Remove all messages; returns how many there were."""
+        return await self._bus.run(messages.purge(queue), conn)
+
+    async def wait_for(self, queue: str, *, wait: Duration = 30.0) -> bool:
+        """Wait until a message can be read; see PgmqClient.wait_for."""
+        waiting = _Waiting(wait, LOOK_SECONDS)
+        if await self._bus.run(inspect.next_visible(queue)) == 0:
+            return True
+        settings = address_of(self._bus._database, self._bus.settings, self._bus._lent_pool)
+        async with _listening_async(settings, queue) as conn:
+            while (seconds := await run_async(conn, inspect.next_visible(queue))) != 0:
+                if (pause := waiting.pause(seconds)) is None:
+                    return False
+                if settings.prepared_statements:
+                    async for _ in conn.notifies(timeout=pause, stop_after=1):
+                        pass
+                else:
+                    await asyncio.sleep(min(pause, LOOK_SECONDS / 4))
+        return True
+
+
+class _Waiting:
+    """One wait: until when, and how long to pause between two looks."""
+
+    def __init__(self, wait: Duration, interval: Duration) -> None:
+        self._until = monotonic() + messages.seconds_of(wait, "wait")
+        self._interval = max(0.001, messages.seconds_of(interval, "poll_interval"))
+
+    def pause(self, due_in: float | None = None) -> float | None:
+        """Seconds until the next look, at the latest when something is due; None when the time is up."""
+        left = self._until - monotonic()
+        if left <= 0:
+            return None
+        return min(left, self._interval, *([] if due_in is None else [due_in]))
+
+
+def _channels(queue: str) -> list[pgsql.Composed]:
+    """What is told of a queue: by us, and by PGMQ itself where `pgmq.enable_notify_insert` was called."""
+    names = (messages.channel_of(queue), f"pgmq.q_{queue.lower()}.INSERT")
+    return [pgsql.SQL("LISTEN {}").format(pgsql.Identifier(name)) for name in names]
+
+
+@contextmanager
+def _listening(settings: Settings, queue: str) -> Iterator[Connection[Any]]:
+    try:
+        with Connection.connect(lasting_conninfo(settings.database_url), autocommit=True) as conn:
+            conn.prepare_threshold = None
+            for listen in _channels(queue) if settings.prepared_statements else ():
+                conn.execute(listen)
+            yield conn
+    except psycopg.OperationalError as error:
+        raise unavailable(error) from error
+
+
+@asynccontextmanager
+async def _listening_async(settings: Settings, queue: str) -> AsyncIterator[AsyncConnection[Any]]:
+    try:
+        async with await AsyncConnection.connect(lasting_conninfo(settings.database_url), autocommit=True) as conn:
+            conn.prepare_threshold = None
+            for listen in _channels(queue) if settings.prepared_statements else ():
+                await conn.execute(listen)
+            yield conn
+    except psycopg.OperationalError as error:
+        raise unavailable(error) from error

@@ -1,0 +1,71 @@
+"""AuditLogger and AsyncAuditLogger: what happened to a command, and what an application adds to that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from commandbus.bus.repositories.base import AsyncRepository, Repository
+from commandbus.flow.commands import audit_events, inspect
+from commandbus.flow.commands.audit_events import NewAuditEvent
+from commandbus.model.command import AuditEntry
+
+
+class AuditLogger(Repository):
+    """Audit trails: `bus.audit`, or `AuditLogger(pool)`."""
+
+    def log(
+        self,
+        domain: str,
+        command_id: str,
+        event: str,
+        details: Mapping[str, Any] | None = None,
+        *,
+        conn: object = None,
+    ) -> None:
+        """Write an event of the application into a command's trail; with `conn` it is there if that commits.
+
+        Its name is any text but those that commandbus itself tells (`AuditEvent`).
+        """
+        limit = self._bus.settings.max_payload_bytes
+        self._bus.run(audit_events.log(domain, [NewAuditEvent(command_id, event, details)], max_bytes=limit), conn)
+
+    def log_many(self, domain: str, events: Iterable[NewAuditEvent], *, conn: object = None) -> int:
+        """Write events, all or none; returns how many."""
+        limit = self._bus.settings.max_payload_bytes
+        return self._bus.run(audit_events.log(domain, events, max_bytes=limit), conn)
+
+    def get_events(self, domain: str, command_id: str, *, conn: object = None) -> list[AuditEntry]:
+        """Every event of a command, in order; empty if there is no such command."""
+        return self._bus.run(inspect.get_audit_trail(domain, command_id), conn)
+
+
+class AsyncAuditLogger(AsyncRepository):
+    """Audit trails for async code: `bus.audit`, or `AsyncAuditLogger(pool)`. The same methods, awaited."""
+
+    async def log(
+        self,
+        domain: str,
+        command_id: str,
+        event: str,
+        details: Mapping[str, Any] | None = None,
+        *,
+        conn: object = None,
+    ) -> None:
+        """Write an event of the application into a command's trail; with `conn` it is there if that commits.
+
+        Its name is any text but those that commandbus itself tells (`AuditEvent`).
+        """
+        limit = self._bus.settings.max_payload_bytes
+        await self._bus.run(
+            audit_events.log(domain, [NewAuditEvent(command_id, event, details)], max_bytes=limit), conn
+        )
+
+    async def log_many(self, domain: str, events: Iterable[NewAuditEvent], *, conn: object = None) -> int:
+        """Write events, all or none; returns how many."""
+        limit = self._bus.settings.max_payload_bytes
+        return await self._bus.run(audit_events.log(domain, events, max_bytes=limit), conn)
+
+    async def get_events(self, domain: str, command_id: str, *, conn: object = None) -> list[AuditEntry]:
+        """Every event of a command, in order; empty if there is no such command."""
+        return await self._bus.run(inspect.get_audit_trail(domain, command_id), conn)

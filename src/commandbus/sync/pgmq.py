@@ -1,0 +1,5 @@
+"""SyncPgmqClient(pool)."""
+
+from commandbus.bus.queues import PgmqClient as SyncPgmqClient
+
+__all__ = ["SyncPgmqClient"]

@@ -1,0 +1,5 @@
+"""SyncProcessRepository(pool)."""
+
+from commandbus.bus.repositories.processes import ProcessRepository as SyncProcessRepository
+
+__all__ = ["SyncProcessRepository"]

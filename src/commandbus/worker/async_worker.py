@@ -1,0 +1,88 @@
+"""AsyncWorker: a worker inside an application that owns an event loop: the same worker, with threads of its own.
+
+    async with AsyncWorker(handlers, domains=["orders"]):
+        await serve()
+
+Nothing of it runs on the application's loop, so a handler cannot hold that up, nor the loop a handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from commandbus.worker.execution.handlers import HandlerRegistry
+from commandbus.worker.health import HealthStatus
+from commandbus.worker.worker import Worker
+from commandbus.worker.worker_options import StopReport
+
+T = TypeVar("T")
+
+
+class AsyncWorker:
+    """Takes what `Worker` takes; `worker` is that one."""
+
+    def __init__(self, handlers: HandlerRegistry, **options: Any) -> None:
+        self.worker = Worker(handlers, **options)
+
+    @property
+    def health_status(self) -> HealthStatus:
+        """How it is."""
+        return self.worker.health_status
+
+    @property
+    def state(self) -> str:
+        """STARTING, ACTIVE, DRAINING, EXITING, or STOPPED."""
+        return self.worker.state
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.worker.is_running:  # else it was asked to stop before it had started
+            await self.stop()
+
+    async def start(self) -> bool:
+        """Start, and wait for the database if it is away; a start that is canceled is given up."""
+        return await self._in_thread(self.worker.start)
+
+    async def run(self) -> StopReport:
+        """Start, and run until `stop`, `worker.request_stop` or a limit ends it, or this task is canceled: then
+        it stops in order before the cancellation goes on."""
+        return await self._in_thread(self.worker.run)
+
+    async def stop(self, timeout: float | None = None) -> StopReport:
+        """Stop in order, within `timeout` (default: shutdown_timeout)."""
+        return await self._in_thread(lambda: self.worker.stop(timeout))
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        """In a thread of its own: those of the loop's executor are few, and the application's."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = call()
+            except BaseException as error:  # noqa: BLE001 - it is the caller's
+                loop.call_soon_threadsafe(_fail, done, error)
+            else:
+                loop.call_soon_threadsafe(done.set_result, result)
+
+        threading.Thread(target=run, name=f"{self.worker.id}-run", daemon=True).start()
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            self.worker.request_stop("the task was canceled")
+            await asyncio.wait([done])
+            raise
+
+
+def _fail(done: asyncio.Future[Any], error: BaseException) -> None:
+    done.set_exception(error)
+    done.exception()  # looked at: a caller that was canceled does not
