@@ -185,7 +185,7 @@ def _judged(error: BaseException) -> ApiFailure | None:
     return _unanswered(error)
 
 
-def _told_seconds(value: object) -> float | None:
+def told_seconds(value: object) -> float | None:
     """What a handler said: a duration, or a header's value. What is neither is None: a 429 must not get lost."""
     try:
         return _capped(parse_seconds(cast(Duration, value), name="retry_after"))
@@ -198,7 +198,7 @@ def _told(error: RateLimitError) -> ApiFailure:
     return ApiFailure(
         "rate_limited",
         _whole(details.get("status") if isinstance(details, dict) else None) or 429,
-        _told_seconds(_get(error, "retry_after")),
+        told_seconds(_get(error, "retry_after")),
         _text(error) or "rate limited",
         limit if isinstance(limit, str) else None,
     )

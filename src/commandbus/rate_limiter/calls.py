@@ -17,10 +17,10 @@ from functools import cache
 from types import TracebackType
 from typing import Any, Final
 
-from commandbus.clock import epoch, monotonic
+from commandbus.clock import monotonic
 from commandbus.errors import ApiTimeoutError, ConfigurationError, RateLimitError
 from commandbus.logger import safe_logger
-from commandbus.model.api_errors import parse_retry_after
+from commandbus.model.api_errors import told_seconds
 from commandbus.rate_limiter.semaphore import (
     ACQUIRE_SECONDS,
     MAX_CONCURRENT_CALLS,
@@ -211,7 +211,7 @@ def _call_of(ocr_processor: Any) -> Callable[[bytes], Any]:
 
 
 def _pause_after(attempt: int, error: RateLimitError) -> float:
-    said = parse_retry_after(error.retry_after, now=epoch())
+    said = told_seconds(error.retry_after)
     pause = calculate_backoff(attempt) if said is None else said
     logger.warning("rate limited, attempt %d: again in %g s (%s)", attempt, pause, error)
     return pause
