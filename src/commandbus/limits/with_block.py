@@ -1,9 +1,9 @@
 """The `with` block that holds a permit of a limit: `with ctx.limit("docai"): …` and `with bus.limit("docai"): …`.
 
 One block for `with` and one for `async with`; who wants the permit (a handler's attempt, or a program) is a
-`PermitUser`. The exception that leaves the block tells how the API is (model/api_errors.py). After a timeout, or when
-somebody stopped the code in the block, the API may still be working on the call: the permit stays taken until its
-lease ends.
+`PermitUser`. The exception that leaves the block tells how the API is (model/api_errors.py). After a timeout, or
+when somebody stopped the code in the block, the API may still be working on the call: the permit stays taken until
+its lease ends.
 """
 
 from __future__ import annotations

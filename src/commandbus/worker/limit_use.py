@@ -6,8 +6,8 @@
     returned       it was given back, and never began
 
 Between them: `acquire` and `release`, for blocks of its handler's code. If an API refused the call (a 429), the
-command is parked until the back-off is over; at its cap it goes to the troubleshooting queue. If the call failed in
-another way, the attempt is charged, unless it was the probe while others wait.
+command is parked until the back-off is over; at its cap it goes to the troubleshooting queue. If the call failed
+in another way, the attempt is charged, unless it was the probe while others wait.
 
 Threads: `granted` and the decisions are the limit client's, `abandoned` is the ladder's; all else is called where
 the attempt runs, by its slot or any thread of its handler. Nothing here waits.

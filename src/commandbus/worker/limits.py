@@ -1,7 +1,7 @@
 """LimitedWork: what a worker does with limits: its limit client, and how limited commands reach it.
 
-Claimed commands whose handler names limits go through the limit client before they reach a slot. What one attempt does
-with its permits is in worker/limit_use.py.
+Claimed commands whose handler names limits go through the limit client before they reach a slot. What one attempt
+does with its permits is in worker/limit_use.py.
 """
 
 from __future__ import annotations
