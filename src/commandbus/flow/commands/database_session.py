@@ -1,4 +1,4 @@
-"""database_session: an attempt's database session, seen from outside: what it does, how it is cancelled and ended.
+"""database_session: the database session of an attempt, seen from outside: what it does, how to cancel and end it.
 
 A remembered process id may belong to another session by now. So a session is named by its process id and its
 start.
