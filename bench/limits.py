@@ -49,7 +49,7 @@ def _pairs(once: Callable[[], object], count: int) -> float:
 
 def measure(base: Ground, count: int) -> dict[str, float]:
     """Pairs of take and give back a second, uncontended, and pairs of bare round trips."""
-    base.bus.declare_limit(Limit("bench", concurrency=10, backend="postgres"))
+    base.bus.declare_limit(Limit("bench", concurrency=10, store="postgres"))
     figures: dict[str, float] = {}
     connection = LastingConnection(load_settings({"database_url": base.url}), name="bench")
     conn = connection.conn
@@ -81,10 +81,10 @@ def measure(base: Ground, count: int) -> dict[str, float]:
 
 
 def _redis(base: Ground, settings: Settings, count: int) -> dict[str, float]:
-    base.bus.declare_limit(Limit("bench_redis", concurrency=10, backend="postgres"))
+    base.bus.declare_limit(Limit("bench_redis", concurrency=10, store="postgres"))
     row: LimitRow = base.bus.run(get_limit("bench_redis"))
-    backend = RedisPermitStore(settings, "bench")
-    backend.tick()
+    store = RedisPermitStore(settings, "bench")
+    store.tick()
     client = redis.Redis.from_url(settings.redis_url or "", decode_responses=True)
 
     def bare() -> None:
@@ -92,17 +92,17 @@ def _redis(base: Ground, settings: Settings, count: int) -> dict[str, float]:
         client.ping()
 
     def pair() -> None:
-        assert backend.take(row, ["bench/token"], 60)
-        backend.give(row, ["bench/token"])
+        assert store.take(row, ["bench/token"], 60)
+        store.give(row, ["bench/token"])
 
     figures = {"floor_redis_pairs_per_s": _pairs(bare, count), "limit_redis_pairs_per_s": _pairs(pair, count)}
-    backend.close()
+    store.close()
     return figures
 
 
 def fill_limit(base: Ground) -> None:
     """A limit whose only place is taken."""
-    base.bus.declare_limit(Limit("bench_full", concurrency=1, backend="postgres"))
+    base.bus.declare_limit(Limit("bench_full", concurrency=1, store="postgres"))
     base.admin.execute(
         "UPDATE commandbus.limits SET holders = jsonb_build_object('bench', 4e9) WHERE name = 'bench_full'"
     )

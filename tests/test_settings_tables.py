@@ -222,29 +222,29 @@ def test_bad_arguments_are_refused(overrides: dict[str, Any], message: str, proj
 
 
 def test_a_limit_is_kept_in_redis_if_there_is_one(project: Path) -> None:
-    free, pinned = Limit("docai", 5), Limit("docai", 5, backend="postgres")
+    free, pinned = Limit("docai", 5), Limit("docai", 5, store="postgres")
     without = load(project)
     with_redis = load(project, COMMANDBUS_REDIS_URL="redis://cache:6379/0")
     assert (without.backend_of(free), with_redis.backend_of(free)) == ("postgres", "redis")
     assert (without.backend_of(pinned), with_redis.backend_of(pinned)) == ("postgres", "postgres")
-    assert with_redis.backend_of(Limit("docai", 5, backend="redis")) == "redis"
+    assert with_redis.backend_of(Limit("docai", 5, store="redis")) == "redis"
 
 
 def test_a_limit_that_needs_redis_without_redis_is_refused(project: Path) -> None:
     message = refused(project, "[limits.docai]\nconcurrency = 5\nbackend = 'redis'\n")
     assert message == (
-        f"limit 'docai' has backend \"redis\" (from {project / 'commandbus.toml'} [limits.docai]), but redis_url "
-        'is not set; set redis_url (COMMANDBUS_REDIS_URL), or give the limit backend "postgres"'
+        f"limit 'docai' has store \"redis\" (from {project / 'commandbus.toml'} [limits.docai]), but redis_url "
+        'is not set; set redis_url (COMMANDBUS_REDIS_URL), or give the limit store "postgres"'
     )
-    with pytest.raises(ConfigurationError, match=r'backend "redis" \(from argument\), but redis_url is not set'):
-        load(project).backend_of(Limit("docai", 5, backend="redis"))
+    with pytest.raises(ConfigurationError, match=r'store "redis" \(from argument\), but redis_url is not set'):
+        load(project).backend_of(Limit("docai", 5, store="redis"))
 
 
 def test_a_limit_is_declared_as_it_is_written_and_leaves_open_where_it_lives(project: Path) -> None:
     settings = load(project, "environment = 'production'\n")
     assert settings.declared(Limit("docai", 5)) == Limit("docai", 5)
     with pytest.raises(ConfigurationError, match="redis_url is not set"):
-        settings.declared(Limit("docai", 5, backend="redis"))
+        settings.declared(Limit("docai", 5, store="redis"))
 
 
 def test_the_breaker_of_a_command_type_is_its_own_else_its_domains_else_that_of_all(project: Path) -> None:

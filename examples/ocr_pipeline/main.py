@@ -328,7 +328,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 def where(bus: CommandBus) -> str:
     """Where the permits of the limit are kept."""
-    return "Redis" if bus.get_limit(LIMIT).backend == "redis" else "PostgreSQL"
+    return "Redis" if bus.get_limit(LIMIT).store == "redis" else "PostgreSQL"
 
 
 def rows(bus: CommandBus, query: str) -> list[tuple[Any, ...]]:

@@ -65,7 +65,7 @@ _NAMES = {
     "commandbus.model.api_errors": "parse_retry_after raise_for_rate_limit",
     "commandbus.model.durations": "Duration",
     "commandbus.model.json_values": "Json JsonValue",
-    "commandbus.model.limit": "BackendName Limit LimitOptions Rate",
+    "commandbus.model.limit": "StoreName Limit LimitOptions Rate",
     "commandbus.model.page": "Page",
     "commandbus.model.process": """
         NewProcess ProcessRecord ProcessStatus StartedProcess StepRecord StepStatus StrayReply

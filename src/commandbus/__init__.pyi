@@ -286,9 +286,6 @@ from commandbus.model.json_values import (
     JsonValue as JsonValue,
 )
 from commandbus.model.limit import (
-    BackendName as BackendName,
-)
-from commandbus.model.limit import (
     Limit as Limit,
 )
 from commandbus.model.limit import (
@@ -296,6 +293,9 @@ from commandbus.model.limit import (
 )
 from commandbus.model.limit import (
     Rate as Rate,
+)
+from commandbus.model.limit import (
+    StoreName as StoreName,
 )
 from commandbus.model.page import (
     Page as Page,

@@ -86,7 +86,7 @@ def test_close_open_and_reset(broken, bus):
 def test_the_breaker_of_a_limit(orders, database):
     with psycopg.connect(database, autocommit=True) as db:
         db.execute(
-            "INSERT INTO commandbus.limits (name, environment, backend, concurrency, lease, tries, backoff, "
+            "INSERT INTO commandbus.limits (name, environment, store, concurrency, lease, tries, backoff, "
             "breaker_failures, breaker_reset) VALUES ('docai', 'test', 'postgres', 5, 120, 4, '{2,4}', 3, 60)"
         )
     assert orders("breakers").out.splitlines()[1].split() == ["limit", "docai", "closed", "0", "0", "0"]

@@ -162,7 +162,7 @@ def test_set_and_unset(orders, docai, bus):
 
 
 def test_a_limit_that_was_only_set_is_gone_when_it_is_unset(orders, bus):
-    assert orders("limits", "set", "vision", "--rate", "2/s", "--backend", "postgres").code == 0
+    assert orders("limits", "set", "vision", "--rate", "2/s", "--store", "postgres").code == 0
     assert bus.get_limit("vision").rate == "2/s"
     assert orders("limits", "unset", "vision").out == "limit vision is deleted: no program declares it\n"
     assert bus.limits().items == []
@@ -178,7 +178,7 @@ def test_a_limit_that_was_only_set_is_gone_when_it_is_unset(orders, bus):
         (["set", "docai", "--lease", "soon"], "'soon' is not a duration"),
         (["set", "docai", "--max-wait", "never"], "'never' is not a duration"),
         (["set", "docai", "--backoff", "2,four"], "'four' is not a duration"),
-        (["set", "docai", "--backend", "etcd"], "etcd"),
+        (["set", "docai", "--store", "etcd"], "etcd"),
         (["set", "Doc-AI", "--concurrency", "5"], "'Doc-AI' is not the name of a limit"),
         (["set", "vision", "--tries", "5"], "limits nothing: give concurrency=5, rate='120/m', or both"),
         (["unset", "docai", "--speed"], "a limit has no option '--speed'"),
@@ -281,7 +281,7 @@ def test_places_in_redis_are_seen_without_taking_part(cli, in_redis, database):
     line = cli("limits").out.splitlines()[1]
     assert line.split()[:3] == ["docai", "redis", "1/2"]
     document = cli("limits", "show", "docai", "--json").document
-    assert (document["mode"], document["backend"], len(document["holders"])) == ("redis", "redis", 1)
+    assert (document["mode"], document["store"], len(document["holders"])) == ("redis", "redis", 1)
     with psycopg.connect(database) as db:
         assert db.execute("SELECT count(*) FROM commandbus.limit_client").fetchone() == (1,)
     # What was given in Redis is counted where everybody can see it.

@@ -32,7 +32,7 @@ FULL = {
         },
         {"title": "a thread it left \x1b[31mbehind", "frames": ['File "<string>", line 1, in spin']},
     ],
-    "backend": {
+    "session": {
         "pid": 4711,
         "state": "active",
         "query": "UPDATE stock\n   SET n = n - 1 \x1b[2J",
@@ -260,12 +260,12 @@ def test_show_tells_of_the_rung_and_the_time(stuck):
             {"stacks": [{"frames": ['File "/usr/lib/python3.11/socket.py", line 7, in recv']}]},
             "socket.py:7 in recv",
         ),
-        ({"backend": {"wait_event_type": "Client", "wait_event": "ClientRead"}}, ""),
+        ({"session": {"wait_event_type": "Client", "wait_event": "ClientRead"}}, ""),
         (
-            {"backend": {"wait_event_type": "Timeout", "wait_event": "PgSleep"}},
+            {"session": {"wait_event_type": "Timeout", "wait_event": "PgSleep"}},
             "its database session waits for Timeout PgSleep",
         ),
-        ({"backend": {"blocked_by": [{"pid": 5}]}}, "its database session waits, blocked by pid 5"),
+        ({"session": {"blocked_by": [{"pid": 5}]}}, "its database session waits, blocked by pid 5"),
         ({"process": {"exit_code": 1}}, "exit code 1"),
         ({"process": {"exit_code": 0}}, "exit code 0"),
         (
@@ -316,12 +316,12 @@ def test_the_autopsy_of_a_dead_worker():
     "found",
     [
         None, [], "text", 5, {}, {"stacks": 5}, {"stacks": [5, None, {"frames": "x"}, {"frames": [None, {}, 5]}]},
-        {"backend": []}, {"backend": {"blocked_by": {"pid": 1}}}, {"backend": {"blocked_by": [None, 5, {}]}},
-        {"backend": {"xact_seconds": "long", "query": 5}}, {"process": "gone"}, {"process": {"signal": {}}},
+        {"session": []}, {"session": {"blocked_by": {"pid": 1}}}, {"session": {"blocked_by": [None, 5, {}]}},
+        {"session": {"xact_seconds": "long", "query": 5}}, {"process": "gone"}, {"process": {"signal": {}}},
         {"worker": 5}, {"worker": ["\x1b"], "cpu_seconds": "x"}, {"left_out": {}}, {"cpu_seconds": float("nan")},
         {"stacks": [{"title": 5}, {"title": None, "frames": ["x"]}], "process": {"signal": 1, "dump": [1]}},
         {"taken_at": "now"}, {"taken_at": 1e300}, {"thread": "t"}, {"thread": {}}, {"process": {"signal": 9}},
-        {"thread": {"name": "x\x1by"}}, {"process": {"signal": "S", "dump": None}}, {"backend": {"pid": "\x1b"}},
+        {"thread": {"name": "x\x1by"}}, {"process": {"signal": "S", "dump": None}}, {"session": {"pid": "\x1b"}},
     ],
 )  # fmt: skip
 def test_any_shape_is_printable(found):

@@ -115,7 +115,7 @@ def test_the_settings_of_a_limit_are_what_the_page_calls_defaults(tmp_path: Path
     (limit,) = settings.limits
     assert limit == Limit("docai", concurrency=5, rate="120/m")
     assert limit.backoff == BACKOFF_SECONDS
-    options = {field.name for field in fields(Limit)} - {"name", "backend", "environment"}
+    options = {field.name for field in fields(Limit)} - {"name", "store", "environment"}
     assert set(re.findall(r"^(\w+) = ", block("toml", "[limits.docai]"), re.M)) == options | {"environment"}
 
 

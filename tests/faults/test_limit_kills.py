@@ -36,7 +36,7 @@ def api() -> Iterator[ApiStub]:
 
 
 @pytest.fixture(params=["postgres", "redis"])
-def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
+def store(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Settings of a fleet that keeps its places in one back end or the other."""
     if request.param == "postgres":
         return {}
@@ -44,7 +44,7 @@ def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture
-def start(database: str, bus: CommandBus, backend: dict[str, Any]) -> Iterator[Callable[[], Process]]:
+def start(database: str, bus: CommandBus, store: dict[str, Any]) -> Iterator[Callable[[], Process]]:
     """Starts worker processes of `limit_worker.py`; none outlives the test."""
     started: list[Process] = []
     script = Path(__file__).with_name("limit_worker.py")
@@ -58,9 +58,9 @@ def start(database: str, bus: CommandBus, backend: dict[str, Any]) -> Iterator[C
         "cancel_grace": 1.0,
         "task_timeout": 60.0,
         "breakers_enabled": False,
-        **backend,
+        **store,
     }
-    with CommandBus(settings=Settings(database_url=database, **backend)) as other:
+    with CommandBus(settings=Settings(database_url=database, **store)) as other:
         other.declare_limit(Limit("docai", concurrency=PLACES, lease=LEASE))
 
     def start() -> Process:
@@ -140,7 +140,7 @@ def test_ac4_ten_workers_never_make_more_than_five_calls_and_all_have_their_turn
 
 @pytest.mark.slow
 def test_ac4_never_above_the_limit_while_holders_are_killed(
-    bus: CommandBus, database: str, db: Db, api: ApiStub, start: Callable[[], Process], backend: dict[str, Any]
+    bus: CommandBus, database: str, db: Db, api: ApiStub, start: Callable[[], Process], store: dict[str, Any]
 ) -> None:
     """A killed holder's call goes on at the API; its place is free when its lease has ended, and not before."""
     count, kills = 100, examples(4, thorough=10)
@@ -172,7 +172,7 @@ def test_ac4_never_above_the_limit_while_holders_are_killed(
     }
     assert again <= lost
     assert len(again) <= kills * 4  # as many as run in a process
-    with CommandBus(settings=Settings(database_url=database, **backend)) as other:
+    with CommandBus(settings=Settings(database_url=database, **store)) as other:
         until(lambda: other.get_limit("docai").in_use == 0, 20)
 
 

@@ -143,7 +143,7 @@ def test_commands_run_and_nothing_is_left_in_a_session(
 def test_what_hangs_in_a_query_is_stopped_and_nobody_elses_session_is_hit(
     bus: CommandBus, db: Db, start_pooled: StartWorker
 ) -> None:
-    """The backend is found by the attempt's lock: process ids that a client of a pooler knows are invented."""
+    """The session is found by the attempt's lock: process ids that a client of a pooler knows are invented."""
     handlers = HandlerRegistry()
 
     @handlers.handler("orders", "hang", timeout=1)

@@ -134,7 +134,7 @@ def test_once_the_time_has_passed_sends_are_let_in_for_one_to_be_tried(orders: B
 def docai(orders: Bus, db: Db) -> None:
     """A limit, as its declaration stores it."""
     db.execute(
-        "INSERT INTO commandbus.limits (name, environment, backend, concurrency, lease, tries, backoff, "
+        "INSERT INTO commandbus.limits (name, environment, store, concurrency, lease, tries, backoff, "
         "breaker_failures, breaker_reset) VALUES ('docai', 'test', 'postgres', 5, 120, 4, '{2,4}', 3, 60)"
     )
 

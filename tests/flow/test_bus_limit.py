@@ -563,7 +563,7 @@ def redis_bus(database: str, redis_url: str) -> Iterator[CommandBus]:
 
 
 def test_a_redis_that_is_first_used_later_is_looked_after_at_once(redis_bus: CommandBus) -> None:
-    redis_bus.declare_limit(Limit("local", concurrency=1, backend="postgres"))
+    redis_bus.declare_limit(Limit("local", concurrency=1, store="postgres"))
     with redis_bus.limit("local"):
         pass  # a round of the limit client in which there was no Redis to look after
     redis_bus.declare_limit(Limit("later", concurrency=2, lease=600))

@@ -361,7 +361,7 @@ def test_batches(acting: Roles, orders: Bus, db: psycopg.Connection[Any]) -> Non
 def test_breakers(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None:
     """Workers move them and park, operators open and close them, readers only look."""
     db.execute(
-        "INSERT INTO commandbus.limits (name, environment, backend, concurrency, lease, tries, backoff, "
+        "INSERT INTO commandbus.limits (name, environment, store, concurrency, lease, tries, backoff, "
         "breaker_failures, breaker_reset) VALUES ('docai', 'test', 'postgres', 5, 120, 4, '{2,4}', 3, 60)"
     )
     worker, operator = acting("worker"), acting("operator")
@@ -413,18 +413,18 @@ def test_limits(orders: Bus, acting: Roles, db: psycopg.Connection[Any]) -> None
 
 
 @sync_only
-@pytest.mark.parametrize("backend", ["postgres", "redis"])
+@pytest.mark.parametrize("store", ["postgres", "redis"])
 def test_a_worker_runs_limited_commands_and_an_application_has_its_turn_among_them(
-    orders: Bus, acting: Roles, db: psycopg.Connection[Any], redis_url: str, backend: str
+    orders: Bus, acting: Roles, db: psycopg.Connection[Any], redis_url: str, store: str
 ) -> None:
     """Each with its role alone. Who only sends may not touch queues: a worker wakes the command that is next."""
-    redis = redis_url if backend == "redis" else None
+    redis = redis_url if store == "redis" else None
     url = acting("worker").url
     producer = CommandBus(settings=Settings(database_url=acting("limiter").url, redis_url=redis))
     handlers = HandlerRegistry()
     started = []
 
-    @handlers.handler("orders", "Page", limits=[Limit("docai", concurrency=1, backend=backend)])
+    @handlers.handler("orders", "Page", limits=[Limit("docai", concurrency=1, store=store)])
     def page(command: Any, ctx: Any) -> None:
         if command.data == "refused" and not started:
             started.append(command.data)

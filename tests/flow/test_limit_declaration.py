@@ -109,7 +109,7 @@ def test_a_declared_limit_is_known_to_all(bus: Bus, db: Db) -> None:
     assert (found.concurrency, found.rate, found.burst, found.lease_seconds) == (5, "120/m", 3, 120)
     assert {"concurrency": 5, "rate": "120/m", "burst": 3}.items() <= dict(found.declared or {}).items()
     assert found.override is None
-    assert (found.state, found.in_use, found.parked, found.backend) == ("AVAILABLE", 0, 0, "postgres")
+    assert (found.state, found.in_use, found.parked, found.store) == ("AVAILABLE", 0, 0, "postgres")
     assert [item.name for item in bus.limits()] == ["docai"]
     assert actions(db) == []  # nobody has done anything to it
 
@@ -216,7 +216,7 @@ def test_whatever_can_be_set_can_be_read_again(bus: Bus, options: dict[str, Any]
         {"backoff": []},
         {"backoff": "2"},
         {"breaker_failures": -1},
-        {"backend": "memory"},
+        {"store": "memory"},
         {"environment": "a{b}"},
         {"concurency": 5},
         {"tries": 0},
@@ -259,8 +259,8 @@ def test_unsetting_what_is_no_option_is_refused(bus: Bus, db: Db) -> None:
 def test_a_limit_cannot_be_moved_to_a_redis_that_nobody_has(bus: Bus) -> None:
     bus.declare_limit(Limit("docai", concurrency=5))
     with pytest.raises(CommandBusError, match="redis_url"):
-        bus.set_limit("docai", backend="redis")
-    assert bus.get_limit("docai").backend == "postgres"
+        bus.set_limit("docai", store="redis")
+    assert bus.get_limit("docai").store == "postgres"
 
 
 @sync_only

@@ -15,7 +15,7 @@ from commandbus.flow.commands.settle import Settlement
 from commandbus.model.outcome import Failure, judge
 from commandbus.worker.execution.attempt import Attempt
 
-AUTOPSY = {"stacks": [{"title": "slot thread", "frames": ["File …"]}], "backend": {"pid": 7}}
+AUTOPSY = {"stacks": [{"title": "slot thread", "frames": ["File …"]}], "session": {"pid": 7}}
 
 
 def _stopped(attempt: Attempt, *, rung: str = "stuck", duration_ms: int | None = 40_000) -> Settlement:

@@ -1,6 +1,6 @@
 """Back ends of limits on real servers: `make` starts clients of one fleet, each with connections of its own.
 
-`backends` is parametrised: what the tests of conformance say holds for places in Redis and in PostgreSQL.
+`stores` is parametrised: what the tests of conformance say holds for places in Redis and in PostgreSQL.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def make(request: pytest.FixtureRequest, database: str, redis_url: str) -> Itera
             connection = LastingConnection(Settings(database_url=database), name=name)
             opened.append(connection.close)
             return PostgresPermitStore(LimitConnection(connection))
-        backend = RedisPermitStore(
+        store = RedisPermitStore(
             Settings(database_url=database, redis_url=redis_url, environment="test"), name, pace=QUICK
         )
-        opened.append(backend.close)
-        return backend
+        opened.append(store.close)
+        return store
 
-    yield Maker(make, lambda **options: declare_limit(database, backend=request.param, **options), request.param)
+    yield Maker(make, lambda **options: declare_limit(database, store=request.param, **options), request.param)
     for close in opened:
         close()
 

@@ -23,10 +23,10 @@ QUICK = HeartbeatPace(beat=0.2, live=6.0, patience=0.5)
 """Programs that look often, and are counted out late: a busy machine must not make one look dead."""
 
 
-def declare_limit(database: str, *, backend: str = "redis", name: str = "docai", **options: Any) -> LimitRow:
+def declare_limit(database: str, *, store: str = "redis", name: str = "docai", **options: Any) -> LimitRow:
     """Declare a limit, or change it, and read its row."""
     with psycopg.connect(database, autocommit=True) as conn:
-        run(conn, declare([Limit(name, **options)], Home("test", backend)))
+        run(conn, declare([Limit(name, **options)], Home("test", store)))
         return run(conn, get_limit(name))
 
 
@@ -39,12 +39,12 @@ def tokens(count: int) -> list[str]:
 class Maker:
     """Back ends of one kind, and limits for them."""
 
-    backend: Callable[..., Any]
+    store: Callable[..., Any]
     limit: Callable[..., LimitRow]
     kind: str
 
     def __call__(self, name: str = "client") -> Any:
-        return self.backend(name)
+        return self.store(name)
 
 
 class Inside:
@@ -84,8 +84,8 @@ class Client:
     hundredths of a second, every eighth for two leases. What is lost is left at once.
     """
 
-    def __init__(self, backend: Any) -> None:
-        self.backend = backend
+    def __init__(self, store: Any) -> None:
+        self.store = store
         self._orders: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._labour: Callable[[], None] | None = None
         self._is_frozen = threading.Event()
@@ -101,26 +101,26 @@ class Client:
 
     def take(self, limit: Any, count: int = 1, seconds: float | None = None) -> list[str]:
         wanted = tokens(count)
-        granted = self.ask(lambda: self.backend.take(limit, wanted, seconds or limit.lease))
+        granted = self.ask(lambda: self.store.take(limit, wanted, seconds or limit.lease))
         assert granted == wanted[: len(granted)]
         return list(granted)
 
     def renew(self, limit: Any, held: list[str]) -> list[str]:
-        return list(self.ask(lambda: self.backend.renew(limit, held)))
+        return list(self.ask(lambda: self.store.renew(limit, held)))
 
     def give(self, limit: Any, held: list[str]) -> None:
-        self.ask(lambda: self.backend.give(limit, held))
+        self.ask(lambda: self.store.give(limit, held))
 
     def look(self, limit: Any) -> Any:
-        return self.ask(lambda: self.backend.look(limit))
+        return self.ask(lambda: self.store.look(limit))
 
     @property
     def mode(self) -> str:
-        return str(self.backend.mode)
+        return str(self.store.mode)
 
     def work(self, limit: Any, inside: Inside, *, width: int = 10) -> None:
         """Begin to enter and leave."""
-        worker = _Labour(self.backend, limit, inside, width)
+        worker = _Labour(self.store, limit, inside, width)
         self._labour = worker.step
 
     def freeze(self) -> None:
@@ -135,15 +135,15 @@ class Client:
         if self._thread.is_alive():
             if kill:
                 self._labour = None
-                self.backend.close = self._drop
+                self.store.close = self._drop
             self._is_frozen.clear()
             self._orders.put(None)
             self._thread.join(30)
 
     def _drop(self) -> None:
         """What the kernel does with the connections of a process that was killed."""
-        self.backend._connection.close()
-        self.backend._permits.close()
+        self.store._connection.close()
+        self.store._permits.close()
 
     def _live(self) -> None:
         while True:
@@ -153,12 +153,12 @@ class Client:
             with contextlib.suppress(queue.Empty):
                 order = self._orders.get(timeout=0.005 if self._labour else 0.05)
                 if order is None:
-                    self.backend.close()
+                    self.store.close()
                     return
                 self._do(*order)
             if self._is_frozen.is_set():
                 continue
-            self.backend.tick()
+            self.store.tick()
             if not self.modes or self.modes[-1] != self.mode:
                 self.modes.append(self.mode)
             if self._labour:
@@ -174,8 +174,8 @@ class Client:
 class _Labour:
     """Enters and leaves."""
 
-    def __init__(self, backend: Any, limit: Any, inside: Inside, width: int) -> None:
-        self._backend = backend
+    def __init__(self, store: Any, limit: Any, inside: Inside, width: int) -> None:
+        self._backend = store
         self._limit = limit
         self._inside = inside
         self._width = width

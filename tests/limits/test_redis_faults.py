@@ -299,16 +299,16 @@ def test_one_that_was_stopped_gets_nothing_from_redis_after_it_was_counted_out(
     all_in("degraded", other)
     assert len(other.take(limit, 2)) == 2
     # Its leave ends on Redis' clock, however fresh it believes itself to be: nothing but its own thread has asked.
-    backend = stopped.backend
+    store = stopped.store
 
     def refused() -> bool:
         try:
-            granted = backend._permits.take(
-                limit, tokens(1), 1.0, epoch=backend._fleet.epoch, leave=backend._fleet.leave
+            granted = store._permits.take(
+                limit, tokens(1), 1.0, epoch=store._fleet.epoch, leave=store._fleet.leave
             )
         except StaleError:
             return True
-        backend._permits.give(limit, granted, epoch=backend._fleet.epoch)
+        store._permits.give(limit, granted, epoch=store._fleet.epoch)
         return False
 
     until(refused, QUICK.live + 10)

@@ -29,17 +29,17 @@ from support.waiting import until
 
 
 def test_grants_a_prefix_of_the_tokens_up_to_the_concurrency(make: Maker) -> None:
-    limit, backend, wanted = make.limit(concurrency=5), make(), tokens(8)
-    assert backend.take(limit, wanted, limit.lease) == wanted[:5]
-    assert backend.take(limit, tokens(1), limit.lease) == []
+    limit, store, wanted = make.limit(concurrency=5), make(), tokens(8)
+    assert store.take(limit, wanted, limit.lease) == wanted[:5]
+    assert store.take(limit, tokens(1), limit.lease) == []
 
 
 def test_a_token_that_has_a_place_keeps_it_and_takes_no_second(make: Maker) -> None:
-    limit, backend = make.limit(concurrency=2), make()
-    (token,) = backend.take(limit, tokens(1), limit.lease)
-    assert backend.take(limit, [token], limit.lease) == [token]
-    assert len(backend.look(limit).holders) == 1
-    assert len(backend.take(limit, tokens(2), limit.lease)) == 1
+    limit, store = make.limit(concurrency=2), make()
+    (token,) = store.take(limit, tokens(1), limit.lease)
+    assert store.take(limit, [token], limit.lease) == [token]
+    assert len(store.look(limit).holders) == 1
+    assert len(store.take(limit, tokens(2), limit.lease)) == 1
 
 
 def test_places_are_shared_by_all_clients(make: Maker) -> None:
@@ -50,19 +50,19 @@ def test_places_are_shared_by_all_clients(make: Maker) -> None:
 
 
 def test_giving_back_frees_that_one_only_and_twice_is_once(make: Maker) -> None:
-    limit, backend = make.limit(concurrency=3), make()
-    held = backend.take(limit, tokens(3), limit.lease)
-    backend.give(limit, [held[1]])
-    backend.give(limit, [held[1]])
-    assert set(backend.look(limit).holders) == {held[0], held[2]}
-    assert len(backend.take(limit, tokens(3), limit.lease)) == 1
+    limit, store = make.limit(concurrency=3), make()
+    held = store.take(limit, tokens(3), limit.lease)
+    store.give(limit, [held[1]])
+    store.give(limit, [held[1]])
+    assert set(store.look(limit).holders) == {held[0], held[2]}
+    assert len(store.take(limit, tokens(3), limit.lease)) == 1
 
 
 def test_an_unknown_token_frees_nothing(make: Maker) -> None:
-    limit, backend = make.limit(concurrency=1), make()
-    backend.take(limit, tokens(1), limit.lease)
-    backend.give(limit, tokens(1))
-    assert backend.take(limit, tokens(1), limit.lease) == []
+    limit, store = make.limit(concurrency=1), make()
+    store.take(limit, tokens(1), limit.lease)
+    store.give(limit, tokens(1))
+    assert store.take(limit, tokens(1), limit.lease) == []
 
 
 def test_somebody_elses_place_can_be_given_back_by_its_token(make: Maker) -> None:
@@ -82,25 +82,25 @@ def test_a_lease_that_is_not_renewed_ends(make: Maker) -> None:
 
 def test_each_holder_has_a_lease_of_its_own(make: Maker) -> None:
     """Traffic of others does not keep the place of one who is gone."""
-    limit, backend = make.limit(concurrency=2, lease=1), make()
-    gone = backend.take(limit, tokens(1), limit.lease)[0]
-    (kept,) = backend.take(limit, tokens(1), limit.lease)
+    limit, store = make.limit(concurrency=2, lease=1), make()
+    gone = store.take(limit, tokens(1), limit.lease)[0]
+    (kept,) = store.take(limit, tokens(1), limit.lease)
 
     def renewed_alone() -> bool:
-        assert backend.renew(limit, [kept]) == []
-        return gone not in backend.look(limit).holders
+        assert store.renew(limit, [kept]) == []
+        return gone not in store.look(limit).holders
 
     until(renewed_alone)
-    assert set(backend.look(limit).holders) == {kept}
+    assert set(store.look(limit).holders) == {kept}
 
 
 def test_a_renewed_place_is_kept_beyond_its_first_lease(make: Maker) -> None:
-    limit, backend, other = make.limit(concurrency=1, lease=2), make(), make("other")
-    held = backend.take(limit, tokens(1), limit.lease)
+    limit, store, other = make.limit(concurrency=1, lease=2), make(), make("other")
+    held = store.take(limit, tokens(1), limit.lease)
     ends = time.monotonic() + 2.5 * limit.lease
 
     def held_throughout() -> bool:
-        assert backend.renew(limit, held) == []
+        assert store.renew(limit, held) == []
         assert other.take(limit, tokens(1), limit.lease) == []
         return time.monotonic() > ends
 
@@ -108,11 +108,11 @@ def test_a_renewed_place_is_kept_beyond_its_first_lease(make: Maker) -> None:
 
 
 def test_renewing_tells_which_are_lost(make: Maker) -> None:
-    limit, backend = make.limit(concurrency=2), make()
-    held = backend.take(limit, tokens(2), limit.lease)
-    backend.give(limit, held[:1])
+    limit, store = make.limit(concurrency=2), make()
+    held = store.take(limit, tokens(2), limit.lease)
+    store.give(limit, held[:1])
     stranger = tokens(1)
-    assert backend.renew(limit, [*held, *stranger]) == [held[0], *stranger]
+    assert store.renew(limit, [*held, *stranger]) == [held[0], *stranger]
 
 
 def test_a_place_taken_for_a_moment_passes_to_who_renews_it(make: Maker) -> None:
@@ -123,27 +123,27 @@ def test_a_place_taken_for_a_moment_passes_to_who_renews_it(make: Maker) -> None
 
 
 def test_nothing_is_asked_for_and_nothing_is_got(make: Maker) -> None:
-    limit, backend = make.limit(concurrency=1), make()
-    assert backend.take(limit, [], limit.lease) == []
-    assert backend.renew(limit, []) == []
-    backend.give(limit, [])
-    assert backend.look(limit).holders == {}
+    limit, store = make.limit(concurrency=1), make()
+    assert store.take(limit, [], limit.lease) == []
+    assert store.renew(limit, []) == []
+    store.give(limit, [])
+    assert store.look(limit).holders == {}
 
 
 def test_the_rate_lets_a_burst_begin_and_then_one_by_one(make: Maker) -> None:
-    limit, backend = make.limit(rate="5/s", burst=4), make()
+    limit, store = make.limit(rate="5/s", burst=4), make()
     began = time.monotonic()
-    assert len(backend.take(limit, tokens(10), limit.lease)) == 4
+    assert len(store.take(limit, tokens(10), limit.lease)) == 4
     granted = 4
     while granted < 10:
-        granted += len(backend.take(limit, tokens(10 - granted), limit.lease))
+        granted += len(store.take(limit, tokens(10 - granted), limit.lease))
         assert granted <= 4 + (time.monotonic() - began) * 5 + 0.01
     assert time.monotonic() - began >= 6 / 5 - 0.01
 
 
 def test_the_rate_is_that_of_the_model(make: Maker, database: str, redis_server: RedisServer) -> None:
     """The sums in Lua and in SQL come out as those in `model.limit.allowance`."""
-    limit, backend = make.limit(rate="40/s", burst=7), make()
+    limit, store = make.limit(rate="40/s", burst=7), make()
 
     def books() -> tuple[float, float]:
         """When the bucket will be empty, and when that was written."""
@@ -158,7 +158,7 @@ def test_the_rate_is_that_of_the_model(make: Maker, database: str, redis_server:
     grants = 0
     for wanted in itertools.cycle((1, 3, 9, 2)):
         tat, _ = books()
-        granted = len(backend.take(limit, tokens(wanted), limit.lease))
+        granted = len(store.take(limit, tokens(wanted), limit.lease))
         after, at = books()
         if granted:
             expected, expected_tat = allowance(at, tat, 40.0, 7, wanted)
@@ -172,70 +172,70 @@ def test_the_rate_is_that_of_the_model(make: Maker, database: str, redis_server:
 
 
 def test_rate_and_concurrency_hold_together(make: Maker) -> None:
-    limit, backend = make.limit(concurrency=3, rate="1/h", burst=5), make()
-    held = backend.take(limit, tokens(9), limit.lease)
+    limit, store = make.limit(concurrency=3, rate="1/h", burst=5), make()
+    held = store.take(limit, tokens(9), limit.lease)
     assert len(held) == 3
-    backend.give(limit, held)
-    assert len(backend.take(limit, tokens(9), limit.lease)) == 2  # places are free, the rate is used up
-    assert backend.take(limit, tokens(1), limit.lease) == []
+    store.give(limit, held)
+    assert len(store.take(limit, tokens(9), limit.lease)) == 2  # places are free, the rate is used up
+    assert store.take(limit, tokens(1), limit.lease) == []
 
 
 def test_what_was_refused_uses_up_no_rate(make: Maker) -> None:
-    limit, backend = make.limit(concurrency=1, rate="1/h", burst=2), make()
-    held = backend.take(limit, tokens(5), limit.lease)
+    limit, store = make.limit(concurrency=1, rate="1/h", burst=2), make()
+    held = store.take(limit, tokens(5), limit.lease)
     for _ in range(5):
-        assert backend.take(limit, tokens(3), limit.lease) == []
-    backend.give(limit, held)
-    assert len(backend.take(limit, tokens(3), limit.lease)) == 1
+        assert store.take(limit, tokens(3), limit.lease) == []
+    store.give(limit, held)
+    assert len(store.take(limit, tokens(3), limit.lease)) == 1
 
 
 def test_a_limit_without_concurrency_knows_its_holders(make: Maker) -> None:
-    limit, backend = make.limit(rate="1000/s", burst=50), make()
-    held = backend.take(limit, tokens(20), limit.lease)
+    limit, store = make.limit(rate="1000/s", burst=50), make()
+    held = store.take(limit, tokens(20), limit.lease)
     assert len(held) == 20
-    assert set(backend.look(limit).holders) == set(held)
+    assert set(store.look(limit).holders) == set(held)
 
 
 def test_fewer_places_while_held_lets_nobody_in_until_enough_have_left(make: Maker) -> None:
-    limit, backend = make.limit(concurrency=5), make()
-    held = backend.take(limit, tokens(5), limit.lease)
+    limit, store = make.limit(concurrency=5), make()
+    held = store.take(limit, tokens(5), limit.lease)
     limit = make.limit(concurrency=2)
-    assert backend.renew(limit, held) == []
+    assert store.renew(limit, held) == []
     for _ in range(3):
-        assert backend.take(limit, tokens(1), limit.lease) == []
-        backend.give(limit, [held.pop()])
+        assert store.take(limit, tokens(1), limit.lease) == []
+        store.give(limit, [held.pop()])
     assert len(held) == 2
-    assert backend.take(limit, tokens(1), limit.lease) == []
-    backend.give(limit, [held.pop()])
-    assert len(backend.take(limit, tokens(5), limit.lease)) == 1
+    assert store.take(limit, tokens(1), limit.lease) == []
+    store.give(limit, [held.pop()])
+    assert len(store.take(limit, tokens(5), limit.lease)) == 1
 
 
 def test_more_places_while_held_are_there_at_once(make: Maker) -> None:
-    limit, backend = make.limit(concurrency=2), make()
-    backend.take(limit, tokens(2), limit.lease)
+    limit, store = make.limit(concurrency=2), make()
+    store.take(limit, tokens(2), limit.lease)
     limit = make.limit(concurrency=6)
-    assert len(backend.take(limit, tokens(9), limit.lease)) == 4
+    assert len(store.take(limit, tokens(9), limit.lease)) == 4
 
 
 def test_looking_tells_the_holders_their_time_and_the_flow(make: Maker) -> None:
-    limit, backend = make.limit(concurrency=4, lease=30), make()
-    first = backend.look(limit)
+    limit, store = make.limit(concurrency=4, lease=30), make()
+    first = store.look(limit)
     assert (first.holders, first.flow, first.mode) == ({}, None, make.kind)
-    held = backend.take(limit, tokens(3), limit.lease)
-    found = backend.look(limit)
+    held = store.take(limit, tokens(3), limit.lease)
+    found = store.look(limit)
     assert set(found.holders) == set(held)
     assert all(25 < left <= 30 for left in found.holders.values())
     assert found.flow is not None
     assert 3 / 30 < found.flow <= 3.1  # three within a second or, on a slow machine, some more
-    backend.give(limit, held)
-    assert backend.look(limit).holders == {}
+    store.give(limit, held)
+    assert store.look(limit).holders == {}
 
 
 def test_limits_of_other_names_are_others(make: Maker) -> None:
-    one, other, backend = make.limit(name="one", concurrency=1), make.limit(name="other", concurrency=1), make()
-    assert backend.take(one, tokens(1), one.lease)
-    assert backend.take(other, tokens(1), other.lease)
-    assert backend.take(one, tokens(1), one.lease) == []
+    one, other, store = make.limit(name="one", concurrency=1), make.limit(name="other", concurrency=1), make()
+    assert store.take(one, tokens(1), one.lease)
+    assert store.take(other, tokens(1), other.lease)
+    assert store.take(one, tokens(1), one.lease) == []
 
 
 def test_the_clients_clock_does_not_matter(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,14 +259,14 @@ def test_never_above_the_limit_with_many_threads(make: Maker) -> None:
     limit, inside = make.limit(concurrency=5), Inside(5)
     stores = [make(f"client {number}") for number in range(12)]
 
-    def enter_and_leave(backend: Any) -> None:
+    def enter_and_leave(store: Any) -> None:
         for _ in range(40):
-            granted = backend.take(limit, tokens(2), limit.lease)
+            granted = store.take(limit, tokens(2), limit.lease)
             for token in granted:
                 inside.enter(token)
             for token in granted:
                 inside.leave(token)
-            backend.give(limit, granted)
+            store.give(limit, granted)
 
     with ThreadPoolExecutor(len(stores)) as pool:
         list(pool.map(enter_and_leave, stores))
@@ -310,7 +310,7 @@ def _enter_and_leave(kind: str, settings: dict[str, Any], counter: Any, path: li
     """A process of the test above; `is_to_die`: it is killed while it is inside, for the third time."""
     sys.path[:] = path
     chosen = Settings(**settings)
-    backend: Any = (
+    store: Any = (
         PostgresPermitStore(LimitConnection(LastingConnection(chosen, name="process")))
         if kind == "postgres"
         else RedisPermitStore(chosen, "process", pace=QUICK)
@@ -319,7 +319,7 @@ def _enter_and_leave(kind: str, settings: dict[str, Any], counter: Any, path: li
         limit = run(conn, get_limit("docai"))
     entered, deadline = 0, time.monotonic() + 90
     while entered < 20 and time.monotonic() < deadline:
-        granted = backend.take(limit, tokens(1), limit.lease)
+        granted = store.take(limit, tokens(1), limit.lease)
         if not granted:
             time.sleep(0.005)
             continue
@@ -330,7 +330,7 @@ def _enter_and_leave(kind: str, settings: dict[str, Any], counter: Any, path: li
             counter[2] += 1
         if is_to_die and entered == 3:
             # Its call goes on at the other end for as long as its place is kept; then it is no longer inside.
-            left = backend.look(limit).holders[granted[0]]
+            left = store.look(limit).holders[granted[0]]
             if os.fork() == 0:
                 threading.Event().wait(left - 0.3)
                 with counter.get_lock():
@@ -340,5 +340,5 @@ def _enter_and_leave(kind: str, settings: dict[str, Any], counter: Any, path: li
         time.sleep(0.002)
         with counter.get_lock():
             counter[0] -= 1
-        backend.give(limit, granted)
+        store.give(limit, granted)
     assert entered == 20

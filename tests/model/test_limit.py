@@ -122,7 +122,7 @@ def test_the_defaults_are_those_of_the_design() -> None:
     assert (limit.lease, limit.max_wait, limit.tries, limit.burst) == (120.0, 86_400.0, 4, 1)
     assert limit.backoff == BACKOFF_SECONDS == (2.0, 4.0, 8.0, 16.0, 30.0)
     assert (limit.breaker_failures, limit.breaker_reset) == (3, 60.0)
-    assert (limit.backend, limit.environment, limit.rate, limit.per_second) == (None, None, None, None)
+    assert (limit.store, limit.environment, limit.rate, limit.per_second) == (None, None, None, None)
 
 
 def test_durations_are_seconds_and_the_rate_is_a_rate() -> None:
@@ -151,8 +151,8 @@ def test_durations_are_seconds_and_the_rate_is_a_rate() -> None:
                               "10000/s, such as 120/m"),
         ({"concurrency": 1, "lease": "0.5s"}, "limit 'docai': lease must be at least 1s, not '0.5s'"),
         ({"concurrency": 1, "breaker_reset": 0}, "limit 'docai': breaker_reset must be at least 100ms, not 0"),
-        ({"concurrency": 1, "backend": "mysql"},
-         "limit 'docai': backend must be \"redis\" or \"postgres\", not 'mysql'"),
+        ({"concurrency": 1, "store": "mysql"},
+         "limit 'docai': store must be \"redis\" or \"postgres\", not 'mysql'"),
         ({"concurrency": 1, "environment": "a b"},
          "limit 'docai': environment must be up to 63 letters, digits and any of _ . -, not 'a b'"),
         ({"concurrency": 1, "backoff": []}, "limit 'docai': backoff must be a list of durations such as "
@@ -199,7 +199,7 @@ limits = st.builds(
     backoff=st.lists(durations, min_size=1, max_size=8),
     breaker_failures=st.integers(0, 100),
     breaker_reset=durations,
-    backend=st.sampled_from([None, "postgres", "redis"]),
+    store=st.sampled_from([None, "postgres", "redis"]),
     environment=st.none() | st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", fullmatch=True),
 )
 

@@ -35,8 +35,8 @@ def idlers(request: pytest.FixtureRequest, databases: Databases) -> Iterator[tup
     with databases.lend(used=False) as url, CommandBus(url) as bus:
         bus.create_domain(DOMAIN)
         bus.create_queue("replies")
-        bus.declare_limit(Limit("free", concurrency=10, backend="postgres"))
-        bus.declare_limit(Limit("full", concurrency=1, backend="postgres"))
+        bus.declare_limit(Limit("free", concurrency=10, store="postgres"))
+        bus.declare_limit(Limit("full", concurrency=1, store="postgres"))
         with (
             psycopg.connect(url, autocommit=True) as admin,
             OwnConnection.connect(url) as session,

@@ -193,7 +193,7 @@ def test_it_gets_over_a_lost_connection(
 
 @pytest.fixture
 def until_connected(db: Db) -> Callable[[], int]:
-    """The coroner's own backend, once it is there."""
+    """The coroner's own session, once it is there."""
 
     def look() -> int:
         pid: int = until(

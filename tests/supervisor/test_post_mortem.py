@@ -225,11 +225,11 @@ def query(command, ctx):
         "SELECT min(pid) FROM pg_stat_activity "
         "WHERE datname = current_database() AND query = 'SELECT pg_sleep(600)'"
     )
-    backend = until(lambda: one(db, asleep))
+    session = until(lambda: one(db, asleep))
     (pid,) = supervised.workers()
     os.kill(pid, signal.SIGKILL)
     until(lambda: one(db, "SELECT count(*) > 0 FROM commandbus.attempt"), 3)
-    assert one(db, "SELECT count(*) FROM pg_stat_activity WHERE pid = %s", backend) == 0
+    assert one(db, "SELECT count(*) FROM pg_stat_activity WHERE pid = %s", session) == 0
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def caller_of(driver: str, url: str | None, **options: Any) -> Iterator[Caller]:
 
 
 def until_listening(db: psycopg.Connection[Any], *, not_pid: int = 0) -> int:
-    """Until one listener has looked at what it waits for; answers the pid of its backend."""
+    """Until one listener has looked at what it waits for; answers the pid of its store."""
     query = f"SELECT pid FROM pg_stat_activity WHERE {LISTENERS} AND state = 'idle' AND query LIKE '%%attempt%%'"
     found = until(lambda: [pid for (pid,) in db.execute(query.encode()) if pid != not_pid])
     assert len(found) == 1

@@ -18,7 +18,7 @@ from commandbus import ApiTimeoutError, HandlerRegistry, Limit, LimitLostError, 
 
 LEASE_SECONDS = 2.0
 handlers = HandlerRegistry()
-handlers.declare_limit(Limit("one", concurrency=1, lease=LEASE_SECONDS, breaker_failures=0, backend="postgres"))
+handlers.declare_limit(Limit("one", concurrency=1, lease=LEASE_SECONDS, breaker_failures=0, store="postgres"))
 
 
 def process(command_type: str, **options: Any) -> Any:

@@ -16,7 +16,7 @@ import commandbus
 from commandbus import sql
 from commandbus.flow.batches import create as batch
 from commandbus.flow.commands import claim, inspect, send
-from commandbus.flow.commands import database_session as backend
+from commandbus.flow.commands import database_session as session
 from commandbus.flow.commands import unhandled_types as unhandled
 from commandbus.flow.queues import messages
 
@@ -40,8 +40,8 @@ _LOCKING = {
 _ORDER = {"limits/next": "(%(vain)s::jsonb ->> p.command::text)::integer, p.since, p.command, p.seq"}
 _CHOSEN = {"limits/next": "NOT (%(vain)s::jsonb ? p.command::text)"}
 _JOINED = {  # what the code joins to a text when it runs
-    "SELECT pg_catalog.pg_cancel_backend(pid)": backend._IT,
-    "SELECT pg_catalog.pg_terminate_backend(pid, 2000)": backend._IT,
+    "SELECT pg_catalog.pg_cancel_backend(pid)": session._IT,
+    "SELECT pg_catalog.pg_terminate_backend(pid, 2000)": session._IT,
 }
 _ELSEWHERE = {"testing"}  # handlers that misbehave on purpose, for users' tests
 

@@ -258,7 +258,7 @@ def test_a_connection_that_a_stuck_attempt_returns_late_is_not_one_more(
 def test_behind_pgbouncer_nothing_of_a_second_transaction_lands(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
 ) -> None:
-    """The lock by which its backend is found went with the first one."""
+    """The lock by which its session is found went with the first one."""
     db.execute("CREATE TABLE written (x integer)")
     ended = threading.Event()
 

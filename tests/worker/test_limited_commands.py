@@ -443,7 +443,7 @@ def test_a_program_without_redis_does_not_move_a_limit_that_is_kept_there(bus, d
     with CommandBus(settings=quick_settings(database, redis_url=redis_url)) as there:
         there.declare_limit(Limit("docai", concurrency=1))
     bus.declare_limit(Limit("docai", concurrency=2))
-    assert db.execute("SELECT backend, concurrency FROM commandbus.limits").fetchone() == ("redis", 2)
+    assert db.execute("SELECT store, concurrency FROM commandbus.limits").fetchone() == ("redis", 2)
     with pytest.raises(CommandBusError, match="has no redis_url"), bus.limit("docai"):
         pass
 
@@ -453,11 +453,11 @@ def test_a_limit_that_is_in_use_does_not_move_to_redis(bus, db, database, redis_
     with CommandBus(settings=quick_settings(database, redis_url=redis_url)) as there:
         with bus.limit("docai"):
             there.declare_limit(Limit("docai", concurrency=1))
-            assert db.execute("SELECT backend FROM commandbus.limits").fetchone() == ("postgres",)
+            assert db.execute("SELECT store FROM commandbus.limits").fetchone() == ("postgres",)
             assert "is in use, so it stays in postgres" in caplog.text
         until(lambda: holders(db) == {})
         there.declare_limit(Limit("docai", concurrency=1))
-        assert db.execute("SELECT backend FROM commandbus.limits").fetchone() == ("redis",)
+        assert db.execute("SELECT store FROM commandbus.limits").fetchone() == ("redis",)
 
 
 def test_who_declares_a_limit_otherwise_is_written_down(bus, db, caplog):

@@ -258,9 +258,9 @@ def test_a_zombie_lands_nothing(
     assert len(errors) == 2
     assert one(db, "SELECT count(*) FROM mark") == 0
     assert bus.get_command("orders", "c").status is CommandStatus.IN_TROUBLESHOOTING_QUEUE  # type: ignore[union-attr]
-    backend = attempt_of(db, "c")[6]["backend"]
-    assert (backend["state"], backend["wait_event"]) == ("active", "PgSleep")
-    assert "pg_sleep" in backend["query"]
+    session = attempt_of(db, "c")[6]["session"]
+    assert (session["state"], session["wait_event"]) == ("active", "PgSleep")
+    assert "pg_sleep" in session["query"]
 
 
 def test_on_timeout_fail_is_final(

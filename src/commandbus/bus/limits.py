@@ -110,9 +110,9 @@ class _LimitOperations(BusBase):
             logger.warning("%s", note)
 
     def _setting(self, name: str, options: LimitOptions, who: str | None, why: str | None) -> Operation[LimitRow]:
-        if options.get("backend") == "redis" and self.settings.redis_url is None:
+        if options.get("store") == "redis" and self.settings.redis_url is None:
             raise ConfigurationError(
-                f"limit {name!r}: backend 'redis' needs redis_url, which is not set; set COMMANDBUS_REDIS_URL"
+                f"limit {name!r}: store 'redis' needs redis_url, which is not set; set COMMANDBUS_REDIS_URL"
             )
         return limits.set_limit(
             name, options, limits.home_of(self.settings), operate.operator_action(who or whoami(), why)
@@ -309,6 +309,6 @@ class AsyncLimitMethods(_LimitOperations):
 def _by_backend(rows: Sequence[LimitRow]) -> tuple[dict[str, PermitUsage], list[LimitRow]]:
     """How those look whose permits are in PostgreSQL, and the others."""
     return (
-        {row.name: row.look for row in rows if row.backend == "postgres"},
-        [row for row in rows if row.backend != "postgres"],
+        {row.name: row.look for row in rows if row.store == "postgres"},
+        [row for row in rows if row.store != "postgres"],
     )

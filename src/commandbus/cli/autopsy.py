@@ -29,7 +29,7 @@ _IDLE = ("Client", "Activity")
 def headline(autopsy: Any) -> str:
     """Where it hung, in one line: the handler's own frame, what its session waited for, how its process ended."""
     found = _object(autopsy)
-    return "; ".join(filter(None, (_place(found), _wait(_object(found.get("backend"))), _end(found))))
+    return "; ".join(filter(None, (_place(found), _wait(_object(found.get("session"))), _end(found))))
 
 
 def lines(autopsy: Any) -> Iterator[str]:
@@ -49,7 +49,7 @@ def lines(autopsy: Any) -> Iterator[str]:
         yield f"stack of {printable(stack.get('title', 'a thread'))}"
         for frame in _array(stack.get("frames")):
             yield from (f"  {line}" for line in printable_lines(str(frame)))
-    yield from _backend(_object(found.get("backend")))
+    yield from _database_session(_object(found.get("session")))
     if end := _end(found):
         yield f"process: {end}"
         dump = str(_object(found["process"]).get("dump") or "")
@@ -69,20 +69,20 @@ def _without_stacks(dump: str) -> str:
     return "\n".join(kept)
 
 
-def _backend(backend: dict[str, Any]) -> Iterator[str]:
-    if not backend:
+def _database_session(session: dict[str, Any]) -> Iterator[str]:
+    if not session:
         return
-    parts = [f"database session {printable(backend.get('pid', '?'))}"]
-    if backend.get("state"):
-        parts.append(printable(backend["state"]))
-    if isinstance(backend.get("xact_seconds"), int | float):
-        parts.append(f"in a transaction for {age(backend['xact_seconds'])}")
-    if backend.get("wait_event_type") or backend.get("wait_event"):
-        parts.append(f"waiting for {_event(backend)}")
+    parts = [f"database session {printable(session.get('pid', '?'))}"]
+    if session.get("state"):
+        parts.append(printable(session["state"]))
+    if isinstance(session.get("xact_seconds"), int | float):
+        parts.append(f"in a transaction for {age(session['xact_seconds'])}")
+    if session.get("wait_event_type") or session.get("wait_event"):
+        parts.append(f"waiting for {_event(session)}")
     yield ", ".join(parts)
-    if backend.get("query"):
-        yield from _query(backend["query"])
-    for blocker in map(_object, _array(backend.get("blocked_by"))):
+    if session.get("query"):
+        yield from _query(session["query"])
+    for blocker in map(_object, _array(session.get("blocked_by"))):
         yield f"  blocked by {_blocker(blocker)}"
         if blocker.get("query"):
             yield from (f"  {line}" for line in _query(blocker["query"]))
@@ -116,18 +116,18 @@ def _short(frame: re.Match[str] | None) -> str:
     return f"{where} in {frame['name']}" if frame["name"] else where
 
 
-def _wait(backend: dict[str, Any]) -> str:
-    blockers = [_blocker(blocker) for blocker in map(_object, _array(backend.get("blocked_by")))]
-    is_waiting = backend.get("wait_event") and backend.get("wait_event_type") not in _IDLE
+def _wait(session: dict[str, Any]) -> str:
+    blockers = [_blocker(blocker) for blocker in map(_object, _array(session.get("blocked_by")))]
+    is_waiting = session.get("wait_event") and session.get("wait_event_type") not in _IDLE
     if not blockers and not is_waiting:
         return ""
-    text = f"its database session waits for {_event(backend)}" if is_waiting else "its database session waits"
+    text = f"its database session waits for {_event(session)}" if is_waiting else "its database session waits"
     return f"{text}, blocked by {', '.join(blockers)}" if blockers else text
 
 
-def _event(backend: dict[str, Any]) -> str:
+def _event(session: dict[str, Any]) -> str:
     return " ".join(
-        printable(backend[name]) for name in ("wait_event_type", "wait_event") if backend.get(name) is not None
+        printable(session[name]) for name in ("wait_event_type", "wait_event") if session.get(name) is not None
     )
 
 

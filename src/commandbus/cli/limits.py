@@ -94,7 +94,7 @@ def show(session: CliSession, name: str, actions: int) -> None:
     "--breaker-failures", type=int, metavar="N", help="Bad answers in a row that open the breaker; 0: never."
 )
 @click.option("--breaker-reset", type=DURATION, metavar="60s", help="How long the breaker stays open.")
-@click.option("--backend", type=click.Choice(["postgres", "redis"]), help="The permit store of a new limit.")
+@click.option("--store", type=click.Choice(["postgres", "redis"]), help="The permit store of a new limit.")
 @operator_options
 @click.pass_obj
 def set_limit(session: CliSession, /, name: str, operator: str | None, reason: str | None, **options: Any) -> None:
@@ -182,7 +182,7 @@ def _print_one(info: LimitInfo, estimate: Estimate, done: list[ControlAction]) -
             "limit": info.name,
             "environment": info.environment,
             "state": f"{_state(info)}: {info.text}",
-            "kept in": info.backend if info.mode == info.backend else f"{info.backend} ({info.mode})",
+            "kept in": info.store if info.mode == info.store else f"{info.store} ({info.mode})",
             "at once": "any number" if info.concurrency is None else info.concurrency,
             "rate": "any" if info.rate is None else f"{info.rate}, burst {info.burst}",
             "lease": format_seconds(info.lease_seconds),
@@ -251,7 +251,7 @@ def _waiting(info: LimitInfo) -> str:
 def _allows(info: LimitInfo) -> str:
     cap = None if info.concurrency is None else f"{info.concurrency} at once"
     rate = None if info.rate is None else f"{info.rate} (burst {info.burst})"
-    return ", ".join(part for part in (cap, rate, f"kept in {info.backend}") if part)
+    return ", ".join(part for part in (cap, rate, f"kept in {info.store}") if part)
 
 
 def _estimated(found: Estimate) -> str:

@@ -52,7 +52,7 @@ class HeldPermits:
     def modes(self) -> dict[str, str]:
         """Where the permits of each limit that is used here are kept now."""
         mode = self.stores.mode_external
-        return {name: "postgres" if row.backend == "postgres" else mode for name, row in list(self._rows.items())}
+        return {name: "postgres" if row.store == "postgres" else mode for name, row in list(self._rows.items())}
 
     @property
     def held(self) -> dict[str, int]:
@@ -66,7 +66,7 @@ class HeldPermits:
             row = self._rows.get(name)
             own = [permit for permit in list(held.values()) if not permit.is_lost]
             late = [permit for permit in own if now - permit.renewed_at >= permit.lease * part]
-            if row is not None and row.backend != "postgres" and late:
+            if row is not None and row.store != "postgres" and late:
                 yield row, late
 
     def leases_external(self) -> list[float]:
@@ -101,12 +101,12 @@ class HeldPermits:
     def take(self, name: str, tokens: Sequence[str], *, probes: bool = True) -> tuple[list[str], LimitRow | None]:
         """Take permits for newcomers; `probes`: one of them may be the probe. If some get none, also returns the
         limit's row, which says why."""
-        if self.known(name).backend == "postgres":
+        if self.known(name).store == "postgres":
             taken = self.connection.run(permits.take(name, tokens, probes=probes), limit=name)
             if len(taken) == len(tokens):
                 return taken, None
             row = self.row(name)
-            if row.backend == "postgres":
+            if row.store == "postgres":
                 return taken, row
         else:
             row = self.row(name)
@@ -128,18 +128,18 @@ class HeldPermits:
         """Is the reserved permit of this token still there? Then it is held from now on."""
         row = self.row(name)
         limit_state = row.limit_state
-        backend = self.stores.of(row)
+        store = self.stores.of(row)
         if limit_state.closed_until(row.now) is not None or (
             limit_state.is_probing and limit_state.probe != token
         ):
-            backend.give(row, [token])  # it was kept before the API said no
+            store.give(row, [token])  # it was kept before the API said no
             if limit_state.probe == token:
                 # Another one may be it.
                 unknown = permits.answer(name, token, ApiAnswer.UNKNOWN, gives=False, has_begun=False)
                 self.connection.run(unknown, limit=name)
             return False
-        is_held = not backend.renew(row, [token])
-        if is_held and row.backend != "postgres" and limit_state.probe == token:
+        is_held = not store.renew(row, [token])
+        if is_held and row.store != "postgres" and limit_state.probe == token:
             self.connection.run(permits.renew(name, [token]), limit=name)  # that it is the probe is kept there
         return is_held
 
@@ -182,8 +182,8 @@ class HeldPermits:
         sent_at = boottime()
         try:
             row = self.row(name)
-            backend = self.stores.of(row)
-            gone = set(backend.renew(row, [permit.token for permit in own]))
+            store = self.stores.of(row)
+            gone = set(store.renew(row, [permit.token for permit in own]))
         except UnknownLimitError:
             for permit in own:  # nobody counts any more who is inside
                 self.let_go(permit)
@@ -200,7 +200,7 @@ class HeldPermits:
 
     def _note_renewed(self, permit: Permit, row: LimitRow, sent_at: float) -> None:
         """Another permit store may not have been reached: it knows when the lease was last renewed."""
-        if row.backend != "postgres":
+        if row.store != "postgres":
             sent_at = self.stores.external(row).renewed_at(row, permit.token) or permit.renewed_at
         permit.lease = row.lease if sent_at > permit.renewed_at else permit.lease
         permit.renewed_at = max(permit.renewed_at, sent_at)

@@ -116,7 +116,7 @@ class Releases:
         good = any(release.answer is ApiAnswer.GOOD for release in releases)
         try:
             row = self._held_permits.known(name)
-            if row.backend != "postgres":
+            if row.store != "postgres":
                 self._held_permits.stores.of(row).give(row, tokens)
             is_awaited, probe = self._held_permits.connection.run(
                 permits.give(name, tokens, good=good), limit=name
@@ -159,7 +159,7 @@ class Releases:
             return
         row, limit_state = answered.row, answered.limit_state
         self._held_permits.remember(row)
-        if row.backend != "postgres" and not release.keeps:
+        if row.store != "postgres" and not release.keeps:
             self._give_external(row, permit.token)
         if release.answer.is_bad:
             _log(permit.limit, permit.holder, release.reason or str(release.answer), row, limit_state)
@@ -172,7 +172,7 @@ class Releases:
     def _others(self, release: Release) -> Iterable[str]:
         """Who else calls, where the limit's row does not say that."""
         row = self._held_permits.known(release.permit.limit)
-        return () if row.backend == "postgres" else self._held_permits.stores.of(row).look(row).holders
+        return () if row.store == "postgres" else self._held_permits.stores.of(row).look(row).holders
 
     def _give_external(self, row: LimitRow, token: str) -> None:
         try:

@@ -81,7 +81,7 @@ class Waker:
         grant = None
         try:
             row = self._held_permits.known(name)
-            if row.backend != "postgres":
+            if row.store != "postgres":
                 grant = self._held_permits.stores.external(row).keep_for_others
         except UnknownLimitError:
             pass  # it is gone: who waits for it is told that

@@ -3,7 +3,7 @@
 `Limit` is a declaration, checked: one that exists is valid, its durations are seconds and its rate is a `Rate`.
 The arithmetic of its parts is here, pure: rates (`allowance`: a bucket that leaks, kept as one moment in time),
 shares of a fleet that lost its Redis (`share`), and the wait after a 429 (`backoff`). The permit stores do the
-same sums in SQL and Lua; tests hold all of them against these. What a limit leaves open (`backend`, `environment`)
+same sums in SQL and Lua; tests hold all of them against these. What a limit leaves open (`store`, `environment`)
 follows from the settings; see `Settings.backend_of`.
 """
 
@@ -21,7 +21,7 @@ from commandbus.model.durations import Duration, format_seconds, parse_seconds
 from commandbus.model.json_values import Json
 from commandbus.model.names import shown
 
-BackendName = Literal["postgres", "redis"]
+StoreName = Literal["postgres", "redis"]
 BACKOFF_SECONDS: Final = (2.0, 4.0, 8.0, 16.0, 30.0)
 BACKOFF_JITTER: Final = 0.1
 LEASE_SECONDS: Final = 120.0
@@ -120,7 +120,7 @@ class LimitOptions(TypedDict, total=False):
     backoff: Sequence[Duration]
     breaker_failures: int
     breaker_reset: Duration
-    backend: BackendName | None
+    store: StoreName | None
     environment: str | None
 
 
@@ -137,7 +137,7 @@ class Limit:
     `breaker_failures`: how many 429s, 5xx and timeouts in a row open the breaker for `breaker_reset` seconds; 0
     for never. If several commands call, they must belong to that many different commands.
 
-    `backend`: "redis" or "postgres"; None is Redis if `redis_url` is set. `environment`: part of the key's name;
+    `store`: "redis" or "postgres"; None is Redis if `redis_url` is set. `environment`: part of the key's name;
     None is the deployment's.
     """
 
@@ -151,7 +151,7 @@ class Limit:
     backoff: Sequence[Duration] = BACKOFF_SECONDS
     breaker_failures: int = 3
     breaker_reset: Duration = 60.0
-    backend: BackendName | None = None
+    store: StoreName | None = None
     environment: str | None = None
 
     def __post_init__(self) -> None:
@@ -182,8 +182,8 @@ class Limit:
         if len(items) > _LONGEST_BACKOFF:
             raise self._wrong("backoff", items, f"a list of at most {_LONGEST_BACKOFF} durations")
         self._set("backoff", tuple(self._seconds("backoff", item, lowest=0.0) for item in items))
-        if not (self.backend is None or (isinstance(self.backend, str) and self.backend in ("postgres", "redis"))):
-            raise self._wrong("backend", self.backend, '"redis" or "postgres"')
+        if not (self.store is None or (isinstance(self.store, str) and self.store in ("postgres", "redis"))):
+            raise self._wrong("store", self.store, '"redis" or "postgres"')
         if not (
             self.environment is None
             or (isinstance(self.environment, str) and _ENVIRONMENT.match(self.environment))

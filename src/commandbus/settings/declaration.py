@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from commandbus.errors import ConfigurationError
 from commandbus.model.breaker import Breaker
 from commandbus.model.json_values import Json
-from commandbus.model.limit import BackendName, Limit
+from commandbus.model.limit import Limit, StoreName
 from commandbus.model.payload import DEFAULT_MAX_BYTES
 from commandbus.model.retry import DEFAULT_SCHEDULE, RetryPolicy
 from commandbus.model.timeouts import TimeoutOrderError, Timeouts
@@ -280,15 +280,15 @@ class Settings:
         keys = (f"{domain}/{command_type}", f"{domain}/*", "*")
         return next((self.breakers[key] for key in keys if key in self.breakers), Breaker())
 
-    def backend_of(self, limit: Limit) -> BackendName:
+    def backend_of(self, limit: Limit) -> StoreName:
         """Returns the permit store of a limit."""
-        if limit.backend == "redis" and not self.redis_url:
+        if limit.store == "redis" and not self.redis_url:
             origin = self.origins.get(f"limits.{limit.name}", "argument")
             raise ConfigurationError(
-                f'limit {limit.name!r} has backend "redis" (from {origin}), but redis_url is not set; set '
-                f'redis_url ({SETTINGS["redis_url"].env}), or give the limit backend "postgres"'
+                f'limit {limit.name!r} has store "redis" (from {origin}), but redis_url is not set; set '
+                f'redis_url ({SETTINGS["redis_url"].env}), or give the limit store "postgres"'
             )
-        return limit.backend or ("redis" if self.redis_url else "postgres")
+        return limit.store or ("redis" if self.redis_url else "postgres")
 
     def declared(self, limit: Limit) -> Limit:
         """The limit as these settings declare it. Raises if it needs Redis and there is none. If breakers are

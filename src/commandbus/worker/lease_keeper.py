@@ -280,7 +280,7 @@ class LeaseKeeper(DatabaseService):
             return
         found = self._connection.run(look_at_session(session))
         if found is not None:
-            taken["backend"] = found
+            taken["session"] = found
             is_ended = self._connection.run(terminate_session(session))
             if not is_ended and self._connection.run(look_at_session(session)) is not None:
                 logger.error(

@@ -43,10 +43,10 @@ def check_limits(connection: LastingConnection, settings: Settings, handlers: Ha
         for name in handler.options.limits:
             if name not in rows:
                 raise ConfigurationError(f"handler {handler.name}: {UnknownLimitError(name, list(rows))}")
-            if rows[name].backend == "redis" and settings.redis_url is None:
+            if rows[name].store == "redis" and settings.redis_url is None:
                 raise ConfigurationError(
                     f"handler {handler.name}: limit {name!r} is kept in Redis, and redis_url is not set; set "
-                    f'COMMANDBUS_REDIS_URL, or give the limit backend = "postgres"'
+                    f'COMMANDBUS_REDIS_URL, or give the limit store = "postgres"'
                 )
     return bool(rows) or connection.run(is_awaited())
 

@@ -24,7 +24,7 @@ _AWAY = {
 def examine(conn: Conn, settings: Settings) -> Findings:
     """The permit stores first, then each limit."""
     rows = run(conn, list_limits())
-    in_redis = [row for row in rows if row.backend == "redis"]
+    in_redis = [row for row in rows if row.store == "redis"]
     if in_redis or settings.redis_url is not None:
         yield from _redis(conn, settings, in_redis)
     troubles = [finding for row in rows for finding in (*_times(row), *_limit_state(row))]
@@ -55,11 +55,11 @@ def _redis(conn: Conn, settings: Settings, in_redis: list[LimitRow]) -> Findings
         yield fail(
             CHECK,
             f"{names}: kept in Redis, but redis_url is not set: workers with these settings cannot use them",
-            'set COMMANDBUS_REDIS_URL, or declare a limit under another name with backend="postgres"',
+            'set COMMANDBUS_REDIS_URL, or declare a limit under another name with store="postgres"',
         )
         return
     address = mask_redis_url(settings.redis_url)
-    needed = f"{names} cannot be used by this program" if names else "limits declared without a backend need it"
+    needed = f"{names} cannot be used by this program" if names else "limits declared without a store need it"
     try:
         permits = RedisScripts(settings.redis_url, settings.environment)
         try:

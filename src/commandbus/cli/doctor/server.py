@@ -111,7 +111,7 @@ def _search_path(conn: Conn) -> Findings:
 
 
 def _pooler(conn: Conn, settings: Settings) -> Findings:
-    """A pooler invents the backend's process id; a server tells its own."""
+    """A pooler invents the session's process id; a server tells its own."""
     if conn.info.backend_pid == _one(conn, "SELECT pg_catalog.pg_backend_pid()"):
         return
     if settings.prepared_statements:
@@ -295,7 +295,7 @@ def _limit_client_connections(conn: Conn, settings: Settings) -> int:
     is_readable = _is_readable(conn, "limits")
     kept = {settings.backend_of(limit) for limit in settings.limits}
     if is_readable:
-        kept |= {row[0] for row in conn.execute(b"SELECT DISTINCT backend FROM commandbus.limits").fetchall()}
+        kept |= {row[0] for row in conn.execute(b"SELECT DISTINCT store FROM commandbus.limits").fetchall()}
     return bool(kept) + ("redis" in kept)
 
 

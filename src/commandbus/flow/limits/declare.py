@@ -36,7 +36,7 @@ class LimitRow:
 
     limit: Limit
     environment: str
-    backend: str
+    store: str
     limit_state: LimitState
     now: float
     tat: float
@@ -87,7 +87,7 @@ class Home:
     """The defaults of limits: this deployment's name, and its usual permit store."""
 
     environment: str
-    backend: str
+    store: str
 
 
 def home_of(settings: Settings) -> Home:
@@ -145,7 +145,7 @@ def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
     for limit in sorted(limits, key=lambda item: item.name):
         yield _lock(limit.name)
         rows = yield Statement(
-            b"SELECT declared, override, environment, backend FROM commandbus.limits WHERE name = %(name)s "
+            b"SELECT declared, override, environment, store FROM commandbus.limits WHERE name = %(name)s "
             b"FOR UPDATE",
             {"name": limit.name},
         )
@@ -173,14 +173,14 @@ def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
 def _home_of(limit: Limit, home: Home, permit: Sequence[str]) -> tuple[str, str]:
     """The permit store and environment of a limit: as declared, else as now, or Redis if there is one now."""
     if not permit:
-        return limit.environment or home.environment, limit.backend or home.backend
-    backend = limit.backend or ("redis" if "redis" in (home.backend, permit[1]) else permit[1])
-    return limit.environment or permit[0], backend
+        return limit.environment or home.environment, limit.store or home.store
+    store = limit.store or ("redis" if "redis" in (home.store, permit[1]) else permit[1])
+    return limit.environment or permit[0], store
 
 
-def _is_idle(name: str, backend: str) -> Steps[bool]:
+def _is_idle(name: str, store: str) -> Steps[bool]:
     """Is it true that nobody holds a permit or waits for one?"""
-    rows = yield Statement(sql.text("limits/idle"), {"name": name, "is_here": backend == "postgres"})
+    rows = yield Statement(sql.text("limits/idle"), {"name": name, "is_here": store == "postgres"})
     return bool(rows and rows[0][0])
 
 
@@ -196,17 +196,13 @@ def set_limit(name: str, options: Mapping[str, Any], home: Home, what: OperatorA
     check_limit_name(name)
     yield _lock(name)
     rows = yield Statement(
-        b"SELECT declared, override, environment, backend FROM commandbus.limits WHERE name = %(name)s FOR UPDATE",
+        b"SELECT declared, override, environment, store FROM commandbus.limits WHERE name = %(name)s FOR UPDATE",
         {"name": name},
     )
     declared, override, *where = rows[0] if rows else (None, None)
     if not options:
         raise ConfigurationError(f"limit {name!r}: nothing to set; there are {', '.join(OPTIONS)}")
-    if (
-        rows
-        and (fixed := {"backend", "environment"} & options.keys())
-        and not (yield from _is_idle(name, where[1]))
-    ):
+    if rows and (fixed := {"store", "environment"} & options.keys()) and not (yield from _is_idle(name, where[1])):
         raise InvalidOperationError(
             f"{' and '.join(sorted(fixed))} of limit {name!r} cannot be changed while it is in use: permits that "
             f"are held would not be counted; try again when nobody uses it"
@@ -217,7 +213,7 @@ def set_limit(name: str, options: Mapping[str, Any], home: Home, what: OperatorA
         home = Home(*where)  # who changes it need not know where it lives
     yield _store(
         effective,
-        (effective.environment or home.environment, effective.backend or home.backend),
+        (effective.environment or home.environment, effective.store or home.store),
         declared=declared,
         override=_in_json(effective, wanted),
     )
@@ -238,7 +234,7 @@ def unset_limit(name: str, options: Sequence[str], home: Home, what: OperatorAct
             )
     yield _lock(name)
     rows = yield Statement(
-        b"SELECT declared, override, environment, backend FROM commandbus.limits WHERE name = %(name)s FOR UPDATE",
+        b"SELECT declared, override, environment, store FROM commandbus.limits WHERE name = %(name)s FOR UPDATE",
         {"name": name},
     )
     if not rows:
@@ -261,7 +257,7 @@ def unset_limit(name: str, options: Sequence[str], home: Home, what: OperatorAct
         return None
     effective = Limit.from_json(name, declared, rest)
     home = Home(*where)
-    kept = (effective.environment or home.environment, effective.backend or home.backend)
+    kept = (effective.environment or home.environment, effective.store or home.store)
     yield _store(effective, kept, declared=declared, override=rest or None)
     yield tell(CHANGED + name)
     return read_rows((yield select_limits(name)))[0]
@@ -295,7 +291,7 @@ def _store(
         {
             "name": limit.name,
             "environment": where[0],
-            "backend": where[1],
+            "store": where[1],
             "concurrency": limit.concurrency,
             "per_second": limit.per_second,
             "burst": limit.burst,
@@ -331,7 +327,7 @@ def _in_json(limit: Limit, names: Iterable[str]) -> dict[str, Any]:
 
 def _read(row: Row) -> LimitRow:
     """A row of limits/rows.sql. Its options (from the fourth column on) are in what is declared and overridden."""
-    name, environment, backend = row[:3]
+    name, environment, store = row[:3]
     *moved, blamed, vain = row[12:25]
     now, tat, flow, holders, granted, rate_limited, waits, waited_seconds, *rest = row[25:]
     declared, override, changed_at, is_awaited, good_at, stalled = rest
@@ -339,7 +335,7 @@ def _read(row: Row) -> LimitRow:
     return LimitRow(
         limit=Limit.from_json(name, declared, override),
         environment=environment,
-        backend=backend,
+        store=store,
         limit_state=limit_state,
         now=now,
         tat=tat,

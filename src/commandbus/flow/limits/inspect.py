@@ -43,7 +43,7 @@ class LimitInfo:
 
     name: str
     environment: str
-    backend: str
+    store: str
     mode: str
     concurrency: int | None
     rate: str | None
@@ -215,7 +215,7 @@ def describe(row: LimitRow, look: PermitUsage, waiting: Waiting) -> LimitInfo:
     return LimitInfo(
         name=row.name,
         environment=row.environment,
-        backend=row.backend,
+        store=row.store,
         mode=look.mode,
         concurrency=row.concurrency,
         rate=None if limit.rate is None else str(limit.rate),
@@ -259,7 +259,7 @@ def estimate(row: LimitRow, look: PermitUsage, ahead: int, *, is_waiting: bool) 
     backoff = 0.0 if closed is None else closed - row.now
     has_permit = row.concurrency is None or (look.mode != UNKNOWN and len(look.holders) < row.concurrency)
     pace = 0.0
-    if row.per_second is not None and row.backend == "postgres":
+    if row.per_second is not None and row.store == "postgres":
         pace = until_next(row.now, row.tat, row.per_second, row.burst)
     if not ahead and not is_waiting and has_permit and not limit_state.is_probing:
         return Estimate(

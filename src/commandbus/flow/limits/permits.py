@@ -346,7 +346,7 @@ def _next_look(row: LimitRow, granted: int) -> float | None:
     """When the rate lets the next one begin; None if only permits are missing: whoever releases one looks."""
     if row.per_second is None:
         return None
-    tat = max(row.tat, row.now) + granted / row.per_second if row.backend == "postgres" else row.now
+    tat = max(row.tat, row.now) + granted / row.per_second if row.store == "postgres" else row.now
     return max(until_next(row.now, tat, row.per_second, row.burst), min(1 / row.per_second, 1.0) / 2, 0.002)
 
 

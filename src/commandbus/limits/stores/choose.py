@@ -75,7 +75,7 @@ class PermitStores:
 
     def of(self, row: LimitRow) -> PermitStore:
         """The one that keeps the permits of this limit."""
-        return self._postgres if row.backend == "postgres" else self.external(row)
+        return self._postgres if row.store == "postgres" else self.external(row)
 
     def external(self, row: LimitRow) -> ExternalStore:
         """The one outside PostgreSQL, for a limit that is kept there."""
@@ -83,7 +83,7 @@ class PermitStores:
             if self._make_external is None:
                 raise CommandBusError(
                     f"limit {row.name!r} is kept in Redis, and this program has no redis_url: set "
-                    f'COMMANDBUS_REDIS_URL, or declare one under another name with backend="postgres"'
+                    f'COMMANDBUS_REDIS_URL, or declare one under another name with store="postgres"'
                 )
             self._external = self._make_external()
             self.is_untended = True

@@ -1,4 +1,4 @@
--- The backend that holds an attempt's advisory lock: how a backend is found behind PgBouncer, where a remembered pid
+-- The session that holds an attempt's advisory lock: how a session is found behind PgBouncer, where a remembered pid
 -- may be somebody else's by now. Locks: none.
 SELECT l.pid, (extract(epoch FROM a.backend_start) * 1000000::numeric)::bigint
   FROM pg_catalog.pg_locks l

@@ -1,5 +1,5 @@
 -- Ends the server's side of a dead worker's connections: a statement that it left running would still land.
--- Returns each backend and whether it was told to end; NULL for one of another role, which we may not.
+-- Returns each session and whether it was told to end; NULL for one of another role, which we may not.
 --
 -- Locks: none. By its name on every connection (`commandbus <worker id> <part>`), and by process id and start for
 -- those that are known to be its own: a handler has changed that name, or has opened them itself, perhaps to another

@@ -5,7 +5,7 @@
 SELECT id, extract(epoch FROM started_at)::float8,
        extract(epoch FROM pg_catalog.clock_timestamp() - beat_at)::float8,
        extract(epoch FROM pg_catalog.clock_timestamp() - lost_at)::float8, held,
-       (SELECT COALESCE(pg_catalog.max(lease), 0) FROM commandbus.limits WHERE backend = 'redis'),
+       (SELECT COALESCE(pg_catalog.max(lease), 0) FROM commandbus.limits WHERE store = 'redis'),
        extract(epoch FROM pg_catalog.clock_timestamp())::float8
   FROM commandbus.limit_client
  ORDER BY id

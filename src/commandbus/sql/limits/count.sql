@@ -6,4 +6,4 @@ UPDATE commandbus.limits l
        flow_at = t.at,
        flow_since = CASE WHEN l.flow_at < t.at - 300::float8 THEN t.at - %(seconds)s::float8 ELSE l.flow_since END
   FROM (SELECT extract(epoch FROM pg_catalog.clock_timestamp())::float8 AS at) t
- WHERE l.name = %(name)s AND l.backend <> 'postgres'
+ WHERE l.name = %(name)s AND l.store <> 'postgres'

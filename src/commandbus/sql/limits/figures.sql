@@ -3,7 +3,7 @@
 -- that each may hold, or what PostgreSQL counts for it while Redis is out of its reach.
 -- Locks: none. Indexes: parked_limit; limits, limit_client and limit_mode are small.
 SELECT l.name, l.concurrency,
-       CASE WHEN l.backend = 'postgres'
+       CASE WHEN l.store = 'postgres'
             THEN (SELECT pg_catalog.count(*) FROM pg_catalog.jsonb_each_text(l.holders) WHERE value::float8 > t.at)
             ELSE (SELECT COALESCE(pg_catalog.sum((c.held -> l.name ->> 'most'::text)::integer), 0)
                     FROM commandbus.limit_client c
@@ -20,7 +20,7 @@ SELECT l.name, l.concurrency,
                                WHERE p.limit_name = l.name AND p.woken_at IS NULL AND p.domain = '' LIMIT %(most)s) x),
        greatest(0, extract(epoch FROM greatest(l.until, CASE WHEN l.is_open THEN l.open_until END))::float8 - t.at),
        l.is_open OR l.is_forced,
-       l.backend = 'redis' AND (
+       l.store = 'redis' AND (
            EXISTS (SELECT FROM commandbus.limit_mode m WHERE m.mode = 'degraded')
            OR EXISTS (SELECT FROM commandbus.limit_client c
                        WHERE c.lost_at IS NOT NULL

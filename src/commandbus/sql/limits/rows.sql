@@ -2,7 +2,7 @@
 -- were given a second of late, whether anybody waits, when a call last succeeded, and for how long none has while somebody
 -- waited. name NULL: all of them.
 -- Locks: none, or (where `locking` is put in) the row, by who is about to change it. Indexes: limits_pkey, parked_limit.
-SELECT l.name, l.environment, l.backend, l.concurrency, l.per_second, l.burst, l.lease, l.max_wait, l.tries, l.backoff,
+SELECT l.name, l.environment, l.store, l.concurrency, l.per_second, l.burst, l.lease, l.max_wait, l.tries, l.backoff,
        l.breaker_failures, l.breaker_reset, l.step, pg_catalog.date_part('epoch', l.until), l.reason, l.failures,
        l.is_open, l.is_forced, pg_catalog.date_part('epoch', l.opened_at),
        pg_catalog.date_part('epoch', l.open_until), l.open_reason, l.probe,

@@ -51,7 +51,7 @@ UPDATE commandbus.limits l
                                         ELSE 2147483647 END))::integer END AS k
               OFFSET 0) k
        )
- WHERE l.name = %(name)s AND l.backend = 'postgres'
+ WHERE l.name = %(name)s AND l.store = 'postgres'
    AND NOT (%(newcomers)s AND (
            SELECT true FROM commandbus.parked p WHERE p.limit_name = %(name)s AND p.woken_at IS NULL AND {claimable}
             ORDER BY p.since LIMIT 1) IS NOT NULL)

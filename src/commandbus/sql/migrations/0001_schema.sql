@@ -380,7 +380,7 @@ CREATE INDEX stray_reply_process ON commandbus.stray_reply (process) WHERE proce
 CREATE TABLE commandbus.limits (
     name              text PRIMARY KEY CHECK (name ~ '^[a-z][a-z0-9_]{0,47}$'),
     environment       text NOT NULL,
-    backend           text NOT NULL CHECK (backend IN ('postgres', 'redis')),
+    store             text NOT NULL CHECK (store IN ('postgres', 'redis')),
     concurrency       integer,
     per_second        float8,
     burst             integer NOT NULL DEFAULT 1,

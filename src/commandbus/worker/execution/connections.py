@@ -73,7 +73,7 @@ CHECK_INTERVAL_MS = 2000
 class Borrowed:
     """A connection while an attempt holds it. `lock` guards its return against a cancel on its way.
 
-    `started` is when its backend began, in the server's microseconds; 0 as long as nobody has asked.
+    `started` is when its session began, in the server's microseconds; 0 as long as nobody has asked.
     """
 
     __slots__ = ("file", "is_lost", "is_returned", "key", "lock", "pgconn", "pid", "started", "told_since")
@@ -91,13 +91,13 @@ class Borrowed:
         self.told_since = told_since  # a child process says so: its session began after this (by `boottime`)
         self.pgconn = pgconn
         self.file = -1 if pgconn is None else pgconn.socket
-        self.key = key  # of the advisory lock by which the backend is found, behind PgBouncer
+        self.key = key  # of the advisory lock by which the session is found, behind PgBouncer
         self.lock = threading.Lock()
         self.is_returned = False
         self.is_lost = False
 
     def hang_up(self) -> None:
-        """End our side of it: whoever is at the other end rolls back what is open. For a backend that cannot be
+        """End our side of it: whoever is at the other end rolls back what is open. For a session that cannot be
         found, because the handler has ended the transaction by which it is known."""
         with suppress(OSError, psycopg.Error):
             if self.pgconn is not None and self.pgconn.socket == self.file:  # else it was closed, and is nobody's
@@ -136,11 +136,11 @@ class HandlerConnections:
         self._on_exhausted = on_exhausted
         self._on_no_thread = on_no_thread
         self._on_unreachable = on_unreachable
-        self._on_session = on_session  # told the backend's pid and start, and 0 when the connection is back
+        self._on_session = on_session  # told the session's pid and start, and 0 when the connection is back
         self._max_idle = max_idle
         self._own: ConnectionPool[OwnConnection] | None = None
         self._opening = threading.Lock()
-        self._started: WeakKeyDictionary[Connection[Any], int] = WeakKeyDictionary()  # when its backend began
+        self._started: WeakKeyDictionary[Connection[Any], int] = WeakKeyDictionary()  # when its session began
         self._known: WeakKeyDictionary[Connection[Any], Known] = WeakKeyDictionary()
         self._askers: ThreadPoolExecutor | None = None
         self._is_pooled_elsewhere = not settings.prepared_statements
@@ -343,7 +343,7 @@ class HandlerConnections:
         return None if self._lent is None else False
 
     def write_off(self, borrowed: Borrowed) -> None:
-        """A stuck attempt does not return this connection: its backend was ended, the pool may open another."""
+        """A stuck attempt does not return this connection: its session was ended, the pool may open another."""
         with borrowed.lock:
             if borrowed.is_returned or borrowed.is_lost:
                 return
@@ -619,7 +619,7 @@ def _close(conn: Connection[Any]) -> None:
 
 
 def advisory_key(attempt: Attempt) -> int:
-    """The key of the lock by which this attempt's backend is found behind PgBouncer."""
+    """The key of the lock by which this attempt's session is found behind PgBouncer."""
     mark = f"commandbus {attempt.domain} {attempt.msg_id} {attempt.read_ct}".encode()
     return int.from_bytes(hashlib.blake2b(mark, digest_size=8).digest(), "big", signed=True)
 

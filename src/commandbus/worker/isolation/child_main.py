@@ -102,7 +102,7 @@ class Run:
 
 
 class Connections(HandlerConnections):
-    """One connection at a time, of whose backend the worker is told before the first statement."""
+    """One connection at a time, of whose session the worker is told before the first statement."""
 
     def __init__(self, settings: Settings, *, worker: str, run: Run, channel: ChildEnd) -> None:
         super().__init__(settings, name=f"{worker} isolated", size=1)

@@ -5,7 +5,7 @@ is not the attempt's. It waits for the attempt's end, does what the handler's co
 ended. The child's word is only about its own attempt: the worker writes the outcome, and nothing the child says
 can name another command.
 
-If the child dies, its database backend is terminated before the outcome is settled. If it died in the middle of
+If the child dies, its database session is terminated before the outcome is settled. If it died in the middle of
 the COMMIT of a `ctx.transaction()`, the fence decides: a settlement after it is refused.
 """
 
