@@ -2,7 +2,7 @@
 
 import threading
 
-from commandbus import AttemptCancelledError, CommandBus, HandlerRegistry, Worker
+from commandbus import AttemptCanceledError, CommandBus, HandlerRegistry, Worker
 
 handlers = HandlerRegistry()
 has_begun = threading.Event()
@@ -13,7 +13,7 @@ def build(command, ctx):
     has_begun.set()
     try:
         ctx.sleep(20)
-    except AttemptCancelledError:
+    except AttemptCanceledError:
         print("the handler was asked to stop, and cleans up")
         raise
 

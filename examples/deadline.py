@@ -10,7 +10,7 @@ def import_file(command, ctx):
     done = 0
     try:
         while done < command.data["pages"]:
-            ctx.raise_if_cancelled()
+            ctx.raise_if_canceled()
             done += 1
             ctx.sleep(0.1)  # ends early when the attempt is asked to stop; for a client: timeout=ctx.remaining()
     except DeadlineExceededError:

@@ -29,7 +29,7 @@ _NAMES = {
     "commandbus.bus.repositories.commands": "AsyncCommandRepository CommandRepository",
     "commandbus.bus.repositories.processes": "AsyncProcessRepository ProcessRepository",
     "commandbus.errors": """
-        ApiTimeoutError AttemptCancelledError AttemptFencedError BatchNotFoundError BatchTimeoutError
+        ApiTimeoutError AttemptCanceledError AttemptFencedError BatchNotFoundError BatchTimeoutError
         BreakerOpenError BusClosedError BusinessRuleException CallError CallTimeoutError CommandBusError
         CommandCanceledError CommandFailedError CommandFailure CommandInTroubleshootingError
         CommandNotFoundError ConfigurationError ConnectionInUseError DatabaseUnavailableError

@@ -40,7 +40,7 @@ from commandbus.errors import (
     ApiTimeoutError as ApiTimeoutError,
 )
 from commandbus.errors import (
-    AttemptCancelledError as AttemptCancelledError,
+    AttemptCanceledError as AttemptCanceledError,
 )
 from commandbus.errors import (
     AttemptFencedError as AttemptFencedError,

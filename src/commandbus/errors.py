@@ -227,19 +227,19 @@ class AttemptFencedError(CommandBusError):
     """
 
 
-class AttemptCancelledError(CommandBusError):
+class AttemptCanceledError(CommandBusError):
     """This attempt was asked to stop: by a person, by its worker's shutdown, or because its lease was lost.
 
-    Raised by the context's `raise_if_cancelled()`, `sleep()`, `connection()` and `transaction()`; a handler should
+    Raised by the context's `raise_if_canceled()`, `sleep()`, `connection()` and `transaction()`; a handler should
     clean up and let it through, within its grace.
     """
 
 
-class DeadlineExceededError(AttemptCancelledError, TimeoutError):
+class DeadlineExceededError(AttemptCanceledError, TimeoutError):
     """The attempt's deadline, or that of a child context, has passed."""
 
 
-class LimitLostError(AttemptCancelledError):
+class LimitLostError(AttemptCanceledError):
     """The permit of a limit is lost: its lease could not be renewed in time, and somebody else may have it now.
 
     Code in a `limit` block that gets this error must make no more calls in the block. In a handler the attempt is

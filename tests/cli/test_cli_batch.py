@@ -59,7 +59,7 @@ class Shop:
     def ship(self, command, ctx):
         if (gate := self.held.get(command.command_id)) is not None:
             while not gate.wait(0.02):
-                ctx.raise_if_cancelled()
+                ctx.raise_if_canceled()
         if command.command_id in self.fails:
             raise BusinessRuleException("sold\n\x1bout", code="SOLD_OUT")
         if command.command_id in self.troubles:

@@ -1,4 +1,4 @@
-"""Processes on the command line: started, listed, shown with their trail, cancelled and retried."""
+"""Processes on the command line: started, listed, shown with their trail, canceled and retried."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_a_block_of_a_program_ends_before_somebody_else_begins(
     assert inside.left == ["holder", "other"]
 
 
-def test_an_async_block_of_a_program_is_cancelled(
+def test_an_async_block_of_a_program_is_canceled(
     other: CommandBus, through: str, proxy: Proxy, redis_url: str | None, inside: Inside
 ) -> None:
     async def hold() -> None:

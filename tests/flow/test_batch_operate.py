@@ -136,7 +136,7 @@ def test_cancelling_again_goes_on(orders: Bus) -> None:
 
 
 def test_a_cancellation_that_was_interrupted_is_resumed(orders: Bus, db: Db) -> None:
-    """The mark was made, one bite was taken, then whoever cancelled died."""
+    """The mark was made, one bite was taken, then whoever canceled died."""
     made = orders.create_batch("orders", commands(30), batch_id="b", on_complete=OnComplete("orders", "Done"))
     operator_action = operate.operator_action("ann", "gone", "CANCEL")
     canceling = orders.run(mark("orders", "b", operator_action))
@@ -171,7 +171,7 @@ def test_a_sweep_leaves_it_to_who_is_at_it(orders: Bus, db: Db) -> None:
     assert states(db) == {"CANCELED": 3}
 
 
-def test_who_was_asked_and_vanished_is_cancelled(orders: Bus, db: Db) -> None:
+def test_who_was_asked_and_vanished_is_canceled(orders: Bus, db: Db) -> None:
     orders.create_batch("orders", commands(1), batch_id="b")
     orders.claim_one()
     assert orders.cancel_batch("orders", "b").requested == 1

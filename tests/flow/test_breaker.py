@@ -412,7 +412,7 @@ def test_a_probe_that_was_given_back_stays_the_probe(orders: Bus, db: Db) -> Non
     assert (again.id, again.row[22], again.charge) == (sent, True, 1)
 
 
-def test_a_probe_that_is_cancelled_makes_room_for_another(orders: Bus, db: Db) -> None:
+def test_a_probe_that_is_canceled_makes_room_for_another(orders: Bus, db: Db) -> None:
     sent = [orders.send("orders", "Ship", command_id=f"s{n}").id for n in range(2)]
     open_it(orders)
     orders.claim()

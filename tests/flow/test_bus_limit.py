@@ -143,7 +143,7 @@ def test_over_the_other_driver_too(database: str, db: Db) -> None:
     assert holders(db) == {}
 
 
-def test_an_async_call_that_takes_too_long_is_cancelled_alone(database: str, db: Db) -> None:
+def test_an_async_call_that_takes_too_long_is_canceled_alone(database: str, db: Db) -> None:
     async def main() -> list[Any]:
         async with AsyncCommandBus(database) as bus:
             await bus.declare_limit(Limit("docai", concurrency=3, lease=30))

@@ -285,8 +285,8 @@ def test_the_timeout_is_how_long_one_attempt_of_the_command_may_take(
 ) -> None:
     @handlers.handler("orders", "dawdle", on_timeout="fail")
     def dawdle(command: Any, ctx: Any) -> Any:
-        assert ctx.cancelled.wait(20)
-        ctx.raise_if_cancelled()
+        assert ctx.canceled.wait(20)
+        ctx.raise_if_canceled()
 
     start()
     with pytest.raises(CommandFailedError, match="TIMEOUT"):

@@ -322,7 +322,7 @@ class Lifecycle(RuleBasedStateMachine):
     def _settle(
         self, worker: str, outcomes: list[tuple[Attempt, str]], zombies: list[Attempt] | None = None
     ) -> None:
-        """As a settler does: what is to be cancelled is settled so in a second round."""
+        """As a settler does: what is to be canceled is settled so in a second round."""
         batch = [OUTCOMES["complete"](zombie) for zombie in zombies or []]
         batch += [OUTCOMES[outcome](attempt) for attempt, outcome in outcomes]
         asked = [

@@ -294,7 +294,7 @@ def test_a_compensation_that_cannot_be_done_fails_the_process_and_a_retry_goes_o
     assert [name for event, name in desk.log if event == "undo"] == ["charge", "charge", "reserve"]
 
 
-# --- cancelled --------------------------------------------------------------------------------------------------
+# --- canceled --------------------------------------------------------------------------------------------------
 
 
 def test_a_cancelled_process_is_undone_and_ends_canceled() -> None:

@@ -147,7 +147,7 @@ def test_a_sweep_leaves_processes_to_who_is_cancelling_them(bus: CommandBus, db:
 
 @pytest.mark.long
 def test_a_large_cancellation_is_resumed_while_the_worker_lives_on(bus: CommandBus, db: Db, database: str) -> None:
-    """Whoever cancelled 400 processes died after the mark. Other batches are looked after meanwhile."""
+    """Whoever canceled 400 processes died after the mark. Other batches are looked after meanwhile."""
     lab = Lab(bus)
     lab.handlers.register_process(LATER)
     bus.create_process_batch(LATER, [{"data": {}}] * 400, batch_id="b")
@@ -172,7 +172,7 @@ def test_a_large_cancellation_is_resumed_while_the_worker_lives_on(bus: CommandB
 def test_a_process_of_a_cancelled_batch_that_is_retried_is_not_cancelled_again(
     bus: CommandBus, db: Db, database: str
 ) -> None:
-    """The batch ended before whoever cancelled it could note that all was done."""
+    """The batch ended before whoever canceled it could note that all was done."""
     lab = Lab(bus)
     lab.handlers.register_process(ONE)
     lab.handlers.register_process(LATER)

@@ -226,7 +226,7 @@ def test_a_retried_process_says_that_a_step_is_still_in_the_troubleshooting_queu
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_a_message_that_is_cancelled_while_it_runs_fails_its_process(lab: Lab, db: Db, is_lost: bool) -> None:
+def test_a_message_that_is_canceled_while_it_runs_fails_its_process(lab: Lab, db: Db, is_lost: bool) -> None:
     steps = lab.started()
     lab.settle(steps["b"])
     (reply,) = lab.take("processes")
@@ -261,7 +261,7 @@ def test_rubbish_that_looks_like_a_missed_reply_is_not_brought_back(lab: Lab) ->
     assert lab.drain().status == "COMPLETED"
 
 
-def test_a_batch_of_processes_is_cancelled_though_one_is_being_undone(lab: Lab) -> None:
+def test_a_batch_of_processes_is_canceled_though_one_is_being_undone(lab: Lab) -> None:
     lab.bus.create_process_batch(WIDE, [{"process_id": name, "data": {}} for name in "pqr"], batch_id="b")
     lab.handle_all()
     first = lab.take("orders")

@@ -366,7 +366,7 @@ class Processes(RuleBasedStateMachine):
 
     @precondition(lambda self: self.messages or self._of(PROCESSES))
     @rule(data=st.data(), statement=st.integers(2, 6))
-    def handle_while_the_process_is_cancelled(self, data: st.DataObject, statement: int) -> None:
+    def handle_while_the_process_is_canceled(self, data: st.DataObject, statement: int) -> None:
         found = self._some(PROCESSES, data)
         if found and found[1].row[9] is not None:
             name = found[1].row[9]

@@ -1,4 +1,4 @@
-"""Processes with a real worker: forwards, backwards, in the troubleshooting queue, cancelled, late, and again."""
+"""Processes with a real worker: forwards, backwards, in the troubleshooting queue, canceled, late, and again."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_compensations_are_awaited_one_by_one(lab: Lab) -> None:
     lab.until("p1", "COMPENSATED")
 
 
-def test_what_runs_beside_a_failed_step_is_cancelled_and_awaited(lab: Lab) -> None:
+def test_what_runs_beside_a_failed_step_is_canceled_and_awaited(lab: Lab) -> None:
     lab.world.held["label"] = threading.Event()
     lab.world.fails["charge"] = BusinessRuleException("no money")
     lab.bus.start_process(WIDE, {}, process_id="p1")
@@ -290,7 +290,7 @@ def test_cancelling_a_process_undoes_it(lab: Lab) -> None:
         lab.bus.cancel_process("processes", "p2")
 
 
-def test_a_process_that_has_not_begun_is_cancelled_at_once(bus: CommandBus, database: str) -> None:
+def test_a_process_that_has_not_begun_is_canceled_at_once(bus: CommandBus, database: str) -> None:
     lab = Lab(bus)
     lab.handlers.register_process(ORDER)
     bus.start_process(ORDER, {}, process_id="p1")

@@ -206,9 +206,9 @@ def _handlers(bus: CommandBus) -> HandlerRegistry:
     @handlers.handler("orders", "long")
     def long(command: Any, ctx: Any) -> None:
         ctx.heartbeat({"page": 1})
-        while not ctx.cancelled.wait(0.02):
+        while not ctx.canceled.wait(0.02):
             pass
-        ctx.raise_if_cancelled()
+        ctx.raise_if_canceled()
 
     @handlers.handler("orders", "limited", limits=[Limit("docai", concurrency=1, rate="50/s")])
     def limited(command: Any, ctx: Any) -> None:

@@ -60,11 +60,11 @@ def test_every_figure_has_its_metric() -> None:
     shared = FleetFigures((docai, free), breakers)
     text = metrics(View(1.0, "RUNNING", look=CoronerLook(1.0, figures=shared)))
     assert of_limit(text) == {
-        "places": 5, "in_use": 3, "parked": 17, "callers": 2, "backoff_seconds": 12.5, "breaker_open": 1,
+        "permits": 5, "in_use": 3, "parked": 17, "callers": 2, "backoff_seconds": 12.5, "breaker_open": 1,
         "degraded": 1, "granted_total": 100, "rate_limited_total": 4, "waits_total": 40,
         "wait_seconds_total": 61.25,
     }  # fmt: skip
-    assert "places" not in of_limit(text, "free"), "any number may be in use"
+    assert "permits" not in of_limit(text, "free"), "any number may be in use"
     assert (of_limit(text, "free")["breaker_open"], of_limit(text, "free")["degraded"]) == (0, 0)
     found = parsed(text)
     assert found["commandbus_breaker_open", "orders/ship"] == 1
@@ -130,7 +130,7 @@ def test_a_supervisor_tells_of_limits(supervise: Supervise, tasks: Path, bus: Co
 
     until(lambda: (seen().get("in_use"), seen().get("parked")) == (2, 4), what=lambda: f"{seen()}")
     found = seen()
-    assert (found["places"], found["breaker_open"], found["degraded"], found["backoff_seconds"]) == (2, 0, 0, 0)
+    assert (found["permits"], found["breaker_open"], found["degraded"], found["backoff_seconds"]) == (2, 0, 0, 0)
     assert found["granted_total"] == 2
     text = supervised.ask("/metrics")[1]
     assert 'commandbus_breaker_open{domain="orders",command_type="ship"} 1' in text

@@ -95,7 +95,7 @@ class Context:
             yield self._connection
         self._connection.commit()
 
-    def raise_if_cancelled(self) -> None:
+    def raise_if_canceled(self) -> None:
         """Nobody asks it to stop."""
 
 

@@ -214,8 +214,8 @@ def sleep_in_sql(command: Any, ctx: Any) -> None:
 
 @process("wait")
 def wait(command: Any, ctx: Any) -> str:
-    ctx.cancelled.wait(30)
-    return "cancelled" if ctx.cancelled.is_set() else "not"
+    ctx.canceled.wait(30)
+    return "canceled" if ctx.canceled.is_set() else "not"
 
 
 @process("sleep")
@@ -226,7 +226,7 @@ def sleep(command: Any, ctx: Any) -> None:
 @process("scope")
 def scope(command: Any, ctx: Any) -> bool:
     with ctx.child(timeout=0.1) as child:
-        return bool(child.cancelled.wait(10))
+        return bool(child.canceled.wait(10))
 
 
 @process("sleep_async")

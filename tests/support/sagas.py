@@ -39,7 +39,7 @@ class World:
         self.did.append(command.command_type)
         if (gate := self.held.get(command.command_type)) is not None:
             while not gate.wait(0.02):
-                ctx.raise_if_cancelled()
+                ctx.raise_if_canceled()
         if (error := self.fails.get(command.command_type)) is not None:
             raise error
         return {"by": command.command_type}

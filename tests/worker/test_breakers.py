@@ -158,7 +158,7 @@ def test_a_stuck_probe_opens_it_again_and_only_one_runs_at_a_time(
         with lock:
             inside += 1
             most = max(most, inside)
-        ctx.cancelled.wait(20)
+        ctx.canceled.wait(20)
         with lock:
             inside -= 1  # before it is given up: from then on another one may begin
         gate.wait(60)

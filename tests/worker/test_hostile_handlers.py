@@ -363,7 +363,7 @@ def test_a_slow_server_slows_by_the_claim_not_by_the_command(
 def test_a_cancel_that_came_in_the_moment_of_the_start_arrives_all_the_same(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
 ) -> None:
-    """The ladder looked where it runs just before it ran anywhere, so nobody cancelled its task then."""
+    """The ladder looked where it runs just before it ran anywhere, so nobody canceled its task then."""
     seen: list[str] = []
 
     @handlers.handler("orders", "harm", timeout=0)
@@ -371,7 +371,7 @@ def test_a_cancel_that_came_in_the_moment_of_the_start_arrives_all_the_same(
         try:
             await asyncio.sleep(30)
         except asyncio.CancelledError:
-            seen.append("cancelled")
+            seen.append("canceled")
             raise
 
     bus.send("orders", "harm", command_id="c")
@@ -382,5 +382,5 @@ def test_a_cancel_that_came_in_the_moment_of_the_start_arrives_all_the_same(
     now = time.monotonic()
     next(iter(running)).ask_to_stop(Stop(Why.CANCEL, "enough", now, now + 5.0))
     until_settled(db, 4)
-    assert seen == ["cancelled"]
+    assert seen == ["canceled"]
     assert status(db, "c") == "CANCELED"

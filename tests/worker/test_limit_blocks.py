@@ -426,7 +426,7 @@ def test_the_only_place_asked_for_twice_ends_in_an_error_not_in_a_deadlock(
 # --- the time of one call --------------------------------------------------------------------------------------
 
 
-def test_an_async_call_that_takes_too_long_is_cancelled_and_the_others_go_on(
+def test_an_async_call_that_takes_too_long_is_canceled_and_the_others_go_on(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start
 ) -> None:
     bus.declare_limit(Limit("docai", concurrency=5))
@@ -439,7 +439,7 @@ def test_an_async_call_that_takes_too_long_is_cancelled_and_the_others_go_on(
                 try:
                     await asyncio.sleep(seconds)
                 except asyncio.CancelledError:
-                    seen.append("cancelled")
+                    seen.append("canceled")
                     raise
             return "done"
 
@@ -452,7 +452,7 @@ def test_an_async_call_that_takes_too_long_is_cancelled_and_the_others_go_on(
     start_worker(handlers)
     until(lambda: status_of(bus, sent) is CommandStatus.COMPLETED)
     assert bus.get_command("orders", sent.command_id).result == "['done', 'done']"
-    assert seen[0] == "cancelled"
+    assert seen[0] == "canceled"
     assert isinstance(seen[1], ApiTimeoutError)
     assert str(seen[1]) == "timeout"
 
@@ -470,8 +470,8 @@ def _calls_too_long(lane: str, how: str, api: ApiStub) -> Callable[[Any, Any], A
                 await done(asyncio.to_thread(fetch, api.url, left) if lane == "async" else fetch(api.url, left))
             else:
                 while True:
-                    ctx.raise_if_cancelled()
-                    await done(asyncio.sleep(0.01) if lane == "async" else ctx.cancelled.wait(0.01))
+                    ctx.raise_if_canceled()
+                    await done(asyncio.sleep(0.01) if lane == "async" else ctx.canceled.wait(0.01))
 
     return page
 

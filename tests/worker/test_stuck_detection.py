@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from commandbus import (
-    AttemptCancelledError,
+    AttemptCanceledError,
     CommandBus,
     CommandStatus,
     DeadlineExceededError,
@@ -55,10 +55,10 @@ def test_cancel_sets_flag(bus: CommandBus, db: Db, handlers: HandlerRegistry, st
     @handlers.handler("orders", "work")
     def work(ctx: Any) -> None:
         began = time.monotonic()
-        before = ctx.cancelled.is_set()
-        assert ctx.cancelled.wait(10)
+        before = ctx.canceled.is_set()
+        assert ctx.canceled.wait(10)
         seen.append((before, time.monotonic() - began))
-        ctx.raise_if_cancelled()
+        ctx.raise_if_canceled()
 
     bus.send("orders", "work", command_id="c")
     start_worker(handlers, **PATIENT)
@@ -75,18 +75,18 @@ def test_grace_period_respected(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
 ) -> None:
     """Seed 001 test_grace_period_respected: during its grace an attempt is not stuck, and keeps its lease."""
-    cancelled = threading.Event()
+    canceled = threading.Event()
 
     @handlers.handler("orders", "work")
     def work(ctx: Any) -> str:
-        assert ctx.cancelled.wait(10)
-        cancelled.set()
+        assert ctx.canceled.wait(10)
+        canceled.set()
         gate.wait(10)
         return "late but in time"
 
     bus.send("orders", "work", command_id="c")
     worker = start_worker(handlers, **PATIENT)
-    assert cancelled.wait(5)
+    assert canceled.wait(5)
     assert worker.health_status.stuck_threads == 0
     assert bus.get_command("orders", "c").status is CommandStatus.IN_PROGRESS  # type: ignore[union-attr]
     gate.set()
@@ -137,7 +137,7 @@ def test_completion_during_grace(
     async def work(command: Any, ctx: Any) -> str:
         try:
             await done(ctx.sleep(10))
-        except (AttemptCancelledError, BaseException):
+        except (AttemptCanceledError, BaseException):
             return "cleaned up"
         return "never"
 
@@ -320,9 +320,9 @@ def test_a_child_context_can_only_shorten(
             seen["shorter"] = child.remaining()
             with pytest.raises(DeadlineExceededError), child.child(timeout=60) as grandchild:
                 grandchild.sleep(3)
-            assert child.cancelled.is_set()
-        assert not ctx.cancelled.is_set()
-        ctx.raise_if_cancelled()
+            assert child.canceled.is_set()
+        assert not ctx.canceled.is_set()
+        ctx.raise_if_canceled()
 
     @handlers.handler("orders", "async", timeout=5)
     async def asynchronous(ctx: Any) -> None:
@@ -333,7 +333,7 @@ def test_a_child_context_can_only_shorten(
                 await asyncio.sleep(3)
         async with ctx.child(timeout=60) as child:
             seen["async longer"] = child.remaining()
-        ctx.raise_if_cancelled()
+        ctx.raise_if_canceled()
 
     bus.send("orders", "sync", command_id="s")
     bus.send("orders", "async", command_id="a")
@@ -396,7 +396,7 @@ def test_a_command_that_completes_in_its_grace_is_not_canceled(
     @handlers.handler("orders", "work", timeout=30)
     def work(ctx: Any) -> str:
         started.set()
-        ctx.cancelled.wait(20)
+        ctx.canceled.wait(20)
         return "done all the same"
 
     bus.send("orders", "work", command_id="c")
@@ -465,7 +465,7 @@ def test_a_blocked_loop_is_given_up_and_its_bystanders_are_not_charged(
 def test_a_neighbours_cancel_is_not_the_blockers(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, gate: threading.Event
 ) -> None:
-    """One async command is to be cancelled, another blocks their loop: that one is stuck, not CANCELED."""
+    """One async command is to be canceled, another blocks their loop: that one is stuck, not CANCELED."""
     import asyncio
 
     blocking = threading.Event()
@@ -495,7 +495,7 @@ def test_a_neighbours_cancel_is_not_the_blockers(
     assert "cancellation" not in error
 
 
-def test_a_query_is_cancelled_at_the_deadline(
+def test_a_query_is_canceled_at_the_deadline(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, lane: str
 ) -> None:
     """The deadline's cancel, not statement_timeout: the outcome is the deadline's (TRAPS 7)."""

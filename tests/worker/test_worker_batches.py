@@ -123,7 +123,7 @@ def test_two_workers_on_one_batch(
 def test_a_worker_sweeps_what_another_has_left(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Any, completions: list[Any]
 ) -> None:
-    """One was killed between its settlement and its fold, one who cancelled between two bites."""
+    """One was killed between its settlement and its fold, one who canceled between two bites."""
     bus.create_batch("orders", [NewCommand("Ship")] * 2, batch_id="b", on_complete=OnComplete("orders", "Done"))
     found = run(db, claim(domain="orders", worker="dead", n=2, lease_seconds=60, cursor=None))
     attempts = [Attempt("orders", row, None, 0.0) for row in found.ready]

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 
 from commandbus import (
-    AttemptCancelledError,
+    AttemptCanceledError,
     AttemptFencedError,
     CommandBus,
     CommandStatus,
@@ -230,7 +230,7 @@ def test_extend_says_so_when_the_lease_cannot_be_renewed(
         gate.set()
         until(lambda: raised)
     until_settled(db)
-    assert isinstance(raised[0], AttemptCancelledError | asyncio.CancelledError)
+    assert isinstance(raised[0], AttemptCanceledError | asyncio.CancelledError)
     found = bus.get_command("orders", "c")
     assert found is not None
     assert found.result == "done"
@@ -252,7 +252,7 @@ def test_a_command_whose_queue_row_is_locked_for_long_does_not_run_twice_at_once
         most.append(len(running))
         try:
             for _ in range(300):
-                ctx.raise_if_cancelled()
+                ctx.raise_if_canceled()
                 await done(ctx.sleep(0.01))
         finally:
             running.pop()

@@ -428,7 +428,7 @@ def test_a_hurried_drain_also_ends_what_was_in_a_block_with_a_time_limit(
         with ctx.limit("docai", timeout=60):
             inside.set()
             gate.wait(20)
-            ctx.raise_if_cancelled()
+            ctx.raise_if_canceled()
         left.set()
         ctx.sleep(60)
         return "slept"

@@ -69,7 +69,7 @@ def steady(fleet: Fleet) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_many_rounds_leave_nothing_behind(fleet: Fleet) -> None:
-    """Many of three kinds: cancelled in the database, stuck in a thread, killed in a process of its own."""
+    """Many of three kinds: canceled in the database, stuck in a thread, killed in a process of its own."""
     at_first, memory = fresh(fleet), fleet.resident_mb()
     for kind in CHEAP:
         run_rounds(fleet, [kind], MANY)

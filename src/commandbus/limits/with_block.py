@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from typing import TYPE_CHECKING, Protocol
 
 from commandbus.clock import monotonic
-from commandbus.errors import ApiTimeoutError, AttemptCancelledError, DeadlineExceededError, LimitLostError
+from commandbus.errors import ApiTimeoutError, AttemptCanceledError, DeadlineExceededError, LimitLostError
 from commandbus.limits.requests import Permit, PermitCall, Release, waited_in_vain
 from commandbus.model.api_errors import ApiFailure, api_failure
 from commandbus.model.durations import Duration, parse_seconds
@@ -275,7 +275,7 @@ def verdict(error: BaseException) -> tuple[ApiAnswer, ApiFailure | None, bool]:
     """What an exception that leaves a block says of the API, and whether the call may still be under way."""
     if isinstance(error, ApiTimeoutError):
         return ApiAnswer.TIMEOUT, TIMED_OUT, True
-    if isinstance(error, AttemptCancelledError | asyncio.CancelledError | GeneratorExit | KeyboardInterrupt):
+    if isinstance(error, AttemptCanceledError | asyncio.CancelledError | GeneratorExit | KeyboardInterrupt):
         return ApiAnswer.UNKNOWN, None, True
     api = api_failure(error)
     if api is None:

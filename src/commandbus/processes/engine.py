@@ -263,7 +263,7 @@ class _Step:
         if not view.is_compensating:
             view.is_compensating = True
             yield StepCall(self.manager.on_compensating, (view, self.tx))
-            why = view.failure["message"] if view.failure else _cancelled(view.cancel)
+            why = view.failure["message"] if view.failure else _canceled(view.cancel)
             self.made.cancels += [(step, f"the process is undone: {why}") for step in view.outstanding]
         yield from self._undo()
 
@@ -356,5 +356,5 @@ def _ended(reply: StepReply) -> str:
     return f"{how}: {message}" if message else how
 
 
-def _cancelled(cancel: Mapping[str, Any] | None) -> str:
+def _canceled(cancel: Mapping[str, Any] | None) -> str:
     return f"canceled by {cancel.get('by')}" if cancel else "canceled"

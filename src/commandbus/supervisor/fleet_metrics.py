@@ -28,7 +28,7 @@ def shared_metrics(figures: FleetFigures) -> list[Metric]:
         return Metric(f"commandbus_breaker_{name}", GAUGE, about, samples)
 
     return [
-        limit("places", GAUGE, "How many permits may be in use at once; absent if any number may.",
+        limit("permits", GAUGE, "How many permits may be in use at once; absent if any number may.",
               lambda item: item.permits),
         limit("in_use", GAUGE, "Permits in use; for permits in Redis, at most so many.", lambda item: item.in_use),
         limit("parked", GAUGE, "Commands that wait for a permit, counted up to 10000.", lambda item: item.parked),

@@ -136,7 +136,7 @@ def swallow(command: Command, ctx: HandlerContext) -> None:
     until = _until(command)
     while time.monotonic() < until:
         try:
-            ctx.raise_if_cancelled()
+            ctx.raise_if_canceled()
             time.sleep(_PAUSE)
         except BaseException:  # noqa: BLE001, S112 - that is its nature
             continue

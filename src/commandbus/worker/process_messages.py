@@ -56,7 +56,7 @@ def handler_of(manager: BaseProcessManager[Any]) -> Callable[..., Any]:
                 with ctx.transaction() as tx:
                     end = _answer(_talk(manager, command, ctx.internal_id, tx, is_again=n > 0), tx.connection)
             except ProcessMovedError:
-                ctx.raise_if_cancelled()
+                ctx.raise_if_canceled()
                 continue
             if end.batch is not None:
                 try:
@@ -74,7 +74,7 @@ def handler_of(manager: BaseProcessManager[Any]) -> Callable[..., Any]:
                     talk = _talk(manager, command, ctx.internal_id, tx, is_again=n > 0)
                     end = await _answer_async(talk, tx.connection)
             except ProcessMovedError:
-                ctx.raise_if_cancelled()
+                ctx.raise_if_canceled()
                 continue
             if end.batch is not None:
                 try:

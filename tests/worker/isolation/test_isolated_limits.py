@@ -216,7 +216,7 @@ def test_a_time_out_of_a_handler_with_a_place_of_its_own_is_told_once(desk: Desk
     desk.until_free()
 
 
-def test_an_async_call_that_takes_too_long_is_cancelled_and_the_handler_goes_on(desk: Desk) -> None:
+def test_an_async_call_that_takes_too_long_is_canceled_and_the_handler_goes_on(desk: Desk) -> None:
     assert desk.result(desk.send("late_async")) == "timeout"
     assert desk.left == [(ApiAnswer.TIMEOUT, True)]
     desk.until_free()

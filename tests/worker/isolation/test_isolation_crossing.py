@@ -217,7 +217,7 @@ def test_a_cancel_sets_the_event_and_a_result_within_the_grace_counts(lab: Lab) 
     assert running.settled() is None
     record = lab.bus.get_command("orders", running.attempt.command_id)
     assert record is not None
-    assert record.result == "cancelled"
+    assert record.result == "canceled"
 
 
 @pytest.mark.parametrize("command_type", ["sleep", "sleep_async", "sleep_in_sql"])

@@ -222,7 +222,7 @@ def test_every_slot_may_be_isolated_at_once(
     assert len(pids) <= 4
 
 
-def test_an_attempt_that_is_cancelled_while_its_process_is_made_never_runs(
+def test_an_attempt_that_is_canceled_while_its_process_is_made_never_runs(
     bus: CommandBus, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch, db: psycopg.Connection[Any]
 ) -> None:
     may_start = threading.Event()

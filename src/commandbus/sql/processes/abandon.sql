@@ -1,4 +1,4 @@
--- Somebody cancelled, or completed by hand, messages to processes that they had not handled: they cannot go on by
+-- Somebody canceled, or completed by hand, messages to processes that they had not handled: they cannot go on by
 -- themselves. (Without a timer they can: they have no deadline then.) Returns those that failed by this, whom to tell, and
 -- whether another of their commands is in the troubleshooting queue: they are not counted there any more.
 --

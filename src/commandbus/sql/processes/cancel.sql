@@ -1,6 +1,6 @@
 -- Notes that somebody asked to cancel a process that is neither final nor being undone; asking again changes nothing. One
 -- that has sent nothing yet is CANCELED at once: there is nothing to undo, and its code may not even be able to begin.
--- Returns the status that it had, whether it ended by this, and whom to tell; no row if it cannot be cancelled.
+-- Returns the status that it had, whether it ended by this, and whom to tell; no row if it cannot be canceled.
 --
 -- Locks: the process row; new rows of batch_delta. Index: process_domain_process_id_key. Its version is counted up: a message that is being handled at this moment is handled again, and sees the request.
 WITH target AS MATERIALIZED (

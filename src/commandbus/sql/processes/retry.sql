@@ -2,7 +2,7 @@
 -- those that somebody ended before it handled them, and replies that came while it was FAILED. They are sent
 -- again.
 --
--- If all other members of its cancelled batch are final, that cancellation is done, whether or not somebody lived
+-- If all other members of its canceled batch are final, that cancellation is done, whether or not somebody lived
 -- to note it: no sweep cancels this process again; whoever wants that asks once more. Otherwise the sweep must
 -- go on, for the others.
 --

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from commandbus.clock import boottime, monotonic
-from commandbus.errors import AttemptCancelledError, DeadlineExceededError
+from commandbus.errors import AttemptCanceledError, DeadlineExceededError
 from commandbus.flow.commands.claimed_row import (
     ATTEMPT_BASE,
     BATCH,
@@ -91,9 +91,9 @@ class Stop:
     until: float
     is_told: bool = True
 
-    def error(self) -> AttemptCancelledError:
+    def error(self) -> AttemptCanceledError:
         """What a handler that asks is told."""
-        kind = DeadlineExceededError if self.why is Why.DEADLINE else AttemptCancelledError
+        kind = DeadlineExceededError if self.why is Why.DEADLINE else AttemptCanceledError
         return kind(self.text)
 
 

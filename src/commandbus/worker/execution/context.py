@@ -5,7 +5,7 @@ connection whose transaction also commits the command's completion, so its write
 settlement is the last statement before COMMIT, under the attempt's fence. If the fence is gone, everything in the
 block is rolled back.
 
-`deadline`, `remaining()`, `cancelled` and `raise_if_cancelled()` tell how much time is left. `sleep()` ends early
+`deadline`, `remaining()`, `canceled` and `raise_if_canceled()` tell how much time is left. `sleep()` ends early
 when the attempt is asked to stop. `extend()` asks for more time. `child(timeout=…)` is a context with its own,
 shorter deadline; it shares everything else with its parent.
 """
@@ -201,15 +201,15 @@ class _Context:
         return None if left == NEVER else max(SHORTEST, left)
 
     @property
-    def cancelled(self) -> threading.Event:
-        """Set when the handler is asked to stop: `ctx.cancelled.is_set()`, `ctx.cancelled.wait(…)`."""
+    def canceled(self) -> threading.Event:
+        """Set when the handler is asked to stop: `ctx.canceled.is_set()`, `ctx.canceled.wait(…)`."""
         event = self._attempt.event() if self._scope is None else self._scope.event
         if not event.is_set() and self._left() <= 0:
             event.set()  # the ladder looks four times a second; who asks at the right moment is told
         return event
 
-    def raise_if_cancelled(self) -> None:
-        """Raise AttemptCancelledError (DeadlineExceededError at the deadline) if asked to stop."""
+    def raise_if_canceled(self) -> None:
+        """Raise AttemptCanceledError (DeadlineExceededError at the deadline) if asked to stop."""
         if (stop := self._stop()) is not None:
             raise stop.error()
         if self._left() <= 0:
@@ -222,7 +222,7 @@ class _Context:
                 progress, what="progress", max_bytes=MAX_PROGRESS_BYTES, remedy="say it in fewer words"
             )
             self._services.progress(self._attempt, text)
-        self.raise_if_cancelled()
+        self.raise_if_canceled()
 
     def _left(self) -> float:
         return self._deadline_at() - monotonic()
@@ -233,7 +233,7 @@ class _Context:
 
     def _permits(self) -> HandlerPermits:
         provider, attempt = self._services.limits, self._attempt
-        return HandlerPermits(provider, attempt, deadline=self._deadline_at, check=self.raise_if_cancelled)
+        return HandlerPermits(provider, attempt, deadline=self._deadline_at, check=self.raise_if_canceled)
 
     def _stop(self) -> Stop | None:
         return self._attempt.stop or (None if self._scope is None else self._scope.stop)
@@ -268,7 +268,7 @@ class _Context:
 
     def _ask_to_extend(self, duration: Duration) -> tuple[float, Future[bool]]:
         """The keeper does it, on its own connection: the handler's may be in the middle of a transaction."""
-        self.raise_if_cancelled()
+        self.raise_if_canceled()
         attempt, most = self._attempt, self._services.max_extension
         wanted = parse_seconds(duration, name="duration")
         if attempt.extras.holds_row:
@@ -288,7 +288,7 @@ class _Context:
         if not is_held:
             raise self._fenced()
         self._attempt.deadline_at = max(self._attempt.deadline_at, end)
-        self.raise_if_cancelled()
+        self.raise_if_canceled()
 
     def _not_extended(self, error: TimeoutError) -> Exception:
         if (stop := self._stop()) is not None:
@@ -302,7 +302,7 @@ class _Context:
 
     def _ask_to_hold(self, level: IsolationLevel) -> Future[bool]:
         """The transaction keeps the snapshot that it is about to take: its queue row must stay as it is."""
-        self.raise_if_cancelled()
+        self.raise_if_canceled()
         if self._attempt.deadline_at == NEVER:
             raise PermanentCommandError(
                 f"ctx.transaction() would be {_name_of(level)}, which needs a deadline: the lease is held until "
@@ -449,7 +449,7 @@ class HandlerContext(_Context):
         """Move the deadline to at least this long from now, up to max_extension in all.
 
         The lease is renewed at once, for its usual time, and then as always. Raises AttemptFencedError if the
-        command is lost, AttemptCancelledError if it was asked to stop, and TimeoutError if the lease could not be
+        command is lost, AttemptCanceledError if it was asked to stop, and TimeoutError if the lease could not be
         renewed within its own length; then the deadline has not moved.
         """
         end, asked = self._ask_to_extend(duration)
@@ -470,11 +470,11 @@ class HandlerContext(_Context):
         """Sleep, but raise as soon as the handler is asked to stop."""
         until = monotonic() + parse_seconds(duration, name="duration")
         while True:
-            self.raise_if_cancelled()
+            self.raise_if_canceled()
             left = until - monotonic()
             if left <= 0:
                 return
-            self.cancelled.wait(max(0.0, min(left, self._left(), _LONGEST_WAIT)))
+            self.canceled.wait(max(0.0, min(left, self._left(), _LONGEST_WAIT)))
 
     def limit(
         self,
@@ -495,8 +495,8 @@ class HandlerContext(_Context):
     def child(self, *, timeout: Duration) -> Iterator[HandlerContext]:
         """A context with a deadline of its own, never later than this one's: `with ctx.child(timeout=5) as c:`.
 
-        Nothing interrupts Python code at a child's deadline: its `cancelled` is set, its `sleep` and
-        `raise_if_cancelled` raise, and queries on its connections end soon after it.
+        Nothing interrupts Python code at a child's deadline: its `canceled` is set, its `sleep` and
+        `raise_if_canceled` raise, and queries on its connections end soon after it.
         """
         child = self._enter_child(timeout)
         try:
@@ -574,7 +574,7 @@ class AsyncHandlerContext(_Context):
         """Move the deadline to at least this long from now, up to max_extension in all.
 
         The lease is renewed at once, for its usual time, and then as always. Raises AttemptFencedError if the
-        command is lost, AttemptCancelledError if it was asked to stop, and TimeoutError if the lease could not be
+        command is lost, AttemptCanceledError if it was asked to stop, and TimeoutError if the lease could not be
         renewed within its own length; then the deadline has not moved.
         """
         end, asked = self._ask_to_extend(duration)
@@ -582,12 +582,12 @@ class AsyncHandlerContext(_Context):
 
     async def sleep(self, duration: Duration) -> None:
         """Sleep, but raise as soon as the handler is asked to stop."""
-        self.raise_if_cancelled()
+        self.raise_if_canceled()
         wanted, left = parse_seconds(duration, name="duration"), self._left()
         await asyncio.sleep(min(wanted, max(left, 0.0)))
         if wanted > left:
             raise DeadlineExceededError(self._late())
-        self.raise_if_cancelled()
+        self.raise_if_canceled()
 
     def limit(
         self,

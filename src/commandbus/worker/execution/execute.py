@@ -24,7 +24,7 @@ from psycopg_pool import PoolTimeout
 
 from commandbus.clock import epoch, monotonic
 from commandbus.errors import (
-    AttemptCancelledError,
+    AttemptCanceledError,
     AttemptFencedError,
     BusinessRuleException,
     DeadlineExceededError,
@@ -78,7 +78,7 @@ _LEVELS = {Verdict.BUSINESS_RULE: logging.INFO} | {
 
 _CANCELLATIONS = (
     asyncio.CancelledError,
-    AttemptCancelledError,
+    AttemptCanceledError,
     TimeoutError,
     PoolTimeout,
     pg.QueryCanceled,

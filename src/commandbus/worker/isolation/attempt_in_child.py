@@ -99,7 +99,7 @@ class Child:
         self._since = boottime()  # its database session is younger than that
         self._limit_relay = LimitRelay(services.limits, attempt, run=self._number, send=process.channel.send)
         self._lock = threading.Lock()
-        self._is_cancelled = False
+        self._is_canceled = False
         self._cause = ChildFate.DIED
         self._reason = ""
         self._killed_at: float | None = None
@@ -116,8 +116,8 @@ class Child:
     def cancel(self, stop: Stop) -> None:
         """Ask the handler to stop; once."""
         with self._lock:
-            if not self.is_over and not self._is_cancelled:
-                self._is_cancelled = True
+            if not self.is_over and not self._is_canceled:
+                self._is_canceled = True
                 told = {
                     "why": stop.why,
                     "text": stop.text,

@@ -24,7 +24,7 @@ def no_process(text: str, trace: object = None) -> Failure:
 def never_began(attempt: Attempt, stop: Stop) -> Failure:
     """It was to stop before it had begun."""
     is_canceled = stop.why is Why.CANCEL
-    kind, code = ("OperatorCancel", "CANCELED") if is_canceled else ("AttemptCancelledError", stop.why.upper())
+    kind, code = ("OperatorCancel", "CANCELED") if is_canceled else ("AttemptCanceledError", stop.why.upper())
     return Failure(kind, code, stop.text, rung=stop.why, duration_ms=attempt.elapsed_ms())
 
 
@@ -32,7 +32,7 @@ def failure_of(attempt: Attempt, dead: Dead) -> Failure:
     """Of an attempt whose process is dead."""
     stop = attempt.stop
     if dead.cause is ChildFate.KILLED and stop is None:
-        kind, code, rung = "AttemptCancelledError", "SHUTDOWN", "kill"
+        kind, code, rung = "AttemptCanceledError", "SHUTDOWN", "kill"
         text = f"its process was killed: {dead.reason or 'the worker stopped'}"
     elif dead.cause is ChildFate.KILLED and stop is not None:
         kind, code, rung = "ExecutionStuck", "EXECUTION_STUCK", "kill"

@@ -35,7 +35,7 @@ _KNOWN: Final[dict[str, type[BaseException]]] = {
         errors.AttemptFencedError,
         errors.DeadlineExceededError,
         errors.LimitLostError,
-        errors.AttemptCancelledError,
+        errors.AttemptCanceledError,
         errors.CommandBusError,
         asyncio.CancelledError,
         PoolTimeout,
