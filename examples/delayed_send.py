@@ -24,6 +24,6 @@ with CommandBus() as bus:
     bus.send("example_mail", "remind", {"text": "sent with at="}, at=datetime.now(UTC) + timedelta(seconds=1))
     print("waiting in the queue:", bus.status("example_mail")[0].delayed)
 
-    with Worker(handlers):  # it looks at the queue again at the moment when something is due
+    with Worker(handlers, concurrency=1):  # it looks at the queue again at the moment when something is due
         for _ in range(2):
             both_ran.acquire(timeout=10)

@@ -126,7 +126,7 @@ def test_every_connection_of_ours_notices_that_its_network_is_gone(
             seen["handlers"] = conn.info.get_parameters()
 
     start_worker(handlers, database)
-    bus.call("orders", "look", timeout=20)
+    bus.call("orders", "look", wait=20)
     connection = LastingConnection(Settings(database_url=database), name="test")
     seen["own threads"] = connection.conn.info.get_parameters()
     connection.close()

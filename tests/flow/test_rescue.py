@@ -21,8 +21,8 @@ from commandbus.flow.commands.database_session import (
     terminate_session,
 )
 from commandbus.flow.commands.rescue import Held, Rule, bury, held_by, outcome, scout, terminate_backends
+from commandbus.model.crash_attribution import Finding, Role
 from commandbus.model.outcome import Failure
-from commandbus.model.postmortem import Finding, Role
 from commandbus.model.retry import RetryPolicy
 
 AT_ONCE = Rule(RetryPolicy(max_attempts=2, backoff_schedule=[0], jitter=0))

@@ -166,7 +166,7 @@ def test_what_passes_is_waited_for_and_named(make: Callable[..., Caller], databa
     assert 1.0 <= time.monotonic() - began < 1.0 + AT_ONCE
     waiting = caller._do(caller.bus.status)
     proxy.is_refusing = False
-    assert waiting.result(10) == []
+    assert waiting.result(10).items == []
 
 
 def test_it_is_there_again_when_the_server_is(make: Callable[..., Caller], database: str) -> None:
@@ -180,15 +180,15 @@ def test_it_is_there_again_when_the_server_is(make: Callable[..., Caller], datab
     proxy = Proxy(int(str(conninfo_to_dict(database)["port"])), listen=port)
     try:
         began = time.monotonic()
-        assert does(caller, caller.bus.status) == []
+        assert does(caller, caller.bus.status).items == []
         assert time.monotonic() - began < AT_ONCE
         # Several idle connections that all broke: each is found out once, without a pause.
         both = [caller._do(caller.bus.status) for _ in range(8)]
-        assert [each.result(30) for each in both] == [[]] * 8
+        assert [each.result(30).items for each in both] == [[]] * 8
         proxy.cut()
         time.sleep(0.2)  # a connection that was at work a moment ago is not looked at
         began = time.monotonic()
-        assert does(caller, caller.bus.status) == []
+        assert does(caller, caller.bus.status).items == []
         assert time.monotonic() - began < AT_ONCE
     finally:
         proxy.close()
@@ -229,7 +229,7 @@ def test_a_call_ends_in_its_own_time(make: Callable[..., Caller], database: str,
     proxy.is_refusing = True
     began = time.monotonic()
     with pytest.raises(DatabaseUnavailableError):
-        does(caller, caller.bus.call, "orders", "ship", timeout=1)
+        does(caller, caller.bus.call, "orders", "ship", wait=1)
     assert time.monotonic() - began < LATE
 
 
@@ -243,7 +243,7 @@ def test_a_call_to_a_server_that_fell_silent_ends_in_its_own_time(
     if when == "sending":
         proxy.hearing.clear()
     began = time.monotonic()
-    waiting = caller._do(caller.bus.call, "orders", "ship", timeout=3)
+    waiting = caller._do(caller.bus.call, "orders", "ship", wait=3)
     if when == "waiting":
         with psycopg.connect(database, autocommit=True) as db:
             until(lambda: db.execute("SELECT FROM commandbus.command").fetchone() is not None)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commandbus.model.postmortem import (
+from commandbus.model.crash_attribution import (
     CRASHES,
     Cause,
     Death,

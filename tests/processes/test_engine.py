@@ -16,7 +16,7 @@ from commandbus import (
     step,
 )
 from commandbus.model.process import FINAL, MOVES, ProcessStatus, StepStatus
-from commandbus.processes.engine import MalformedMessageError, Message, read_message
+from commandbus.processes.advance_and_compensate import MalformedMessageError, Message, read_message
 from commandbus.processes.manager import ProcessView, StepReply, StepView
 from support.engine_desk import Desk, Plain, order, wide
 

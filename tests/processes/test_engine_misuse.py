@@ -22,7 +22,7 @@ from commandbus import (
     sequence,
     step,
 )
-from commandbus.processes.engine import Message, advance
+from commandbus.processes.advance_and_compensate import Message, advance
 from commandbus.processes.manager import check_manager, check_new
 from commandbus.processes.saga import Part
 from commandbus.worker.process_messages import _answer

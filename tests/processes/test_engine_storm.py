@@ -20,7 +20,7 @@ from commandbus import (
     step,
 )
 from commandbus.model.process import ProcessStatus, StepStatus
-from commandbus.processes.engine import Advance, MalformedMessageError, Message, read_message
+from commandbus.processes.advance_and_compensate import Advance, MalformedMessageError, Message, read_message
 from commandbus.processes.manager import ProcessView
 from commandbus.processes.saga import Branch, Chain, Parallel, Part, Step
 from support.engine_desk import Desk, wide

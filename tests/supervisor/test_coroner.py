@@ -14,7 +14,7 @@ from commandbus import CommandBus, CommandStatus, Settings
 from commandbus.db.drivers import run
 from commandbus.flow.commands.claim import Claim, claim
 from commandbus.flow.commands.rescue import Rule
-from commandbus.model.postmortem import Cause, Death
+from commandbus.model.crash_attribution import Cause, Death
 from commandbus.model.retry import RetryPolicy
 from commandbus.supervisor.coroner import FIRST_POSTPONED_SECONDS, Case, Coroner
 from commandbus.supervisor.worker_messages import Hello

@@ -17,7 +17,7 @@ from commandbus.flow.breakers.breaker import advance
 from commandbus.flow.commands.claim import claim, put_right
 from commandbus.flow.commands.rescue import Rule
 from commandbus.model.breaker import Breaker
-from commandbus.model.postmortem import Cause, Death
+from commandbus.model.crash_attribution import Cause, Death
 from commandbus.model.retry import RetryPolicy
 from commandbus.supervisor.coroner import Case, Coroner
 from commandbus.supervisor.worker_messages import Hello

@@ -14,8 +14,8 @@ from commandbus.cli.exit_codes import ExitCode, code_for
 from commandbus.errors import ConfigurationError, UnknownDomainError
 from commandbus.flow.commands.rescue import Rule, Scouted
 from commandbus.model.breaker import Breaker
+from commandbus.model.crash_attribution import Dump
 from commandbus.model.limit import Limit
-from commandbus.model.postmortem import Dump
 from commandbus.model.retry import RetryPolicy
 from commandbus.settings import Settings
 from commandbus.supervisor import process_figures as vitals

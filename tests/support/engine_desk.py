@@ -13,7 +13,7 @@ from typing import Any
 
 from commandbus import BaseProcessManager, Saga, StepCommand, parallel, step
 from commandbus.model.process import MOVES, ProcessStatus
-from commandbus.processes.engine import Advance, Message, advance, read_message
+from commandbus.processes.advance_and_compensate import Advance, Message, advance, read_message
 from commandbus.processes.manager import ProcessView
 
 HOOKS = ("on_started", "on_completed", "on_compensating", "on_compensated", "on_failed", "on_canceled")

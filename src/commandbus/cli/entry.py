@@ -46,7 +46,7 @@ COMMANDS = {
     "status": ("status", "Show how many commands wait, run or need a person, per domain."),
     "workers": ("status", "List workers: where they run, since when, their health, and which are silent."),
     "commands": ("commands", "List commands, newest first."),
-    "show": ("commands", "Show one command: its fields, data, result, last error and history."),
+    "show": ("show", "Show one command: its fields, data, result, last error and history."),
     "stuck": ("stuck", "List attempts that had to be stopped, newest first."),
     "cancel": ("operate", "Cancel a command. If it runs, ask its worker to stop it."),
     "pause": ("operate", "Pause a domain, or one command type in it."),

@@ -21,8 +21,8 @@ import psycopg
 
 from commandbus.clock import monotonic
 from commandbus.logger import SafeLogger
-from commandbus.model.backoff import Backoff
 from commandbus.model.durations import format_seconds
+from commandbus.model.service_backoff import Backoff
 
 FIRST_PAUSE_SECONDS: Final = 0.1
 LONGEST_PAUSE_SECONDS: Final = 2.0

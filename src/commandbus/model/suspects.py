@@ -1,7 +1,7 @@
 """What the death of a worker, or the loss of a lease, costs the commands that ran there.
 
-When a supervisor sees its worker die, it gives a verdict (`postmortem`). A loss without a verdict (kill -9 of the
-supervisor, the end of a whole container) names nobody. So:
+When a supervisor sees its worker die, it gives a verdict (`crash_attribution`). A loss without a verdict (kill -9
+of the supervisor, the end of a whole container) names nobody. So:
 
     lost                         waived, and a suspect from now on: it runs isolated and alone, that is, one such
                                  command at a time per supervisor

@@ -34,7 +34,7 @@ from commandbus.settings.kinds import (
     truth,
     whole,
 )
-from commandbus.settings.tables import declared_breakers, declared_limits
+from commandbus.settings.limits_and_breakers import declared_breakers, declared_limits
 
 T = TypeVar("T")
 

@@ -20,7 +20,13 @@ from typing import Any, Final, TypeAlias
 
 from commandbus.errors import ConfigurationError
 from commandbus.settings.declaration import BY_ENV, BY_TOML, SECTIONS, SETTINGS, Setting, Settings
-from commandbus.settings.tables import TABLES, check_key, check_options, declared_breakers, declared_limits
+from commandbus.settings.limits_and_breakers import (
+    TABLES,
+    check_key,
+    check_options,
+    declared_breakers,
+    declared_limits,
+)
 
 CONFIG_NAME: Final = "commandbus.toml"
 PYPROJECT_NAME: Final = "pyproject.toml"

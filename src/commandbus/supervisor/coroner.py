@@ -39,11 +39,11 @@ from commandbus.flow.commands.rescue import (
 from commandbus.flow.commands.settle import Settlement, settle
 from commandbus.flow.limits.metrics import FleetFigures, figures
 from commandbus.logger import safe_logger
-from commandbus.model.backoff import Backoff
 from commandbus.model.client_sockets import Socket, Times, opened_by_handlers
 from commandbus.model.counting import counted
+from commandbus.model.crash_attribution import Cause, Death, Finding, Role, Running, examine
 from commandbus.model.outcome import Judgement, Verdict
-from commandbus.model.postmortem import Cause, Death, Finding, Role, Running, examine
+from commandbus.model.service_backoff import Backoff
 from commandbus.settings import Settings
 from commandbus.supervisor.death_log import say_culprit, say_done
 from commandbus.supervisor.worker_messages import Hello

@@ -15,7 +15,7 @@ from commandbus.flow.commands.settle import Settlement
 from commandbus.logger import safe_logger
 from commandbus.model.command import CommandStatus
 from commandbus.model.counting import counted
-from commandbus.model.postmortem import Cause, Death, Finding
+from commandbus.model.crash_attribution import Cause, Death, Finding
 from commandbus.supervisor.worker_process import WorkerProcess
 
 logger = safe_logger("commandbus.supervisor")

@@ -36,7 +36,7 @@ from commandbus.errors import CommandBusError
 from commandbus.flow.setup.privileges import check_may_work
 from commandbus.logger import safe_logger
 from commandbus.model.counting import counted
-from commandbus.model.postmortem import Death
+from commandbus.model.crash_attribution import Death
 from commandbus.settings import Settings
 from commandbus.supervisor import view
 from commandbus.supervisor.coroner import Case, Coroner, Trace

@@ -20,7 +20,7 @@ from typing import Final
 
 from commandbus.logger import safe_logger
 from commandbus.model.counting import counted
-from commandbus.model.postmortem import Cause, Death
+from commandbus.model.crash_attribution import Cause, Death
 from commandbus.settings import Settings
 from commandbus.supervisor.death_log import say_death
 from commandbus.supervisor.restart_budget import EARLY_SECONDS, RestartBudget

@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 from typing import Final
 
-from commandbus.model.postmortem import Dump
+from commandbus.model.crash_attribution import Dump
 
 SLOW_SECONDS: Final = 10.0
 AGAIN_SECONDS: Final = 60.0

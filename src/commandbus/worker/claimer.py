@@ -48,9 +48,9 @@ from commandbus.flow.commands.claim import (
 )
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
+from commandbus.worker.bad_rows import OddRows
 from commandbus.worker.dispatcher import Dispatcher
 from commandbus.worker.isolation.quarantine import Quarantine
-from commandbus.worker.odd_rows import OddRows
 from commandbus.worker.raw_messages import Adopter
 from commandbus.worker.unhandled_types import UnhandledTypes
 

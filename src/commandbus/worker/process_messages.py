@@ -27,7 +27,13 @@ from commandbus.logger import safe_logger
 from commandbus.model import names, payload
 from commandbus.model.command import Command
 from commandbus.model.process import ProcessStatus
-from commandbus.processes.engine import MalformedMessageError, Message, StepCall, advance, read_message
+from commandbus.processes.advance_and_compensate import (
+    MalformedMessageError,
+    Message,
+    StepCall,
+    advance,
+    read_message,
+)
 from commandbus.processes.manager import BaseProcessManager, ProcessView, is_async
 from commandbus.worker.execution.context import AsyncHandlerContext, HandlerContext
 

@@ -18,7 +18,7 @@ from commandbus.flow.commands.claim import ANY_ROOM
 from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
-from commandbus.worker.odd_rows import OddRows
+from commandbus.worker.bad_rows import OddRows
 
 logger = safe_logger("commandbus.worker")
 

@@ -36,9 +36,9 @@ from commandbus.flow.commands.renew import pending_cancels
 from commandbus.flow.commands.settle import Answer, Done, Settlement, cancellation, is_dense, settle, settle_done
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.logger import safe_logger
-from commandbus.model.backoff import Backoff
 from commandbus.model.counting import counted
 from commandbus.model.outcome import Judgement, Verdict, describe
+from commandbus.model.service_backoff import Backoff
 from commandbus.settings import Settings
 from commandbus.worker.batch_folding import BatchFolding
 from commandbus.worker.execution.attempt import Attempt

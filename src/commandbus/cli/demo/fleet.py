@@ -1,4 +1,4 @@
-"""The demo's workers: real processes that run `commandbus worker`, each with a log file of its own (`tether.py`).
+"""The demo's workers: real processes that run `commandbus worker`, each with a log file of its own.
 
 Invariant: after the `with` block no process is left, unless told to keep them. The workers are in their own Unix
 sessions, so that Ctrl-C reaches only the demo, which stops them cleanly.
@@ -100,7 +100,7 @@ class DemoFleet:
         reference = f"{handlers.__name__}:registry"
         # The address goes by the environment: a password has no place in the list of processes.
         environment = dict(os.environ, COMMANDBUS_DATABASE_URL=self._database_url, CANCEL_GRACE_SECONDS="1s")
-        program = ["commandbus.cli"] if self.keep else [f"{__package__}.tether", str(os.getpid())]
+        program = ["commandbus.cli"] if self.keep else [f"{__package__}.ends_with_parent", str(os.getpid())]
         with self._log_file(number).open("wb") as log:
             return subprocess.Popen(  # noqa: S603 - our own program, no shell
                 [

@@ -21,8 +21,8 @@ from commandbus.flow.commands.database_session import DatabaseSession
 from commandbus.flow.commands.settle import Settlement, cancellation, given_back, of_row, waived
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model.client_sockets import ClientSession
+from commandbus.model.crash_attribution import Finding, Role
 from commandbus.model.outcome import Failure, Judgement, Verdict, judge
-from commandbus.model.postmortem import Finding, Role
 from commandbus.model.retry import RetryPolicy
 
 MOST_COUNTED = 10_000

@@ -25,7 +25,7 @@ from commandbus.model import names, payload
 from commandbus.model.command import NewCommand, new_command_id
 from commandbus.model.durations import parse_seconds
 from commandbus.model.process import ProcessStatus, StepStatus
-from commandbus.processes.engine import Advance, Sending
+from commandbus.processes.advance_and_compensate import Advance, Sending
 from commandbus.processes.manager import ProcessView, StepView
 
 _LOCK_SPACE = 0x636D6270  # "cmbp": advisory locks of processes that several messages want to move

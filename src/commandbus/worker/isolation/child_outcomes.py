@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from commandbus.clock import epoch
 from commandbus.model import payload
+from commandbus.model.crash_attribution import parse_dump, signal_name
 from commandbus.model.outcome import Failure
-from commandbus.model.postmortem import parse_dump, signal_name
 from commandbus.worker.deadlines import autopsy
 from commandbus.worker.execution.attempt import Attempt, Stop, Why
 from commandbus.worker.isolation.attempt_in_child import ChildFate, Dead

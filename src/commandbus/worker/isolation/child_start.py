@@ -15,7 +15,7 @@ from typing import Final
 
 from commandbus.clock import monotonic
 from commandbus.model import payload
-from commandbus.model.postmortem import parse_dump
+from commandbus.model.crash_attribution import parse_dump
 from commandbus.worker.isolation.attempt_in_child import DUMP_SECONDS, log_record
 from commandbus.worker.isolation.channel import ChannelError, Message
 from commandbus.worker.isolation.child_outcomes import how

@@ -1,4 +1,4 @@
-"""`python -m commandbus.cli.demo.tether PID WORDS...`: `commandbus WORDS...` that ends when its parent dies.
+"""Runs `commandbus WORDS...` so that it ends when its parent dies: `python -m … PID WORDS...`.
 
 The demo starts its workers through this module: when the demo is gone, even by kill -9, the kernel sends the
 supervisor SIGTERM, and the supervisor stops its workers cleanly.
