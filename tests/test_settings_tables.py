@@ -231,7 +231,7 @@ def test_a_limit_is_kept_in_redis_if_there_is_one(project: Path) -> None:
 
 
 def test_a_limit_that_needs_redis_without_redis_is_refused(project: Path) -> None:
-    message = refused(project, "[limits.docai]\nconcurrency = 5\nbackend = 'redis'\n")
+    message = refused(project, "[limits.docai]\nconcurrency = 5\nstore = 'redis'\n")
     assert message == (
         f"limit 'docai' has store \"redis\" (from {project / 'commandbus.toml'} [limits.docai]), but redis_url "
         'is not set; set redis_url (COMMANDBUS_REDIS_URL), or give the limit store "postgres"'

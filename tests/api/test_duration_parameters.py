@@ -94,6 +94,11 @@ def made(label: str, call: Callable[[Any, Any], Any]) -> dict[str, Try]:
     return {f"{bus}.{label}": tried for bus, tried in of_bus(call)}
 
 
+def of_queues(label: str, call: Callable[[Any, Any], Any]) -> dict[str, Try]:
+    tries = of_bus(lambda bus, value: call(bus.queues, value))
+    return {f"{bus.replace('CommandBus', 'PgmqClient')}.{label}": tried for bus, tried in tries}
+
+
 def dump(new: NewCommand) -> object:
     return send.prepare(new)
 
@@ -107,8 +112,17 @@ TRIES: dict[str, Try] = {
     **made("migrate(wait)", lambda bus, value: bus.migrate(wait=value)),
     **made("prune(age)", lambda bus, value: bus.prune(age=value)),
     **made("create_roles(keep)", lambda bus, value: bus.create_roles("somebody", keep=value)),
-    **made("limit(wait)", lambda bus, value: bus.limit("docai", wait=value)),
-    **made("limit(timeout)", lambda bus, value: bus.limit("docai", wait=0.01, timeout=value)),
+    **of_queues("send(delay)", lambda queues, value: queues.send("replies", {}, delay=value)),
+    **of_queues("send_batch(delay)", lambda queues, value: queues.send_batch("replies", [{}], delay=value)),
+    **of_queues("read(vt)", lambda queues, value: queues.read("replies", vt=value)),
+    **of_queues("read_with_poll(vt)", lambda queues, value: queues.read_with_poll("replies", vt=value)),
+    **of_queues("read_with_poll(wait)", lambda queues, value: queues.read_with_poll("replies", wait=value)),
+    **of_queues(
+        "read_with_poll(poll_interval)",
+        lambda queues, value: queues.read_with_poll("replies", poll_interval=value),
+    ),
+    **of_queues("set_vt(vt)", lambda queues, value: queues.set_vt("replies", 1, vt=value)),
+    **of_queues("wait_for(wait)", lambda queues, value: queues.wait_for("replies", wait=value)),
     "NewCommand(delay)": lambda value: dump(NewCommand("x", delay=value)),
     "NewCommand(timeout)": lambda value: dump(NewCommand("x", timeout=value)),
     "NewProcess(deadline)": lambda value: start.prepare_start(
@@ -138,6 +152,11 @@ TRIES: dict[str, Try] = {
     "Worker.stop(wait)": lambda value: Worker(
         HandlerRegistry(), domains=["orders"], settings=Settings(database_url=NOBODY)
     ).stop(wait=value),
+    "AsyncWorker.stop(wait)": lambda value: asyncio.run(
+        commandbus.AsyncWorker(HandlerRegistry(), domains=["orders"], settings=Settings(database_url=NOBODY)).stop(
+            wait=value
+        )
+    ),
     "ProcessReplyRouter.stop(wait)": lambda value: commandbus.ProcessReplyRouter(
         [Saga("order", step("pay", "bank"))], settings=Settings(database_url=NOBODY)
     ).stop(wait=value),
@@ -151,6 +170,8 @@ ON_A_SERVER = {
     "set_limit(max_wait)": lambda bus, value: bus.set_limit("docai", concurrency=1, max_wait=value),
     "set_limit(backoff)": lambda bus, value: bus.set_limit("docai", concurrency=1, backoff=[value]),
     "set_limit(breaker_reset)": lambda bus, value: bus.set_limit("docai", concurrency=1, breaker_reset=value),
+    "limit(wait)": lambda bus, value: bus.limit("wide", wait=value),
+    "limit(timeout)": lambda bus, value: bus.limit("wide", wait=2, timeout=value),
 }
 NOT_REFUSED = (commandbus.DatabaseUnavailableError, commandbus.LimitTimeoutError, RuntimeError)
 """The duration was accepted, and then: nobody serves the database, or the worker is not running."""
@@ -222,6 +243,7 @@ def test_all_forms_are_accepted(label: str) -> None:
 def test_the_same_where_a_server_is_needed(database: str) -> None:
     with CommandBus(database) as bus:
         bus.create_domain("processes")
+        bus.set_limit("wide", concurrency=1000)
     for label, call in ON_A_SERVER.items():
         parameter = label.rpartition("(")[2].rstrip(")")
         for _, tried in of_bus(call, database):

@@ -85,7 +85,7 @@ def test_commands_come_in_pages(commands: Any, orders: Bus) -> None:
         commands.save("orders", NewCommand("Ship" if n % 2 else "Pack", command_id=f"k{n}", correlation_id="c"))
     first = commands.query(CommandQuery(domain="orders"), limit=2)
     assert [record.command_id for record in first] == ["k4", "k3"]
-    second = commands.query(CommandQuery(domain="orders"), limit=9, before_id=first.next_cursor)
+    second = commands.query(CommandQuery(domain="orders"), limit=9, cursor=first.next_cursor)
     assert [record.command_id for record in second] == ["k2", "k1", "k0"]
     assert second.next_cursor is None
     assert [record.command_id for record in commands.list_by_type("orders", "Ship")] == ["k3", "k1"]
@@ -134,7 +134,7 @@ def test_what_was_moved_aside_is_listed(commands: Any, orders: Bus, db: psycopg.
     orders.settle(orders.claim_one().complete(None))
     assert [message.domain for message in commands.list_rejected("orders")] == ["orders"]
     assert [reply.queue for reply in commands.list_undelivered()] == ["nowhere"]
-    assert commands.list_stuck("orders") == []
+    assert commands.list_stuck("orders").items == []
 
 
 # --- audit ----------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_processes_are_started_and_found(processes: Any, orders: Bus) -> None:
     assert len(processes.query("processes", process_type="trip", status=ProcessStatus.PENDING)) == 3
     assert processes.list_by_status(None, ProcessStatus.COMPLETED).items == []
     assert processes.list_by_batch("processes", "none").items == []
-    assert processes.list_strays("processes") == []
+    assert processes.list_strays("processes").items == []
     with pytest.raises(InvalidOperationError):
         processes.retry("processes", "p1")
     assert processes.cancel("processes", "p1", operator="ann") is ProcessStatus.PENDING

@@ -248,7 +248,13 @@ def test_other_content_under_the_same_id_is_refused(
 def test_a_transaction_of_the_caller_is_refused(
     caller: Caller, db: psycopg.Connection[Any], database: str
 ) -> None:
-    with psycopg.connect(database) as conn, pytest.raises(InvalidOperationError, match="not committed"):
+    with (
+        psycopg.connect(database) as conn,
+        pytest.raises(
+            InvalidOperationError,
+            match="takes no conn: a command does not run before its transaction is committed",
+        ),
+    ):
         caller.call("orders", "echo", conn=conn).result()
     assert statuses(db) == {}
 

@@ -416,8 +416,9 @@ class TestRetry:
         async def sleep(seconds: float) -> None:
             waited.append(seconds)
 
-        monkeypatch.setattr("commandbus.rate_limiter.calls.asyncio.sleep", sleep)
-        monkeypatch.setattr("commandbus.rate_limiter.calls.time.sleep", waited.append)
+        # Not the functions of asyncio and time themselves: other threads of the program sleep, too.
+        monkeypatch.setattr("commandbus.rate_limiter.calls.sleep_async", sleep)
+        monkeypatch.setattr("commandbus.rate_limiter.calls.sleep", waited.append)
         refusing = iter([RateLimitError("429")] * 5)
 
         def call(_: bytes) -> str:

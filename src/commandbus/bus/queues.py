@@ -27,8 +27,10 @@ from commandbus.db.bus_pool import unavailable
 from commandbus.db.drivers import run, run_async
 from commandbus.db.pool import lasting_conninfo
 from commandbus.flow.queues import inspect, messages
+from commandbus.flow.queues.messages import seconds_of
 from commandbus.flow.setup import domains
 from commandbus.model.durations import Duration
+from commandbus.model.json_values import JsonValue
 from commandbus.model.queue import QueueInfo, QueueMessage, QueueMetrics
 from commandbus.settings import Settings
 
@@ -76,9 +78,9 @@ class PgmqClient(Repository):
     def send(
         self,
         queue: str,
-        message: Any,
+        message: JsonValue,
         *,
-        headers: Mapping[str, Any] | None = None,
+        headers: Mapping[str, JsonValue] | None = None,
         delay: Duration | None = None,
         at: datetime | None = None,
         conn: object = None,
@@ -91,9 +93,9 @@ class PgmqClient(Repository):
     def send_batch(
         self,
         queue: str,
-        messages: Sequence[Any],
+        messages: Sequence[JsonValue],
         *,
-        headers: Sequence[Mapping[str, Any] | None] | None = None,
+        headers: Sequence[Mapping[str, JsonValue] | None] | None = None,
         delay: Duration | None = None,
         at: datetime | None = None,
         conn: object = None,
@@ -105,7 +107,8 @@ class PgmqClient(Repository):
         self, queue: str, sent: Sequence[Any], headers: Any, delay: Any, at: datetime | None, conn: object
     ) -> list[int]:
         limit = self._bus.settings.max_payload_bytes
-        operation = messages.send(queue, sent, headers=headers, delay=delay, at=at, max_bytes=limit)
+        after = None if delay is None else seconds_of(delay, "delay")
+        operation = messages.send(queue, sent, headers=headers, delay=after, at=at, max_bytes=limit)
         return self._bus.run(operation, conn)
 
     def read(
@@ -113,7 +116,7 @@ class PgmqClient(Repository):
     ) -> list[QueueMessage]:
         """Read up to `qty` messages, oldest first. For `vt` nobody else reads them; then they can be read again,
         unless they were deleted or archived."""
-        return self._bus.run(messages.read(queue, self._shapes, vt=vt, qty=qty), conn)
+        return self._bus.run(messages.read(queue, self._shapes, vt=seconds_of(vt, "vt"), qty=qty), conn)
 
     def read_with_poll(
         self,
@@ -155,7 +158,7 @@ class PgmqClient(Repository):
 
     def set_vt(self, queue: str, msg_id: int, vt: Duration, *, conn: object = None) -> QueueMessage | None:
         """Let a message be readable in `vt` from now; None if it was not there."""
-        return self._bus.run(messages.set_vt(queue, self._shapes, msg_id, vt), conn)
+        return self._bus.run(messages.set_vt(queue, self._shapes, msg_id, seconds_of(vt, "vt")), conn)
 
     def purge(self, queue: str, *, conn: object = None) -> int:
         """Remove all messages; returns how many there were."""
@@ -215,9 +218,9 @@ class AsyncPgmqClient(AsyncRepository):
     async def send(
         self,
         queue: str,
-        message: Any,
+        message: JsonValue,
         *,
-        headers: Mapping[str, Any] | None = None,
+        headers: Mapping[str, JsonValue] | None = None,
         delay: Duration | None = None,
         at: datetime | None = None,
         conn: object = None,
@@ -229,9 +232,9 @@ class AsyncPgmqClient(AsyncRepository):
     async def send_batch(
         self,
         queue: str,
-        messages: Sequence[Any],
+        messages: Sequence[JsonValue],
         *,
-        headers: Sequence[Mapping[str, Any] | None] | None = None,
+        headers: Sequence[Mapping[str, JsonValue] | None] | None = None,
         delay: Duration | None = None,
         at: datetime | None = None,
         conn: object = None,
@@ -243,14 +246,15 @@ class AsyncPgmqClient(AsyncRepository):
         self, queue: str, sent: Sequence[Any], headers: Any, delay: Any, at: datetime | None, conn: object
     ) -> list[int]:
         limit = self._bus.settings.max_payload_bytes
-        operation = messages.send(queue, sent, headers=headers, delay=delay, at=at, max_bytes=limit)
+        after = None if delay is None else seconds_of(delay, "delay")
+        operation = messages.send(queue, sent, headers=headers, delay=after, at=at, max_bytes=limit)
         return await self._bus.run(operation, conn)
 
     async def read(
         self, queue: str, *, vt: Duration = VT_SECONDS, qty: int = 1, conn: object = None
     ) -> list[QueueMessage]:
         """Read up to `qty` messages, oldest first; see PgmqClient.read."""
-        return await self._bus.run(messages.read(queue, self._shapes, vt=vt, qty=qty), conn)
+        return await self._bus.run(messages.read(queue, self._shapes, vt=seconds_of(vt, "vt"), qty=qty), conn)
 
     async def read_with_poll(
         self,
@@ -292,7 +296,7 @@ class AsyncPgmqClient(AsyncRepository):
 
     async def set_vt(self, queue: str, msg_id: int, vt: Duration, *, conn: object = None) -> QueueMessage | None:
         """Let a message be readable in `vt` from now; None if it was not there."""
-        return await self._bus.run(messages.set_vt(queue, self._shapes, msg_id, vt), conn)
+        return await self._bus.run(messages.set_vt(queue, self._shapes, msg_id, seconds_of(vt, "vt")), conn)
 
     async def purge(self, queue: str, *, conn: object = None) -> int:
         """Remove all messages; returns how many there were."""
@@ -320,8 +324,8 @@ class _Waiting:
     """One wait: until when, and how long to pause between two looks."""
 
     def __init__(self, wait: Duration, interval: Duration) -> None:
-        self._until = monotonic() + messages.seconds_of(wait, "wait")
-        self._interval = max(0.001, messages.seconds_of(interval, "poll_interval"))
+        self._until = monotonic() + seconds_of(wait, "wait")
+        self._interval = max(0.001, seconds_of(interval, "poll_interval"))
 
     def pause(self, due_in: float | None = None) -> float | None:
         """Seconds until the next look, at the latest when something is due; None when the time is up."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+
+from commandbus.model.json_values import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,8 @@ class QueueMessage:
     read_ct: int
     enqueued_at: datetime
     vt: datetime
-    message: Any
-    headers: Any = None
+    message: Json
+    headers: Json = None
     last_read_at: datetime | None = None
 
 

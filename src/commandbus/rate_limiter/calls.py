@@ -10,10 +10,11 @@ import asyncio
 import contextvars
 import inspect
 import threading
-import time
+from asyncio import sleep as sleep_async
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import cache
+from time import sleep
 from types import TracebackType
 from typing import Any, Final
 
@@ -158,7 +159,7 @@ async def process_with_retry(
         try:
             return await _process(chunk_bytes, ocr_processor, timeout)
         except RateLimitError as error:
-            await asyncio.sleep(_pause_after(attempt, error))
+            await sleep_async(_pause_after(attempt, error))
     return await _process(chunk_bytes, ocr_processor, timeout)
 
 
@@ -170,7 +171,7 @@ def process_with_retry_sync(
         try:
             return process_chunk_with_timeout(chunk_bytes, ocr_processor, timeout)
         except RateLimitError as error:
-            time.sleep(_pause_after(attempt, error))
+            sleep(_pause_after(attempt, error))
     return process_chunk_with_timeout(chunk_bytes, ocr_processor, timeout)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from commandbus.model.durations import Duration
 from commandbus.worker.execution.handlers import HandlerRegistry
 from commandbus.worker.health import HealthStatus
 from commandbus.worker.worker import Worker
@@ -57,9 +58,9 @@ class AsyncWorker:
         it stops in order before the cancellation goes on."""
         return await self._in_thread(self.worker.run)
 
-    async def stop(self, timeout: float | None = None) -> StopReport:
-        """Stop in order, within `timeout` (default: shutdown_timeout)."""
-        return await self._in_thread(lambda: self.worker.stop(timeout))
+    async def stop(self, wait: Duration | None = None) -> StopReport:
+        """Stop in order, within `wait` (default: shutdown_timeout)."""
+        return await self._in_thread(lambda: self.worker.stop(wait))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         """In a thread of its own: those of the loop's executor are few, and the application's."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from commandbus.bus.repositories.base import AsyncRepository, Repository
 from commandbus.flow.commands import audit_events, inspect
 from commandbus.flow.commands.audit_events import NewAuditEvent
 from commandbus.model.command import AuditEntry
+from commandbus.model.json_values import JsonValue
 
 
 class AuditLogger(Repository):
@@ -19,7 +19,7 @@ class AuditLogger(Repository):
         domain: str,
         command_id: str,
         event: str,
-        details: Mapping[str, Any] | None = None,
+        details: Mapping[str, JsonValue] | None = None,
         *,
         conn: object = None,
     ) -> None:
@@ -48,7 +48,7 @@ class AsyncAuditLogger(AsyncRepository):
         domain: str,
         command_id: str,
         event: str,
-        details: Mapping[str, Any] | None = None,
+        details: Mapping[str, JsonValue] | None = None,
         *,
         conn: object = None,
     ) -> None:

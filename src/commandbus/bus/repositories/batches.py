@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from commandbus.bus.base import whoami
 from commandbus.bus.batches import Commands
 from commandbus.bus.repositories.base import AsyncRepository, Repository
@@ -21,6 +19,7 @@ from commandbus.model.batch import (
     WhenComplete,
 )
 from commandbus.model.command import CommandRecord, CommandStatus
+from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
 
 
@@ -34,7 +33,7 @@ class BatchRepository(Repository):
         *,
         batch_id: str | None = None,
         name: str | None = None,
-        custom_data: Any = None,
+        custom_data: JsonValue = None,
         on_complete: WhenComplete | None = None,
         is_open: bool = False,
         conn: object = None,
@@ -142,7 +141,7 @@ class AsyncBatchRepository(AsyncRepository):
         *,
         batch_id: str | None = None,
         name: str | None = None,
-        custom_data: Any = None,
+        custom_data: JsonValue = None,
         on_complete: WhenComplete | None = None,
         is_open: bool = False,
         conn: object = None,

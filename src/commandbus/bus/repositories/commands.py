@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import Any
 
 from commandbus.bus.base import whoami
 from commandbus.bus.repositories.base import AsyncRepository, Repository
@@ -21,6 +20,7 @@ from commandbus.model.command import (
     SentCommand,
     TsqEntry,
 )
+from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
 
 
@@ -34,7 +34,7 @@ class CommandRepository(Repository):
         return self._bus.run(self._bus._send(domain, command), conn)
 
     def save_many(
-        self, domain: str, commands: Iterable[NewCommand | Mapping[str, Any]], *, conn: object = None
+        self, domain: str, commands: Iterable[NewCommand | Mapping[str, object]], *, conn: object = None
     ) -> list[SentCommand]:
         """Send many commands, each thousand all or none (all of them all or none with `conn`)."""
         return self._bus.send_many(domain, commands, conn=conn)
@@ -208,7 +208,7 @@ class CommandRepository(Repository):
         self,
         domain: str,
         command_id: str,
-        result: Any = None,
+        result: JsonValue = None,
         *,
         operator: str | None = None,
         reason: str | None = None,
@@ -230,7 +230,7 @@ class AsyncCommandRepository(AsyncRepository):
         return await self._bus.run(self._bus._send(domain, command), conn)
 
     async def save_many(
-        self, domain: str, commands: Iterable[NewCommand | Mapping[str, Any]], *, conn: object = None
+        self, domain: str, commands: Iterable[NewCommand | Mapping[str, object]], *, conn: object = None
     ) -> list[SentCommand]:
         """Send many commands, each thousand all or none (all of them all or none with `conn`)."""
         return await self._bus.send_many(domain, commands, conn=conn)
@@ -405,7 +405,7 @@ class AsyncCommandRepository(AsyncRepository):
         self,
         domain: str,
         command_id: str,
-        result: Any = None,
+        result: JsonValue = None,
         *,
         operator: str | None = None,
         reason: str | None = None,

@@ -7,12 +7,13 @@ event of an application may have the name of one of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from commandbus.errors import CommandNotFoundError, InvalidCommandError
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model import names, payload
 from commandbus.model.command import AuditEvent
+from commandbus.model.json_values import JsonValue
 
 
 class NewAuditEvent(NamedTuple):
@@ -20,7 +21,7 @@ class NewAuditEvent(NamedTuple):
 
     command_id: str
     event: str
-    details: Mapping[str, Any] | None = None
+    details: Mapping[str, JsonValue] | None = None
 
 
 @operation(atomic=True, whole=True)

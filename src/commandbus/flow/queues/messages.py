@@ -21,6 +21,7 @@ from commandbus.errors import InvalidCommandError, InvalidOperationError, Unknow
 from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import names, payload
 from commandbus.model.durations import Duration, parse_seconds
+from commandbus.model.json_values import JsonValue
 from commandbus.model.queue import QueueMessage
 
 Shapes = dict[str, bool]
@@ -48,9 +49,9 @@ def channel_of(queue: str) -> str:
 @operation(atomic=False)
 def send(
     queue: str,
-    messages: Sequence[Any],
+    messages: Sequence[JsonValue],
     *,
-    headers: Sequence[Mapping[str, Any] | None] | None,
+    headers: Sequence[Mapping[str, JsonValue] | None] | None,
     delay: Duration | None,
     at: datetime | None,
     max_bytes: int,
@@ -197,7 +198,7 @@ def _document(text: str | None) -> Any:
 
 
 def _headers(
-    messages: Sequence[Any], headers: Sequence[Mapping[str, Any] | None] | None, max_bytes: int
+    messages: Sequence[JsonValue], headers: Sequence[Mapping[str, JsonValue] | None] | None, max_bytes: int
 ) -> list[str | None]:
     if headers is None:
         return [None] * len(messages)
