@@ -11,7 +11,8 @@ def ship(command, ctx):
 
 
 def place_order(bus, order_no, *, card_is_good):
-    with bus.connect() as conn, conn.transaction():  # an application would lend a connection of its pool
+    # bus.connect() opens a new connection each time: an application lends one of its own pool instead.
+    with bus.connect() as conn, conn.transaction():
         conn.execute("INSERT INTO example_order VALUES (%s)", [order_no])
         bus.send("example_shop", "ship", {"order_no": order_no}, conn=conn)
         if not card_is_good:

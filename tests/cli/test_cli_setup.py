@@ -124,6 +124,8 @@ def test_roles_are_printed_and_created(orders, server_admin):
     try:
         script = orders("roles", "--print", "--prefix", prefix)
         assert f"CREATE ROLE {prefix}_worker" in script.out
+        for setting in ("lock_timeout", "statement_timeout", "default_transaction_isolation"):
+            assert f"-- ALTER ROLE app SET {setting} = " in script.out, "for workers behind PgBouncer"
         assert orders("roles", "--print", "--prefix", prefix, "--json").document["sql"] == script.out
         made = orders("roles", "--prefix", prefix, "--json").document
         assert {item["kind"] for item in made} == {"reader", "producer", "limiter", "worker", "operator"}

@@ -11,7 +11,7 @@ import pytest
 
 from commandbus import CommandBus, HandlerRegistry, Limit, NewCommand, Worker
 from support.redis_server import RedisServer
-from support.waiting import statuses, until
+from support.waiting import statuses, within
 from support.workers import quick_settings
 
 Start = Callable[..., Worker]
@@ -56,7 +56,7 @@ def test_what_waits_begins_within_seconds(
         if parked:  # by a worker that has gone since
             park_all(db)
         start_worker(handlers, down.url)
-        until(lambda: statuses(db) == {"COMPLETED": 6}, seconds=12, what=lambda: statuses(db))
+        within(15, lambda: statuses(db) == {"COMPLETED": 6}, what=lambda: statuses(db))
         down.resume()
 
 

@@ -413,7 +413,7 @@ def test_a_router_alone_moves_processes_and_runs_no_steps(bus: CommandBus, datab
             lab.until("p1", "COMPLETED")
 
 
-def test_a_worker_with_a_router_has_at_most_slots_and_five_connections(
+def test_a_worker_with_a_router_has_at_most_slots_and_six_connections(
     bus: CommandBus, database: str, db: psycopg.Connection[Any]
 ) -> None:
     lab = Lab(bus)

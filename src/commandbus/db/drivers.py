@@ -154,9 +154,16 @@ def _note_unreplicated(
         own.is_unreplicated = True
 
 
+def was_unreplicated(conn: object) -> bool:
+    """Did a commit of this connection end without its replication? Asking forgets it."""
+    if not isinstance(conn, OwnConnection | OwnAsyncConnection) or not conn.is_unreplicated:
+        return False
+    conn.is_unreplicated = False
+    return True
+
+
 def _check_replicated(conn: AnyConnection | AnyAsyncConnection, result: object) -> None:
-    if isinstance(conn, OwnConnection | OwnAsyncConnection) and conn.is_unreplicated:
-        conn.is_unreplicated = False
+    if was_unreplicated(conn):
         error = UnreplicatedError(
             "the commit was canceled while it waited for the synchronous standby: it is not acknowledged, though "
             "it may have happened; look, or send again with the same command_id"

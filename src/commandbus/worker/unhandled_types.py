@@ -156,7 +156,7 @@ class UnhandledTypes:
             given = connection.run(operation)
             count += given
         if count:
-            logger.warning(
+            logger.error(
                 "%d commands of %s went to the troubleshooting queue: no running worker has had a handler for %s",
                 count,
                 item.name,

@@ -26,7 +26,7 @@ WITH input AS MATERIALIZED (
        SET waived = c.waived + f.w, suspect = CASE WHEN f.k THEN f.x ELSE c.suspect END,
            quarantine = CASE WHEN f.k THEN f.q ELSE c.quarantine END, alone = CASE WHEN f.k THEN f.a ELSE c.alone END
       FROM fenced f
-     WHERE c.id = f.c AND (f.w <> 0 OR f.k)
+     WHERE c.id = f.c AND c.msg_id = f.m AND (f.w <> 0 OR f.k)
 ), failed AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, started_at, retry_at, error_type,
                                     error_code, error, details, traceback, rung, autopsy, duration_ms)

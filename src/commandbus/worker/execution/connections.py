@@ -49,9 +49,10 @@ from psycopg.rows import tuple_row
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from commandbus.clock import monotonic
-from commandbus.db.drivers import OwnAsyncConnection, OwnConnection, has_rows, never_open
+from commandbus.db.drivers import OwnAsyncConnection, OwnConnection, has_rows, never_open, was_unreplicated
 from commandbus.db.pool import open_pool
 from commandbus.errors import AttemptFencedError
+from commandbus.logger import safe_logger
 from commandbus.model.timeouts import SessionLimits
 from commandbus.settings import Settings
 from commandbus.worker.execution.attempt import NEVER, Attempt
@@ -66,6 +67,8 @@ from commandbus.worker.execution.session_reset import (
     put_back,
 )
 from commandbus.worker.exhaustion import ExhaustedError, is_exhaustion
+
+logger = safe_logger("commandbus.worker")
 
 CHECK_INTERVAL_MS = 2000
 
@@ -675,6 +678,7 @@ def conn_block(conn: Connection[Any], ending: CommitAndReset | None) -> Iterator
         else:
             with conn.lock:
                 conn.wait(ending.commit(conn))
+        _warn_unreplicated(conn)
 
 
 async def _commit_async(conn: AsyncConnection[Any], ending: CommitAndReset | None) -> None:
@@ -683,6 +687,17 @@ async def _commit_async(conn: AsyncConnection[Any], ending: CommitAndReset | Non
     else:
         async with conn.lock:
             await conn.wait(ending.commit(conn))
+    _warn_unreplicated(conn)
+
+
+def _warn_unreplicated(conn: Connection[Any] | AsyncConnection[Any]) -> None:
+    """The commit stands on this server, and nothing runs again. Only the loss of this server would undo it,
+    together with the completion of the command, which was in the same transaction."""
+    if was_unreplicated(conn):
+        logger.warning(
+            "a handler's commit was canceled while it waited for the synchronous standby: it stands on this "
+            "server, but a failover now would lose it"
+        )
 
 
 def _close_read_only(conn: Connection[Any], error: BaseException) -> None:
