@@ -252,6 +252,24 @@ def test_a_cancel_under_way_is_passed_over_and_does_not_hold_up_the_line(
     assert found == [msg_ids[1]]
 
 
+def test_callers_that_come_later_do_not_wait_for_a_permit_that_is_reserved_in_vain(orders: Bus, db: Db) -> None:
+    """They may have all the slots, so that nobody can claim the command that it is reserved for."""
+    orders.declare_limit(Limit("docai", concurrency=1))
+    work_in(db, "orders")
+    park(orders, 1)
+    assert wake(db) == 1
+    assert len(holders(db)) == 1
+    db.execute(
+        "INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since, token, "
+        "give_up_at) VALUES ('', '', 7, 0, 'call', 'docai', now(), 'caller/7', now() + interval '1 minute')"
+    )
+    assert wake(db) == 0, "it may still be claimed at once"
+    db.execute("UPDATE commandbus.parked SET woken_at = woken_at - interval '1 second' WHERE domain = 'orders'")
+    assert wake(db) == 1
+    assert one(db, "SELECT woken_at IS NOT NULL FROM commandbus.parked WHERE domain = ''")
+    assert set(holders(db)) == {"caller/7"}
+
+
 def test_rows_without_a_message_do_not_hold_up_the_line(orders: Bus, db: Db) -> None:
     """Whatever left them behind: more of them than are looked at in one go, all before everybody else."""
     orders.declare_limit(Limit("docai", concurrency=2))

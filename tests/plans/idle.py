@@ -202,7 +202,7 @@ def _limits(sample: Sample) -> Named:
         "limit_next",
         Statement(
             texts.text("limits/next", claimable=claimable, chosen=f"NOT ({vain})", order=order),
-            {"name": "full", "most": 10, "vain": '{"1": 1}', "unclaimed": 0.25},
+            {"name": "full", "most": 10, "vain": '{"1": 1}'},
         ),
     )
     yield (

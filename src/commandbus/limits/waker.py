@@ -78,11 +78,12 @@ class Waker:
                 self._say_once(domain, error)
 
     def _wake_next(self, name: str) -> None:
-        grant = None
+        grant, release = None, None
         try:
             row = self._held_permits.known(name)
             if row.store != "postgres":
-                grant = self._held_permits.stores.external(row).keep_for_others
+                store = self._held_permits.stores.external(row)
+                grant, release = store.keep_for_others, store.give
         except UnknownLimitError:
             pass  # it is gone: who waits for it is told that
         except CommandBusError as error:
@@ -90,7 +91,13 @@ class Waker:
             return
         mark, barred = f"turn/{secrets.token_hex(4)}/", self.is_barred
         waking = permits.wake(
-            name, most=MOST_AT_ONCE, seconds=RESERVE_SECONDS, grant=grant, mark=mark, is_barred=barred
+            name,
+            most=MOST_AT_ONCE,
+            seconds=RESERVE_SECONDS,
+            grant=grant,
+            release=release,
+            mark=mark,
+            is_barred=barred,
         )
         try:
             woken = self._held_permits.connection.run(waking, limit=name)

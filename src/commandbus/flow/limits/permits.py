@@ -48,6 +48,8 @@ UNCLAIMED_SECONDS = 0.25
 
 Grant = Callable[[LimitRow, list[str], float], list[str]]
 """Takes permits for some seconds from a permit store other than the row: which of the tokens have one now."""
+Release = Callable[[LimitRow, list[str]], None]
+"""Releases the permits of these tokens in that store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,14 @@ def _callers(row: LimitRow, others: Iterable[str]) -> Steps[set[str]]:
 
 @operation(atomic=True)
 def wake(
-    name: str, *, most: int, seconds: float, grant: Grant | None, mark: str, is_barred: bool = False
+    name: str,
+    *,
+    most: int,
+    seconds: float,
+    grant: Grant | None,
+    mark: str,
+    release: Release | None = None,
+    is_barred: bool = False,
 ) -> Steps[Woken]:
     """Reserve permits for the first in line, for so many seconds, and wake them.
 
@@ -239,8 +248,12 @@ def wake(
         waiting = list(takewhile(lambda item: not item[1], waiting))
     if not waiting:
         return Woken(0)
-    has_calls, has_unclaimed = waiting[0][7:]
-    if has_calls and has_unclaimed:  # those who have slots first: when they have ended, commands can be claimed
+    has_calls, unclaimed_seconds = waiting[0][7:]
+    has_woken = unclaimed_seconds is not None
+    if has_calls and has_woken and unclaimed_seconds >= UNCLAIMED_SECONDS:
+        # Those who have slots first: when they have ended, commands can be claimed. A permit may have been
+        # reserved for longer, before they came.
+        yield from _end_unclaimed(row, release)
         waiting = yield from _first_in_line(
             name, most, limit_state.vain if limit_state.is_probing else {}, calls=True
         )
@@ -263,10 +276,30 @@ def wake(
         yield from _let_go(name, chosen)
     if has_orphans:
         return Woken(len(chosen), 0.0)
-    if has_calls and (has_unclaimed or any(item[1] for item, _ in chosen)):
+    if has_calls and (has_woken or any(item[1] for item, _ in chosen)):
         return Woken(len(chosen), BESIDE_CALLS_SECONDS)  # nobody is told when a permit was kept in vain
     is_more = len(chosen) < len(ready) or len(waiting) == most
     return Woken(len(chosen), _next_look(row, len(chosen)) if is_more else None)
+
+
+def _end_unclaimed(row: LimitRow, release: Release | None) -> Steps[None]:
+    """Release the permits that are reserved for commands that nobody has claimed. Who claims one of them later
+    finds that it has none, and waits again, in its former position."""
+    found = yield Statement(
+        b"SELECT token FROM (SELECT limit_name, domain, token FROM commandbus.parked WHERE woken_at <= "
+        b"pg_catalog.now() - pg_catalog.make_interval(secs => %(seconds)s) OFFSET 0) woken "
+        b"WHERE limit_name = %(name)s AND domain <> '' AND token IS NOT NULL",
+        {"name": row.name, "seconds": UNCLAIMED_SECONDS},
+    )
+    tokens = [token for (token,) in found]
+    if tokens and release is not None:
+        release(row, tokens)
+    elif tokens:
+        yield Statement(
+            b"UPDATE commandbus.limits SET holders = holders - %(tokens)s::text[] "
+            b"WHERE name = %(name)s AND holders ?| %(tokens)s::text[]",
+            {"name": row.name, "tokens": tokens},
+        )
 
 
 def _first_in_line(name: str, most: int, vain: Mapping[str, int], *, calls: bool = False) -> Steps[list[Row]]:
@@ -277,7 +310,6 @@ def _first_in_line(name: str, most: int, vain: Mapping[str, int], *, calls: bool
         "name": name,
         "most": most,
         "vain": payload.dump(dict(vain), what="vain"),
-        "unclaimed": UNCLAIMED_SECONDS,
     }
     known = "(%(vain)s::jsonb ? p.command::text)"
 

@@ -1,7 +1,7 @@
 -- Whose turn is next at a limit: by `since`. For a probe, `vain` says how often which command was that in vain: those that
 -- it does not name come first; if there are none, `order` puts those with the fewest first.
--- The last columns, the same in every row: does somebody wait inside a program, and has nobody claimed a command whose
--- turn came a while ago?
+-- The last columns, the same in every row: does somebody wait inside a program, and for how many seconds has nobody claimed
+-- a command whose turn came? Null if all are claimed.
 -- Locks: none (the caller holds the limit's row, so nobody else wakes its waiters).
 -- Index: parked_limit, in its order; with another order it reads only as many rows as `vain` names. The last columns go by
 -- parked_domain_msg_id_key and parked_woken: both lists are short.
@@ -9,9 +9,9 @@ SELECT p.seq, p.domain, p.msg_id, p.token, p.since,
        (SELECT c.domain || '/' || c.command_id FROM commandbus.command c WHERE c.id = p.command), p.command,
        EXISTS (SELECT FROM (SELECT limit_name, woken_at FROM commandbus.parked WHERE domain = '' OFFSET 0) call
                 WHERE call.limit_name = %(name)s AND call.woken_at IS NULL),
-       EXISTS (SELECT FROM (SELECT limit_name, domain FROM commandbus.parked
-                             WHERE woken_at <= pg_catalog.now() - pg_catalog.make_interval(secs => %(unclaimed)s) OFFSET 0) woken
-                WHERE woken.limit_name = %(name)s AND woken.domain <> '')
+       (SELECT extract(epoch FROM pg_catalog.now() - pg_catalog.min(woken.woken_at))::float8
+          FROM (SELECT limit_name, domain, woken_at FROM commandbus.parked WHERE woken_at <= pg_catalog.now() OFFSET 0) woken
+         WHERE woken.limit_name = %(name)s AND woken.domain <> '')
   FROM commandbus.parked p
  WHERE p.limit_name = %(name)s AND p.woken_at IS NULL AND {claimable}
    AND NOT (p.domain = '' AND p.give_up_at <= pg_catalog.clock_timestamp())
