@@ -26,7 +26,8 @@ _NAMES = {
     "commandbus.bus.queues": "AsyncPgmqClient PgmqClient",
     "commandbus.bus.repositories.audit": "AsyncAuditLogger AuditLogger",
     "commandbus.bus.repositories.batches": "AsyncBatchRepository BatchRepository",
-    "commandbus.bus.repositories.commands": "AsyncCommandRepository CommandRepository",
+    "commandbus.bus.repositories.async_commands": "AsyncCommandRepository",
+    "commandbus.bus.repositories.commands": "CommandRepository",
     "commandbus.bus.repositories.processes": "AsyncProcessRepository ProcessRepository",
     "commandbus.errors": """
         ApiTimeoutError AttemptCanceledError AttemptFencedError BatchNotFoundError BatchTimeoutError

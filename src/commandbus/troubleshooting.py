@@ -7,12 +7,13 @@ and the other gets InvalidOperationError.
 from __future__ import annotations
 
 from commandbus.bus import AsyncCommandBus, CommandBus, whoami
+from commandbus.bus.repositories.async_commands import AsyncCommandRepository
+from commandbus.bus.repositories.commands import CommandRepository
+from commandbus.bus.short import short
 from commandbus.flow.commands import inspect, operate
 from commandbus.flow.commands.operate import OperatorAction, Selection
 from commandbus.model import names, payload
-from commandbus.model.command import TsqEntry
 from commandbus.model.json_values import JsonValue
-from commandbus.model.page import Page
 
 
 def _complete(operator: str | None, result: JsonValue, reason: str | None, max_bytes: int) -> OperatorAction:
@@ -33,21 +34,12 @@ class TroubleshootingQueue:
 
     def __init__(self, bus: CommandBus) -> None:
         self._bus = bus
+        self._commands = bus.commands
 
-    def list(
-        self,
-        domain: str | None = None,
-        command_type: str | None = None,
-        *,
-        error_code: str | None = None,
-        limit: int = 50,
-        cursor: str | None = None,
-    ) -> Page[TsqEntry]:
-        """Commands that need a person, oldest command first; the next page begins at `cursor=page.next_cursor`."""
-        operation = inspect.list_tsq(
-            domain=domain, command_type=command_type, error_code=error_code, limit=limit, cursor=cursor
-        )
-        return self._bus.run(operation)
+    list = short("_commands", CommandRepository.list_in_tsq)
+    operator_retry = short("_commands", CommandRepository.operator_retry)
+    operator_cancel = short("_commands", CommandRepository.operator_cancel)
+    operator_complete = short("_commands", CommandRepository.operator_complete)
 
     def count(
         self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
@@ -60,35 +52,6 @@ class TroubleshootingQueue:
     ) -> dict[tuple[str, str], int]:
         """How many commands need a person, by (domain, command_type)."""
         return self._bus.run(inspect.count_tsq(domain=domain, command_type=command_type, error_code=error_code))
-
-    def operator_retry(
-        self, domain: str, command_id: str, *, operator: str | None = None, reason: str | None = None
-    ) -> None:
-        """Retry it; its attempts are counted from 1 again."""
-        self._bus.run(
-            operate.act_on(domain, command_id, operate.operator_action(operator or whoami(), reason, "RETRY"))
-        )
-
-    def operator_cancel(
-        self, domain: str, command_id: str, *, operator: str | None = None, reason: str | None = None
-    ) -> None:
-        """Cancel it: it ends CANCELED."""
-        self._bus.run(
-            operate.act_on(domain, command_id, operate.operator_action(operator or whoami(), reason, "CANCEL"))
-        )
-
-    def operator_complete(
-        self,
-        domain: str,
-        command_id: str,
-        result: JsonValue = None,
-        *,
-        operator: str | None = None,
-        reason: str | None = None,
-    ) -> None:
-        """Complete it by hand: it ends COMPLETED, with this result."""
-        operator_action = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
-        self._bus.run(operate.act_on(domain, command_id, operator_action))
 
     def retry_all(
         self,
@@ -136,21 +99,12 @@ class AsyncTroubleshootingQueue:
 
     def __init__(self, bus: AsyncCommandBus) -> None:
         self._bus = bus
+        self._commands = bus.commands
 
-    async def list(
-        self,
-        domain: str | None = None,
-        command_type: str | None = None,
-        *,
-        error_code: str | None = None,
-        limit: int = 50,
-        cursor: str | None = None,
-    ) -> Page[TsqEntry]:
-        """Commands that need a person, oldest command first; the next page begins at `cursor=page.next_cursor`."""
-        operation = inspect.list_tsq(
-            domain=domain, command_type=command_type, error_code=error_code, limit=limit, cursor=cursor
-        )
-        return await self._bus.run(operation)
+    list = short("_commands", AsyncCommandRepository.list_in_tsq)
+    operator_retry = short("_commands", AsyncCommandRepository.operator_retry)
+    operator_cancel = short("_commands", AsyncCommandRepository.operator_cancel)
+    operator_complete = short("_commands", AsyncCommandRepository.operator_complete)
 
     async def count(
         self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
@@ -165,33 +119,6 @@ class AsyncTroubleshootingQueue:
         return await self._bus.run(
             inspect.count_tsq(domain=domain, command_type=command_type, error_code=error_code)
         )
-
-    async def operator_retry(
-        self, domain: str, command_id: str, *, operator: str | None = None, reason: str | None = None
-    ) -> None:
-        """Retry it; its attempts are counted from 1 again."""
-        operator_action = operate.operator_action(operator or whoami(), reason, "RETRY")
-        await self._bus.run(operate.act_on(domain, command_id, operator_action))
-
-    async def operator_cancel(
-        self, domain: str, command_id: str, *, operator: str | None = None, reason: str | None = None
-    ) -> None:
-        """Cancel it: it ends CANCELED."""
-        operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
-        await self._bus.run(operate.act_on(domain, command_id, operator_action))
-
-    async def operator_complete(
-        self,
-        domain: str,
-        command_id: str,
-        result: JsonValue = None,
-        *,
-        operator: str | None = None,
-        reason: str | None = None,
-    ) -> None:
-        """Complete it by hand: it ends COMPLETED, with this result."""
-        operator_action = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
-        await self._bus.run(operate.act_on(domain, command_id, operator_action))
 
     async def retry_all(
         self,

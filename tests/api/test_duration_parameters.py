@@ -112,6 +112,10 @@ TRIES: dict[str, Try] = {
     **made("migrate(wait)", lambda bus, value: bus.migrate(wait=value)),
     **made("prune(age)", lambda bus, value: bus.prune(age=value)),
     **made("create_roles(keep)", lambda bus, value: bus.create_roles("somebody", keep=value)),
+    **{
+        f"{bus.replace('CommandBus', 'BatchRepository')}.wait_for(wait)": tried
+        for bus, tried in of_bus(lambda bus, value: bus.batches.wait_for("orders", "b", wait=value))
+    },
     **of_queues("send(delay)", lambda queues, value: queues.send("replies", {}, delay=value)),
     **of_queues("send_batch(delay)", lambda queues, value: queues.send_batch("replies", [{}], delay=value)),
     **of_queues("read(vt)", lambda queues, value: queues.read("replies", vt=value)),

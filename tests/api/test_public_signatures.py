@@ -13,10 +13,15 @@ import commandbus
 from commandbus import (
     AsyncCommandBus,
     AsyncTroubleshootingQueue,
+    AuditLogger,
+    BatchRepository,
     CommandBus,
+    CommandRepository,
     CommandStatus,
     InvalidCommandError,
     Page,
+    PgmqClient,
+    ProcessRepository,
     TroubleshootingQueue,
 )
 from support.public_api import all_parameters, parameters_of, public_methods, results, text_of
@@ -132,6 +137,30 @@ def test_operators_have_one_shape(label: str, sync: Any, asynchronous: Any) -> N
         assert each[2:] == ("str | None", inspect.Parameter.KEYWORD_ONLY, None)
     rest = [each for each in names[operator + 2 :] if each != "conn"]
     assert label == "CommandBus.set_limit" or not rest, "its own options come first"
+
+
+def test_short_methods_are_calls_of_the_parts() -> None:
+    """`bus.get_command` is `bus.commands.get`: no second body, signature or docstring."""
+    owners = {
+        CommandBus: (PgmqClient, CommandRepository, AuditLogger, BatchRepository, ProcessRepository),
+        TroubleshootingQueue: (CommandRepository,),
+    }
+    found: dict[str, str] = {}
+    for owner, parts in owners.items():
+        bodies = {method: f"{part.__name__}.{name}" for part in parts for name, method in vars(part).items()}
+        for label, method in public_methods(owner.__name__, owner):
+            if (body := bodies.get(inspect.unwrap(method))) is not None:
+                found[label] = body
+    assert found["CommandBus.get_command"] == "CommandRepository.get"
+    assert found["CommandBus.create_batch"] == "BatchRepository.save"
+    assert found["TroubleshootingQueue.operator_retry"] == "CommandRepository.operator_retry"
+    assert len(found) >= 30
+    assert CommandBus.get_command.__doc__ == CommandRepository.get.__doc__
+    own = {name for part in owners[CommandBus] for name in vars(part) if not name.startswith("_")}
+    twice = {label for label, _ in public_methods("", CommandBus) if label[1:] in own} - {
+        f".{label.rpartition('.')[2]}" for label in found
+    }
+    assert twice == {".close", ".send"}, "the bus's own: it is closed; send makes a NewCommand for commands.save"
 
 
 def test_there_is_something_to_inspect() -> None:

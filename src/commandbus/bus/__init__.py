@@ -1,8 +1,9 @@
 """CommandBus and AsyncCommandBus, which applications use: two thin shells over one set of operations.
 
-Each method builds an operation (`flow/`) and runs it on a pooled connection, or on the connection that the caller
+A method builds an operation (`flow/`) and runs it on a pooled connection, or on the connection that the caller
 lends with `conn=`. Then the operation is part of the caller's transaction. The two shells contain no logic of
-their own.
+their own. What they do with commands, batches, processes and queues are short names for methods of their parts
+(`data_access.py`).
 """
 
 from commandbus.bus.asynchronous import AsyncCommandBus

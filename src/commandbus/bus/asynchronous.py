@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import datetime
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import psycopg
 from psycopg import AsyncConnection
 from psycopg import errors as pg
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from commandbus.bus.base import CHUNK, POOL_SIZE, command_query, whoami
-from commandbus.bus.batches import AsyncBatchMethods
+from commandbus.bus.base import POOL_SIZE, whoami
 from commandbus.bus.breakers import AsyncBreakerMethods
 from commandbus.bus.call_listener import LAST_LOOK_SECONDS, WaitingCall, address_of
 from commandbus.bus.data_access import AsyncDataAccess
 from commandbus.bus.limits import AsyncLimitMethods, LimitClientHolder
-from commandbus.bus.processes import AsyncProcessMethods
+from commandbus.bus.repositories.new_processes import Manager
 from commandbus.db.bus_pool import AsyncBusPool, make_async_bus_pool, no_connection, unavailable
 from commandbus.db.drivers import run_async
 from commandbus.db.lent_connection import borrow_async
@@ -30,7 +29,7 @@ from commandbus.errors import CommandBusError, DatabaseUnavailableError
 from commandbus.flow.operation import Operation, Plan, explain_absence
 from commandbus.lazy import lazy
 from commandbus.model import names
-from commandbus.model.command import AuditEntry, CancelResult, CommandRecord, NewCommand, SentCommand
+from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import Duration, format_seconds
 from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.page import Page
@@ -39,40 +38,30 @@ from commandbus.settings import Settings
 
 if TYPE_CHECKING:
     from commandbus.flow.commands import call as calls
-    from commandbus.flow.commands import history, inspect, lookup, operate, pause, prune
-    from commandbus.flow.commands.call import CommandOutcome
-    from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
-    from commandbus.flow.commands.inspect import (
-        CommandFilters,
-        CommandQuery,
-        DomainStatus,
-        RejectedMessage,
-        UndeliveredReply,
-        WorkerInfo,
-    )
+    from commandbus.flow.commands import inspect, operate, pause, prune
+    from commandbus.flow.commands.inspect import DomainStatus, WorkerInfo
     from commandbus.flow.commands.pause import PauseInfo
     from commandbus.flow.commands.prune import PruneReport
     from commandbus.flow.setup import domains, migrate
     from commandbus.flow.setup.domains import DomainInfo
     from commandbus.flow.setup.migrate import SchemaState
+    from commandbus.model import process
+    from commandbus.model.process import StartedProcess
 else:
     calls = lazy("commandbus.flow.commands.call")
     domains = lazy("commandbus.flow.setup.domains")
-    history = lazy("commandbus.flow.commands.history")
     inspect = lazy("commandbus.flow.commands.inspect")
-    lookup = lazy("commandbus.flow.commands.lookup")
     migrate = lazy("commandbus.flow.setup.migrate")
     operate = lazy("commandbus.flow.commands.operate")
     pause = lazy("commandbus.flow.commands.pause")
+    process = lazy("commandbus.model.process")
     prune = lazy("commandbus.flow.commands.prune")
 
 T = TypeVar("T")
 LATE_SECONDS = 0.2  # the wait for a connection ends by itself, and says why
 
 
-class AsyncCommandBus(
-    AsyncBatchMethods, AsyncProcessMethods, AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess
-):
+class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess):
     """The bus for async code: the same methods, awaited. One bus belongs to one event loop."""
 
     def __init__(
@@ -212,10 +201,6 @@ class AsyncCommandBus(
         """Create a domain's queue. Returns False if it existed."""
         return await self.run(domains.create_domain(names.check_domain(domain)))
 
-    async def create_queue(self, queue: str) -> None:
-        """Create a PGMQ queue for replies."""
-        await self.run(domains.create_queue(queue))
-
     async def list_domains(self) -> Page[DomainInfo]:
         """All domains."""
         return Page(await self.run(domains.list_domains()))
@@ -255,22 +240,7 @@ class AsyncCommandBus(
             command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,
             timeout,
         )  # fmt: skip
-        return await self.run(self._send(domain, new), conn)
-
-    async def send_many(
-        self,
-        domain: str,
-        commands: Iterable[NewCommand | Mapping[str, object]],
-        *,
-        chunk_size: int = CHUNK,
-        conn: object = None,
-    ) -> list[SentCommand]:
-        """Send many commands; see CommandBus.send_many."""
-        sent: list[SentCommand] = []
-        for chunk in self._chunks(domain, commands, chunk_size):
-            receipts = await self.run(chunk, conn)
-            sent += receipts
-        return sent
+        return await self.commands.save(domain, new, conn=conn)
 
     async def call(
         self,
@@ -312,69 +282,23 @@ class AsyncCommandBus(
         except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
             raise explain_absence(error) from None
 
-    async def cancel(
+    async def start_process(
         self,
-        domain: str,
-        command_id: str,
+        manager: Manager,
+        data: object = None,
         *,
-        operator: str | None = None,
-        reason: str | None = None,
+        process_id: str | None = None,
+        deadline: Duration | None = None,
+        reply_to: str | None = None,
+        correlation_id: str | None = None,
+        domain: str | None = None,
         conn: object = None,
-    ) -> CancelResult:
-        """Cancel a command, or ask the worker that runs it to stop it; see CommandBus.cancel."""
-        operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
-        return await self.run(operate.cancel(names.check_domain(domain), command_id, operator_action), conn)
+    ) -> StartedProcess:
+        """Start a process; see CommandBus.start_process."""
+        new = process.NewProcess(data, process_id, deadline, reply_to, correlation_id)
+        return await self.processes.save(manager, new, domain=domain, conn=conn)
 
     # --- looking ------------------------------------------------------------------------------------------
-
-    async def get_outcome(self, domain: str, command_id: str, *, conn: object = None) -> CommandOutcome | None:
-        """Returns a command's status, and its result or error; see CommandBus.get_outcome."""
-        return await self.run(calls.get_outcome(domain, command_id), conn)
-
-    async def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
-        """Returns what is known about a command; None if there is no such command."""
-        return await self.run(lookup.get_command(domain, command_id), conn)
-
-    async def query_commands(
-        self,
-        query: CommandQuery | None = None,
-        *,
-        limit: int = 50,
-        cursor: str | None = None,
-        **filters: Unpack[CommandFilters],
-    ) -> Page[CommandRecord]:
-        """A page of commands, newest first; the next begins at `cursor=page.next_cursor`."""
-        return await self.run(inspect.query_commands(command_query(query, filters), limit=limit, cursor=cursor))
-
-    async def get_audit_trail(self, domain: str, command_id: str) -> Page[AuditEntry]:
-        """Every event of a command, in order."""
-        return Page(await self.run(inspect.get_audit_trail(domain, command_id)))
-
-    async def get_attempts(self, domain: str, command_id: str) -> Page[AttemptRecord]:
-        """The attempts that did not simply complete, with error, code and traceback, in order."""
-        return Page(await self.run(history.list_attempts(domain, command_id)))
-
-    async def list_stuck(
-        self,
-        domain: str | None = None,
-        command_type: str | None = None,
-        *,
-        since: datetime | None = None,
-        limit: int = 50,
-        cursor: str | None = None,
-    ) -> Page[StuckAttempt]:
-        """Returns attempts that had to be stopped, newest first, with what was seen then (`autopsy`)."""
-        return await self.run(history.list_stuck(domain, command_type, since=since, limit=limit, cursor=cursor))
-
-    async def rejected(
-        self, domain: str | None = None, *, limit: int = 50, cursor: str | None = None
-    ) -> Page[RejectedMessage]:
-        """Returns raw messages that were not commands and were set aside, newest first."""
-        return await self.run(inspect.list_rejected(domain=domain, limit=limit, cursor=cursor))
-
-    async def undelivered_replies(self, *, limit: int = 50, cursor: str | None = None) -> Page[UndeliveredReply]:
-        """Replies whose queue was gone when they were to be sent, newest first, with the reason."""
-        return await self.run(inspect.list_undelivered(limit=limit, cursor=cursor))
 
     async def status(self, *domains: str) -> Page[DomainStatus]:
         """Returns how many commands wait, run or need a person, for these domains or for all."""

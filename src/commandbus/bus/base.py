@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from commandbus.flow.breakers import operate as breaker_operate
     from commandbus.flow.breakers.operate import Guard
     from commandbus.flow.commands import call, inspect, prune
-    from commandbus.flow.commands.inspect import CommandFilters, CommandQuery
     from commandbus.flow.commands.prune import Retention
+    from commandbus.flow.queues.messages import Shapes
     from commandbus.flow.setup import migrate, roles
     from commandbus.flow.setup.migrate import SchemaState
 else:
@@ -66,6 +66,7 @@ class BusBase:
         self._listening = Listening()
         self._lent_pool = lent_pool
         self._lent_is_parents = False
+        self._queue_shapes: Shapes = {}
         _buses.add(self)
 
     def _leave_to_parent(self) -> None:
@@ -191,10 +192,6 @@ def warn_on_loop() -> bool:
     )
     warnings.warn(text, RuntimeWarning, stacklevel=depth)
     return True
-
-
-def command_query(query: CommandQuery | None, filters: CommandFilters) -> CommandQuery:
-    return query if query is not None else inspect.CommandQuery(**filters)
 
 
 def whoami() -> str:

@@ -1,85 +1,136 @@
-"""What a bus has of the data-access layer: `bus.queues`, `bus.commands`, `bus.audit`, `bus.batches` and
-`bus.processes`. Each is made when it is first asked for."""
+"""What a bus has of the data-access layer: its parts (`bus.queues`, `bus.commands`, `bus.audit`, `bus.batches`,
+`bus.processes`), and short names for what they do. The parts hold the only body of each."""
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from commandbus.lazy import lazy
-
-if TYPE_CHECKING:
-    from commandbus.bus import queues as queue_clients
-    from commandbus.bus.queues import AsyncPgmqClient, PgmqClient
-    from commandbus.bus.repositories import audit as audit_loggers
-    from commandbus.bus.repositories import batches as batch_repositories
-    from commandbus.bus.repositories import commands as command_repositories
-    from commandbus.bus.repositories import processes as process_repositories
-    from commandbus.bus.repositories.audit import AsyncAuditLogger, AuditLogger
-    from commandbus.bus.repositories.batches import AsyncBatchRepository, BatchRepository
-    from commandbus.bus.repositories.commands import AsyncCommandRepository, CommandRepository
-    from commandbus.bus.repositories.processes import AsyncProcessRepository, ProcessRepository
-else:
-    queue_clients = lazy("commandbus.bus.queues")
-    audit_loggers = lazy("commandbus.bus.repositories.audit")
-    batch_repositories = lazy("commandbus.bus.repositories.batches")
-    command_repositories = lazy("commandbus.bus.repositories.commands")
-    process_repositories = lazy("commandbus.bus.repositories.processes")
+from commandbus.bus.queues import AsyncPgmqClient, PgmqClient
+from commandbus.bus.repositories.async_commands import AsyncCommandRepository
+from commandbus.bus.repositories.audit import AsyncAuditLogger, AuditLogger
+from commandbus.bus.repositories.batches import AsyncBatchRepository, BatchRepository
+from commandbus.bus.repositories.commands import CommandRepository
+from commandbus.bus.repositories.processes import AsyncProcessRepository, ProcessRepository
+from commandbus.bus.short import short
 
 
 class DataAccess:
-    """What CommandBus has of them."""
+    """What CommandBus has of it."""
 
-    @cached_property
+    @property
     def queues(self) -> PgmqClient:
         """The PGMQ queues of this database."""
-        return queue_clients.PgmqClient(cast(Any, self))
+        return PgmqClient(cast(Any, self))
 
-    @cached_property
+    @property
     def commands(self) -> CommandRepository:
         """The commands of this database."""
-        return command_repositories.CommandRepository(cast(Any, self))
+        return CommandRepository(cast(Any, self))
 
-    @cached_property
+    @property
     def audit(self) -> AuditLogger:
         """The audit trails of commands."""
-        return audit_loggers.AuditLogger(cast(Any, self))
+        return AuditLogger(cast(Any, self))
 
-    @cached_property
+    @property
     def batches(self) -> BatchRepository:
         """The batches of this database."""
-        return batch_repositories.BatchRepository(cast(Any, self))
+        return BatchRepository(cast(Any, self))
 
-    @cached_property
+    @property
     def processes(self) -> ProcessRepository:
         """The processes of this database."""
-        return process_repositories.ProcessRepository(cast(Any, self))
+        return ProcessRepository(cast(Any, self))
+
+    send_many = short("commands", CommandRepository.save_many)
+    cancel = short("commands", CommandRepository.cancel)
+    get_outcome = short("commands", CommandRepository.get_outcome)
+    get_command = short("commands", CommandRepository.get)
+    query_commands = short("commands", CommandRepository.query)
+    get_attempts = short("commands", CommandRepository.get_attempts)
+    list_stuck = short("commands", CommandRepository.list_stuck)
+    rejected = short("commands", CommandRepository.list_rejected)
+    undelivered_replies = short("commands", CommandRepository.list_undelivered)
+
+    get_audit_trail = short("audit", AuditLogger.get_events)
+
+    create_batch = short("batches", BatchRepository.save)
+    add_to_batch = short("batches", BatchRepository.add)
+    close_batch = short("batches", BatchRepository.close)
+    get_batch = short("batches", BatchRepository.get)
+    query_batches = short("batches", BatchRepository.query)
+    wait_for_batch = short("batches", BatchRepository.wait_for)
+    cancel_batch = short("batches", BatchRepository.cancel)
+    retry_failed = short("batches", BatchRepository.retry_failed)
+
+    start_processes = short("processes", ProcessRepository.save_many)
+    create_process_batch = short("processes", ProcessRepository.save_batch)
+    add_processes_to_batch = short("processes", ProcessRepository.add_to_batch)
+    get_process = short("processes", ProcessRepository.get)
+    query_processes = short("processes", ProcessRepository.query)
+    cancel_process = short("processes", ProcessRepository.cancel)
+    retry_process = short("processes", ProcessRepository.retry)
+    stray_replies = short("processes", ProcessRepository.list_strays)
+
+    create_queue = short("queues", PgmqClient.create_queue)
 
 
 class AsyncDataAccess:
-    """What AsyncCommandBus has of them."""
+    """What AsyncCommandBus has of it."""
 
-    @cached_property
+    @property
     def queues(self) -> AsyncPgmqClient:
         """The PGMQ queues of this database."""
-        return queue_clients.AsyncPgmqClient(cast(Any, self))
+        return AsyncPgmqClient(cast(Any, self))
 
-    @cached_property
+    @property
     def commands(self) -> AsyncCommandRepository:
         """The commands of this database."""
-        return command_repositories.AsyncCommandRepository(cast(Any, self))
+        return AsyncCommandRepository(cast(Any, self))
 
-    @cached_property
+    @property
     def audit(self) -> AsyncAuditLogger:
         """The audit trails of commands."""
-        return audit_loggers.AsyncAuditLogger(cast(Any, self))
+        return AsyncAuditLogger(cast(Any, self))
 
-    @cached_property
+    @property
     def batches(self) -> AsyncBatchRepository:
         """The batches of this database."""
-        return batch_repositories.AsyncBatchRepository(cast(Any, self))
+        return AsyncBatchRepository(cast(Any, self))
 
-    @cached_property
+    @property
     def processes(self) -> AsyncProcessRepository:
         """The processes of this database."""
-        return process_repositories.AsyncProcessRepository(cast(Any, self))
+        return AsyncProcessRepository(cast(Any, self))
+
+    send_many = short("commands", AsyncCommandRepository.save_many)
+    cancel = short("commands", AsyncCommandRepository.cancel)
+    get_outcome = short("commands", AsyncCommandRepository.get_outcome)
+    get_command = short("commands", AsyncCommandRepository.get)
+    query_commands = short("commands", AsyncCommandRepository.query)
+    get_attempts = short("commands", AsyncCommandRepository.get_attempts)
+    list_stuck = short("commands", AsyncCommandRepository.list_stuck)
+    rejected = short("commands", AsyncCommandRepository.list_rejected)
+    undelivered_replies = short("commands", AsyncCommandRepository.list_undelivered)
+
+    get_audit_trail = short("audit", AsyncAuditLogger.get_events)
+
+    create_batch = short("batches", AsyncBatchRepository.save)
+    add_to_batch = short("batches", AsyncBatchRepository.add)
+    close_batch = short("batches", AsyncBatchRepository.close)
+    get_batch = short("batches", AsyncBatchRepository.get)
+    query_batches = short("batches", AsyncBatchRepository.query)
+    wait_for_batch = short("batches", AsyncBatchRepository.wait_for)
+    cancel_batch = short("batches", AsyncBatchRepository.cancel)
+    retry_failed = short("batches", AsyncBatchRepository.retry_failed)
+
+    start_processes = short("processes", AsyncProcessRepository.save_many)
+    create_process_batch = short("processes", AsyncProcessRepository.save_batch)
+    add_processes_to_batch = short("processes", AsyncProcessRepository.add_to_batch)
+    get_process = short("processes", AsyncProcessRepository.get)
+    query_processes = short("processes", AsyncProcessRepository.query)
+    cancel_process = short("processes", AsyncProcessRepository.cancel)
+    retry_process = short("processes", AsyncProcessRepository.retry)
+    stray_replies = short("processes", AsyncProcessRepository.list_strays)
+
+    create_queue = short("queues", AsyncPgmqClient.create_queue)

@@ -11,28 +11,31 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg import AsyncConnection, Connection
 from psycopg import sql as pgsql
-from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
-from commandbus.bus.asynchronous import AsyncCommandBus
 from commandbus.bus.call_listener import address_of
 from commandbus.bus.repositories.base import AsyncRepository, Repository
-from commandbus.bus.sync import CommandBus
 from commandbus.clock import monotonic
 from commandbus.db.bus_pool import unavailable
 from commandbus.db.drivers import run, run_async
 from commandbus.db.pool import lasting_conninfo
-from commandbus.flow.queues import inspect, messages
-from commandbus.flow.queues.messages import seconds_of
-from commandbus.flow.setup import domains
+from commandbus.lazy import lazy
 from commandbus.model.durations import Duration
 from commandbus.model.json_values import JsonValue
-from commandbus.model.queue import QueueInfo, QueueMessage, QueueMetrics
 from commandbus.settings import Settings
+
+if TYPE_CHECKING:
+    from commandbus.flow.queues import inspect, messages
+    from commandbus.flow.setup import domains
+    from commandbus.model.queue import QueueInfo, QueueMessage, QueueMetrics
+else:
+    domains = lazy("commandbus.flow.setup.domains")
+    inspect = lazy("commandbus.flow.queues.inspect")
+    messages = lazy("commandbus.flow.queues.messages")
 
 VT_SECONDS = 30.0
 POLL_SECONDS = 0.1
@@ -46,10 +49,6 @@ class PgmqClient(Repository):
     A domain's command queue can be looked at with `read`, which takes nothing there, and sent to. What would lose
     its commands or their leases is refused with InvalidOperationError.
     """
-
-    def __init__(self, source: CommandBus | ConnectionPool[Any]) -> None:
-        super().__init__(source)
-        self._shapes: messages.Shapes = {}
 
     # --- queues -----------------------------------------------------------------------------------------------
 
@@ -107,7 +106,7 @@ class PgmqClient(Repository):
         self, queue: str, sent: Sequence[Any], headers: Any, delay: Any, at: datetime | None, conn: object
     ) -> list[int]:
         limit = self._bus.settings.max_payload_bytes
-        after = None if delay is None else seconds_of(delay, "delay")
+        after = None if delay is None else messages.seconds_of(delay, "delay")
         operation = messages.send(queue, sent, headers=headers, delay=after, at=at, max_bytes=limit)
         return self._bus.run(operation, conn)
 
@@ -116,7 +115,9 @@ class PgmqClient(Repository):
     ) -> list[QueueMessage]:
         """Read up to `qty` messages, oldest first. For `vt` nobody else reads them; then they can be read again,
         unless they were deleted or archived."""
-        return self._bus.run(messages.read(queue, self._shapes, vt=seconds_of(vt, "vt"), qty=qty), conn)
+        return self._bus.run(
+            messages.read(queue, self._bus._queue_shapes, vt=messages.seconds_of(vt, "vt"), qty=qty), conn
+        )
 
     def read_with_poll(
         self,
@@ -138,7 +139,7 @@ class PgmqClient(Repository):
 
     def pop(self, queue: str, *, qty: int = 1, conn: object = None) -> list[QueueMessage]:
         """Read up to `qty` messages and remove them at once: what is not handled then is lost."""
-        return self._bus.run(messages.pop(queue, self._shapes, qty=qty), conn)
+        return self._bus.run(messages.pop(queue, self._bus._queue_shapes, qty=qty), conn)
 
     def delete(self, queue: str, msg_id: int, *, conn: object = None) -> bool:
         """Remove a message; False if it was not there."""
@@ -154,11 +155,13 @@ class PgmqClient(Repository):
 
     def archive_batch(self, queue: str, msg_ids: Sequence[int], *, conn: object = None) -> list[int]:
         """Move messages to the queue's archive; returns the ids of those that were there."""
-        return self._bus.run(messages.archive(queue, self._shapes, msg_ids), conn)
+        return self._bus.run(messages.archive(queue, self._bus._queue_shapes, msg_ids), conn)
 
     def set_vt(self, queue: str, msg_id: int, vt: Duration, *, conn: object = None) -> QueueMessage | None:
         """Let a message be readable in `vt` from now; None if it was not there."""
-        return self._bus.run(messages.set_vt(queue, self._shapes, msg_id, seconds_of(vt, "vt")), conn)
+        return self._bus.run(
+            messages.set_vt(queue, self._bus._queue_shapes, msg_id, messages.seconds_of(vt, "vt")), conn
+        )
 
     def purge(self, queue: str, *, conn: object = None) -> int:
         """Remove all messages; returns how many there were."""
@@ -190,10 +193,6 @@ class PgmqClient(Repository):
 
 class AsyncPgmqClient(AsyncRepository):
     """PGMQ queues for async code: the same methods, awaited. `bus.queues`, or `AsyncPgmqClient(pool)`."""
-
-    def __init__(self, source: AsyncCommandBus | AsyncConnectionPool[Any]) -> None:
-        super().__init__(source)
-        self._shapes: messages.Shapes = {}
 
     async def create_queue(self, queue: str, *, conn: object = None) -> None:
         """Create a queue; nothing happens if it is there."""
@@ -246,7 +245,7 @@ class AsyncPgmqClient(AsyncRepository):
         self, queue: str, sent: Sequence[Any], headers: Any, delay: Any, at: datetime | None, conn: object
     ) -> list[int]:
         limit = self._bus.settings.max_payload_bytes
-        after = None if delay is None else seconds_of(delay, "delay")
+        after = None if delay is None else messages.seconds_of(delay, "delay")
         operation = messages.send(queue, sent, headers=headers, delay=after, at=at, max_bytes=limit)
         return await self._bus.run(operation, conn)
 
@@ -254,7 +253,9 @@ class AsyncPgmqClient(AsyncRepository):
         self, queue: str, *, vt: Duration = VT_SECONDS, qty: int = 1, conn: object = None
     ) -> list[QueueMessage]:
         """Read up to `qty` messages, oldest first; see PgmqClient.read."""
-        return await self._bus.run(messages.read(queue, self._shapes, vt=seconds_of(vt, "vt"), qty=qty), conn)
+        return await self._bus.run(
+            messages.read(queue, self._bus._queue_shapes, vt=messages.seconds_of(vt, "vt"), qty=qty), conn
+        )
 
     async def read_with_poll(
         self,
@@ -276,7 +277,7 @@ class AsyncPgmqClient(AsyncRepository):
 
     async def pop(self, queue: str, *, qty: int = 1, conn: object = None) -> list[QueueMessage]:
         """Read up to `qty` messages and remove them at once: what is not handled then is lost."""
-        return await self._bus.run(messages.pop(queue, self._shapes, qty=qty), conn)
+        return await self._bus.run(messages.pop(queue, self._bus._queue_shapes, qty=qty), conn)
 
     async def delete(self, queue: str, msg_id: int, *, conn: object = None) -> bool:
         """Remove a message; False if it was not there."""
@@ -292,11 +293,13 @@ class AsyncPgmqClient(AsyncRepository):
 
     async def archive_batch(self, queue: str, msg_ids: Sequence[int], *, conn: object = None) -> list[int]:
         """Move messages to the queue's archive; returns the ids of those that were there."""
-        return await self._bus.run(messages.archive(queue, self._shapes, msg_ids), conn)
+        return await self._bus.run(messages.archive(queue, self._bus._queue_shapes, msg_ids), conn)
 
     async def set_vt(self, queue: str, msg_id: int, vt: Duration, *, conn: object = None) -> QueueMessage | None:
         """Let a message be readable in `vt` from now; None if it was not there."""
-        return await self._bus.run(messages.set_vt(queue, self._shapes, msg_id, seconds_of(vt, "vt")), conn)
+        return await self._bus.run(
+            messages.set_vt(queue, self._bus._queue_shapes, msg_id, messages.seconds_of(vt, "vt")), conn
+        )
 
     async def purge(self, queue: str, *, conn: object = None) -> int:
         """Remove all messages; returns how many there were."""
@@ -324,8 +327,8 @@ class _Waiting:
     """One wait: until when, and how long to pause between two looks."""
 
     def __init__(self, wait: Duration, interval: Duration) -> None:
-        self._until = monotonic() + seconds_of(wait, "wait")
-        self._interval = max(0.001, seconds_of(interval, "poll_interval"))
+        self._until = monotonic() + messages.seconds_of(wait, "wait")
+        self._interval = max(0.001, messages.seconds_of(interval, "poll_interval"))
 
     def pause(self, due_in: float | None = None) -> float | None:
         """Seconds until the next look, at the latest when something is due; None when the time is up."""

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import psycopg
 from psycopg import Connection
 from psycopg import errors as pg
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from commandbus.bus.base import CHUNK, POOL_SIZE, command_query, warn_on_loop, whoami
-from commandbus.bus.batches import BatchMethods
+from commandbus.bus.base import POOL_SIZE, warn_on_loop, whoami
 from commandbus.bus.breakers import BreakerMethods
 from commandbus.bus.call_listener import LAST_LOOK_SECONDS, WaitingCall, address_of
 from commandbus.bus.data_access import DataAccess
 from commandbus.bus.limits import LimitClientHolder, LimitMethods
-from commandbus.bus.processes import ProcessMethods
+from commandbus.bus.repositories.new_processes import Manager
 from commandbus.clock import monotonic
 from commandbus.db.answer_clock import run_until
 from commandbus.db.bus_pool import BusPool, make_bus_pool, no_connection, unavailable
@@ -32,7 +30,7 @@ from commandbus.errors import CommandBusError, DatabaseUnavailableError
 from commandbus.flow.operation import Operation, Plan, explain_absence
 from commandbus.lazy import lazy
 from commandbus.model import names
-from commandbus.model.command import AuditEntry, CancelResult, CommandRecord, NewCommand, SentCommand
+from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import Duration
 from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.page import Page
@@ -41,37 +39,29 @@ from commandbus.settings import Settings
 
 if TYPE_CHECKING:
     from commandbus.flow.commands import call as calls
-    from commandbus.flow.commands import history, inspect, lookup, operate, pause, prune
-    from commandbus.flow.commands.call import CommandOutcome
-    from commandbus.flow.commands.history import AttemptRecord, StuckAttempt
-    from commandbus.flow.commands.inspect import (
-        CommandFilters,
-        CommandQuery,
-        DomainStatus,
-        RejectedMessage,
-        UndeliveredReply,
-        WorkerInfo,
-    )
+    from commandbus.flow.commands import inspect, operate, pause, prune
+    from commandbus.flow.commands.inspect import DomainStatus, WorkerInfo
     from commandbus.flow.commands.pause import PauseInfo
     from commandbus.flow.commands.prune import PruneReport
     from commandbus.flow.setup import domains, migrate
     from commandbus.flow.setup.domains import DomainInfo
     from commandbus.flow.setup.migrate import SchemaState
+    from commandbus.model import process
+    from commandbus.model.process import StartedProcess
 else:
     calls = lazy("commandbus.flow.commands.call")
     domains = lazy("commandbus.flow.setup.domains")
-    history = lazy("commandbus.flow.commands.history")
     inspect = lazy("commandbus.flow.commands.inspect")
-    lookup = lazy("commandbus.flow.commands.lookup")
     migrate = lazy("commandbus.flow.setup.migrate")
     operate = lazy("commandbus.flow.commands.operate")
     pause = lazy("commandbus.flow.commands.pause")
+    process = lazy("commandbus.model.process")
     prune = lazy("commandbus.flow.commands.prune")
 
 T = TypeVar("T")
 
 
-class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods, DataAccess):
+class CommandBus(BreakerMethods, LimitMethods, DataAccess):
     """The bus for sync code. Safe to share between threads; close it, or use it as a context manager.
 
     `CommandBus()` takes its database from the settings (environment, commandbus.toml). With `pool=` it uses a
@@ -205,10 +195,6 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods, Dat
         """Create a domain's queue. Returns False if it existed."""
         return self.run(domains.create_domain(names.check_domain(domain)))
 
-    def create_queue(self, queue: str) -> None:
-        """Create a PGMQ queue for replies."""
-        self.run(domains.create_queue(queue))
-
     def list_domains(self) -> Page[DomainInfo]:
         """All domains."""
         return Page(self.run(domains.list_domains()))
@@ -254,31 +240,7 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods, Dat
             command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,
             timeout,
         )  # fmt: skip
-        return self.run(self._send(domain, new), conn)
-
-    def send_many(
-        self,
-        domain: str,
-        commands: Iterable[NewCommand | Mapping[str, object]],
-        *,
-        chunk_size: int = CHUNK,
-        conn: object = None,
-    ) -> list[SentCommand]:
-        """Send many commands. Each chunk is sent as a whole or not at all; with `conn`, all commands are."""
-        sent: list[SentCommand] = []
-        chunks = self._chunks(domain, commands, chunk_size)
-        if conn is not None:
-            for chunk in chunks:
-                receipts = self.run(chunk, conn)
-                sent += receipts
-            return sent
-        with ThreadPoolExecutor(1, "commandbus-send") as sender:
-            under_way: Future[list[SentCommand]] | None = None
-            for chunk in chunks:  # the next chunk is prepared while the server works on the last one
-                sent += under_way.result() if under_way is not None else []
-                under_way = sender.submit(self.run, chunk)
-            sent += under_way.result() if under_way is not None else []
-        return sent
+        return self.commands.save(domain, new, conn=conn)
 
     def call(
         self,
@@ -325,74 +287,27 @@ class CommandBus(BatchMethods, ProcessMethods, BreakerMethods, LimitMethods, Dat
         except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
             raise explain_absence(error) from None
 
-    def cancel(
+    def start_process(
         self,
-        domain: str,
-        command_id: str,
+        manager: Manager,
+        data: object = None,
         *,
-        operator: str | None = None,
-        reason: str | None = None,
+        process_id: str | None = None,
+        deadline: Duration | None = None,
+        reply_to: str | None = None,
+        correlation_id: str | None = None,
+        domain: str | None = None,
         conn: object = None,
-    ) -> CancelResult:
-        """Cancel a command. If it runs, ask its worker to stop it. The result says which.
+    ) -> StartedProcess:
+        """Start a process, with `conn` in the caller's transaction; `manager` is its manager, or its process_type.
 
-        The context tells a running handler. It has its grace to clean up. The command ends CANCELED, unless it
-        completes by then. Asking again changes nothing and returns the same.
+        `process_id` is an idempotency key, as command_id is. `deadline` is how long it may take in all; then it is
+        undone. `reply_to` is a queue that is told how it ended.
         """
-        operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
-        return self.run(operate.cancel(names.check_domain(domain), command_id, operator_action), conn)
+        new = process.NewProcess(data, process_id, deadline, reply_to, correlation_id)
+        return self.processes.save(manager, new, domain=domain, conn=conn)
 
     # --- looking ------------------------------------------------------------------------------------------
-
-    def get_outcome(self, domain: str, command_id: str, *, conn: object = None) -> CommandOutcome | None:
-        """Returns a command's status, and its result or error; None if there is no such command. A role that only
-        sends may call this for any command whose id it knows. `get_command` tells more, to roles that may read."""
-        return self.run(calls.get_outcome(domain, command_id), conn)
-
-    def get_command(self, domain: str, command_id: str, *, conn: object = None) -> CommandRecord | None:
-        """Returns what is known about a command; None if there is no such command."""
-        return self.run(lookup.get_command(domain, command_id), conn)
-
-    def query_commands(
-        self,
-        query: CommandQuery | None = None,
-        *,
-        limit: int = 50,
-        cursor: str | None = None,
-        **filters: Unpack[CommandFilters],
-    ) -> Page[CommandRecord]:
-        """A page of commands, newest first; the next begins at `cursor=page.next_cursor`."""
-        return self.run(inspect.query_commands(command_query(query, filters), limit=limit, cursor=cursor))
-
-    def get_audit_trail(self, domain: str, command_id: str) -> Page[AuditEntry]:
-        """Every event of a command, in order."""
-        return Page(self.run(inspect.get_audit_trail(domain, command_id)))
-
-    def get_attempts(self, domain: str, command_id: str) -> Page[AttemptRecord]:
-        """The attempts that did not simply complete, with error, code and traceback, in order."""
-        return Page(self.run(history.list_attempts(domain, command_id)))
-
-    def list_stuck(
-        self,
-        domain: str | None = None,
-        command_type: str | None = None,
-        *,
-        since: datetime | None = None,
-        limit: int = 50,
-        cursor: str | None = None,
-    ) -> Page[StuckAttempt]:
-        """Returns attempts that had to be stopped, newest first, with what was seen then (`autopsy`)."""
-        return self.run(history.list_stuck(domain, command_type, since=since, limit=limit, cursor=cursor))
-
-    def rejected(
-        self, domain: str | None = None, *, limit: int = 50, cursor: str | None = None
-    ) -> Page[RejectedMessage]:
-        """Returns raw messages that were not commands and were set aside, newest first."""
-        return self.run(inspect.list_rejected(domain=domain, limit=limit, cursor=cursor))
-
-    def undelivered_replies(self, *, limit: int = 50, cursor: str | None = None) -> Page[UndeliveredReply]:
-        """Replies whose queue was gone when they were to be sent, newest first, with the reason."""
-        return self.run(inspect.list_undelivered(limit=limit, cursor=cursor))
 
     def status(self, *domains: str) -> Page[DomainStatus]:
         """Returns how many commands wait, run or need a person, for these domains or for all."""

@@ -2,25 +2,63 @@
 
 from __future__ import annotations
 
-from commandbus.bus.base import whoami
-from commandbus.bus.batches import Commands
+import asyncio
+import inspect as functions
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from commandbus.bus.base import BusBase, whoami
 from commandbus.bus.repositories.base import AsyncRepository, Repository
-from commandbus.flow.batches import create as batch_create
-from commandbus.flow.batches import inspect as batch_inspect
-from commandbus.flow.batches import operate as batch_operate
-from commandbus.flow.commands import inspect, operate
-from commandbus.flow.commands.inspect import CommandQuery
-from commandbus.model.batch import (
-    BatchCancelReport,
-    BatchRecord,
-    BatchRetryReport,
-    BatchStatus,
-    CreatedBatch,
-    WhenComplete,
-)
-from commandbus.model.command import CommandRecord, CommandStatus
+from commandbus.clock import monotonic
+from commandbus.errors import BatchNotFoundError, BatchTimeoutError, InvalidCommandError
+from commandbus.flow.operation import Operation
+from commandbus.lazy import lazy
+from commandbus.model import names
+from commandbus.model.command import CommandRecord, CommandStatus, NewCommand
+from commandbus.model.durations import Duration, format_seconds, parse_seconds
 from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
+
+if TYPE_CHECKING:
+    from commandbus.flow.batches import create as batch_create
+    from commandbus.flow.batches import inspect as batch_inspect
+    from commandbus.flow.batches import operate as batch_operate
+    from commandbus.flow.commands import operate
+    from commandbus.model.batch import (
+        BatchCancelReport,
+        BatchRecord,
+        BatchRetryReport,
+        BatchStatus,
+        CreatedBatch,
+        WhenComplete,
+    )
+else:
+    batch_create = lazy("commandbus.flow.batches.create")
+    batch_inspect = lazy("commandbus.flow.batches.inspect")
+    batch_operate = lazy("commandbus.flow.batches.operate")
+    operate = lazy("commandbus.flow.commands.operate")
+
+Commands: TypeAlias = Iterable[NewCommand | Mapping[str, object]]
+FIRST_LOOK_SECONDS = 0.05
+LOOK_SECONDS = 0.5
+
+
+def _create(bus: BusBase, domain: str, commands: Commands, **definition: Any) -> Operation[CreatedBatch]:
+    limit = bus.settings.max_payload_bytes
+    made = batch_create.define(domain, max_bytes=limit, **definition)
+    outgoing, guard = batch_create.prepare_all(commands, max_bytes=limit), bus._guard(domain)
+    if guard is None:
+        return batch_create.create(made, outgoing)
+    return guard.before(batch_create.create(made, guard.watch(outgoing)))
+
+
+def _add(bus: BusBase, domain: str, batch_id: str, commands: Commands) -> Operation[int]:
+    outgoing = batch_create.prepare_all(commands, max_bytes=bus.settings.max_payload_bytes)
+    guard = bus._guard(names.check_domain(domain))
+    if guard is None:
+        return batch_create.add(domain, batch_id, outgoing)
+    return guard.before(batch_create.add(domain, batch_id, guard.watch(outgoing)))
 
 
 class BatchRepository(Repository):
@@ -38,23 +76,31 @@ class BatchRepository(Repository):
         is_open: bool = False,
         conn: object = None,
     ) -> CreatedBatch:
-        """Send commands that are counted together, all or nothing; see `CommandBus.create_batch`."""
-        operation = self._bus._create_batch(
-            domain, commands, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete,
-            is_open=is_open,
+        """Send commands as one batch, all or none, in one transaction (with `conn`: the caller's).
+
+        `commands` may be of any length; it is read while it is sent. When the last member has ended, `on_complete`
+        is sent exactly once: a command (an OnComplete, a dict, or the handler itself) or a reply
+        (`{"reply_to": queue}`). The same `batch_id` with the same content returns the existing batch (`created` is
+        False); with other content it raises DuplicateBatchError. If a command exists already, this raises
+        DuplicateCommandError. You can add to an open batch (`add`, `bus.add_to_batch`); it ends only after it is
+        closed (`close`, `bus.close_batch`).
+        """
+        operation = _create(
+            self._bus, domain, commands, batch_id=batch_id, name=name, custom_data=custom_data,
+            on_complete=on_complete, is_open=is_open,
         )  # fmt: skip
         return self._bus.run(operation, conn)
 
     def add(self, domain: str, batch_id: str, commands: Commands, *, conn: object = None) -> int:
-        """Send commands as members of an open batch, all or nothing; returns how many."""
-        return self._bus.run(self._bus._add_to_batch(domain, batch_id, commands), conn)
+        """Send commands as members of an open batch, all or none. Returns how many."""
+        return self._bus.run(_add(self._bus, domain, batch_id, commands), conn)
 
     def close(self, domain: str, batch_id: str, *, conn: object = None) -> bool:
-        """Nothing more will be added to an open batch: now it can be complete. False if it was closed."""
+        """Close an open batch, so that it can end. Returns False if it was closed already."""
         return self._bus.run(batch_create.close(domain, batch_id), conn)
 
     def get(self, domain: str, batch_id: str, *, conn: object = None) -> BatchRecord | None:
-        """What is known of a batch: counts, progress, rate; None if there is none."""
+        """Returns what is known about a batch: counts, progress, rate; None if there is no such batch."""
         return self._bus.run(batch_inspect.get(domain, batch_id), conn)
 
     def exists(self, domain: str, batch_id: str, *, conn: object = None) -> bool:
@@ -65,7 +111,7 @@ class BatchRepository(Repository):
     def query(
         self,
         domain: str | None = None,
-        status: BatchStatus | None = None,
+        status: BatchStatus | str | None = None,
         *,
         limit: int = 50,
         cursor: str | None = None,
@@ -98,8 +144,31 @@ class BatchRepository(Repository):
         conn: object = None,
     ) -> Page[CommandRecord]:
         """A page of a batch's members, newest first."""
-        query = CommandQuery(domain=domain, batch_id=batch_id, status=status)
-        return self._bus.run(inspect.query_commands(query, limit=limit, cursor=cursor), conn)
+        return self._bus.commands.query(
+            domain=domain, batch_id=batch_id, status=status, limit=limit, cursor=cursor, conn=conn
+        )
+
+    def wait_for(
+        self,
+        domain: str,
+        batch_id: str,
+        *,
+        wait: Duration | None = None,
+        on_progress: Callable[[BatchRecord], object] | None = None,
+    ) -> BatchRecord:
+        """Wait until a batch is finished; BatchTimeoutError if that takes longer than `wait`.
+
+        `on_progress` is called with every look at the batch, twice a second. What must happen when the batch is
+        finished, even if this process is not there any more, belongs into `on_complete`.
+        """
+        waiting = _Waiting(domain, batch_id, wait)
+        while True:
+            record = waiting.check(self.get(domain, batch_id))
+            if on_progress is not None:
+                on_progress(record)
+            if record.is_finished:
+                return record
+            time.sleep(waiting.pause(record))
 
     def cancel(
         self,
@@ -110,7 +179,10 @@ class BatchRepository(Repository):
         reason: str | None = None,
         conn: object = None,
     ) -> BatchCancelReport:
-        """Cancel a batch: what waits or needs a person is CANCELED, what runs is asked to stop."""
+        """Cancel a batch: members that wait or need a person are CANCELED, running ones are asked to stop.
+
+        The batch ends CANCELED when the last one has stopped. If a crash interrupts this, workers continue it.
+        """
         action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return self._bus.follow(batch_operate.cancel(domain, batch_id, action), conn)
 
@@ -119,13 +191,17 @@ class BatchRepository(Repository):
         domain: str,
         batch_id: str,
         *,
-        operator: str | None = None,
-        reason: str | None = None,
         name: str | None = None,
         on_complete: WhenComplete | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
         conn: object = None,
     ) -> BatchRetryReport:
-        """Retry a batch's members in the troubleshooting queue, and send those that FAILED for good again."""
+        """Retry a batch's members in the troubleshooting queue, and send those that FAILED for good again.
+
+        Those are sent in a new batch that names this one (`retry_of`), under new command_ids, each at most once. A
+        command that fails again is a member of the new batch. `name` and `on_complete` are for the new batch.
+        """
         action = operate.operator_action(operator or whoami(), reason, "RETRY")
         plan = batch_operate.retry_failed(domain, batch_id, action, name=name, on_complete=on_complete)
         return self._bus.follow(plan, conn)
@@ -146,23 +222,26 @@ class AsyncBatchRepository(AsyncRepository):
         is_open: bool = False,
         conn: object = None,
     ) -> CreatedBatch:
-        """Send commands that are counted together, all or nothing; see `CommandBus.create_batch`."""
-        operation = self._bus._create_batch(
-            domain, commands, batch_id=batch_id, name=name, custom_data=custom_data, on_complete=on_complete,
-            is_open=is_open,
+        """Send commands as one batch, all or none, in one transaction (with `conn`: the caller's).
+
+        See BatchRepository.save.
+        """
+        operation = _create(
+            self._bus, domain, commands, batch_id=batch_id, name=name, custom_data=custom_data,
+            on_complete=on_complete, is_open=is_open,
         )  # fmt: skip
         return await self._bus.run(operation, conn)
 
     async def add(self, domain: str, batch_id: str, commands: Commands, *, conn: object = None) -> int:
-        """Send commands as members of an open batch, all or nothing; returns how many."""
-        return await self._bus.run(self._bus._add_to_batch(domain, batch_id, commands), conn)
+        """Send commands as members of an open batch, all or none. Returns how many."""
+        return await self._bus.run(_add(self._bus, domain, batch_id, commands), conn)
 
     async def close(self, domain: str, batch_id: str, *, conn: object = None) -> bool:
-        """Nothing more will be added to an open batch: now it can be complete. False if it was closed."""
+        """Close an open batch, so that it can end. Returns False if it was closed already."""
         return await self._bus.run(batch_create.close(domain, batch_id), conn)
 
     async def get(self, domain: str, batch_id: str, *, conn: object = None) -> BatchRecord | None:
-        """What is known of a batch: counts, progress, rate; None if there is none."""
+        """Returns what is known about a batch: counts, progress, rate; None if there is no such batch."""
         return await self._bus.run(batch_inspect.get(domain, batch_id), conn)
 
     async def exists(self, domain: str, batch_id: str, *, conn: object = None) -> bool:
@@ -175,7 +254,7 @@ class AsyncBatchRepository(AsyncRepository):
     async def query(
         self,
         domain: str | None = None,
-        status: BatchStatus | None = None,
+        status: BatchStatus | str | None = None,
         *,
         limit: int = 50,
         cursor: str | None = None,
@@ -208,8 +287,30 @@ class AsyncBatchRepository(AsyncRepository):
         conn: object = None,
     ) -> Page[CommandRecord]:
         """A page of a batch's members, newest first."""
-        query = CommandQuery(domain=domain, batch_id=batch_id, status=status)
-        return await self._bus.run(inspect.query_commands(query, limit=limit, cursor=cursor), conn)
+        return await self._bus.commands.query(
+            domain=domain, batch_id=batch_id, status=status, limit=limit, cursor=cursor, conn=conn
+        )
+
+    async def wait_for(
+        self,
+        domain: str,
+        batch_id: str,
+        *,
+        wait: Duration | None = None,
+        on_progress: Callable[[BatchRecord], object | Awaitable[object]] | None = None,
+    ) -> BatchRecord:
+        """Wait until a batch is finished; BatchTimeoutError if that takes longer than `wait`.
+
+        See BatchRepository.wait_for. `on_progress` may be async.
+        """
+        waiting = _Waiting(domain, batch_id, wait)
+        while True:
+            record = waiting.check(await self.get(domain, batch_id))
+            if on_progress is not None and functions.isawaitable(told := on_progress(record)):
+                await told
+            if record.is_finished:
+                return record
+            await asyncio.sleep(waiting.pause(record))
 
     async def cancel(
         self,
@@ -220,7 +321,10 @@ class AsyncBatchRepository(AsyncRepository):
         reason: str | None = None,
         conn: object = None,
     ) -> BatchCancelReport:
-        """Cancel a batch: what waits or needs a person is CANCELED, what runs is asked to stop."""
+        """Cancel a batch: members that wait or need a person are CANCELED, running ones are asked to stop.
+
+        See BatchRepository.cancel.
+        """
         action = operate.operator_action(operator or whoami(), reason, "CANCEL")
         return await self._bus.follow(batch_operate.cancel(domain, batch_id, action), conn)
 
@@ -229,13 +333,55 @@ class AsyncBatchRepository(AsyncRepository):
         domain: str,
         batch_id: str,
         *,
-        operator: str | None = None,
-        reason: str | None = None,
         name: str | None = None,
         on_complete: WhenComplete | None = None,
+        operator: str | None = None,
+        reason: str | None = None,
         conn: object = None,
     ) -> BatchRetryReport:
-        """Retry a batch's members in the troubleshooting queue, and send those that FAILED for good again."""
+        """Retry a batch's members in the troubleshooting queue, and send those that FAILED for good again.
+
+        See BatchRepository.retry_failed.
+        """
         action = operate.operator_action(operator or whoami(), reason, "RETRY")
         plan = batch_operate.retry_failed(domain, batch_id, action, name=name, on_complete=on_complete)
         return await self._bus.follow(plan, conn)
+
+
+class _Waiting:
+    """One wait: how long it may take, and when to look again."""
+
+    def __init__(self, domain: str, batch_id: str, wait: Duration | None) -> None:
+        self._domain = domain
+        self._batch_id = batch_id
+        self._seconds = None if wait is None else parse_seconds(wait, name="wait", error=InvalidCommandError)
+        self._until = None if self._seconds is None else monotonic() + self._seconds
+        self._next = FIRST_LOOK_SECONDS
+
+    def check(self, record: BatchRecord | None) -> BatchRecord:
+        """There must be something to wait for."""
+        if record is None:
+            raise BatchNotFoundError(self._domain, self._batch_id)
+        return record
+
+    def pause(self, record: BatchRecord) -> float:
+        """Seconds until the next look; raises when the time is up."""
+        pause, self._next = self._next, min(self._next * 2, LOOK_SECONDS)
+        if self._until is None:
+            return pause
+        left = self._until - monotonic()
+        if left <= 0:
+            raise BatchTimeoutError(
+                f"batch {self._batch_id!r} of domain {self._domain!r} was not finished within "
+                f"{format_seconds(self._seconds or 0.0)}: it is {record.status}, {_what_is_left(record)}; "
+                f"it goes on"
+            )
+        return min(pause, left)
+
+
+def _what_is_left(record: BatchRecord) -> str:
+    if record.is_open and not record.remaining:
+        return "still open, and nothing is left of what was added"
+    still = " (it is still open)" if record.is_open else ""
+    troubled = f", {record.in_tsq} of them in the troubleshooting queue" if record.in_tsq else ""
+    return f"{record.remaining} of {record.total} are left{troubled}{still}"

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from commandbus.bus import processes as process_operations
-from commandbus.bus.processes import Items, Manager
+from typing import TYPE_CHECKING
+
+from commandbus.bus.base import whoami
+from commandbus.bus.repositories import new_processes
 from commandbus.bus.repositories.base import AsyncRepository, Repository
-from commandbus.flow.processes import inspect as process_inspect
-from commandbus.flow.processes import process_of_command
+from commandbus.bus.repositories.new_processes import Items, Manager
+from commandbus.lazy import lazy
+from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
-from commandbus.model.process import (
-    NewProcess,
-    ProcessRecord,
-    ProcessStatus,
-    StartedProcess,
-    StepRecord,
-    StrayReply,
-)
+
+if TYPE_CHECKING:
+    from commandbus.flow.commands import operate
+    from commandbus.flow.processes import inspect as process_inspect
+    from commandbus.flow.processes import operate as process_operate
+    from commandbus.flow.processes import process_of_command
+    from commandbus.model.batch import CreatedBatch, WhenComplete
+    from commandbus.model.process import (
+        NewProcess,
+        ProcessRecord,
+        ProcessStatus,
+        StartedProcess,
+        StepRecord,
+        StrayReply,
+    )
+else:
+    operate = lazy("commandbus.flow.commands.operate")
+    process_inspect = lazy("commandbus.flow.processes.inspect")
+    process_of_command = lazy("commandbus.flow.processes.process_of_command")
+    process_operate = lazy("commandbus.flow.processes.operate")
 
 
 class ProcessRepository(Repository):
@@ -25,8 +40,7 @@ class ProcessRepository(Repository):
         self, manager: Manager, process: NewProcess, *, domain: str | None = None, conn: object = None
     ) -> StartedProcess:
         """Start a process; `manager` is its manager, or its process_type."""
-        limit = self._bus.settings.max_payload_bytes
-        (started,) = self._bus.run(process_operations.start(limit, manager, [process], domain), conn)
+        (started,) = self.save_many(manager, [process], domain=domain, conn=conn)
         return started
 
     def save_many(
@@ -34,10 +48,37 @@ class ProcessRepository(Repository):
     ) -> list[StartedProcess]:
         """Start many processes of one type, all or none."""
         limit = self._bus.settings.max_payload_bytes
-        return self._bus.run(process_operations.start(limit, manager, processes, domain), conn)
+        return self._bus.run(new_processes.start(limit, manager, processes, domain), conn)
+
+    def save_batch(
+        self,
+        manager: Manager,
+        processes: Items,
+        *,
+        batch_id: str | None = None,
+        name: str | None = None,
+        custom_data: JsonValue = None,
+        on_complete: WhenComplete | None = None,
+        is_open: bool = False,
+        domain: str | None = None,
+        conn: object = None,
+    ) -> CreatedBatch:
+        """Start processes as one batch, all or none; the rest is as in create_batch."""
+        operation = new_processes.create_batch(
+            self._bus.settings.max_payload_bytes, manager, processes, domain, batch_id=batch_id, name=name,
+            custom_data=custom_data, on_complete=on_complete, is_open=is_open,
+        )  # fmt: skip
+        return self._bus.run(operation, conn)
+
+    def add_to_batch(
+        self, manager: Manager, batch_id: str, processes: Items, *, domain: str | None = None, conn: object = None
+    ) -> int:
+        """Start processes as members of an open batch, all or none. Returns how many."""
+        limit = self._bus.settings.max_payload_bytes
+        return self._bus.run(new_processes.add_to_batch(limit, manager, batch_id, processes, domain), conn)
 
     def get(self, domain: str, process_id: str, *, conn: object = None) -> ProcessRecord | None:
-        """What is known of a process, its steps included; None if there is none."""
+        """Returns what is known about a process, with its steps; None if there is no such process."""
         return self._bus.run(process_inspect.get_process(domain, process_id), conn)
 
     def get_by_command(self, domain: str, command_id: str, *, conn: object = None) -> ProcessRecord | None:
@@ -51,15 +92,15 @@ class ProcessRepository(Repository):
 
     def exists(self, domain: str, process_id: str, *, conn: object = None) -> bool:
         """Is there such a process?"""
-        found = self._bus.run(process_inspect.query_processes(domain=domain, process_id=process_id, limit=1), conn)
-        return bool(found)
+        return bool(self.query(domain, process_id=process_id, limit=1, conn=conn))
 
     def query(
         self,
         domain: str | None = None,
-        *,
         process_type: str | None = None,
-        status: ProcessStatus | None = None,
+        *,
+        status: ProcessStatus | str | None = None,
+        process_id: str | None = None,
         batch_id: str | None = None,
         limit: int = 50,
         cursor: str | None = None,
@@ -67,8 +108,8 @@ class ProcessRepository(Repository):
     ) -> Page[ProcessRecord]:
         """A page of processes that match, newest first; the next begins at `cursor=page.next_cursor`."""
         operation = process_inspect.query_processes(
-            domain=domain, process_type=process_type, status=status, batch_id=batch_id, limit=limit,
-            cursor=cursor,
+            domain=domain, process_type=process_type, status=status, process_id=process_id, batch_id=batch_id,
+            limit=limit, cursor=cursor,
         )  # fmt: skip
         return self._bus.run(operation, conn)
 
@@ -124,8 +165,12 @@ class ProcessRepository(Repository):
         reason: str | None = None,
         conn: object = None,
     ) -> ProcessStatus:
-        """Ask a process to stop: what was done is undone, it ends CANCELED. Returns the status that it had."""
-        return self._bus.follow(process_operations.cancel(domain, process_id, operator, reason), conn)
+        """Cancel a process: outstanding steps are canceled, completed ones are undone, and it ends CANCELED.
+
+        Returns the status that it had. Raises InvalidOperationError if it has ended or is being undone already.
+        """
+        action = operate.operator_action(operator or whoami(), reason, "CANCEL")
+        return self._bus.follow(process_operate.cancel_process(domain, process_id, action), conn)
 
     def retry(
         self,
@@ -137,7 +182,8 @@ class ProcessRepository(Repository):
         conn: object = None,
     ) -> None:
         """Let a FAILED process go on from the step, or the compensation, that failed."""
-        self._bus.run(process_operations.retry(domain, process_id, operator, reason), conn)
+        action = operate.operator_action(operator or whoami(), reason, "RETRY")
+        self._bus.run(process_operate.retry_process(domain, process_id, action), conn)
 
 
 class AsyncProcessRepository(AsyncRepository):
@@ -147,8 +193,7 @@ class AsyncProcessRepository(AsyncRepository):
         self, manager: Manager, process: NewProcess, *, domain: str | None = None, conn: object = None
     ) -> StartedProcess:
         """Start a process; `manager` is its manager, or its process_type."""
-        limit = self._bus.settings.max_payload_bytes
-        (started,) = await self._bus.run(process_operations.start(limit, manager, [process], domain), conn)
+        (started,) = await self.save_many(manager, [process], domain=domain, conn=conn)
         return started
 
     async def save_many(
@@ -156,10 +201,37 @@ class AsyncProcessRepository(AsyncRepository):
     ) -> list[StartedProcess]:
         """Start many processes of one type, all or none."""
         limit = self._bus.settings.max_payload_bytes
-        return await self._bus.run(process_operations.start(limit, manager, processes, domain), conn)
+        return await self._bus.run(new_processes.start(limit, manager, processes, domain), conn)
+
+    async def save_batch(
+        self,
+        manager: Manager,
+        processes: Items,
+        *,
+        batch_id: str | None = None,
+        name: str | None = None,
+        custom_data: JsonValue = None,
+        on_complete: WhenComplete | None = None,
+        is_open: bool = False,
+        domain: str | None = None,
+        conn: object = None,
+    ) -> CreatedBatch:
+        """Start processes as one batch, all or none; the rest is as in create_batch."""
+        operation = new_processes.create_batch(
+            self._bus.settings.max_payload_bytes, manager, processes, domain, batch_id=batch_id, name=name,
+            custom_data=custom_data, on_complete=on_complete, is_open=is_open,
+        )  # fmt: skip
+        return await self._bus.run(operation, conn)
+
+    async def add_to_batch(
+        self, manager: Manager, batch_id: str, processes: Items, *, domain: str | None = None, conn: object = None
+    ) -> int:
+        """Start processes as members of an open batch, all or none. Returns how many."""
+        limit = self._bus.settings.max_payload_bytes
+        return await self._bus.run(new_processes.add_to_batch(limit, manager, batch_id, processes, domain), conn)
 
     async def get(self, domain: str, process_id: str, *, conn: object = None) -> ProcessRecord | None:
-        """What is known of a process, its steps included; None if there is none."""
+        """Returns what is known about a process, with its steps; None if there is no such process."""
         return await self._bus.run(process_inspect.get_process(domain, process_id), conn)
 
     async def get_by_command(self, domain: str, command_id: str, *, conn: object = None) -> ProcessRecord | None:
@@ -173,17 +245,15 @@ class AsyncProcessRepository(AsyncRepository):
 
     async def exists(self, domain: str, process_id: str, *, conn: object = None) -> bool:
         """Is there such a process?"""
-        found = await self._bus.run(
-            process_inspect.query_processes(domain=domain, process_id=process_id, limit=1), conn
-        )
-        return bool(found)
+        return bool(await self.query(domain, process_id=process_id, limit=1, conn=conn))
 
     async def query(
         self,
         domain: str | None = None,
-        *,
         process_type: str | None = None,
-        status: ProcessStatus | None = None,
+        *,
+        status: ProcessStatus | str | None = None,
+        process_id: str | None = None,
         batch_id: str | None = None,
         limit: int = 50,
         cursor: str | None = None,
@@ -191,8 +261,8 @@ class AsyncProcessRepository(AsyncRepository):
     ) -> Page[ProcessRecord]:
         """A page of processes that match, newest first; the next begins at `cursor=page.next_cursor`."""
         operation = process_inspect.query_processes(
-            domain=domain, process_type=process_type, status=status, batch_id=batch_id, limit=limit,
-            cursor=cursor,
+            domain=domain, process_type=process_type, status=status, process_id=process_id, batch_id=batch_id,
+            limit=limit, cursor=cursor,
         )  # fmt: skip
         return await self._bus.run(operation, conn)
 
@@ -248,8 +318,12 @@ class AsyncProcessRepository(AsyncRepository):
         reason: str | None = None,
         conn: object = None,
     ) -> ProcessStatus:
-        """Ask a process to stop: what was done is undone, it ends CANCELED. Returns the status that it had."""
-        return await self._bus.follow(process_operations.cancel(domain, process_id, operator, reason), conn)
+        """Cancel a process: outstanding steps are canceled, completed ones are undone, and it ends CANCELED.
+
+        See ProcessRepository.cancel.
+        """
+        action = operate.operator_action(operator or whoami(), reason, "CANCEL")
+        return await self._bus.follow(process_operate.cancel_process(domain, process_id, action), conn)
 
     async def retry(
         self,
@@ -261,4 +335,5 @@ class AsyncProcessRepository(AsyncRepository):
         conn: object = None,
     ) -> None:
         """Let a FAILED process go on from the step, or the compensation, that failed."""
-        await self._bus.run(process_operations.retry(domain, process_id, operator, reason), conn)
+        action = operate.operator_action(operator or whoami(), reason, "RETRY")
+        await self._bus.run(process_operate.retry_process(domain, process_id, action), conn)
