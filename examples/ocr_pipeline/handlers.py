@@ -19,7 +19,6 @@ TABLES = """
     CREATE TABLE chunk    (document text NOT NULL, number int NOT NULL, content text NOT NULL);
     CREATE TABLE document (document text NOT NULL, chunks int NOT NULL, content text NOT NULL);
 """
-CALL_SECONDS = 5.0
 
 handlers = HandlerRegistry()
 
@@ -31,10 +30,10 @@ def recognize(command: Command, ctx: HandlerContext) -> None:
     """One chunk. What goes wrong need not be caught: a 429 is known by its status and `Retry-After`, the chunk is
     parked, and nobody in the fleet calls until that time is over. All else is tried again by the policy."""
     chunk = command.data
-    # The block uses the permit that the command has by `limits`, and adds a timeout. A call that takes longer
-    # fails this attempt with the error "timeout". The API may still be working, so the permit stays taken until
-    # its lease ends.
-    with ctx.limit("docai", timeout=CALL_SECONDS) as call:
+    # The block uses the permit that the command has by `limits`, and bounds the call by the limit's call_timeout.
+    # A call that takes longer fails this attempt with the code TIMEOUT. The API may still be working, so the permit
+    # stays taken until its lease ends.
+    with ctx.limit("docai") as call:
         content = ask_api(chunk["number"], base64.b64decode(chunk["scan"]), timeout=call.remaining())
     with ctx.transaction() as tx:  # written with the command's completion, or not at all
         tx.execute("INSERT INTO chunk VALUES (%s, %s, %s)", [chunk["document"], chunk["number"], content])

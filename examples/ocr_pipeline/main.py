@@ -265,7 +265,7 @@ def audit(bus: CommandBus, api: Api, text: str) -> int:
     for chunk in chunks_of(bus):
         tries = bus.get_attempts(DOMAIN, chunk.command_id)
         refused = sum((item.error_code or "").startswith("RATE_LIMITED") for item in tries)
-        late = sum(item.error == "timeout" for item in tries)
+        late = sum(item.error_code == "TIMEOUT" for item in tries)
         broken = sum(item.verdict in FAILURES for item in tries) - late
         made = broken + late + (chunk.status == "COMPLETED")
         figures = f"{made:>8}  {refused or '':>4}  {late or '':>9}  {broken or '':>6}"

@@ -252,7 +252,7 @@ class LimitLostError(AttemptCanceledError):
 
 
 class ApiTimeoutError(DeadlineExceededError):
-    """The one call in a `ctx.limit(..., timeout=...)` block took too long."""
+    """The one call in a block of a limit (`ctx.limit`, `bus.limit`) took longer than its timeout."""
 
     def __init__(self, message: str = "timeout") -> None:
         super().__init__(message)

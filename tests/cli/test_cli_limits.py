@@ -146,15 +146,19 @@ def test_an_unknown_limit_is_not_found(orders, docai):
 def test_set_and_unset(orders, docai, bus):
     said = orders(
         "limits", "set", "docai", "--concurrency", "7", "--rate", "10/s", "--burst", "2", "--lease", "90s",
-        "--max-wait", "1h", "--tries", "9", "--backoff", "1,2s,500ms", "--breaker-failures", "0",
-        "--breaker-reset", "2m", "--reason", "more", "--operator", "ann",
+        "--call-timeout", "45s", "--max-wait", "1h", "--tries", "9", "--backoff", "1,2s,500ms",
+        "--breaker-failures", "0", "--breaker-reset", "2m", "--reason", "more", "--operator", "ann",
     )  # fmt: skip
     assert (said.err, said.out) == ("", "limit docai: 7 at once, 10/s (burst 2), kept in postgres\n")
     info = bus.get_limit("docai")
     assert (info.concurrency, info.rate, info.burst, info.lease_seconds) == (7, "10/s", 2, 90)
+    assert info.call_timeout_seconds == 45
     assert (info.max_wait_seconds, info.tries, info.backoff) == (3600, 9, (1, 2, 0.5))
     assert (info.breaker_failures, info.breaker_reset_seconds) == (0, 120)
     assert orders("limits", "set", "docai", "--max-wait", "none", "--json").document["max_wait_seconds"] is None
+    assert "call timeout 45s" in " ".join(orders("limits", "show", "docai").out.split())
+    none = orders("limits", "set", "docai", "--call-timeout", "none", "--json").document
+    assert none["call_timeout_seconds"] is None
     left = orders("limits", "unset", "docai", "rate", "--max-wait", "breaker-failures", "--json").document
     assert (left["removed"], left["limit"]["rate"], left["limit"]["concurrency"]) == (False, "120/m", 7)
     assert orders("limits", "unset", "docai").out == "limit docai: 5 at once, 120/m (burst 5), kept in postgres\n"

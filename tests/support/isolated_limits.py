@@ -179,6 +179,14 @@ def late_deaf(command: Any, ctx: Any) -> None:
                 time.sleep(60)
 
 
+@process("late_back")
+def late_back(command: Any, ctx: Any) -> None:
+    with ctx.limit("one") as call:
+        until = time.monotonic() + call.remaining()
+        while time.monotonic() < until:
+            time.sleep(0.01)
+
+
 @process("late_lent", limits=["one"])
 def late_lent(command: Any, ctx: Any) -> None:
     late_deaf(command, ctx)

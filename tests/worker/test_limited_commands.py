@@ -381,7 +381,9 @@ def test_the_error_of_an_outer_block_is_timeout_after_an_inner_one(bus, db, hand
     bus.send("orders", "page")
     start_worker(handlers)
     until(lambda: statuses(db) == {"FAILED": 1})
-    assert db.execute("SELECT error FROM commandbus.attempt").fetchone() == ("timeout",)
+    assert db.execute("SELECT error FROM commandbus.attempt").fetchone() == (
+        "no answer from docai within 1 s (timeout of the block)",
+    )
 
 
 def test_a_caller_whose_kept_place_is_gone_keeps_its_turn(bus, db, database):

@@ -147,8 +147,9 @@ class LimitMethods(_LimitOperations):
     ) -> Iterator[Hold]:
         """A permit of a limit for the block: `with bus.limit("docai", timeout=60) as call: …`.
 
-        Waits up to `wait`, then raises LimitTimeoutError. Nothing interrupts the call after `timeout`:
-        `call.remaining()` is for the client that makes it. It raises LimitLostError if the permit is lost
+        Waits up to `wait`, then raises LimitTimeoutError. Nothing interrupts the call after `timeout` (without it:
+        the limit's `call_timeout`; 0 is any time), but the end of the block raises ApiTimeoutError then:
+        `call.remaining()` is for the client that makes the call. It raises LimitLostError if the permit is lost
         (`call.is_lost`), because its lease could not be renewed in time.
         """
         terms = holding.check_limit_terms(name, wait, timeout)
@@ -239,9 +240,9 @@ class AsyncLimitMethods(_LimitOperations):
     ) -> AsyncIterator[Hold]:
         """A permit of a limit for the block: `async with bus.limit("docai", timeout=60): …`.
 
-        Waits up to `wait`, then raises LimitTimeoutError. After `timeout` the block cancels what it awaits, and
-        raises ApiTimeoutError. If the permit is lost, because its lease could not be renewed in time, the block
-        cancels that, too, and raises LimitLostError.
+        Waits up to `wait`, then raises LimitTimeoutError. After `timeout` (without it: the limit's `call_timeout`;
+        0 is any time) the block cancels what it awaits, and raises ApiTimeoutError. If the permit is lost, because
+        its lease could not be renewed in time, the block cancels that, too, and raises LimitLostError.
         """
         terms = holding.check_limit_terms(name, wait, timeout)
         user = holding.ProgramPermits(await self._ready_limit_client(), asyncio.get_running_loop())

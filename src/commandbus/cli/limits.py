@@ -86,6 +86,8 @@ def show(session: CliSession, name: str, actions: int) -> None:
 @click.option("--rate", metavar="RATE", help="How many calls may begin per time: 2/s, 120/m, 1000/h.")
 @click.option("--burst", type=int, metavar="N", help="How many calls may begin at the same moment.")
 @click.option("--lease", type=DURATION, metavar="120s", help="How long a permit is kept for a silent holder.")
+@click.option("--call-timeout", type=_DurationOrNoneType(), metavar="60s|none",
+              help="How long the call in a block may take, unless the block says otherwise.")  # fmt: skip
 @click.option("--max-wait", type=_DurationOrNoneType(), metavar="1h|none",
               help="How long a command waits while no call succeeds, before it needs a person.")  # fmt: skip
 @click.option("--tries", type=int, metavar="N", help="How many 429s a command may get before it needs a person.")
@@ -106,8 +108,7 @@ def set_limit(session: CliSession, /, name: str, operator: str | None, reason: s
     given = {key: value for key, value in options.items() if value is not None}
     if not given:
         raise click.UsageError("no change is given; give --concurrency 5, --rate 120/m, …")
-    if given.get("max_wait") == "none":
-        given["max_wait"] = None
+    given |= {key: None for key in ("call_timeout", "max_wait") if given.get(key) == "none"}
     with session.bus() as bus:
         try:
             info = bus.set_limit(name, operator=operator, reason=reason, **given)
@@ -186,6 +187,9 @@ def _print_one(info: LimitInfo, estimate: Estimate, done: list[ControlAction]) -
             "at once": "any number" if info.concurrency is None else info.concurrency,
             "rate": "any" if info.rate is None else f"{info.rate}, burst {info.burst}",
             "lease": format_seconds(info.lease_seconds),
+            "call timeout": "none"
+            if info.call_timeout_seconds is None
+            else format_seconds(info.call_timeout_seconds),
             "longest wait": "none" if info.max_wait_seconds is None else format_seconds(info.max_wait_seconds),
             "tries": f"{info.tries} refusals, then a person",
             "back-off": ", ".join(map(format_seconds, info.backoff)),

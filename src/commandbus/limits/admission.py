@@ -204,9 +204,15 @@ class Admission:
             raise
 
     def _permit(self, name: str, token: str, permit_request: PermitRequest, asked_at: float) -> Permit:
-        lease = self._held_permits.known(name).lease
+        row = self._held_permits.known(name)
         permit = Permit(
-            name, token, lease, holder=permit_request.holder, on_lost=permit_request.on_lost, asked_at=asked_at
+            name,
+            token,
+            row.lease,
+            holder=permit_request.holder,
+            call_timeout=row.call_timeout,
+            on_lost=permit_request.on_lost,
+            asked_at=asked_at,
         )
         return self._held_permits.hold(permit)
 

@@ -183,10 +183,17 @@ class CallWaiters:
         return waited_in_vain(call.name, call.wait, why)
 
     def _resolve(self, call: PermitCall, asked_at: float) -> None:
-        lease = self._held_permits.known(call.name).lease
-        permit = self._held_permits.hold(
-            Permit(call.name, call.token, lease, holder=call.holder, on_lost=call.on_lost, asked_at=asked_at)
+        row = self._held_permits.known(call.name)
+        permit = Permit(
+            call.name,
+            call.token,
+            row.lease,
+            holder=call.holder,
+            call_timeout=row.call_timeout,
+            on_lost=call.on_lost,
+            asked_at=asked_at,
         )
+        self._held_permits.hold(permit)
         if not call.answer.set_running_or_notify_cancel():
             self._releases.hand_back([permit])
         else:

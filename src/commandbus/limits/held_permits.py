@@ -200,6 +200,7 @@ class HeldPermits:
 
     def _note_renewed(self, permit: Permit, row: LimitRow, sent_at: float) -> None:
         """Another permit store may not have been reached: it knows when the lease was last renewed."""
+        permit.call_timeout = row.call_timeout
         if row.store != "postgres":
             sent_at = self.stores.external(row).renewed_at(row, permit.token) or permit.renewed_at
         permit.lease = row.lease if sent_at > permit.renewed_at else permit.lease

@@ -26,7 +26,18 @@ class Permit:
     `clock.boottime`) is from just before its lease was last asked for, so that it never ends later here than in
     the permit store."""
 
-    __slots__ = ("holder", "is_left", "is_lost", "lease", "limit", "on_lost", "renewed_at", "taken_at", "token")
+    __slots__ = (
+        "call_timeout",
+        "holder",
+        "is_left",
+        "is_lost",
+        "lease",
+        "limit",
+        "on_lost",
+        "renewed_at",
+        "taken_at",
+        "token",
+    )
 
     def __init__(
         self,
@@ -35,12 +46,14 @@ class Permit:
         lease: float,
         *,
         holder: str,
+        call_timeout: float | None = None,
         on_lost: Callable[[Permit], None] | None = None,
         asked_at: float | None = None,
     ) -> None:
         self.limit = limit
         self.token = token
         self.lease = lease
+        self.call_timeout = call_timeout  # of the limit, for a block that names none; None: any time
         self.holder = holder
         self.on_lost = on_lost
         self.is_lost = False

@@ -27,8 +27,7 @@ from commandbus.model.limit_state import ApiAnswer
 if TYPE_CHECKING:
     from commandbus.limits.client import LimitClient
 
-LATE = "timeout"
-TIMED_OUT = ApiFailure("timeout", None, None, LATE)
+TIMED_OUT = ApiFailure("timeout", None, None, "timeout")
 CLOSE_SECONDS = 0.05
 """A client that was given the rest of the time may end a moment before it is over."""
 LEAST_SECONDS = 1.0
@@ -87,7 +86,7 @@ class PermitUser(Protocol):
     def why_in_vain(self) -> str | None:
         """Why there may have been no answer."""
 
-    def begin_call(self, until: float) -> bool:
+    def begin_call(self, until: float, late_text: str) -> bool:
         """A `with` block begins, whose call may last until then. Is that the nearest deadline?"""
 
     def end_call(self) -> None:
@@ -130,8 +129,8 @@ class ProgramPermits:
         """Why there may have been no answer."""
         return "the database is unreachable" if self._limit_client.is_down else None
 
-    def begin_call(self, until: float) -> bool:  # noqa: ARG002 - there is no other deadline
-        """Nothing interrupts the call."""
+    def begin_call(self, until: float, late_text: str) -> bool:  # noqa: ARG002 - there is no other deadline
+        """Nothing interrupts the call; who waits for its answer is told when the block ends."""
         return True
 
     def end_call(self) -> None:
@@ -161,24 +160,50 @@ class ProgramPermits:
                 self._timer.reschedule(self._loop.time())
 
 
+class CallTimeout:
+    """How long the call in a block may take, from now on: as the block says, else as the limit does."""
+
+    __slots__ = ("_is_own", "_limit", "seconds", "until")
+
+    def __init__(self, permit: Permit, own: float | None) -> None:
+        seconds = permit.call_timeout if own is None else own
+        self._limit = permit.limit
+        self._is_own = own is not None
+        self.seconds = seconds or math.inf
+        self.until = monotonic() + self.seconds
+
+    @property
+    def text(self) -> str:
+        """What is said of a call that took longer."""
+        whose = "timeout of the block" if self._is_own else "limit call timeout"
+        return f"no answer from {self._limit} within {self.seconds:g} s ({whose})"
+
+    def explains(self, error: BaseException, answer: ApiAnswer) -> bool:
+        """Does the error only say that the time is up? A 429, or an error of the handler's own, says more."""
+        is_silence = answer in (ApiAnswer.TIMEOUT, ApiAnswer.BROKEN) or isinstance(error, DeadlineExceededError)
+        return is_silence and monotonic() >= self.until - CLOSE_SECONDS
+
+
 @contextmanager
-def sync_block(user: PermitUser, name: str, most: float, seconds: float) -> Iterator[Hold]:
-    """Wait for a permit for up to `most` seconds; the call in the block may take `seconds`."""
+def sync_block(user: PermitUser, name: str, most: float, seconds: float | None) -> Iterator[Hold]:
+    """Wait for a permit for up to `most` seconds; the call in the block may take `seconds` (None: as long as the
+    limit says). A call that has come back too late raises ApiTimeoutError at the end of the block."""
     permit = _wait(user, name, most)
-    until = monotonic() + seconds
-    latest = min(until, user.deadline_at)
-    is_nearest = user.begin_call(until)
+    timeout = CallTimeout(permit, seconds)
+    is_nearest = user.begin_call(timeout.until, timeout.text)
     try:
-        yield Hold(permit, latest)
+        yield Hold(permit, min(timeout.until, user.deadline_at))
     except BaseException as error:
         answer, api, keeps = verdict(error)
-        is_late = is_nearest and monotonic() >= until - CLOSE_SECONDS
-        if is_late and (answer is ApiAnswer.TIMEOUT or isinstance(error, DeadlineExceededError)):
+        if is_nearest and timeout.explains(error, answer):
             user.release(permit, ApiAnswer.TIMEOUT, TIMED_OUT, keeps=True)
-            raise ApiTimeoutError(LATE) from error
+            raise ApiTimeoutError(timeout.text) from error
         user.release(permit, answer, api, keeps=keeps)
         raise
     else:
+        if monotonic() > timeout.until:  # it has come back, so nothing is under way any more
+            user.release(permit, ApiAnswer.TIMEOUT, TIMED_OUT)
+            raise ApiTimeoutError(timeout.text)
         user.release(permit, ApiAnswer.GOOD, None)
     finally:
         user.end_call()
@@ -203,18 +228,19 @@ def _wait(user: PermitUser, name: str, most: float) -> Permit:
 
 
 @asynccontextmanager
-async def async_block(user: PermitUser, name: str, most: float, seconds: float) -> AsyncIterator[Hold]:
-    """Wait for a permit for up to `most` seconds; what is awaited in the block is canceled after `seconds`."""
+async def async_block(user: PermitUser, name: str, most: float, seconds: float | None) -> AsyncIterator[Hold]:
+    """Wait for a permit for up to `most` seconds; what is awaited in the block is canceled after `seconds` (None:
+    after what the limit says)."""
     permit = await _wait_async(user, name, most)
-    until = monotonic() + seconds
+    timeout = CallTimeout(permit, seconds)
     try:
         try:
-            async with asyncio.timeout(None if seconds == math.inf else seconds) as timer:
+            async with asyncio.timeout(None if timeout.until == math.inf else timeout.seconds) as timer:
                 user.watch(permit, timer)
-                yield Hold(permit, min(until, user.deadline_at))
+                yield Hold(permit, min(timeout.until, user.deadline_at))
         except TimeoutError as error:
             if timer.expired():
-                raise lost(name) if permit.is_lost else ApiTimeoutError(LATE) from error
+                raise lost(name) if permit.is_lost else ApiTimeoutError(timeout.text) from error
             raise
     except BaseException as error:
         answer, api, keeps = verdict(error)
@@ -262,12 +288,10 @@ def lost(name: str) -> LimitLostError:
     )
 
 
-def check_limit_terms(name: str, wait: Duration, timeout: Duration | None) -> tuple[float, float]:
-    """Seconds to wait for a permit, and for the call; both checked."""
+def check_limit_terms(name: str, wait: Duration, timeout: Duration | None) -> tuple[float, float | None]:
+    """Seconds to wait for a permit, and for the call (None: as the limit says; 0: any time); both checked."""
     check_limit_name(name)
-    seconds = math.inf if timeout is None else parse_seconds(timeout, name="timeout")
-    if seconds == 0:
-        raise ValueError("timeout of a limit's block must be more than 0; leave it out for none")
+    seconds = None if timeout is None else parse_seconds(timeout, name="timeout")
     return parse_seconds(wait, name="wait"), seconds
 
 

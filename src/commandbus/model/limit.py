@@ -26,6 +26,7 @@ BACKOFF_SECONDS: Final = (2.0, 4.0, 8.0, 16.0, 30.0)
 BACKOFF_JITTER: Final = 0.1
 LEASE_SECONDS: Final = 120.0
 WAIT_SECONDS: Final = 30.0
+CALL_TIMEOUT_SECONDS: Final = 60.0
 MAX_WAIT_SECONDS: Final = 86_400.0
 TRIES: Final = 4
 GRAIN_SECONDS: Final = 1e-6
@@ -115,6 +116,7 @@ class LimitOptions(TypedDict, total=False):
     rate: Rate | str | None
     burst: int
     lease: Duration
+    call_timeout: Duration | None
     max_wait: Duration | None
     tries: int
     backoff: Sequence[Duration]
@@ -130,8 +132,10 @@ class Limit:
 
     `concurrency`: how many calls at once. `rate`: how many calls may begin per time (`"120/m"`), `burst` of them
     at the same moment. At least one of the two is required. `lease`: how long a permit is kept for a silent
-    holder. `max_wait`: how long a command waits before it needs a person; only time in which no call succeeds
-    counts, so a line that moves never expires. None or 0 is for ever. `tries`: how many 429s a command may get.
+    holder. `call_timeout`: how long the call in a block (`ctx.limit`, `bus.limit`) may take, unless the block says
+    otherwise; None or 0 is any time. `max_wait`: how long a command waits before it needs a person; only time in
+    which no call succeeds counts, so a line that moves never expires. None or 0 is for ever. `tries`: how many
+    429s a command may get.
 
     `backoff`: seconds that everybody waits after the first 429, the second and so on; the last one repeats.
     `breaker_failures`: how many 429s, 5xx and timeouts in a row open the breaker for `breaker_reset` seconds; 0
@@ -146,6 +150,7 @@ class Limit:
     rate: Rate | str | None = None
     burst: int = 1
     lease: Duration = LEASE_SECONDS
+    call_timeout: Duration | None = CALL_TIMEOUT_SECONDS
     max_wait: Duration | None = MAX_WAIT_SECONDS
     tries: int = TRIES
     backoff: Sequence[Duration] = BACKOFF_SECONDS
@@ -174,8 +179,9 @@ class Limit:
             self._set("rate", Rate.parse(self.rate, name=f"limit {self.name!r}: rate"))
         self._set("lease", self._seconds("lease", self.lease, lowest=1.0))
         self._set("breaker_reset", self._seconds("breaker_reset", self.breaker_reset, lowest=0.1))
-        if self.max_wait is not None:
-            self._set("max_wait", self._seconds("max_wait", self.max_wait, lowest=0.0) or None)
+        for name, duration in (("call_timeout", self.call_timeout), ("max_wait", self.max_wait)):
+            if duration is not None:
+                self._set(name, self._seconds(name, duration, lowest=0.0) or None)
         items = self.backoff
         if isinstance(items, str | bytes | bytearray) or not isinstance(items, Sequence) or not items:
             raise self._wrong("backoff", items, "a list of durations such as [2, 4, 8, 16, 30]")
@@ -225,6 +231,11 @@ class Limit:
     def lease_seconds(self) -> float:
         """The lease, as a type checker knows it."""
         return cast(float, self.lease)
+
+    @property
+    def call_timeout_seconds(self) -> float | None:
+        """How long a call may take, likewise; None: any time."""
+        return cast("float | None", self.call_timeout)
 
     @property
     def max_wait_seconds(self) -> float | None:

@@ -191,20 +191,29 @@ def test_a_child_that_is_killed_in_line_waits_no_more(desk: Desk) -> None:
     assert desk.left == [(ApiAnswer.GOOD, False)]
 
 
+LATE = "no answer from one within 0.3 s (timeout of the block)"
 # --- time --------------------------------------------------------------------------------------------------------
 
 
 def test_a_call_that_takes_too_long_fails_its_attempt_with_timeout(desk: Desk) -> None:
     said = desk.failure(desk.send("late"))
-    assert (said.error, said.error_code) == ("timeout", "TIMEOUT")
+    assert (said.error, said.error_code) == (LATE, "TIMEOUT")
     assert desk.left == [(ApiAnswer.TIMEOUT, True)]
+    desk.until_free()
+
+
+def test_a_call_that_comes_back_within_the_grace_is_a_timeout_of_the_limit(desk: Desk) -> None:
+    desk.bus.set_limit("one", call_timeout=0.3)
+    said = desk.failure(desk.send("late_back"))
+    assert (said.error, said.error_code) == ("no answer from one within 0.3 s (limit call timeout)", "TIMEOUT")
+    assert desk.left == [(ApiAnswer.TIMEOUT, False)]
     desk.until_free()
 
 
 def test_a_call_that_ignores_its_time_out_goes_down_the_ladder(desk: Desk) -> None:
     said = desk.failure(desk.send("late_deaf"))
     assert (said.error_type, said.rung) == ("ExecutionStuck", "kill")
-    assert said.error == "did not respond to cancellation within 0.5 seconds: timeout; its process was killed"
+    assert said.error == f"did not respond to cancellation within 0.5 seconds: {LATE}; its process was killed"
     assert desk.left == [(ApiAnswer.TIMEOUT, True)]
     desk.until_free()
 
@@ -217,7 +226,7 @@ def test_a_time_out_of_a_handler_with_a_place_of_its_own_is_told_once(desk: Desk
 
 
 def test_an_async_call_that_takes_too_long_is_canceled_and_the_handler_goes_on(desk: Desk) -> None:
-    assert desk.result(desk.send("late_async")) == "timeout"
+    assert desk.result(desk.send("late_async")) == LATE
     assert desk.left == [(ApiAnswer.TIMEOUT, True)]
     desk.until_free()
 
@@ -321,8 +330,8 @@ class Post:
         told = {"answer": "good", "api": None, "keeps": False}
         self.limit_relay.hear({"k": "release", "n": run, "q": question, **told})
 
-    def deadline(self, at: float | None, *, is_call: bool, run: int = 7) -> None:
-        self.limit_relay.hear({"k": "deadline", "n": run, "at": at, "is_call": is_call})
+    def deadline(self, at: float | None, late: Any = None, *, run: int = 7) -> None:
+        self.limit_relay.hear({"k": "deadline", "n": run, "at": at, "late": late})
 
 
 @pytest.fixture
@@ -361,7 +370,7 @@ def test_messages_of_an_earlier_run_take_and_leave_nothing(post: Post) -> None:
     post.ask()
     post.provider.grant()
     post.leave(1, run=6)
-    post.deadline(0.0, is_call=True, run=6)
+    post.deadline(0.0, "late", run=6)
     post.limit_relay.hear({"k": "forget", "n": 6, "q": 1})
     assert (post.provider.left, post.provider.forgotten) == ([], [])
     assert post.attempt.deadline_at == post.end
@@ -445,26 +454,26 @@ def test_a_number_is_used_for_one_question(post: Post) -> None:
 
 def test_a_child_may_shorten_its_deadline_and_put_it_back_but_no_more(post: Post) -> None:
     attempt, end = post.attempt, post.end
-    post.deadline(end - 50, is_call=True)
-    assert (attempt.deadline_at, attempt.lateness()) == (end - 50, "timeout")
-    post.deadline(end - 55, is_call=True)
-    post.deadline(end - 50, is_call=True)
+    post.deadline(end - 50, "late")
+    assert (attempt.deadline_at, attempt.lateness()) == (end - 50, "late")
+    post.deadline(end - 55, "late")
+    post.deadline(end - 50, "late")
     assert attempt.deadline_at == end - 50
-    post.deadline(end, is_call=False)
+    post.deadline(end)
     assert attempt.deadline_at == end
     assert attempt.extras.late_text is None
     for wanted in (end + 1, None):
-        post.deadline(wanted, is_call=False)
+        post.deadline(wanted)
         assert attempt.deadline_at == end
-    post.deadline(end - 50, is_call=True)
+    post.deadline(end - 50, "late")
     post.limit_relay.extend(end + 20)
     assert attempt.deadline_at == end + 20
-    post.deadline(NEVER, is_call=False)
+    post.deadline(NEVER)
     assert attempt.deadline_at == end + 20
     with pytest.raises(ChannelError):
-        post.deadline(float("nan"), is_call=False)
+        post.deadline(float("nan"))
     attempt.ask_to_stop(Stop(Why.CANCEL, "enough", 0.0, 0.0))
-    post.deadline(end - 50, is_call=True)
+    post.deadline(end - 50, "late")
     assert attempt.deadline_at == end + 20
 
 

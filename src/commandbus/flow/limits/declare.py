@@ -81,6 +81,11 @@ class LimitRow:
         """How long a permit is kept for a silent holder."""
         return self.limit.lease_seconds
 
+    @property
+    def call_timeout(self) -> float | None:
+        """How long a call may take; None: any time."""
+        return self.limit.call_timeout_seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Home:

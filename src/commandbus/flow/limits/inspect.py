@@ -49,6 +49,7 @@ class LimitInfo:
     rate: str | None
     burst: int
     lease_seconds: float
+    call_timeout_seconds: float | None
     max_wait_seconds: float | None
     tries: int
     backoff: tuple[float, ...]
@@ -221,6 +222,7 @@ def describe(row: LimitRow, look: PermitUsage, waiting: Waiting) -> LimitInfo:
         rate=None if limit.rate is None else str(limit.rate),
         burst=row.burst,
         lease_seconds=row.lease,
+        call_timeout_seconds=row.call_timeout,
         max_wait_seconds=limit.max_wait_seconds,
         tries=limit.tries,
         backoff=limit.backoff_seconds,

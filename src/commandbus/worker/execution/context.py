@@ -485,9 +485,10 @@ class HandlerContext(_Context):
     ) -> AbstractContextManager[Hold]:
         """A permit of a limit for the block: `with ctx.limit("docai", timeout=60) as call: …`.
 
-        Waits up to `wait` for it, then raises LimitTimeoutError. `timeout` is for the call in the block: after it,
-        the attempt is asked to stop, and the ladder ends a handler that ignores that. `call.remaining()` returns
-        the time that is left.
+        Waits up to `wait` for it, then raises LimitTimeoutError. `timeout` is for the call in the block; without
+        it the limit's `call_timeout` holds, and 0 is any time. After it, the attempt is asked to stop, and the
+        ladder ends a handler that ignores that. A call that comes back later raises ApiTimeoutError at the end of
+        the block. `call.remaining()` returns the time that is left.
         """
         return sync_block(self._permits(), name, *check_limit_terms(name, wait, timeout))
 
@@ -598,8 +599,9 @@ class AsyncHandlerContext(_Context):
     ) -> AbstractAsyncContextManager[Hold]:
         """A permit of a limit for the block: `async with ctx.limit("docai", timeout=60): …`.
 
-        Waits up to `wait` for it, then raises LimitTimeoutError. After `timeout` the block cancels what it awaits,
-        and raises ApiTimeoutError: the handler may go on with its other calls.
+        Waits up to `wait` for it, then raises LimitTimeoutError. After `timeout` (without it: the limit's
+        `call_timeout`; 0 is any time) the block cancels what it awaits, and raises ApiTimeoutError: the handler
+        may go on with its other calls.
         """
         return AsyncBlock(async_block(self._permits(), name, *check_limit_terms(name, wait, timeout)))
 

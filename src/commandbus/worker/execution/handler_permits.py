@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, NoReturn, Protocol
 
 from commandbus.limits.requests import Permit, PermitCall
-from commandbus.limits.with_block import LATE, Hold
+from commandbus.limits.with_block import Hold
 from commandbus.model.api_errors import ApiFailure
 from commandbus.model.limit_state import ApiAnswer
 from commandbus.worker.execution.attempt import Attempt, Scope
@@ -83,13 +83,13 @@ class HandlerPermits:
         """The ladder and the lease keeper look after a worker without its database."""
         return None
 
-    def begin_call(self, until: float) -> bool:
+    def begin_call(self, until: float, late_text: str) -> bool:
         """The call's deadline is the attempt's, if it is nearer."""
         attempt = self._attempt
         if until >= attempt.deadline_at:
             return False
         self._before = attempt.deadline_at, attempt.extras.late_text
-        attempt.extras.late_text, attempt.deadline_at = LATE, until
+        attempt.extras.late_text, attempt.deadline_at = late_text, until
         self._provider.note_deadline(attempt)
         return True
 

@@ -35,7 +35,7 @@ from commandbus.errors import (
     UnknownLimitError,
 )
 from commandbus.limits.requests import Permit, PermitCall
-from commandbus.limits.with_block import LATE, TIMED_OUT
+from commandbus.limits.with_block import TIMED_OUT
 from commandbus.model import payload
 from commandbus.model.api_errors import ApiFailure
 from commandbus.model.durations import parse_seconds
@@ -48,6 +48,8 @@ from commandbus.worker.isolation.remote_errors import remake_api
 
 ASKED: Final = frozenset({"limit", "release", "forget", "deadline"})
 """The kinds of messages that a relay hears."""
+LONGEST_TEXT: Final = 300
+"""Of what a call's deadline is called."""
 
 
 class ChildLimits:
@@ -102,8 +104,8 @@ class ChildLimits:
     def note_deadline(self, attempt: Attempt) -> None:
         """The worker's ladder looks after it."""
         at = None if attempt.deadline_at == NEVER else attempt.deadline_at
-        is_call = attempt.extras.late_text is not None
-        self._tell({"k": "deadline", "n": self._number_of(attempt), "at": at, "is_call": is_call})
+        late = attempt.extras.late_text
+        self._tell({"k": "deadline", "n": self._number_of(attempt), "at": at, "late": late})
 
     def hear(self, message: Message) -> None:
         """The worker's answer, or that a permit is lost. On the reader's thread."""
@@ -116,7 +118,8 @@ class ChildLimits:
                 asked[1].answer.set_exception(_remade(message["error"]))
         elif asked is not None:
             call = asked[1]
-            permit = Permit(call.name, call.token, message["lease"], holder="")
+            lease, call_timeout = message["lease"], message["call_timeout"]
+            permit = Permit(call.name, call.token, lease, holder="", call_timeout=call_timeout)
             self._held[question] = asked[0], permit  # now in both: `forget`, on another thread, finds it in one
             if self._asked.pop(question, None) is not None:
                 call.answer.set_result(permit)
@@ -160,7 +163,7 @@ class LimitRelay:
             case "release":
                 self._leave(int(message["q"]), message)
             case "deadline":
-                self._note_deadline(message["at"], is_call=message["is_call"] is True)
+                self._note_deadline(message["at"], message["late"])
 
     def extend(self, end: float) -> None:
         """The worker has given the attempt more time."""
@@ -216,7 +219,8 @@ class LimitRelay:
                 return  # who let go of it has told the limit client, which takes it back
             self._held[question] = permit
             self._watch(permit)
-            self._send({"k": "permit", "n": self._run, "q": question, "lease": permit.lease, "error": None})
+            terms = {"lease": permit.lease, "call_timeout": permit.call_timeout}
+            self._send({"k": "permit", "n": self._run, "q": question, **terms, "error": None})
 
     def _refuse(self, question: int, error: BaseException) -> None:
         self._send({"k": "permit", "n": self._run, "q": question, "error": _described(error)})
@@ -250,14 +254,16 @@ class LimitRelay:
         if permit is not None:
             self._provider.release(self._attempt, permit, answer, failure, keeps=message["keeps"] is True)
 
-    def _note_deadline(self, at: Any, *, is_call: bool) -> None:
+    def _note_deadline(self, at: Any, late: Any) -> None:
         wanted = NEVER if at is None else float(at)
         if math.isnan(wanted):
             raise ChannelError("a deadline that is not a number")
+        if not (late is None or isinstance(late, str)):
+            raise ChannelError("the name of a deadline that is not a text")
         if self._attempt.stop is not None:
             return  # it is being stopped, and that has an end of its own
         with self._lock:
-            self._attempt.extras.late_text = LATE if is_call else None
+            self._attempt.extras.late_text = late and payload.clean_text(late)[:LONGEST_TEXT]
             self._attempt.deadline_at = min(wanted, self._latest)
 
 
