@@ -31,8 +31,8 @@ def recognize(command: Command, ctx: HandlerContext) -> None:
     parked, and nobody in the fleet calls until that time is over. All else is tried again by the policy."""
     chunk = command.data
     # The block uses the permit that the command has by `limits`, and bounds the call by the limit's call_timeout.
-    # A call that takes longer fails this attempt with the code TIMEOUT. The API may still be working, so the permit
-    # stays taken until its lease ends.
+    # A call that takes longer fails this attempt with the code TIMEOUT. The API may still be working, so the
+    # permit stays taken until its lease ends.
     with ctx.limit("docai") as call:
         content = ask_api(chunk["number"], base64.b64decode(chunk["scan"]), timeout=call.remaining())
     with ctx.transaction() as tx:  # written with the command's completion, or not at all
