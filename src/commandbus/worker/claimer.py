@@ -1,9 +1,7 @@
 """The Claimer: claims commands for the slots, on its own connection, which also LISTENs.
 
 Under load it claims many commands at once, so that the slots always have work. It prefetches (leases and renews)
-what the slots will start within the next 40 ms. If the server is slow or far away, it prefetches for the time of
-two claims: otherwise slow claims would limit the rate, and the low rate would keep the claims small. With slow
-handlers it prefetches nothing, so no command waits in one worker while another is idle.
+what the slots will start within the next 40 ms (`worker/claim_pacing.py`).
 
 When idle, it announces that it waits (senders notify only then). It looks again at once and after 5, 20 and 100
 ms, because a sender may have looked before the announcement and committed after it. Then it sleeps until a
@@ -49,6 +47,7 @@ from commandbus.flow.commands.claim import (
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 from commandbus.worker.bad_rows import OddRows
+from commandbus.worker.claim_pacing import ClaimPacing
 from commandbus.worker.dispatcher import Dispatcher
 from commandbus.worker.isolation.quarantine import Quarantine
 from commandbus.worker.raw_messages import Adopter
@@ -57,9 +56,6 @@ from commandbus.worker.unhandled_types import UnhandledTypes
 logger = safe_logger("commandbus.worker")
 
 LARGEST_CLAIM = 800
-LARGEST_PREFETCH = 1600
-PREFETCH_SECONDS = 0.04
-LONGEST_PREFETCH_SECONDS = 0.4
 SWEEP_SECONDS = 1.0
 LOOKS_SECONDS = (0.0, 0.005, 0.02, 0.1)
 ANNOUNCEMENT_SECONDS = 60.0
@@ -73,6 +69,9 @@ SIEVE_SECONDS = 0.25
 SLOTLESS_FACTOR = 4
 CANCEL = "cancel "
 MARGIN = timedelta(milliseconds=5)
+LONG_ANSWER = b"SELECT pg_catalog.repeat('x', 200000)"
+"""libpq reads 16 KB at a time until it has met a longer row, and keeps the larger buffer. After every piece the
+thread needs the GIL again, and the slots may keep it for milliseconds: a claim of 800 came in 17 pieces."""
 
 
 class Claimer(DatabaseService):
@@ -114,19 +113,12 @@ class Claimer(DatabaseService):
         self._heard_at = 0.0
         self._announced_until = 0.0
         self._busy_since: float | None = None
-        self._rate = _Rate()
-        self._claim_seconds = 0.0  # what asking all domains takes, of late
+        self._pacing = ClaimPacing()
 
     def end(self) -> None:
         """Claim nothing more; the thread goes on listening for cancels."""
         self.is_ended = True
         self.wake()
-
-    @property
-    def prefetch(self) -> int:
-        """How many attempts may wait before the slots."""
-        ahead = max(PREFETCH_SECONDS, min(2 * self._claim_seconds, LONGEST_PREFETCH_SECONDS))
-        return min(LARGEST_PREFETCH, int(self._rate.per_second * ahead))
 
     @property
     def claimless_seconds(self) -> float:
@@ -139,6 +131,7 @@ class Claimer(DatabaseService):
             self._asked_at = monotonic()  # a refusal is an answer: another worker would get the same
 
     def connected(self, conn: Connection[Any]) -> None:
+        conn.execute(LONG_ANSWER, prepare=False)
         self.listen(conn, *(f"commandbus_{domain.name}" for domain in self._domains))
         for domain in self._domains:
             domain.cursor = None
@@ -156,9 +149,9 @@ class Claimer(DatabaseService):
 
     def _wait_for_room(self) -> int:
         while True:
-            self._rate.observe(self._dispatcher.finished)
+            self._pacing.observe(self._dispatcher.finished, self._dispatcher.budget.busy_seconds)
             self._dispatcher.is_claimer_waiting = True
-            room = 0 if self.is_ended else self._dispatcher.room(self.prefetch)
+            room = 0 if self.is_ended else self._dispatcher.room(self._pacing.prefetch)
             if room > 0 or self._stopping.is_set():
                 self._dispatcher.is_claimer_waiting = False
                 return room
@@ -185,7 +178,7 @@ class Claimer(DatabaseService):
             spare -= min(got, own)
             room -= got - min(got, own)
         self._asked_at = monotonic()
-        self._claim_seconds += (self._asked_at - began - self._claim_seconds) * 0.3
+        self._pacing.claimed(self._asked_at - began)
         return total
 
     def _claim(self, domain: _Domain, n: int) -> int:
@@ -299,6 +292,7 @@ class Claimer(DatabaseService):
     def _idle(self) -> None:
         """Nothing was there. Announce, look again, sleep."""
         self._busy_since = None
+        self._pacing.rest()
         if self._adopter.is_full:
             self.sleep(FULL_SECONDS)  # it wakes us when it has read some
             return
@@ -404,22 +398,3 @@ class _Domain:
         vt = datetime.fromtimestamp(seconds, UTC) - MARGIN if 0 < seconds < 32503680000 else None
         if self.cursor is not None and (vt is None or vt < self.cursor):
             self.cursor = vt
-
-
-class _Rate:
-    """Finished attempts per second, over the last fraction of a second."""
-
-    def __init__(self) -> None:
-        self.per_second = 0.0
-        self._count = 0
-        self._at = monotonic()
-
-    def observe(self, count: int) -> None:
-        now = monotonic()
-        elapsed = now - self._at
-        if elapsed < 0.002:
-            return
-        current = (count - self._count) / elapsed
-        weight = min(1.0, elapsed / 0.02)
-        self.per_second += (current - self.per_second) * weight
-        self._count, self._at = count, now

@@ -166,8 +166,8 @@ class Dispatcher:
 
     @property
     def finished(self) -> int:
-        """How many attempts have ended."""
-        return self._slots.finished + self._router.finished + (self.loop.finished if self.loop is not None else 0)
+        """How many attempts have ended in slots of the concurrency budget."""
+        return self._slots.finished + (self.loop.finished if self.loop is not None else 0)
 
     @property
     def is_behind(self) -> bool:

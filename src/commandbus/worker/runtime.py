@@ -214,6 +214,7 @@ class WorkerRuntime:
             on_written=spec.health.record_success,
             # An idle claimer looked at what is due before this retry was: it must look again.
             on_again=self._look_again,
+            is_more_coming=lambda: self.dispatcher.waiting > 0,
             on_error=spec.fail,
             name=spec.id,
         )

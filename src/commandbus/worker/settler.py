@@ -48,6 +48,10 @@ logger = safe_logger("commandbus.worker")
 
 BATCH = 500
 DONE_BATCH = 1000
+FEW = 100
+LINGER_SECONDS = 0.002
+"""How long a few outcomes wait for others while work waits before the slots. Otherwise the first outcome after a
+pause would be written alone, with a commit of its own."""
 LOCK_SECONDS = 0.2
 """How long a statement of the settler waits for a lock: other outcomes wait meanwhile."""
 BUSY_PAUSE_SECONDS = 0.05
@@ -72,6 +76,7 @@ class Settler(DatabaseService):
         on_done: Callable[[Sequence[Attempt]], None],
         on_written: Callable[[int], None],
         on_again: Callable[[], None],
+        is_more_coming: Callable[[], bool],
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
@@ -83,6 +88,7 @@ class Settler(DatabaseService):
         self._on_done = on_done
         self._on_written = on_written
         self._on_again = on_again
+        self._is_more_coming = is_more_coming
         self._done: deque[Attempt] = deque()  # have completed, in the usual way
         self._writing: list[Attempt] = []  # those of them that are being written
         self._queue: deque[Item] = deque()
@@ -153,6 +159,8 @@ class Settler(DatabaseService):
                 self._folder.fold()  # it is quiet
             self._sleeps = False
             return
+        if len(self._done) + len(self._queue) < FEW and self._is_more_coming():
+            time.sleep(LINGER_SECONDS)
         if self._done:
             self._settle_done()
         if self._queue or self._busy:

@@ -367,7 +367,9 @@ class Attempt:
     def created_at(self) -> datetime | None:
         """When it was sent. A row may say anything, infinity too."""
         sent: float | None = self.row[CREATED_AT]
-        return None if sent is None else datetime.fromtimestamp(max(0.0, min(sent, LATEST)), UTC)
+        if sent is None:
+            return None
+        return datetime.fromtimestamp(sent if 0.0 <= sent <= LATEST else max(0.0, min(sent, LATEST)), UTC)
 
     def command(self) -> Command:
         """What the handler is given."""

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from commandbus.clock import monotonic
+
 
 class Lane(Protocol):
     """Slots that compete for the budget."""
@@ -28,6 +30,8 @@ class ConcurrencyBudget:
         self.total = total
         self._on_free = on_free
         self.taken = 0
+        self._busy_seconds = 0.0
+        self._busy_since = 0.0  # while some unit is taken
         self._lock = threading.Condition()
         self._lanes: list[Lane] = []
 
@@ -35,10 +39,18 @@ class ConcurrencyBudget:
         """A lane takes part."""
         self._lanes.append(lane)
 
+    @property
+    def busy_seconds(self) -> float:
+        """For how long, in all, at least one slot has been awake."""
+        with self._lock:
+            return self._busy_seconds + (monotonic() - self._busy_since if self.taken else 0.0)
+
     def take(self, lane: Lane) -> bool:
         """Take a unit for a slot of this lane."""
         with self._lock:
             if self.taken < self.total:
+                if not self.taken:
+                    self._busy_since = monotonic()
                 self.taken += 1
                 lane.is_hungry = False
                 return True
@@ -50,6 +62,7 @@ class ConcurrencyBudget:
         with self._lock:
             self.taken -= 1
             if not self.taken:
+                self._busy_seconds += monotonic() - self._busy_since
                 self._lock.notify_all()
         for other in self._lanes:
             if other is not lane and other.is_hungry:
