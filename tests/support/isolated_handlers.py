@@ -43,6 +43,11 @@ async def echo_async(command: Any, ctx: Any) -> Any:
     return {"pid": os.getpid(), "data": command.data, "same_loop": is_same}
 
 
+@process("echo_returned")
+def echo_returned(command: Any, ctx: Any) -> Any:
+    return echo_async(command, ctx)
+
+
 @process("nothing")
 def nothing(ctx: Any) -> None:
     pass

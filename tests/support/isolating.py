@@ -125,6 +125,7 @@ class Lab:
             HealthStatus(),
             running=self.running,
             on_failed=lambda *_: None,
+            await_on_loop=lambda *_: (None, None),  # in a process of its own nothing is awaited here
         )
         self.registry = registry
         self.isolation = Isolation(

@@ -315,20 +315,6 @@ def test_a_result_that_is_not_storable_json_needs_a_person(
     assert record(bus, "fine").result == "fine"
 
 
-def test_a_sync_handler_that_returns_an_awaitable_is_told_so(
-    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
-) -> None:
-    async def work() -> None: ...
-
-    handlers.register("orders", "forgot", lambda ctx: work())
-    bus.send("orders", "forgot", command_id="c")
-    start_worker(handlers)
-    until_settled(db)
-    (entry,) = TroubleshootingQueue(bus).list("orders")
-    assert entry.error_code == "INVALID_RESULT"
-    assert "awaitable" in (entry.error or "")
-
-
 # --- exceptions that would end a thread or a process ----------------------------------------------------------
 
 

@@ -3,7 +3,10 @@
     async with AsyncWorker(handlers, domains=["orders"]):
         await serve()
 
-Nothing of it runs on the application's loop, so a handler cannot hold that up, nor the loop a handler.
+Nothing of it runs on the application's loop, so a handler cannot hold that up, nor the loop a handler. With
+`on_callers_loop=True` async handlers run on that loop, where they can use the application's clients. Claiming,
+leases, deadlines and outcomes still have threads of their own, so they hold whatever the loop does. But nobody can
+end code that blocks a loop: see `AsyncWorker`.
 """
 
 from __future__ import annotations
@@ -24,10 +27,18 @@ T = TypeVar("T")
 
 
 class AsyncWorker:
-    """Takes what `Worker` takes; `worker` is that one."""
+    """Takes what `Worker` takes; `worker` is that one.
 
-    def __init__(self, handlers: HandlerRegistry, **options: Any) -> None:
+    `on_callers_loop=True` runs async handlers (and awaitables that sync handlers return) on the event loop that
+    starts the worker. A handler that awaits is canceled at its deadline, as everywhere. One that blocks blocks the
+    application, until it lets go. Its attempt is given up at its deadline and grace all the same: it is settled as
+    stuck, its lease is not renewed any more, and nothing it does later is saved. Attempts beside it are tried
+    again, not charged. No async handler starts before the loop runs again; sync handlers go on.
+    """
+
+    def __init__(self, handlers: HandlerRegistry, *, on_callers_loop: bool = False, **options: Any) -> None:
         self.worker = Worker(handlers, **options)
+        self._on_callers_loop = on_callers_loop
 
     @property
     def health_status(self) -> HealthStatus:
@@ -51,16 +62,21 @@ class AsyncWorker:
 
     async def start(self) -> bool:
         """Start, and wait for the database if it is away; a start that is canceled is given up."""
+        self._choose_loop()
         return await self._in_thread(self.worker.start)
 
     async def run(self) -> StopReport:
         """Start, and run until `stop`, `worker.request_stop` or a limit ends it, or this task is canceled: then
         it stops in order before the cancellation goes on."""
+        self._choose_loop()
         return await self._in_thread(self.worker.run)
 
     async def stop(self, wait: Duration | None = None) -> StopReport:
         """Stop in order, within `wait` (default: shutdown_timeout)."""
         return await self._in_thread(lambda: self.worker.stop(wait))
+
+    def _choose_loop(self) -> None:
+        self.worker._callers_loop = asyncio.get_running_loop() if self._on_callers_loop else None
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         """In a thread of its own: those of the loop's executor are few, and the application's."""

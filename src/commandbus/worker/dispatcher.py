@@ -16,7 +16,7 @@ An attempt that did not start is given back under its fence, with the reason, an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from commandbus.clock import boottime, monotonic
@@ -33,7 +33,7 @@ from commandbus.worker.deadlines.fencer import Fencer
 from commandbus.worker.execution.async_slots import AsyncSlot, AsyncSlots
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.execution.concurrency import ConcurrencyBudget
-from commandbus.worker.execution.execute import Ended, Executor, LimitDecides
+from commandbus.worker.execution.execute import Ended, Executor, LimitDecides, close_awaitable
 from commandbus.worker.execution.fresh_thread import in_fresh_thread
 from commandbus.worker.execution.slots import Slot, Slots
 from commandbus.worker.exhaustion import ExhaustedError
@@ -111,12 +111,22 @@ class Dispatcher:
             first=2 * first,
         )
         self.loop: AsyncSlots | None = None
+        self._making_loop = threading.Lock()
+        self._spec = spec
         if any(handler.is_async for handler in spec.handlers):
-            self.loop = AsyncSlots(
-                self.budget, self._run_async, name=spec.id, first=first, on_thread=self._show_thread
-            )
+            self.loop = self._make_loop()
             self._slots.share_with_others()
             self.loop.share_with_others()
+
+    def _make_loop(self) -> AsyncSlots:
+        return AsyncSlots(
+            self.budget,
+            self._run_async,
+            name=self._spec.id,
+            first=self.budget.total,
+            on_thread=self._show_thread,
+            callers_loop=self._spec.callers_loop,
+        )
 
     def start(self) -> None:
         """Start the slots."""
@@ -381,6 +391,26 @@ class Dispatcher:
         self._executor.begin(attempt)
         self._attempts.begin(attempt, slot)
         return self._end(attempt, slot, await self._executor.run_async(attempt))
+
+    def await_on_loop(self, attempt: Attempt, awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+        """In a slot's thread: a sync handler returned an awaitable. Await it on the event loop; its slot waits."""
+        slot = self._attempts.running.get(attempt)
+        if not isinstance(slot, Slot):  # it was given up, and judged then
+            close_awaitable(awaitable)
+            return None, None
+        return self._need_loop().run_guest(attempt, slot, awaitable)
+
+    def _need_loop(self) -> AsyncSlots:
+        """The slots of async handlers; a worker without such handlers gets them when it first needs their loop."""
+        with self._making_loop:
+            if self.loop is None:
+                try:
+                    made = self._make_loop()
+                    made.start()
+                except (RuntimeError, OSError) as error:
+                    raise ExhaustedError(f"no event loop could be started: {error}") from error
+                self.loop = made
+            return self.loop
 
     def _run_in_fresh_thread(self, attempt: Attempt, slot: Slot) -> bool:
         """As `_run`, in a thread that stands in for the slot's own as long as the attempt runs."""

@@ -19,7 +19,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 from weakref import WeakSet
 
 from commandbus.clock import monotonic
@@ -98,6 +99,7 @@ class WorkerRuntime:
             spec.health,
             running=running,
             on_failed=self._breakers.failed,
+            await_on_loop=self._await_on_loop,
         )
         self._isolation = self._make_isolation(services)
         self._quarantine = self._make_quarantine()
@@ -270,7 +272,7 @@ class WorkerRuntime:
         return Ladder(
             self._settings.timeouts,
             self.attempts,
-            loop=self.dispatcher.loop,
+            loop=lambda: self.dispatcher.loop,
             health=self._spec.health,
             cancel_query=self._keeper.cancel_query,
             fence=self._fencer.fence,
@@ -399,6 +401,9 @@ class WorkerRuntime:
     @property
     def _settled_count(self) -> int:
         return sum(self.settler.settled.values())
+
+    def _await_on_loop(self, attempt: Attempt, awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+        return self.dispatcher.await_on_loop(attempt, awaitable)
 
     # --- called by the ladder -----------------------------------------------------------------------------------
 

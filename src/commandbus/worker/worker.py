@@ -14,6 +14,7 @@ once.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
@@ -99,6 +100,7 @@ class Worker:
         self._stop_within: float | None = None
         self._report: StopReport | None = None
         self._has_limits = False
+        self._callers_loop: asyncio.AbstractEventLoop | None = None  # AsyncWorker says so
         self._role = "of this worker"
 
     def __enter__(self) -> Self:
@@ -216,6 +218,7 @@ class Worker:
             health=self.health_status,
             fail=self.fail,
             request_stop=self.request_stop,
+            callers_loop=self._callers_loop,
         )
         self._runtime = WorkerRuntime(spec, settings)
         self._runtime.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -53,6 +54,7 @@ class WorkerSpec:
     health: HealthStatus
     fail: Callable[[BaseException], None]
     request_stop: Callable[[str], None]
+    callers_loop: asyncio.AbstractEventLoop | None = None  # where async handlers run, if not on a loop of ours
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,11 @@ def test_an_async_handler_keeps_its_loop(lab: Lab) -> None:
     assert second["same_loop"] is True
 
 
+def test_an_awaitable_that_a_sync_handler_returns_is_awaited_on_that_loop(lab: Lab) -> None:
+    first, second = lab.result("echo_async", 1), lab.result("echo_returned", 2)
+    assert (second["data"], second["pid"], second["same_loop"]) == (2, first["pid"], True)
+
+
 def test_a_handler_without_a_result_completes(lab: Lab) -> None:
     assert lab.result("nothing") is None
 

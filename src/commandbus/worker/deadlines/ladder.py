@@ -24,7 +24,7 @@ from commandbus.model.outcome import Failure
 from commandbus.model.timeouts import MONITOR_TICK, Timeouts
 from commandbus.worker.attempt_registry import AttemptRegistry
 from commandbus.worker.deadlines import autopsy
-from commandbus.worker.execution.async_slots import AsyncSlot, AsyncSlots
+from commandbus.worker.execution.async_slots import AsyncSlot, AsyncSlots, Guest, on_loop
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why, lost_text
 from commandbus.worker.execution.slots import Slot
 from commandbus.worker.health import HealthStatus
@@ -44,7 +44,7 @@ class Ladder:
         timeouts: Timeouts,
         attempts: AttemptRegistry,
         *,
-        loop: AsyncSlots | None,
+        loop: Callable[[], AsyncSlots | None],
         health: HealthStatus,
         cancel_query: Callable[[Attempt], None],
         fence: Callable[[Attempt, Stop, Document], None],
@@ -58,7 +58,7 @@ class Ladder:
         self._late_seconds = timeouts.late_seconds
         self._attempts = attempts
         self._running = attempts.running
-        self._loop = loop
+        self._get_loop = loop
         self._health = health
         self._cancel_query = cancel_query
         self._fence = fence
@@ -72,6 +72,11 @@ class Ladder:
         self.beat_at = monotonic()
         self.abandoned = 0
         self._thread = threading.Thread(target=self._serve, name=f"{name}-ladder", daemon=True)
+
+    @property
+    def _loop(self) -> AsyncSlots | None:
+        """The slots of async handlers; also made when a sync handler first returns an awaitable."""
+        return self._get_loop()
 
     def start(self) -> None:
         """Start the thread."""
@@ -137,8 +142,8 @@ class Ladder:
         if now >= stop.until:
             self._give_up(attempt, slot, stop)
             return
-        if isinstance(slot, AsyncSlot) and self._loop is not None and not attempt.extras.is_delivered:
-            self._loop.cancel(attempt, slot)  # it was just about to start when it was asked, or its loop is busy
+        if (there := on_loop(slot)) is not None and self._loop is not None and not attempt.extras.is_delivered:
+            self._loop.cancel(attempt, there)  # it was just about to start when it was asked, or its loop is busy
         if attempt.borrowed is not None and not attempt.extras.is_reminded:
             self._remind(attempt, stop, now)
 
@@ -184,8 +189,8 @@ class Ladder:
         )
         if attempt.child is not None:
             attempt.child.cancel(stop)
-        elif isinstance(slot, AsyncSlot) and self._loop is not None:
-            self._loop.cancel(attempt, slot)
+        elif (there := on_loop(slot)) is not None and self._loop is not None:
+            self._loop.cancel(attempt, there)
         if stop.why is Why.LEASE and attempt.is_lost:
             attempt.bar()
         if attempt.borrowed is not None:
@@ -195,18 +200,18 @@ class Ladder:
         if attempt.child is not None:
             attempt.child.kill(stop.text)  # its slot's thread is well, and settles it
             return
-        if isinstance(slot, AsyncSlot) and self._loop is not None:
+        if (there := on_loop(slot)) is not None and self._loop is not None:
             blocked = not attempt.extras.is_delivered
-            if blocked and slot.loop.blocker() is not attempt:
-                self._give_up_loop(attempt, slot, stop)
+            if blocked and there.loop.blocker() is not attempt:
+                self._give_up_loop(attempt, there, stop)
                 return
-            taken = _examine(slot, is_blocked=blocked)
+            taken = _examine(there, is_blocked=blocked)
             if not self._take(attempt, stop, taken):
                 return
             if blocked:
-                self._leave_loop(slot, _blocked_by(attempt))
+                self._leave_loop(there, _blocked_by(attempt), culprit=there)
             else:
-                self._loop.replace(slot)
+                self._loop.replace(there)
         elif isinstance(slot, Slot):
             taken = _examine(slot)
             if not self._take(attempt, stop, taken):
@@ -248,8 +253,8 @@ class Ladder:
     def _give_up_loop(self, attempt: Attempt, slot: AsyncSlot, stop: Stop) -> None:
         """An attempt's cancel never reached it, because another one blocks their loop: that one is to blame."""
         blocker = slot.loop.blocker()
-        culprit = self._running.get(blocker) if blocker is not None else None
-        if blocker is None or not isinstance(culprit, AsyncSlot):
+        culprit = on_loop(self._running.get(blocker)) if blocker is not None else None
+        if blocker is None or culprit is None:
             if monotonic() - slot.loop.beat_at > BLOCKED_SECONDS:
                 self._give_up_unnamed(attempt, slot, stop)
             elif self._loop is not None:
@@ -262,32 +267,46 @@ class Ladder:
         blocker.ask_to_stop(blamed)
         taken = _examine(culprit, is_blocked=True)
         if self._take(blocker, blamed, taken):
-            self._leave_loop(slot, _blocked_by(blocker))
+            self._leave_loop(slot, _blocked_by(blocker), culprit=culprit)
 
     def _give_up_unnamed(self, attempt: Attempt, slot: AsyncSlot, stop: Stop) -> None:
         """A task or a callback that somebody made blocks the loop, and nothing tells whose it is.
 
-        Whoever is alone there did it; of several, each runs in a process of its own next time.
+        Whoever is alone there did it; of several, each runs in a process of its own next time. On the
+        application's loop it is the application's own code as likely as not: nobody is charged.
         """
-        here = [other for other in list(self._running.values()) if isinstance(other, AsyncSlot)]
-        if sum(other.loop is slot.loop for other in here) > 1 and self._can_isolate:
+        if slot.loop.is_callers:
+            logger.error("the application has blocked the event loop on which its AsyncWorker runs handlers")
+            self._leave_loop(slot, "the application's event loop was blocked, by code that is no handler's")
+            return
+        here = [there.loop for other in list(self._running.values()) if (there := on_loop(other)) is not None]
+        if here.count(slot.loop) > 1 and self._can_isolate:
             self._health.record_stuck_thread()
             logger.error("the event loop is blocked, by a task or callback of an attempt that cannot be named")
             self._leave_loop(slot, "its event loop was blocked, and the cause is not known", suspect=True)
             self._note_stuck(attempt, slot)
         elif self._take(attempt, stop, _examine(slot, is_blocked=True)):
-            self._leave_loop(slot, _blocked_by(attempt))
+            self._leave_loop(slot, _blocked_by(attempt), culprit=slot)
 
-    def _leave_loop(self, slot: AsyncSlot, text: str, *, suspect: bool = False) -> None:
-        """Everybody else on the loop is fenced and tried again, not charged."""
-        loop = slot.loop
+    def _leave_loop(
+        self, slot: AsyncSlot, text: str, *, culprit: AsyncSlot | None = None, suspect: bool = False
+    ) -> None:
+        """Everybody but the culprit, who has been taken, is fenced and tried again, not charged."""
+        lane, loop = self._loop, slot.loop
+        if lane is None:
+            return
+        lane.bar(loop)
+        given_up = [culprit]
         for attempt, other in list(self._running.items()):
-            is_here = isinstance(other, AsyncSlot) and other.loop is loop
-            if is_here and self._attempts.take(attempt) is not None:
+            there = on_loop(other)
+            if there is not None and there.loop is loop and self._attempts.take(attempt) is not None:
                 failure = Failure("LoopBlocked", "BYSTANDER", text, duration_ms=attempt.elapsed_ms())
                 self._bystander(attempt, other, failure, suspect)
-        if self._loop is not None:
-            self._loop.abandon_loop(loop)
+                given_up.append(there)
+        for guest in given_up:
+            if isinstance(guest, Guest):
+                guest.give_up()
+        lane.abandon_loop(loop)
 
 
 def _blocked_by(culprit: Attempt) -> str:

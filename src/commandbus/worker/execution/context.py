@@ -622,3 +622,8 @@ class AsyncHandlerContext(_Context):
             raise
         finally:
             self._leave_child(child)
+
+
+def become_async(ctx: HandlerContext) -> None:
+    """Its handler is `def`, but returned an awaitable: on the event loop it needs what can be awaited."""
+    ctx.__class__ = AsyncHandlerContext  # type: ignore[assignment]  # both hold the same

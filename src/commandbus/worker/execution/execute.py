@@ -1,6 +1,7 @@
 """Run one attempt and return how it ended. Whatever a handler raises becomes a settlement; nothing escapes.
 
 The sync and the async version differ in one `await`. `completed` and `failed` decide, for both, what an end means.
+If a sync handler returns an awaitable, that is awaited on the event loop, and its context is the async one then.
 An attempt that was asked to stop may still complete: a result that comes within its grace counts. If it raises
 what a canceled attempt raises, that is attributed to the reason for the stop: its deadline, a person, the
 shutdown, or the loss of its lease.
@@ -13,7 +14,7 @@ import inspect
 import logging
 import random
 import traceback
-from collections.abc import Callable, Container
+from collections.abc import Awaitable, Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -51,7 +52,13 @@ from commandbus.model.outcome import (
 from commandbus.model.retry import RetryPolicy
 from commandbus.model.timeouts import Timeouts
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why
-from commandbus.worker.execution.context import AsyncHandlerContext, HandlerContext, Services, dump_result
+from commandbus.worker.execution.context import (
+    AsyncHandlerContext,
+    HandlerContext,
+    Services,
+    become_async,
+    dump_result,
+)
 from commandbus.worker.execution.handlers import HandlerRegistry
 from commandbus.worker.exhaustion import ExhaustedError
 from commandbus.worker.health import HealthStatus
@@ -139,8 +146,10 @@ class Executor:
         *,
         running: Container[Attempt],
         on_failed: Callable[[Attempt, Judgement], None],
+        await_on_loop: Callable[[Attempt, Awaitable[Any]], tuple[Any, BaseException | None]],
     ) -> None:
         self._running = running
+        self._await_on_loop = await_on_loop
         self._on_failed = on_failed
         self._services = services
         self._policy = policy
@@ -182,6 +191,10 @@ class Executor:
             result = handler.function(ctx.command, ctx) if handler.takes_command else handler.function(ctx)
             if result is None and not attempt.has_committed:
                 return attempt.done()
+            if inspect.isawaitable(result):
+                become_async(ctx)
+                result, error = self._await_on_loop(attempt, result)
+                return self.completed(attempt, result) if error is None else self.failed(attempt, error)
             return self.completed(attempt, result)
         except BaseException as error:  # noqa: BLE001 - SystemExit and the like end the attempt, not the slot
             return self.failed(attempt, error)
@@ -211,15 +224,6 @@ class Executor:
             )
             _log(logging.WARNING, attempt, text)
             return Note(attempt, Failure("ReturnedTooLate", "RETURNED_TOO_LATE", text))
-        if inspect.isawaitable(result):
-            close = getattr(result, "close", None)
-            if close is not None:
-                close()
-            raise PermanentCommandError(
-                f"handler {attempt.handler.name if attempt.handler else '?'} is not `async def` but returned an "
-                f"awaitable, which was not run",
-                code="INVALID_RESULT",
-            )
         return attempt.complete(dump_result(result, self._services.max_payload_bytes))
 
     def failed(self, attempt: Attempt, error: BaseException, trace: str | None = None) -> Ended:
@@ -405,6 +409,13 @@ class Executor:
         if handler is not None and handler.retry_policy is not None:
             return handler.retry_policy
         return self._policy
+
+
+def close_awaitable(awaitable: Awaitable[Any]) -> None:
+    """Nobody will await it: end it, without a warning."""
+    close = getattr(awaitable, "close", None)
+    if close is not None:
+        close()
 
 
 def _log(

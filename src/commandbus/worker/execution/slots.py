@@ -17,12 +17,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from commandbus.clock import monotonic
 from commandbus.logger import safe_logger
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.execution.concurrency import ConcurrencyBudget
 from commandbus.worker.execution.slot_pacing import SlotPacing
+
+if TYPE_CHECKING:
+    from commandbus.worker.execution.slot_loop import Guest
 
 logger = safe_logger("commandbus.worker")
 
@@ -189,11 +193,12 @@ class Slots:
 class Slot:
     """Where one attempt at a time runs: a thread, and its number on the board."""
 
-    __slots__ = ("ident", "index", "is_missed", "lane", "wake")
+    __slots__ = ("guest", "ident", "index", "is_missed", "lane", "wake")
 
     def __init__(self, index: int, lane: Slots) -> None:
         self.index = index
         self.lane = lane
+        self.guest: Guest | None = None  # what its handler returned, while that runs on the event loop
         self.ident = 0
         self.is_missed = False  # has it been said that it has no thread?
         self.wake = threading.Lock()

@@ -29,6 +29,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final
@@ -37,12 +38,18 @@ from psycopg import Connection
 from psycopg_pool import ConnectionPool
 
 from commandbus.clock import monotonic
-from commandbus.errors import AttemptFencedError, ConfigurationError, PermanentCommandError, TransientCommandError
+from commandbus.errors import AttemptFencedError, ConfigurationError, TransientCommandError
 from commandbus.settings import Settings
 from commandbus.worker.execution import fresh_thread
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why
 from commandbus.worker.execution.connections import Borrowed, HandlerConnections
-from commandbus.worker.execution.context import AsyncHandlerContext, HandlerContext, Services, dump_result
+from commandbus.worker.execution.context import (
+    AsyncHandlerContext,
+    HandlerContext,
+    Services,
+    become_async,
+    dump_result,
+)
 from commandbus.worker.execution.fresh_thread import in_fresh_thread
 from commandbus.worker.exhaustion import is_exhaustion
 from commandbus.worker.isolation.channel import ChildEnd, Message
@@ -258,15 +265,28 @@ class Isolated:
         def body() -> Any:
             return function(ctx.command, ctx) if handler.takes_command else function(ctx)
 
-        return in_fresh_thread(body) if handler.options.fresh_thread else body()
+        result = in_fresh_thread(body) if handler.options.fresh_thread else body()
+        if inspect.isawaitable(result):
+            become_async(ctx)
+            return self._run_on_loop(run, lambda: result)
+        return result
 
     def _run_async(self, run: Run, services: Services) -> Any:
+        handler = run.attempt.handler
+        assert handler is not None  # noqa: S101 - looked up before
+        ctx = AsyncHandlerContext(run.attempt, services)
+        function = handler.function
+        return self._run_on_loop(
+            run, lambda: function(ctx.command, ctx) if handler.takes_command else function(ctx)
+        )
+
+    def _run_on_loop(self, run: Run, call: Callable[[], Awaitable[Any]]) -> Any:
         """On a loop that lives as long as the process: clients that are bound to their loop can be kept."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             with suppress(AttributeError):  # a loop that is no Python object has a clock of its own
                 self._loop.time = monotonic  # type: ignore[method-assign]
-        task = self._loop.create_task(self._awaited(run, services))
+        task = self._loop.create_task(self._awaited(call))
         run.attach(task)
         try:
             result, error = self._loop.run_until_complete(task)
@@ -277,13 +297,9 @@ class Isolated:
         return result
 
     @staticmethod
-    async def _awaited(run: Run, services: Services) -> tuple[Any, BaseException | None]:
-        handler = run.attempt.handler
-        assert handler is not None  # noqa: S101 - looked up before
-        ctx = AsyncHandlerContext(run.attempt, services)
+    async def _awaited(call: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
         try:
-            called = handler.function(ctx.command, ctx) if handler.takes_command else handler.function(ctx)
-            return await called, None
+            return await call(), None
         except BaseException as error:  # noqa: BLE001 - a loop does not survive a SystemExit
             return None, error
 
@@ -292,14 +308,6 @@ class Isolated:
             return None
         if attempt.has_committed:
             return "true"  # it came too late to be stored; that there was one is noted
-        if inspect.isawaitable(result):
-            with suppress(AttributeError):
-                result.close()  # type: ignore[attr-defined]
-            name = "?" if attempt.handler is None else attempt.handler.name
-            raise PermanentCommandError(
-                f"handler {name} is not `async def` but returned an awaitable, which was not run",
-                code="INVALID_RESULT",
-            )
         return dump_result(result, self._settings.max_payload_bytes)
 
     # --- what the context asks of the worker ----------------------------------------------------------------
