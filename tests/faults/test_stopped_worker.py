@@ -63,6 +63,8 @@ def test_a_worker_that_was_stopped_starts_nothing_that_others_have_completed(
     other = start_worker(handlers, database, concurrency=4)
     until_settled(db)
     assert other.stop().is_clean
+    suspected = "SELECT count(*) FROM commandbus.attempt WHERE verdict = 'LOST' AND error LIKE '%child process%'"
+    assert one(db, suspected) <= 1, "only what ran when it was stopped is suspected"
 
     process.send_signal(signal.SIGCONT)
     bus.send("orders", kind, str(notes), command_id="after")

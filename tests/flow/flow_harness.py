@@ -12,7 +12,16 @@ import psycopg
 import pytest
 
 from commandbus.errors import SchemaError
-from commandbus.flow.commands.claim import ANY_ROOM, Claim, Room, claim, put_right, run_alone
+from commandbus.flow.commands.claim import (
+    ANY_ROOM,
+    Claim,
+    Room,
+    RunningIn,
+    claim,
+    nobody_knows,
+    put_right,
+    run_alone,
+)
 from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.flow.commands.renew import renew
 from commandbus.flow.commands.settle import Settlement, settle
@@ -51,11 +60,24 @@ class Bus:
         return found
 
     def put_right(
-        self, found: Claim, worker: str = "w1", *, domain: str = "orders", room: Room = ANY_ROOM
+        self,
+        found: Claim,
+        worker: str = "w1",
+        *,
+        domain: str = "orders",
+        room: Room = ANY_ROOM,
+        running_in: RunningIn = nobody_knows,
     ) -> tuple[list[Any], int]:
         """What a claimer does about the odd ones."""
         answer: tuple[list[Any], int] = self.bus.run(
-            put_right(domain=domain, worker=worker, odd=found.odd, max_bytes=MEBIBYTE, room=room)
+            put_right(
+                domain=domain,
+                worker=worker,
+                odd=found.odd,
+                max_bytes=MEBIBYTE,
+                room=room,
+                running_in=running_in,
+            )
         )
         return answer
 

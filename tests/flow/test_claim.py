@@ -162,6 +162,30 @@ def test_a_chain_of_workers_that_vanished_before_they_wrote_it_down(
     assert [entry for entry in trail if entry[0] == "RECEIVED"] == [("RECEIVED", n) for n in (1, 2, 3, 4, 5)]
 
 
+def test_what_a_vanished_worker_did_not_run_is_no_suspect(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    """dead1 ran the first, had only prefetched the second; dead2 claimed both after it and left no evidence."""
+    orders.send("orders", "Ship", command_id="ran")
+    orders.send("orders", "Ship", command_id="prefetched")
+    for worker in ("dead1", "dead2"):
+        orders.claim_raw(worker)
+        expire_leases(db)
+    found = orders.claim_raw("w3")
+    ran = next(row.msg_id for row in found.odd if row.command_id == "ran")
+    right, _ = orders.put_right(found, "w3", running_in={"dead1": {("orders", ran)}}.get)
+    assert {(row.command_id, row.alone, row.suspect, row.waived) for row in right} == {
+        ("ran", True, 1, 2),
+        ("prefetched", None, None, 2),
+    }
+    errors = dict(
+        db.execute(
+            "SELECT c.command_id, min(a.error) FROM commandbus.attempt a JOIN commandbus.command c ON c.id = a.command "
+            "WHERE verdict = 'LOST' GROUP BY 1 HAVING count(*) = 2 AND count(DISTINCT a.error) = 1"
+        ).fetchall()
+    )
+    assert "its next attempt runs in a child process" in errors["ran"]
+    assert "It did not run at that moment: not charged" in errors["prefetched"]
+
+
 def test_putting_right_twice_changes_nothing_more(orders: Bus, db: psycopg.Connection[Any]) -> None:
     orders.send("orders", "Ship")
     orders.claim_raw("dead")

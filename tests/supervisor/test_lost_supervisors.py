@@ -196,6 +196,36 @@ def test_what_a_killed_worker_had_only_prefetched_is_through_within_seconds(
     assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict NOT IN ('LOST', 'GIVEN_BACK')") == 0
 
 
+def test_what_had_only_been_prefetched_beside_a_killed_supervisor_is_not_suspected(
+    supervise: Supervise, noting: Path, bus: CommandBus, db: Db
+) -> None:
+    """Its successor on the same machine finds in shared memory what ran: two commands in two slots."""
+    first = supervise(processes=1, concurrency=2)
+    first.until_ready(1)
+    bus.send_many("orders", [NewCommand("note", command_id=f"n{n}") for n in range(2)])
+    until(lambda: len(starts(noting)) == 2)
+    bus.send_many("orders", [NewCommand("instant", command_id=f"c{n}") for n in range(20)])
+    (worker,) = {
+        row[0] for row in db.execute("SELECT headers ->> 'held_by' FROM pgmq.q_orders__commands").fetchall()
+    } - {None}
+    kill_all(first, noting)
+    db.execute(  # as a worker with quick handlers would have had them
+        "UPDATE pgmq.q_orders__commands SET read_ct = 1, vt = now(), "
+        "headers = jsonb_build_object('held_by', %s::text, 'since', now())",
+        (worker,),
+    )
+    (noting / "go").touch()
+    supervise(processes=1, concurrency=2).until_ready(1)
+    until_settled(db)
+    assert statuses(db) == {"COMPLETED": 22}
+    suspected = (
+        "SELECT DISTINCT c.command_id FROM commandbus.attempt a JOIN commandbus.command c ON c.id = a.command "
+        "WHERE a.verdict = 'LOST' AND a.error LIKE '%child process%' ORDER BY 1"
+    )
+    assert [row[0] for row in db.execute(suspected).fetchall()] == ["n0", "n1"]
+    assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE verdict = 'LOST'") == 22
+
+
 CLOSES_TURNS = '''
 @handlers.handler("orders", "close_turns")
 def close_turns(command, ctx):

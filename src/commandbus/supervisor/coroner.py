@@ -47,6 +47,7 @@ from commandbus.model.service_backoff import Backoff
 from commandbus.settings import Settings
 from commandbus.supervisor.death_log import say_culprit, say_done
 from commandbus.supervisor.worker_messages import Hello
+from commandbus.worker import running_file
 from commandbus.worker.board import SlotView
 from commandbus.worker.breakers import Judge, Words, word_of
 
@@ -254,6 +255,7 @@ class Coroner(DatabaseService):
             self._postpone(case)
             return
         self._connection.run(bury(case.worker))
+        running_file.remove(case.worker)
         self._say_opened(case)
         with self._lock:
             self._cases.remove(case)
@@ -300,7 +302,11 @@ class Coroner(DatabaseService):
         )
         if odd := [held.row for held in found if held.row.id is None or held.row.before is not None]:
             limit = case.settings.max_payload_bytes
-            right, _ = self._connection.run(put_right(domain=domain, worker=case.worker, odd=odd, max_bytes=limit))
+            right, _ = self._connection.run(
+                put_right(
+                    domain=domain, worker=case.worker, odd=odd, max_bytes=limit, running_in=running_file.read
+                )
+            )
             marked = {row.msg_id: row for row in right}
             found = [held._replace(row=marked.get(held.row.msg_id, held.row)) for held in found]
         return [held for held in found if held.row.id is not None]

@@ -23,6 +23,7 @@ from commandbus.worker.isolation.quarantine import Quarantine
 
 if TYPE_CHECKING:
     from commandbus.worker.board_writer import BoardWriter
+    from commandbus.worker.running_file import RunningFile
 
 Running = dict[Attempt, Slot | AsyncSlot]
 
@@ -30,16 +31,25 @@ Running = dict[Attempt, Slot | AsyncSlot]
 class AttemptRegistry:
     """The attempts of one worker. A worker without a supervisor has no board."""
 
-    def __init__(self, running: Running, quarantine: Quarantine, board_writer: BoardWriter | None) -> None:
+    def __init__(
+        self,
+        running: Running,
+        quarantine: Quarantine,
+        board_writer: BoardWriter | None,
+        running_file: RunningFile | None = None,
+    ) -> None:
         self.held: set[Attempt] = set()
         self.starting: set[Attempt] = set()
         self.running = running
         self._quarantine = quarantine
         self._board_writer = board_writer
+        self._running_file = running_file
 
     def begin(self, attempt: Attempt, slot: Slot | AsyncSlot) -> None:
         """It runs from now on, in this slot."""
         self.running[attempt] = slot
+        if self._running_file is not None:
+            self._running_file.enter(slot.index, attempt.domain, attempt.msg_id)
         if self._board_writer is not None:
             self._board_writer.enter(attempt, slot.index)
 
@@ -48,6 +58,8 @@ class AttemptRegistry:
         if self.running.pop(attempt, None) is None:
             return False
         attempt.started_at = 0.0  # over: the ladder looks past it, and what it left behind gets no connection
+        if self._running_file is not None:
+            self._running_file.leave(slot.index)
         if self._board_writer is not None:
             self._board_writer.end(slot.index)
         return True

@@ -15,6 +15,7 @@ from commandbus.db.transient_errors import CANCELED, is_locked, is_of_the_databa
 from commandbus.flow.commands.claim import Room, put_right, set_aside
 from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.logger import safe_logger
+from commandbus.worker import running_file
 
 logger = safe_logger("commandbus.worker")
 
@@ -37,7 +38,12 @@ class OddRows:
         `until` comes back when its leases have run out."""
         try:
             operation = put_right(
-                domain=domain, worker=self._worker, odd=odd, max_bytes=self._max_bytes, room=room
+                domain=domain,
+                worker=self._worker,
+                odd=odd,
+                max_bytes=self._max_bytes,
+                room=room,
+                running_in=running_file.read,
             )
             return self._connection.run(operation)
         except Exception as error:

@@ -194,11 +194,12 @@ class Claimer(DatabaseService):
             walked = monotonic() - now if domain.is_flooded else 0.0
             domain.sweep_seconds = max(SWEEP_SECONDS, 10 * walked)
         domain.advance(found)
-        domain.note(found)
+        slotted = len(found.ready)
         if found.odd:
-            self._deliver_odd(domain, found, claimed_at)
+            slotted += self._deliver_odd(domain, found, claimed_at)
         elif found.ready:
             self._pass_on(domain, found.ready, claimed_at)
+        domain.note(found, slotted)
         return len(found.ready) + len(found.odd)
 
     def _claim_or_take(self, domain: _Domain, n: int, own: int) -> int:
@@ -258,8 +259,9 @@ class Claimer(DatabaseService):
             if domain.name == name:
                 domain.size_sieve(seconds)
 
-    def _deliver_odd(self, domain: _Domain, found: Claim, claimed_at: float) -> None:
-        """Put right what is odd, and deliver the rest with it."""
+    def _deliver_odd(self, domain: _Domain, found: Claim, claimed_at: float) -> int:
+        """Put right what is odd, and deliver the rest with it. Returns how many odd ones need a slot now."""
+        slotted = 0
         self._pass_on(domain, found.ready, claimed_at)  # they have nothing to do with the others
         if raw := [row for row in found.odd if row.id is None]:
             self._adopter.take(domain.name, raw)
@@ -268,8 +270,10 @@ class Claimer(DatabaseService):
                 room = self._quarantine.room(domain.name, ours)
                 right, _ = self._odd.put_right(domain.name, ours, room, until=monotonic() + LOCKED_SECONDS)
                 self._pass_on(domain, list(right), claimed_at)
+                slotted = sum(not row.alone for row in right)
             finally:
                 self._quarantine.admitted()
+        return slotted
 
     def _pass_on(self, domain: _Domain, rows: list[tuple[Any, ...]], claimed_at: float) -> None:
         if rows:
@@ -359,12 +363,13 @@ class _Domain:
         self.raw_cursor: datetime | None = None
         self.sieve = LARGEST_CLAIM
 
-    def note(self, found: Claim) -> None:
-        """Is it a flood: of raw messages, of messages that only say that they are ours, or of suspects?"""
+    def note(self, found: Claim, slotted: int) -> None:
+        """Is it a flood: of raw messages, of messages that only say that they are ours, or of suspects? So many of
+        them have gone to slots."""
         raw = sum(row.id is None for row in found.odd)
         count = len(found.ready) + len(found.odd)
         suspects = sum(row.id is not None and bool(row.alone or row.before) for row in found.odd)
-        is_slotless = found.full and raw + suspects == count
+        is_slotless = found.full and raw + suspects == count and not slotted
         self.slotless = min(self.slotless * SLOTLESS_FACTOR, LARGEST_CLAIM) if is_slotless else 1
         if found.full and 2 * raw >= count and not self.is_flooded:
             self.is_flooded, self.raw_cursor = True, None

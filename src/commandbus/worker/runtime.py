@@ -52,6 +52,7 @@ from commandbus.worker.limits import LimitedWork
 from commandbus.worker.maintenance import Maintenance, MaintenanceFigures
 from commandbus.worker.memory import resident_megabytes
 from commandbus.worker.raw_messages import Adopter
+from commandbus.worker.running_file import RunningFile
 from commandbus.worker.service_watch import UNREACHABLE, ServiceWatch
 from commandbus.worker.settler import Settler
 from commandbus.worker.unhandled_types import UnhandledTypes
@@ -103,7 +104,8 @@ class WorkerRuntime:
         )
         self._isolation = self._make_isolation(services)
         self._quarantine = self._make_quarantine()
-        self.attempts = AttemptRegistry(running, self._quarantine, self._board_writer)
+        self._running_file = self._make_running_file()
+        self.attempts = AttemptRegistry(running, self._quarantine, self._board_writer, self._running_file)
         self.settler = self._make_settler()
         self._fencer = Fencer(
             self.attempts, self._keeper, self._connections, self._executor, self._limited, self.settler
@@ -134,6 +136,10 @@ class WorkerRuntime:
         if supervision is None:
             return None
         return BoardWriter(supervision.board, self._spec.domains, running, grace=self._settings.cancel_grace)
+
+    def _make_running_file(self) -> RunningFile | None:
+        slots = 2 * self._settings.concurrency + router_slots(self._spec)
+        return RunningFile.create(self._spec.id, self._spec.domains, slots)
 
     def _make_connections(self) -> HandlerConnections:
         spec, settings = self._spec, self._settings
@@ -377,6 +383,8 @@ class WorkerRuntime:
         self._keeper.stop(max(0.1, deadline - monotonic()))
         self._maintenance.stop(max(0.1, deadline - monotonic()))
         self._connections.close()
+        if self._running_file is not None and not self.attempts.held:
+            self._running_file.remove()
         given_back = self.dispatcher.given_back
         settled = self._settled_count - given_back - self.ladder.abandoned
         return StopReport(reason, settled, given_back, abandoned, unwritten)
@@ -428,6 +436,8 @@ class WorkerRuntime:
         self.dispatcher.tend()
         for attempt in self._quarantine.take_back_late():
             self.dispatcher.return_one(attempt, "it has waited too long to run alone")
+        if self._running_file is not None:
+            self._running_file.keep()
         self._beat(now)
         if self.state is State.DRAINING and not self._is_running_any:
             self._spec.request_stop(f"drained, stuck attempts: {self.stuck}" if self.stuck else "drained")

@@ -17,7 +17,7 @@ Until such an operation has run, the row is only leased to this worker: a crash 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
@@ -96,6 +96,11 @@ class Room:
 
 
 ANY_ROOM = Room()
+RunningIn = Callable[[str], Collection[tuple[str, int]] | None]
+
+
+def nobody_knows(worker: str) -> None:
+    """What ran in a vanished worker: no evidence is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +162,19 @@ def _moment(microseconds: int) -> datetime:
 
 @operation(atomic=True)
 def put_right(
-    *, domain: str, worker: str, odd: Sequence[ClaimedRow], max_bytes: int, room: Room = ANY_ROOM
+    *,
+    domain: str,
+    worker: str,
+    odd: Sequence[ClaimedRow],
+    max_bytes: int,
+    room: Room = ANY_ROOM,
+    running_in: RunningIn = nobody_knows,
 ) -> Steps[tuple[list[ClaimedRow], int]]:
     """Record lost attempts, adopt or reject raw messages, park what must wait, end what should be canceled, and
     give back commands for which there is no room now.
+
+    `running_in` says what ran in a vanished worker (domain and msg_id); None if nobody knows. It is asked after the
+    claim: whatever did not run then never will, because its lease is over.
 
     Returns what can run now, and how many messages were adopted. Those are back in the queue as ordinary commands,
     for the next claim.
@@ -173,12 +187,15 @@ def put_right(
     if lost := [row for row in ours if row.before is not None]:
         holders = yield from _read_holders(domain, worker, lost)
         canceled |= _canceled_before(holders)
-        marks = {row.msg_id: _after_loss(row, holders[row.msg_id], worker) for row in lost}
+        idle = _not_running(domain, worker, holders, running_in)
+        marks = {
+            row.msg_id: _after_loss(row, holders[row.msg_id], worker, is_idle=row.msg_id in idle) for row in lost
+        }
         asked = yield Statement(
             sql.text("commands/record_lost", domain=domain),
             {
                 "worker": worker,
-                "rows": _lost_rows(lost, holders, marks, worker),
+                "rows": _lost_rows(lost, holders, marks, worker, idle),
                 "marks": _mark_rows(lost, marks),
             },
         )
@@ -362,15 +379,34 @@ def _cancel(domain: str, worker: str, rows: Sequence[ClaimedRow], why: Mapping[i
         yield from settle(domain, worker, settlements, waiting=True).steps
 
 
-def _after_loss(row: ClaimedRow, holders: Sequence[dict[str, Any]], worker: str) -> Marks:
+def _not_running(
+    domain: str, worker: str, holders: Mapping[int, Sequence[dict[str, Any]]], running_in: RunningIn
+) -> set[int]:
+    """Messages of which it is known that their first vanished holder did not run them."""
+    first = {msg_id: found[-1] for msg_id, chain in holders.items() if (found := _vanished(chain, worker))}
+    known = {name: running_in(name) for name in {str(holder["held_by"]) for holder in first.values()}}
+    return {
+        msg_id
+        for msg_id, holder in first.items()
+        if (running := known[str(holder["held_by"])]) is not None and (domain, msg_id) not in running
+    }
+
+
+def _vanished(holders: Sequence[dict[str, Any]], worker: str) -> list[dict[str, Any]]:
+    return [holder for holder in holders if holder["held_by"] != worker]
+
+
+def _after_loss(row: ClaimedRow, holders: Sequence[dict[str, Any]], worker: str, *, is_idle: bool) -> Marks:
     """What the loss costs. Workers that claimed it after the first vanished holder vanished before they started
-    it.
+    it. If that one did not run it either, nobody is suspected.
 
     This worker itself has not vanished: the database was unreachable for longer than a lease, or the machine stood
     still.
     """
     marks = row.marks
-    vanished = [holder for holder in holders if holder["held_by"] != worker]
+    if is_idle:
+        return marks.after_outage(len(holders))
+    vanished = _vanished(holders, worker)
     marks = marks.after_outage(len(holders) - len(vanished))
     if not vanished:  # or headers that are none of ours
         return marks
@@ -392,6 +428,7 @@ def _mark_rows(lost: Sequence[ClaimedRow], marks: Mapping[int, Marks]) -> str:
     return _dump(rows)
 
 
+_NOT_RUNNING = "the worker vanished and its lease ran out. It did not run at that moment: not charged"
 _OWN_LOSS = "its worker was alive, but could not renew the lease in time: not charged"
 
 
@@ -409,12 +446,15 @@ def _lost_rows(
     holders: Mapping[int, Sequence[dict[str, Any]]],
     marks: Mapping[int, Marks],
     worker: str,
+    idle: Collection[int],
 ) -> str:
     """One row per holder."""
     rows = []
     for row in lost:
         last = row.attempt_base + row.read_ct - 1
         text = _lost_text(row, len(holders[row.msg_id]), marks[row.msg_id])
+        if row.msg_id in idle:
+            text = _NOT_RUNNING
         for number, holder in zip(range(last, 0, -1), holders[row.msg_id], strict=False):
             rows.append(
                 {
