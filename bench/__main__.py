@@ -14,7 +14,7 @@ from pathlib import Path
 import psycopg
 from psycopg.rows import dict_row
 
-from bench import burst, fleet, floors, installed, limits, peers, plot, startup
+from bench import burst, fleet, floors, installed, limits, peers, plot, startup, unpark
 from bench.fleet import Member, drain
 from bench.ground import DATA, Ground, ground
 from commandbus import CommandBus, Worker
@@ -308,6 +308,9 @@ def main() -> None:
     )
     parser.add_argument("--bursts", action="store_true", help="only the bursts after idleness")
     parser.add_argument("--peers", metavar="NAME", nargs="*", help="compare with other job queues (these, or all)")
+    parser.add_argument(
+        "--unpark", metavar="N", type=int, help="only: so many parked commands go back, beside a lease of 1.5 s"
+    )
     parser.add_argument("--rounds", metavar="N", type=int, default=3, help="of --peers and --bursts (3)")
     parser.add_argument(
         "--plot", metavar="FILE.svg", type=Path, help="draw the figures of --from, measure nothing"
@@ -320,6 +323,10 @@ def main() -> None:
     if args.peers is not None:
         with ground(args.database, args.binaries) as base:
             peers.run(base, args.peers, args.rounds, args.json)
+        return
+    if args.unpark is not None:
+        with ground(args.database, args.binaries) as base:
+            unpark.run(base, args.unpark)
         return
     with ground(args.database, args.binaries) as base:
         run = Run(base, quick=args.quick)

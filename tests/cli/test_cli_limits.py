@@ -292,17 +292,36 @@ def test_places_in_redis_are_seen_without_taking_part(cli, in_redis, database):
     until(lambda: in_redis.get_limit("docai").granted == 1)
 
 
-def test_from_where_redis_is_out_of_reach_nobody_guesses(cli, in_redis, monkeypatch):
-    monkeypatch.setenv("COMMANDBUS_REDIS_URL", "redis://127.0.0.1:1/0")
-    assert cli("limits").out.splitlines()[1].split()[:3] == ["docai", "unknown", "?/2"]
-    said = "2 permits in Redis, which this program cannot reach (redis_url): use unknown"
-    assert said in " ".join(cli("limits", "show", "docai").out.split())
-    assert cli("limits", "--json").document[0]["in_use"] is None
+NO_URL = "the permits are in Redis, and this program has no redis_url"
+NO_REDIS = "the permits are in Redis, which this program cannot reach now"
+
+
+@pytest.mark.parametrize(("url", "why"), [(None, NO_URL), ("redis://127.0.0.1:1/0", NO_REDIS)])
+def test_list_and_show_agree_on_what_is_unknown_and_say_why(cli, in_redis, database, monkeypatch, url, why):
+    """A limit of calls, one of a rate only, one in the middle of a back-off, and one in PostgreSQL."""
+    in_redis.declare_limit(Limit("paced", rate="2/s"))
+    in_redis.declare_limit(Limit("resting", concurrency=3))
+    in_redis.declare_limit(Limit("unused", concurrency=3))
+    in_redis.declare_limit(Limit("local", concurrency=4, store="postgres"))
+    with psycopg.connect(database) as db:
+        db.execute("UPDATE commandbus.limits SET step = 1, until = now() + interval '1 hour' "
+                   "WHERE name = 'resting'")  # fmt: skip
     monkeypatch.delenv("COMMANDBUS_REDIS_URL")
-    assert cli("limits").out.splitlines()[1].split()[:3] == ["docai", "unknown", "?/2"]
-    said = "2 permits in Redis, which this program cannot reach (redis_url): use unknown"
-    assert said in " ".join(cli("limits", "show", "docai").out.split())
-    assert cli("limits", "--json").document[0]["in_use"] is None
+    if url is not None:
+        monkeypatch.setenv("COMMANDBUS_REDIS_URL", url)
+    listed = {item["name"]: item for item in cli("limits", "--json").document}
+    text = " ".join(cli("limits").out.split())
+    assert text.count(f"use unknown: {why}") == 4
+    used = {"docai": "?/2", "paced": "?", "resting": "?/3", "local": "0/4"}
+    for name, use in used.items():
+        shown = cli("limits", "show", name, "--json").document
+        for key in ("mode", "in_use", "why_unknown", "state"):
+            assert shown[key] == listed[name][key], (name, key)
+        assert shown["why_unknown"] == (None if name == "local" else why)
+        said = " ".join(cli("limits", "show", name).out.split())
+        assert f"in use {use}" + ("" if name == "local" else f" (unknown: {why})") in said
+        assert f"{name} {shown['mode']} {use} " in text
+    assert f"no estimate: {why}" in cli("limits", "estimate", "unused").out
 
 
 # --- the doctor -------------------------------------------------------------------------------------------------

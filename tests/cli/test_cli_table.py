@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 
+import click
+import psycopg
 import pytest
 from cli_harness import Terminal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commandbus import HandlerRegistry, PermanentCommandError, Worker
+from commandbus.cli import entry
 from commandbus.cli.table import columns, fitted, lay_out, width_of
 from support.waiting import until
 from support.workers import quick_settings
@@ -19,6 +22,8 @@ ROOMS = [80, 100, 120]
 ID = "7d0c1d6e-5b1c-4a43-9a2e-3f6f1d0f4b{:02}"
 DOMAIN, TYPE = "invoices", "reconcile_invoice"
 ERROR = "the ledger of customer 4711 has no account for this currency, " * 12
+REPLIES = "replies_of_the_invoice_portal_eu"
+HOLDER = "worker-7f9c6d5b8-x2x9v-4711-5f0c1d6e/0123456789abcdef"
 PAGE = "\f"
 SHOW_PAGES = f"""
 import json, sys
@@ -90,9 +95,62 @@ def test_a_figure_is_left_out_and_never_cut(room):
     assert all(part in [*parts, *map(str.strip, parts), "…"] for part in re.split("  ", line.strip()))
 
 
+SHOWN = {
+    "commands": ["commands"],
+    "tsq list": ["tsq", "list"],
+    "tsq count": ["tsq", "count"],
+    "workers": ["workers", "--all"],
+    "batch list": ["batch", "list"],
+    "batch show": ["batch", "show", ID.format(10)],
+    "process list": ["process", "list"],
+    "process show": ["process", "show", ID.format(30)],
+    "process strays": ["process", "strays"],
+    "limits": ["limits"],
+    "limits show": ["limits", "show", "ledger_of_the_south"],
+    "breakers": ["breakers"],
+    "pauses": ["pauses"],
+    "pauses --actions": ["pauses", "--actions", "20"],
+    "status": ["status"],
+    "stuck": ["stuck"],
+    "show": ["show", ID.format(0)],
+    "config": ["config"],
+    "domain list": ["domain", "list"],
+    "rejected": ["rejected"],
+    "undelivered": ["undelivered"],
+    "roles": ["roles", "--prefix", "table_of_roles"],
+}
+"""Every command that prints a table, and how it is called."""
+FIELDS = ("show", "limits show", "batch show", "process show")  # their fields are one line each
+WITHOUT_TABLE = {
+    *("demo", "migrate", "doctor", "worker", "send", "cancel", "pause", "resume", "prune"),
+    *("domain create", "queue create", "embedded start", "embedded stop", "embedded status"),
+    *("limits set", "limits unset", "limits estimate", "breakers open", "breakers close", "breakers reset"),
+    *("tsq cancel", "tsq complete", "tsq retry", "process start", "process cancel", "process retry"),
+    *("batch create", "batch watch", "batch add", "batch close", "batch cancel", "batch retry-failed"),
+}
+"""Every other one."""
+
+
+def leaves(group, words=()):
+    """The commands below a group, and groups that are commands themselves."""
+    found = {" ".join(words)} if words and group.invoke_without_command else set()
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        is_group = isinstance(command, click.Group)
+        found |= leaves(command, (*words, name)) if is_group else {" ".join((*words, name))}
+    return found
+
+
+def test_no_command_is_forgotten():
+    known = {name.partition(" --")[0] for name in SHOWN} | WITHOUT_TABLE
+    assert leaves(entry.root) - known == set(), "a new command: enter it in SHOWN or in WITHOUT_TABLE"
+    assert known - leaves(entry.root) == set(), "no such command"
+
+
 @pytest.fixture
 def pages(bus, database):
-    """The lists of the command line, on terminals of these widths; with ids of the usual length in all of them."""
+    """All tables of the command line, on terminals of these widths, with ids of the usual length."""
     bus.create_domain(DOMAIN)
     registry = HandlerRegistry()
 
@@ -108,26 +166,52 @@ def pages(bus, database):
         until(lambda: bus.status(DOMAIN)[0].in_tsq == 4)
     bus.start_process("settle_invoice", domain=DOMAIN, process_id=ID.format(30))
     bus.pause(DOMAIN, TYPE, operator="anna.schmidt@example.com", reason="wait for the ledger")
-    lists = [
-        ["commands"], ["tsq", "list"], ["workers", "--all"], ["batch", "list"], ["batch", "show", ID.format(10)],
-        ["process", "list"], ["limits"], ["limits", "show", "ledger_of_the_south"], ["breakers"], ["pauses"],
-        ["status"], ["stuck"], ["show", ID.format(0)], ["config"], ["domain", "list"],
-    ]  # fmt: skip
-    arguments = json.dumps([[*words, "--database", database] for words in lists])
+    bus.open_breaker(DOMAIN, TYPE, operator="anna.schmidt@example.com", reason=ERROR)
+    with psycopg.connect(database) as db:
+        fill(db)
+    arguments = json.dumps([[*words, "--database", database] for words in SHOWN.values()])
 
     def show(room):
         with Terminal(arguments, columns=room, python=("-c", SHOW_PAGES)) as terminal:
             shown = terminal.read_all().replace("\r\n", "\n").split(PAGE)[1:]
-        return {" ".join(words[:2]): page for words, page in zip(lists, shown, strict=True)}
+        return dict(zip(SHOWN, shown, strict=True))
 
     return show
+
+
+def fill(db):
+    """What a few commands do not leave behind: a stuck attempt, messages that were set aside, steps, holders."""
+    db.execute("UPDATE commandbus.attempt SET rung = 'stuck', duration_ms = 61000")
+    db.execute(
+        "INSERT INTO commandbus.rejected_message (id, domain, msg_id, preview, reason) OVERRIDING SYSTEM VALUE "
+        "VALUES (987654321, %s, 1, %s, %s)", (DOMAIN, ERROR, ERROR),
+    )  # fmt: skip
+    db.execute(
+        "INSERT INTO commandbus.undelivered_reply (id, queue, message, reason) OVERRIDING SYSTEM VALUE "
+        "VALUES (987654321, %s, '{}', %s)", (REPLIES, ERROR),
+    )  # fmt: skip
+    db.execute(
+        "INSERT INTO commandbus.stray_reply (id, domain, process, message, reason) OVERRIDING SYSTEM VALUE "
+        "SELECT 987654321, domain, id, '{}', %s FROM commandbus.process", (ERROR,),
+    )  # fmt: skip
+    db.execute(
+        "INSERT INTO commandbus.process_step (process, number, name, status, command, domain, command_id, "
+        "command_type, error) SELECT id, 1, 'reconcile_the_invoice', 'FAILED', 1, domain, %s, %s, "
+        "json_build_object('error_code', 'NO_ACCOUNT', 'error', %s::text) FROM commandbus.process",
+        (ID.format(40), TYPE, ERROR),
+    )  # fmt: skip
+    db.execute(
+        "UPDATE commandbus.limits SET holders = jsonb_build_object(%s::text, extract(epoch FROM now()) + 100)",
+        (HOLDER,),
+    )
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_list_shows_whole_ids_on_a_terminal(pages, bus, room):
     shown = pages(room)
     for words, page in shown.items():
-        if not words.startswith(("show", "limits show", "batch show")):  # their fields are one line each
+        assert "Traceback" not in page, page
+        if words not in FIELDS:
             table = [line for line in page.splitlines() if not line.startswith("left out")]
             assert all(width_of(line) <= room for line in table), f"{words}\n{page}"
     in_tsq = [item for item in bus.query_commands(domain=DOMAIN).items if item.error]
@@ -135,16 +219,28 @@ def test_every_list_shows_whole_ids_on_a_terminal(pages, bus, room):
     for item in in_tsq:
         for words in ("commands", "tsq list"):
             assert re.search(rf"#{item.id}\b.*{re.escape(item.command_id)}", shown[words]), shown[words]
+        assert item.command_id in shown["stuck"], shown["stuck"]
     assert DOMAIN in shown["commands"]
     assert (TYPE if room > 80 else "reconcile_  ") in shown["commands"], "a type wraps before an id does"
-    assert all(worker.id in shown["workers --all"] for worker in bus.workers())
-    assert ID.format(10) in shown["batch list"]
-    assert ID.format(30) in shown["process list"]
-    assert "ledger_of_the_south" in shown["limits"]
-    assert "anna.schmidt@example.com" in shown["pauses"]
-    assert f"{DOMAIN}__commands" in shown["domain list"]
+    assert all(worker.id in shown["workers"] for worker in bus.workers())
+    whole = {
+        "batch list": [ID.format(10)],
+        "process list": [ID.format(30)],
+        "process show": [ID.format(30), ID.format(40)],
+        "process strays": ["987654321", ID.format(30)],
+        "limits": ["ledger_of_the_south"],
+        "limits show": [HOLDER],
+        "breakers": [f"{DOMAIN}/{TYPE}"],
+        "pauses": ["anna.schmidt@example.com"],
+        "roles": ["table_of_roles_operator"],
+        "rejected": ["987654321", DOMAIN],
+        "undelivered": ["987654321", REPLIES],
+        "domain list": [f"{DOMAIN}__commands"],
+    }
+    for words, ids in whole.items():
+        assert all(id_ in shown[words] for id_ in ids), f"{words}\n{shown[words]}"
     assert "COMMANDBUS_DATABASE_URL" in shown["config"] or "ENVIRONMENT" in shown["config"].splitlines()[-1]
-    assert "…" not in shown["status"] + shown["workers --all"] + shown["limits"]
+    assert "…" not in shown["status"] + shown["workers"] + shown["limits"]
 
 
 @pytest.mark.parametrize("room", [60, 80, 100, 120])

@@ -178,7 +178,8 @@ def test_what_a_vanished_worker_did_not_run_is_no_suspect(orders: Bus, db: psyco
     }
     errors = dict(
         db.execute(
-            "SELECT c.command_id, min(a.error) FROM commandbus.attempt a JOIN commandbus.command c ON c.id = a.command "
+            "SELECT c.command_id, min(a.error) FROM commandbus.attempt a "
+            "JOIN commandbus.command c ON c.id = a.command "
             "WHERE verdict = 'LOST' GROUP BY 1 HAVING count(*) = 2 AND count(DISTINCT a.error) = 1"
         ).fetchall()
     )

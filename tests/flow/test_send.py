@@ -141,6 +141,18 @@ def test_delay_and_at_are_honoured(orders: Bus, db: psycopg.Connection[Any]) -> 
     assert {"seconds", "many-seconds"} <= {attempt.command_id for attempt in orders.claim()}
 
 
+def test_a_moment_in_the_past_means_now_and_overtakes_nobody(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    long_ago = datetime(2020, 1, 1, tzinfo=UTC)
+    orders.send("orders", "Ship", command_id="first")
+    orders.send("orders", "Ship", command_id="late", at=long_ago)
+    orders.send_many("orders", [{"command_type": "Ship", "command_id": "late-many", "at": long_ago}])
+    orders.send("orders", "Ship", command_id="last")
+    by_vt = (
+        "SELECT c.command_id FROM commandbus.command c JOIN pgmq.q_orders__commands q USING (msg_id) ORDER BY q.vt"
+    )
+    assert [row[0] for row in db.execute(by_vt).fetchall()] == ["first", "late", "late-many", "last"]
+
+
 @sync_only
 def test_a_long_open_transaction_does_not_send_into_the_past(orders: Bus, database: str) -> None:
     """created_at is the transaction's; when it is visible is the moment of the send."""

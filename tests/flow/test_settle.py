@@ -162,6 +162,18 @@ def test_given_back_is_not_charged(orders: Bus, db: psycopg.Connection[Any]) -> 
     assert orders.get_command("orders", "k").status is CommandStatus.IN_TROUBLESHOOTING_QUEUE
 
 
+def test_who_is_given_back_all_day_does_not_fill_the_history(orders: Bus, db: psycopg.Connection[Any]) -> None:
+    orders.send("orders", "Ship", command_id="k", max_attempts=1)
+    for _ in range(100):
+        attempt = orders.claim_one()
+        assert attempt.charge == 1
+        assert orders.settle(attempt.give_back("there is no room")) == {}
+    rows = [row[0] for row in db.execute("SELECT number FROM commandbus.attempt ORDER BY number").fetchall()]
+    assert rows == [*range(1, 11), 17, 27, 42, 65, 99], "each at half as many more"
+    orders.settle(orders.claim_one().give_back("another reason"))
+    assert one(db, "SELECT max(number) FROM commandbus.attempt") == 101, "a new reason is noted at once"
+
+
 def _all_outcomes(attempt: Attempt) -> list[Any]:
     return [
         attempt.complete('"late"'),

@@ -112,12 +112,37 @@ def test_a_crash_with_one_running_convicts_it(supervise: Supervise, bus: Command
     assert supervised.stop()[0] == 0
 
 
+def test_suspects_of_a_coroner_have_no_more_processes_than_quarantine_allows(
+    supervise: Supervise, tasks: Path, bus: CommandBus, db: Db
+) -> None:
+    """Six commands ran in a worker that was killed: two child processes at a time, and slots for others."""
+    supervised = supervise(concurrency=6, quarantine_processes=2).until_ready()
+    names = [f"s{n}" for n in range(6)]
+    for name in names:
+        bus.send("orders", "hold", command_id=name)
+    running(tasks, *names)
+    (pid,) = supervised.workers()
+    for name in names:
+        (tasks / f"{name}.started").unlink()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: len(list(tasks.glob("s?.started"))) == 2, what="two suspects run")
+    is_back(bus, "after")
+    assert len(list(tasks.glob("s?.started"))) == 2, "the others wait, and hold no slot"
+    noted = (
+        "SELECT count(*) > 0 FROM commandbus.attempt WHERE error LIKE '%for commands in quarantine are in use%'"
+    )
+    until(lambda: one(db, noted))
+    (tasks / "go").touch()
+    until_settled(db)
+    assert one(db, "SELECT count(*) FROM commandbus.command WHERE status <> 'COMPLETED'") == 0
+
+
 @pytest.mark.parametrize("limit", [1, 2])
 def test_an_exit_with_several_running_makes_suspects_and_isolation_convicts_the_poison(
     supervise: Supervise, tasks: Path, bus: CommandBus, db: Db, limit: int
 ) -> None:
     """With max_attempts=1 it starts twice, too, because the first crash names nobody."""
-    supervise(max_attempts=limit, concurrency=4).until_ready()
+    supervise(max_attempts=limit, concurrency=4, quarantine_processes=3).until_ready()
     for name in ("a", "b"):
         bus.send("orders", "hold", command_id=name)
     running(tasks, "a", "b")

@@ -197,7 +197,7 @@ def _print_one(info: LimitInfo, estimate: Estimate, done: list[ControlAction]) -
             "declared": "nowhere" if info.declared is None else info.declared or "with defaults",
             "set here": info.override,
             "changed": info.changed_at,
-            "in use": _used(info),
+            "in use": _used(info) if info.why_unknown is None else f"{_used(info)} (unknown: {info.why_unknown})",
             "waiting": _waiting(info),
             "starts": f"{_pace(info)}/s lately, {info.granted} in all",
             "refused by the API": info.rate_limited,

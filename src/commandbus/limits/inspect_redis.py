@@ -18,11 +18,11 @@ def look_at(settings: Settings, rows: Sequence[LimitRow], fleet: RedisFleet) -> 
     """How the permits of these limits are used, all of them kept in Redis. Waits for it a second at most."""
     if fleet.mode == "degraded":
         return {row.name: PermitUsage(fleet.tokens.get(row.name, {}), row.look.flow, fleet.mode) for row in rows}
-    found = {row.name: PermitUsage({}, row.look.flow, UNKNOWN) for row in rows}
     if settings.redis_url is None:
-        return found
+        return _unknown(rows, "the permits are in Redis, and this program has no redis_url")
     if fleet.epoch is None:  # nobody has used it yet
         return {row.name: PermitUsage({}, row.look.flow, fleet.mode) for row in rows}
+    found = _unknown(rows, "the permits are in Redis, which this program cannot reach now")
     permits = RedisScripts(settings.redis_url, settings.environment)
     try:
         for row in rows:
@@ -33,3 +33,7 @@ def look_at(settings: Settings, rows: Sequence[LimitRow], fleet: RedisFleet) -> 
     finally:
         permits.close()
     return found
+
+
+def _unknown(rows: Sequence[LimitRow], why: str) -> dict[str, PermitUsage]:
+    return {row.name: PermitUsage({}, row.look.flow, UNKNOWN, why) for row in rows}

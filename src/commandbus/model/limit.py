@@ -275,6 +275,7 @@ class PermitUsage:
     holders: Mapping[str, float] = field(default_factory=dict)  # token → seconds until its lease ends
     flow: float | None = None  # permits given a second, of late; None if none was
     mode: str = "postgres"  # where they are kept: postgres, redis, degraded, joining, lost
+    why_unknown: str | None = None  # if nobody here can say who holds them
 
 
 def allowance(now: float, tat: float, per_second: float, burst: int, wanted: int) -> tuple[int, float]:

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from commandbus.clock import boottime, monotonic
-from commandbus.flow.commands.claimed_row import ALONE, COMMAND_TYPE, QUARANTINE, ClaimedRow
+from commandbus.flow.commands.claimed_row import COMMAND_TYPE, QUARANTINE, SUSPECT, ClaimedRow
 from commandbus.flow.commands.settle import Settlement
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
@@ -253,13 +253,13 @@ class Dispatcher:
             attempt = Attempt(domain, row, handler, claimed_at)
             hold(attempt)
             if (
-                is_plain and attempt.read_ct == 1 and not row[QUARANTINE] and not row[ALONE]
+                is_plain and attempt.read_ct == 1 and not row[QUARANTINE] and row[SUSPECT] is None
             ):  # nearly all are: nothing is known of it yet
                 sync.append(attempt)
                 continue
             if attempt.charge > 1 and self._executor.is_exhausted(attempt):
                 self._settler.add(attempt, self._executor.exhaust(attempt))
-            elif (row[QUARANTINE] or row[ALONE]) and not self._quarantine.enter(attempt):
+            elif (row[QUARANTINE] or row[SUSPECT] is not None) and not self._quarantine.enter(attempt):
                 continue  # `push_alone`, when it is its turn
             elif handler is not None and handler.options.limits:
                 limited.append(attempt)

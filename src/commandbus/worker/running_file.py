@@ -1,7 +1,7 @@
 """RunningFile: a file in shared memory that says which attempts run in a worker, and outlives the worker.
 
-If a worker vanishes with its supervisor, nobody is left who saw what ran. A worker that later finds its commands on
-the same machine reads this file. Commands that did not run then are not suspects (model/suspects.py).
+If a worker vanishes with its supervisor, nobody is left who saw what ran. A worker that later finds its commands
+on the same machine reads this file. Commands that did not run then are not suspects (model/suspects.py).
 
     head | magic, slots, length of the text, text: worker, domains, boot
     slot | msg_id, domain, running                        by the slot's thread, one record per slot
@@ -13,7 +13,8 @@ never started. A slot whose attempt was abandoned shows it until the next one st
 
 The files are in a folder of /dev/shm that belongs to this user alone. A clean stop removes the file. Files that no
 worker has touched for a day are removed by the next worker that starts. If there is no such folder, or a file is
-missing or makes no sense, nobody knows what ran, and every command of that worker is a suspect. `read` never raises.
+missing or makes no sense, nobody knows what ran, and every command of that worker is a suspect. `read` never
+raises.
 """
 
 from __future__ import annotations

@@ -203,12 +203,14 @@ class WorkerRuntime:
         return self._settings.quarantine and self._spec.supervision is not None
 
     def _make_quarantine(self) -> Quarantine:
-        there_is = self._quarantines and self._isolation.is_available
         one_is_free = max(1, self._settings.concurrency - 1)  # of several slots: what hangs must not have them all
         return Quarantine(
             self._spec.handlers,
             turn=None if self._spec.supervision is None else self._spec.supervision.turn,
-            processes=min(self._settings.quarantine_processes, one_is_free) if there_is else None,
+            processes=(
+                min(self._settings.quarantine_processes, one_is_free) if self._isolation.is_available else None
+            ),
+            only_suspects=not self._quarantines,
             on_turn=lambda attempt: self._keeper.run_alone(attempt, self.dispatcher.push_alone),
         )
 

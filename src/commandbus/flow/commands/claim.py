@@ -27,7 +27,7 @@ from psycopg import errors as pg
 from commandbus import sql
 from commandbus.errors import InvalidCommandError
 from commandbus.flow.breakers.breaker import OpenBreaker, hold
-from commandbus.flow.commands.claimed_row import ALONE, BEFORE, ID, IS_PAUSED, QUARANTINE, ClaimedRow
+from commandbus.flow.commands.claimed_row import BEFORE, ID, IS_PAUSED, QUARANTINE, SUSPECT, ClaimedRow
 from commandbus.flow.commands.renew import pending_cancels
 from commandbus.flow.commands.send import explain_missing
 from commandbus.flow.commands.settle import Settlement, cancellation, given_back, of_row, settle
@@ -71,23 +71,28 @@ class Room:
     """How many commands that run alone may wait here, and how many in quarantine may start now; None is any
     number.
 
-    Commands of the types in `isolated` run in child processes anyway, and do not count as in quarantine. `spread`,
-    from 0 to 1, spreads the delays of commands for which there is no room. Those that would run alone return after
-    about `soonest` seconds, when there may be room.
+    Suspects that run beside others count as in quarantine, because they run in child processes, too. With
+    `only_suspects` nothing else does. Commands of the types in `isolated` run in child processes anyway, and do
+    not count. `spread`, from 0 to 1, spreads the delays of commands for which there is no room. Those that would
+    run alone return after about `soonest` seconds, when there may be room.
     """
 
     alone: int | None = None
     quarantined: int | None = None
     isolated: frozenset[str] = frozenset()
+    only_suspects: bool = False
     spread: float = 0.5
     soonest: float = LONGEST_DELAY
+
+    def is_quarantined(self, row: ClaimedRow) -> bool:
+        """Does it need one of the child processes for commands in quarantine?"""
+        is_apart = row.suspect is not None or (bool(row.quarantine) and not self.only_suspects)
+        return is_apart and not row.alone and row.command_type not in self.isolated
 
     def without(self, admitted: Sequence[ClaimedRow]) -> Room:
         """The room that is left when these have been let in."""
         alone = sum(bool(row.alone) for row in admitted)
-        quarantined = sum(
-            bool(row.quarantine) and not row.alone and row.command_type not in self.isolated for row in admitted
-        )
+        quarantined = sum(self.is_quarantined(row) for row in admitted)
         return replace(
             self,
             alone=None if self.alone is None else max(0, self.alone - alone),
@@ -147,7 +152,7 @@ def as_claim(rows: Sequence[tuple[Any, ...]], n: int) -> Claim:
         and row[ID] is not None
         and not row[IS_PAUSED]
         and not row[QUARANTINE]
-        and not row[ALONE]
+        and row[SUSPECT] is None
     ]
     odd = []
     if len(ready) < len(rows):
@@ -173,8 +178,8 @@ def put_right(
     """Record lost attempts, adopt or reject raw messages, park what must wait, end what should be canceled, and
     give back commands for which there is no room now.
 
-    `running_in` says what ran in a vanished worker (domain and msg_id); None if nobody knows. It is asked after the
-    claim: whatever did not run then never will, because its lease is over.
+    `running_in` says what ran in a vanished worker (domain and msg_id); None if nobody knows. It is asked after
+    the claim: whatever did not run then never will, because its lease is over.
 
     Returns what can run now, and how many messages were adopted. Those are back in the queue as ordinary commands,
     for the next claim.
@@ -487,7 +492,7 @@ def _choose(rows: Sequence[ClaimedRow], room: Room) -> tuple[list[ClaimedRow], l
         if row.alone:
             alone += 1
             is_late = room.alone is not None and alone > room.alone
-        elif row.quarantine and row.command_type not in room.isolated:
+        elif room.is_quarantined(row):
             quarantined += 1
             is_late = room.quarantined is not None and quarantined > room.quarantined
         else:

@@ -66,7 +66,7 @@ class ClaimedRow(NamedTuple):
     def is_odd(self) -> bool:
         """Must something be corrected before it runs?"""
         is_known = self.before is None and self.id is not None
-        return not is_known or bool(self.is_paused or self.quarantine or self.alone)
+        return not is_known or self.suspect is not None or bool(self.is_paused or self.quarantine)
 
     @property
     def is_grouped(self) -> bool:

@@ -38,7 +38,7 @@ class LimitInfo:
     over). `until` is when that ends, and `text` says all of it in a sentence. `mode` is where its permits are kept
     now: postgres, redis, degraded (every program uses only its share), joining (Redis is back, and holders
     register their permits) or unknown (in Redis, which this program cannot reach: then `holders` is empty and
-    `in_use` None).
+    `in_use` None, and `why_unknown` says why).
     """
 
     name: str
@@ -63,6 +63,7 @@ class LimitInfo:
     failures: int
     holders: Mapping[str, float]
     in_use: int | None
+    why_unknown: str | None
     parked: int
     callers: int
     oldest_seconds: float | None
@@ -210,6 +211,8 @@ def describe(row: LimitRow, look: PermitUsage, waiting: Waiting) -> LimitInfo:
     if state != "AVAILABLE" and closed is None:
         state = "PROBING"
         text += f"; {PROBING}"
+    if look.why_unknown is not None:
+        text += f"; use unknown: {look.why_unknown}"
     until = None if left is None or closed is None else datetime.fromtimestamp(closed, UTC)
     if until is not None and left is not None:
         text = f"until {until.astimezone():%H:%M:%S} (in about {roughly(left)}): {text}"
@@ -236,6 +239,7 @@ def describe(row: LimitRow, look: PermitUsage, waiting: Waiting) -> LimitInfo:
         failures=limit_state.failures,
         holders=dict(look.holders),
         in_use=None if look.mode == UNKNOWN else len(look.holders),
+        why_unknown=look.why_unknown,
         parked=waiting.commands,
         callers=waiting.callers,
         oldest_seconds=waiting.oldest_seconds,
@@ -270,6 +274,8 @@ def estimate(row: LimitRow, look: PermitUsage, ahead: int, *, is_waiting: bool) 
     rates = [rate for rate in (look.flow, row.per_second) if rate]
     rate = min(rates) if rates else None
     why = limit_state.explain(row.name) if limit_state.is_probing else f"{ahead} ahead at {row.name}"
+    if rate is None and look.why_unknown is not None and not backoff and not ahead:
+        return Estimate(row.name, None, 0.0, 0, None, look.why_unknown)
     if rate is None:
         seconds = backoff if backoff and not ahead else None
         return Estimate(
@@ -279,8 +285,8 @@ def estimate(row: LimitRow, look: PermitUsage, ahead: int, *, is_waiting: bool) 
 
 
 def _in_use(row: LimitRow, look: PermitUsage) -> str:
-    used = f"{len(look.holders)} of {row.concurrency} permits in use" if row.concurrency is not None else ""
-    if used and look.mode == UNKNOWN:
-        used = f"{row.concurrency} permits in Redis, which this program cannot reach (redis_url): use unknown"
+    used = ""
+    if row.concurrency is not None:
+        used = f"{'?' if look.mode == UNKNOWN else len(look.holders)} of {row.concurrency} permits in use"
     rate = "" if row.per_second is None else f"at most {row.limit.rate}"
     return ", ".join(part for part in (used, rate) if part)

@@ -2,7 +2,8 @@
 --
 -- Locks: none that another sender could wait for, unless both use one command_id: then the unique constraint
 -- lets the second wait for the first's commit and insert nothing. Indexes: command_domain_command_id_key.
--- vt is clock_timestamp(), not now(): a transaction that began long ago must not send into the claimers' past.
+-- vt is clock_timestamp(), not now(): a transaction that began long ago must not send into the claimers' past. Nor does
+-- a moment in the past (`at`): claims go by vt, and such a command would overtake all that were sent before it.
 WITH sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
                                     reply_to, headers, data, timeout)
@@ -14,7 +15,7 @@ WITH sent AS (
 )
 INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
 SELECT msg_id,
-       COALESCE(%(at)s::timestamptz, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(delay)s)),
+       greatest(%(at)s::timestamptz, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(delay)s)),
        pg_catalog.jsonb_build_object('command', id)
   FROM sent
 RETURNING (SELECT id FROM sent),

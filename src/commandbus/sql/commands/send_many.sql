@@ -19,7 +19,7 @@ WITH ours AS (  -- never run; named first, so that a database without our schema
     RETURNING id, msg_id
 ), queued AS (
     INSERT INTO pgmq.{queue} (msg_id, vt, message) OVERRIDING SYSTEM VALUE
-    SELECT msg_id, COALESCE(input.a, pg_catalog.clock_timestamp()
+    SELECT msg_id, greatest(input.a, pg_catalog.clock_timestamp()
                             + pg_catalog.make_interval(secs => COALESCE(input.s, 0))),
            pg_catalog.jsonb_build_object('command', sent.id)
       FROM sent JOIN input USING (msg_id) {by_turn}

@@ -2,7 +2,9 @@
 -- Returns the rows that were not settled, as commands/settle_final.sql does.
 --
 -- The holder is cleared, so a zombie cannot settle during its own back-off. Locks: queue rows in key order, then
--- command rows (of waived ones, and where the marks of trouble change). Index: the queue's key, the command's key.
+-- command rows (of waived ones, and where the marks of trouble change). Index: the queue's key, the command's key, the
+-- attempt's key. A command that is given back again and again for one reason (an outage of hours) gets a history row less
+-- and less often, so that there are dozens and not thousands: after ten attempts, each at half as many more.
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, n integer, t float8, d float8, w integer, k boolean, x smallint, q boolean,
@@ -34,7 +36,11 @@ WITH input AS MATERIALIZED (
            pg_catalog.now() + pg_catalog.make_interval(secs => d),
            e ->> 'error_type'::text, e ->> 'error_code'::text, e ->> 'error'::text, e -> 'details'::text,
            e ->> 'traceback'::text, e ->> 'rung'::text, e -> 'autopsy'::text, (e ->> 'duration_ms'::text)::bigint
-      FROM fenced
+      FROM fenced f
+     WHERE CASE WHEN n <= 10 OR e ->> 'verdict'::text <> 'GIVEN_BACK'::text THEN true
+                ELSE NOT EXISTS (SELECT FROM commandbus.attempt a
+                                  WHERE a.command = f.c AND a.number >= f.n * 2 / 3 AND a.verdict = 'GIVEN_BACK'::text
+                                    AND a.error = f.e ->> 'error'::text) END
 )
 SELECT m, r, COALESCE((SELECT CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = q.msg_id AND h.is_canceled)
                                      THEN 'canceled' ELSE 'busy' END

@@ -11,7 +11,8 @@ when the line is empty. The file says when that is, for the other workers. If on
 LINE_SECONDS, those behind it are given back, too: another supervisor may run them.
 
 Commands in quarantine run in child processes, at most `quarantine_processes` per worker, and fewer than it has
-slots: a dead API must not fill every slot with processes that hang.
+slots: a dead API must not fill every slot with processes that hang. Suspects that a coroner could not tell apart
+count, too. They may run beside others, because the death of its process names each of them.
 
 Only the claimer's thread asks for room and brings attempts in; any thread may say that one has left.
 """
@@ -28,12 +29,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
 from commandbus.clock import monotonic
 from commandbus.db.descriptors import file_behind
 from commandbus.flow.commands.claim import Room
-from commandbus.flow.commands.claimed_row import ALONE, ClaimedRow
+from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.model.suspects import FIRST_DELAY, LONGEST_DELAY, delay_apart
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.execution.handlers import HandlerRegistry
@@ -47,7 +49,8 @@ _MOMENT: Final = struct.Struct("d")
 
 
 class Quarantine:
-    """The attempts of one worker that run apart. `processes` bounds quarantine; None if there is none here.
+    """The attempts of one worker that run apart. `processes` bounds quarantine; None if nothing can run in child
+    processes here. `only_suspects`: other commands in quarantine run in slots as usual.
 
     `on_turn` is told of each suspect whose turn has come. It must not wait.
     """
@@ -58,6 +61,7 @@ class Quarantine:
         *,
         turn: int | None,
         processes: int | None,
+        only_suspects: bool = False,
         on_turn: Callable[[Attempt], None],
     ) -> None:
         self._isolated = {
@@ -71,6 +75,7 @@ class Quarantine:
         self._turn = turn
         self._turn_file = None if turn is None else file_behind(turn)
         self._processes = processes
+        self._only_suspects = only_suspects
         self._on_turn = on_turn
         self._line: deque[Attempt] = deque()
         self._first: Attempt | None = None  # the suspect whose turn it is
@@ -85,9 +90,9 @@ class Quarantine:
 
     def room(self, domain: str, odd: Sequence[ClaimedRow]) -> Room:
         """How many of these may start, or wait in line. `admitted` is to be called when those have entered."""
-        isolated = self._isolated.get(domain, frozenset())
+        room = self._room_of(domain)
         alone = [row for row in odd if row.id is not None and (row.alone or row.before is not None)]
-        quarantined = [row for row in odd if row.quarantine and row.command_type not in isolated]
+        quarantined = [row for row in odd if room.is_quarantined(row)]
         with self._lock:
             self._is_admitting = True
             for_alone = self._room_in_line() if alone and self._take_turn() else 0
@@ -98,12 +103,17 @@ class Quarantine:
         late = alone[for_alone:] + ([] if for_others is None else quarantined[for_others:])
         for row in late:
             self.late_until = max(self.late_until, monotonic() + delay_apart(row.waived + 1, spread=1.0))
-        return Room(for_alone, for_others, isolated, random.random(), soonest)  # noqa: S311 - jitter
+        spread = random.random()  # noqa: S311 - jitter
+        return replace(room, alone=for_alone, quarantined=for_others, spread=spread, soonest=soonest)
+
+    def _room_of(self, domain: str) -> Room:
+        return Room(isolated=self._isolated.get(domain, frozenset()), only_suspects=self._only_suspects)
 
     def enter(self, attempt: Attempt) -> bool:
         """It is about to start here. False if it runs alone: then `on_turn` tells when it may start."""
-        is_alone = bool(attempt.row[ALONE])
-        if is_alone or attempt.command_type not in self._isolated.get(attempt.domain, frozenset()):
+        row = ClaimedRow(*attempt.row)
+        is_alone = bool(row.alone)
+        if is_alone or self._room_of(attempt.domain).is_quarantined(row):
             with self._lock:
                 self._inside[attempt] = is_alone
                 if is_alone:
