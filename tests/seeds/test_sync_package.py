@@ -153,7 +153,7 @@ def test_max_messages_requests_a_restart(
 def test_a_stuck_attempt_costs_the_pool_no_connection(
     database: str, registry: SyncHandlerRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WORKER_CANCEL_GRACE", "0.3")
+    monkeypatch.setenv("CANCEL_GRACE_SECONDS", "0.3")
     monkeypatch.setenv("WORKER_MAX_ATTEMPTS", "1")
     over = threading.Event()
 
