@@ -284,6 +284,51 @@ def test_a_probe_is_charged_when_another_call_has_succeeded_since_the_breaker_op
     assert api.calls["bad"] == 2
 
 
+@pytest.mark.parametrize("store", ["postgres", "redis"])
+@pytest.mark.parametrize("others", [3, 0], ids=["in line", "alone"])
+def test_a_hung_probe_of_a_limited_command_is_waived_while_others_wait(
+    bus: CommandBus,
+    db: Db,
+    handlers: HandlerRegistry,
+    start_worker: Start,
+    redis_url: str,
+    gate: threading.Event,
+    store: str,
+    others: int,
+) -> None:
+    """The breaker is open. The first probe hangs until it is given up as stuck. Alone in line it is charged."""
+    docai = Limit("docai", concurrency=2, lease=2, breaker_reset=0.3, store=store)
+    began: list[str] = []
+
+    @handlers.handler("orders", "page", limits=[docai], timeout=1, retry_policy=RetryPolicy(1))
+    def page(command: Any, ctx: Any) -> None:
+        began.append(command.command_id)
+        if began == ["hangs"]:
+            gate.wait(30)
+
+    names = ["hangs", *(f"waits{n}" for n in range(others))]
+    bus.send_many("orders", [NewCommand("page", command_id=name) for name in names])
+    bus.pause("orders", "page", operator="ann")
+    start_worker(handlers, cancel_grace=0.3, redis_url=redis_url)
+    until(lambda: bus.status("orders")[0].parked == len(names))
+    db.execute("UPDATE commandbus.limits SET is_open = true, opened_at = now(), open_until = now() + '1 second'")
+    bus.resume("orders", "page", operator="ann")
+    if not others:
+        until(lambda: statuses(db) == {"IN_TROUBLESHOOTING_QUEUE": 1})
+        assert began == ["hangs"]
+        return
+    until(lambda: statuses(db) == {"COMPLETED": len(names)}, what=lambda: (began, statuses(db)))
+    assert limit_state(db, "store") == store
+    assert began[0] == "hangs"
+    assert began[1] != "hangs", "another one is the next probe"
+    assert sorted(began) == sorted([*names, "hangs"])
+    (stuck,) = [
+        item for item in bus.get_attempts("orders", "hangs") if item.verdict not in ("PARKED", "GIVEN_BACK")
+    ]
+    assert stuck.error_code == "EXECUTION_STUCK"
+    assert "not charged: it was the probe of limit docai" in (stuck.error or "")
+
+
 def test_a_hung_probe_is_waived_in_a_block_too(
     bus: CommandBus,
     db: Db,
