@@ -22,6 +22,7 @@ from commandbus import BusinessRuleException, HandlerRegistry, PermanentCommandE
 from support.waiting import until
 
 handlers = HandlerRegistry()
+HELD = 4711  # an advisory lock for which handlers wait
 _kept: dict[str, Any] = {}
 
 
@@ -466,3 +467,9 @@ def lie(command: Any, ctx: Any) -> str | None:
 @handlers.handler("orders", "thread")
 def thread(command: Any, ctx: Any) -> int:
     return os.getpid()
+
+
+@process("wait_for_lock", timeout=60)
+def wait_for_lock(command: Any, ctx: Any) -> None:
+    with ctx.connection() as conn:
+        conn.execute("SELECT pg_advisory_xact_lock_shared(%s)", (HELD,))
