@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
@@ -18,6 +19,7 @@ from commandbus import (
     ConfigurationError,
     HandlerRegistry,
     Limit,
+    NewCommand,
     RetryPolicy,
     Saga,
     TroubleshootingQueue,
@@ -27,6 +29,7 @@ from commandbus import (
 from commandbus.flow.breakers.breaker import Bad, report
 from commandbus.model.breaker import Breaker
 from support import isolated_handlers as isolated
+from support.running import examples
 from support.waiting import one, statuses, until, until_settled, verdicts
 from support.workers import AT_ONCE, add, quick_settings
 
@@ -107,14 +110,22 @@ def test_it_is_parked_and_not_charged_until_a_worker_that_knows_it_takes_it(
 
 
 def test_old_and_new_workers_side_by_side(bus: CommandBus, db: Db, start_worker: StartWorker) -> None:
-    """Two that know the new type and two that do not, and a stream of commands of both types."""
+    """Two that know the new type and two that do not, and a stream of commands of both types, some of them later:
+    for seconds, and for two minutes with `--thorough`."""
     old = [start_worker(knowing("pack")) for _ in range(2)]
     new = [start_worker(knowing("pack", "ship")) for _ in range(2)]
-    for _ in range(40):
-        bus.send_many("orders", [{"command_type": kind, "data": {}} for kind in ("ship", "pack") * 15])
+    sent, ends = 0, time.monotonic() + examples(4, thorough=120)
+    while time.monotonic() < ends or sent < 1200:
+        delays = [0, 0, 0.3] * 10
+        kinds = ["ship", "pack"] * 15
+        sent += len(
+            bus.send_many(
+                "orders", [NewCommand(kind, {}, delay=delay) for kind, delay in zip(kinds, delays, strict=True)]
+            )
+        )
         until(lambda: one(db, "SELECT count(*) < 200 FROM pgmq.q_orders__commands"))
     until_settled(db)
-    assert statuses(db) == {"COMPLETED": 1200}
+    assert statuses(db) == {"COMPLETED": sent}
     parked = db.execute(
         "SELECT command, count(*) FROM commandbus.attempt WHERE verdict = 'PARKED' GROUP BY 1"
     ).fetchall()
