@@ -105,7 +105,7 @@ def read(worker: str) -> Running | None:
     try:
         with (own_folder() / _name(worker)).open("rb") as file:
             return _parse(file.read(_MOST_BYTES), worker)
-    except (OSError, ValueError, LookupError, TypeError, struct.error):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, struct.error):
         return None
 
 
