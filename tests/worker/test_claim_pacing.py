@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from commandbus.worker.claim_pacing import GROWTH, LARGEST_PREFETCH, ClaimPacing
+from commandbus.worker.claimer import SWEEP_SECONDS, _Domain
 
 FAST = 1 / 60_000
 
@@ -68,3 +69,15 @@ def test_a_look_at_slots_that_were_idle_changes_nothing() -> None:
     before = pacing.prefetch, pacing.per_second
     pacing.observe(100, 0.05)
     assert (pacing.prefetch, pacing.per_second) == before
+
+
+def test_a_long_walk_to_the_oldest_message_is_made_less_often() -> None:
+    domain = _Domain("orders", is_routed=False)
+    domain.note_sweep(-0.001)
+    assert domain.sweep_seconds == SWEEP_SECONDS
+    domain.note_sweep(0.04)
+    assert domain.sweep_seconds == SWEEP_SECONDS
+    domain.note_sweep(0.5)
+    assert domain.sweep_seconds == 10.0
+    domain.note_sweep(0.0)
+    assert domain.sweep_seconds == SWEEP_SECONDS

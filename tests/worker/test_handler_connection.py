@@ -301,3 +301,28 @@ def test_a_connection_that_died_in_the_pool_costs_no_attempt(
     after = bus.get_command("orders", "after")
     assert after is not None
     assert (after.status, after.attempts) == (CommandStatus.COMPLETED, 1)
+
+
+def test_an_async_handler_takes_an_idle_connection_without_a_thread(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    def first(command: Any, ctx: Any) -> None:
+        with ctx.connection() as conn:
+            conn.execute("INSERT INTO ledger VALUES (%s, 'sync')", (command.command_id,))
+
+    async def later(command: Any, ctx: Any) -> None:
+        async with ctx.transaction() as tx:
+            await tx.execute("INSERT INTO ledger VALUES (%s, 'async')", (command.command_id,))
+
+    handlers.register("orders", "first", first)
+    handlers.register("orders", "later", later)
+    worker = start_worker(handlers, concurrency=1)
+    bus.send("orders", "first")
+    until_settled(db)
+    bus.send_many("orders", [NewCommand("later") for _ in range(20)])
+    until_settled(db)
+    assert notes(db) == ["async"] * 20 + ["sync"]
+    askers = [
+        thread.name for thread in threading.enumerate() if worker.id in thread.name and "asker" in thread.name
+    ]
+    assert askers == []

@@ -38,7 +38,7 @@ class ClaimPacing:
         self._done = 0.0  # of late, in so many seconds
         self._seconds = 0.0
         self._trusted = 0
-        self._claim_seconds = 0.0  # what asking all domains takes, of late
+        self.claim_seconds = 0.0  # what asking all domains takes, of late
 
     @property
     def per_second(self) -> float:
@@ -48,7 +48,7 @@ class ClaimPacing:
     @property
     def prefetch(self) -> int:
         """How many attempts may wait before the slots."""
-        ahead = max(PREFETCH_SECONDS, min(2 * self._claim_seconds, LONGEST_PREFETCH_SECONDS))
+        ahead = max(PREFETCH_SECONDS, min(2 * self.claim_seconds, LONGEST_PREFETCH_SECONDS))
         return min(LARGEST_PREFETCH, self._trusted, int(self.per_second * ahead))
 
     def observe(self, finished: int, busy_seconds: float) -> None:
@@ -64,7 +64,7 @@ class ClaimPacing:
 
     def claimed(self, seconds: float) -> None:
         """All domains were asked, which took so long."""
-        self._claim_seconds += (seconds - self._claim_seconds) * NEWEST
+        self.claim_seconds += (seconds - self.claim_seconds) * NEWEST
 
     def rest(self) -> None:
         """There is nothing to claim: who knows what comes next."""

@@ -15,8 +15,8 @@ full claim of mostly raw messages, commands are claimed separately, past the raw
 claimed in separate portions, each after the last one has been read.
 
 The cursor: a long-open transaction elsewhere keeps dead index entries, and every claim would walk over all that
-were settled since. So a claim begins where the last one ended. Once a second, and when a message may have become
-visible before that point, it begins at the beginning.
+were settled since. So a claim begins where the last one ended. Once a second (less often if that takes long), and
+when a message may have become visible before that point, it begins at the beginning.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ logger = safe_logger("commandbus.worker")
 
 LARGEST_CLAIM = 800
 SWEEP_SECONDS = 1.0
+SWEEP_SHARE = 0.05
+"""So much of its time may a claimer spend on claims that begin at the beginning."""
 LOOKS_SECONDS = (0.0, 0.005, 0.02, 0.1)
 ANNOUNCEMENT_SECONDS = 60.0
 BUSY_SECONDS = 1.0
@@ -190,9 +192,8 @@ class Claimer(DatabaseService):
         n = min(n * domain.slotless, LARGEST_CLAIM)
         is_picky = domain.is_flooded or self._adopter.is_busy
         found = self._ask(domain, n, domain.cursor, OURS if is_picky else EVERY)
-        if sweeps:  # over a flood it is a long walk
-            walked = monotonic() - now if domain.is_flooded else 0.0
-            domain.sweep_seconds = max(SWEEP_SECONDS, 10 * walked)
+        if sweeps:
+            domain.note_sweep(monotonic() - now - self._pacing.claim_seconds)
         domain.advance(found)
         slotted = len(found.ready)
         if found.odd:
@@ -373,6 +374,11 @@ class _Domain:
         self.slotless = min(self.slotless * SLOTLESS_FACTOR, LARGEST_CLAIM) if is_slotless else 1
         if found.full and 2 * raw >= count and not self.is_flooded:
             self.is_flooded, self.raw_cursor = True, None
+
+    def note_sweep(self, longer: float) -> None:
+        """To begin at the beginning took so much longer than a claim: over a flood, or over what an open
+        transaction keeps, it is a long walk. A walk of more than 50 ms is made less often."""
+        self.sweep_seconds = max(SWEEP_SECONDS, longer / SWEEP_SHARE)
 
     def end_flood(self) -> None:
         """Its last message was claimed."""

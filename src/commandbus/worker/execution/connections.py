@@ -71,6 +71,8 @@ from commandbus.worker.exhaustion import ExhaustedError, is_exhaustion
 logger = safe_logger("commandbus.worker")
 
 CHECK_INTERVAL_MS = 2000
+IDLE_SECONDS: Final = 0.001
+"""How long the event loop may wait for a connection that was idle a moment ago. (With 0 a pool gives none.)"""
 
 
 class Borrowed:
@@ -477,11 +479,10 @@ class HandlerConnections:
     async def _get_without_blocking(
         self, attempt: Attempt, pool: ConnectionPool[Any], timeout: float
     ) -> Connection[Any]:
-        try:
-            idle: Connection[Any] = pool.getconn(timeout=0)  # there is one most of the time
-            return idle
-        except PoolTimeout:
-            pass
+        if pool.get_stats().get("pool_available"):  # there is one most of the time
+            with suppress(PoolTimeout):  # another thread was faster
+                idle: Connection[Any] = pool.getconn(IDLE_SECONDS)
+                return idle
         if self._askers is None:
             # Not the loop's own threads: those are the handlers', who may have left all of them hanging.
             most = 2 * self._settings.concurrency
