@@ -19,8 +19,9 @@ class SyncWorker(Worker):
     """`Worker` for one domain. Handlers get their connections from `pool`; its own threads have a few beside it.
 
     `poll_interval` and `visibility_timeout` are seconds, `statement_timeout` milliseconds; it must be shorter than
-    the visibility timeout. After `max_messages` commands the worker asks to be restarted: `run` returns. All else
-    comes from the settings, as with `Worker`.
+    the visibility timeout. A handler waits for a connection as long as the pool's own `timeout` says, and never
+    longer than its attempt may take. After `max_messages` commands the worker asks to be restarted: `run` returns.
+    All else comes from the settings, as with `Worker`.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ def worker_settings(
     statement_timeout: int,
     max_messages: int | None,
 ) -> Settings:
-    """The settings that these arguments mean; the database is the pool's."""
+    """The settings that these arguments mean; the database and the wait for a connection are the pool's."""
     if statement_timeout >= visibility_timeout * 1000:
         raise ConfigurationError(
             f"statement_timeout ({statement_timeout}ms) must be less than "
@@ -67,6 +68,7 @@ def worker_settings(
         "visibility_timeout": visibility_timeout,
         "statement_timeout": statement_timeout / 1000,
         "max_messages": max_messages,
+        "pool_timeout": pool.timeout or None,
     }
     settings = replace(load_settings(given), database_url=None)
     return address_of(Database(settings), settings, pool)

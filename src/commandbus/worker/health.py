@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Final
+from typing import ClassVar, Final
 
 from commandbus.clock import monotonic
 from commandbus.errors import BusinessRuleException, PermanentCommandError
@@ -42,23 +42,28 @@ class HealthState(StrEnum):
 class HealthStatus:
     """The health of one run of a worker; safe to use from any thread.
 
-    `clock` is monotonic, in seconds. A threshold is the count from which on a window says something.
+    `clock` is monotonic, in seconds. A threshold is the count from which on a window says something. A subclass
+    may have others as its attributes.
     """
 
-    WINDOW_SECONDS: Final = 300.0
-    FAILURE_THRESHOLD: Final = 10
-    STUCK_THRESHOLD: Final = 3
-    EXHAUSTION_THRESHOLD: Final = 5
+    WINDOW_SECONDS: ClassVar[float] = 300.0
+    FAILURE_THRESHOLD: ClassVar[int] = 10
+    STUCK_THRESHOLD: ClassVar[int] = 3
+    EXHAUSTION_THRESHOLD: ClassVar[int] = 5
 
     def __init__(
         self,
         *,
-        failure_threshold: int = FAILURE_THRESHOLD,
-        stuck_threshold: int = STUCK_THRESHOLD,
-        exhaustion_threshold: int = EXHAUSTION_THRESHOLD,
-        window: Duration = WINDOW_SECONDS,
+        failure_threshold: int | None = None,
+        stuck_threshold: int | None = None,
+        exhaustion_threshold: int | None = None,
+        window: Duration | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
+        failure_threshold = self.FAILURE_THRESHOLD if failure_threshold is None else failure_threshold
+        stuck_threshold = self.STUCK_THRESHOLD if stuck_threshold is None else stuck_threshold
+        exhaustion_threshold = self.EXHAUSTION_THRESHOLD if exhaustion_threshold is None else exhaustion_threshold
+        window = self.WINDOW_SECONDS if window is None else window
         for name, threshold in (
             ("failure_threshold", failure_threshold),
             ("stuck_threshold", stuck_threshold),

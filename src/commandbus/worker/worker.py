@@ -234,6 +234,14 @@ class Worker:
     def _say_if_pool_is_capped(self, settings: Settings) -> None:
         moves_processes = any(item.is_router and item.domain in self.domains for item in self._handlers)
         most = settings.concurrency + (ROUTER_SLOTS if moves_processes else 0)
+        if self._pool is not None and 0 < self._pool.max_size < settings.concurrency:
+            logger.warning(
+                "the pool that was lent to this worker has %d connections at most for %d slots: handlers that use "
+                "the database wait for each other; give it max_size=%d or more",
+                self._pool.max_size,
+                settings.concurrency,
+                settings.concurrency,
+            )
         if self._pool is None and (settings.pool_max_size or 0) > most:
             logger.info(
                 "pool_max_size is %d, but this worker's pool has %d connections at most: one for each slot",
