@@ -25,6 +25,7 @@ from typing import NamedTuple
 from commandbus.clock import epoch
 from commandbus.model.durations import Duration, roughly
 from commandbus.model.json_values import Json, JsonValue
+from commandbus.model.payload import loads_or_none
 
 
 class CommandStatus(StrEnum):
@@ -148,6 +149,12 @@ class CancelRequest:
     by: str
     reason: str | None
     at: datetime
+
+    @classmethod
+    def from_json(cls, text: str | None) -> CancelRequest | None:
+        """A request as it is stored; None if there is none."""
+        found = loads_or_none(text)
+        return None if found is None else cls(found["by"], found["reason"], datetime.fromisoformat(found["at"]))
 
 
 APART = {

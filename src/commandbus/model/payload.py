@@ -38,6 +38,11 @@ def loads(text: str) -> Any:
     return value if end == len(text) else json.loads(text)
 
 
+def loads_or_none(text: str | None) -> Any:
+    """The value of a JSON text; None if there is none."""
+    return None if text is None else loads(text)
+
+
 _REMEDY = "store it elsewhere and send a reference, or raise COMMANDBUS_MAX_PAYLOAD_BYTES"
 
 

@@ -143,7 +143,7 @@ def start_again(old: int, domain: str, new: int) -> Steps[tuple[int, int]]:
             return started, seen
         last_id = rows[-1][0]
         seen += len(rows)
-        for process_type in sorted({row[1] for row in rows}):
+        for process_type in sorted({its_type for _, its_type, *_ in rows}):
             again = [
                 Starting(f"again:{id_}", data, deadline, reply_to, correlation_id)
                 for id_, its_type, data, reply_to, correlation_id, deadline in rows

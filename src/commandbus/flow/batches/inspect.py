@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from psycopg import errors as pg
 
@@ -17,33 +17,67 @@ from commandbus import sql
 from commandbus.errors import InvalidCommandError
 from commandbus.flow.commands.inspect import no_queue
 from commandbus.flow.operation import Row, Statement, Steps, operation
-from commandbus.model import names, payload
+from commandbus.model import names
 from commandbus.model.batch import MOST_LOOKED_AT, BatchPace, BatchRecord, BatchStatus, Waits, eta, rate_now
 from commandbus.model.command import CancelRequest
 from commandbus.model.page import Page, id_of
+from commandbus.model.payload import loads_or_none
+
+
+class BatchRow(NamedTuple):
+    """A row of batches/named.sql and batches/query_batches.sql."""
+
+    id: int
+    domain: str
+    batch_id: str
+    name: str | None
+    holds: str
+    status: str
+    is_open: bool
+    total: int
+    completed: int
+    failed: int
+    canceled: int
+    in_tsq: int
+    rate: float
+    rate_age: float | None
+    rate_count: int
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    custom_data: str | None
+    on_complete: str | None
+    cancel: str | None
+    retry_of: str | None
+
+    @property
+    def final(self) -> int:
+        """How many members have reached their end."""
+        return self.completed + self.failed + self.canceled
 
 
 @operation(atomic=False)
 def get(domain: str, batch_id: str) -> Steps[BatchRecord | None]:
     """One batch; None if there is none."""
     params = {"domain": names.check_domain(domain), "batch_id": names.to_id(batch_id, "batch_id")}
-    rows = yield Statement(sql.text("batches/named"), params | {"running": 0})
-    if not rows:
-        return None
-    is_finished = rows[0][17] is not None
-    if is_finished:
-        return (yield from _with_eta(rows[0], {}))
+    row = yield from _named(params, running=0)
+    if row is None or row.finished_at is not None:
+        return None if row is None else (yield from _with_eta(row, {}))
     # Looked at first, what runs could be in the counts as well; so the counts are read once more, after it.
-    id_ = rows[0][0]
     try:
         found = yield Statement(
-            b"SELECT commandbus.running_in_batch(%(domain)s, %(id)s)", {"domain": domain, "id": id_}
+            b"SELECT commandbus.running_in_batch(%(domain)s, %(id)s)", {"domain": domain, "id": row.id}
         )
     except pg.UndefinedTable:
         raise (yield from no_queue(domain)) from None
     running = found[0][0]
-    rows = yield Statement(sql.text("batches/named"), params | {"running": running})
-    return (yield from _with_eta(rows[0], {id_: running})) if rows else None
+    row = yield from _named(params, running=running)
+    return None if row is None else (yield from _with_eta(row, {row.id: running}))
+
+
+def _named(params: Mapping[str, Any], *, running: int) -> Steps[BatchRow | None]:
+    rows = yield Statement(sql.text("batches/named"), {**params, "running": running})
+    return BatchRow(*rows[0]) if rows else None
 
 
 @operation(atomic=False)
@@ -70,16 +104,9 @@ def query(
     return Page(items, str(items[-1].id) if len(rows) > limit else None)
 
 
-def _rows(
-    params: Mapping[str, Any], *, limit: int, running: Mapping[int, int] | None = None
-) -> Steps[Sequence[Row]]:
-    defaults = {"domain": None, "batch_id": None, "status": None, "before_id": None}
-    return (
-        yield Statement(
-            sql.text("batches/query_batches"),
-            defaults | dict(params) | {"limit": limit, "running": list(running or ())},
-        )
-    )
+def _rows(params: Mapping[str, Any], *, limit: int, running: Mapping[int, int]) -> Steps[list[BatchRow]]:
+    rows = yield Statement(sql.text("batches/query_batches"), {**params, "limit": limit, "running": list(running)})
+    return [BatchRow(*row) for row in rows]
 
 
 def _running(domains: Sequence[str]) -> Steps[dict[int, int]]:
@@ -99,10 +126,10 @@ def _domains() -> Steps[list[str]]:
     rows = yield Statement(
         b"SELECT DISTINCT domain FROM commandbus.batch WHERE finished_at IS NULL ORDER BY domain"
     )
-    return [row[0] for row in rows]
+    return [domain for (domain,) in rows]
 
 
-def _with_eta(row: Row, running: Mapping[int, int]) -> Steps[BatchRecord]:
+def _with_eta(row: BatchRow, running: Mapping[int, int]) -> Steps[BatchRecord]:
     """The batch with its ETA, as far as that is known."""
     record = _record(row, running)
     if record.is_finished:
@@ -115,21 +142,20 @@ def _with_eta(row: Row, running: Mapping[int, int]) -> Steps[BatchRecord]:
         {"domain": record.domain, "id": record.id, "most": MOST_LOOKED_AT},
     )
     waits = _waits(found)
-    pace = BatchPace(row[12], row[13], record.rate_per_second)
+    pace = BatchPace(row.rate, row.rate_age, record.rate_per_second)
     return replace(record, eta_seconds=eta(left, record.running, pace, waits))
 
 
 def _waits(rows: Sequence[Row]) -> Waits:
-    limits = [row[1:] for row in rows if row[0] == "limit"]
     others = {kind: (members, seconds) for kind, members, seconds, *_ in rows if kind != "limit"}
-    turns = [_turn(seconds, ahead, rate) for _, seconds, ahead, rate in limits]
+    turns = [_turn(seconds, ahead, rate) for kind, _, seconds, ahead, rate in rows if kind == "limit"]
     delayed, delay = others.get("delayed", (0, 0.0))
     return Waits(
         running=others.get("running", (0, None))[0],
         could=others.get("unknown", (0, None))[0],
         delayed=delayed,
         delay_seconds=delay,
-        limited=sum(members for members, *_ in limits),
+        limited=sum(members for kind, members, *_ in rows if kind == "limit"),
         limit_seconds=None if None in turns else max((turn for turn in turns if turn is not None), default=0.0),
     )
 
@@ -139,33 +165,18 @@ def _turn(backoff: float | None, ahead: int, rate: float | None) -> float | None
     return None if backoff is None or rate is None else backoff + (ahead + 1) / rate
 
 
-def _record(row: Row, running: Mapping[int, int]) -> BatchRecord:
-    (id_, domain, batch_id, name, holds, status, is_open, total, completed, failed, canceled, in_tsq, rate,
-    seconds,
-     rate_count, created_at, started_at, finished_at, custom_data, on_complete, cancel,
-     retry_of) = row  # fmt: skip
-    is_finished = finished_at is not None
+def _record(row: BatchRow, running: Mapping[int, int]) -> BatchRecord:
+    is_finished = row.finished_at is not None
     return BatchRecord(
-        id=id_, domain=domain, batch_id=batch_id, name=name, holds=holds, status=BatchStatus(status),
-        is_open=is_open, total=total, completed=completed, failed=failed, canceled=canceled, in_tsq=in_tsq,
-        running=0 if is_finished else running.get(id_, 0),
-        rate_per_second=0.0 if is_finished else rate_now(
-            rate, seconds, rate_count, completed + failed + canceled
-        ),
-        created_at=created_at, started_at=started_at, finished_at=finished_at, custom_data=_loads(custom_data),
-        on_complete=_loads(on_complete), retry_of=retry_of, cancel=_cancel_request(cancel),
+        id=row.id, domain=row.domain, batch_id=row.batch_id, name=row.name, holds=row.holds,
+        status=BatchStatus(row.status), is_open=row.is_open, total=row.total, completed=row.completed,
+        failed=row.failed, canceled=row.canceled, in_tsq=row.in_tsq,
+        running=0 if is_finished else running.get(row.id, 0),
+        rate_per_second=0.0 if is_finished else rate_now(row.rate, row.rate_age, row.rate_count, row.final),
+        created_at=row.created_at, started_at=row.started_at, finished_at=row.finished_at,
+        custom_data=loads_or_none(row.custom_data), on_complete=loads_or_none(row.on_complete),
+        retry_of=row.retry_of, cancel=CancelRequest.from_json(row.cancel),
     )  # fmt: skip
-
-
-def _cancel_request(text: str | None) -> CancelRequest | None:
-    if text is None:
-        return None
-    found = payload.loads(text)
-    return CancelRequest(found["by"], found["reason"], datetime.fromisoformat(found["at"]))
-
-
-def _loads(text: str | None) -> Any:
-    return None if text is None else payload.loads(text)
 
 
 def _status(value: object) -> BatchStatus | None:

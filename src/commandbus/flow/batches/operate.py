@@ -193,14 +193,15 @@ def _cancel_waiting(canceling: Canceling, ids: Sequence[int]) -> Steps[tuple[int
         )
     except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
         raise explain_missing(domain, error) from None
-    ended = [row for row in rows if row[8] == "CANCELED"]
+    results = [result for *_, result, _ in rows]
+    ended = [row for row, result in zip(rows, results, strict=True) if result == "CANCELED"]
     if ended:
         yield Statement(
             b"DELETE FROM commandbus.parked WHERE domain = %(domain)s AND msg_id = ANY (%(msg_ids)s)",
-            {"domain": domain, "msg_ids": [row[9] for row in ended]},
+            {"domain": domain, "msg_ids": [msg_id for *_, msg_id in ended]},
         )
-        yield from operate.tell(domain, [row[:8] for row in ended], what, was_in_tsq=False)
-    return len(ended), sum(row[8] == "REQUESTED" for row in rows), len(rows)
+        yield from operate.tell(domain, [tuple(told) for *told, _, _ in ended], what, was_in_tsq=False)
+    return len(ended), results.count("REQUESTED"), len(rows)
 
 
 @operation(atomic=False)

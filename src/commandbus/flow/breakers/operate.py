@@ -11,12 +11,12 @@ from datetime import datetime
 from typing import TypeVar
 
 from commandbus import sql
-from commandbus.errors import BreakerOpenError, InvalidOperationError, UnknownDomainError, UnknownLimitError
+from commandbus.errors import BreakerOpenError, InvalidOperationError, UnknownDomainError
 from commandbus.flow.breakers.breaker import Row, explain, lock, make, move
 from commandbus.flow.commands.operate import OperatorAction
 from commandbus.flow.commands.send import Outgoing
 from commandbus.flow.commands.unpark import Parked, UnparkBite, wake_rest
-from commandbus.flow.limits.declare import CHANGED, note_action, tell
+from commandbus.flow.limits.declare import CHANGED, note_action, tell, unknown_limit
 from commandbus.flow.operation import Operation, Plan, Statement, Steps, operation
 from commandbus.model import names
 from commandbus.model.breaker import Breaker
@@ -143,8 +143,7 @@ def _limit(name: str) -> Steps[tuple[bool, bool]]:
         b"SELECT is_forced, is_open FROM commandbus.limits WHERE name = %(name)s FOR UPDATE", {"name": name}
     )
     if not rows:
-        known = yield Statement(b"SELECT name FROM commandbus.limits ORDER BY name")
-        raise UnknownLimitError(name, [row[0] for row in known])
+        raise (yield from unknown_limit(name))
     return rows[0][0], rows[0][1]
 
 

@@ -13,9 +13,10 @@ from typing import Any
 from commandbus import sql
 from commandbus.errors import InvalidCommandError
 from commandbus.flow.operation import Statement, Steps, operation
-from commandbus.model import names, payload
+from commandbus.model import names
 from commandbus.model.json_values import Json
 from commandbus.model.page import Page, cut, id_of, no_cursor
+from commandbus.model.payload import loads_or_none
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def list_attempts(domain: str, command_id: str) -> Steps[list[AttemptRecord]]:
         sql.text("commands/list_attempts"), {"domain": domain, "command_id": names.to_id(command_id)}
     )
     return [
-        AttemptRecord(*(*head, _loads(details), trace, rung, duration_ms, _loads(autopsy)))
+        AttemptRecord(*(*head, loads_or_none(details), trace, rung, duration_ms, loads_or_none(autopsy)))
         for *head, details, trace, rung, duration_ms, autopsy in rows
     ]
 
@@ -103,7 +104,7 @@ def list_stuck(
         }
         | _before(cursor),
     )
-    return cut([StuckAttempt(*(*head, _loads(autopsy))) for *head, autopsy in rows], limit, _cursor_of)
+    return cut([StuckAttempt(*(*head, loads_or_none(autopsy))) for *head, autopsy in rows], limit, _cursor_of)
 
 
 def _cursor_of(item: StuckAttempt) -> str:
@@ -124,7 +125,3 @@ def _before(cursor: str | None) -> dict[str, Any]:
         }
     except (AttributeError, ValueError):
         raise no_cursor(cursor) from None
-
-
-def _loads(text: str | None) -> Any:
-    return None if text is None else payload.loads(text)

@@ -1,8 +1,4 @@
-"""What is known about commands, domains, workers and the troubleshooting queue. Reads only, locks nothing.
-
-Only the queue row knows whether a command is IN_PROGRESS. So for a page of commands, each queue concerned is read
-once.
-"""
+"""What is known about commands, domains, workers and the troubleshooting queue. Reads only, locks nothing."""
 
 from __future__ import annotations
 
@@ -15,18 +11,16 @@ from psycopg import errors as pg
 
 from commandbus import sql
 from commandbus.errors import CommandBusError, InvalidCommandError, UnknownDomainError
-from commandbus.flow.breakers.breaker import explain
-from commandbus.flow.commands.unhandled_types import MOST_COUNTED, UnhandledType, note_of_now, unhandled_types
-from commandbus.flow.limits.inspect import LineEstimate, lines_of
-from commandbus.flow.operation import Row, Statement, Steps, no_schema, operation
-from commandbus.model import names, payload
-from commandbus.model.command import AuditEntry, AuditEvent, CancelRequest, CommandRecord, CommandStatus, TsqEntry
+from commandbus.flow.commands.records import complete, queue_rows
+from commandbus.flow.commands.unhandled_types import MOST_COUNTED, UnhandledType, unhandled_types
+from commandbus.flow.operation import Statement, Steps, no_schema, operation
+from commandbus.model import names
+from commandbus.model.command import AuditEntry, AuditEvent, CommandRecord, CommandStatus, TsqEntry
 from commandbus.model.json_values import Json
 from commandbus.model.page import MAX_ID, Page, cut, id_of
+from commandbus.model.payload import loads_or_none
 
 WORKER_ALIVE_SECONDS = 15.0
-_LIMIT = 10  # of commands/queue_rows.sql
-HANDLER = "handler"  # what a parked command waits for: a worker that has one for its type
 _EVENTS: Mapping[str, AuditEvent] = {event.value: event for event in AuditEvent}
 _ALL = {"of_batch": "", "order": "c.id DESC"}
 # In the order of command_batch: by the id alone the planner would look for them along the key, over all commands.
@@ -233,7 +227,7 @@ def list_workers() -> Steps[list[WorkerInfo]]:
         b"FROM commandbus.worker ORDER BY started_at DESC",
         {"alive": WORKER_ALIVE_SECONDS},
     )
-    return [WorkerInfo(*(*head, _loads(health), types)) for *head, health, types in rows]
+    return [WorkerInfo(*(*head, loads_or_none(health), types)) for *head, health, types in rows]
 
 
 @operation(atomic=False)
@@ -254,7 +248,7 @@ def list_tsq(
             "after_id": id_of(cursor) or 0,
         },
     )
-    return cut([TsqEntry(*(*head, _loads(data))) for *head, data in rows], limit, lambda entry: entry.id)
+    return cut([TsqEntry(*(*head, loads_or_none(data))) for *head, data in rows], limit, lambda entry: entry.id)
 
 
 @operation(atomic=False)
@@ -263,7 +257,7 @@ def count_tsq(
 ) -> Steps[dict[tuple[str, str], int]]:
     """How many need a person, by (domain, command_type)."""
     rows = yield Statement(sql.text("commands/count_tsq"), _filters(domain, command_type, error_code))
-    return {(row[0], row[1]): row[2] for row in rows}
+    return {(of_domain, of_type): count for of_domain, of_type, count in rows}
 
 
 @operation(atomic=False)
@@ -322,96 +316,6 @@ def held(domain: str | None) -> Steps[list[int]]:
     return found
 
 
-def complete(rows: Sequence[Row]) -> Steps[list[CommandRecord]]:
-    """Look up the queue's side of those that are not settled."""
-    waiting: dict[str, list[int]] = {}
-    for row in rows:
-        if row[4] == "PENDING":
-            waiting.setdefault(row[1], []).append(row[17])
-    queued: dict[tuple[str, int], Row] = {}
-    lines: dict[tuple[str, int], LineEstimate] = {}
-    for domain, msg_ids in waiting.items():
-        found = yield Statement(
-            sql.text("commands/queue_rows", domain=domain), {"domain": domain, "msg_ids": msg_ids}
-        )
-        queued |= {(domain, row[0]): row for row in found}
-        if limited := {row[0]: row[_LIMIT] for row in found if row[_LIMIT] is not None}:
-            limit_state = yield from lines_of(domain, limited)
-            lines |= {(domain, msg_id): line for msg_id, line in limit_state.items()}
-    unhandled = yield from _unhandled(queued)
-    keys = [(row[1], row[17]) for row in rows]
-    return [
-        _record(row, queued.get(key), lines.get(key), unhandled.get((row[1], row[3])))
-        for row, key in zip(rows, keys, strict=True)
-    ]
-
-
-def _unhandled(queued: Mapping[tuple[str, int], Row]) -> Steps[dict[tuple[str, str], str | None]]:
-    """Why commands wait for a handler now, by domain and type: workers that have one may have come meanwhile."""
-    domains = sorted({domain for (domain, _), row in queued.items() if row[5] == HANDLER})
-    if not domains:
-        return {}
-    found = yield from unhandled_types(domains, most=1)
-    return {(item.domain, item.command_type): note_of_now(item) for item in found}
-
-
-def _record(row: Row, queue_row: Row | None, line: LineEstimate | None, unhandled: str | None) -> CommandRecord:
-    attempt, attempt_base = row[11], row[12]
-    record = CommandRecord(
-        id=row[0], domain=row[1], command_id=row[2], command_type=row[3], status=CommandStatus(row[4]),
-        data=_loads(row[5]), result=_loads(row[6]), correlation_id=row[7], reply_to=row[8], headers=_loads(row[9]),
-        max_attempts=row[10], attempts=attempt_base if attempt is None else attempt, created_at=row[13],
-        started_at=row[14], finished_at=row[15], worker=row[16], error_type=row[18], error_code=row[19],
-        error=row[20], timeout=row[21], batch_id=row[22],
-        charged_attempts=_charged(row[4], attempt, attempt_base, row[23]),
-        apart=None if CommandStatus(row[4]).is_final else row[24],
-    )  # fmt: skip
-    if queue_row is None:
-        return record
-    _, vt, read_ct, held_by, since, reason, cancel, progress, until, note, limit, *breaker = queue_row
-    note = _explain(note, *breaker)
-    if line is not None:
-        until, note = line.until, line.note  # of now: it may have been parked for another reason
-    if reason == HANDLER:
-        note = unhandled or note
-    return replace(
-        record,
-        status=CommandStatus.IN_PROGRESS if held_by else record.status,
-        attempts=attempt_base + read_ct,
-        charged_attempts=max(0, read_ct - row[23]),
-        worker=held_by,
-        started_at=datetime.fromisoformat(since) if held_by and since else record.started_at,
-        visible_at=None if held_by or reason else vt,
-        waiting_for=reason,
-        waiting_until=until,
-        waiting_note=note,
-        waiting_limit=limit,
-        waiting_ahead=None if line is None else line.ahead,
-        waiting_estimated_seconds=None if line is None else line.seconds,
-        progress=_loads(progress) if held_by else None,
-        cancel_requested=_cancel_request(cancel) if held_by else None,
-    )
-
-
-def _charged(status: str, attempt: int | None, attempt_base: int, waived: int) -> int | None:
-    """How many attempts of a command that is not in its queue were charged; None if a person has ended it."""
-    if attempt is not None:
-        return max(0, attempt - attempt_base - waived)
-    return 0 if status == "PENDING" or not attempt_base else None
-
-
-def _explain(note: str | None, state: str | None, is_forced: bool | None, reason: str | None) -> str | None:  # noqa: FBT001
-    """Why it is parked: in its breaker's words of now, or those that were written down."""
-    return note if state is None else explain(state, is_forced=bool(is_forced), reason=reason)
-
-
-def _cancel_request(text: str | None) -> CancelRequest | None:
-    if text is None:
-        return None
-    found = payload.loads(text)
-    return CancelRequest(found["by"], found["reason"], datetime.fromisoformat(found["at"]))
-
-
 def _with_current(trail: list[AuditEntry], current: list[AuditEntry]) -> list[AuditEntry]:
     """A running attempt comes last, but before what was asked of it, and what its handler told."""
     running = {entry.attempt for entry in current}
@@ -433,19 +337,17 @@ def _current(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
     if not rows:
         return []
     msg_id, attempt_base = rows[0]
-    queued = yield Statement(
-        sql.text("commands/queue_rows", domain=domain), {"domain": domain, "msg_ids": [msg_id]}
-    )
+    queued = yield from queue_rows(domain, [msg_id])
     return [
-        AuditEntry(AuditEvent.RECEIVED, datetime.fromisoformat(since), attempt_base + read_ct, held_by)
-        for _, _, read_ct, held_by, since, *_ in queued
-        if held_by and since
+        AuditEntry(AuditEvent.RECEIVED, datetime.fromisoformat(row.since), attempt_base + row.read_ct, row.held_by)
+        for row in queued
+        if row.held_by and row.since
     ]
 
 
 def _all_domains() -> Steps[list[str]]:
     rows = yield Statement(b"SELECT name FROM commandbus.domain ORDER BY name")
-    return [row[0] for row in rows]
+    return [name for (name,) in rows]
 
 
 def no_queue(domain: str) -> Steps[CommandBusError]:
@@ -457,14 +359,10 @@ def no_queue(domain: str) -> Steps[CommandBusError]:
     return no_schema() if rows[0][0] else UnknownDomainError(domain)
 
 
-def _loads(text: str | None) -> Any:
-    return None if text is None else payload.loads(text)
-
-
 def _whole(preview: str | None) -> Any:
     """The document whose beginning this is, if it is all of it."""
     try:
-        return _loads(preview)
+        return loads_or_none(preview)
     except (ValueError, RecursionError):
         return None
 
@@ -472,7 +370,7 @@ def _whole(preview: str | None) -> Any:
 def _foreign(text: str | None) -> Any:
     """JSON of another client; what Python cannot parse (depth, digits) stays text."""
     try:
-        return _loads(text)
+        return loads_or_none(text)
     except (ValueError, RecursionError):
         return text
 
@@ -502,5 +400,5 @@ def _instant(value: object, what: str) -> datetime | None:
 
 
 def _details(text: str | None) -> dict[str, Any]:
-    found = _loads(text) or {}
+    found = loads_or_none(text) or {}
     return {key: value for key, value in found.items() if value is not None}

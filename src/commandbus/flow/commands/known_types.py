@@ -27,7 +27,7 @@ def doubt_type(domain: str, command_type: str, *, what: str = "command type") ->
         rows = yield Statement(sql.text("commands/known_types"), params)
     except pg.InsufficientPrivilege:
         return None
-    known = {row[0] for row in rows}
+    known = {name for (name,) in rows}
     if command_type in known:
         return None
     return (

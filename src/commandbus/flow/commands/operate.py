@@ -64,7 +64,7 @@ def operator_action(
 def act(selection: Selection, what: OperatorAction, *, limit: int = BITE) -> Steps[list[str]]:
     """Apply an action to what is selected, up to `limit`. Returns the command_ids that were moved."""
     rows = yield from _apply(selection, what, limit)
-    return [row[1] for row in rows]
+    return [command_id for _, command_id, *_ in rows]
 
 
 def act_on_all(selection: Selection, what: OperatorAction) -> Plan[int]:
@@ -138,7 +138,9 @@ def _apply(selection: Selection, what: OperatorAction, limit: int) -> Steps[list
     try:
         if what.action == "RETRY":
             rows = yield Statement(sql.text("commands/tsq_retry", domain=selection.domain), params)
-            yield from groups.retried([groups.Member(row[0], row[2], row[3], None) for row in rows])
+            yield from groups.retried(
+                [groups.Member(id_, batch, process, None) for id_, _, batch, process, _ in rows]
+            )
             return rows
         status = _ENDS[what.action]
         rows = yield Statement(
@@ -155,7 +157,7 @@ def tell(domain: str, rows: Sequence[Row], what: OperatorAction, *, was_in_tsq: 
     outcome: Outcome = "SUCCESS" if what.action == "COMPLETE" else "CANCELED"
     failure = cancellation(what.operator, what.reason) if outcome == "CANCELED" else None
     yield from groups.ended(
-        [groups.Member(row[0], *row[5:]) for row in rows],
+        [groups.Member(id_, batch, process, step) for id_, _, _, _, _, batch, process, step in rows],
         "CANCELED" if failure is not None else "COMPLETED",
         was_in_tsq=was_in_tsq,
         why=f"{what.operator} ended a message that this process had not handled"

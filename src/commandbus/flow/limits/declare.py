@@ -133,9 +133,14 @@ def get_limit(name: str) -> Steps[LimitRow]:
     """Returns one limit. UnknownLimitError names the known ones."""
     found = read_rows((yield select_limits(name))) if is_limit_name(name) else []
     if not found:
-        known = yield Statement(b"SELECT name FROM commandbus.limits ORDER BY name")
-        raise UnknownLimitError(name, [row[0] for row in known])
+        raise (yield from unknown_limit(name))
     return found[0]
+
+
+def unknown_limit(name: str) -> Steps[UnknownLimitError]:
+    """The error for a limit that nobody has declared. It names those that there are."""
+    rows = yield Statement(b"SELECT name FROM commandbus.limits ORDER BY name")
+    return UnknownLimitError(name, [known for (known,) in rows])
 
 
 @operation(atomic=True)
@@ -243,8 +248,7 @@ def unset_limit(name: str, options: Sequence[str], home: Home, what: OperatorAct
         {"name": name},
     )
     if not rows:
-        known = yield Statement(b"SELECT name FROM commandbus.limits ORDER BY name")
-        raise UnknownLimitError(name, [row[0] for row in known])
+        raise (yield from unknown_limit(name))
     declared, override, *where = rows[0]
     rest = {key: value for key, value in (override or {}).items() if options and key not in options}
     yield note_action(f"limit {name}", "UNSET", what, details=list(options) or None)
@@ -331,10 +335,10 @@ def _in_json(limit: Limit, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _read(row: Row) -> LimitRow:
-    """A row of limits/rows.sql. Its options (from the fourth column on) are in what is declared and overridden."""
-    name, environment, store = row[:3]
-    *moved, blamed, vain = row[12:25]
-    now, tat, flow, holders, granted, rate_limited, waits, waited_seconds, *rest = row[25:]
+    """A row of limits/rows.sql: the limit, 13 columns of its state, and what follows from them now."""
+    name, environment, store, *state_and_rest = row
+    *moved, blamed, vain = state_and_rest[:13]
+    now, tat, flow, holders, granted, rate_limited, waits, waited_seconds, *rest = state_and_rest[13:]
     declared, override, changed_at, is_awaited, good_at, stalled = rest
     limit_state = replace(LimitState(*moved), blamed=tuple(blamed), vain=vain)
     return LimitRow(

@@ -129,7 +129,7 @@ def list_waiting() -> Steps[list[tuple[LimitRow, Waiting]]]:
     """All limits, and who waits for them."""
     rows = read_rows((yield select_limits(None)))
     counted = yield Statement(sql.text("limits/waiting"), {"name": None})
-    waiting = {row[0]: Waiting(*row[1:]) for row in counted}
+    waiting = {limit: Waiting(*counts) for limit, *counts in counted}
     return [(row, waiting.get(row.name, Waiting())) for row in rows]
 
 

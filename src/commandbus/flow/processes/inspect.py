@@ -8,9 +8,9 @@ from typing import Any
 from commandbus import sql
 from commandbus.errors import InvalidCommandError
 from commandbus.flow.operation import Row, Statement, Steps, operation
-from commandbus.flow.processes.move import loads
 from commandbus.model import names
 from commandbus.model.page import Page, cut, id_of
+from commandbus.model.payload import loads_or_none
 from commandbus.model.process import ProcessRecord, ProcessStatus, StepRecord, StepStatus, StrayReply
 
 
@@ -54,32 +54,14 @@ def get_process(domain: str, process_id: str) -> Steps[ProcessRecord | None]:
         return None
     record: ProcessRecord = found[0]
     rows = yield Statement(sql.text("processes/trail"), {"process": record.id})
-    for row in rows:
-        record.steps.append(
-            StepRecord(
-                number=row[0],
-                name=row[1],
-                undoes=row[2],
-                status=StepStatus(row[3]),
-                domain=row[4],
-                command_id=row[5],
-                command_type=row[6],
-                sent_at=row[7],
-                finished_at=row[8],
-                deadline_at=row[9],
-                result=loads(row[10]),
-                error=loads(row[11]),
-                command_status=row[12],
-                data=loads(row[13]),
-            )
-        )
+    record.steps.extend(_step(row) for row in rows)
     strays = yield Statement(
         b"SELECT id, domain, created_at, reason, message::text FROM commandbus.stray_reply "
         b"WHERE process = %(process)s ORDER BY id",
         {"process": record.id},
     )
     record.strays.extend(
-        StrayReply(id_, of_domain, record.process_id, at, reason, loads(message))
+        StrayReply(id_, of_domain, record.process_id, at, reason, loads_or_none(message))
         for id_, of_domain, at, reason, message in strays
     )
     return record
@@ -103,8 +85,30 @@ def list_strays(
             "limit": names.check_count(limit, "limit") + 1,
         },
     )
-    found = [StrayReply(*(*head, loads(message))) for *head, message in rows]
+    found = [StrayReply(*(*head, loads_or_none(message))) for *head, message in rows]
     return cut(found, limit, lambda stray: stray.id)
+
+
+def _step(row: Row) -> StepRecord:
+    """A row of processes/trail.sql."""
+    number, name, undoes, status, domain, command_id, command_type, *rest = row
+    sent_at, finished_at, deadline_at, result, error, command_status, data = rest
+    return StepRecord(
+        number=number,
+        name=name,
+        undoes=undoes,
+        status=StepStatus(status),
+        domain=domain,
+        command_id=command_id,
+        command_type=command_type,
+        sent_at=sent_at,
+        finished_at=finished_at,
+        deadline_at=deadline_at,
+        result=loads_or_none(result),
+        error=loads_or_none(error),
+        command_status=command_status,
+        data=loads_or_none(data),
+    )
 
 
 def _record(row: Row) -> ProcessRecord:
@@ -112,7 +116,7 @@ def _record(row: Row) -> ProcessRecord:
      updated_at, finished_at, deadline_at, batch_id, reply_to, correlation_id, failure, cancel, in_tsq,
      outstanding, troubles, failing) = row  # fmt: skip
     status = ProcessStatus(status)
-    troubled: list[Mapping[str, Any]] = loads(troubles) or []
+    troubled: list[Mapping[str, Any]] = loads_or_none(troubles) or []
     return ProcessRecord(
         id_,
         domain,
@@ -120,8 +124,8 @@ def _record(row: Row) -> ProcessRecord:
         process_type,
         status,
         is_compensating,
-        loads(data),
-        loads(state),
+        loads_or_none(data),
+        loads_or_none(state),
         created_at,
         started_at,
         updated_at,
@@ -130,10 +134,10 @@ def _record(row: Row) -> ProcessRecord:
         batch_id,
         reply_to,
         correlation_id,
-        loads(failure),
-        loads(cancel),
+        loads_or_none(failure),
+        loads_or_none(cancel),
         in_tsq,
-        _waits_for(status, loads(outstanding) or [], troubled, loads(failing), domain),
+        _waits_for(status, loads_or_none(outstanding) or [], troubled, loads_or_none(failing), domain),
         troubles=troubled,
     )
 

@@ -24,6 +24,7 @@ from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import names, payload
 from commandbus.model.command import NewCommand, new_command_id
 from commandbus.model.durations import parse_seconds
+from commandbus.model.payload import loads_or_none
 from commandbus.model.process import ProcessStatus, StepStatus
 from commandbus.processes.advance_and_compensate import Advance, Sending
 from commandbus.processes.manager import ProcessView, StepView
@@ -72,14 +73,14 @@ def load(domain: str, process_id: str, *, message: int | None = None) -> Steps[L
         process_id,
         process_type,
         ProcessStatus(status),
-        loads(data),
-        loads(state),
+        loads_or_none(data),
+        loads_or_none(state),
         is_compensating,
-        loads(cancel),
-        loads(failure),
+        loads_or_none(cancel),
+        loads_or_none(failure),
         created_at,
         deadline_at,
-        [StepView(**{**step, "status": StepStatus(step["status"])}) for step in loads(steps) or []],
+        [StepView(**{**step, "status": StepStatus(step["status"])}) for step in loads_or_none(steps) or []],
     )
     has_state = state is not None
     return Loaded(id_, domain, version, batch, reply_to, correlation_id, timer, has_state, is_its_message, view)
@@ -337,11 +338,6 @@ def tell_the_end(
         yield from deliver([Reply(reply_to, message)])
     if batch is not None:
         yield from fold_now([batch])
-
-
-def loads(text: str | None) -> Any:
-    """JSON that may be missing."""
-    return None if text is None else payload.loads(text)
 
 
 def _dump(value: Any) -> str:

@@ -13,8 +13,9 @@ from commandbus.flow.batches.fold import fold_now
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.send import explain_missing
 from commandbus.flow.operation import Plan, Row, Statement, Steps, operation
-from commandbus.flow.processes.move import cancel_commands, loads, send_message, tell_the_end
+from commandbus.flow.processes.move import cancel_commands, send_message, tell_the_end
 from commandbus.model import names
+from commandbus.model.payload import loads_or_none
 from commandbus.model.process import ProcessStatus
 from commandbus.processes.manager import ProcessView
 
@@ -85,7 +86,7 @@ def retry_process(domain: str, process_id: str, what: operate.OperatorAction) ->
     id_, process_type, batch, ended = rows[0]
     view: ProcessView[Any] = ProcessView(process_id, process_type, ProcessStatus.IN_PROGRESS, None, None)
     asked = {"by": what.operator, "reason": what.reason}
-    for data in loads(ended) or [{"event": "retry"}]:
+    for data in loads_or_none(ended) or [{"event": "retry"}]:
         yield from send_message(domain, view, id_, data | {"operator": asked})
     if batch is not None:
         yield from fold_now([batch])

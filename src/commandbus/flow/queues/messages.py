@@ -192,7 +192,7 @@ def _message(
 def _document(text: str | None) -> Any:
     """JSON of any client; what Python cannot parse (depth, digits) stays text."""
     try:
-        return None if text is None else payload.loads(text)
+        return payload.loads_or_none(text)
     except (ValueError, RecursionError):
         return text
 

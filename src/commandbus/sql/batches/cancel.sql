@@ -1,10 +1,10 @@
--- Cancels members of a batch like commands/cancel.sql, many at once: those that nobody runs are CANCELED, those that somebody
--- runs are asked to stop. Returns what a reply needs, and which of the two it was (ASKED: somebody had asked before);
--- those that are PENDING no more, or were moved meanwhile, are not among them.
+-- Cancels many members of a batch at once, like commands/cancel.sql. Members that nobody runs become CANCELED; members
+-- that somebody runs are asked to stop. Returns what a reply needs, and what was done (ASKED: somebody had asked
+-- before). Members that are not PENDING, or were moved meanwhile, are not returned.
 --
 -- Locks: queue rows in key order (waits for claims and settlements in flight, then sees what became of them), then
--- command rows, found by the message that names them. Indexes: the command's key, the queue's key. Rows in `parked` are
--- the caller's next statement.
+-- command rows, found by the message that names them. Indexes: the command's key, the queue's key. The caller's next
+-- statement deletes the rows of `parked`.
 WITH target AS MATERIALIZED (
     SELECT id, msg_id, attempt_base FROM commandbus.command
      WHERE id = ANY (%(ids)s::bigint[]) AND status OPERATOR(pg_catalog.=) 'PENDING'

@@ -1,5 +1,5 @@
--- A new batch, without members yet. Returns its id, or no row if the batch_id is taken. The conflict names no columns: who
--- names them must be able to read them, and a producer may not.
+-- A new batch, without members yet. Returns its id, or no row if the batch_id is taken. ON CONFLICT names no columns,
+-- because that would need the right to read them, which a producer does not have.
 --
 -- Locks: the new row. Index: batch_domain_batch_id_key: a second creator waits for the first one's commit.
 INSERT INTO commandbus.batch (domain, batch_id, name, holds, is_open, custom_data, on_complete{column})

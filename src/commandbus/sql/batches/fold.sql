@@ -1,11 +1,11 @@
--- Adds what happened to batches to their rows, and finishes those that are complete: closed, and nothing left that is
--- not final. Returns those that it could lock: the others are somebody else's just now, and are to be folded again.
--- A batch of which nothing was noted is left as it is (whoever closes one notes that with a row of zeros).
+-- Adds what happened to batches to their rows, and finishes the batches that are complete. A batch is complete when it
+-- is closed and all its members are final. Returns the batches that it could lock. Somebody else holds the others; they
+-- must be folded again. A batch without a delta is left as it is (closing a batch writes a delta of zeros).
 --
--- Locks: batch rows in key order, SKIP LOCKED, then their deltas. A delta that was committed after our snapshot stays for
--- the next fold; members are added only before the close, whose own fold sees them all, so none is missing in a row that
--- says it is closed. Indexes: batch's key, batch_delta_batch. The rate is a moving average over some ten seconds; it
--- begins with the first member that is final.
+-- Locks: batch rows in key order, SKIP LOCKED, then their deltas. A delta that was committed after our snapshot stays
+-- for the next fold. Members are added only before the close, and the fold of the close sees them all, so a row that
+-- says "closed" misses none. Indexes: batch's key, batch_delta_batch. The rate is a moving average over about ten
+-- seconds. It begins with the first member that is final.
 WITH locked AS MATERIALIZED (
     SELECT id FROM commandbus.batch
      WHERE id = ANY (%(batches)s::bigint[])

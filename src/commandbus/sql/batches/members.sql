@@ -1,8 +1,8 @@
 -- A bite of a batch's members and their states, after a given id.
 --
--- Locks: none. Index: command_batch, in its order. (Were the batch given by `=`, its members would be ordered by id alone,
--- and the planner would look for a large batch's along the key, over all commands. A condition on the state would make it
--- read the whole batch for every bite.)
+-- Locks: none. Index: command_batch, in its order. With `=` on the batch, the members would be ordered by id alone, and
+-- the planner would search for a large batch along the key, over all commands. With a condition on the state, it would
+-- read the whole batch for every bite.
 SELECT id, status::text
   FROM commandbus.command
  WHERE (batch, id) > (%(batch)s, %(after_id)s) AND batch <= %(batch)s

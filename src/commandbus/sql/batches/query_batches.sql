@@ -1,5 +1,5 @@
--- A page of batches, newest first, before a given id; or one by its name. Counts are the row's and what was not folded
--- yet. A PENDING one is IN_PROGRESS as soon as something was settled or is in `running`.
+-- A page of batches, newest first, before a given id; or one batch by its name. The counts include what is not folded
+-- yet. A PENDING batch is shown as IN_PROGRESS as soon as a member was settled or the batch is in `running`.
 --
 -- Locks: none. Indexes: batch's key backwards, or batch_domain_batch_id_key; batch_delta_batch.
 SELECT b.id, b.domain, b.batch_id, b.name, b.holds, shown.status, b.is_open, b.total + d.total, b.completed + d.completed,

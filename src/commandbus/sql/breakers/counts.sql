@@ -1,5 +1,5 @@
--- What workers have counted of one command type: whether the worker is live, when it said so, and its counts.
--- Workers that have ended or died since a moment are among them: what they said last still counts.
+-- What workers have counted of one command type: whether the worker is alive, when it told its counts, and the counts.
+-- Workers that ended or died since a given moment are included: their last counts still count.
 -- Locks: none. `worker` has a row for each worker of a day.
 SELECT is_live, extract(epoch FROM heartbeat_at)::float8, counts
   FROM (SELECT state <> 'STOPPED'

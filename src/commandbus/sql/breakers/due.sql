@@ -1,5 +1,5 @@
--- The breakers of some domains that somebody has to look after: those that will move by themselves (in how many seconds
--- they are due, and what became of their probe's command), and closed ones that have counted something within the window.
+-- The breakers of some domains that need work. These are breakers that will move by themselves (in how many seconds,
+-- and what became of the probe's command), and closed breakers that have counted something within their window.
 -- Locks: none. Indexes: breaker_pkey, the command's key.
 SELECT b.domain, b.command_type, b.state, extract(epoch FROM b.until - t.at)::float8, c.status::text, b.recent,
        extract(epoch FROM t.at)::float8

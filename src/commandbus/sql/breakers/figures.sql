@@ -1,5 +1,5 @@
--- Breakers of command types in figures, for metrics: whether each is open, how many attempts it counts as stuck within its
--- window, and how many commands it keeps (counted up to `most`). Locks: none. Indexes: breaker_pkey, parked_reason.
+-- The metrics of breakers of command types: whether each is open, how many attempts in its window were stuck, and how
+-- many commands it keeps parked (counted up to `most`). Locks: none. Indexes: breaker_pkey, parked_reason.
 SELECT b.domain, b.command_type, b.state <> 'CLOSED',
        (SELECT pg_catalog.count(*) FROM pg_catalog.jsonb_array_elements(b.recent) x
          WHERE (x ->> 1)::boolean

@@ -1,5 +1,5 @@
--- All breakers for people: of command types, and of limits. What lies outside the window does not count any more.
--- `others`: the attempts of a type that ended otherwise since the first bad one began, as its workers said last; a worker
+-- All breakers, of command types and of limits, for people. Only what lies within the window counts. `others` are the
+-- attempts of the type that ended in another way since the first bad one began, by the workers' last counts. A worker
 -- that says "more than I remember" counts as 1000.
 -- Locks: none. Indexes: parked_reason, parked_limit, the command's key. `worker` has a row for each worker of a day.
 SELECT 'type', b.domain || '/' || b.command_type, b.state,

@@ -1,7 +1,9 @@
--- Lets one command that a breaker has parked go, as its probe; no row if none is parked. The one that was parked first
--- and was not the probe in vain (`vain`, one entry for each time); else the one with the fewest vain probes.
--- Locks: its queue row (one that somebody is cancelling is passed over), then its parked row. Indexes: parked_reason, in its
--- order, the queue's key. (Were the type given by `=`, the planner might read and sort all that is parked.)
+-- Lets one command that a breaker has parked go, as its probe. Returns no row if none is parked. It chooses the command
+-- that was parked first among those that never probed in vain (`vain` has one entry for each vain probe), else the one
+-- with the fewest vain probes.
+-- Locks: its queue row (a command that somebody is canceling is passed over), then its parked row. Indexes:
+-- parked_reason, in its order, the queue's key. With `=` on the type, the planner might read and sort everything that
+-- is parked.
 WITH fresh AS MATERIALIZED (
     SELECT p.seq, p.command, q.msg_id
       FROM commandbus.parked p JOIN pgmq.{queue} q ON q.msg_id = p.msg_id

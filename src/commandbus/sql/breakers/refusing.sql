@@ -1,5 +1,4 @@
--- The breakers of a domain for which nothing may be sent now, where the sender's settings want that.
--- Locks: none. Index: breaker_pkey.
+-- The breakers of a domain that forbid sending now (`on_open="refuse"`). Locks: none. Index: breaker_pkey.
 SELECT command_type, state, is_forced, until, reason, pg_catalog.clock_timestamp()
   FROM commandbus.breaker
  WHERE domain = %(domain)s AND state <> 'CLOSED'

@@ -1,4 +1,4 @@
--- Writes how a breaker stands. Locks: the row (the caller has locked it). Index: breaker_pkey.
+-- Writes the state of a breaker. Locks: the row (the caller has locked it). Index: breaker_pkey.
 UPDATE commandbus.breaker
    SET state = %(state)s, recent = %(recent)s::jsonb,
        counted_until = pg_catalog.to_timestamp(%(last)s::float8 + window_seconds), is_forced = %(is_forced)s,

@@ -1,10 +1,9 @@
--- Makes commands of raw messages that another PGMQ client sent; the messages become thin like ours.
+-- Makes commands of raw messages that another PGMQ client sent. The messages become thin, like ours. They go back to
+-- the queue: the next claim finds an ordinary command, and its attempts are counted from there.
 --
--- Locks: queue rows that this worker has just claimed (waiting: another claimer that looked at one at the same
--- moment holds it until its statement ends, and skipping would take a good message for a bad one), then new command
--- rows. Indexes: the queue's key and
--- command_domain_command_id_key. The message goes back to the queue: the next claim finds an ordinary command,
--- whose attempts are counted from there.
+-- Locks: queue rows that this worker has just claimed, then new command rows. It waits for a locked queue row, because
+-- another claimer may be looking at it until its statement ends. If it skipped that row, a good message would be taken
+-- for a bad one. Indexes: the queue's key, command_domain_command_id_key.
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, k integer, i text, t text, x integer, c text, r text, h json, d json, o float8)

@@ -1,5 +1,5 @@
--- A worker is dead: the registry says so at once, and nobody notifies it any more. Locks: its row in `worker`, its
--- rows in `waiting`. Index: their keys.
+-- Records that a worker is dead. From now on nobody notifies it. Locks: its row in `worker`, its rows in `waiting`.
+-- Indexes: their keys.
 WITH forgotten AS (
     DELETE FROM commandbus.waiting WHERE worker = %(worker)s
 )

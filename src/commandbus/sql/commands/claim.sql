@@ -1,30 +1,33 @@
 -- Claims up to n visible messages of one domain and returns what to run.
 --
 -- Locks: queue rows, SKIP LOCKED, so claimers never wait for each other or for anybody; no other table's rows.
--- Index: q_*_vt_idx by a range scan from the claimer's cursor (ordering by vt, not msg_id, keeps delayed
--- messages out of the way; now(), not clock_timestamp(), so that the index can be used at all). The cursor is
--- compared as a row: without statistics PostgreSQL takes a range with two plain bounds for a two-hundredth of the
--- table, and would rather sort all that is visible than walk along the index. `sign(n) = 1` is always true; a plan for
--- these values does not contain it, and a generic one guesses few rows by it. Otherwise the generic plan would look
--- dearer than it is, and the server would plan every claim of a large queue anew (a tenth of a claim of 200).
+-- Index: q_*_vt_idx, a range scan from the claimer's cursor. The order is by vt, not by msg_id, so that delayed
+-- messages are not in the way; now() instead of clock_timestamp() lets the index be used at all. The cursor is compared
+-- as a row: without statistics, PostgreSQL takes a range with two plain bounds for a two-hundredth of the table, and
+-- would sort everything that is visible instead of walking along the index. `sign(n) = 1` is always true. A plan for
+-- these values does not contain it; a generic plan guesses few rows by it. Without it, the generic plan would look more
+-- expensive than it is, and the server would plan every claim of a large queue anew (a tenth of a claim of 200).
 --
--- The update goes by ctid and the command rows by their key inside a LATERAL that cannot be flattened: no estimate of
--- the backlog can turn either into a scan. The domain is compared outside of it: inside it would offer the planner
+-- The update goes by ctid, and the command rows by their key inside a LATERAL that cannot be flattened. So no estimate
+-- of the backlog can turn either into a scan. The domain is compared outside of it. Inside, it would offer the planner
 -- command_domain_command_id_key, which looks as good as the key while the table is small (ADR 15).
 --
--- `kind` is always true, or tells commands from raw messages while a flood of the latter is in the queue (flow/commands/claim.py).
+-- `kind` is always true, unless a flood of raw messages is in the queue. Then it tells commands from raw messages
+-- (flow/commands/claim.py).
 --
--- One row write each: read_ct, vt and the holder. A row that somebody still held (its worker vanished) keeps
--- the previous holder under "before" until flow/commands/claim.py has written the lost attempt down.
+-- One row write each: read_ct, vt and the holder. If the worker that held a row has vanished, the row keeps that holder
+-- under "before" until flow/commands/claim.py has recorded the lost attempt.
 --
--- A command of a paused type, or of one whose breaker is not closed and whose probe it is not, is marked and gets parked
--- by flow/commands/claim.py. What is paused or broken is looked up once, and not at all where nothing was claimed.
+-- A command is marked if its type is paused, or if the breaker of its type is not closed and the command is not the
+-- probe. flow/commands/claim.py parks marked commands. Pauses and breakers are looked up once, and not at all if
+-- nothing was claimed.
 --
--- A message is a command's if the command says so too (msg_id and domain) and waits: any client can write
--- {"command": 7}, and with the msg_id of a command that has ended. What else a message or its headers say is not read
--- here: 81 KB of jsonb can be a gigabyte of text. Moments and counts are clamped to what Python and the next claim can
--- bear: a foreign client may write any, -infinity too. Moments come as numbers, because a timestamp is slow to write
--- and to read, and here it would be so in every row; Python makes a datetime of `created_at` if somebody asks.
+-- A message belongs to a command only if the command says so, too (msg_id and domain), and the command waits. Any
+-- client can write {"command": 7}, even with the msg_id of a command that has ended. The rest of a message and its
+-- headers is not read here: 81 KB of jsonb can be a gigabyte of text. Moments and counts are clamped to what Python and
+-- the next claim can handle, because a foreign client may write any value, even -infinity. Moments come as numbers,
+-- because timestamps are slow to write and to read in every row. Python makes a datetime of `created_at` if somebody
+-- asks for it.
 WITH picked AS MATERIALIZED (
     SELECT ctid, vt
       FROM pgmq.{queue}

@@ -1,6 +1,6 @@
--- Sessions of this role over TCP that a worker has by name, or whose client has one of these ports: what a killed
--- worker's handlers may have opened themselves. Locks: none. The last two columns are this server's own address, NULL
--- if we have not come by TCP. Isolated attempts' sessions are other processes'.
+-- Sessions of this role over TCP that have the name of a worker, or whose client has one of these ports. A killed
+-- worker's handlers may have opened them themselves. The last two columns are this server's own address, NULL if we did
+-- not connect by TCP. The sessions of isolated attempts belong to other processes. Locks: none.
 SELECT pid, (extract(epoch FROM backend_start) * 1000000::numeric)::bigint, pg_catalog.host(client_addr), client_port,
        extract(epoch FROM pg_catalog.clock_timestamp() - backend_start)::float8,
        pg_catalog.starts_with(application_name, %(prefix)s), pg_catalog.host(pg_catalog.inet_server_addr()),

@@ -1,5 +1,6 @@
--- What a session is doing, and who blocks it. Locks: none. It is named by its process id and by when it began: the id
--- alone may be somebody else's by now. Of other roles' sessions the server hides the text and when they began.
+-- What a session is doing, and who blocks it. The session is named by its process id and its start, because the id
+-- alone may belong to somebody else by now. The server hides the text and the start of other roles' sessions. Locks:
+-- none.
 SELECT a.pid, a.state, pg_catalog.left(a.query, 4000), a.wait_event_type, a.wait_event,
        extract(epoch FROM pg_catalog.now() - a.xact_start)::float8,
        (SELECT pg_catalog.json_agg(pg_catalog.json_build_object(

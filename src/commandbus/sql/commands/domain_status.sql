@@ -1,6 +1,7 @@
--- One domain's figures. Whose turn has come (woken_at) is parked no more. A message waits since it could be claimed, and
--- not before it was there: one that is sent for an instant of long ago has not waited since then. Locks: none. Reads the
--- queue once.
+-- The counts of one domain. A parked command whose turn has come (woken_at) does not count as parked. A message waits
+-- from the moment at which it could be claimed, but not from before it was there: it may have been sent for an instant
+-- long ago.
+-- Locks: none. Reads the queue once.
 SELECT pg_catalog.count(*) FILTER (WHERE NOT held AND vt <= pg_catalog.now()),
        pg_catalog.count(*) FILTER (WHERE NOT held AND vt > pg_catalog.now())
            - (SELECT pg_catalog.count(*) FROM commandbus.parked WHERE domain = %(domain)s AND woken_at IS NULL),

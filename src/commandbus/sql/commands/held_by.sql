@@ -1,8 +1,8 @@
--- What a dead worker still holds in one domain, with what is needed to settle it; a message that is no command yet
--- comes without one.
+-- What a dead worker still holds in one domain, with everything that is needed to settle it. A raw message that is not
+-- a command yet comes without a command.
 --
--- Locks: none; who settles is fenced. Indexes: q_*_vt_idx, between a moment before the death and the longest lease
--- that an attempt has without asking for more; the queue's key for those that ran, whose leases may be longer; the
+-- Locks: none; the settlement is fenced. Indexes: q_*_vt_idx, between a moment before the death and the longest lease
+-- that an attempt gets without asking for more; the queue's key for attempts that ran, whose leases may be longer; the
 -- command's key.
 WITH held AS MATERIALIZED (
     SELECT msg_id, read_ct, message, headers

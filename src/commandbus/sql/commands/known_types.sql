@@ -1,5 +1,5 @@
--- The command types of a domain that somebody knows: those that live workers say they handle, and those of the newest
--- commands. Locks: none. Index: the key of command, backwards, for %(most)s entries; worker is small.
+-- The command types of a domain that are known: those that live workers handle, and those of the newest commands.
+-- Locks: none. Index: the key of command, backwards, for %(most)s entries; worker is small.
 SELECT pg_catalog.substr(said.name, pg_catalog.length(%(domain)s::text) + 2)
   FROM commandbus.worker w
  CROSS JOIN LATERAL pg_catalog.unnest(w.types) AS said(name)

@@ -1,4 +1,4 @@
--- Attempts that a limit had to stop, newest first. Locks: none.
+-- Attempts that had to be stopped by the ladder, newest first. Locks: none.
 -- Index: attempt_stopped, backwards from now or from where the last page ended; then the command's key.
 SELECT a.command, c.domain, c.command_id, c.command_type, a.number, a.verdict, a.rung, a.error_type, a.error_code,
        a.error, a.worker, a.started_at, a.finished_at, a.duration_ms, a.autopsy::text

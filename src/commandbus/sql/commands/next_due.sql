@@ -1,6 +1,6 @@
--- When the next delayed message of a domain becomes visible, as seconds from now; no row if there is none within
--- the time asked for, or the domain is paused. Locks: none. Index: q_*_vt_idx, between now and then: under a
--- long-open transaction the ends of all leases that were settled since are still in there, further on.
+-- In how many seconds the next delayed message of a domain becomes visible. Returns no row if there is none within the
+-- time asked for, or if the domain is paused. Locks: none. Index: q_*_vt_idx, between now and then. The range is
+-- bounded, because under a long-open transaction the index still has the ends of all leases that were settled since.
 SELECT extract(epoch FROM vt - pg_catalog.clock_timestamp())::float8
   FROM pgmq.{queue}
  WHERE vt > pg_catalog.now()

@@ -1,13 +1,14 @@
--- Parks claimed commands whose type is paused, whose breaker is not closed, or for which their worker has no handler (`k`):
--- no slot, no lease, no charge. Those whose pause was lifted or whose breaker was closed meanwhile go back to the queue
--- instead. Those that somebody asked to cancel
--- since they were claimed are left held and returned: clearing their holder would lose the request.
+-- Parks claimed commands whose type is paused, whose breaker is not closed, or for which their worker has no handler
+-- (`k`). They take no slot and no lease, and are not charged. If the pause was lifted or the breaker closed meanwhile,
+-- a command goes back to the queue instead. A command that somebody asked to cancel after the claim is left held and
+-- returned, because clearing its holder would lose the request.
 --
--- A row that a limit has left in `parked` is overwritten: its turn there is over. Only one that waits for a handler keeps it:
--- the worker that has the handler takes it within moments, and the permit that is kept for it, too.
--- Locks: pause rows (FOR KEY SHARE: a resume waits for us and then finds what we parked; breaker rows are locked by
--- breakers/hold.sql, the statement before), queue rows, command rows, in this order. It waits for a queue row that another
--- claimer looks at: one that was skipped would stay leased to a worker that does not know of it. Index: the queue's key.
+-- If a limit has left a row in `parked`, it is overwritten: the command's turn there is over. Only a command that waits
+-- for a handler keeps it: the worker that has the handler takes it within moments, and with it the reserved permit.
+-- Locks: pause rows (FOR KEY SHARE: a resume waits for us and then finds what we parked; breakers/hold.sql, the
+-- statement before, has locked the breaker rows), queue rows, command rows, in this order. It waits for a queue row
+-- that another claimer looks at. A row that it skipped would stay leased to a worker that does not know about it.
+-- Index: the queue's key.
 WITH paused AS MATERIALIZED (
     SELECT command_type FROM commandbus.pause WHERE domain = %(domain)s FOR KEY SHARE
 ), input AS MATERIALIZED (

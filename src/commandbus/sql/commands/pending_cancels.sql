@@ -1,4 +1,5 @@
--- Which of these attempts, still held by this worker, somebody asked to cancel. Locks: none. Index: the queue's key.
+-- Which of these attempts, still held by this worker, has somebody asked to cancel? Locks: none. Index: the queue's
+-- key.
 SELECT i.m, i.r, q.headers -> 'cancel'::text ->> 'by'::text, q.headers -> 'cancel'::text ->> 'reason'::text
   FROM unnest(%(msg_ids)s::bigint[], %(read_cts)s::integer[]) AS i(m, r)
  CROSS JOIN LATERAL (

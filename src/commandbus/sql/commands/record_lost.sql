@@ -1,9 +1,9 @@
--- Writes down the attempts of workers that vanished, found by a claim under "before" in the queue row's headers, and what
--- that costs their commands (model/suspects.py).
--- Returns those that somebody asked to cancel since this worker claimed them.
+-- Records the attempts of workers that vanished, and what that costs their commands (model/suspects.py). A claim has
+-- found these attempts under "before" in the queue row's headers. Returns those that somebody asked to cancel since
+-- this worker claimed them.
 --
--- Locks: queue rows that this worker holds (nobody else writes them but a renewal by the same worker), then
--- command rows, then new attempt rows. Indexes: the queue's key, the command's key. Idempotent: a second run finds no "before".
+-- Locks: queue rows that this worker holds (nobody else writes them, only a renewal by the same worker), then command
+-- rows, then new attempt rows. Indexes: the queue's key, the command's key. Idempotent: a second run finds no "before".
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, n integer, w text, s timestamptz, e text)

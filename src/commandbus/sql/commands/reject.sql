@@ -1,4 +1,4 @@
--- Moves raw messages that are no commands aside, with the reason.
+-- Sets raw messages that are not commands aside, with the reason.
 -- Locks: queue rows that this worker has just claimed. Index: the queue's key.
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json) AS x(m bigint, r integer, e text, p text)

@@ -1,8 +1,8 @@
--- Extends the leases that a worker still holds, and stores the progress that their handlers told of. Returns those
--- that were not renewed (they are lost, or were skipped), and those that somebody asked to cancel.
+-- Extends the leases that a worker still holds, and stores the progress that their handlers told. Returns those that
+-- were not renewed (they are lost, or were skipped), and those that somebody asked to cancel.
 --
--- SKIP LOCKED: a row that another transaction holds must not starve the others. It is not lost, and it is not renewed
--- either: the caller tries again. Never shortens a lease. Locks: queue rows. Index: the queue's key.
+-- SKIP LOCKED: a row that another transaction holds must not starve the others. It is neither lost nor renewed; the
+-- caller tries again. A lease is never shortened. Locks: queue rows. Index: the queue's key.
 WITH input AS MATERIALIZED (
     SELECT * FROM unnest(%(msg_ids)s::bigint[], %(read_cts)s::integer[]) AS x(m, r)
 ), held AS MATERIALIZED (

@@ -1,6 +1,6 @@
--- How much work of one domain could be claimed now, how long the first of it has been waiting, and how many commands
--- need a person. A paused domain has nothing to claim. Counts no further than it is told to. Waiting counts from when a
--- message could be claimed, and not from before it was there.
+-- How much work of one domain could be claimed now, how long the first of it has waited, and how many commands need a
+-- person. Counts up to a given number. A paused domain has nothing to claim. A message waits from the moment at which
+-- it could be claimed, but not from before it was there.
 --
 -- Locks: none. Indexes: q_*_vt_idx up to now, tsq_domain_type.
 WITH claimable AS (

@@ -1,8 +1,9 @@
--- commands/send.sql for the usual command: now, and nothing but id, type and data. The other parameters, all null, would
--- cost a sixth of the whole send.
+-- commands/send.sql for the usual command: sent for now, with nothing but id, type and data. The other parameters, all
+-- null, would cost a sixth of the whole send.
 --
--- What it returns is not read from the message: a producer may not read messages (model/roles.py). Locks, indexes and the reason for clock_timestamp(): commands/send.sql. All in one INSERT with one CTE: a SELECT over two of
--- them took 20 of 210 µs.
+-- The result is not read from the message, because a producer may not read messages (model/roles.py). Locks, indexes
+-- and the reason for clock_timestamp(): commands/send.sql. It is one INSERT with one CTE: a SELECT over two of them
+-- took 20 of 210 µs.
 WITH sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, data)
     VALUES ('{domain}', %s, %s, pg_catalog.nextval('pgmq.{queue}_msg_id_seq'), %s::json)

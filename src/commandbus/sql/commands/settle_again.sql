@@ -1,10 +1,11 @@
--- Settles attempts whose command is to be tried again: after a failure (with an attempt row), or waived.
--- Returns the rows that were not settled, as commands/settle_final.sql does.
+-- Settles attempts whose command is to be tried again: after a failure (with an attempt row), or waived. Returns the
+-- rows that were not settled, as commands/settle_final.sql does.
 --
--- The holder is cleared, so a zombie cannot settle during its own back-off. Locks: queue rows in key order, then
--- command rows (of waived ones, and where the marks of trouble change). Index: the queue's key, the command's key, the
--- attempt's key. A command that is given back again and again for one reason (an outage of hours) gets a history row less
--- and less often, so that there are dozens and not thousands: after ten attempts, each at half as many more.
+-- The holder is cleared, so an attempt that was abandoned cannot settle during its own back-off. Locks: queue rows in
+-- key order, then command rows (of waived ones, and where the marks of trouble change). Indexes: the queue's key, the
+-- command's key, the attempt's key. A command that is given back again and again for one reason (an outage of hours)
+-- gets a history row less and less often: after ten attempts, each at half as many more. So there are dozens of rows,
+-- not thousands.
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, n integer, t float8, d float8, w integer, k boolean, x smallint, q boolean,

@@ -1,15 +1,16 @@
--- commands/settle_final.sql for the usual outcome: a command's first attempt completed, without a result, a reply or a process.
--- Returns, where some were not settled, those that were; the caller asks commands/settle_final.sql about the rest.
+-- commands/settle_final.sql for the usual outcome: the first attempt of a command completed, without a result, a reply
+-- or a process. If some were not settled, returns those that were; the caller asks commands/settle_final.sql about the
+-- rest.
 --
--- `messages` and `started` have a place for each number from first + 1 on: the msg_id of the command with that number and
--- when its attempt started, or 0 where that command is not among them. So there is no join: each table is read by an
--- array of keys, and no estimate can make it anything else.
+-- `messages` and `started` have an element for each number from first + 1 on: the msg_id of the command with that
+-- number and when its attempt started, or 0 if that command is not among them. So there is no join: each table is read
+-- by an array of keys, and no estimate can change that.
 --
--- Fence and row writes: as in commands/settle_final.sql. The DELETE is the fence. It waits for a queue row that somebody has
--- locked, as long as the session's lock_timeout allows. Locks: queue rows in key order, then command rows.
+-- Fence and row writes: as in commands/settle_final.sql. The DELETE is the fence. It waits for a queue row that
+-- somebody has locked, as long as the session's lock_timeout allows. Locks: queue rows in key order, then command rows.
 -- Indexes: the queue's key, the command's key.
 --
--- Where members of batches are among them, batches/settle_done_batches.sql is put into the middle.
+-- If members of batches are among them, batches/settle_done_batches.sql is put into the middle.
 WITH gone AS (
     DELETE FROM pgmq.{queue}
      WHERE msg_id = ANY (%(messages)s::bigint[])

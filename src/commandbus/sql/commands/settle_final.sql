@@ -1,15 +1,15 @@
--- Settles attempts for good: the command is COMPLETED, FAILED, CANCELED or in the troubleshooting queue.
--- Returns the rows that were NOT settled: `refused` (the fence is gone: somebody else settled or claimed it) or
+-- Settles attempts for good: the command is COMPLETED, FAILED, CANCELED or in the troubleshooting queue. Returns the
+-- rows that were NOT settled: `refused` (the fence is gone: somebody else settled or claimed it) or
 -- `busy` (another transaction holds the queue row: ask again).
 --
--- Where members of batches or processes are among them, commands/settle_groups.sql is put into the middle.
+-- If members of batches or processes are among them, commands/settle_groups.sql is put into the middle.
 --
--- Fence: queue row (msg_id) with this read_ct, still held by this worker, and of this command: after a failover that
--- lost commits a msg_id may have been given out again. Locks: queue rows in key order,
--- then command rows, then process rows. Indexes: the queue's key, the command's key. Two row writes for a completion: the queue row
--- goes, the command row is updated in place (HOT: no index names what changes here). The queue row goes by its key,
--- not by its ctid: a renewal that commits between our snapshot and our lock has moved it, and a scan by the new ctid
--- would not see it.
+-- Fence: the queue row (msg_id) with this read_ct, still held by this worker, and of this command. The command is
+-- compared because after a failover that lost commits a msg_id may have been given out again. Locks: queue rows in key
+-- order, then command rows, then process rows. Indexes: the queue's key, the command's key. Two row writes for a
+-- completion: the queue row is deleted, the command row is updated in place (HOT: no index names what changes here).
+-- The queue row is deleted by its key, not by its ctid. A renewal that commits between our snapshot and our lock has
+-- moved the row, and a scan by the new ctid would not see it.
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, s text, n integer, t float8, v json, e json)

@@ -1,5 +1,5 @@
--- The part of commands/settle_final.sql that is about batches and processes: members are counted in batch_delta, one row per batch
--- and statement; a process whose command went to the troubleshooting queue waits for it.
+-- The part of commands/settle_final.sql that is about batches and processes. Members are counted in batch_delta, one
+-- row per batch and statement. A process whose command went to the troubleshooting queue waits for it.
 --
 -- Locks: process rows in key order, after the command rows; new rows of batch_delta. Indexes: process's key.
     RETURNING c.batch, c.process, f.s

@@ -1,11 +1,13 @@
--- Leases commands of one type that wait for a handler, straight from `parked`: they never become visible to workers that
--- have none. Returns what commands/claim.sql returns, in its order. Takes nothing while the domain is paused.
+-- Leases commands of one type that wait for a handler, straight from `parked`. So they never become visible to workers
+-- without a handler for them. Returns the columns of commands/claim.sql, in the same order. Takes nothing while the
+-- domain is paused.
 --
--- `of_age` leaves out those that have not waited long enough, where they are taken to be given up. `paused` names the
--- pauses that keep them here: '' is that of the domain.
--- Locks: rows of parked, then queue rows, SKIP LOCKED: it waits for nobody, so the order harms nobody. Indexes:
--- parked_reason (its columns are compared as a row: no other index offers that), the queue's key, the command's key.
--- A row of parked whose message is gone goes, too. One for which a permit of a limit is kept becomes a row of that limit
+-- `of_age` leaves out commands that have not waited long enough to be given up. `paused` names the pauses that keep
+-- commands here; '' is the pause of the domain.
+-- Locks: rows of parked, then queue rows, SKIP LOCKED. It waits for nobody, so this order of locks is harmless.
+-- Indexes: parked_reason (its columns are compared as a row, which no other index offers), the queue's key, the
+-- command's key.
+-- A row of parked whose message is gone is deleted. A row for which a permit is reserved becomes a row of that limit
 -- again, whose turn has come.
 WITH chosen AS MATERIALIZED (
     SELECT seq, msg_id, kept_limit

@@ -1,9 +1,9 @@
--- An operator's retry: commands leave the troubleshooting queue for their domain's queue; their attempts start
--- again (a new message, whose read_ct is 0; the number goes on from attempt_base; nothing is waived yet). One that got stuck
--- or crashed its worker goes on in quarantine.
+-- An operator's retry. Commands leave the troubleshooting queue for their domain's queue, and their attempts start
+-- again: a new message, whose read_ct is 0; the number goes on from attempt_base; nothing is waived yet. A command that
+-- got stuck or crashed its worker goes on in quarantine.
 --
--- Locks: tsq rows in key order (of two operators the second waits, then finds nothing), then the new queue rows,
--- then command rows. Index: tsq's key or tsq_domain_type; attempt's key.
+-- Locks: tsq rows in key order (of two operators the second waits, then finds nothing), then the new queue rows, then
+-- command rows. Index: tsq's key or tsq_domain_type; attempt's key.
 WITH picked AS MATERIALIZED (
     SELECT t.command
       FROM commandbus.tsq t

@@ -1,5 +1,6 @@
--- The command types of some domains of which something is parked that nothing keeps any more: their pause is over, their
--- breaker closed. Locks: none. Index: parked_reason, from one type to the next.
+-- The command types of some domains with parked commands that could go on: their pause is over, or their breaker is
+-- closed.
+-- Locks: none. Index: parked_reason, from one type to the next.
 WITH RECURSIVE kind AS (
     (SELECT reason, domain, command_type FROM commandbus.parked ORDER BY reason, domain, command_type LIMIT 1)
     UNION ALL

@@ -1,16 +1,18 @@
--- Wakes a bite of what a pause or a breaker (`reason`) had parked of one command type, after a given seq, and the workers of
--- the domain. Nothing where it is paused or its breaker not closed by now. Returns how many were woken, and the last seq
--- that was looked at if there may be more.
+-- Wakes a bite of the commands of one type that a pause or a breaker (`reason`) had parked, after a given seq, and the
+-- workers of the domain. Does nothing if the type is paused or its breaker is not closed by now. Returns how many were
+-- woken, and the last seq that was looked at if there may be more.
 --
--- One at a time for each type, by an advisory lock: whoever does not get it leaves the work to who has it. A parked row
--- without a message that waits is removed: nobody else would.
--- Locks: queue rows in key order, those that nobody else holds, then their parked rows (commands/cancel.sql takes them in this order
--- too). A message that waits becomes visible in years: one that somebody else has woken since our snapshot is left alone.
--- Indexes: parked_reason, in its order, and the queue's key. (Were the type given by `=`, or the end of its range, the
--- planner might read and sort all that is parked: it does not know how much that is just now. So the end is compared
--- outside. It would do the same where it takes a bite for most of what is parked, so the bite is no plain number.)
--- Parked rows go by ctid: nobody moves one while its message waits. By `seq`, where ANALYZE had found dead rows only, the
--- planner took parked_reason for as good as the key, and read all of it for each row.
+-- An advisory lock lets one session at a time do this for a type; the others leave the work to it. A parked row whose
+-- message does not wait any more is removed, because nobody else would do that.
+-- Locks: queue rows in key order, those that nobody else holds, then their parked rows (commands/cancel.sql uses the
+-- same order). A waiting message becomes visible in years, so one that somebody else has woken since our snapshot is
+-- left alone.
+-- Indexes: parked_reason, in its order, and the queue's key. With `=` on the type, or with the end of its range, the
+-- planner might read and sort everything that is parked, because it does not know how much that is just now. So the end
+-- is compared outside. The planner would do the same if it took a bite for most of what is parked, so the bite is not a
+-- plain number.
+-- Parked rows are deleted by ctid, because nobody moves one while its message waits. By `seq`, when ANALYZE had found
+-- only dead rows, the planner took parked_reason for as good as the key and read all of it for each row.
 WITH turn AS MATERIALIZED (
     SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtextextended(
                pg_catalog.concat_ws(' ', 'commandbus unpark', %(reason)s::text, %(domain)s::text, %(type)s::text), 0::bigint))

@@ -1,4 +1,4 @@
--- A worker that has work takes its request for notifications back, and clears those of workers long dead.
+-- A worker that has work again wants no notifications. This also deletes the requests of workers that are long dead.
 -- Locks: its own rows; others' only if nobody else holds them.
 DELETE FROM commandbus.waiting
  WHERE ctid = ANY (ARRAY(SELECT ctid FROM commandbus.waiting

@@ -1,4 +1,6 @@
--- The first commands (0: a block of a program) that wait for a limit: do several call? Locks: none. Index: parked_limit.
+-- The first commands (0: a block of a program) that wait for a limit. The caller wants to know whether there are
+-- several.
+-- Locks: none. Index: parked_limit.
 SELECT DISTINCT command
   FROM (SELECT p.command FROM commandbus.parked p
          WHERE p.limit_name = %(name)s AND p.woken_at IS NULL AND {claimable}

@@ -1,5 +1,6 @@
--- A part of other statements: may the turn of this parked row `p` come? Not while its domain or type is paused, or nobody
--- works there: a permit that is kept for it would be kept in vain. Both lists are made once, however many rows are looked at.
+-- A part of other statements: can the turn of this parked row `p` come? It cannot while its domain or type is paused,
+-- or while no worker works there, because the permit would be reserved in vain. Both lists are made once, however many
+-- rows are looked at.
 (p.domain = ''
  OR (p.domain = ANY (ARRAY(SELECT pg_catalog.unnest(w.domains) FROM commandbus.worker w
                             WHERE w.state = 'ACTIVE'

@@ -1,3 +1,3 @@
--- Forgets programs of which nothing is left. Only under the lock of limit_mode. Locks: their rows.
+-- Deletes programs that hold nothing any more. Only under the lock of limit_mode. Locks: their rows.
 -- Index: limit_client_pkey.
 DELETE FROM commandbus.limit_client WHERE id = ANY (%(ids)s::text[])

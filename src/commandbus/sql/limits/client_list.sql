@@ -1,7 +1,7 @@
--- The programs that use Redis limits: since when, last heard of, and without Redis for how many seconds, what they
--- hold; and, in each row, the longest lease of those limits and the clock.
--- Locks: none, or (where `locking` is put in) all rows in the order of their key: one that says at this moment that it is
--- alive is waited for, or waits and then sees what was decided. Index: limit_client_pkey; limits is small.
+-- The programs that use Redis limits: since when, when last heard of, for how many seconds without Redis, and what they
+-- hold. Each row also has the longest lease of those limits, and the clock.
+-- Locks: none, or (with `locking`) all rows in key order. A program that writes its heartbeat at this moment is waited
+-- for, or it waits for us and then sees what was decided. Index: limit_client_pkey; limits is small.
 SELECT id, extract(epoch FROM started_at)::float8,
        extract(epoch FROM pg_catalog.clock_timestamp() - beat_at)::float8,
        extract(epoch FROM pg_catalog.clock_timestamp() - lost_at)::float8, held,

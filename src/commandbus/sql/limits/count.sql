@@ -1,4 +1,4 @@
--- Counts permits that were given elsewhere (in Redis), for the counter and for the measured rate.
+-- Adds permits that were given by Redis to the counter and to the measured rate.
 -- Locks: the limit's row. Index: limits_pkey.
 UPDATE commandbus.limits l
    SET granted = l.granted + %(count)s::bigint,

@@ -1,6 +1,6 @@
--- Limits in figures, for metrics: permits, how many are in use, who waits (counted up to `most`), what is left of a
--- back-off or an open breaker, and the counters. Of permits that are kept in Redis, what its programs said last: the most
--- that each may hold, or what PostgreSQL counts for it while Redis is out of its reach.
+-- The metrics of limits: permits, how many are in use, who waits (counted up to `most`), how long a back-off or an open
+-- breaker still lasts, and the counters. For permits in Redis, it uses what the programs said last: the most that each
+-- may hold, or what PostgreSQL counts for a program that cannot reach Redis.
 -- Locks: none. Indexes: parked_limit; limits, limit_client and limit_mode are small.
 SELECT l.name, l.concurrency,
        CASE WHEN l.store = 'postgres'

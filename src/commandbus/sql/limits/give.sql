@@ -1,8 +1,8 @@
--- Gives permits back, and breaks the row of bad answers after a good one, which is noted: at once where the row is written
--- anyway, else every second or so, and when it is the first since the breaker opened. Says whether somebody waits, and who
--- is the probe.
--- Locks: the limit's row, if anything changes in it. Indexes: limits_pkey, parked_limit (the ORDER BY keeps
--- the planner on it, whatever it believes of how many wait).
+-- Releases permits. A good answer ends a run of bad answers. Its time is noted: at once if the row is written anyway or
+-- if it is the first good answer since the breaker opened, otherwise about once a second. Returns whether somebody
+-- waits, and who is the probe.
+-- Locks: the limit's row, if anything changes in it. Indexes: limits_pkey, parked_limit (the ORDER BY keeps the planner
+-- on it, however many it believes to wait).
 WITH given AS (
     UPDATE commandbus.limits l
        SET holders = l.holders - %(tokens)s::text[],

@@ -1,5 +1,6 @@
--- Does nobody hold a permit of a limit, or wait for one? Where its permits are in Redis (not is_here), nobody who uses Redis
--- may be there, or have been within a lease. Locks: none (the caller holds the row). Indexes: limits_pkey, parked_limit.
+-- Is a limit unused: nobody holds a permit of it, and nobody waits for one? If its permits are in Redis (not is_here),
+-- no program that uses Redis may be alive, or have been alive within a lease.
+-- Locks: none (the caller holds the row). Indexes: limits_pkey, parked_limit.
 SELECT NOT EXISTS (SELECT FROM commandbus.parked WHERE limit_name = %(name)s AND woken_at IS NULL)
        AND CASE WHEN %(is_here)s
                 THEN NOT EXISTS (SELECT FROM pg_catalog.jsonb_each(l.holders)

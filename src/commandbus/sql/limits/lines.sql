@@ -1,4 +1,4 @@
--- How many wait for its limit before each of these commands of one domain. Walks once along the lines of those limits,
+-- How many wait before each of these commands of one domain for the same limit. Reads the lines of those limits once,
 -- however many commands are asked for. Locks: none. Index: parked_limit, in its order.
 SELECT msg_id, ahead
   FROM (SELECT domain, msg_id,

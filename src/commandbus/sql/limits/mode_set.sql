@@ -1,4 +1,5 @@
--- Changes where the permits of Redis limits are kept, and tells the gates. Only for who has locked the row.
+-- Changes where the permits of Redis limits are kept, and notifies the limit clients. The caller must have locked the
+-- row.
 -- Locks: that row. Index: limit_mode_pkey.
 WITH changed AS (
     UPDATE commandbus.limit_mode

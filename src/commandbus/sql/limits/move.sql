@@ -1,5 +1,6 @@
--- Writes how a limit stands after an answer of its API, and frees permits. What a person has decided (is_forced) no answer
--- changes, and who only calls has no right to. Locks: the row (the caller has locked it). Index: limits_pkey.
+-- Writes the state of a limit after an answer of its API, and frees permits. No answer changes what a person has
+-- decided (is_forced), and a role that only calls has no right to. Locks: the row (the caller has locked it). Index:
+-- limits_pkey.
 UPDATE commandbus.limits
    SET holders = holders - %(gone)s::text[], rate_limited = rate_limited + %(counts)s, step = %(step)s,
        until = pg_catalog.to_timestamp(%(until)s::float8), reason = %(reason)s, failures = %(failures)s,

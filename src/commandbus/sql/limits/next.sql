@@ -1,10 +1,10 @@
--- Whose turn is next at a limit: by `since`. For a probe, `vain` says how often which command was that in vain: those that
--- it does not name come first; if there are none, `order` puts those with the fewest first.
--- The last columns, the same in every row: does somebody wait inside a program, and for how many seconds has nobody claimed
--- a command whose turn came? Null if all are claimed.
+-- Which parked commands are next in line at a limit, in the order of `since`. For a probe, `vain` says how often each
+-- command has probed in vain. Commands that it does not name come first; if there are none, `order` puts those with the
+-- fewest first. The last columns are the same in every row: does somebody wait inside a program, and for how many
+-- seconds has a command whose turn came not been claimed (null if all are claimed)?
 -- Locks: none (the caller holds the limit's row, so nobody else wakes its waiters).
--- Index: parked_limit, in its order; with another order it reads only as many rows as `vain` names. The last columns go by
--- parked_domain_msg_id_key and parked_woken: both lists are short.
+-- Index: parked_limit, in its order; with another order it reads only as many rows as `vain` names. The last columns go
+-- by parked_domain_msg_id_key and parked_woken: both lists are short.
 SELECT p.seq, p.domain, p.msg_id, p.token, p.since,
        (SELECT c.domain || '/' || c.command_id FROM commandbus.command c WHERE c.id = p.command), p.command,
        EXISTS (SELECT FROM (SELECT limit_name, woken_at FROM commandbus.parked WHERE domain = '' OFFSET 0) call

@@ -1,4 +1,4 @@
--- Forgets rows of parked whose message is gone, whatever took it: they would stay at the head of the line for ever.
+-- Deletes rows of parked whose message is gone, for whatever reason. They would stay at the head of the line for ever.
 -- Locks: those rows; nobody else looks at them. Indexes: parked_domain_msg_id_key, the queue's key.
 DELETE FROM commandbus.parked
  WHERE seq = ANY (ARRAY(

@@ -1,5 +1,5 @@
--- Wakes commands that have waited for a limit as long as they may, without a successful call of anybody: who claims them sees
--- that, and hands them to a person.
+-- Wakes commands that have waited for a limit as long as they may, while no call of anybody succeeded. The worker that
+-- claims such a command moves it to the troubleshooting queue.
 -- Locks: queue rows in key order, then rows of parked. Indexes: parked_waiting, the queue's key; limits is small.
 WITH overdue AS MATERIALIZED (
     SELECT w.seq, w.msg_id

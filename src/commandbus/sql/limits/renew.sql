@@ -1,5 +1,5 @@
--- Renews the leases of permits that are held, and says which of the tokens hold none any more. One that ran out but was
--- not given away yet is renewed: nobody has taken its permit.
+-- Renews the leases of permits that are held, and returns the tokens that hold none any more. A permit whose lease has
+-- ended is renewed if nobody has taken it yet.
 -- Locks: the limit's row. Index: limits_pkey.
 WITH renewed AS (
     UPDATE commandbus.limits l

@@ -1,9 +1,8 @@
--- The rows of limits, with what follows from them at this moment: who holds a permit and for how long, how many permits
--- were given a second of late, whether anybody waits, when a call last succeeded, and for how long none has while somebody
--- waited. name NULL: all of them.
--- Locks: none, or (where `locking` is put in) the row, by who is about to change it. Indexes: limits_pkey, parked_limit.
-SELECT l.name, l.environment, l.store, l.concurrency, l.per_second, l.burst, l.lease, l.max_wait, l.tries, l.backoff,
-       l.breaker_failures, l.breaker_reset, l.step, pg_catalog.date_part('epoch', l.until), l.reason, l.failures,
+-- The rows of limits, with their situation at this moment: who holds a permit and for how long, how many permits a
+-- second were given lately, whether anybody waits, when a call last succeeded, and for how long none has while somebody
+-- waited. name NULL: all limits.
+-- Locks: none, or (with `locking`) the row, for a caller that wants to change it. Indexes: limits_pkey, parked_limit.
+SELECT l.name, l.environment, l.store, l.step, pg_catalog.date_part('epoch', l.until), l.reason, l.failures,
        l.is_open, l.is_forced, pg_catalog.date_part('epoch', l.opened_at),
        pg_catalog.date_part('epoch', l.open_until), l.open_reason, l.probe,
        pg_catalog.date_part('epoch', l.probe_until), l.blamed, l.vain,

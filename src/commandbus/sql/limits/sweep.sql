@@ -1,7 +1,7 @@
--- Puts right what crashes leave behind, and finds what is due: the limits that somebody waits for (also one that is gone),
--- and the domains with commands that have waited too long. Rows of those whose turn came a minute ago have no use any more.
--- Notes that somebody looks after the line: a gap of a minute begins everybody's wait anew.
--- Locks: rows of parked that nobody uses; rows of limits in key order, but for those that somebody holds now.
+-- Repairs what crashes leave behind, and finds what is due: the limits that somebody waits for (also one that is gone),
+-- and the domains with commands that have waited too long. Rows whose turn came more than a minute ago are deleted.
+-- Notes that somebody serves the line: after a gap of a minute, everybody's wait begins anew.
+-- Locks: rows of parked that nobody uses; rows of limits in key order, except those that somebody holds now.
 -- Indexes: parked_woken, parked_give_up, parked_limit (from name to name), parked_waiting; limits is small.
 WITH RECURSIVE awaited(name) AS (
     (SELECT p.limit_name FROM commandbus.parked p WHERE p.limit_name IS NOT NULL AND p.woken_at IS NULL

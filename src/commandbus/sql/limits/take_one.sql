@@ -1,9 +1,9 @@
--- Takes one permit of a limit that stands well, has one for sure, and that nobody waits for: the usual case, at a third of
--- what limits/take.sql costs. Returns a row if it was taken; if not, that statement says why. Permits whose lease has ended
--- count as taken here.
+-- Takes one permit of a limit that is available, certainly has a permit left, and that nobody waits for. This is the
+-- usual case, at a third of the cost of limits/take.sql. Returns a row if it was taken; if not, limits/take.sql says
+-- why. Permits whose lease has ended count as taken here.
 --
--- Everything is decided in the one row, as there. Locks: the limit's row. Indexes: limits_pkey, parked_limit (the ORDER BY keeps
--- the planner on it, whatever it believes of how many wait).
+-- Everything is decided in the one row, as there. Locks: the limit's row. Indexes: limits_pkey, parked_limit (the ORDER
+-- BY keeps the planner on it, however many it believes to wait).
 UPDATE commandbus.limits l
    SET holders = l.holders || pg_catalog.jsonb_build_object(
            %(token)s::text, pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) + l.lease),

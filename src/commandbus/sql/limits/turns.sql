@@ -1,5 +1,6 @@
--- What is known of commands that come to a limit and were claimed before: the permit that is kept for them, how long ago
--- they were first parked, and how often the API has refused them (also as the probe). A row of parked has done its duty then.
+-- What is known of commands that come to a limit and were claimed before: the permit that is reserved for them, how
+-- long ago they were first parked, and how often the API has refused them (also as the probe). Their rows of parked are
+-- deleted.
 -- Locks: rows of parked, of commands that the caller holds. Indexes: parked_domain_msg_id_key, attempt_pkey.
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json) AS x(m bigint, c bigint, b integer)

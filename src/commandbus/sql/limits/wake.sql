@@ -1,4 +1,5 @@
--- Makes parked commands visible, and tells the workers of their domain. They come before what was sent after them.
+-- Makes parked commands visible, and notifies the workers of their domain. They come before commands that were sent
+-- later.
 -- Locks: queue rows, which the caller has locked. Index: the queue's key, by an array as in limits/woken.sql.
 WITH woken AS (
     UPDATE pgmq.{queue}

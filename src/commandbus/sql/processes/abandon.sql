@@ -1,6 +1,7 @@
--- Somebody canceled, or completed by hand, messages to processes that they had not handled: they cannot go on by
--- themselves. (Without a timer they can: they have no deadline then.) Returns those that failed by this, whom to tell, and
--- whether another of their commands is in the troubleshooting queue: they are not counted there any more.
+-- Somebody canceled, or completed by hand, messages that a process had not handled. The process cannot go on by itself,
+-- so it fails. (Without a timer it can go on: it only has no deadline then.) Returns the processes that failed by this,
+-- where to reply, and whether another of their commands is in the troubleshooting queue: it is not counted there any
+-- more.
 --
 -- Locks: process rows in key order. Index: the key.
 WITH locked AS MATERIALIZED (

@@ -1,8 +1,8 @@
 -- Moves a process, if nobody has moved it since it was read; closes steps, and counts it in its batch when it ends.
--- No row comes back if somebody has.
+-- Returns no row if somebody has moved it.
 --
--- Locks: the process row; it is the last thing that its transaction does but for settling the message. Indexes: the keys.
--- One of its commands may have gone to the troubleshooting queue meanwhile: then it waits for that.
+-- Locks: the process row. After this, the transaction only settles the message. Indexes: the keys. If one of its
+-- commands went to the troubleshooting queue meanwhile, the process waits for that.
 WITH moved AS (
     UPDATE commandbus.process
        SET status = CASE WHEN in_tsq > 0 AND NOT %(is_final)s::boolean THEN 'WAITING_FOR_TSQ' ELSE %(status)s::text END,

@@ -1,8 +1,10 @@
--- Notes that somebody asked to cancel a process that is neither final nor being undone; asking again changes nothing. One
--- that has sent nothing yet is CANCELED at once: there is nothing to undo, and its code may not even be able to begin.
--- Returns the status that it had, whether it ended by this, and whom to tell; no row if it cannot be canceled.
+-- Records that somebody asked to cancel a process that is neither final nor being undone. Asking again changes nothing.
+-- A process that has sent nothing yet is CANCELED at once: there is nothing to undo, and its code may not even be able
+-- to begin. Returns the status that it had, whether it ended by this, and where to reply; no row if it cannot be
+-- canceled.
 --
--- Locks: the process row; new rows of batch_delta. Index: process_domain_process_id_key. Its version is counted up: a message that is being handled at this moment is handled again, and sees the request.
+-- Locks: the process row; new rows of batch_delta. Index: process_domain_process_id_key. The version is increased, so a
+-- message that is being handled at this moment is handled again, and sees the request.
 WITH target AS MATERIALIZED (
     SELECT id, status, in_tsq FROM commandbus.process
      WHERE domain = %(domain)s AND process_id = %(process_id)s AND finished_at IS NULL AND NOT is_compensating

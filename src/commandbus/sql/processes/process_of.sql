@@ -1,4 +1,4 @@
--- The process that a command belongs to, and as what. Locks: none. Indexes: the keys.
+-- The process that a command belongs to, and its role there. Locks: none. Indexes: the keys.
 SELECT p.domain, p.process_id, c.step, s.name
   FROM commandbus.command c
   JOIN commandbus.process p ON p.id = c.process

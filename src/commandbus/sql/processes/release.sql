@@ -1,5 +1,5 @@
--- Commands of processes have left the troubleshooting queue (one entry of `processes` each): a process of which none is
--- left there goes back to where it was. Returns the batches of those.
+-- Commands of processes have left the troubleshooting queue (one entry of `processes` each). A process that has no
+-- command left there goes back to its former status. Returns the batches of those.
 --
 -- Locks: process rows in key order. Index: the key.
 WITH left_it AS MATERIALIZED (

@@ -1,5 +1,5 @@
--- Replies to the steps of processes: each becomes a command of the process's type in the process's domain. A reply to a
--- command of no process, whose sender named this queue, goes there as it is.
+-- Replies to the steps of processes. Each becomes a command of the process's type in the process's domain. If the
+-- command belongs to no process, but its sender named this queue, the reply goes there as it is.
 --
 -- Locks: new rows only. Indexes: the keys of command and process, inside LATERALs that cannot be flattened.
 WITH input AS MATERIALIZED (

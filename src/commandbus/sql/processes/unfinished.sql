@@ -1,5 +1,5 @@
--- The commands of a process's outstanding steps, and its own messages (step 0): those in the troubleshooting queue, which
--- are to be retried, or if it has ended, all that are left, to be ended.
+-- The commands of a process's outstanding steps, and its own messages (step 0). For a retry: those in the
+-- troubleshooting queue. For a process that has ended: all that are left, so that they can be ended.
 -- Locks: none. Indexes: the keys, command_process.
 SELECT p.id, s.domain, s.command_id, false
   FROM commandbus.process p JOIN commandbus.process_step s ON s.process = p.id

@@ -1,4 +1,4 @@
--- The figures of a PGMQ queue, as pgmq.metrics tells them; how many were ever sent is null for a role that may not use the
+-- The metrics of a PGMQ queue, like pgmq.metrics. How many were ever sent is null for a role that may not use the
 -- queue's sequence. Locks: none. It reads the whole queue.
 SELECT pg_catalog.count(*),
        pg_catalog.count(*) FILTER (WHERE q.vt <= pg_catalog.clock_timestamp()),

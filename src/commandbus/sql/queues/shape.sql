@@ -1,4 +1,4 @@
--- Is there such a PGMQ queue, and has it the column of newer PGMQs? Locks: none. Catalogs only.
+-- Does this PGMQ queue exist, and does it have the column of newer versions of PGMQ? Locks: none. Catalogs only.
 SELECT t.queue IS NOT NULL,
        EXISTS (SELECT FROM pg_catalog.pg_attribute a
                 WHERE a.attrelid = t.queue::oid AND a.attname = 'last_read_at'::pg_catalog.name AND NOT a.attisdropped)

@@ -1,7 +1,7 @@
--- What this role may do of what a worker needs: one row per privilege, with whether its table is there and whether
--- the role has the privilege (on a column at least). The schema's own USAGE comes as a row without a table.
+-- Which of the privileges that a worker needs does this role have? One row per privilege: whether its table exists, and
+-- whether the role has the privilege (at least on a column). The schema's own USAGE comes as a row without a table.
 --
--- Locks: none. Catalogs only, by name: they are open to everybody, also where the schema is not.
+-- Locks: none. Catalogs only, by name: everybody may read them, even without rights on the schema.
 SELECT current_user::text, w.schema, w.name, w.privilege,
        CASE WHEN w.name = '' THEN n.oid IS NOT NULL ELSE c.oid IS NOT NULL END,
        CASE WHEN w.name = '' THEN pg_catalog.has_schema_privilege(n.oid, w.privilege)

@@ -1,5 +1,5 @@
--- A worker says that it lives, what it does, and which command types it has handlers for. Types that are stored already are
--- not written again. Locks: its own row.
+-- Records that a worker is alive, what it does, and which command types it has handlers for. Types that are stored
+-- already are not written again. Locks: its own row.
 INSERT INTO commandbus.worker AS w (id, host, pid, domains, concurrency, version, supervisor, state, running, settled, rates,
                                     health, counts, types)
 VALUES (%(id)s, %(host)s, %(pid)s, %(domains)s::text[], %(concurrency)s, %(version)s, %(supervisor)s, %(state)s,
