@@ -14,12 +14,12 @@ from typing import Any
 
 from commandbus.cli.render import age, moment, printable, printable_lines
 
-# What a person did not write: this package (but for its demo), the interpreter's own library, what was installed.
+# Code that the user did not write: this package (except its demo), the standard library, installed packages.
 _OURS = re.compile(
     r"/commandbus/(?:bus|db|embedded|flow|limits|processes|supervisor|testing|troubleshooting|worker)\b"
 )
 _FOREIGN = re.compile(rf"<frozen |/site-packages/|/dist-packages/|/lib/python\d|{_OURS.pattern}")
-# As a traceback has it (`line 5, in f`), and as faulthandler does (`line 5 in f`).
+# As a traceback writes it (`line 5, in f`), and as faulthandler does (`line 5 in f`).
 _FRAME = re.compile(r'File "(?P<path>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 _DUMPED_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-fA-F]+\b")
 _CURRENT = "(current)"

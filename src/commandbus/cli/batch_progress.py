@@ -32,7 +32,7 @@ def bar() -> Iterator[Show]:
         room = shutil.get_terminal_size().columns - 1  # the last column would make some terminals wrap
         line = bar_line(record, room)
         text = "\r" + line.ljust(min(drawn, room))
-        drawn = len(line)  # known before it is seen: a signal may come in between
+        drawn = len(line)  # set before the line is drawn: a signal may come in between
         click.echo(text, nl=False)
         sys.stdout.flush()
 

@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def run(arguments: Sequence[str]) -> int:
     """Run a command line. Returns the exit code."""
     session = CliSession()
-    # What psycopg has to say about a connection that a signal tore apart is of no use here; a worker logs it.
+    # psycopg's warnings about a connection that a signal interrupted do not help here; a worker logs them.
     logging.getLogger("psycopg").addHandler(logging.NullHandler())
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):

@@ -19,7 +19,7 @@ STDIN = "-"
 
 def read_text(name: str) -> str:
     """A text file; `-` is the standard input."""
-    if name == STDIN and sys.stdin is None:  # as Python has it after `<&-`
+    if name == STDIN and sys.stdin is None:  # stdin is None after `<&-`
         raise click.UsageError("standard input is closed")
     try:
         content = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()

@@ -19,7 +19,7 @@ PURPOSES = {
 }
 
 
-# A comment: which login the workers use is not known here, and on a direct connection nothing of it is needed.
+# This is a comment, because the login of the workers is not known here. A direct connection does not need it.
 BEHIND_A_POOLER = """\
 
 -- Behind PgBouncer in transaction mode workers set no timeouts in a session. Set them for the workers' login:

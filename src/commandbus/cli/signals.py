@@ -38,7 +38,7 @@ def as_exceptions() -> Iterator[None]:
         return
     before = {}
     for number in CAUGHT:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
             before[number] = signal.signal(number, _raise)
     try:
         yield

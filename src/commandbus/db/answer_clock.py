@@ -42,7 +42,7 @@ class PendingAnswer:
         self.name = name
         self.cancel_after = cancel_after
         self.cut_after = cut_after
-        self.asked_at = 0.0  # 0: nothing is asked
+        self.asked_at = 0.0  # 0: no question is open
         self.conn: Connection[Any] | None = None
         self.was_cut = False
         self._canceled = False
@@ -111,7 +111,7 @@ def _cancel(conn: Connection[Any]) -> None:
 def _cut(conn: Connection[Any]) -> None:
     """Ends every read and write of the socket; its owner still has to close it."""
     if isinstance(conn, OwnConnection) and not conn.has_its_socket:
-        return  # its owner sees that by itself
+        return  # its owner notices that itself
     with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(conn.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 

@@ -38,7 +38,7 @@ def is_hopeless(error: BaseException) -> bool:
     if not passes_by_itself(error):
         return True
     found, hosts = _ONE_OF_SEVERAL.split(str(error)), 1
-    if len(found) > hosts:  # psycopg names all of them after the last one's error
+    if len(found) > hosts:  # psycopg lists all addresses after the error of the last one
         return all(_REFUSED.search(each) for each in found[hosts:])
     return _REFUSED.search(str(error)) is not None
 
@@ -65,8 +65,8 @@ class _WhileWanted(AttemptWithBackoff):
 class BusPool(ConnectionPool[OwnConnection]):
     """The pool of a CommandBus."""
 
-    failure: BaseException | None = None  # of the last attempt to connect
-    is_patient = False  # the server is started again if it dies: it is waited for
+    failure: BaseException | None = None  # the error of the last attempt to connect
+    is_patient = False  # the embedded server is restarted if it dies, so callers wait for it
 
     @property
     def is_wanted(self) -> bool:
@@ -100,7 +100,7 @@ class BusPool(ConnectionPool[OwnConnection]):
 
     def _add_connection(self, attempt: AttemptWithBackoff | None, growing: bool = False) -> None:  # noqa: FBT001
         super()._add_connection(attempt or _WhileWanted(self), growing)
-        with self._lock:  # somebody may have come while this one was giving up, and have relied on it
+        with self._lock:  # another caller may have come while this one was giving up, and rely on it
             if self.is_wanted:
                 self._maybe_grow_pool()
 

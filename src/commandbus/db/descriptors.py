@@ -57,7 +57,7 @@ class WakeFile:
 
     def write(self) -> None:
         """Wake the one who polls. One that polls a closed file sees by itself that it must poll the new one."""
-        with contextlib.suppress(OSError):  # it is full: then the one who polls is awake
+        with contextlib.suppress(OSError):  # the pipe is full, so the poller is awake
             os.write(self._end(1), b"!")
 
     def take(self) -> None:

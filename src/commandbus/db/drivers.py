@@ -99,7 +99,7 @@ class OwnConnection(Connection[tuple[Any, ...]]):
         try:
             return file_behind(self.pgconn.socket) == self._file
         except psycopg.OperationalError:
-            return True  # it was closed in the ordinary way
+            return True  # it was closed through psycopg, as usual
 
     def close(self) -> None:
         """Close it; a socket that is not its own any more is left alone."""
@@ -178,7 +178,7 @@ def run(conn: AnyConnection, operation: Runnable[T]) -> T:
         result = _run_whole(conn, operation)
     except psycopg.errors.ReadOnlySqlTransaction:
         if isinstance(conn, OwnConnection) and conn.autocommit:
-            conn.close()  # its session may stay so when the server can write again, or the writer is another one
+            conn.close()  # the session may stay read-only, or another server is the writer now
         raise
     _check_replicated(conn, result)
     return result
@@ -197,7 +197,7 @@ def _run(conn: AnyConnection, steps: Generator[Any, list[tuple[Any, ...]], T]) -
     own = conn if isinstance(conn, OwnConnection) else None
     cursor = own.spare if own is not None else None
     if own is not None:
-        own.spare = None  # taken: an operation inside this one gets its own
+        own.spare = None  # this name is taken: an operation inside this one gets another
     if cursor is None:
         cursor = conn.cursor(row_factory=tuple_row)
     try:

@@ -59,7 +59,7 @@ def _unwrap(conn: Any) -> Any:
     if hasattr(conn, "get_bind") and callable(getattr(conn, "connection", None)):  # SQLAlchemy Session
         return _unwrap(conn.connection())
     if hasattr(conn, "exec_driver_sql") and not conn.in_transaction():
-        conn.begin()  # SQLAlchemy Connection: as its own execute would, or its commit() would commit nothing
+        conn.begin()  # SQLAlchemy Connection: begin as its own execute would, or its commit() would commit nothing
     if hasattr(conn, "driver_connection"):  # SQLAlchemy's pool proxy
         return _unwrap_driver(conn.driver_connection)
     inner = getattr(conn, "connection", None)

@@ -99,7 +99,7 @@ def lasting_conninfo(conninfo: str | None, **more: Any) -> str:
 def _names_several_hosts(given: dict[str, Any]) -> bool:
     """libpq's own variables count, too, for what the address leaves out."""
     if os.environ.get("PGTARGETSESSIONATTRS"):
-        return False  # that says what is wanted
+        return False  # that error says what to do
     named = given.get("host") or given.get("hostaddr")
     return "," in str(named or os.environ.get("PGHOST") or os.environ.get("PGHOSTADDR") or "")
 
@@ -131,7 +131,8 @@ def connect_own(
         except psycopg.OperationalError as error:
             if not refuses_options(error):
                 raise
-            _poolers.add(url)  # PgBouncer: nothing may be left in a session, so the answer clock has to do
+            # PgBouncer: nothing may be left in a session, so only the answer clock limits the time.
+            _poolers.add(url)
     plain = ServiceConnection.connect(address, **kwargs)
     plain.begins = None
     return read_committed(plain)
@@ -182,7 +183,7 @@ def check_open(conn: AnyConnection | AnyAsyncConnection) -> None:
     closed is always noticed: its number may belong to another file by now.
     """
     if isinstance(conn, OwnConnection) and not conn.has_its_socket:
-        conn.close()  # else the pool would keep it
+        conn.close()  # otherwise the pool would keep it
         raise LostSocketError("somebody in this process has closed the connection's socket")
     now = monotonic()
     if now - getattr(conn, "checked_at", 0.0) < CHECK_AFTER_SECONDS:
@@ -268,7 +269,7 @@ def async_pool_options(settings: Settings, *, name: str, max_size: int) -> dict[
 
 
 def _pool_arguments(settings: Settings, *, name: str, max_size: int) -> dict[str, Any]:
-    logging.getLogger("psycopg.pool").addFilter(_ONE_LINE)  # once: it is the same filter
+    logging.getLogger("psycopg.pool").addFilter(_ONE_LINE)  # only once: it is the same filter
     return {
         "conninfo": lasting_conninfo(settings.database_url),
         "kwargs": connection_kwargs(settings, name=name),

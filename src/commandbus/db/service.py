@@ -65,12 +65,12 @@ class DatabaseService:
         self._orders: deque[Callable[[], None]] = deque()
         self._stopping = threading.Event()
         self._wake = WakeFile()
-        # Somebody may wake us long after the stop, and at the interpreter's end the thread still uses it.
+        # Never closed: somebody may wake us long after the stop, and the thread may use it until the process ends.
         weakref.finalize(self, self._wake.close).atexit = False
         self._thread = threading.Thread(target=self._serve, name=f"{name}-{part}", daemon=True)
         self.moved_at = monotonic()
         self.ended: BaseException | None = None
-        # Since when, with what, and whether by the database's own word, no round has succeeded.
+        # Since when no round has succeeded, with which error, and whether the database itself reported that error.
         self._failing: tuple[float, str, bool] | None = None
 
     # --- asked from other threads; none of these waits, but for `stop` -----------------------------------------
@@ -219,7 +219,7 @@ class DatabaseService:
 
     def hear(self) -> bool:
         """Take in what was notified; returns whether there was anything."""
-        # All of them first: while they come in, the connection can be asked nothing.
+        # All notifications first: while they come in, no statement can be sent.
         notifications = list(self._connection.conn.notifies(timeout=0))
         for notification in notifications:
             try:
@@ -275,7 +275,7 @@ class DatabaseService:
                 self._orders[0]()
             except psycopg.OperationalError as error:
                 if is_locked(error):
-                    self._orders.rotate(-1)  # that row is for later; the orders behind it are not
+                    self._orders.rotate(-1)  # this row is tried later; the orders behind it are carried out now
                 raise
             except Exception:
                 logger.exception("the %s could not carry out an order", self.part)

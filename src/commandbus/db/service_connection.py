@@ -117,7 +117,7 @@ class LastingConnection:
     def _raise(self, error: psycopg.Error) -> NoReturn:
         """As an OperationalError if it passes by itself. Read-only also drops the connection."""
         if error.sqlstate == READ_ONLY:
-            self._drop()  # the server that can write may be another one
+            self._drop()  # another server may be the one that can write
         if is_passing(error, is_lost=self.conn_is_lost()) and not isinstance(error, psycopg.OperationalError):
             raise PassingError(error) from error
         raise error
@@ -141,7 +141,7 @@ class LastingConnection:
             logger.error("%s was refused by the database, trying again: %s", self._name, str(error).strip())
             return not stopping.wait(pause)
         if self._failures > 1 and stopping.wait(pause):
-            return False  # it had connected, and the first statement failed again
+            return False  # it connected, but the first statement failed again
         return self.restore(stopping, error, on_wait)
 
     def restore(
@@ -159,7 +159,7 @@ class LastingConnection:
                 self._conn = self._connect()
             except (psycopg.Error, OSError):  # OSError: somebody has closed what it was connecting with
                 on_wait()
-                # What the attempt to connect took was a pause, too: a server that is back is found within 5 s.
+                # The time of the attempt itself counts as a pause, so a server that is back is found within 5 s.
                 stopping.wait(max(FIRST_PAUSE_SECONDS, backoff.next() - (monotonic() - began)))
             else:
                 self.down_since = None

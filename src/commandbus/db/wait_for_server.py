@@ -81,7 +81,7 @@ class ServerWait:
         self._say_at = 0.0
         self._silence = Backoff(SAY_AGAIN_SECONDS, LONGEST_SILENCE_SECONDS)
         self.reason = ""
-        self.tried = threading.Event()  # once, at least
+        self.tried = threading.Event()  # at least once
         self.over = threading.Event()
 
     def start(self) -> None:

@@ -55,7 +55,7 @@ class Admission:
         try:
             refused = self._ask_for(batch, got)
         except BaseException:
-            # All of it is asked again later, under other tokens.
+            # All of them ask again later, under other tokens.
             self._releases.hand_back(permit for own in got.values() for permit in own)
             raise
         for permit_request in batch:
@@ -86,7 +86,7 @@ class Admission:
                 command = limited.command
                 turns = self._held_permits.connection.run(permits.turns(command.domain, [command.key]))
                 turn = turns.get(command.msg_id)
-        except CommandBusError:  # it is gone, or its row cannot be used
+        except CommandBusError:  # the limit is gone, or its row cannot be used
             limited.then(None, None)
             return
         if limited.then(row, turn):
@@ -140,7 +140,9 @@ class Admission:
         """One limit: first the commands with a reserved permit, then newcomers, unless others wait."""
         try:
             self._ask_at(name, group, turns, got, refused)
-        except CommandBusError as error:  # it is gone, locked by somebody, or cannot be used from here
+        except (
+            CommandBusError
+        ) as error:  # the limit is gone, somebody has locked it, or it cannot be used from here
             self._held_permits.forget(name)
             for permit_request in group:
                 if all(permit.limit != name for permit in got[permit_request]):

@@ -77,8 +77,8 @@ class LimitClient(DatabaseService):
         self._releases = Releases(self._held_permits, self._waker)
         self._admission = Admission(self._held_permits, self._waker, self._releases, make_token=self._make_token)
         self._call_waiters = CallWaiters(self._held_permits, self._waker, self._releases)
-        self._shut: dict[str, float] = {}  # when (monotonic) an API was last heard to say no
-        self._said_shut: dict[str, float] = {}  # the same, by notifications that nobody has looked into yet
+        self._shut: dict[str, float] = {}  # when (monotonic) an API last refused a call
+        self._said_shut: dict[str, float] = {}  # the same, from notifications that are not read yet
         self._sweep_at = monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311 - they spread out
         self._numbers = itertools.count(secrets.randbits(40) << 20)
         self._must_ask_line = False
@@ -173,7 +173,7 @@ class LimitClient(DatabaseService):
 
     def forget(self, call: PermitCall) -> None:
         """Who asked waits no more; a permit that was given meanwhile is given back."""
-        call.answer.cancel()  # orders come before calls: one that has not been looked at yet must not be answered
+        call.answer.cancel()  # orders come before calls: a call that was not looked at yet must not be answered
         self.order(lambda: self._call_waiters.forget(call))
 
     def is_stale(self, permit: Permit) -> bool:
@@ -188,8 +188,8 @@ class LimitClient(DatabaseService):
         def judge() -> None:
             if limited.untold is not None:
                 self._releases.tell(limited.limit, *limited.untold, str(limited.command.id))
-                limited.untold = None  # the order may be carried out again, and a refusal counts once
-            self._releases.let_out()  # orders may come first in a round, and what it left begins the back-off
+                limited.untold = None  # the order may be carried out again, but a refusal counts only once
+            self._releases.let_out()  # what it left is told first: that begins the back-off
             self._admission.judge(limited)
 
         self.order(judge)
@@ -239,7 +239,7 @@ class LimitClient(DatabaseService):
 
     def connected(self, conn: Connection[Any]) -> None:
         self.listen(conn, CHANNEL)
-        self._must_ask_line = True  # whose turn came before this was not heard
+        self._must_ask_line = True  # those whose turn came before this were not notified
 
     @property
     def is_done(self) -> bool:
@@ -247,7 +247,7 @@ class LimitClient(DatabaseService):
 
     def lost(self, error: psycopg.Error) -> None:  # noqa: ARG002
         if self._closing:
-            self._stopping.set()  # what was not given permit stores with its lease
+            self._stopping.set()  # what was not released in time ends with its lease
 
     def _end_with(self, error: BaseException) -> None:
         """The thread has ended by an error: those who asked are told, and the worker."""
@@ -258,7 +258,7 @@ class LimitClient(DatabaseService):
         self._call_waiters.fail_all(error)
         if self._on_error is not None:
             self._on_error(error)
-        elif not isinstance(error, CommandBusError):  # else those who asked are told, and that is enough
+        elif not isinstance(error, CommandBusError):  # otherwise the callers get the error, and that is enough
             logger.error("the limit client has ended", exc_info=error)
 
     def round(self) -> None:
@@ -278,7 +278,7 @@ class LimitClient(DatabaseService):
             self._call_waiters.take_turns()
 
     def _rest(self) -> None:
-        self.hear()  # what came during our own statements does not wake the poll
+        self.hear()  # notifications that came during our own statements do not wake the poll
         self._look_who_is_shut()
         self._take_turns_if_reconnected()
         if (

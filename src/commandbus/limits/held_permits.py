@@ -41,7 +41,7 @@ class HeldPermits:
         self.stores = stores
         self.clock = PermitClock(name, self._lose)
         self.renew_at = 0.0
-        self._rows: dict[str, LimitRow] = {}  # as last seen; what must be right is asked for
+        self._rows: dict[str, LimitRow] = {}  # as last seen; what must be exact is read again
         self._held: dict[str, dict[str, Permit]] = {}
         self._losing = threading.Lock()
         self.has_held = threading.Event()  # for the backstop: something is held
@@ -132,15 +132,15 @@ class HeldPermits:
         if limit_state.closed_until(row.now) is not None or (
             limit_state.is_probing and limit_state.probe != token
         ):
-            store.give(row, [token])  # it was kept before the API said no
+            store.give(row, [token])  # it was reserved before the API refused a call
             if limit_state.probe == token:
-                # Another one may be it.
+                # Another caller may be the probe.
                 unknown = permits.answer(name, token, ApiAnswer.UNKNOWN, gives=False, has_begun=False)
                 self.connection.run(unknown, limit=name)
             return False
         is_held = not store.renew(row, [token])
         if is_held and row.store != "postgres" and limit_state.probe == token:
-            self.connection.run(permits.renew(name, [token]), limit=name)  # that it is the probe is kept there
+            self.connection.run(permits.renew(name, [token]), limit=name)  # the store keeps that it is the probe
         return is_held
 
     def hold(self, permit: Permit) -> Permit:
@@ -169,7 +169,7 @@ class HeldPermits:
                 self.let_go(permit)
             next_at = [now + self._due_in(permit, age_now) for permit in held.values()]
             again = min(again, max(min(next_at, default=again), self.connection.barred_until(name)))
-        self.renew_at = max(again, now + LEAST_SECONDS)  # at the end: what fails on the way is done again at once
+        self.renew_at = max(again, now + LEAST_SECONDS)  # last: if anything above fails, it is done again at once
 
     @staticmethod
     def _due_in(permit: Permit, now: float) -> float:
@@ -185,11 +185,11 @@ class HeldPermits:
             store = self.stores.of(row)
             gone = set(store.renew(row, [permit.token for permit in own]))
         except UnknownLimitError:
-            for permit in own:  # nobody counts any more who is inside
+            for permit in own:  # the permits are not counted any more
                 self.let_go(permit)
             return []
         except LockedRowError:
-            return []  # again when the bar is over; said when it was put up
+            return []  # tried again when the bar is over; it was logged when the bar began
         except CommandBusError as error:
             logger.warning("permits of limit %s cannot be renewed: %s", name, error)
             return []

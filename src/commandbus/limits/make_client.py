@@ -20,7 +20,7 @@ def make_limit_client(
 
         def external() -> ExternalStore:
             from commandbus.limits.stores.redis.store import (
-                RedisPermitStore,  # only who uses Redis needs its library
+                RedisPermitStore,  # only users of Redis need its library
             )
 
             return RedisPermitStore(settings, owner)

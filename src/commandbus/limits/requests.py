@@ -57,7 +57,7 @@ class Permit:
         self.holder = holder
         self.on_lost = on_lost
         self.is_lost = False
-        self.is_left = False  # was it left for whoever holds it, because nobody waits for that one any more?
+        self.is_left = False  # was it released together with its abandoned attempt?
         self.taken_at = monotonic()
         self.renewed_at = boottime() if asked_at is None else asked_at
 
@@ -151,7 +151,7 @@ class PermitRequest:
     on_granted: Callable[[list[Permit]], None]
     on_refused: Callable[[Refusal], None]
     on_lost: Callable[[Permit], None]
-    payload: object = None  # whatever who asks wants to find again
+    payload: object = None  # any value of the caller's, returned unchanged
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +188,8 @@ class Release:
     stays: bool = False
     has_begun: bool = True
     then: Callable[[Release], None] | None = None
-    is_waived: bool = False  # said by the limit client: the command failed for all who wait, and pays nothing
+    # Set by the limit client: it failed as the probe of all that wait, and is not charged.
+    is_waived: bool = False
 
 
 @dataclass(slots=True, eq=False)

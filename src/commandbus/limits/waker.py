@@ -33,7 +33,7 @@ class Waker:
     def __init__(self, held_permits: HeldPermits) -> None:
         self._held_permits = held_permits
         self._due: dict[str, float] = {}
-        self._unreachable: dict[str, str] = {}  # limits that cannot be looked after from here, and why
+        self._unreachable: dict[str, str] = {}  # limits that this program cannot serve, and why
         self.is_barred = False  # from queues, as a role that only sends: others wake commands then
 
     @property
@@ -85,7 +85,7 @@ class Waker:
                 store = self._held_permits.stores.external(row)
                 grant, release = store.keep_for_others, store.give
         except UnknownLimitError:
-            pass  # it is gone: who waits for it is told that
+            pass  # the limit is gone: its waiters are told so
         except CommandBusError as error:
             self._say_once(name, error)
             return

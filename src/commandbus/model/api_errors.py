@@ -45,13 +45,10 @@ _LONGEST_HEADER: Final = 200
 _LONGEST_TEXT: Final = 200
 _DEPTH: Final = 8
 _WIDTH: Final = 16
-_ORDER: Final = (
-    "rate_limited",
-    "timeout",
-    "broken",
-)  # what says more comes first: URLError(TimeoutError()) is late
+# The more specific one comes first: URLError(TimeoutError()) is a timeout.
+_ORDER: Final = "rate_limited", "timeout", "broken"
 
-# Names that say it all, wherever they come from.
+# Names that are clear, whatever library they come from.
 _TIMEOUT_NAMES: Final = frozenset({"TimeoutException", "Timeout", "ConnectTimeout", "ReadTimeout", "WriteTimeout"})
 _BROKEN_NAMES: Final = frozenset(
     {"ConnectError", "NetworkError", "RemoteProtocolError", "ClientConnectionError", "ServerDisconnectedError",
@@ -177,7 +174,7 @@ def _judged(error: BaseException) -> ApiFailure | None:
         return _judged_document(response)
     for source in (response, error):
         status = _status_of(source, is_error=source is error)
-        if status is not None:  # it was answered, so its class says nothing more
+        if status is not None:  # there was an HTTP answer, so the class of the exception adds nothing
             headers = _get(source, "headers")
             if headers is None:
                 headers = _get(error, "headers")

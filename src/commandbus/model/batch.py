@@ -295,5 +295,5 @@ def eta(left: int, running: int, pace: BatchPace, waits: Waits) -> float | None:
     if not waits.delayed:
         return waits.limit_seconds
     if pace.rate_then <= 0:
-        return None  # how long they take after their back-off was never measured
+        return None  # their duration after a back-off was never measured
     return max(waits.delay_seconds + waits.delayed / pace.rate_then, waits.limit_seconds or 0.0)

@@ -269,7 +269,7 @@ class TsqEntry:
 
 
 # Our own, seeded from the system and anew in every forked child: an application that calls random.seed(0) would
-# else send the ids that its twin sends.
+# otherwise send the same ids as a second such program.
 _random = random.Random()  # noqa: S311 - ids need to be unique, not secret
 os.register_at_fork(after_in_child=_random.seed)
 

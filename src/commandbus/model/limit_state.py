@@ -72,7 +72,7 @@ class LimitState:
     probe: str | None = None
     probe_until: float | None = None
     blamed: tuple[str, ...] = ()  # callers of the bad answers in a row
-    vain: Mapping[str, int] = field(default_factory=dict)  # caller → probes that did not end well, since it began
+    vain: Mapping[str, int] = field(default_factory=dict)  # caller → probes in vain since the trouble began
 
     def closed_until(self, now: float) -> float | None:
         """Until when the limit is blocked; None if it is not. A breaker that a person opened blocks without
@@ -123,7 +123,7 @@ def after_bad(
     `callers`: who else calls, or waits to."""
     is_probe = token is not None and limit_state.probe == token
     if limit_state.closed_until(now) is not None and not is_probe:
-        # It was under way when this began. The API may still ask for more patience than we had planned.
+        # This call was under way when the back-off began. Its answer may still ask for a longer one.
         if answer is ApiAnswer.RATE_LIMITED and retry_after is not None:
             return replace(limit_state, until=max(limit_state.until or 0.0, now + retry_after))
         return limit_state

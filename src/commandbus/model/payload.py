@@ -25,7 +25,7 @@ _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _CONTAINERS = (dict, list, tuple)
 _LEAVES = frozenset({str, int, float, bool, type(None)})
 
-# What a key that is no text becomes: 1, -1.5, true, null. Text may look like that, too, so a hit is looked into.
+# What a key that is not text becomes: 1, -1.5, true, null. Text may look like that, too, so a match is checked.
 _ODD_KEY = re.compile(r'"(?:-?[0-9][^"]*|true|false|null|NaN|-?Infinity)":')
 
 
@@ -68,7 +68,7 @@ def dump(
     size = len(text) if text.isascii() else len(text.encode())
     if size > max_bytes:
         raise InvalidCommandError(f"{what} is {size} bytes of JSON, over the limit of {max_bytes}; {remedy}")
-    # Few texts have brackets enough to be looked at: what is usually sent pays for one comparison.
+    # Few texts have enough brackets to need a closer look. The usual payload costs one comparison.
     if (
         size > 2 * max_nesting
         and text.count("[") + text.count("{") > max_nesting

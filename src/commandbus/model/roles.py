@@ -71,7 +71,7 @@ _FUNCTIONS: dict[str, tuple[str, ...]] = {
 _PRODUCER = [
     ("SELECT", _SHARED),
     (f"INSERT ({_SENT})", ("command",)),
-    ("SELECT (id, msg_id)", ("command",)),  # what a send returns: numbers, nothing by which one could ask for more
+    ("SELECT (id, msg_id)", ("command",)),  # what a send returns: numbers that give access to nothing else
     ("SELECT (domain, expires_at)", ("waiting",)),
     ("SELECT (domain, command_type, state, is_forced, until, reason)", ("breaker",)),  # a send may be refused
     ("INSERT (domain, batch_id, name, holds, is_open, custom_data, on_complete)", ("batch",)),
@@ -80,7 +80,7 @@ _PRODUCER = [
 _LIMITER = [
     ("SELECT", _SHARED),
     ("SELECT", ("limits", "parked", "pause", "worker", "limit_client", "limit_mode")),
-    ("SELECT (id, domain, command_id, msg_id)", ("command",)),  # whose turn it is, in words
+    ("SELECT (id, domain, command_id, msg_id)", ("command",)),  # to name the command whose turn it is
     (  # the state of limits, not what they allow, and not what a person has decided
         "UPDATE (holders, tat, flow, flow_at, flow_since, step, until, reason, failures, is_open, opened_at, "
         "open_until, open_reason, probe, probe_until, granted, rate_limited, waits, waited_seconds, blamed, vain, "
@@ -96,7 +96,7 @@ _LIMITER = [
 _WORKER = [
     ("SELECT", _TABLES),
     ("INSERT, UPDATE", ("command", "batch", "process", "process_step", "worker", "breaker")),
-    (  # what happened is written down, and stays: only the prune functions remove it
+    (  # history stays: only the prune functions remove it
         "INSERT",
         ("attempt", "operator_action", "control_action", "undelivered_reply", "stray_reply"),
     ),
@@ -121,7 +121,7 @@ _GRANTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "worker": [*_WORKER, ("SELECT", ("audit",))],
     "operator": [*_OPERATOR, ("SELECT", ("audit",))],
 }
-# A view reads with its owner's rights, whatever row security says: no tenant may. Limits belong to all tenants.
+# A view reads with its owner's rights and ignores row security, so tenants get none. Limits belong to all tenants.
 _TENANT_GRANTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "reader": [("SELECT", _TABLES)],
     "producer": _PRODUCER,
@@ -299,7 +299,7 @@ def _conditions(tenant: Tenant) -> dict[str, str]:
         conditions[table] = "EXISTS (SELECT FROM commandbus.command c WHERE c.id = command)"
     conditions |= {
         "domain": _any_of("name", tenant.domains),
-        "parked": f"{mine} OR domain = ''",  # '': callers inside programs, who wait for a limit that all share
+        "parked": f"{mine} OR domain = ''",  # '': callers inside programs; all tenants share a limit
         "worker": f"domains <@ {listed}",
         "batch_delta": "EXISTS (SELECT FROM commandbus.batch b WHERE b.id = batch)",
         "process_step": "EXISTS (SELECT FROM commandbus.process p WHERE p.id = process)",

@@ -171,7 +171,7 @@ class _Step:
         elif view.is_compensating or view.cancel is not None:
             yield from self._turn_round()
         else:
-            view.failure = None  # a deadline had passed, but the step made it within its grace
+            view.failure = None  # the deadline had passed, but the step ended within its grace
             following = yield StepCall(self.manager.next_steps, (view, step.name, reply))
             yield from self._go_on(following)
 

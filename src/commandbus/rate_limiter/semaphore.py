@@ -201,7 +201,7 @@ class AsyncRedisSemaphore(_Semaphore):
             return await asyncio.shield(trying)
         except asyncio.CancelledError:
             is_over.set()
-            trying.add_done_callback(lambda _: self._give_back())  # it may have looked just before
+            trying.add_done_callback(lambda _: self._give_back())  # the waiter may have looked just before
             raise
 
     def _try_unless(self, is_over: threading.Event) -> bool:

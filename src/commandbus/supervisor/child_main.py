@@ -96,7 +96,7 @@ class Control:
                 except Exception:
                     logger.exception("the supervisor's order %r could not be carried out", line.strip())
                 if file_behind(self._connection.fileno()) != self._file:
-                    return  # what comes now is for somebody else
+                    return  # the number of the socket belongs to another file now
 
     def _take(self, order: dict[str, Any]) -> None:
         with self._obeying:

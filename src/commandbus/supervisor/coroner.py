@@ -191,9 +191,8 @@ class Coroner(DatabaseService):
 
     def _work(self) -> None:
         self._spare_others(self._look_at_traces)
-        self._spare_others(
-            lambda: self._words.write(self._connection)
-        )  # what a lost connection kept us from telling
+        # What could not be written because the connection was lost.
+        self._spare_others(lambda: self._words.write(self._connection))
         self._spare_others(self._judge_breakers)
         for case in self.open_cases:
             if self.is_done:
@@ -227,7 +226,9 @@ class Coroner(DatabaseService):
         with self._lock:
             traces, self._traces = self._traces, []
         try:
-            for trace in traces:  # after a lost connection there is nothing left to see, so they are not kept
+            for (
+                trace
+            ) in traces:  # after a lost connection there is nothing left to see, so these orders are dropped
                 self._look_at_trace(trace)
                 trace.is_done.set()
         finally:
@@ -282,7 +283,8 @@ class Coroner(DatabaseService):
         known = [
             DatabaseSession(slot.session_pid, slot.session_started)
             for slot in case.slots
-            if slot.session_pid and slot.session_started  # else nobody knows whose that process id is by now
+            if slot.session_pid
+            and slot.session_started  # otherwise the process id may belong to another session by now
         ]
         known += self._opened.get(case.worker, [])
         until = time.monotonic() + BACKEND_SECONDS

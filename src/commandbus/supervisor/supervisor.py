@@ -155,7 +155,7 @@ class Supervisor:
         self._wait()
         now = time.monotonic()
         if now - turned_at > BLIND_SECONDS:
-            self._blind_until = now  # a suspended machine, a SIGSTOP: not the workers' silence
+            self._blind_until = now  # this process was suspended; the workers are not to blame
         for number in self._signals.take():
             self._obey(number, now)
         self._worker_processes.look(now, blind_until=self._blind_until)

@@ -116,7 +116,7 @@ def ready(view: View, now: float) -> HealthVerdict:
 def is_unclaimed(view: View, now: float) -> bool:
     """Does work wait while slots are free and nobody claims?"""
     oldest = max((seen.oldest_seconds or 0.0 for seen in view.look.domains.values()), default=0.0)
-    # What was seen may have been taken since: the claim must lie before the look.
+    # What we saw may have been claimed since, so only a claim before the look counts.
     waits = oldest > UNCLAIMED_SECONDS and view.look.at - view.claimed_at > UNCLAIMED_SECONDS
     is_free = any(worker.free > 0 for worker in view.workers if worker.state is State.ACTIVE)
     return waits and is_free and now - view.claimed_at > UNCLAIMED_SECONDS

@@ -87,7 +87,7 @@ class Failed:
             return RuntimeError(f"{self.kind}: {self.message}")
         if issubclass(kind, psycopg.Error):
             return kind(self.message)
-        error: Exception = kind.__new__(kind)  # some of ours are made of other things than their text
+        error: Exception = kind.__new__(kind)  # some of our errors are not made from their text
         error.args = (self.message,)
         return error
 

@@ -74,7 +74,7 @@ class Condemned:
     was_stopped: bool
     at: float
     kill_at: float
-    sockets: Sequence[Socket]  # what it had open then
+    sockets: Sequence[Socket]  # the sockets that it had open then
 
 
 class WorkerProcess:
@@ -102,7 +102,8 @@ class WorkerProcess:
         self.memory_at = now  # when its memory is looked at next
         self.drains_since: float | None = None
         self.exits_since: float | None = None
-        self.doing: str | None = None  # what its start is at; from then on it listens to the dump signal
+        # What it is starting; once it tells that, it handles the dump signal.
+        self.doing: str | None = None
         self.start = Start(now)
         self.hello: Hello | None = None
         self.report: StopReport | None = None
@@ -114,7 +115,8 @@ class WorkerProcess:
         self.snapshot = board.read()
         self._crash = crash
         self._dump_read = 0
-        self._reader: ControlReader | None = ControlReader(process.pid, now)  # None: it is listened to no more
+        # None: the supervisor does not listen to it any more.
+        self._reader: ControlReader | None = ControlReader(process.pid, now)
         self._board_doubt = ""
         self._doubted_since = now
         self._doubted_looks = 0

@@ -66,14 +66,14 @@ class WorkerProcesses:
         self.fatal: Failed | None = None
         self.is_ending = False
         self.reloads: Counter[str] = Counter()
-        self.reload_error = ""  # why the last reload failed; nothing if it did not
+        self.reload_error = ""  # why the last reload failed; empty if it did not
         self._supervisor = supervisor
         self._reserve = reserve_seconds
         self._selector = selector
         self._on_death = on_death
         self._budget = RestartBudget()
         self._was_ready = False
-        self._has_lived = False  # a worker, for longer than those that fail as they begin to work
+        self._has_lived = False  # has a worker run for longer than those that fail at the start?
         self._generation = 0
         self._coming: tuple[int, Settings] | None = None
         self._waits_for_database = False
@@ -137,7 +137,7 @@ class WorkerProcesses:
         seen_at = max(shown.beat_at, blind_until)
         kill_at = limits.kill_at(seen_at, [slot.stuck_at for slot in shown.slots])
         if worker.exits_since is not None:
-            # It beats no more when it takes itself apart: its own limit for that counts, not the heartbeat's.
+            # While it shuts down it has no heartbeat, so its own time limit for that counts.
             if now > worker.exits_since + limits.shutdown_timeout:
                 worker.condemn(Cause.STOPPED, f"it did not stop within {limits.shutdown_timeout:g} s", now)
             if kill_at >= seen_at + limits.heartbeat_timeout:
@@ -190,7 +190,7 @@ class WorkerProcesses:
         """Start missing workers, unless they could not work; and let no more workers drain than are wanted."""
         wanted = self.settings.processes
         if not self._was_ready and any(worker.failed is not None for worker in self.workers):
-            return  # it ends with a message of its own, and so shall we
+            return  # the worker ends with a message, and the supervisor ends with the same one
         serving = sum(
             (worker.is_serving or worker.is_failing) and worker.generation == self._generation
             for worker in self.workers
@@ -226,7 +226,7 @@ class WorkerProcesses:
                 worker.tell("hurry")
 
     def _spawn(self, settings: Settings, generation: int, now: float) -> None:
-        # A worker must have stopped before its supervisor does, who needs a moment for those that do not.
+        # A worker must stop before its supervisor, which needs a moment to kill those that do not stop.
         spare = (settings.shutdown_timeout - settings.cancel_grace) / 2
         own = replace(settings, shutdown_timeout=settings.shutdown_timeout - min(self._reserve, spare))
         try:
@@ -354,7 +354,7 @@ class WorkerProcesses:
             if worker.generation == failed:
                 worker.told_at = now
                 worker.tell("stop", reason="the reload failed")
-                worker.generation = -1  # of no generation: the next one gets this number
+                worker.generation = -1  # it belongs to no generation any more: the next one gets this number
 
     def note_failed_reload(self, reason: str) -> None:
         """The old workers stay. Health and metrics say so until a reload succeeds."""

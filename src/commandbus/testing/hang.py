@@ -269,7 +269,7 @@ def stop(command: Command, ctx: HandlerContext) -> None:  # noqa: ARG001
     """SIGSTOP for its own process: nothing in it moves any more. Seen: first a suspect, not charged; in a
     process of its own then ExecutionStuck, rung kill."""
     os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(1000)  # the kernel stops thread by thread: this one could be done before its turn comes
+    time.sleep(1000)  # the kernel stops one thread after another: this one could finish before it is stopped
 
 
 @_animal("kill", needs_supervisor=True)

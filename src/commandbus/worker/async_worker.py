@@ -57,7 +57,7 @@ class AsyncWorker:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.worker.is_running:  # else it was asked to stop before it had started
+        if self.worker.is_running:  # otherwise it was asked to stop before it started
             await self.stop()
 
     async def start(self) -> bool:
@@ -102,4 +102,4 @@ class AsyncWorker:
 
 def _fail(done: asyncio.Future[Any], error: BaseException) -> None:
     done.set_exception(error)
-    done.exception()  # looked at: a caller that was canceled does not
+    done.exception()  # the result is read here, because a canceled caller does not read it

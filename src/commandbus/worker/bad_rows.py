@@ -29,7 +29,8 @@ class OddRows:
         self._connection = connection
         self._worker = worker
         self._max_bytes = max_bytes
-        self._keeps_lock_timeout = keeps_lock_timeout  # then what is canceled did not wait for a lock: it was slow
+        # Then the canceled statement did not wait for a lock: it was slow.
+        self._keeps_lock_timeout = keeps_lock_timeout
 
     def put_right(
         self, domain: str, odd: Sequence[ClaimedRow], room: Room, *, until: float

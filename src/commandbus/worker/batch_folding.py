@@ -122,7 +122,7 @@ class BatchFolding:
         now = monotonic()
         rest = seconds * SHARE
         if self._connection.conn_is_lost():
-            rest = REFUSED_SECONDS  # whoever writes next connects again
+            rest = REFUSED_SECONDS  # the next write connects again
         self._next_at = now + max(rest, FOLD_SECONDS)
         self._slow_until = now + rest if rest > FOLD_SECONDS else 0.0
 
@@ -152,7 +152,7 @@ class BatchFolding:
         refused = self._refused.next()
         if refused is not None and refused[0] <= monotonic() and self._try([refused[1]]):
             self._refused.discard(refused[1])
-            self._waiting.add(refused[1])  # it may have been locked, and was perhaps touched meanwhile
+            self._waiting.add(refused[1])  # somebody may have locked it, and may have changed it meanwhile
 
 
 def _shown(error: Exception) -> str:

@@ -179,7 +179,7 @@ class Board:
     def session(self, slot: int, pid: int, started: int = 0) -> None:
         """The slot's attempt talks to this server process, which began then; 0: to none, or nobody knows."""
         at = _SLOTS_AT + slot * _RECORD + _SESSION_AT
-        _PID.pack_into(self._memory, at, 0)  # a worker that dies in between leaves none
+        _PID.pack_into(self._memory, at, 0)  # if the worker dies in between, no half-written slot is left
         _SESSION.pack_into(self._memory, at, 0, started)
         _PID.pack_into(self._memory, at, pid)
 

@@ -83,7 +83,8 @@ class BoardWriter:
         self._board.note("; ".join(health.reasons))
         for attempt, slot in list(self._running.items()):
             borrowed = attempt.borrowed
-            if self._running.get(attempt) is slot:  # it may have ended meanwhile, and its slot gone on
+            # It may have ended meanwhile, and its slot may run the next one.
+            if self._running.get(attempt) is slot:
                 pid, started = (0, 0) if borrowed is None else (borrowed.pid, borrowed.started)
                 self._board.session(slot.index, pid, started)
                 self._board.stuck_at(slot.index, self._stuck_at(attempt))

@@ -191,7 +191,7 @@ class WorkerBreakers:
         self._ended = _Ended(settings)
         self._recent: Mapping[Key, Sequence[BadAttempt]] = {}
         self._told: dict[Key, float] = {}
-        self._clock = 0.0  # what to add to `monotonic` for the server's clock
+        self._clock = 0.0  # the server's clock minus `monotonic`
         self._sweep_at = 0.0
         self.on_word: Callable[[], None] = lambda: None
 

@@ -238,9 +238,8 @@ class Claimer(DatabaseService):
         try:
             return self._connection.run(asked)
         except UnreplicatedError as error:
-            self._dispatcher.return_unsure(
-                domain.name, error.result.ready, claimed_at
-            )  # a failover may lose this claim
+            # A failover may lose this claim.
+            self._dispatcher.return_unsure(domain.name, error.result.ready, claimed_at)
             raise
 
     def _sift(self, domain: _Domain) -> int:
@@ -287,7 +286,7 @@ class Claimer(DatabaseService):
         now = monotonic()
         if now - self._heard_at > HEAR_SECONDS:
             self._heard_at = now
-            self.hear()  # a cancel is heard under load too
+            self.hear()  # so a cancel is noticed under load, too
         if self._busy_since is None:
             self._busy_since = now
         elif self._announced_until and now - self._busy_since > BUSY_SECONDS:
@@ -317,7 +316,7 @@ class Claimer(DatabaseService):
             for domain in self._domains:
                 domain.cursor = None
             return
-        # Not beyond half the announcement: it is renewed before it expires.
+        # At most half of the announcement's time, so that it is renewed before it expires.
         longest = min(self._settings.poll_interval, ANNOUNCEMENT_SECONDS / 2)
         due = [self._connection.run(next_due(domain.name, within_seconds=longest)) for domain in self._domains]
         soonest = min((seconds for seconds in due if seconds is not None), default=longest)
@@ -328,7 +327,7 @@ class Claimer(DatabaseService):
         self._connection.run(announce(worker=self._worker, domains=names, seconds=ANNOUNCEMENT_SECONDS))
         self._announced_until = monotonic() + ANNOUNCEMENT_SECONDS
         for domain in self._domains:
-            domain.cursor = None  # a sender that saw no announcement may have committed below it
+            domain.cursor = None  # a sender that saw no announcement may have committed a message below the cursor
 
     def heard(self, channel: str, payload: str) -> None:
         for domain in self._domains:
@@ -355,12 +354,12 @@ class _Domain:
     def __init__(self, name: str, *, is_routed: bool) -> None:
         self.name = name
         self.is_routed = is_routed
-        self.takes_first = False  # does what others have no handler for come first in this round?
+        self.takes_first = False  # are types that other workers do not handle first in this round?
         self.cursor: datetime | None = None
         self.swept_at = 0.0
         self.sweep_seconds = SWEEP_SECONDS
         self.is_flooded = False
-        self.slotless = 1  # so many times as many are claimed: what comes needs no slot
+        self.slotless = 1  # claim this many times more: these commands need no slot
         self.raw_cursor: datetime | None = None
         self.sieve = LARGEST_CLAIM
 

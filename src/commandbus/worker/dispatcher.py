@@ -91,10 +91,10 @@ class Dispatcher:
         self._unhandled = unhandled
         self._pause = pause
         self._board_writer = board_writer
-        self._late_seconds = settings.timeouts.late_seconds  # under an older lease nothing is started
-        self._low = 0  # so many may wait before the slots when the claimer is called
+        self._late_seconds = settings.timeouts.late_seconds  # no attempt starts under an older lease
+        self._low = 0  # the claimer is called when no more than so many wait for a slot
         self._cautious_until = 0.0  # until then nothing is prefetched
-        self._stale_looks = 0  # so many looks in a row found something that should have started long ago
+        self._stale_looks = 0  # how many looks in a row found an attempt that should have started long ago
         self._stale_looked_at = 0.0
         self._most_unwritten = MOST_UNWRITTEN + 2 * settings.concurrency
         self._from_before: dict[tuple[str, int], Attempt] = {}  # held when the claimer last connected
@@ -318,7 +318,7 @@ class Dispatcher:
         if attempt.limit_use is not None:
             attempt.limit_use.returned()
         if attempt.is_lost:
-            self._attempts.release(attempt)  # its row is somebody else's: there is nothing to give back
+            self._attempts.release(attempt)  # another worker has the row: there is nothing to give back
             return
         self.given_back += 1
         self._settler.add(attempt, attempt.give_back(why))

@@ -65,7 +65,7 @@ class LeaseKeeper(DatabaseService):
         self._on_cancel = on_cancel
         self._looking = threading.Lock()
         self._to_look_at: set[tuple[str, int]] = set()  # messages whose commands are said to be canceled
-        # What is claimed while it sleeps is renewed that much late at most.
+        # A lease that was claimed while it sleeps is renewed at most this late.
         self._idle_tick = max(MONITOR_TICK, min(IDLE_SECONDS, settings.timeouts.renewal_interval / 10))
         self._skipped: list[Callable[[], None]] = []  # orders to renew whose queue row another transaction held
 
@@ -137,7 +137,7 @@ class LeaseKeeper(DatabaseService):
         """Somebody asked to cancel a command, perhaps one of ours. Anybody can say so, as often as they like."""
         with self._looking:
             is_first = not self._to_look_at
-            if len(self._to_look_at) < MOST_TO_LOOK_AT:  # of the others the next renewal tells
+            if len(self._to_look_at) < MOST_TO_LOOK_AT:  # the next renewal tells about the others
                 self._to_look_at.add((domain, msg_id))
         if is_first:
             self.order(self._ask_cancels)
@@ -186,7 +186,7 @@ class LeaseKeeper(DatabaseService):
                 attempt.renewed_at = max(attempt.renewed_at, sent_at)
                 if attempt.msg_id in told:
                     attempt.note_stored(told[attempt.msg_id])
-                # Settled since it was listed: its row is gone because all is well.
+                # It was settled since it was listed: its row is gone for a good reason.
                 if (attempt.msg_id, attempt.read_ct) in gone and attempt in self._held():
                     attempt.is_lost = True
                     logger.warning(
@@ -201,7 +201,7 @@ class LeaseKeeper(DatabaseService):
         self, attempt: Attempt, answer: Future[bool], until: float, longer: Callable[[], float]
     ) -> None:
         if answer.cancelled():
-            return  # whoever asked waits no more
+            return  # the handler that asked does not wait any more
         held, lease, more = [(attempt.msg_id, attempt.read_ct)], self._settings.visibility_timeout, longer()
         sent_at = boottime()
         try:
@@ -243,7 +243,7 @@ class LeaseKeeper(DatabaseService):
     # --- sessions ----------------------------------------------------------------------------------------------
 
     def _interrupt(self, borrowed: Borrowed, *, end: bool) -> None:
-        with borrowed.lock:  # it stays this attempt's connection until the cancel has arrived
+        with borrowed.lock:  # the connection stays with this attempt until the cancel has arrived
             if borrowed.is_returned:
                 return
             session = self._connection.run(find_session(borrowed.pid, borrowed.started, borrowed.key))

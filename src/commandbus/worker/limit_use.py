@@ -82,12 +82,12 @@ class LimitUse:
         self._lent: set[str] = set()  # tokens of its own permits that blocks use now
         self._answer = ApiAnswer.GOOD  # what its end says of the API
         self._api: ApiFailure | None = None
-        self._keeps = False  # may its call still be under way, on the other side?
+        self._keeps = False  # may the API still be working on its call?
         self._has_told = False  # has a block told the answer already?
         self._told: set[str] = set()  # limits that have heard that their API refused it
         self._failed_at: str | None = None  # the limit at which a call of it went badly, other than by a 429
-        self._is_waived = False  # does it pay nothing for that? Said by the limit client
-        self._has_asked = False  # for the permit that was kept for it
+        self._is_waived = False  # is it not charged for that? Decided by the limit client
+        self._has_asked = False  # the token of the permit that was reserved for it
         self._parks_at: str | None = None  # the limit that it is about to be parked for
 
     # --- before it begins --------------------------------------------------------------------------------------
@@ -145,9 +145,8 @@ class LimitUse:
             self._settle(attempt.park(refusal.limit, failure, refusal.note, until=refusal.until))
 
     def _lose(self, permit: Permit) -> None:
-        if (
-            self._attempt.started_at
-        ):  # else it asks again before it begins; the ladder sees one that begins just now
+        # Otherwise it asks again before it begins; the ladder handles one that begins just now.
+        if self._attempt.started_at:
             self._work.on_lost(self._attempt, lost_text(permit.limit))
 
     # --- how it ended ------------------------------------------------------------------------------------------
@@ -254,7 +253,7 @@ class LimitUse:
         note = f"not charged: it was the probe of limit {row.name}, and other commands wait"
         logger.info("%s %s: %s; %s", attempt.command_type, attempt.command_id, failure.error, note)
         failure = replace(failure, error=f"{failure.error} ({note})")
-        if failure.rung in GRAVE:  # its next attempt runs in quarantine: that mark is the retry's
+        if failure.rung in GRAVE:  # its next attempt runs in quarantine: the retry writes that mark
             return attempt.fail(Judgement(Verdict.RETRY, failure), is_waived=True)
         return self._park(row, replace(failure, error_code="LIMIT_PROBE"), row.limit_state.explain(row.name))
 

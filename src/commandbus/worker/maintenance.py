@@ -34,7 +34,7 @@ logger = safe_logger("commandbus.worker")
 T = TypeVar("T")
 
 BEAT_SECONDS = 3.0
-COUNTING_BEAT_SECONDS = 1.0  # while a breaker needs the counts: a worker that dies takes the last ones with it
+COUNTING_BEAT_SECONDS = 1.0  # while a breaker needs the counts: if a worker dies, its last counts are lost
 SWEEP_SECONDS = 2.0
 PRUNE_SECONDS = 60.0
 BITE_PAUSE_SECONDS = 0.02
@@ -123,7 +123,7 @@ class Maintenance(DatabaseService):
     def finish(self) -> None:
         try:
             self.carry_out()
-            self._breakers.sweep_now(self._connection, lambda: None)  # what this worker has counted stays of use
+            self._breakers.sweep_now(self._connection, lambda: None)  # the counts of this worker are still needed
             self._beat("STOPPED")
         except psycopg.Error as error:
             logger.info("the stop could not be recorded in the registry: %s", error)

@@ -40,7 +40,7 @@ from commandbus.worker.execution.context import AsyncHandlerContext, HandlerCont
 logger = safe_logger("commandbus.worker")
 
 TRIES = 20
-STATE_NESTING = payload.MAX_NESTING + 50  # a state has room for whole results
+STATE_NESTING = payload.MAX_NESTING + 50  # a state may contain whole results
 
 
 class End(NamedTuple):

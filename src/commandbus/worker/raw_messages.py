@@ -76,7 +76,7 @@ class Adopter(DatabaseService):
             return
         domain, raw, until = self._queue[0]
         began = monotonic()
-        if began < until:  # else their leases may have run out while the database was away
+        if began < until:  # otherwise their leases may have ended while the database was away
             self._rows.put_right(domain, raw, ANY_ROOM, until=until)
         self._queue.popleft()
         self._read += len(raw)

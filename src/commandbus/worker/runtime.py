@@ -74,7 +74,8 @@ class WorkerRuntime:
         self._changing = threading.Lock()
         self._is_recycled = False  # was it logged that this worker will be replaced?
         self._is_hurried = False
-        self._claimed_when_idle = -1  # how many were claimed at the last look that found nothing held or there
+        # How many had been claimed when a look last found nothing held and nothing waiting.
+        self._claimed_when_idle = -1
         self._pause = ClaimPause()
         running: Running = {}
         self._board_writer = self._make_board_writer(running)
@@ -163,7 +164,7 @@ class WorkerRuntime:
             connections=self._connections,
             max_payload_bytes=self._settings.max_payload_bytes,
             default_max_attempts=self._spec.policy.max_attempts,
-            # The lease stays one renewal long, so that a dead worker's command returns soon; the deadline moves.
+            # Only the deadline moves. The lease stays short, so that a dead worker's command is free again soon.
             extend=lambda attempt, _seconds: self._keeper.renew_now(attempt),
             hold=self._keeper.hold,
             release=Attempt.release_row,
@@ -222,7 +223,7 @@ class WorkerRuntime:
             on_settled=self._settled,
             on_done=self._done,
             on_written=spec.health.record_success,
-            # An idle claimer looked at what is due before this retry was: it must look again.
+            # An idle claimer looked for due commands before this retry was written. It must look again.
             on_again=self._look_again,
             is_more_coming=lambda: self.dispatcher.waiting > 0,
             on_error=spec.fail,
@@ -355,7 +356,7 @@ class WorkerRuntime:
         running = self.attempts.running
         started = monotonic()
         deadline = started + limit
-        hurried = self.ladder.abandoned  # while it drained: this end did not cut them off
+        hurried = self.ladder.abandoned  # ended while it drained: this stop did not interrupt them
         with self._changing:
             self.dispatcher.state = State.EXITING
         self._maintenance.state = "STOPPING"
@@ -373,7 +374,7 @@ class WorkerRuntime:
             self._cancel_all(0.0)
             self._await_running(monotonic() + 0.5, lambda: False)
         abandoned = self.ladder.abandoned - hurried + len(running)
-        # In this order: what the ladder abandons, the keeper fences, and only then the settler gets its outcome.
+        # In this order: the ladder abandons an attempt, the lease keeper fences it, the settler gets its outcome.
         self.ladder.stop(max(0.1, deadline - monotonic() - reserve / 2))
         self._keeper.flush(max(0.1, deadline - monotonic() - reserve / 2))
         self._limited.flush(max(0.1, min(reserve / 2, deadline - monotonic() - reserve / 4)))
@@ -425,9 +426,8 @@ class WorkerRuntime:
     def _note_stuck(self, attempt: Attempt, slot: Slot | AsyncSlot) -> None:
         self.stuck += 1
         if self._board_writer is not None:
-            self._board_writer.leave(
-                slot.index
-            )  # it is settled: a death of this worker says nothing of it any more
+            # It is settled: if this worker dies now, that is not because of it.
+            self._board_writer.leave(slot.index)
         if self._spec.supervision is not None and self.state is State.ACTIVE:
             self.drain(f"command {attempt.command_id} ({attempt.command_type}) is stuck")
         elif self.dispatcher.is_claimer_waiting:

@@ -73,7 +73,7 @@ class ServiceWatch:
             self._look_at(service)
         self._look_at_claims()
         if self._quarantine.is_turn_lost or any(service.descriptors_lost for service in services):
-            # Each part gets over it, but the files of handlers' libraries and of this process do not.
+            # Each part recovers by itself, but open files of this process and of handlers' libraries do not.
             self._be_replaced("a handler has closed descriptors that are not its own")
         self._look_at_database(now)
         self._look_at_limits()

@@ -58,7 +58,7 @@ BUSY_PAUSE_SECONDS = 0.05
 LONGEST_SLEEP = 1.0
 FIRST_ASIDE_SECONDS = 0.5
 LONGEST_ASIDE_SECONDS = 10.0
-ASIDE_SLICE_SECONDS = 0.25  # of a round, for those that wait aside
+ASIDE_SLICE_SECONDS = 0.25  # the time of a round for outcomes that were set aside
 HURRIED_MS = 20
 
 Item = tuple[Attempt, Settlement | Note]
@@ -93,7 +93,7 @@ class Settler(DatabaseService):
         self._writing: list[Attempt] = []  # those of them that are being written
         self._queue: deque[Item] = deque()
         self._busy: list[Item] = []
-        self._unwritten: dict[int, Item] = {}  # of the batch that is being written
+        self._unwritten: dict[int, Item] = {}  # the outcomes that are being written now
         self._aside = _Aside()
         self._void: set[Attempt] = set()
         self._folder = BatchFolding(self._connection)
@@ -194,7 +194,7 @@ class Settler(DatabaseService):
 
     def _write_done(self, domain: str, attempts: Sequence[Attempt]) -> None:
         written: list[int] | None = []
-        if self.can_listen and is_dense(attempts):  # else the server would wait for a lock as long as it takes
+        if self.can_listen and is_dense(attempts):  # otherwise the server would wait for a lock without end
             try:
                 written = self._connection.run(settle_done(domain, self._worker, attempts))
             except Exception as error:
@@ -221,7 +221,7 @@ class Settler(DatabaseService):
         self._busy = []
         while self._queue and len(batch) < BATCH:
             batch.append(self._queue.popleft())
-        # While something is locked, nobody waits for it again.
+        # While a row is known to be locked, the settler does not wait for it again.
         self._settle(batch, is_hurried=len(self._aside) > 0)
 
     def _try_aside(self) -> None:
@@ -290,7 +290,7 @@ class Settler(DatabaseService):
         halves = _halves(items)
         errors = [self._try(domain, half, is_hurried=True) for half in halves]
         if needs and all(errors):
-            self._put_aside(domain, needs, items, error)  # it is the queue, as good as surely
+            self._put_aside(domain, needs, items, error)  # almost certainly the queue is missing
             return
         for half, again in zip(halves, errors, strict=True):
             if again is not None:

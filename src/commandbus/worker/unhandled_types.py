@@ -112,7 +112,7 @@ class UnhandledTypes:
         except BaseException:
             self.add(domain, command_type)
             raise
-        if found.full:  # there may be more of it; the other types come first
+        if found.full:  # there may be more commands of this type; other types come first
             self.add(domain, command_type)
         return found
 

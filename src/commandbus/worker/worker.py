@@ -110,7 +110,7 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._runtime is not None:  # else it was asked to stop before it had started
+        if self._runtime is not None:  # otherwise it was asked to stop before it started
             self.stop()
 
     @property
@@ -153,7 +153,7 @@ class Worker:
             self._signals = 0
             self._stop_asked.clear()
         self._error = None
-        self.health_status = HealthStatus()  # what was wrong with the last run says nothing of this one
+        self.health_status = HealthStatus()  # an error of the last run does not concern this one
 
     def _start(self) -> bool:
         self._is_starting = True
@@ -322,7 +322,7 @@ class Worker:
 
         `until_idle` also ends it when no command is left that could run now: for scripts and tests.
         """
-        self._begin_anew()  # before signals are caught: none that comes from then on is forgotten
+        self._begin_anew()  # set before signals are handled, so that none is lost
         restore = self._catch_signals()
         self._runs_in, self._report, self._stop_within = threading.get_ident(), None, None
         self._has_ended.clear()

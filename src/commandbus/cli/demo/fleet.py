@@ -98,7 +98,7 @@ class DemoFleet:
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         options = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
         reference = f"{handlers.__name__}:registry"
-        # The address goes by the environment: a password has no place in the list of processes.
+        # The address is passed in the environment: everybody can read the arguments of a process.
         environment = dict(os.environ, COMMANDBUS_DATABASE_URL=self._database_url, CANCEL_GRACE_SECONDS="1s")
         program = ["commandbus.cli"] if self.keep else [f"{__package__}.ends_with_parent", str(os.getpid())]
         with self._log_file(number).open("wb") as log:

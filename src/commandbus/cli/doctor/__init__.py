@@ -105,7 +105,7 @@ def _installation() -> Findings:
 
 def _on_server(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings:
     yield from _guarded("server", server.examine(conn, settings, is_embedded=is_embedded))
-    if settings.prepared_statements:  # else it is a pooler's session, and nothing may be left in it
+    if settings.prepared_statements:  # otherwise it is a pooler's session, and nothing may be left in it
         conn.execute(f"SET lock_timeout = '{LOCK_SECONDS}s'".encode())
     state, findings = schema.examine_schema(conn)
     yield from findings

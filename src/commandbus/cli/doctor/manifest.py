@@ -114,7 +114,7 @@ def _read(text: str) -> list[Any]:
         mark = getattr(error, "problem_mark", None)
         where = "it" if mark is None else f"line {mark.line + 1}"
         raise UnreadableError(f"{where} cannot be read: {getattr(error, 'problem', None) or error}") from None
-    except (ValueError, RecursionError) as error:  # a date that there is not; brackets without end
+    except (ValueError, RecursionError) as error:  # an impossible date; brackets that never end
         raise UnreadableError(f"it cannot be read: {error}") from None
 
 

@@ -62,9 +62,9 @@ def _lacking(conn: Conn, kind: str, queues: list[str]) -> list[str]:
     for queue in queues:
         grants += [text for text in queue_grants(kind, role, queue) if text.startswith("GRANT")]
     wanted = list(dict.fromkeys(item for text in grants for item in _privileges(text)))
-    if kind == "reader":  # nothing that a reader does looks into an archive
+    if kind == "reader":  # a reader never needs an archive
         wanted = [item for item in wanted if not item[2].startswith("pgmq.a_")]
-    # Without the schemas the server does not even answer about what is in them.
+    # Without rights on a schema, the server tells nothing about what is in it.
     closed = [f"USAGE ON SCHEMA {name}" for _, sort, name in wanted
               if sort == "SCHEMA" and not _has(conn, "USAGE", sort, name)]  # fmt: skip
     return closed or [

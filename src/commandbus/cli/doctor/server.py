@@ -33,7 +33,7 @@ def examine(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings:
     yield from _limits_of_role(conn, settings)
     yield from _clock(conn)
     yield from _limits(conn, settings)
-    if not is_embedded:  # that one is ours, and nobody else's queries run on it
+    if not is_embedded:  # that server is ours, and nobody else uses it
         yield from _dead_clients(conn)
     yield from _durability(conn)
     yield from _connections(conn, settings)
@@ -162,8 +162,8 @@ def _limits(conn: Conn, settings: Settings) -> Findings:
     quiet = True
     for name, what, ours, harm in _ours(settings):
         if name == "lock_timeout" and not settings.prepared_statements:
-            continue  # behind PgBouncer the role's is the one that our own sessions have: see `role limits`
-        theirs = int(_setting(conn, name) or 0) / 1000  # 0, or not there before PostgreSQL 17: none
+            continue  # behind PgBouncer our own sessions have the value of the role: see `role limits`
+        theirs = int(_setting(conn, name) or 0) / 1000  # no limit: 0, or a version before PostgreSQL 17
         if 0 < theirs < ours:
             quiet = False
             yield warn(

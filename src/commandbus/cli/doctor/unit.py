@@ -131,7 +131,7 @@ def _stop(service: Section, settings: Settings) -> Findings:
     limit = parse_span(text, "TimeoutStopSec") if text else DEFAULT_STOP_SECONDS
     shown = f"TimeoutStopSec ({shown_span(limit or math.inf)}{'' if text else ', the default of systemd'})"
     ours = named(settings, "shutdown_timeout")
-    if 0 < limit <= settings.shutdown_timeout:  # 0 is none
+    if 0 < limit <= settings.shutdown_timeout:  # 0 means no limit
         yield fail(
             CHECK,
             f"{shown} is not more than {ours}: systemd kills a worker that is still finishing its work",

@@ -29,7 +29,7 @@ from commandbus.db.embedded.binaries import Binaries
 from commandbus.db.embedded.messages import program_failed
 from commandbus.db.embedded.place import Place, beside, write_private
 
-# PostgreSQL's default. 256 random bits need no stretching, which costs a connection 2.5 ms of computing; but
+# PostgreSQL's default. 256 random bits need no stretching, which costs each connection 2.5 ms. But
 # drivers of other languages refuse fewer iterations.
 _ITERATIONS: Final = 4096
 _HBA: Final = """\

@@ -20,8 +20,8 @@ import psycopg
 from commandbus.db.embedded.binaries import Account
 from commandbus.errors import EmbeddedPostgresError
 
-# Below the range from which the kernel picks local ports for outgoing connections: there, a client that
-# redials a stopped server can be given the very port it dials, connect to itself, and keep the server out.
+# Below the range from which the kernel picks local ports for outgoing connections. In that range, a client that
+# redials a stopped server may get the port that it dials, connect to itself, and keep the server out.
 _PORTS = (20_000, 32_000)
 _FIRST_WITH_REQUIRE_AUTH = 160_000  # libpq 16; psycopg's own build is newer, a distribution's may not be
 _LONGEST_SOCKET_FOLDER = 107 - len("/.s.PGSQL.65535")  # sun_path holds 108 bytes with its final NUL
@@ -59,7 +59,7 @@ def free_port() -> int:
 
 def is_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As PostgreSQL does; else an earlier server's connections in TIME_WAIT make its port look taken.
+        # As PostgreSQL does. Otherwise connections of an earlier server in TIME_WAIT make its port look taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))

@@ -39,7 +39,7 @@ _MARKER = ".commandbus-unfinished"
 _DEBIAN = Path("/usr/lib/postgresql")
 _KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # the time zone, and where libraries are
 _INTERRUPTED_GRACE_SECONDS = 5.0
-_NOBODY = 65534  # what the kernel and every distribution use, should the password file not list it
+_NOBODY = 65534  # what the kernel and every distribution use, if the password file does not list it
 
 
 @dataclass(frozen=True)
@@ -331,7 +331,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 def _kill_group(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()  # Popen itself does not, after a KeyboardInterrupt
+    process.wait()  # Popen does not do that after a KeyboardInterrupt
 
 
 def _leading_number(name: str) -> int:

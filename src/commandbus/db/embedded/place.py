@@ -56,7 +56,7 @@ def choose_place(asked: Path) -> Place:
     # Once the data is there it stays there, even if the folder becomes reachable later.
     moved_before = bool(_data_folders(elsewhere)) and not here.data_folders
     existing = _nearest_existing(asked)
-    is_file = not existing.is_dir()  # then whoever makes the folder will say so
+    is_file = not existing.is_dir()  # the caller that makes the folder will report it
     if not moved_before and (is_file or here.account.can_enter(existing)):
         return here
     account = Account.for_data(_data_folders(elsewhere))

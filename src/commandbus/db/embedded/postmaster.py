@@ -161,7 +161,7 @@ def _processes_in(data: Path, account: Account) -> list[int]:
     if not _HAS_PROC:
         return []
     listed = account.run(["/bin/sh", "-c", _LIST_PROCESSES_IN, "sh", data]).stdout
-    # By name too: a person's shell that stands in the folder is not ours to end.
+    # The name is compared, too: a shell whose current folder this is must not be ended.
     return [pid for pid in map(int, listed.split()) if _works_in(data, pid, account)]
 
 

@@ -289,7 +289,7 @@ class EmbeddedPostgres:
         if postmaster.find_settled(data, place.account, limit_seconds=_LIMIT_SECONDS) is not None:
             return
         beside(data, "died").touch()
-        self._fsync = self._fsync or not _runs_without_fsync(data)  # others may count on it
+        self._fsync = self._fsync or not _runs_without_fsync(data)  # others may use it
         found = choose_binaries(self._explicit_binaries, [major_of(data)])
         binaries = usable_by(place.account, found, place.folder)
         self._make_ready(place, binaries, data)
@@ -302,11 +302,11 @@ class EmbeddedPostgres:
     def _bring_up(self, place: Place, binaries: Binaries, data: Path) -> postmaster.Postmaster:
         server = postmaster.find_settled(data, place.account, limit_seconds=_LIMIT_SECONDS)
         if server is not None and self._fsync and _runs_without_fsync(data):
-            # A test's server must not be handed to somebody who counts on fsync.
+            # A server without fsync (of a test) must not be given to a caller that relies on fsync.
             self._end_unfit_server(place, data, "runs with fsync=off")
             server = None
         if server is not None and not has_password(data):
-            # It may be one of a time when local users were trusted.
+            # The server may be from a release that trusted local users.
             self._end_unfit_server(place, data, f"has no private password file {password_file(data)}")
             server = None
         if server is not None:
@@ -387,7 +387,7 @@ class EmbeddedPostgres:
                 log.info("embedded PostgreSQL started", extra=details)
                 return server
             if is_free(port):
-                break  # then nobody snatched the port, and the reason is another one
+                break  # the port is free, so the reason is another one
         raise program_failed(f"PostgreSQL could not start in {data}", started.stdout, server_log, log_start)
 
     def _options(self, port: int, socket_folder: str) -> str:

@@ -91,7 +91,7 @@ class Watcher:
             self._wait(_LOOK_SECONDS)
             return
         try:
-            if self._find() == server:  # else the pid may be a stranger's by now
+            if self._find() == server:  # otherwise the pid may belong to another process by now
                 self._wait(None, process)
         finally:
             os.close(process)

@@ -43,7 +43,7 @@ from commandbus.model.command import NewCommand, new_command_id
 T = TypeVar("T")
 CHUNK_ROWS = 1000
 _NEW = {"column": "", "value": ""}
-_RETRIES = {"column": ", retry_of", "value": ", %(retry_of)s"}  # only who operates may say so
+_RETRIES = {"column": ", retry_of", "value": ", %(retry_of)s"}  # only an operator may say so
 CHUNK_CHARACTERS = 8 << 20
 
 
@@ -174,7 +174,7 @@ def check_targets(definition: Definition) -> Steps[None]:
         {"queues": list(queues)},
     )
     missing = [queue for queue in queues if (queue,) not in rows]
-    if missing:  # because there is no schema at all? This says so
+    if missing:  # if there is no schema at all, this raises the right error
         yield Statement(b"SELECT FROM commandbus.batch LIMIT 0")
     for queue in missing:
         if queues[queue] is None:

@@ -20,7 +20,7 @@ from commandbus.model import payload
 from commandbus.model.command import NewCommand
 from commandbus.model.names import check_queue, queue_of
 
-# A command_id that somebody else's transaction is about to use could make us wait for that transaction.
+# If another transaction is about to use this command_id, we would wait for that transaction.
 LOCK_TIMEOUT = b"SET LOCAL lock_timeout = '500ms'"
 ROW_TIMEOUT = b"SET LOCAL lock_timeout = '1s'"
 _LIMIT_WAITING = (

@@ -63,7 +63,7 @@ def get(domain: str, batch_id: str) -> Steps[BatchRecord | None]:
     row = yield from _named(params, running=0)
     if row is None or row.finished_at is not None:
         return None if row is None else (yield from _with_eta(row, {}))
-    # Looked at first, what runs could be in the counts as well; so the counts are read once more, after it.
+    # A member that ran then may have ended since, and be counted twice. So the counts are read once more.
     try:
         found = yield Statement(
             b"SELECT commandbus.running_in_batch(%(domain)s, %(id)s)", {"domain": domain, "id": row.id}

@@ -29,7 +29,7 @@ from commandbus.model import names, payload
 from commandbus.model.batch import BatchCancelReport, BatchRetryReport
 
 BITE = 1000
-PASSES = 20  # then the rest is left to the workers' sweep: something is moving all the time
+PASSES = 20  # after that, the workers' sweep does the rest: members keep moving all the time
 _LOCK_SPACE = 0x636D6262  # "cmbb": advisory locks of cancellations
 _LOCK = b"SELECT pg_catalog.pg_advisory_xact_lock(%(space)s::bigint << 32 | %(key)s::bigint)"
 _TRY_LOCK = b"SELECT pg_catalog.pg_try_advisory_xact_lock(%(space)s::bigint << 32 | %(key)s::bigint)"
@@ -299,7 +299,8 @@ def _send_again(
     domain: str, batch_id: str, name: object, on_complete: object
 ) -> Steps[tuple[int, int, str | None]]:
     """How many were sent again, how many had been before, and the new batch."""
-    old = yield from lock(domain, batch_id, "NO KEY UPDATE")  # of two who retry, the second finds all sent
+    # If two operators retry, the second finds everything sent.
+    old = yield from lock(domain, batch_id, "NO KEY UPDATE")
     definition = define(
         domain,
         holds=old.holds,

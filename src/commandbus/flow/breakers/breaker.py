@@ -41,8 +41,8 @@ from commandbus.model.breaker_rule import AttemptCounts, BadAttempt, Trouble, fi
 
 State = Literal["CLOSED", "OPEN", "HALF_OPEN"]
 SILENCE_SECONDS: Final = 10.0  # how long to wait for word of a probe whose message is gone
-PATIENCE_SECONDS: Final = 10.0  # how long to wait for the counts of a worker that lives
-ALIVE_SECONDS: Final = 15.0  # a worker that has not beaten for so long does not
+PATIENCE_SECONDS: Final = 10.0  # how long to wait for the counts of a live worker
+ALIVE_SECONDS: Final = 15.0  # a worker without a heartbeat for so long counts as dead
 OURSELVES: Final = "commandbus"
 WELL: Final = "its probe went well"
 _ACTIONS: Final = {"OPEN": "OPEN", "HALF_OPEN": "HALF_OPEN", "CLOSED": "CLOSE"}
@@ -198,7 +198,7 @@ def judge(domain: str, command_type: str, rule: Breaker) -> Steps[Judged]:
     """Open it if its type is in trouble, as far as that is known."""
     row = yield from lock(domain, command_type, "SKIP LOCKED")
     if row is None or row.state != "CLOSED":
-        return Judged(is_final=row is not None)  # who holds it may be about to move it
+        return Judged(is_final=row is not None)  # whoever holds the row may be about to move it
     return (yield from _judge(row.count(rule, ()), rule))
 
 
@@ -308,7 +308,7 @@ def _probe(row: Row) -> Steps[Moved | None]:
         half_open = replace(row, state="HALF_OPEN", probe=chosen[0][0], probe_until=None)
         return (yield from move(half_open, "one command is the probe", of_probe=half_open.probe))
     if row.state == "OPEN":
-        return None  # the next one that arrives is parked, and then chosen
+        return None  # the next command that arrives is parked, and then chosen
     unheard = replace(row, state="OPEN", until=row.now, probe=None, probe_until=None)
     return (yield from move(unheard, "nothing was heard of its probe", of_probe=row.probe))
 

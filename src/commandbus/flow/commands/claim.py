@@ -184,7 +184,7 @@ def put_right(
     Returns what can run now, and how many messages were adopted. Those are back in the queue as ordinary commands,
     for the next claim.
     """
-    # Whoever waits here keeps all other commands waiting. Nothing of it is left in the session.
+    # While this waits, no other command is claimed. The setting ends with the transaction.
     yield Statement(b"SET LOCAL lock_timeout = '200ms'")
     ours = [row for row in odd if row.id is not None]
     adopted = yield from _take_in(domain, worker, [row for row in odd if row.id is None], max_bytes)
@@ -270,7 +270,9 @@ def _take_in(domain: str, worker: str, raw: Sequence[ClaimedRow], max_bytes: int
     adopted, left = 0, list(raw)
     while left:
         texts = yield from _read_some(domain, worker, left, max_bytes)
-        done = [row for row in left if row.msg_id in texts] or left  # what is gone meanwhile is nobody's
+        done = [
+            row for row in left if row.msg_id in texts
+        ] or left  # rows that are gone meanwhile belong to nobody
         left = [row for row in left if row.msg_id not in texts] if texts else []
         adopted += yield from _take_in_some(domain, worker, done, texts, max_bytes)
     return adopted
@@ -304,7 +306,7 @@ def _take_in_some(
         try:
             if text is None:
                 raise InvalidCommandError(_why_unread(found, max_bytes))
-            # Dumped here, one by one: what cannot be (too deep, too many digits) is this message's fault alone.
+            # Dumped one by one: if one fails (too deep, too many digits), only that message is rejected.
             new = envelope.read(
                 payload.loads(text), queue=names.queue_of(domain), msg_id=row.msg_id, max_bytes=max_bytes
             )
@@ -413,7 +415,7 @@ def _after_loss(row: ClaimedRow, holders: Sequence[dict[str, Any]], worker: str,
         return marks.after_outage(len(holders))
     vanished = _vanished(holders, worker)
     marks = marks.after_outage(len(holders) - len(vanished))
-    if not vanished:  # or headers that are none of ours
+    if not vanished:  # or headers that another client wrote
         return marks
     return marks.after_loss(ran_alone=vanished[-1]["alone"] is True, unstarted=len(vanished) - 1)
 

@@ -22,8 +22,8 @@ class DatabaseSession(NamedTuple):
     started: int
 
 
-LONGEST_NAME: Final = 63  # of an application_name
-SLACK_SECONDS: Final = 0.5  # of the clocks
+LONGEST_NAME: Final = 63  # the longest application_name
+SLACK_SECONDS: Final = 0.5  # how far the clocks may differ
 
 _IT = b""" FROM pg_catalog.pg_stat_activity
  WHERE pid = %(pid)s AND (extract(epoch FROM backend_start) * 1000000::numeric)::bigint = %(started)s"""

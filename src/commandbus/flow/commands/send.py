@@ -32,7 +32,7 @@ _FIELDS = frozenset(field.name for field in fields(NewCommand))
 
 
 # Left out where the ids are ours: a speculative insertion costs a third of a bulk send.
-# It names no columns: who names them must be able to read them, and a producer reads no ids of others.
+# It names no columns, because that needs the right to read them, and a producer may not read others' ids.
 ON_CONFLICT = "ON CONFLICT DO NOTHING"
 CALLERS_IDS = {
     "conflict": ON_CONFLICT,
@@ -274,7 +274,8 @@ def _instant_of(at: object) -> str | None:
         return None
     if not isinstance(at, datetime) or at.tzinfo is None:
         raise InvalidCommandError(f"at must be a datetime with a time zone (such as UTC), not {names.shown(at)}")
-    if not 1970 < at.year < 3000:  # a vt that a session in another time zone could not load would stop a claim
+    # If a session in another time zone could not load this vt, it would stop a claim.
+    if not 1970 < at.year < 3000:
         raise InvalidCommandError(f"at must be in the years 1971 to 2999, not {names.shown(at)}")
     return at.isoformat()
 

@@ -295,7 +295,7 @@ def _settle(
     final = kinds["commands/settle_final"]
     for name, items in kinds.items():
         if items:
-            # 6% of a settle's time, so only where somebody is in a batch or a process.
+            # This takes 6% of a settlement's time, so it is done only for members of batches or processes.
             groups = sql.part("commands/settle_groups") if any(item.is_grouped for item in items) else ""
             rows = yield Statement(
                 sql.text(name, domain=domain, locking=locking, groups=groups),
@@ -306,7 +306,7 @@ def _settle(
                 },
                 by_keys=not groups,
             )
-            # Nothing is busy for who has waited: the row was taken meanwhile, after the snapshot that says busy.
+            # After waiting for the lock, nothing is busy: somebody took the row after the snapshot that says busy.
             unsettled |= {
                 (msg_id, read_ct): "refused" if answer == "busy" and not locking else answer
                 for msg_id, read_ct, answer in rows

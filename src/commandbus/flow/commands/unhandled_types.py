@@ -24,7 +24,7 @@ from commandbus.model.durations import format_seconds
 from commandbus.model.outcome import Failure, Judgement, Verdict, describe
 
 MOST_COUNTED = 10_000
-# CASE: of a plain comparison the planner would expect a third, and then rather sort them all than go by the index.
+# CASE, because for a plain comparison the planner expects a third of the rows, and then sorts them all.
 _OF_AGE = (
     "AND CASE WHEN parked_at <= pg_catalog.now() - pg_catalog.make_interval(secs => %(age)s) "
     "THEN true ELSE false END"

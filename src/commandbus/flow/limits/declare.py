@@ -26,7 +26,7 @@ ITSELF = "commandbus"
 CHANNEL = "commandbus_limits"
 CHANGED = "limit "
 CLOSED = "closed "
-WAKE = "wake "  # somebody who may not touch queues asks others to wake who is next
+WAKE = "wake "  # a role without rights on queues asks others to wake the next in line
 TOKEN = "token "  # noqa: S105 - the token of a permit, not a secret
 
 
@@ -50,7 +50,8 @@ class LimitRow:
     changed_at: datetime
     is_awaited: bool
     good_at: float | None = None  # when a call last succeeded
-    stalled_seconds: float | None = None  # for how long none has, while somebody waited and was looked after
+    # For how long no call has succeeded, while somebody waited and the line was served.
+    stalled_seconds: float | None = None
 
     def waited_in_vain(self, seconds: float | None) -> float:
         """How much of such a wait counts against `max_wait`: the time in which no call succeeded."""
@@ -220,7 +221,7 @@ def set_limit(name: str, options: Mapping[str, Any], home: Home, what: OperatorA
     wanted = {**(override or {}), **options}
     effective = Limit.from_json(name, declared, wanted)
     if where:
-        home = Home(*where)  # who changes it need not know where it lives
+        home = Home(*where)  # whoever changes it need not know where it is kept
     yield _store(
         effective,
         (effective.environment or home.environment, effective.store or home.store),

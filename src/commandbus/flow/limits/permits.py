@@ -238,7 +238,7 @@ def wake(
     if limit_state.is_probing:
         if limit_state.is_probed(row.now):
             return Woken(0, (limit_state.probe_until or row.now) - row.now)
-        if limit_state.probe is not None:  # nothing was heard of it any more: its worker may have died of it
+        if limit_state.probe is not None:  # the probe was never heard of again: its worker may have died
             limit_state = limit_state.without_probe()
             yield _note_vain(name, limit_state)
         most = 1
@@ -251,7 +251,7 @@ def wake(
     has_calls, unclaimed_seconds = waiting[0][7:]
     has_woken = unclaimed_seconds is not None
     if has_calls and has_woken and unclaimed_seconds >= UNCLAIMED_SECONDS:
-        # Those who have slots first: when they have ended, commands can be claimed. A permit may have been
+        # Callers that have slots come first: when they end, commands can be claimed. A permit may have been
         # reserved for longer, before they came.
         yield from _end_unclaimed(row, release)
         waiting = yield from _first_in_line(
@@ -260,7 +260,7 @@ def wake(
     ready, has_orphans = yield from _lock(waiting)
     chosen: list[tuple[Row, str | None]] = []
     for is_call, group in groupby(ready, key=lambda item: item[1] == ""):
-        # Who waits inside a program answers at once; if it died, its permit must not be kept for long.
+        # A caller inside a program answers at once. If it died, its permit must not be reserved for long.
         kept = CALL_SECONDS if is_call else min(seconds, BESIDE_CALLS_SECONDS if has_calls else seconds)
         items = {item[3] or token_of(f"{mark}{item[0]}/{item[5]}"[:170], item[6]): item for item in group}
         if grant is None:
@@ -277,7 +277,7 @@ def wake(
     if has_orphans:
         return Woken(len(chosen), 0.0)
     if has_calls and (has_woken or any(item[1] for item, _ in chosen)):
-        return Woken(len(chosen), BESIDE_CALLS_SECONDS)  # nobody is told when a permit was kept in vain
+        return Woken(len(chosen), BESIDE_CALLS_SECONDS)  # nobody is notified when a reservation was in vain
     is_more = len(chosen) < len(ready) or len(waiting) == most
     return Woken(len(chosen), _next_look(row, len(chosen)) if is_more else None)
 

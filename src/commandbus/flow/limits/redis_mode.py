@@ -49,8 +49,8 @@ class HeartbeatPace:
     """How often a program says that it is alive, and when others count it as dead. The same for a whole fleet."""
 
     beat: float = 2.0  # a program says that it is alive, and looks whether Redis is
-    live: float = 10.0  # one of which nothing was heard for so long is dead
-    patience: float = 2.0  # Redis must be out of everybody's reach for so long: coming back takes a whole lease
+    live: float = 10.0  # a program that was not heard of for so long counts as dead
+    patience: float = 2.0  # nobody must have reached Redis for so long, because coming back takes a whole lease
 
     @property
     def leave(self) -> float:
@@ -182,7 +182,7 @@ def settle(id_: str, held: Held, *, lease: float, pace: HeartbeatPace, redis: Ep
             },
         )
     gone = [program.id for program in fleet.programs if program.is_gone(fleet, pace)]
-    if gone and after.mode != DEGRADED:  # then their books of the rate are still needed
+    if gone and after.mode != DEGRADED:  # then their record of the rate is still needed
         yield Statement(sql.text("limits/client_forget"), {"ids": gone})
     return after
 
@@ -200,7 +200,7 @@ def _decide(fleet: RedisFleetState, pace: HeartbeatPace, redis: Epochs | None) -
     if fleet.mode != DEGRADED:
         if fleet.epoch is None:
             return mode(REDIS, redis.begin_epoch(None, fleet.lease))
-        # Looked at under the lock: what the caller saw before it may have been repaired by another program.
+        # Read again under the lock: another program may have repaired what the caller saw before.
         if redis.probe().epoch == fleet.epoch:
             is_over = fleet.mode == JOINING and (fleet.until is None or fleet.until <= fleet.now)
             return mode(REDIS, fleet.epoch) if is_over else same

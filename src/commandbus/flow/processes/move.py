@@ -129,7 +129,7 @@ def apply(loaded: Loaded, made: Advance, state: str, *, max_bytes: int) -> Steps
             state,
             reply_to=loaded.reply_to,
             correlation_id=loaded.correlation_id,
-            batch=None,  # whoever handles the message folds it after the commit: others are waiting for the row
+            batch=None,  # the worker that handles the message folds after the commit
         )
 
 

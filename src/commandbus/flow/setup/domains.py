@@ -87,7 +87,7 @@ def create_steps(domain: str) -> Steps[bool]:
         raise _may_not_create(queue_of(domain), error) from None
     yield from _create_queue(queue_of(domain))
     if rows:
-        # A queue's rows live for milliseconds: vacuum it by its churn, not by its size.
+        # A queue's rows live for milliseconds, so autovacuum must count changes, not the table's size.
         yield Statement(sql.text("setup/tune_queue", domain=domain))
     return bool(rows)
 

@@ -134,7 +134,7 @@ def _migrate_once(domains: Sequence[str]) -> Steps[SchemaState]:
     except pg.LockNotAvailable as error:
         raise _BusyError(error, TURN_SECONDS) from None
     yield Statement(_LIMIT)
-    yield Statement(SAFE_PATH)  # what a default or a view calls is looked up once, here
+    yield Statement(SAFE_PATH)  # names in defaults and views are resolved once, here
     try:
         return (yield from _migrate(domains))
     except pg.LockNotAvailable as error:

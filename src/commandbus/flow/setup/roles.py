@@ -111,7 +111,7 @@ def _of_tenant(tenant: Tenant) -> Steps[list[str]]:
     known = yield Statement(
         b"SELECT name, value FROM commandbus.setting WHERE name = %(name)s", {"name": f"tenant.{tenant.prefix}"}
     )
-    for name, value in known:  # what it had before, and is to have no more
+    for name, value in known:  # rights from before that it must lose
         for queue in Tenant.from_setting(name, value).all_queues():
             if (queue,) in rows and queue not in tenant.all_queues():
                 statements += roles.revoke_statements(tenant, queue)

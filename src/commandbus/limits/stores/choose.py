@@ -71,7 +71,7 @@ class PermitStores:
         self._make_external = make_external
         self._on_external = on_external
         self._external: ExternalStore | None = None
-        self.is_untended = False  # the one outside PostgreSQL is new, and `tick` was not called yet
+        self.is_untended = False  # the Redis store is new, and `tick` was not called yet
 
     def of(self, row: LimitRow) -> PermitStore:
         """The one that keeps the permits of this limit."""

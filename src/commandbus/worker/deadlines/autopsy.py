@@ -33,7 +33,7 @@ def of_task(task: asyncio.Task[Any] | None, loop_ident: int | None, *, is_blocke
         return of_thread(loop_ident)
     found: dict[str, Any] = {"taken_at": round(epoch(), 3), "stacks": []}
     if task is not None:
-        # From another thread while the loop runs: a frame may move on meanwhile, which costs at most a line.
+        # Read from another thread while the loop runs: a frame may move on meanwhile, so a line may be wrong.
         frames = [line for frame in _awaited(task.get_coro()) for line in _lines(frame, limit=1)]
         found["stacks"] = [{"title": f"task {task.get_name()}", "frames": frames}]
     return found

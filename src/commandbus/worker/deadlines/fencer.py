@@ -54,7 +54,8 @@ class Fencer:
         def settle(document: Document) -> None:
             self._write_off(attempt, borrowed)
             if attempt.is_lost:
-                self._attempts.release(attempt)  # somebody else's by now: nothing is to be written about it here
+                # Another worker has it by now, so nothing is written about it here.
+                self._attempts.release(attempt)
             else:
                 ended = self._executor.give_up(attempt, stop, autopsy.to_json(document))
                 self._limited.finished(attempt, ended)

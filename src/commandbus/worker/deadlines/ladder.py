@@ -31,7 +31,7 @@ from commandbus.worker.health import HealthStatus
 
 logger = safe_logger("commandbus.worker")
 
-BLOCKED_SECONDS = 1.0  # without a beat of an event loop
+BLOCKED_SECONDS = 1.0  # how long an event loop may show no sign of life
 
 Document = dict[str, Any]
 
@@ -198,7 +198,7 @@ class Ladder:
 
     def _give_up(self, attempt: Attempt, slot: Slot | AsyncSlot, stop: Stop) -> None:
         if attempt.child is not None:
-            attempt.child.kill(stop.text)  # its slot's thread is well, and settles it
+            attempt.child.kill(stop.text)  # the thread of its slot is free, and settles it
             return
         if (there := on_loop(slot)) is not None and self._loop is not None:
             blocked = not attempt.extras.is_delivered

@@ -126,7 +126,7 @@ class Extras:
         self.is_fenced = False  # given up: it gets no connection any more
         self.is_reminded = False  # has its query been canceled for the second time?
         self.has_connection = False
-        self.holds_row = False  # must its queue row be left alone, for the snapshot of its transaction?
+        self.holds_row = False  # must its queue row stay unchanged, because of its transaction's snapshot?
         self.late_text: str | None = None  # what its deadline is called, while that of one call is nearer
 
 
@@ -348,7 +348,7 @@ class Attempt:
         with _making:
             if extras.event is None:
                 extras.event = threading.Event()
-        if self.stop is not None:  # after the event can be seen: whoever asks sets `stop` first
+        if self.stop is not None:  # read after the event exists: whoever asks to stop sets `stop` first
             extras.event.set()
         return extras.event
 

@@ -93,10 +93,10 @@ class Borrowed:
     ) -> None:
         self.pid = pid
         self.started = started
-        self.told_since = told_since  # a child process says so: its session began after this (by `boottime`)
+        self.told_since = told_since  # told by a child process: its session began after this (by `boottime`)
         self.pgconn = pgconn
         self.file = -1 if pgconn is None else pgconn.socket
-        self.key = key  # of the advisory lock by which the session is found, behind PgBouncer
+        self.key = key  # the key of the advisory lock by which the session is found behind PgBouncer
         self.lock = threading.Lock()
         self.is_returned = False
         self.is_lost = False
@@ -105,7 +105,8 @@ class Borrowed:
         """End our side of it: whoever is at the other end rolls back what is open. For a session that cannot be
         found, because the handler has ended the transaction by which it is known."""
         with suppress(OSError, psycopg.Error):
-            if self.pgconn is not None and self.pgconn.socket == self.file:  # else it was closed, and is nobody's
+            # Otherwise it was closed, and belongs to nobody.
+            if self.pgconn is not None and self.pgconn.socket == self.file:
                 with socket.socket(fileno=os.dup(self.file)) as ours:
                     ours.shutdown(socket.SHUT_RDWR)
 
@@ -232,7 +233,7 @@ class HandlerConnections:
         before: Remembered | None = None
         borrowed = self._lend(attempt, conn)
         wrapped = _wrapped(conn)
-        wrapped._pool = None  # psycopg warns of what is open and in no pool
+        wrapped._pool = None  # psycopg warns about a connection that is open and in no pool
         known = None if one is None else self._known.get(conn)
         ending = None if known is None else CommitAndReset()
         try:
@@ -365,7 +366,7 @@ class HandlerConnections:
 
     def _put(self, pool: ConnectionPool[Any], conn: Connection[Any], borrowed: Borrowed) -> None:
         if borrowed.is_lost:
-            _close(conn)  # the pool has had another one in its place
+            _close(conn)  # the pool has replaced it already
         else:
             pool.putconn(conn)
 
@@ -439,7 +440,7 @@ class HandlerConnections:
             self._show_session(attempt, borrowed)
 
     def _take_back(self, attempt: Attempt, borrowed: Borrowed) -> None:
-        with borrowed.lock:  # a cancel that is on its way arrives before the next owner
+        with borrowed.lock:  # wait for a cancel that is on its way, so that it does not hit the next owner
             borrowed.is_returned = True
         attempt.extras.borrowed = None
         if self._on_session is not None:
@@ -484,7 +485,7 @@ class HandlerConnections:
                 idle: Connection[Any] = pool.getconn(IDLE_SECONDS)
                 return idle
         if self._askers is None:
-            # Not the loop's own threads: those are the handlers', who may have left all of them hanging.
+            # Not the loop's default threads: handlers use those, and may have left all of them hanging.
             most = 2 * self._settings.concurrency
             self._askers = ThreadPoolExecutor(most, thread_name_prefix=f"{self._name}-asker")
         question = ConnectionRequest(pool, timeout)
@@ -501,7 +502,7 @@ class HandlerConnections:
                 return conn
             raise _fenced(attempt)
         finally:
-            question.forget()  # if it was not taken, it finds its way back, even if the thread still waits for it
+            question.forget()  # if nobody took it, it is returned, even if the thread still waits for it
             attempt.extras.asks = None
 
 
@@ -543,7 +544,7 @@ class Known(NamedTuple):
     """A session of our own pool that has served a handler: its next transaction's limits can go with the BEGIN."""
 
     level: IsolationLevel  # its default
-    checks: bool  # can the server look whether we are still there?
+    checks: bool  # can the server check whether the client is still there?
 
 
 SNAPSHOT_LEVELS: Final = (IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE)

@@ -60,7 +60,7 @@ _REFUSED = (  # the server is there, and rolled back
     psycopg.errors.SerializationFailure,
     psycopg.errors.DeadlockDetected,
 )
-_LOOK_SECONDS = 0.1  # a sync handler that waits for its lease hears at most this late that it is to stop
+_LOOK_SECONDS = 0.1  # a sync handler that waits for its lease notices a stop request within this time
 _LONGEST_WAIT = 3600.0  # threading cannot wait for years at a time
 logger = logging.getLogger("commandbus.handler")
 
@@ -205,7 +205,7 @@ class _Context:
         """Set when the handler is asked to stop: `ctx.canceled.is_set()`, `ctx.canceled.wait(…)`."""
         event = self._attempt.event() if self._scope is None else self._scope.event
         if not event.is_set() and self._left() <= 0:
-            event.set()  # the ladder looks four times a second; who asks at the right moment is told
+            event.set()  # the ladder looks four times a second; a handler that asks in between is told at once
         return event
 
     def raise_if_canceled(self) -> None:
@@ -464,7 +464,7 @@ class HandlerContext(_Context):
         except TimeoutError as error:
             raise self._not_extended(error) from error
         finally:
-            asked.cancel()  # whoever leaves before the answer waits no more
+            asked.cancel()  # the handler may have stopped waiting before the answer
 
     def sleep(self, duration: Duration) -> None:
         """Sleep, but raise as soon as the handler is asked to stop."""

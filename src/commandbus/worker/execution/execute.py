@@ -229,7 +229,8 @@ class Executor:
     def failed(self, attempt: Attempt, error: BaseException, trace: str | None = None) -> Ended:
         """The handler raised; `trace` is its traceback as text, if it was raised elsewhere."""
         if attempt not in self._running:
-            return None  # it was given up as stuck and judged then: what ends its leftovers is no news
+            # It was abandoned as stuck and judged then: the end of what it left behind changes nothing.
+            return None
         raised = None
         if trace is None and not isinstance(error, UnknownCommandTypeError):
             trace, raised = _traceback_of(error), error
@@ -374,7 +375,8 @@ class Executor:
             ),
             (PoolTimeout, "POOL_TIMEOUT", None, ("2: pool_timeout", limits.pool_timeout)),
         ):
-            if isinstance(error, kind) and "could not obtain lock" not in failure.error:  # that is NOWAIT's
+            # That is the error of NOWAIT.
+            if isinstance(error, kind) and "could not obtain lock" not in failure.error:
                 text = f"{failure.error} (layer {layer[0]}, {format_seconds(layer[1])} or what remained)"
                 return replace(failure, error_code=code, error=text, rung=rung)
         if isinstance(error, pg.AdminShutdown):
@@ -394,7 +396,7 @@ class Executor:
         failure = judgement.failure
         fate = _FATES[judgement.verdict].format(delay=judgement.delay_seconds)
         level = _LEVELS.get(judgement.verdict, logging.WARNING)
-        # Crashes of before may be charged with this one: all tries are used then, and no more than all.
+        # Earlier crashes may be charged together with this one, so the charge may exceed the tries.
         tries = f"{min(attempt.claimed.charge_after(failure), most)} of {most} tries used"
         text = f"failed ({tries}): {failure.error_type}: {failure.error[:500]}; {fate}"
         if level == logging.ERROR:

@@ -189,7 +189,7 @@ class Habits:
         conn._notice_handlers = self._notice_handlers.copy()
         conn._notify_handlers = self._notify_handlers.copy()
         if self._adapters is not None:
-            conn._adapters = AdaptersMap(self._adapters)  # it copies when somebody writes
+            conn._adapters = AdaptersMap(self._adapters)  # copied only when somebody writes
 
     @property
     def autocommit(self) -> bool:

@@ -54,7 +54,7 @@ class Slots:
         self._idle: deque[Slot] = deque()
         self._threadless: deque[Slot] = deque()  # replaced, and without a thread yet; the ladder's thread alone
         self._pace = SlotPacing(budget.total)
-        self._surplus = 0  # so many are to go to sleep although work waits
+        self._surplus = 0  # how many slots must go to sleep although work waits
         self._tick_wanted = threading.Event()
         self._stopping = False
         self._alone = True
@@ -200,6 +200,6 @@ class Slot:
         self.lane = lane
         self.guest: Guest | None = None  # what its handler returned, while that runs on the event loop
         self.ident = 0
-        self.is_missed = False  # has it been said that it has no thread?
+        self.is_missed = False  # was it logged that it has no thread?
         self.wake = threading.Lock()
         self.wake.acquire()

@@ -40,7 +40,7 @@ from commandbus.worker.isolation.limit_relay import ASKED, LimitRelay
 logger = safe_logger("commandbus.worker")
 
 DUMP_SECONDS: Final = 0.5
-HELD_UP_SECONDS: Final = 1.0  # the slot's thread ends what the process has started, too, if it gets to it
+HELD_UP_SECONDS: Final = 1.0  # the slot's thread also ends what the process has started, if it gets that far
 DYING_SECONDS: Final = 2.0
 _HANG_UP_SECONDS: Final = 0.5
 _LOOK_SECONDS: Final = 0.005
@@ -291,7 +291,7 @@ class Child:
             if key is not None and key != advisory_key(self._attempt):
                 raise ChannelError("the lock of a database session that is not its own")
             if extras.borrowed is not None and extras.borrowed.pid == pid:
-                extras.borrowed.started = started  # said again, now that it is known
+                extras.borrowed.started = started  # sent again, now that the session is known
             else:
                 extras.borrowed = Borrowed(pid, key, started=started, told_since=self._since)
             if self._attempt.stop is not None:  # the ladder came before this was known
@@ -364,7 +364,7 @@ def log_record(message: Message, pid: int) -> None:
     extra = {str(key)[:100]: value for key, value in told if key not in _RESERVED}
     log = logging.getLogger(name)
     if log.isEnabledFor(level):
-        with suppress(Exception):  # a log costs nobody his outcome
+        with suppress(Exception):  # an error in logging must not change the outcome
             path, line, function = str(where.get("path")), int(where.get("line") or 0), str(where.get("function"))
             record = log.makeRecord(name, level, path, line, text, (), None, function, extra)
             record.process = pid

@@ -185,7 +185,7 @@ class Isolated:
         surroundings = _Surroundings()
         while isinstance(run := self._todo.get(), Run):
             if not run.attempt.is_surely_held(self._settings.timeouts.late_seconds):
-                # Nobody knows whose it is: this process was stopped, or its machine was suspended.
+                # Nobody knows which attempt it belongs to: this process was stopped, or its machine was suspended.
                 self._current = None
                 self._channel.send({"k": "ended", "n": run.number, "late": True})
                 continue

@@ -19,8 +19,9 @@ from commandbus.worker.isolation.attempt_in_child import Child
 from commandbus.worker.isolation.child_process import ChildProcess, Spawner
 from commandbus.worker.isolation.child_start import StartError, attend_start, place_of
 
-START_SECONDS: Final = 60.0  # an attempt waits no longer for a process that is importing
-LONGEST_IMPORT: Final = 300.0  # as long as a supervisor waits for a worker: what hangs now may not hang next time
+START_SECONDS: Final = 60.0  # how long an attempt waits for a process that is importing
+# As long as a supervisor waits for a worker: an import that hangs now may succeed next time.
+LONGEST_IMPORT: Final = 300.0
 IDLE_SECONDS: Final = 60.0
 POLITE_SECONDS: Final = 2.0
 SPAWN_SECONDS: Final = 30.0
@@ -299,7 +300,7 @@ class Children:
             self._leaving += leaving
             self._lock.wait_for(lambda: not self._busy, max(1.0, timeout))  # their slots' threads reap them
         self._see_off_until(deadline + POLITE_SECONDS)
-        self._spawner.stop()  # what it was still asked for is there now, and dies with it
+        self._spawner.stop()  # processes that were still being started exist now, and end with it
         self._see_off_until(monotonic() + POLITE_SECONDS)
 
     def _see_off_until(self, until: float) -> None:

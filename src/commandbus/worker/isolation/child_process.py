@@ -64,12 +64,11 @@ class ChildProcess:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.channel = WorkerEnd(ours, max_bytes=max_message_bytes, wake=self.wake)
         self._poll = select.poll()
-        self._lock = threading.Lock()  # signals on one side, reaping on the other: a reaped pid is somebody else's
+        self._lock = threading.Lock()  # guards signals against reaping: a reaped pid may belong to another process
         self.is_reaped = False
         self.is_ready = False
-        self.importer: int | None = (
-            None  # the thread that imports the handlers, once it can be asked for its stack
-        )
+        # The thread that imports the handlers, once it can be asked for its stack.
+        self.importer: int | None = None
         self.looked_to = 0  # what was asked for in the memory file ends here
         self.born_at = self.idle_since = monotonic()
         self.runs = 0
@@ -101,7 +100,7 @@ class ChildProcess:
 
     def kill_with_descendants(self) -> None:
         """The same, and first what it started and what has left the group. Takes some milliseconds."""
-        self.signal(signal.SIGSTOP)  # it starts nothing more, and goes on adopting
+        self.signal(signal.SIGSTOP)  # it starts nothing more, but still adopts orphans
         with self._lock:
             pid = None if self.is_reaped else self.pid
         if pid is not None:

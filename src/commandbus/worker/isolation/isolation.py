@@ -128,7 +128,7 @@ class Isolation:
         """End all children: idle ones politely, those that still run an attempt at once."""
         self._children.close(timeout)
         if self._is_fleet and next(self._numbers) > 1:
-            kill_marked(self._mark)  # what attempts left that ended in order
+            kill_marked(self._mark)  # what was left behind by attempts that ended normally
 
     def pids(self) -> list[int]:
         """The live child processes."""

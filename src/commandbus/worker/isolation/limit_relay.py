@@ -216,7 +216,7 @@ class LimitRelay:
         permit = answer.result()
         with self._lock:
             if self._is_over or question not in self._calls:
-                return  # who let go of it has told the limit client, which takes it back
+                return  # the request was abandoned, and the limit client takes the permit back
             self._held[question] = permit
             self._watch(permit)
             terms = {"lease": permit.lease, "call_timeout": permit.call_timeout}

@@ -44,7 +44,7 @@ LINE_SECONDS: Final = LONGEST_DELAY  # those that were given back come again bef
 LONGEST_LINE: Final = 1600
 FIRST_PACE: Final = 0.1
 PACE_WEIGHT: Final = 0.2
-MOST_SLOWER: Final = 10.0  # one that takes longer than so many others says nothing of the next ones
+MOST_SLOWER: Final = 10.0  # an attempt that takes longer than so many others does not count for the estimate
 _MOMENT: Final = struct.Struct("d")
 
 
@@ -86,7 +86,7 @@ class Quarantine:
         self._inside: dict[Attempt, bool] = {}  # to whether it runs alone
         self._is_admitting = False
         self._has_turn = False
-        self.late_until = 0.0  # by then, those that were put off here can be claimed again (monotonic)
+        self.late_until = 0.0  # when commands that were put off here can be claimed again (monotonic)
 
     def room(self, domain: str, odd: Sequence[ClaimedRow]) -> Room:
         """How many of these may start, or wait in line. `admitted` is to be called when those have entered."""

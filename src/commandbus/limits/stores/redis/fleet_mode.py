@@ -52,7 +52,7 @@ class FleetFollower:
         self._seen: Mode | None = None
         self._lost: str | None = "not asked yet"  # why Redis is out of reach; None: it is not
         self.is_marked = False  # does PostgreSQL know that, and count our tokens?
-        self.leave = NO_LEAVE  # until when, on Redis' clock, it may be asked
+        self.leave = NO_LEAVE  # until when, by Redis' clock, this program may ask it
         self._due = 0.0
         self._search: Ping | None = None
         self._said: str | None = None

@@ -38,10 +38,10 @@ class PermitLedger:
     def __init__(self) -> None:
         self.limits: dict[str, LimitTerms] = {}
         self.held: defaultdict[str, dict[str, HeldPermit]] = defaultdict(dict)
-        # What was given back and Redis does not know yet, and until when that matters.
+        # Permits that were released but not in Redis yet, and until when that matters.
         self.owed: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        self._most: dict[str, int] = {}  # what PostgreSQL knows that we may hold, by limit
-        self._peak: defaultdict[str, int] = defaultdict(int)  # what we did hold since it was told
+        self._most: dict[str, int] = {}  # the most that we may hold by limit, as PostgreSQL was told
+        self._peak: defaultdict[str, int] = defaultdict(int)  # the most that we held since then
         self._lock = threading.Lock()
         self.lives = 0  # how often Redis was lost
 

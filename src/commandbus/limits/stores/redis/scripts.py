@@ -112,7 +112,7 @@ class RedisScripts:
 
         self._failure = redis.RedisError
         self._unknown_script = redis.exceptions.NoScriptError
-        # Not one of the pool's own: it must be known when a connection is a new one.
+        # Not from the pool: we must know when the connection is a new one.
         self._conn: Any = pool.make_connection()
         self._epoch_key = f"commandbus_epoch:{environment}"
         self._server: str | None = None  # which process the connection leads to; None: not connected
@@ -204,7 +204,7 @@ class RedisScripts:
             except self._unknown_script:
                 return self._command("EVAL", text, *rest)
         except (self._failure, OSError) as error:
-            # What was asked may be answered later: by then nobody must be listening on this connection.
+            # The answer may still come later. So nobody may use this connection any more.
             self.close()
             raise RedisLostError(f"{type(error).__name__}: {error}") from error
 

@@ -52,9 +52,8 @@ class RedisPermitStore:
         self._pace = pace or HeartbeatPace()
         self._held_in_redis = PermitLedger()
         self._fleet = FleetFollower(client, self._connection, self._permits, self._held_in_redis, self._pace)
-        self._granted: defaultdict[str, int] = defaultdict(
-            int
-        )  # permits given here, and not counted in PostgreSQL yet
+        # Permits given here, and not counted in PostgreSQL yet.
+        self._granted: defaultdict[str, int] = defaultdict(int)
 
     @property
     def mode(self) -> str:
@@ -88,7 +87,7 @@ class RedisPermitStore:
             return []
         lost = self._connection.safely(lambda: self._renew(limit, tokens), None)
         if lost is None:
-            # Nobody could be asked. The next time is in a third of a lease: it must not be too late by then.
+            # Redis could not be asked. The next try is in a third of a lease, which must not be too late.
             lost = self._held_in_redis.ending(limit, tokens, limit.lease * 0.4)
         self._held_in_redis.lose(limit, lost)
         return lost
@@ -173,7 +172,7 @@ class RedisPermitStore:
             limit_mode.take_share(self._fleet.id, limit, tokens, seconds, pace=self._pace)
         )
         if mode != DEGRADED:
-            self._fleet.hurry()  # the fleet has gone on
+            self._fleet.hurry()  # the fleet has changed its mode
         self._held_in_redis.keep(limit, granted, began, seconds, None)
         return granted
 
