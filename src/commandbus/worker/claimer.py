@@ -354,7 +354,7 @@ class _Domain:
     def __init__(self, name: str, *, is_routed: bool) -> None:
         self.name = name
         self.is_routed = is_routed
-        self.takes_first = False  # are types that other workers do not handle first in this round?
+        self.takes_first = False  # does `_take` come first in this round?
         self.cursor: datetime | None = None
         self.swept_at = 0.0
         self.sweep_seconds = SWEEP_SECONDS
