@@ -45,7 +45,7 @@ def bar() -> Iterator[Show]:
 
 @contextmanager
 def changes(say: Callable[[BatchRecord], object]) -> Iterator[Show]:
-    """Say something whenever a count or the status has changed; whoever reads a pipe gets it at once."""
+    """Say something whenever a count or the status has changed; the reader of a pipe gets it at once."""
     last: tuple[Any, ...] | None = None
 
     def look(record: BatchRecord) -> None:

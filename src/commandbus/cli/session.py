@@ -157,7 +157,7 @@ def _connect_as(settings: Settings, *, autocommit: bool) -> Connection[Any]:
 
 
 def check_known(bus: CommandBus, domain: str | None) -> None:
-    """For whoever found nothing in a domain: is there such a domain at all?"""
+    """Raise an error if there is no such domain. Called when nothing was found in it."""
     if domain is not None and all(item.name != domain for item in bus.list_domains()):
         raise UnknownDomainError(domain)
 

@@ -1,12 +1,12 @@
 """`tsq list|count|retry|cancel|complete`: the troubleshooting queue, commands that need a person.
 
-One command is named by `DOMAIN ID`, many by `--all --domain …`; many are asked for before they are touched.
+One command is named by `DOMAIN ID`, many by `--all --domain …`. Before it changes many, it asks.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -112,63 +112,46 @@ def count(
 @tsq.command()
 @_target
 @click.pass_context
-def retry(ctx: click.Context, /, operator: str | None, reason: str | None, **words: Any) -> None:
+def retry(ctx: click.Context, /, **words: Any) -> None:
     """Retry commands; their attempts are counted from 1 again."""
-    target = _aim(**words)
-    with ctx.obj.bus() as bus:
-        queue = TroubleshootingQueue(bus)
-        if target.command_id is not None:
-            target.command_id = where.of_command(bus, target.domain, target.command_id)
-            queue.operator_retry(target.domain, target.command_id, operator=operator, reason=reason)
-            moved = 1
-        else:
-            _confirm(ctx, queue, target, "retry")
-            moved = queue.retry_all(
-                target.domain, target.command_type, error_code=target.error_code, operator=operator, reason=reason
-            )
-    _say(ctx.obj, target, "retried", moved)
+    _move(ctx, "retry", "retried", **words)
 
 
 @tsq.command()
 @_target
 @click.pass_context
-def cancel(ctx: click.Context, /, operator: str | None, reason: str | None, **words: Any) -> None:
+def cancel(ctx: click.Context, /, **words: Any) -> None:
     """Cancel commands: they end CANCELED."""
-    target = _aim(**words)
-    with ctx.obj.bus() as bus:
-        queue = TroubleshootingQueue(bus)
-        if target.command_id is not None:
-            target.command_id = where.of_command(bus, target.domain, target.command_id)
-            queue.operator_cancel(target.domain, target.command_id, operator=operator, reason=reason)
-            moved = 1
-        else:
-            _confirm(ctx, queue, target, "cancel")
-            moved = queue.cancel_all(
-                target.domain, target.command_type, error_code=target.error_code, operator=operator, reason=reason
-            )
-    _say(ctx.obj, target, "canceled", moved)
+    _move(ctx, "cancel", "canceled", **words)
 
 
 @tsq.command()
 @_target
 @click.option("--result", type=JsonType(), metavar="JSON", help="The result, as if its handler had returned it.")
 @click.pass_context
-def complete(ctx: click.Context, /, operator: str | None, reason: str | None, result: Any, **words: Any) -> None:
+def complete(ctx: click.Context, /, result: Any, **words: Any) -> None:
     """Complete commands that were done by hand: they end COMPLETED, with a result."""
+    _move(ctx, "complete", "completed", {"result": result}, **words)
+
+
+def _move(
+    ctx: click.Context, verb: str, done: str, given: Mapping[str, Any] | None = None, /, *,
+    operator: str | None, reason: str | None, **words: Any,
+) -> None:  # fmt: skip
+    """Retry, cancel or complete one command, or all that the options choose."""
     target = _aim(**words)
+    options = {"operator": operator, "reason": reason, **(given or {})}
     with ctx.obj.bus() as bus:
         queue = TroubleshootingQueue(bus)
         if target.command_id is not None:
             target.command_id = where.of_command(bus, target.domain, target.command_id)
-            queue.operator_complete(target.domain, target.command_id, result, operator=operator, reason=reason)
+            getattr(queue, f"operator_{verb}")(target.domain, target.command_id, **options)
             moved = 1
         else:
-            _confirm(ctx, queue, target, "complete")
-            moved = queue.complete_all(
-                target.domain, target.command_type, result=result, error_code=target.error_code,
-                operator=operator, reason=reason,
-            )  # fmt: skip
-    _say(ctx.obj, target, "completed", moved)
+            _confirm(ctx, queue, target, verb)
+            options["error_code"] = target.error_code
+            moved = getattr(queue, f"{verb}_all")(target.domain, target.command_type, **options)
+    _say(ctx.obj, target, done, moved)
 
 
 def _aim(

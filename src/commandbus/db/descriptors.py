@@ -1,7 +1,7 @@
 """Descriptors that somebody else in this process may close: a handler's `os.closerange(3, 256)` closes ours, too.
 
-The number of a closed descriptor is soon somebody else's. Whoever writes to it then talks to a stranger, and
-whoever closes it closes the stranger's file. So each of our descriptors that lives long is remembered with the
+The number of a closed descriptor is soon used for another file. Writing to it then writes to that file, and
+closing it closes that file. So each of our long-lived descriptors is remembered with the
 file behind it (device and inode), and looked at before it is used. A look is one system call.
 """
 
@@ -61,7 +61,7 @@ class WakeFile:
             os.write(self._end(1), b"!")
 
     def take(self) -> None:
-        """Whoever wrote has been heard."""
+        """Read what was written, so that the descriptor is quiet again."""
         with contextlib.suppress(OSError):
             while len(os.read(self._end(0), 4096)) == 4096:
                 pass

@@ -5,7 +5,7 @@ is, if it is 1.5 or newer (older ones have no `headers`).
 
 The SQL is run with all the rights of the database's owner. So it is run only if it is, byte for byte, the one that
 this release was tested with: `pyproject.toml` pins the package, and `PACKAGED_SHA256` is checked here before
-anything of it is sent to a server. Whoever wants another PGMQ installs it before `commandbus migrate`.
+anything of it is sent to a server. To use another PGMQ, install it before `commandbus migrate`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from commandbus.limits.waker import Waker
 
 
 class CallWaiters:
-    """Whoever waits inside this program."""
+    """The callers that wait for a permit inside this program."""
 
     def __init__(self, held_permits: HeldPermits, waker: Waker, releases: Releases) -> None:
         self._held_permits = held_permits

@@ -1,11 +1,11 @@
-"""RowLink: the limit client's connection. What is wrong with one row is a CommandBusError to whoever asked for
+"""RowLink: the limit client's connection. What is wrong with one row is a CommandBusError for the caller that asked for
 that row.
 
 Nearly every question of the limit client is about one limit. If somebody has written nonsense into that limit's
 row, only those who use that limit must hear of it, and the limit client goes on for all others.
 
 The same holds for a row that somebody has locked. Its lock is waited for once (2 s, the session's
-`lock_timeout`). Then the limit is *barred*: for a moment that grows, whoever asks is told so at once
+`lock_timeout`). Then the limit is *barred*: for a growing time, callers are told so at once
 (`LockedRowError`): commands are parked, calls inside programs and what is to be told ask again later. When the
 moment is over the row is looked at first, in a statement that hardly waits.
 """
@@ -75,7 +75,7 @@ class LimitConnection:
         return self._run(operation, limit)
 
     def barred_until(self, limit: str) -> float:
-        """Until when (monotonic) whoever asks for this limit is refused; 0: nobody is."""
+        """Until when (monotonic) callers of this limit are refused; 0: they are not."""
         bar = self._bars.get(limit)
         return bar.until if bar is not None and bar.until > monotonic() else 0.0
 

@@ -1,7 +1,7 @@
 """The PermitClock ends every hold at its lease, whatever the limit client waits for.
 
 It works in memory only, on a thread of its own: neither PostgreSQL nor Redis can stop it. A permit whose lease was
-not renewed in time is lost a moment *before* somebody else can get it: whoever holds it is told, and has that
+not renewed in time is lost a moment *before* somebody else can get it: its holder is told, and has that
 moment to stop. Time counts by `clock.boottime()`, so a process that was stopped and goes on is told at once.
 """
 

@@ -255,7 +255,7 @@ def _is_of(source: object, *packages: str) -> bool:
 
 
 def _host_of(source: object) -> str:
-    """Whom it came from: the host alone, as the rest of a URL may hold a key."""
+    """Which API it came from: only the host, because the rest of a URL may hold a key."""
     for holder in (source, _get(source, "request"), _get(source, "request_info")):
         url = _get(holder, "url")
         try:

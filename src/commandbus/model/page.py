@@ -54,5 +54,5 @@ def id_of(cursor: object) -> int | None:
 
 
 def no_cursor(cursor: object) -> InvalidCommandError:
-    """What whoever gives another list's cursor, or none at all, is told."""
+    """The error for a cursor of another list, or for text that is no cursor."""
     return InvalidCommandError(f"cursor {shown(cursor)} is not one of this list: give page.next_cursor, or None")

@@ -153,7 +153,7 @@ class SharedRedis:
         self._wake.set()
 
     def _held_locally(self, terms: SemaphoreTerms) -> int:
-        """What this program holds of it, whoever knows."""
+        """How many permits of it this program holds, in Redis or without it."""
         with self._lock:
             return sum(permit.terms.name == terms.name for permit in self._permits.values())
 

@@ -171,7 +171,7 @@ def double_lock(command: Command, ctx: HandlerContext) -> None:  # noqa: ARG001
 
 @_animal("stuck")
 def hostile_error(command: Command, ctx: HandlerContext) -> None:  # noqa: ARG001
-    """Raises an error whose text never comes: whoever formats it hangs. Seen: ExecutionStuck. {seconds}"""
+    """Raises an error whose text never comes: formatting it hangs. Seen: ExecutionStuck. {seconds}"""
     until = _until(command)
 
     class HostileError(Exception):

@@ -291,7 +291,7 @@ class LeaseKeeper(DatabaseService):
 
 
 def _answer(answer: Future[bool], *, is_held: bool = False, error: Exception | None = None) -> None:
-    """Tell whoever asked, unless he waits no more."""
+    """Answer the handler that asked, if it still waits."""
     if answer.set_running_or_notify_cancel():
         if error is not None:
             answer.set_exception(error)

@@ -25,8 +25,8 @@ ROUTER_SLOTS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """What connects a worker to its supervisor: the board, its id, whom to tell of a new state and why, and
-    whom to tell what its start waits for.
+    """What connects a worker to its supervisor: the board, its id, a callback for a new state and its reason, and
+    a callback for what its start waits for.
 
     `turn` is the descriptor of a file that all its workers share: whoever has locked it may run a command
     that was lost before.
@@ -41,7 +41,7 @@ class Supervision:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a worker is to do, and whom to tell when it must end."""
+    """What a worker must do, and a callback for when it must end."""
 
     id: str
     domains: Sequence[str]

@@ -42,7 +42,7 @@ def call_flaky_service(command: Command, ctx: HandlerContext) -> dict[str, objec
 
 @registry.handler(DOMAIN, "import_file")
 def import_file(command: Command, ctx: HandlerContext) -> None:
-    """Cannot succeed, whoever tries: a person must look."""
+    """Never succeeds: a person must look."""
     _work()
     ctx.log.info("looking into %s", command.data["file"])
     raise PermanentCommandError(f"{command.data['file']} is not a CSV file", code="BAD_FILE")

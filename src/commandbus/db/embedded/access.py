@@ -12,7 +12,7 @@ the server that knows the password can answer it.
 Invariant: data without a password file that fits it gets a new password before its server starts, whether it is
 fresh, copied here, or of a time when local users were trusted. The file names the data (its system identifier).
 
-Not protected against: root; the user who owns the data, whom the server runs as.
+Not protected against: root; the user who owns the data, as which the server runs.
 """
 
 from __future__ import annotations

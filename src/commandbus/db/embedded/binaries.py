@@ -2,7 +2,7 @@
 
 Duty: find a folder with `initdb`, `pg_ctl` and `postgres` (Debian's client package fills the same folder with
 less), tell its version, and make it usable by the account of the server: PostgreSQL refuses to run as root,
-so root runs it as `nobody`, or as whoever owns the data already.
+so root runs it as `nobody`, or as the owner of existing data.
 
 Invariant: no owner or mode of an existing file is changed here. Programs that the account cannot reach are
 copied into the state folder, once per build, and appear there whole or not at all.
@@ -306,7 +306,7 @@ def _let_everybody_read(tree: Path) -> None:
 def _minimal_environment() -> dict[str, str]:
     """Nothing of the user's shell that the programs do not need.
 
-    The server shows its environment to whoever may run programs there (COPY FROM PROGRAM): no secret may be in
+    The server shows its environment to roles that may run programs (COPY FROM PROGRAM), so no secret may be in
     it. PGDATA, PGPORT, PGOPTIONS … would change what the programs do. LC_ALL: their messages are looked at
     (`messages.py`), so they must be English.
     """

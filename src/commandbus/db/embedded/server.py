@@ -182,7 +182,7 @@ class EmbeddedPostgres:
     def stop(self, *, keep: bool | None = None, force: bool = False) -> bool:
         """Leave the server, and end it unless others use it or somebody asked to keep it. True if it ended.
 
-        `keep` leaves it up for good; `force` ends it whoever uses it, also if this object never started it.
+        `keep` leaves it up for good; `force` ends it even if others use it or started it.
         """
         watcher = self._watcher
         try:

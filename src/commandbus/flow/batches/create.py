@@ -144,7 +144,7 @@ class Locked:
         return InvalidOperationError(f"cannot {verb} batch {self.batch_id!r} of domain {self.domain!r}: {state}")
 
     def check_isolation(self, what: str) -> None:
-        """Whoever closes a batch must see everything that was added to it."""
+        """Closing a batch must see everything that was added to it."""
         if not self.sees_all:
             raise InvalidOperationError(
                 f"{what} needs a READ COMMITTED transaction, to see every member that was added to batch "

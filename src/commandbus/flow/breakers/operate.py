@@ -71,7 +71,7 @@ def open_type(domain: str, command_type: str, rule: Breaker, what: OperatorActio
 
 
 def close_type(domain: str, command_type: str, what: OperatorAction) -> Plan[int]:
-    """Close it, whoever has opened it; returns how many parked commands went back to the queue, in bites."""
+    """Close it, even if a person opened it. Returns how many parked commands went back to the queue."""
     return (yield from _wake(domain, command_type, _close(domain, command_type, what)))
 
 

@@ -375,7 +375,7 @@ def _let_go(name: str, chosen: Sequence[tuple[Row, str | None]]) -> Steps[None]:
 
 
 def _next_look(row: LimitRow, granted: int) -> float | None:
-    """When the rate lets the next one begin; None if only permits are missing: whoever releases one looks."""
+    """When the rate lets the next call begin; None if only permits are missing: a release wakes the next."""
     if row.per_second is None:
         return None
     tat = max(row.tat, row.now) + granted / row.per_second if row.store == "postgres" else row.now

@@ -4,7 +4,7 @@ The statements work on PGMQ's tables, as all of ours do: they mean the same in e
 work with every PGMQ from 1.5 on. A newer one also remembers when a message was last read; `Shapes` knows which
 queues have that column.
 
-A domain's queue holds its commands, and its rows are their leases: whoever took one away would lose the command,
+A domain's queue holds its commands, and its rows are their leases: taking one away would lose the command,
 and a read would count as one of its attempts. So there `read` only looks, and what changes rows is refused.
 """
 

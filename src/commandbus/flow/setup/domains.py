@@ -15,7 +15,7 @@ from commandbus.model import roles
 from commandbus.model.names import check_domain, check_queue, pgmq_table, queue_of
 
 SAFE_PATH = b"SET LOCAL search_path = pg_catalog, pg_temp"
-"""Until the transaction ends. PGMQ's functions call others by their bare names: they must meet nobody else's."""
+"""Until the transaction ends. PGMQ's functions call others by their bare names, and must find PGMQ's own."""
 
 
 @dataclass(frozen=True, slots=True)

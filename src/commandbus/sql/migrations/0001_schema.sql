@@ -571,7 +571,7 @@ CREATE FUNCTION commandbus.caller_may(p_domain text, p_privilege text) RETURNS b
       FROM to_regclass(format('pgmq.%I', 'q_' || p_domain || '__commands')) AS queue
 $$;
 
--- Refuses a caller to whom the domain does not belong. A domain that does not exist is nobody's: there is nothing to refuse.
+-- Refuses a caller that has no rights on the domain. A domain that does not exist is not refused: it belongs to nobody.
 CREATE FUNCTION commandbus.check_caller(p_domain text, p_privilege text) RETURNS void
     LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
 BEGIN

@@ -1,4 +1,4 @@
--- Sends messages to a PGMQ queue in their order, and wakes whoever waits for them there. Locks: new queue rows.
+-- Sends messages to a PGMQ queue in their order, and wakes those who wait for them there. Locks: new queue rows.
 WITH queued AS (
     INSERT INTO pgmq.{queue} (vt, message, headers)
     SELECT COALESCE(%(at)s::timestamptz,

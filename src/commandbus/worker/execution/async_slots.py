@@ -161,7 +161,7 @@ class AsyncSlots:
         self._loop.join(timeout)
 
     def give_place(self, slot: AsyncSlot) -> None:
-        """Return a slot's place, if it has one; once, whoever comes first."""
+        """Return a slot's share of the concurrency budget, if it has one. Only the first call does."""
         with self.moving:
             had, slot.has_place = slot.has_place, False
         if had:

@@ -507,7 +507,7 @@ class HandlerConnections:
 
 
 class ConnectionRequest:
-    """Waits for a connection on a thread of its own. It goes to whoever asked, or back to the pool."""
+    """Waits for a connection on a thread of its own. The connection goes to the attempt, or back to the pool."""
 
     def __init__(self, pool: ConnectionPool[Any], timeout: float) -> None:
         self._pool = pool
@@ -703,7 +703,7 @@ def _warn_unreplicated(conn: Connection[Any] | AsyncConnection[Any]) -> None:
 
 
 def _close_read_only(conn: Connection[Any], error: BaseException) -> None:
-    """A session that began while the server was read-only may stay so, and would fail whoever gets it next."""
+    """A session that began while the server was read-only may stay so, and the next handler would fail."""
     if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
         _close(conn)
 

@@ -36,7 +36,7 @@ class PermitProvider(Protocol):
         """The block is over."""
 
     def note_deadline(self, attempt: Attempt) -> None:
-        """The attempt's deadline was changed here: whoever looks after it elsewhere is told."""
+        """Tell others that the attempt's deadline was changed here."""
 
 
 class HandlerPermits:

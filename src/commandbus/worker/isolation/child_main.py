@@ -365,7 +365,7 @@ class Isolated:
                     self._current.stop(message)
             case "answer":
                 asked = self._asked.pop(message["q"], None)
-                if asked is not None and asked.set_running_or_notify_cancel():  # else whoever asked waits no more
+                if asked is not None and asked.set_running_or_notify_cancel():  # nobody waits otherwise
                     _answer(asked, message)
             case "permit" | "lost":
                 self._limits.hear(message)
@@ -384,7 +384,7 @@ class Isolated:
 
 
 def _answer(asked: Future[bool], message: Message) -> None:
-    """Tell whoever asked for a lease what the worker says."""
+    """Pass the worker's answer on to the thread that asked for a lease."""
     if message["error"] is None:
         asked.set_result(message["is_held"])
     elif message["is_timeout"]:

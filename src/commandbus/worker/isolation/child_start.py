@@ -43,7 +43,7 @@ class StartError(Exception):
 def attend_start(process: ChildProcess, seconds: float, *, max_memory_mb: int | None = None) -> bool:
     """Listen for so long to a process that is starting, on the one thread that has it: is it ready?
 
-    StartError if it will never be; whoever has it sees it off then.
+    StartError if it will never be. The caller ends the process then.
     """
     if process.is_ready:
         return True

@@ -121,7 +121,7 @@ class Isolation:
         self._children.start()
 
     def let_go(self) -> None:
-        """Whoever waits for a process in `take` is to wait no longer, now and from now on. Never blocks."""
+        """From now on, no thread waits for a process in `take`, not even one that waits already. Never blocks."""
         self._children.let_go()
 
     def close(self, timeout: float) -> None:
