@@ -17,7 +17,7 @@ from commandbus import (
     NewCommand,
     PermanentCommandError,
 )
-from commandbus.flow.commands.rescue import scout
+from commandbus.flow.commands.rescue import claimable_work
 from commandbus.flow.workers.registry import WorkerIdentity, beat
 
 
@@ -239,5 +239,5 @@ def test_a_command_for_an_instant_of_long_ago_has_not_waited_since_then(orders: 
     (figures,) = orders.status("orders")
     assert figures.ready == 3
     assert 0 <= figures.oldest_seconds < 60
-    scouted = orders.run(scout("orders"))
-    assert (scouted.ready, 0 <= scouted.oldest_seconds < 60) == (3, True)
+    seen = orders.run(claimable_work("orders"))
+    assert (seen.ready, 0 <= seen.oldest_seconds < 60) == (3, True)

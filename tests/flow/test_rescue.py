@@ -20,7 +20,15 @@ from commandbus.flow.commands.database_session import (
     look_at_session,
     terminate_session,
 )
-from commandbus.flow.commands.rescue import Held, Rule, bury, held_by, outcome, scout, terminate_backends
+from commandbus.flow.commands.rescue import (
+    Held,
+    Rule,
+    claimable_work,
+    held_by,
+    mark_worker_dead,
+    outcome,
+    terminate_backends,
+)
 from commandbus.model.crash_attribution import Finding, Role
 from commandbus.model.outcome import Failure
 from commandbus.model.retry import RetryPolicy
@@ -149,14 +157,14 @@ def test_the_registry_hears_of_the_death(orders: Bus, db: psycopg.Connection[Any
         "VALUES ('w1', 'h', 1, '{}', 4, '1', 'ACTIVE', 3), ('w2', 'h', 2, '{}', 4, '1', 'ACTIVE', 3)"
     )
     db.execute("INSERT INTO commandbus.waiting VALUES ('orders', 'w1', now()), ('orders', 'w2', now())")
-    orders.run(bury("w1"))
+    orders.run(mark_worker_dead("w1"))
     rows = db.execute("SELECT id, state, running FROM commandbus.worker ORDER BY id").fetchall()
     assert rows == [("w1", "STOPPED", 0), ("w2", "ACTIVE", 3)]
     assert db.execute("SELECT worker FROM commandbus.waiting").fetchall() == [("w2",)]
 
 
 def test_the_scout_sees_what_could_be_claimed(orders: Bus, db: psycopg.Connection[Any]) -> None:
-    seen = orders.run(scout("orders"))
+    seen = orders.run(claimable_work("orders"))
     assert (seen.ready, seen.oldest_seconds, seen.in_tsq) == (0, None, 0)
     for n in range(3):
         orders.send("orders", "Ship", command_id=f"c{n}")
@@ -164,11 +172,11 @@ def test_the_scout_sees_what_could_be_claimed(orders: Bus, db: psycopg.Connectio
     db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '60 s' WHERE msg_id = 1")
     orders.claim_raw(n=1)
     db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '20 s' WHERE msg_id = 2")
-    seen = orders.run(scout("orders"))
+    seen = orders.run(claimable_work("orders"))
     assert seen.ready == 2
     assert 20 <= seen.oldest_seconds < 40
     orders.pause("orders", operator="me")
-    seen = orders.run(scout("orders"))
+    seen = orders.run(claimable_work("orders"))
     assert (seen.ready, seen.oldest_seconds) == (0, None)
 
 

@@ -73,9 +73,9 @@ def test_ac3_the_back_off_is_2_4_8_16_30_seconds(tries: int, spread: float) -> N
         assert limit_state.step == step
         assert limit_state.until is not None
         assert planned * (1 - BACKOFF_JITTER) - 1e-6 <= limit_state.until - now <= planned + 1e-6
-        assert limit_state.closed_until(now) == limit_state.until
+        assert limit_state.blocked_until(now) == limit_state.until
         now = limit_state.until
-        assert limit_state.closed_until(now) is None
+        assert limit_state.blocked_until(now) is None
         assert limit_state.is_probing
 
 
@@ -184,8 +184,8 @@ def test_a_bad_probe_opens_it_again_and_a_good_one_closes_it() -> None:
     for number in range(3):
         limit_state = bad(limit_state, 1000.0 + number, answer=ApiAnswer.BROKEN, limit=USUAL, reason="HTTP 500")
     assert limit_state.open_reason == "3 bad answers in a row, the last: HTTP 500"
-    assert limit_state.closed_until(1061.9) == 1062.0
-    assert limit_state.closed_until(1062.0) is None
+    assert limit_state.blocked_until(1061.9) == 1062.0
+    assert limit_state.blocked_until(1062.0) is None
     assert limit_state.is_probing
     again = bad(probed(limit_state, "p", 1062.0), 1063.0, token="p", answer=ApiAnswer.TIMEOUT, limit=USUAL)
     assert (again.is_open, again.opened_at, again.open_until, again.probe) == (True, 1002.0, 1123.0, None)
@@ -204,7 +204,7 @@ def test_what_a_person_has_closed_stays_closed_whatever_comes(
     answer: ApiAnswer, retry_after: float | None, now: float
 ) -> None:
     forced = LimitState(is_open=True, is_forced=True, opened_at=1000.0, open_reason="closed by ann")
-    assert forced.closed_until(now) == float("inf")
+    assert forced.blocked_until(now) == float("inf")
     for after in (
         bad(forced, now, answer=answer, retry_after=retry_after, limit=USUAL),
         bad(probed(forced, "p", now), now, token="p", answer=answer, retry_after=retry_after, limit=USUAL),
@@ -213,7 +213,7 @@ def test_what_a_person_has_closed_stays_closed_whatever_comes(
         after_unknown(probed(forced, "p", now), token="p"),
     ):
         assert after.is_forced
-        assert after.closed_until(now) == float("inf")
+        assert after.blocked_until(now) == float("inf")
 
 
 # --- callers ---------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def test_an_hour_of_outage_refuses_none_of_forty_as_often_as_it_may_be(answer: A
     for command in list(refused)[:5]:  # those who call when it begins
         limit_state = bad(limit_state, now, token=f"t#{command}", answer=ApiAnswer.RATE_LIMITED, limit=USUAL)
         refused[command] += 1
-    while (now := limit_state.closed_until(now) or now) < 3600:
+    while (now := limit_state.blocked_until(now) or now) < 3600:
         command = min(refused, key=lambda each: (limit_state.vain.get(each, 0), int(each)))
         token = f"t#{command}"
         limit_state = bad(probed(limit_state, token, now), now, token=token, answer=answer, limit=USUAL)
@@ -315,7 +315,7 @@ class Fleet(RuleBasedStateMachine):
     def _begin(self) -> str | None:
         """As limits/take.sql does it."""
         limit_state = self.limit_state
-        if limit_state.closed_until(self.now) is not None:
+        if limit_state.blocked_until(self.now) is not None:
             return None
         if limit_state.is_probing and limit_state.is_probed(self.now):
             return None
@@ -346,10 +346,10 @@ class Fleet(RuleBasedStateMachine):
         if answer is not ApiAnswer.RATE_LIMITED:
             retry_after = None
         after = bad(before, self.now, token=token, answer=answer, retry_after=retry_after, limit=self.limit)
-        closed = before.closed_until(self.now)
+        closed = before.blocked_until(self.now)
         if closed is not None and not is_probe:
             assert (after.step, after.failures, after.is_open) == (before.step, before.failures, before.is_open)
-            assert (after.closed_until(self.now) or 0) >= closed, "nobody's answer shortens a wait"
+            assert (after.blocked_until(self.now) or 0) >= closed, "nobody's answer shortens a wait"
             assert began <= closed
         else:
             assert after.failures == before.failures + 1
@@ -387,8 +387,8 @@ class Fleet(RuleBasedStateMachine):
     @invariant()
     def it_ends_some_day(self) -> None:
         """Whatever has happened: after the last wait and a lease, somebody may begin."""
-        later = max(self.now, self.limit_state.closed_until(self.now) or 0.0, self.limit_state.probe_until or 0.0)
-        assert self.limit_state.closed_until(later) is None
+        later = max(self.now, self.limit_state.blocked_until(self.now) or 0.0, self.limit_state.probe_until or 0.0)
+        assert self.limit_state.blocked_until(later) is None
         assert not self.limit_state.is_probed(later)
 
     @invariant()

@@ -10,7 +10,7 @@ from plan_reading import explain, first_statement
 
 from commandbus.db.drivers import run
 from commandbus.flow.commands.claim import claim
-from commandbus.flow.commands.rescue import held_by, scout
+from commandbus.flow.commands.rescue import claimable_work, held_by
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]
@@ -31,6 +31,6 @@ def test_what_a_dead_worker_held(conn: Conn, generic: bool, domain: str) -> None
 
 @pytest.mark.parametrize("domain", ["backlog", "delayed"])
 def test_the_scout(conn: Conn, generic: bool, domain: str) -> None:
-    plan = explain(conn, first_statement(scout(domain)), generic=generic)
+    plan = explain(conn, first_statement(claimable_work(domain)), generic=generic)
     assert plan.kinds(f"q_{domain}__commands") <= DIRECT, plan
     assert plan.visited(f"q_{domain}__commands") <= 10_000, plan

@@ -18,7 +18,7 @@ from commandbus.model.crash_attribution import Dump
 from commandbus.model.limit import Limit
 from commandbus.model.retry import RetryPolicy
 from commandbus.settings import Settings
-from commandbus.supervisor import process_figures as vitals
+from commandbus.supervisor import read_proc as vitals
 from commandbus.supervisor import start_message
 from commandbus.supervisor.coroner import CoronerLook
 from commandbus.supervisor.death_log import summary

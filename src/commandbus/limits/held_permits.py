@@ -111,7 +111,7 @@ class HeldPermits:
         else:
             row = self.row(name)
         limit_state = row.limit_state
-        if row.is_awaited or limit_state.closed_until(row.now) is not None:
+        if row.is_awaited or limit_state.blocked_until(row.now) is not None:
             return [], row
         if not limit_state.is_probing:
             granted = self.stores.of(row).take(row, tokens, row.lease)
@@ -129,7 +129,7 @@ class HeldPermits:
         row = self.row(name)
         limit_state = row.limit_state
         store = self.stores.of(row)
-        if limit_state.closed_until(row.now) is not None or (
+        if limit_state.blocked_until(row.now) is not None or (
             limit_state.is_probing and limit_state.probe != token
         ):
             store.give(row, [token])  # it was reserved before the API refused a call

@@ -1,5 +1,4 @@
-"""RowLink: the limit client's connection. What is wrong with one row is a CommandBusError for the caller that asked for
-that row.
+"""The limit client's connection. A bad or locked row is an error only for the callers of that limit.
 
 Nearly every question of the limit client is about one limit. If somebody has written nonsense into that limit's
 row, only those who use that limit must hear of it, and the limit client goes on for all others.

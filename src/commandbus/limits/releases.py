@@ -165,7 +165,7 @@ class Releases:
             _log(permit.limit, permit.holder, release.reason or str(release.answer), row, limit_state)
         if release.keeps and not release.stays:
             self._waker.look_at(permit.limit, permit.renewed_at + permit.lease - boottime())
-        closed = limit_state.closed_until(row.now)
+        closed = limit_state.blocked_until(row.now)
         self._waker.look_at(permit.limit, 0.0 if closed is None or limit_state.is_forced else closed - row.now)
         release.is_waived = answered.is_waived
 
@@ -182,7 +182,7 @@ class Releases:
 
 
 def _log(name: str, holder: str, reason: str, row: LimitRow, limit_state: LimitState) -> None:
-    closed = limit_state.closed_until(row.now)
+    closed = limit_state.blocked_until(row.now)
     left = None if closed is None or limit_state.is_forced else format_seconds(round(closed - row.now, 1))
     extra = {
         "limit": name,

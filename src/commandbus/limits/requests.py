@@ -90,7 +90,7 @@ def refuse(row: LimitRow, *, waited_seconds: float | None) -> Refusal:
     """Says why a limit has no permit for a command now."""
     limit_state, now, name = row.limit_state, row.now, row.name
     max_wait = row.limit.max_wait_seconds
-    until = limit_state.closed_until(now)
+    until = limit_state.blocked_until(now)
     if until is not None or limit_state.is_probing:
         code = "LIMIT_BREAKER" if limit_state.is_open or limit_state.is_forced else "LIMIT_BACKOFF"
         note = why_none(row)

@@ -74,7 +74,7 @@ class LimitState:
     blamed: tuple[str, ...] = ()  # callers of the bad answers in a row
     vain: Mapping[str, int] = field(default_factory=dict)  # caller → probes in vain since the trouble began
 
-    def closed_until(self, now: float) -> float | None:
+    def blocked_until(self, now: float) -> float | None:
         """Until when the limit is blocked; None if it is not. A breaker that a person opened blocks without
         end."""
         if self.is_forced:
@@ -122,7 +122,7 @@ def after_bad(
     """The state after a bad answer to the call that held `token`. `caller`: who called, if it held no permit;
     `callers`: who else calls, or waits to."""
     is_probe = token is not None and limit_state.probe == token
-    if limit_state.closed_until(now) is not None and not is_probe:
+    if limit_state.blocked_until(now) is not None and not is_probe:
         # This call was under way when the back-off began. Its answer may still ask for a longer one.
         if answer is ApiAnswer.RATE_LIMITED and retry_after is not None:
             return replace(limit_state, until=max(limit_state.until or 0.0, now + retry_after))

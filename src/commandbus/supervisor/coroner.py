@@ -26,14 +26,14 @@ from commandbus.flow.commands.claim import put_right
 from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.flow.commands.database_session import DatabaseSession
 from commandbus.flow.commands.rescue import (
+    ClaimableWork,
     Held,
     Rule,
-    Scouted,
-    bury,
+    claimable_work,
     client_sessions,
     held_by,
+    mark_worker_dead,
     outcome,
-    scout,
     terminate_backends,
 )
 from commandbus.flow.commands.settle import Settlement, settle
@@ -123,11 +123,11 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class CoronerLook:
-    """What the scout saw, and when; `lost_since` is set while the database does not answer. `figures` are those of
-    limits and breakers, which the whole fleet shares."""
+    """The work that could be claimed, and when it was counted. `lost_since` is set while the database is away.
+    `figures` are those of limits and breakers, which the whole fleet shares."""
 
     at: float = 0.0
-    domains: dict[str, Scouted] = field(default_factory=dict)
+    domains: dict[str, ClaimableWork] = field(default_factory=dict)
     lost_since: float | None = None
     figures: FleetFigures = field(default_factory=FleetFigures)
 
@@ -205,7 +205,7 @@ class Coroner(DatabaseService):
             self._spare_others(self._scout)
 
     def _scout(self) -> None:
-        seen = {domain: self._connection.run(scout(domain)) for domain in self.domains}
+        seen = {domain: self._connection.run(claimable_work(domain)) for domain in self.domains}
         self.look = CoronerLook(time.monotonic(), seen, figures=self._connection.run(figures(self.domains)))
 
     def _spare_others(self, work: Callable[[], None]) -> bool:

@@ -28,7 +28,7 @@ from typing import Any, Final
 from commandbus.model.client_sockets import Socket
 from commandbus.model.crash_attribution import Cause, Death, Dump, parse_dump
 from commandbus.supervisor.open_sockets import open_sockets
-from commandbus.supervisor.process_figures import cpu_since, is_stopped, thread_cpu
+from commandbus.supervisor.read_proc import cpu_since, is_stopped, thread_cpu
 from commandbus.supervisor.worker_messages import (
     ControlReader,
     Doing,

@@ -38,7 +38,7 @@ _QUANTITIES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerContainer:
     """A container that runs a worker, and the pod around it."""
 
     name: str
@@ -65,7 +65,7 @@ class Place:
 def examine(text: str, settings: Settings) -> Findings:
     """All that is to be said about the workers in a manifest of this text."""
     try:
-        places = list(_places(_read(text)))
+        found = list(_worker_containers(_read(text)))
     except UnreadableError as error:
         yield fail(
             CHECK,
@@ -73,22 +73,22 @@ def examine(text: str, settings: Settings) -> Findings:
             "give it as JSON: `kubectl create -f FILE --dry-run=client -o json | commandbus doctor --manifest -`",
         )
         return
-    if not places:
+    if not found:
         yield fail(
             CHECK,
             "no container in it runs a worker",
             "a worker's container has `-m commandbus.worker` or `commandbus worker` as its command, or WORKER_ "
             "variables in its env",
         )
-    for place in places:
+    for worker in found:
         try:
-            seen = as_seen_there(settings, place.environ, place.words, source="its env")
+            seen = as_seen_there(settings, worker.environ, worker.words, source="its env")
         except ValueError as error:
-            yield fail(CHECK, f"{place.name}: {error}", "correct it there")
+            yield fail(CHECK, f"{worker.name}: {error}", "correct it there")
             continue
-        yield from _stop(place, seen)
-        yield from _probes(place, seen)
-        yield from _memory(place, seen)
+        yield from _stop(worker, seen)
+        yield from _probes(worker, seen)
+        yield from _memory(worker, seen)
 
 
 class UnreadableError(ValueError):
@@ -118,12 +118,12 @@ def _read(text: str) -> list[Any]:
         raise UnreadableError(f"it cannot be read: {error}") from None
 
 
-def _places(documents: list[Any]) -> Iterator[Place]:
+def _worker_containers(documents: list[Any]) -> Iterator[WorkerContainer]:
     for document in documents:
         if not isinstance(document, dict):
             continue
         if str(document.get("kind", "")).endswith("List"):
-            yield from _places(_list(document.get("items")))
+            yield from _worker_containers(_list(document.get("items")))
             continue
         name = f"{document.get('kind')} {_at(document, 'metadata', 'name')}"
         spec = _at(document, "spec")
@@ -131,22 +131,22 @@ def _places(documents: list[Any]) -> Iterator[Place]:
             pod = _at(spec, *path)
             if isinstance(pod, dict) and isinstance(pod.get("containers"), list):
                 for container in pod["containers"]:
-                    place = Place(name, pod, container if isinstance(container, dict) else {})
-                    if _runs_a_worker(place):
-                        yield place
+                    worker = WorkerContainer(name, pod, container if isinstance(container, dict) else {})
+                    if _runs_a_worker(worker):
+                        yield worker
 
 
-def _runs_a_worker(place: Place) -> bool:
-    names = [str(item.get("name")) for item in _list(place.container.get("env")) if isinstance(item, dict)]
-    told = any("commandbus" in word for word in place.words)
+def _runs_a_worker(worker: WorkerContainer) -> bool:
+    names = [str(item.get("name")) for item in _list(worker.container.get("env")) if isinstance(item, dict)]
+    told = any("commandbus" in word for word in worker.words)
     return told or any(name.startswith("WORKER_") for name in names)
 
 
 # --- the checks --------------------------------------------------------------------------------------------------
 
 
-def _stop(place: Place, settings: Settings) -> Findings:
-    field = place.pod.get("terminationGracePeriodSeconds")
+def _stop(worker: WorkerContainer, settings: Settings) -> Findings:
+    field = worker.pod.get("terminationGracePeriodSeconds")
     limit = _number(field, DEFAULT_GRACE_SECONDS)
     origin = ", the default of Kubernetes" if field is None else ""
     shown = f"terminationGracePeriodSeconds ({format_seconds(limit)}{origin})"
@@ -154,93 +154,93 @@ def _stop(place: Place, settings: Settings) -> Findings:
     if limit <= settings.shutdown_timeout:
         yield fail(
             CHECK,
-            f"{place.name}: {shown} is not more than {ours}: the kubelet kills a worker that is still finishing "
+            f"{worker.name}: {shown} is not more than {ours}: the kubelet kills a worker that is still finishing "
             "its work",
             f"set terminationGracePeriodSeconds: {with_spare(settings.shutdown_timeout)}, or a shorter "
             "WORKER_SHUTDOWN_TIMEOUT",
         )
     else:
-        yield ok(CHECK, f"{place.name}: {ours} < {shown}")
+        yield ok(CHECK, f"{worker.name}: {ours} < {shown}")
 
 
-def _probes(place: Place, settings: Settings) -> Findings:
-    wanted = [name for name in (*PROBES, "startupProbe") if isinstance(_at(place.container, name), dict)]
+def _probes(worker: WorkerContainer, settings: Settings) -> Findings:
+    wanted = [name for name in (*PROBES, "startupProbe") if isinstance(_at(worker.container, name), dict)]
     for name, path in PROBES.items():
         if name not in wanted:
             yield warn(
                 CHECK,
-                f"{place.name} has no {name}: Kubernetes does not see when its workers are "
+                f"{worker.name} has no {name}: Kubernetes does not see when its workers are "
                 f"{'frozen' if name == 'livenessProbe' else 'cut off from the database'}",
                 f"add a {name} with httpGet, path {path}",
             )
-    asked = {name: get for name in wanted if isinstance(get := _at(place.container, name, "httpGet"), dict)}
+    asked = {name: get for name in wanted if isinstance(get := _at(worker.container, name, "httpGet"), dict)}
     if asked:
-        yield from _listener(place, settings)
+        yield from _listener(worker, settings)
     for name, get in asked.items():
-        yield from _target(place, settings, name, get)
+        yield from _target(worker, settings, name, get)
     if "livenessProbe" in wanted:
-        yield from _patience(place, settings)
+        yield from _patience(worker, settings)
 
 
-def _listener(place: Place, settings: Settings) -> Findings:
+def _listener(worker: WorkerContainer, settings: Settings) -> Findings:
     """Does anything answer, and can the kubelet reach it?"""
     if settings.health_port is None:
-        finding = warn if place.may_set("WORKER_HEALTH_PORT") else fail
+        finding = warn if worker.may_set("WORKER_HEALTH_PORT") else fail
         yield finding(
             CHECK,
-            f"{place.name} has probes, but health_port is off: nothing answers them",
+            f"{worker.name} has probes, but health_port is off: nothing answers them",
             "set WORKER_HEALTH_PORT in its env",
         )
     elif settings.health_host in _LOCAL:
-        finding = warn if place.may_set("WORKER_HEALTH_HOST") else fail
+        finding = warn if worker.may_set("WORKER_HEALTH_HOST") else fail
         yield finding(
             CHECK,
-            f"{place.name} has probes, but {named(settings, 'health_host')} answers only inside the pod",
+            f"{worker.name} has probes, but {named(settings, 'health_host')} answers only inside the pod",
             "set WORKER_HEALTH_HOST to 0.0.0.0 in its env",
         )
 
 
-def _target(place: Place, settings: Settings, probe: str, get: dict[str, Any]) -> Findings:
+def _target(worker: WorkerContainer, settings: Settings, probe: str, get: dict[str, Any]) -> Findings:
     port, path = get.get("port"), get.get("path")
-    ports = [item for item in _list(place.container.get("ports")) if isinstance(item, dict)]
+    ports = [item for item in _list(worker.container.get("ports")) if isinstance(item, dict)]
     number = next((item.get("containerPort") for item in ports if item.get("name") == port), port)
     if settings.health_port is not None and str(number) != str(settings.health_port):
         yield fail(
             CHECK,
-            f"{place.name}: the {probe} asks port {port}, but {named(settings, 'health_port')} answers",
+            f"{worker.name}: the {probe} asks port {port}, but {named(settings, 'health_port')} answers",
             "give both the same port",
         )
     right = PROBES.get(probe)
     if right is not None and path != right:
-        yield warn(CHECK, f"{place.name}: the {probe} asks {path}, not {right}", f"set its path to {right}")
+        yield warn(CHECK, f"{worker.name}: the {probe} asks {path}, not {right}", f"set its path to {right}")
 
 
-def _patience(place: Place, settings: Settings) -> Findings:
+def _patience(worker: WorkerContainer, settings: Settings) -> Findings:
     """The kubelet must not end the pod before the supervisor has replaced the worker that is frozen."""
-    probe = place.container["livenessProbe"]
+    probe = worker.container["livenessProbe"]
     period, threshold = _number(probe.get("periodSeconds"), 10), _number(probe.get("failureThreshold"), 3)
     ours = named(settings, "heartbeat_timeout")
     shown = f"periodSeconds ({period:g}) × failureThreshold ({threshold:g}) of the livenessProbe"
     if period * threshold <= settings.heartbeat_timeout:
         yield warn(
             CHECK,
-            f"{place.name}: {shown} is not more than {ours}: the pod may be restarted when the supervisor would "
+            f"{worker.name}: {shown} is not more than {ours}: the pod may be restarted when the supervisor would "
             "replace one frozen worker",
             f"set failureThreshold: {math.floor(with_spare(settings.heartbeat_timeout) / period) + 1}",
         )
     else:
-        yield ok(CHECK, f"{place.name}: {ours} < {shown}")
+        yield ok(CHECK, f"{worker.name}: {ours} < {shown}")
 
 
-def _memory(place: Place, settings: Settings) -> Findings:
-    text, needed = str(_at(place.container, "resources", "limits", "memory") or ""), memory_needed(settings)
+def _memory(worker: WorkerContainer, settings: Settings) -> Findings:
+    text, needed = str(_at(worker.container, "resources", "limits", "memory") or ""), memory_needed(settings)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMGT]?|[KMGT]i)", text)
     if match is None or needed is None:
         return
     if float(match[1]) * _QUANTITIES[match[2]] <= needed:
         yield warn(
             CHECK,
-            f"{place.name}: the memory limit ({text}) is not more than {shown_memory(settings)}: "
+            f"{worker.name}: the memory limit ({text}) is not more than {shown_memory(settings)}: "
             f"the kernel kills workers before the supervisor replaces them",
             f"set a limit of {memory_advised(settings)}Mi (a replacement starts before the old one ends), "
             "or a lower WORKER_MAX_MEMORY_MB",

@@ -22,7 +22,7 @@ without the password, and the server's environment contains nothing of its start
 runs as another user, because PostgreSQL refuses to run as root. A folder that this user cannot enter is replaced
 by one below /var/lib/commandbus.
 
-Read `server.py` first; `place.py` says where state is, `binaries.py` finds programs and the account to run
+Read `server.py` first; `state_folder.py` says where state is, `binaries.py` finds programs and the account to run
 them, `postmaster.py` looks at the server's process, `addresses.py` picks port and socket, `access.py` decides who
 may connect, `watch.py` notices that the server died.
 

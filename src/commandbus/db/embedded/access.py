@@ -27,7 +27,7 @@ from typing import Final
 
 from commandbus.db.embedded.binaries import Binaries
 from commandbus.db.embedded.messages import program_failed
-from commandbus.db.embedded.place import Place, beside, write_private
+from commandbus.db.embedded.state_folder import StateFolder, beside, write_private
 
 # PostgreSQL's default. 256 random bits need no stretching, which costs each connection 2.5 ms. But
 # drivers of other languages refuse fewer iterations.
@@ -56,27 +56,27 @@ def has_password(data: Path) -> bool:
         return False
 
 
-def guard(place: Place, binaries: Binaries, data: Path, *, fsync: bool) -> None:
+def guard(state: StateFolder, binaries: Binaries, data: Path, *, fsync: bool) -> None:
     """Before a start: let nobody connect without the password, and make one if there is none.
 
     The password file is put in place last: a crash in between is repaired by the next start.
     """
     hba = data / "pg_hba.conf"
     if not hba.is_file() or hba.read_text(errors="replace") != _HBA:
-        write_private(hba, _HBA, place.account.uid, place.account.gid)
+        write_private(hba, _HBA, state.account.uid, state.account.gid)
     if has_password(data):
         return
     password = secrets.token_urlsafe(32)
-    _set_password(place, binaries, data, password, fsync=fsync)
-    owner = place.folder.stat()
+    _set_password(state, binaries, data, password, fsync=fsync)
+    owner = state.folder.stat()
     write_private(
         password_file(data), f"{_first_line(data)}*:*:*:postgres:{password}\n", owner.st_uid, owner.st_gid
     )
 
 
-def _set_password(place: Place, binaries: Binaries, data: Path, password: str, *, fsync: bool) -> None:
+def _set_password(state: StateFolder, binaries: Binaries, data: Path, password: str, *, fsync: bool) -> None:
     """In single-user mode, which asks for no password. Only the verifier of the password goes there."""
-    said = place.account.run(
+    said = state.account.run(
         [binaries.program("postgres"), "--single", "-D", data, "-c", f"fsync={fsync:d}", "postgres"],
         text=f"ALTER ROLE postgres PASSWORD '{verifier(password)}'\n",
     )

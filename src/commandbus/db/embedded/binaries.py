@@ -274,7 +274,7 @@ def _copy(binaries: Binaries, state: Path) -> Binaries:
 
 
 def make_unfinished(folder: Path) -> Path:
-    """A folder for what is moved to its place when it is whole, marked as ours."""
+    """A folder for what is moved to its state when it is whole, marked as ours."""
     made = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder))
     (made / _MARKER).touch()
     return made

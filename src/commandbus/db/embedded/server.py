@@ -41,11 +41,11 @@ from commandbus.db.embedded.binaries import (
 )
 from commandbus.db.embedded.locks import exclusively, open_lock_file, share, try_exclusive
 from commandbus.db.embedded.messages import explained, program_failed
-from commandbus.db.embedded.place import (
-    Place,
+from commandbus.db.embedded.state_folder import (
+    StateFolder,
     beside,
     check_data,
-    choose_place,
+    choose_state_folder,
     data_version,
     major_of,
     make_folder,
@@ -110,7 +110,7 @@ class EmbeddedPostgres:
         self._watcher: Watcher | None = None
         self._mutex = threading.RLock()
         self._user_lock: int | None = None
-        self._place: Place | None = None
+        self._state: StateFolder | None = None
         self._data: Path | None = None
         _check_settings(self._settings)
         _check_path(self.asked_folder)
@@ -150,31 +150,31 @@ class EmbeddedPostgres:
     def status(self) -> EmbeddedStatus:
         """Look, without starting, stopping or waiting for anything."""
         with explained(self.asked_folder):
-            place = self._find_place()
-            found = EmbeddedStatus(place.folder, note=place.note)
-            for data in [self._data] if self._data else place.data_folders:
-                found = EmbeddedStatus(place.folder, data, data_version(data), note=place.note)
-                server = postmaster.find(data, place.account)
+            state = self._find_place()
+            found = EmbeddedStatus(state.folder, note=state.note)
+            for data in [self._data] if self._data else state.data_folders:
+                found = EmbeddedStatus(state.folder, data, data_version(data), note=state.note)
+                server = postmaster.find(data, state.account)
                 if server is not None:
                     address = dsn(server.port, password_file(data))
                     return EmbeddedStatus(
-                        place.folder, data, found.version, server.pid, server.port, address, place.note
+                        state.folder, data, found.version, server.pid, server.port, address, state.note
                     )
             return found
 
     def start(self) -> str:
         """Join the running server, or start it (making its data first if need be). Returns its address."""
         with self._mutex, explained(self.asked_folder):
-            place = self._find_place()
-            make_folder(place)
-            with _start_lock(place):
-                binaries = choose_binaries(self._explicit_binaries, place.majors)
-                data = place.folder / f"postgres-{binaries.major}"
+            state = self._find_place()
+            make_folder(state)
+            with _start_lock(state):
+                binaries = choose_binaries(self._explicit_binaries, state.majors)
+                data = state.folder / f"postgres-{binaries.major}"
                 self._join(data)
                 try:
-                    server = self._bring_up(place, binaries, data)
+                    server = self._bring_up(state, binaries, data)
                 except BaseException:
-                    self._leave(place, data)
+                    self._leave(state, data)
                     raise
             self._watch()
             return dsn(server.port, password_file(data))
@@ -195,22 +195,22 @@ class EmbeddedPostgres:
         with self._mutex, explained(self.asked_folder):
             if self._data is None and not force:
                 return False
-            place = self._find_place()
-            if self._data is None and not place.data_folders:
+            state = self._find_place()
+            if self._data is None and not state.data_folders:
                 return False
-            with _start_lock(place):
+            with _start_lock(state):
                 if self._data is None:
-                    ended = [_bring_down(place, data) for data in place.data_folders]
+                    ended = [_bring_down(state, data) for data in state.data_folders]
                     return any(ended)
                 if keep if keep is not None else self._keep:
                     beside(self._data, "keep").touch()
-                return self._leave(place, self._data, force=force)
+                return self._leave(state, self._data, force=force)
 
-    def _find_place(self) -> Place:
+    def _find_place(self) -> StateFolder:
         """The folder is chosen once; whose the data is can change under us (`chown`), so that is looked up."""
-        if self._place is None:
-            self._place = choose_place(self.asked_folder)
-        return self._place.with_current_account()
+        if self._state is None:
+            self._state = choose_state_folder(self.asked_folder)
+        return self._state.with_current_account()
 
     # One user among several.
 
@@ -222,12 +222,12 @@ class EmbeddedPostgres:
             atexit.register(self._stop_at_exit)
         share(self._user_lock)
 
-    def _leave(self, place: Place, data: Path, *, force: bool = False) -> bool:
+    def _leave(self, state: StateFolder, data: Path, *, force: bool = False) -> bool:
         """With the start lock held: give up our use, and end the server if that was the last one."""
         was_last = self._release()
         if not force and (not was_last or beside(data, "keep").exists()):
             return False
-        return _bring_down(place, data)
+        return _bring_down(state, data)
 
     def _release(self) -> bool:
         """Returns whether nobody else uses the server; nobody can join while the start lock is held."""
@@ -274,76 +274,76 @@ class EmbeddedPostgres:
     def _revive(self) -> None:
         """On the watcher's thread: start the server again, unless somebody did that already, or stopped it.
 
-        The pid file outlives a server that was killed, and no other. The mark `died` takes its place before it is
+        The pid file outlives a server that was killed, and no other. The mark `died` takes its state before it is
         removed, for the case that the start fails.
         """
         if self._data is None or not _has_died(self._data):
             return
         with self._mutex, explained(self.asked_folder):
-            place = self._find_place()
-            with _start_lock(place):
+            state = self._find_place()
+            with _start_lock(state):
                 if self._data is not None and _has_died(self._data):
-                    self._start_again(place, self._data)
+                    self._start_again(state, self._data)
 
-    def _start_again(self, place: Place, data: Path) -> None:
-        if postmaster.find_settled(data, place.account, limit_seconds=_LIMIT_SECONDS) is not None:
+    def _start_again(self, state: StateFolder, data: Path) -> None:
+        if postmaster.find_settled(data, state.account, limit_seconds=_LIMIT_SECONDS) is not None:
             return
         beside(data, "died").touch()
         self._fsync = self._fsync or not _runs_without_fsync(data)  # others may use it
         found = choose_binaries(self._explicit_binaries, [major_of(data)])
-        binaries = usable_by(place.account, found, place.folder)
-        self._make_ready(place, binaries, data)
-        server = self._launch(place, binaries, data, only_port=remembered_port(beside(data, "port")))
+        binaries = usable_by(state.account, found, state.folder)
+        self._make_ready(state, binaries, data)
+        server = self._launch(state, binaries, data, only_port=remembered_port(beside(data, "port")))
         details = {"data": str(data), "port": server.port, "pid": server.pid}
         log.warning("embedded PostgreSQL died and was started again", extra=details)
 
     # The server, with the start lock held.
 
-    def _bring_up(self, place: Place, binaries: Binaries, data: Path) -> postmaster.Postmaster:
-        server = postmaster.find_settled(data, place.account, limit_seconds=_LIMIT_SECONDS)
+    def _bring_up(self, state: StateFolder, binaries: Binaries, data: Path) -> postmaster.Postmaster:
+        server = postmaster.find_settled(data, state.account, limit_seconds=_LIMIT_SECONDS)
         if server is not None and self._fsync and _runs_without_fsync(data):
             # A server without fsync (of a test) must not be given to a caller that relies on fsync.
-            self._end_unfit_server(place, data, "runs with fsync=off")
+            self._end_unfit_server(state, data, "runs with fsync=off")
             server = None
         if server is not None and not has_password(data):
             # The server may be from a release that trusted local users.
-            self._end_unfit_server(place, data, f"has no private password file {password_file(data)}")
+            self._end_unfit_server(state, data, f"has no private password file {password_file(data)}")
             server = None
         if server is not None:
             return server
-        remove_unfinished(place.folder)
-        binaries = usable_by(place.account, binaries, place.folder)
+        remove_unfinished(state.folder)
+        binaries = usable_by(state.account, binaries, state.folder)
         if not data.exists():
-            self._initialise(place, binaries, data)
+            self._initialise(state, binaries, data)
         beside(data, "keep").unlink(missing_ok=True)
-        self._make_ready(place, binaries, data)
-        return self._launch(place, binaries, data)
+        self._make_ready(state, binaries, data)
+        return self._launch(state, binaries, data)
 
-    def _make_ready(self, place: Place, binaries: Binaries, data: Path) -> None:
-        check_data(data, binaries, place.account)
-        postmaster.clear_remains(data, place.account)
-        guard(place, binaries, data, fsync=self._fsync)
+    def _make_ready(self, state: StateFolder, binaries: Binaries, data: Path) -> None:
+        check_data(data, binaries, state.account)
+        postmaster.clear_remains(data, state.account)
+        guard(state, binaries, data, fsync=self._fsync)
 
-    def _end_unfit_server(self, place: Place, data: Path, flaw: str) -> None:
+    def _end_unfit_server(self, state: StateFolder, data: Path, flaw: str) -> None:
         assert self._user_lock is not None  # noqa: S101 - _join came before
         if not try_exclusive(self._user_lock):
             raise EmbeddedPostgresError(
-                f"the PostgreSQL in {place.folder} {flaw} and is in use: "
+                f"the PostgreSQL in {state.folder} {flaw} and is in use: "
                 "end its other users first, or choose another folder"
             )
-        _bring_down(place, data)
+        _bring_down(state, data)
         share(self._user_lock)
 
-    def _initialise(self, place: Place, binaries: Binaries, data: Path) -> None:
-        unfinished = make_unfinished(place.folder)
+    def _initialise(self, state: StateFolder, binaries: Binaries, data: Path) -> None:
+        unfinished = make_unfinished(state.folder)
         try:
-            if place.account.is_other:
-                os.chown(unfinished, place.account.uid, place.account.gid)
+            if state.account.is_other:
+                os.chown(unfinished, state.account.uid, state.account.gid)
             # Nobody may connect until `guard` has set a password and said who may.
             arguments = ["-U", "postgres", "--auth=reject", "--encoding=UTF8", "--no-locale"]
             if not self._fsync:
                 arguments.append("--no-sync")
-            made = place.account.run(
+            made = state.account.run(
                 [binaries.program("initdb"), "-D", unfinished / "data", *arguments], limit_seconds=_LIMIT_SECONDS
             )
             if made.returncode != 0:
@@ -352,15 +352,15 @@ class EmbeddedPostgres:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
         if self._fsync:
-            _sync_folder(place.folder)
+            _sync_folder(state.folder)
         log.info("embedded PostgreSQL initialized", extra={"data": str(data), "version": binaries.version})
 
     def _launch(
-        self, place: Place, binaries: Binaries, data: Path, *, only_port: int | None = None
+        self, state: StateFolder, binaries: Binaries, data: Path, *, only_port: int | None = None
     ) -> postmaster.Postmaster:
         server_log = data / postmaster.LOG_FILE
         _rotate(server_log)
-        socket_folder = make_socket_folder(data, place.account)
+        socket_folder = make_socket_folder(data, state.account)
         port = remembered_port(beside(data, "port"))
         for _ in range(_PORT_TRIES):
             if port is None or not is_free(port):
@@ -372,14 +372,14 @@ class EmbeddedPostgres:
                 )
             log_start = server_log.stat().st_size if server_log.exists() else 0
             options = self._options(port, socket_folder)
-            started = place.account.run(
+            started = state.account.run(
                 [
                     *(binaries.program("pg_ctl"), "start", "-D", data, "-l", server_log, "-o", options),
                     *("-s", "-w", "-t", str(int(_LIMIT_SECONDS))),
                 ],
                 limit_seconds=_LIMIT_SECONDS + 10,
             )
-            server = postmaster.find(data, place.account)
+            server = postmaster.find(data, state.account)
             if server is not None and server.is_ready:
                 remember_port(beside(data, "port"), server.port)
                 beside(data, "died").unlink(missing_ok=True)
@@ -413,16 +413,16 @@ def _forget_users_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_users_after_fork)
 
 
-def _start_lock(place: Place) -> contextlib.AbstractContextManager[None]:
-    return exclusively(place.folder / "start.lock", limit_seconds=_LIMIT_SECONDS)
+def _start_lock(state: StateFolder) -> contextlib.AbstractContextManager[None]:
+    return exclusively(state.folder / "start.lock", limit_seconds=_LIMIT_SECONDS)
 
 
-def _bring_down(place: Place, data: Path) -> bool:
-    was_running = postmaster.stop(data, place.account)
-    postmaster.clear_remains(data, place.account)
+def _bring_down(state: StateFolder, data: Path) -> bool:
+    was_running = postmaster.stop(data, state.account)
+    postmaster.clear_remains(data, state.account)
     for mark in ("keep", "died"):
         beside(data, mark).unlink(missing_ok=True)
-    remove_socket_folder(data, place.account)
+    remove_socket_folder(data, state.account)
     if was_running:
         log.info("embedded PostgreSQL stopped", extra={"data": str(data)})
     return was_running

@@ -52,7 +52,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Scouted:
+class ClaimableWork:
     """What could be claimed in a domain, up to MOST_COUNTED; `oldest_seconds` is how long the first one waits."""
 
     ready: int
@@ -121,16 +121,18 @@ def held_by(
 
 
 @operation(atomic=False)
-def bury(worker: str) -> Steps[None]:
+def mark_worker_dead(worker: str) -> Steps[None]:
     """Record in the registry that a worker is dead."""
-    yield Statement(sql.text("commands/bury"), {"worker": worker})
+    yield Statement(sql.text("commands/mark_worker_dead"), {"worker": worker})
 
 
 @operation(atomic=False)
-def scout(domain: str) -> Steps[Scouted]:
-    """Look whether there is work that nobody takes."""
-    rows = yield Statement(sql.text("commands/scout", domain=domain), {"domain": domain, "most": MOST_COUNTED})
-    return Scouted(*rows[0])
+def claimable_work(domain: str) -> Steps[ClaimableWork]:
+    """How much work could be claimed now, and for how long it has waited."""
+    rows = yield Statement(
+        sql.text("commands/claimable_work", domain=domain), {"domain": domain, "most": MOST_COUNTED}
+    )
+    return ClaimableWork(*rows[0])
 
 
 def outcome(

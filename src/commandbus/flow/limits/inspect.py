@@ -178,7 +178,7 @@ def lines_of(domain: str, limited: Mapping[int, str]) -> Steps[dict[int, LineEst
 
 
 def _call_waiters(row: LimitRow, ahead: int) -> LineEstimate:
-    closed = row.limit_state.closed_until(row.now)
+    closed = row.limit_state.blocked_until(row.now)
     until = None if closed is None or row.limit_state.is_forced else datetime.fromtimestamp(closed, UTC)
     return LineEstimate(ahead, why_none(row), until, estimate(row, row.look, ahead, is_waiting=True).seconds)
 
@@ -186,7 +186,7 @@ def _call_waiters(row: LimitRow, ahead: int) -> LineEstimate:
 def why_none(row: LimitRow) -> str:
     """Why a limit has no permit for somebody now."""
     limit_state = row.limit_state
-    if limit_state.closed_until(row.now) is not None:
+    if limit_state.blocked_until(row.now) is not None:
         return limit_state.explain(row.name)
     return f"{limit_state.explain(row.name)}; {PROBING}" if limit_state.is_probing else full(row)
 
@@ -201,7 +201,7 @@ def full(row: LimitRow) -> str:
 def describe(row: LimitRow, look: PermitUsage, waiting: Waiting) -> LimitInfo:
     """Everything about a limit."""
     limit_state, limit = row.limit_state, row.limit
-    closed = limit_state.closed_until(row.now)
+    closed = limit_state.blocked_until(row.now)
     state, text = "AVAILABLE", _in_use(row, look)
     if limit_state.is_open or limit_state.is_forced:
         state, text = "BREAKER_OPEN", limit_state.explain(row.name)
@@ -257,7 +257,7 @@ def describe(row: LimitRow, look: PermitUsage, waiting: Waiting) -> LimitInfo:
 def estimate(row: LimitRow, look: PermitUsage, ahead: int, *, is_waiting: bool) -> Estimate:
     """Estimate how long it takes."""
     limit_state = row.limit_state
-    closed = limit_state.closed_until(row.now)
+    closed = limit_state.blocked_until(row.now)
     if limit_state.is_forced:
         return Estimate(
             row.name, None, 0.0, ahead, look.flow, f"{limit_state.explain(row.name)}; a person must close it"

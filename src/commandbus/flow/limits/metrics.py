@@ -63,8 +63,8 @@ class RedisFleet:
 @operation(atomic=False)
 def figures(domains: Sequence[str]) -> Steps[FleetFigures]:
     """All limits, and the breakers of these domains."""
-    rows = yield Statement(sql.text("limits/figures"), {"most": MOST_COUNTED, "alive": HeartbeatPace().live})
-    found = yield Statement(sql.text("breakers/figures"), {"domains": list(domains), "most": MOST_COUNTED})
+    rows = yield Statement(sql.text("limits/metrics"), {"most": MOST_COUNTED, "alive": HeartbeatPace().live})
+    found = yield Statement(sql.text("breakers/metrics"), {"domains": list(domains), "most": MOST_COUNTED})
     breakers = {(domain, command_type): BreakerFigures(*rest) for domain, command_type, *rest in found}
     return FleetFigures(tuple(LimitFigures(*row) for row in rows), breakers)
 

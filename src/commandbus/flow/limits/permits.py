@@ -136,7 +136,7 @@ def renew(name: str, tokens: Sequence[str], *, seconds: float | None = None) -> 
 def give(name: str, tokens: Sequence[str], *, good: bool = False) -> Steps[tuple[bool, str | None]]:
     """Release permits (`good`: the calls succeeded). Returns whether somebody waits, and who the probe is."""
     rows = yield Statement(
-        sql.text("limits/give", claimable=sql.part("limits/claimable")),
+        sql.text("limits/release", claimable=sql.part("limits/claimable")),
         {"name": name, "tokens": list(tokens), "good": good},
     )
     is_awaited, probe = rows[0]
@@ -187,7 +187,7 @@ def answer(
         action = "OPEN" if after.is_open else "CLOSE"
         why = after.open_reason if after.is_open else "its probe went well"
         yield note_action(f"breaker {name}", action, OperatorAction(ITSELF, why))
-    if after.is_probing and after.closed_until(row.now) != before.closed_until(row.now):
+    if after.is_probing and after.blocked_until(row.now) != before.blocked_until(row.now):
         yield tell(CLOSED + name)
     was_probe = token is not None and before.probe == token
     return Answered(row, after, was_probe, is_waived=was_probe and _fails_for_all(row, how))
@@ -233,7 +233,7 @@ def wake(
         return (yield from _dismiss(name, most, is_barred=is_barred))
     (row,) = rows
     limit_state = row.limit_state
-    if (closed := limit_state.closed_until(row.now)) is not None:
+    if (closed := limit_state.blocked_until(row.now)) is not None:
         return Woken(0, None if limit_state.is_forced else closed - row.now)
     if limit_state.is_probing:
         if limit_state.is_probed(row.now):

@@ -78,7 +78,7 @@ def send(
 @operation(atomic=False)
 def read(queue: str, shapes: Shapes, *, vt: Duration, qty: int) -> Steps[list[QueueMessage]]:
     """Messages that can be read now, oldest first; for `vt` nobody else reads them. A domain's are looked at."""
-    name = "queues/look" if names.is_domain_queue(queue) else "queues/read"
+    name = "queues/peek" if names.is_domain_queue(queue) else "queues/read"
     params = {"vt": seconds_of(vt, "vt"), "qty": names.check_count(qty, "qty", most=MOST_READ)}
     return (yield from _messages(name, queue, shapes, params))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from commandbus.cli.demo.tally import GROUPS, OutcomeCounts
+from commandbus.cli.demo.outcome_counts import GROUPS, OutcomeCounts
 from commandbus.cli.render import print_table
 from commandbus.cli.table import columns, fitted
 
@@ -23,7 +23,7 @@ BAR = 10
 PLAIN_SECONDS = 1.0
 
 
-class Stage:
+class DemoOutput:
     """Where the demo speaks."""
 
     def __init__(self, *, as_json: bool) -> None:
@@ -37,19 +37,19 @@ class Stage:
         self.close_line()
         click.echo(text, err=self._err)
 
-    def progress(self, tally: OutcomeCounts, total: int, seconds: float, *, running: int) -> None:
+    def progress(self, counts: OutcomeCounts, total: int, seconds: float, *, running: int) -> None:
         """How far it is."""
         parts = [
-            f"{tally.done}/{total} done", f"{running} running", f"{tally.sum('completed')} completed",
-            f"{tally.sum('failed')} failed", f"{tally.sum('in_tsq')} in TSQ", f"{seconds:.1f} s",
+            f"{counts.done}/{total} done", f"{running} running", f"{counts.sum('completed')} completed",
+            f"{counts.sum('failed')} failed", f"{counts.sum('in_tsq')} in TSQ", f"{seconds:.1f} s",
         ]  # fmt: skip
         if self._is_terminal:
-            filled = BAR * tally.done // max(total, 1)
+            filled = BAR * counts.done // max(total, 1)
             bar = f"  {'█' * filled}{'░' * (BAR - filled)} "
             text = fitted(parts, shutil.get_terminal_size().columns - 1 - len(bar), gap=", ")
             click.echo(f"\r\x1b[K{bar}{text}", nl=False, err=self._err)
             self._line_is_open = True
-        elif time.monotonic() - self._last_at >= PLAIN_SECONDS or tally.done == total:
+        elif time.monotonic() - self._last_at >= PLAIN_SECONDS or counts.done == total:
             self._last_at = time.monotonic()
             click.echo(f"  {', '.join(parts)}", err=self._err)
 
@@ -59,15 +59,15 @@ class Stage:
             click.echo("", err=self._err)
             self._line_is_open = False
 
-    def table(self, tally: OutcomeCounts) -> None:
+    def table(self, counts: OutcomeCounts) -> None:
         """What happened to each group."""
         self.say()
         rows: list[tuple[object, ...]] = [
             (line.command_type, line.found, line.completed, line.failed, line.in_tsq, line.attempts, group.story)
-            for group, line in zip(GROUPS, tally.lines, strict=True)
+            for group, line in zip(GROUPS, counts.lines, strict=True)
         ]
         names = ("found", "completed", "failed", "in_tsq", "attempts")
-        rows.append(("total", *(tally.sum(name) for name in names), ""))
+        rows.append(("total", *(counts.sum(name) for name in names), ""))
         print_table(columns("type :sent :completed :failed :in_TSQ :attempts? +its_handler"), rows)
 
 

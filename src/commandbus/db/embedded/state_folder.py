@@ -28,7 +28,7 @@ _FALLBACK = Path("/var/lib/commandbus")
 
 
 @dataclass(frozen=True)
-class Place:
+class StateFolder:
     """The state folder, the account of the server, and why the folder is not the one asked for."""
 
     folder: Path
@@ -44,12 +44,12 @@ class Place:
         """The major versions whose data is here."""
         return [major_of(path) for path in self.data_folders]
 
-    def with_current_account(self) -> Place:
+    def with_current_account(self) -> StateFolder:
         return replace(self, account=Account.for_data(self.data_folders))
 
 
-def choose_place(asked: Path) -> Place:
-    here = Place(asked, Account.for_data(_data_folders(asked)))
+def choose_state_folder(asked: Path) -> StateFolder:
+    here = StateFolder(asked, Account.for_data(_data_folders(asked)))
     if not here.account.is_other:
         return here
     elsewhere = _fallback_for(asked)
@@ -64,19 +64,19 @@ def choose_place(asked: Path) -> Place:
         f"PostgreSQL cannot run as root, and user {account.name} cannot enter {asked}: "
         f"the state of the embedded server is in {elsewhere}"
     )
-    return Place(elsewhere, account, note)
+    return StateFolder(elsewhere, account, note)
 
 
-def make_folder(place: Place) -> None:
-    if place.folder.is_dir():
+def make_folder(state: StateFolder) -> None:
+    if state.folder.is_dir():
         return
-    if place.account.is_other:
-        _make_for_other(place.folder)
+    if state.account.is_other:
+        _make_for_other(state.folder)
     else:
-        place.folder.mkdir(parents=True, exist_ok=True)
-    (place.folder / ".gitignore").write_text("*\n")
-    if place.note is not None:
-        log.warning("%s", place.note)
+        state.folder.mkdir(parents=True, exist_ok=True)
+    (state.folder / ".gitignore").write_text("*\n")
+    if state.note is not None:
+        log.warning("%s", state.note)
 
 
 def beside(data: Path, what: str) -> Path:

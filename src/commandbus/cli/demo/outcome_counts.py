@@ -120,10 +120,10 @@ def count(ids: Sequence[int]) -> Steps[OutcomeCounts]:
     )
 
 
-def discrepancies(tally: OutcomeCounts, sent: Sequence[NewCommand]) -> list[str]:
+def discrepancies(counts: OutcomeCounts, sent: Sequence[NewCommand]) -> list[str]:
     """Where what was sent and what was found do not agree; nothing, if nothing was lost."""
     wrong = []
-    for group, line in zip(GROUPS, tally.lines, strict=True):
+    for group, line in zip(GROUPS, counts.lines, strict=True):
         expected = sum(command.command_type == group.command_type for command in sent)
         arrived = {
             CommandStatus.COMPLETED: line.completed,
@@ -136,6 +136,6 @@ def discrepancies(tally: OutcomeCounts, sent: Sequence[NewCommand]) -> list[str]
             wrong.append(f"{group.command_type}: {arrived} of {expected} ended as {group.fate}")
         if line.attempts < expected * group.attempts:
             wrong.append(f"{group.command_type}: {line.attempts} attempts, {expected * group.attempts} expected")
-    if tally.queued:
-        wrong.append(f"messages still in the queue: {tally.queued}")
+    if counts.queued:
+        wrong.append(f"messages still in the queue: {counts.queued}")
     return wrong
