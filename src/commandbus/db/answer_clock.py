@@ -51,7 +51,7 @@ class PendingAnswer:
 
     @contextmanager
     def asked(self, conn: Connection[Any]) -> Iterator[None]:
-        """The server is to answer within this block."""
+        """The server must answer within this block."""
         with self._lock:
             self.conn, self._canceled, self.was_cut = conn, False, False
             self.asked_at = monotonic()

@@ -42,11 +42,11 @@ class Database:
 
     @property
     def revives(self) -> bool:
-        """Is a server that dies started again? The embedded one is."""
+        """Is the server started again if it dies? Only the embedded one is."""
         return embedded_folder(self._settings) is not None
 
     def leave_to_parent(self) -> None:
-        """In a forked copy: the embedded server is its parent's; `resolve` makes this process a user, too."""
+        """In a forked copy: its parent uses the embedded server; `resolve` makes this process a user, too."""
         self.lock = threading.RLock()
         self._embedded = None
 

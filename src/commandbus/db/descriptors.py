@@ -27,7 +27,7 @@ def file_behind(descriptor: int) -> FileId:
 class WakeFile:
     """A pipe by which other threads wake a poll. One that somebody closed is made anew.
 
-    It is no eventfd, because all of those have one inode: one could not be told from another.
+    It is not an eventfd: all of them have the same inode, so one could not be told from another.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class WakeFile:
         return self._end(0)
 
     def write(self) -> None:
-        """Wake the one who polls. One that polls a closed file sees by itself that it must poll the new one."""
+        """Wake the poller. A poller of a closed file notices by itself that it must poll the new one."""
         with contextlib.suppress(OSError):  # the pipe is full, so the poller is awake
             os.write(self._end(1), b"!")
 
@@ -67,7 +67,7 @@ class WakeFile:
                 pass
 
     def close(self) -> None:
-        """Close what is still ours of it."""
+        """Close its descriptors, if they are still ours."""
         for end in (0, 1):
             if self._is_ours(end):
                 os.close(self._ends[end])

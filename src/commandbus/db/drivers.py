@@ -77,7 +77,7 @@ class UnreplicatedError(psycopg.OperationalError):
 
 
 class OwnConnection(Connection[tuple[Any, ...]]):
-    """A sync connection of ours; it keeps a cursor that has done small work for the next operation."""
+    """A sync connection of ours. It keeps a cursor with a small result for the next operation."""
 
     spare: Cursor[tuple[Any, ...]] | None = None
     checked_at: float = 0.0
@@ -95,7 +95,7 @@ class OwnConnection(Connection[tuple[Any, ...]]):
 
     @property
     def has_its_socket(self) -> bool:
-        """Is the socket still its own? Somebody may have closed it, and its number be another file's."""
+        """Is the socket still its own? If somebody has closed it, its number may belong to another file."""
         try:
             return file_behind(self.pgconn.socket) == self._file
         except psycopg.OperationalError:
@@ -111,8 +111,8 @@ class OwnConnection(Connection[tuple[Any, ...]]):
 
 
 class ServiceConnection(OwnConnection):
-    """One of a thread of ours. It looks at its socket before it reads from it, too: somebody may close it while
-    the server is at work, and the next who opens a socket gets the number."""
+    """A connection of a thread of ours. It checks its socket before each read, too: somebody may close it while
+    the server is at work, and the next socket that is opened gets its number."""
 
     def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
         return super().wait(self._watch(gen), *args, **kwargs)
@@ -149,7 +149,8 @@ class OwnAsyncConnection(AsyncConnection[tuple[Any, ...]]):
 def _note_unreplicated(
     conn: weakref.ref[OwnConnection | OwnAsyncConnection], notice: psycopg.errors.Diagnostic
 ) -> None:
-    """PostgreSQL reports such a commit as done, with a warning. Its text is translated; its source is not."""
+    """PostgreSQL reports such a commit as done, with a warning. The text may be translated, so its source is
+    compared."""
     if notice.source_function == "SyncRepWaitForLSN" and (own := conn()) is not None:
         own.is_unreplicated = True
 
@@ -265,7 +266,8 @@ async def _run_async(conn: AnyAsyncConnection, steps: Generator[Any, list[tuple[
 
 
 def must_plan_anew(conn: OwnConnection | OwnAsyncConnection, statement: Any) -> bool:
-    """Must the server plan the statements of this session anew? Counts the answer as done.
+    """Must the server plan the statements of this session anew? If so, the caller must do it: it is not asked
+    again.
 
     In a transaction that has failed nothing can be dropped, and nothing but a rollback is run.
     """

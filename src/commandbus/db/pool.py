@@ -140,7 +140,7 @@ def connect_own(
 
 def options_of(conninfo: str) -> str:
     """The options for the start of a session that the address or libpq's own variable names. A caller that gives
-    other options must repeat these, because otherwise they would not count."""
+    other options must repeat these, because otherwise they would be lost."""
     return str(conninfo_to_dict(conninfo).get("options") or os.environ.get("PGOPTIONS") or "")
 
 
@@ -150,7 +150,7 @@ def refuses_options(error: psycopg.Error) -> bool:
 
 
 def read_committed(conn: OwnConnection) -> OwnConnection:
-    """Its transactions begin as READ COMMITTED; nothing is sent for that before they begin."""
+    """Makes its transactions READ COMMITTED, without a round trip."""
     conn.isolation_level = IsolationLevel.READ_COMMITTED
     return conn
 

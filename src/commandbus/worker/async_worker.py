@@ -42,7 +42,7 @@ class AsyncWorker:
 
     @property
     def health_status(self) -> HealthStatus:
-        """How it is."""
+        """The health of the worker."""
         return self.worker.health_status
 
     @property
@@ -79,7 +79,7 @@ class AsyncWorker:
         self.worker._callers_loop = asyncio.get_running_loop() if self._on_callers_loop else None
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        """In a thread of its own: those of the loop's executor are few, and the application's."""
+        """In a thread of its own: the few threads of the loop's executor belong to the application."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 

@@ -65,19 +65,20 @@ class AttemptRegistry:
         return True
 
     def take(self, attempt: Attempt) -> Slot | AsyncSlot | None:
-        """Take it from its handler, and bar it from connections. Returns its slot; None if it has just ended."""
+        """Take it from its handler, and let it have no more connections. Returns its slot; None if it has just
+        ended."""
         slot = self.running.pop(attempt, None)
         if slot is not None:
             attempt.bar()
         return slot
 
     def release(self, attempt: Attempt) -> None:
-        """Its outcome is written, or it is somebody else's by now."""
+        """Its outcome is written, or another worker has it by now."""
         self.held.discard(attempt)
         self._quarantine.leave(attempt)
 
     def leave_to_parent(self) -> None:
-        """This process was forked without exec: whatever runs or waits here is its parent's."""
+        """This process was forked without exec: everything that runs or waits here belongs to its parent."""
         for attempt in list(self.running):
             attempt.bar()
             if attempt.borrowed is not None:

@@ -35,8 +35,8 @@ class OddRows:
     def put_right(
         self, domain: str, odd: Sequence[ClaimedRow], room: Room, *, until: float
     ) -> tuple[list[ClaimedRow], int]:
-        """Returns those that may run now, and how many raw messages have become commands. What is left at
-        `until` comes back when its leases have run out."""
+        """Returns those that may run now, and how many raw messages have become commands. Rows that are left at
+        `until` are claimed again when their leases have ended."""
         try:
             operation = put_right(
                 domain=domain,
@@ -80,5 +80,5 @@ class OddRows:
             logger.exception("message %d of domain %s cannot be set aside; it stays leased", row.msg_id, domain)
 
     def _is_too_slow(self, row: ClaimedRow, error: Exception) -> bool:
-        """Did the server need longer than a statement may take, to read this one message?"""
+        """Does this one message take the server longer to read than a statement may take?"""
         return row.id is None and self._keeps_lock_timeout and getattr(error, "sqlstate", None) == CANCELED

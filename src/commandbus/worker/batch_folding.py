@@ -57,11 +57,11 @@ class Refused:
         return [batch for batch, (until, _) in self._pauses.items() if until > now]
 
     def next(self) -> tuple[float, int] | None:
-        """When which of them is to be tried first."""
+        """Which of them is due first, and when."""
         return min(((until, batch) for batch, (until, _) in self._pauses.items()), default=None)
 
     def forget_old(self) -> None:
-        """Those that nobody has asked for since their pause was over."""
+        """Forget those that nobody has asked for since their pause was over."""
         now = monotonic()
         self._pauses = {
             batch: (until, backoff)
@@ -86,7 +86,7 @@ class BatchFolding:
         self._touched.append(batch)
 
     def pause(self) -> float | None:
-        """How long it must be quiet until `fold` is to be called; None: there is nothing to fold."""
+        """After how many quiet seconds to call `fold`; None: there is nothing to fold."""
         if self._touched:
             until = self._slow_until
         elif self._waiting:
@@ -140,7 +140,8 @@ class BatchFolding:
         return True
 
     def _one_by_one(self, batches: Sequence[int]) -> None:
-        """For a second at most: the settler's outcomes are waiting; and those that are refused are known then."""
+        """Fold them one by one, for a second at most, because outcomes wait. Then it is known which are
+        refused."""
         until = monotonic() + 1.0
         for batch in batches:
             self._try([batch])

@@ -167,8 +167,8 @@ class Board:
     def thread(self, slot: int, ident: int, native_id: int) -> None:
         """The slot is served by this thread from now on.
 
-        A thread that it replaces is remembered as gone; what it ran there is stuck, and runs no more.
-        """
+        The thread that it replaces is remembered as gone. The attempt of that thread is stuck, and is not shown
+        any more."""
         at = _SLOTS_AT + slot * _RECORD + _THREAD_AT
         before, before_native, _ = _THREAD.unpack_from(self._memory, at)
         if before and before != ident:
@@ -177,7 +177,7 @@ class Board:
         _THREAD.pack_into(self._memory, at, ident, native_id, 0)
 
     def session(self, slot: int, pid: int, started: int = 0) -> None:
-        """The slot's attempt talks to this server process, which began then; 0: to none, or nobody knows."""
+        """The slot's attempt uses this database session, which began then; 0: none, or it is not known."""
         at = _SLOTS_AT + slot * _RECORD + _SESSION_AT
         _PID.pack_into(self._memory, at, 0)  # if the worker dies in between, no half-written slot is left
         _SESSION.pack_into(self._memory, at, 0, started)
@@ -203,8 +203,8 @@ class Board:
         rss_mb: float,
         claimless: int = 0,
     ) -> None:
-        """I am alive. `settled` and `claimed` count from the worker's start; `health` is 0, 1 or 2. `claimless`:
-        seconds for which it has had room, and could not ask for work."""
+        """The worker is alive. `settled` and `claimed` count from the worker's start; `health` is 0, 1 or 2.
+        `claimless`: seconds for which it has had room, and could not ask for work."""
         _BEAT.pack_into(
             self._memory, _BEAT_AT, now, state, health, running, free, stuck, claimless, rss_mb, settled, claimed
         )
@@ -273,7 +273,7 @@ def _head(memory: mmap.mmap, slots: int) -> tuple[Head, str]:
 
 
 def _slot(memory: mmap.mmap, index: int, at: int) -> SlotView | None:
-    """A slot's record; None if it cannot be true. A limit or a session that cannot be is unknown."""
+    """A slot's record; None if it cannot be true. An impossible deadline or session counts as unknown."""
     msg_id, started, stuck_at, read_ct, domain_index, running = _ATTEMPT.unpack_from(memory, at)
     ident, native_id, _ = _THREAD.unpack_from(memory, at + _THREAD_AT)
     session_pid, session_started = _SESSION.unpack_from(memory, at + _SESSION_AT)

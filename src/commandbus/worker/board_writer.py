@@ -50,7 +50,7 @@ class BoardWriter:
         self._board.thread(slot, threading.get_ident(), threading.get_native_id())
 
     def session(self, attempt: Attempt, pid: int, started: int) -> None:
-        """At once: a handler may change its session's name, and a crash leaves no time to look."""
+        """Written at once: a handler may change its session's name, and a crash leaves no time to look."""
         slot = self._running.get(attempt)
         if slot is not None:
             self._board.session(slot.index, pid, started)

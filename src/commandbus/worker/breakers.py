@@ -43,7 +43,7 @@ Key = tuple[str, str]
 
 
 class Word(NamedTuple):
-    """What is to be told of one attempt, and when it began, by `monotonic`; no `bad`: it was a probe, and went
+    """What to report about one attempt, and when it began, by `monotonic`. Without `bad`, it was a probe that went
     well."""
 
     domain: str
@@ -66,7 +66,7 @@ def word_of(
     """What an ended attempt, which ran for so many seconds, means for its breaker; None: nothing.
 
     An attempt counts as stuck if it had to be given up, or its process died. A probe that was canceled, or could
-    not begin, says nothing: it, or another one, is the probe again.
+    not begin, proves nothing: it, or another command, becomes the probe again.
     """
     failure, rule = judgement.failure, settings.breaker_of(domain, command_type)
     if says_nothing(judgement):
@@ -105,7 +105,7 @@ def say(moved: Moved | None) -> None:
 
 
 class Words:
-    """Word on its way to the database. Left by any thread, written by one."""
+    """Reports on their way to the database. Any thread adds them, one thread writes them."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -113,12 +113,12 @@ class Words:
         self._lock = threading.Lock()
 
     def add(self, word: Word) -> None:
-        """Leave word."""
+        """Add a report."""
         with self._lock:
             self._words.append(word)
 
     def write(self, connection: LastingConnection) -> None:
-        """Write what was left; what a lost connection interrupts is kept."""
+        """Write the reports. Those that a lost connection interrupts are kept."""
         while self._words:
             with self._lock:
                 domain, command_type, *_ = self._words[0]
@@ -168,8 +168,8 @@ class Judge:
 
 
 class _Ended(dict[Key, deque[float]]):
-    """When attempts of each type ended, by `monotonic`: the last of them, more than could be half of what is
-    bad."""
+    """When the last attempts of each type ended, by `monotonic`: more of them than could be half of the
+    bad ones."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class _Ended(dict[Key, deque[float]]):
 
 
 class WorkerBreakers:
-    """What a worker counts, its word of its attempts, and the times at which breakers are due."""
+    """What a worker counts, its reports about its attempts, and the times at which breakers are due."""
 
     def __init__(self, settings: Settings, domains: Sequence[str]) -> None:
         self._settings = settings
@@ -216,7 +216,7 @@ class WorkerBreakers:
     # --- called by the maintenance -----------------------------------------------------------------------------
 
     def write(self, connection: LastingConnection) -> None:
-        """Write what was left; what a lost connection interrupts is kept."""
+        """Write the reports. Those that a lost connection interrupts are kept."""
         self._words.write(connection)
         self._sweep_at = 0.0
 

@@ -204,7 +204,8 @@ class Claimer(DatabaseService):
         return len(found.ready) + len(found.odd)
 
     def _claim_or_take(self, domain: _Domain, n: int, own: int) -> int:
-        """Claim, and take what others have parked because they have no handler for it, each first in its turn."""
+        """Claim, and take commands that others parked because they had no handler. Each of the two is first in
+        turn."""
         if not self._unhandled.is_due(domain.name):
             return self._claim(domain, n)
         domain.takes_first = not domain.takes_first
@@ -213,7 +214,8 @@ class Claimer(DatabaseService):
         return taken + claimed + (0 if domain.takes_first else self._take(domain, n - claimed, own))
 
     def _take(self, domain: _Domain, n: int, own: int) -> int:
-        """For slots that are free now: what waits before the slots may be given back, and others would see it."""
+        """Only for slots that are free now. A command that waits for a slot may be given back, and others would
+        see it."""
         n = min(n, self._dispatcher.room(0) + own)
         if n <= 0:
             return 0
@@ -253,7 +255,7 @@ class Claimer(DatabaseService):
         return len(found.odd)
 
     def _read(self, name: str, seconds: float) -> None:
-        """Raw messages of a domain were read: some may be commands now, and others may have been passed by."""
+        """Raw messages of a domain were read. Some may be commands now, and the cursor may have passed others."""
         for domain in self._domains:
             domain.cursor = None
             if domain.name == name:
@@ -384,7 +386,7 @@ class _Domain:
         self.is_flooded, self.cursor, self.sweep_seconds = False, None, SWEEP_SECONDS
 
     def size_sieve(self, seconds: float) -> None:
-        """To read a bite of the flood took so long: how large is the next one?"""
+        """Choose the size of the next bite of a flood by how long the last one took."""
         if seconds > SIEVE_SECONDS:
             self.sieve = max(SMALLEST_SIEVE, self.sieve // 2)
         elif seconds < SIEVE_SECONDS / 2:
@@ -393,7 +395,7 @@ class _Domain:
     def advance(self, found: Claim) -> None:
         """Begin the next claim where this one ended: at the last vt of a full one, else at its own time.
 
-        A sender's vt is taken a moment before its commit: the margin leaves room for those on the way.
+        A sender's vt is taken a moment before its commit. The margin leaves room for such messages.
         """
         if found.claimed_at is not None:
             reached = found.last_vt if found.full and found.last_vt is not None else found.claimed_at - MARGIN

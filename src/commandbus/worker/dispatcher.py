@@ -149,7 +149,7 @@ class Dispatcher:
             self.loop.stop(max(0.1, until - monotonic()))
 
     def leave_to_parent(self) -> None:
-        """This process was forked without exec: whatever waits here is its parent's."""
+        """This process was forked without exec: everything that waits here belongs to its parent."""
         self._slots.waiting.clear()
         self._router.waiting.clear()
         if self.loop is not None:
@@ -213,8 +213,9 @@ class Dispatcher:
             self.on_room()
 
     def _return_stale(self) -> None:
-        """What was prefetched should have started long ago: handlers have become slow, and another worker may
-        be idle. One look is not enough: after a moment without the processor the claimer may run first."""
+        """Give prefetched attempts back that should have started long ago: handlers became slow, and another
+        worker may be idle. One look is not enough: after a moment without the processor the claimer may run
+        first."""
         stale = [lane for lane in self._lanes() if _is_stale(lane)]
         now = monotonic()
         if not stale:
@@ -331,12 +332,12 @@ class Dispatcher:
             self.return_one(attempt, "a failover may lose its claim")
 
     def note_connected(self) -> None:
-        """Whatever is held now was claimed on an earlier connection, perhaps from a server that is no more."""
+        """Everything held now was claimed on an earlier connection, perhaps from a server that is gone."""
         self._from_before = {(attempt.domain, attempt.msg_id): attempt for attempt in self._held.copy()}
 
     def _lose_reused(self, domain: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        """After a failover that lost commits the server counts again from where it was: another command may get
-        the msg_id of a lost one, its number, and its first read_ct. The fence of an attempt from before would
+        """After a failover that lost commits, the server goes on with earlier numbers: another command may get
+        the msg_id, the number and the read_ct of a lost one. The fence of an attempt from before would
         fit it."""
         self._from_before = {key: attempt for key, attempt in self._from_before.items() if attempt in self._held}
         for row in (ClaimedRow(*row) for row in rows):
@@ -348,8 +349,8 @@ class Dispatcher:
                 logger.error(text, before.command_id, extra=before.log_fields)
 
     def _never_start(self, attempt: Attempt) -> bool:
-        """It was asked to stop before it had begun, or its lease is not sure. If somebody canceled it, the settler
-        hears that; if it is somebody else's by now, the fence refuses."""
+        """It was asked to stop before it began, or its lease is not certain. If somebody canceled it, the settler
+        finds that; if another worker has it by now, the fence refuses."""
         self.return_one(attempt, self._why_not(attempt))
         return True
 
@@ -446,7 +447,8 @@ class Dispatcher:
         return True
 
     def _take_process(self, attempt: Attempt) -> ChildProcess | None:
-        """Wait for a process that is ready for it: until then it has not begun. None if it will not."""
+        """Wait for a child process that is ready. Until then the attempt has not begun. None if it will not
+        begin."""
         self._attempts.starting.add(attempt)
         taken = self._isolation.take(attempt)
         if isinstance(taken, ChildProcess):
@@ -465,7 +467,7 @@ class Dispatcher:
 
 
 def _is_stale(lane: Slots | AsyncSlots) -> bool:
-    """Has the oldest waited before its slots for long? Its wait for permits, before that, does not count."""
+    """Has the oldest attempt waited long for a slot? Waiting for permits does not count."""
     oldest = next(iter(lane.waiting.copy()), None)  # a copy: slots take from it, too
     if oldest is None:
         return False

@@ -32,7 +32,7 @@ _LONGEST_ERROR: Final = 200
 
 
 class HealthState(StrEnum):
-    """How it is; the value is what the probes and the registry say."""
+    """The state of a worker. The value is used by health checks and the registry."""
 
     HEALTHY = "healthy"
     DEGRADED = "degraded"
@@ -97,7 +97,7 @@ class HealthStatus:
     # --- what is reported ------------------------------------------------------------------------------------
 
     def record_success(self, n: int = 1) -> None:
-        """So many attempts completed: the row of failures ends. None at all change nothing."""
+        """So many attempts completed, which ends a run of failures. 0 changes nothing."""
         if n < 1:
             return
         with self._lock:
@@ -105,7 +105,7 @@ class HealthStatus:
             self._failures.clear()
 
     def record_failure(self, error: BaseException | str) -> None:
-        """An attempt failed, unless it is its handler's own word about the command.
+        """An attempt failed. An error that the handler raised about the command does not count.
 
         Where there is no exception at hand (it happened in another process), a text says what it was.
         """

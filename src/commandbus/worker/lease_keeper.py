@@ -92,7 +92,8 @@ class LeaseKeeper(DatabaseService):
         return answer
 
     def run_alone(self, attempt: Attempt, then: Callable[[Attempt, bool], None]) -> None:
-        """Note that a suspect starts now, and go on with `then`; False if this worker is not sure to hold it."""
+        """Record that a suspect starts now, then call `then`, with False if this worker may not hold it any
+        more."""
 
         def note() -> None:
             noted = run_alone(
@@ -134,7 +135,8 @@ class LeaseKeeper(DatabaseService):
         return answer
 
     def look_for_cancel(self, domain: str, msg_id: int) -> None:
-        """Somebody asked to cancel a command, perhaps one of ours. Anybody can say so, as often as they like."""
+        """Somebody says that a command was canceled, perhaps one of ours. Anybody can send that, so it is
+        checked."""
         with self._looking:
             is_first = not self._to_look_at
             if len(self._to_look_at) < MOST_TO_LOOK_AT:  # the next renewal tells about the others
@@ -251,7 +253,8 @@ class LeaseKeeper(DatabaseService):
                 self._connection.run(terminate_session(session) if end else cancel_session(session))
 
     def _may_end(self, borrowed: Borrowed, session: DatabaseSession) -> bool:
-        """Whether it is what a child process says it is. Behind PgBouncer the lock of its attempt proves it."""
+        """May this session be ended? A child process named it. Behind PgBouncer the lock of its attempt proves
+        it."""
         if borrowed.told_since is None or borrowed.key is not None:
             return True
         age = boottime() - borrowed.told_since

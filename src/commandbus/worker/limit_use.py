@@ -117,8 +117,8 @@ class LimitUse:
         return next((permit.limit for permit in self.permits if permit.is_lost), None)
 
     def before_start(self) -> bool:
-        """May it begin? If an API has said no since its permits were given, or one of them may be somebody else's
-        by now, it asks for permits once more."""
+        """May it begin? If an API has refused calls since its permits were given, or another caller may have one
+        of them by now, it asks for permits once more."""
         is_stale = self._work.limit_client.is_stale
         if any(not permit.is_sure or is_stale(permit) for permit in self.permits):
             self.returned()
@@ -157,7 +157,7 @@ class LimitUse:
         return bool(self.permits or self._blocks or self._failed_at)
 
     def note_stop(self, *, is_late: bool) -> None:
-        """It was stopped from outside, or has lost its permit: nobody knows what became of its call."""
+        """It was stopped from outside, or has lost its permit, so the result of its call is not known."""
         self._answer = ApiAnswer.TIMEOUT if is_late and not self._has_told else ApiAnswer.UNKNOWN
         self._api = TIMED_OUT if is_late else None
         self._keeps = True
@@ -169,7 +169,7 @@ class LimitUse:
         self._keeps = api.kind == "timeout"
 
     def finished(self, ended: Ended) -> None:
-        """It has ended by itself: what it says of its API is told, its permits are free, and it is settled."""
+        """It has ended by itself: report its API's answer, release its permits, and settle it."""
         releases = self._own_releases()
         if not isinstance(ended, LimitDecides):
             self._give_back(releases)
@@ -379,7 +379,7 @@ def _cap(row: LimitRow, turn: Turn | None) -> str | None:
 
 
 def _give_up(attempt: Attempt, failure: Failure, reason: str) -> Settlement:
-    """It needs a person: an ERROR, as for all whose attempts are used up."""
+    """It needs a person: logged as an ERROR, like every command whose attempts are used up."""
     text = "%s %s of domain %s: %s; to the troubleshooting queue"
     what = (attempt.command_type, attempt.command_id, attempt.domain)
     logger.error(text, *what, reason, extra=attempt.log_fields, trace=failure.traceback)

@@ -33,8 +33,8 @@ LIMITS_DEGRADED = "limits_degraded"
 
 
 def check_limits(connection: LastingConnection, settings: Settings, handlers: HandlerRegistry) -> bool:
-    """Declare the limits of settings and handlers, and see that every limit that a handler names is known. Answers
-    whether there are any: somebody may be parked since the last worker stopped."""
+    """Declare the limits of settings and handlers, and check that every limit that a handler names is known.
+    Returns whether there are any: commands may be parked since the last worker stopped."""
     declared = settle_limits([*settings.limits, *handlers.limits], settings)
     for note in connection.run(declare(declared, home_of(settings))):
         logger.warning("%s", note)
@@ -52,7 +52,7 @@ def check_limits(connection: LastingConnection, settings: Settings, handlers: Ha
 
 
 class LimitedWork:
-    """The worker's side of its limit client. The limit client is made on first use: who uses no limit has no
+    """The worker's side of its limit client. The client is made on first use: a worker without limits has no
     thread for it.
     """
 
@@ -111,7 +111,7 @@ class LimitedWork:
 
     @property
     def is_degraded(self) -> bool:
-        """Does somebody have to make do without Redis?"""
+        """Must the fleet work without Redis now?"""
         return self._limit_client is not None and any(
             mode in ("degraded", "lost") for mode in self._limit_client.modes.values()
         )
@@ -139,7 +139,7 @@ class LimitedWork:
         self.limit_client.permit_request([self.use_of(attempt).request() for attempt in attempts])
 
     def finished(self, attempt: Attempt, ended: Ended) -> None:
-        """It has ended: it is settled, after its limit has decided what becomes of it, if that is the limit's."""
+        """It has ended. If its limit decides the outcome, it is settled after that decision."""
         if attempt.limit_use is None and not isinstance(ended, LimitDecides):
             self.settle(attempt, ended)
         else:
@@ -172,7 +172,7 @@ class LimitedWork:
         return self.use_of(attempt).acquire(name, wait)
 
     def forget(self, call: PermitCall) -> None:
-        """Who asked waits no more."""
+        """The caller does not wait any more."""
         if call.on_forgotten is not None:
             call.on_forgotten()
             return

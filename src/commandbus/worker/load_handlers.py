@@ -63,7 +63,7 @@ def _broken(module_name: str, error: BaseException) -> ConfigurationError:
 
 
 def _place(error: BaseException) -> str:
-    """The user's own line: the last one that is not the import system's."""
+    """The line of the user's code that failed: the last one outside the import system."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_short(error.filename)}:{error.lineno}"
     frames = [

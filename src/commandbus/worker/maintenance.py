@@ -172,9 +172,9 @@ class Maintenance(DatabaseService):
         )
 
     def _sweep(self) -> float:
-        """Fold what nobody has folded, take up cancellations that nobody carries out: a crash left them.
+        """Fold what nobody has folded, and go on with cancellations that a crash interrupted.
 
-        Returns how long it took, without what was refused: each batch that was is left alone for a minute.
+        Returns how long it took, without refused batches, which are left alone for a minute.
         """
         began = monotonic()
         try:
@@ -217,7 +217,8 @@ class Maintenance(DatabaseService):
             self._look_after()
 
     def _unpark(self, now: float) -> None:
-        """Wake what nothing keeps parked any more, for a moment: of very many only the first went at once."""
+        """Wake commands that nothing keeps parked any more, for a moment. If there were many, only the first were
+        woken at once."""
         try:
             if now >= self._unpark_at:
                 self._unpark_at = now + SWEEP_SECONDS

@@ -146,7 +146,7 @@ def _talk(manager: BaseProcessManager[Any], command: Command, row_id: int, tx: A
 
 
 def _is_overtaken(message: Message, view: ProcessView[Any]) -> bool:
-    """A timer that is not needed any more, or the start of a process that was canceled first, is no news."""
+    """Is it a timer that is not needed any more, or the start of a process that was canceled first?"""
     return message.event == "deadline" or (
         message.event == "start" and view.status is ProcessStatus.CANCELED and not view.steps
     )

@@ -51,7 +51,7 @@ class Adopter(DatabaseService):
 
     @property
     def is_full(self) -> bool:
-        """Is there as much to read as it may have in hand? Messages that are forged look like commands of ours, so
+        """Has it as many messages to read as it may have? Forged messages look like commands of ours, so
         the claimer cannot pass them by."""
         return self._taken - self._read >= MOST_ROWS
 

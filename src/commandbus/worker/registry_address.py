@@ -97,7 +97,7 @@ class Handlers:
         self._registry = self._load()
 
     def get(self, domain: str, command_type: str, module: str | None) -> Handler:
-        """The handler; `module` is where the worker has it from: the registry's own module may not import that."""
+        """The handler. `module` is where the worker found it, which the registry's own module may not import."""
         found = self._registry.get(domain, command_type)
         if found is None and module is not None:
             self._import(module)

@@ -200,7 +200,7 @@ class WorkerRuntime:
 
     @property
     def _quarantines(self) -> bool:
-        """Do commands that got stuck run in child processes? Without a supervisor nothing drains, nor freezes."""
+        """Do commands that got stuck run in child processes? Only under a supervisor."""
         return self._settings.quarantine and self._spec.supervision is not None
 
     def _make_quarantine(self) -> Quarantine:
@@ -321,7 +321,7 @@ class WorkerRuntime:
         return self._service_watch.is_database_lost
 
     def leave_to_parent(self) -> None:
-        """A handler forked without exec, and this is the copy: whatever runs or waits here is its parent's."""
+        """A handler forked without exec, and this is the copy: everything here belongs to its parent."""
         self.attempts.leave_to_parent()
         self.dispatcher.leave_to_parent()
 
@@ -340,8 +340,9 @@ class WorkerRuntime:
         self.dispatcher.give_back()
 
     def hurry(self) -> None:
-        """Cancel what runs and has no deadline, without charging it. What has one keeps it. In a block with a time
-        limit of its own an attempt has a deadline, too: the ladder looks again when it has left that."""
+        """Cancel attempts that have no deadline, without charging them. Others keep their deadline. In a block
+        with a time limit of its own an attempt has a deadline, too: the ladder looks again when it has left the
+        block."""
         self._is_hurried = True
         for attempt in list(self.attempts.running):
             if attempt.deadline_at == NEVER and attempt.stop is None:
@@ -538,7 +539,7 @@ class WorkerRuntime:
         self._note_end_of_work()
 
     def _done(self, attempts: Sequence[Attempt]) -> None:
-        """They have completed in the usual way: none of them ran apart, or waits for a limit."""
+        """These attempts completed in the usual way: none ran isolated or has to do with limits."""
         self.attempts.held.difference_update(attempts)
         self._note_end_of_work()
 

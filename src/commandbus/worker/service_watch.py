@@ -67,7 +67,7 @@ class ServiceWatch:
         return self._claimer.claimless_seconds if is_claiming else 0.0
 
     def look(self, now: float) -> None:
-        """Tell health what is the matter, and what no longer is."""
+        """Tell health what does not work, and what works again."""
         services = [*self._own, *self._limited.services]
         for service in services:
             self._look_at(service)
@@ -94,7 +94,7 @@ class ServiceWatch:
             self._drain(reason)
 
     def _look_at_claims(self) -> None:
-        """Whatever the reason is: a worker that has room and asks for nothing does not work."""
+        """A worker that has room but asks for nothing does not work, whatever the reason is."""
         if (seconds := self.claimless_seconds) >= CLAIMLESS_SECONDS and not self._claimer.is_down:
             text = f"slots are free, but nothing could be claimed for {seconds:.0f} s"
             self._health.set_critical(CLAIMLESS, text)

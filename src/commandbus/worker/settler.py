@@ -105,7 +105,7 @@ class Settler(DatabaseService):
 
     @property
     def is_folding(self) -> bool:
-        """Is there a batch that may be complete, and nobody has noticed yet?"""
+        """Is there a batch that may be complete, but is not folded yet?"""
         return self._folder.pause() is not None
 
     @property
@@ -135,7 +135,8 @@ class Settler(DatabaseService):
             self.wake()
 
     def void(self, attempt: Attempt) -> None:
-        """Never write an outcome of this one: its row is another command's now, though its fence would fit."""
+        """Never write an outcome of this attempt: its row belongs to another command now, but its fence would
+        fit."""
         self._void.add(attempt)
 
     def close(self, timeout: float) -> None:
@@ -175,7 +176,7 @@ class Settler(DatabaseService):
         self._in_doubt = self._in_doubt or self._connection.conn_is_lost() or isinstance(error, UnreplicatedError)
 
     def _settle_done(self) -> None:
-        """Write completions; what fails with the database stays to be written."""
+        """Write completions. If the database fails, they are written later."""
         done, by_domain = self._done, dict[str, list[Attempt]]()
         for _ in range(min(len(done), DONE_BATCH)):
             attempt = done.popleft()
@@ -225,7 +226,7 @@ class Settler(DatabaseService):
         self._settle(batch, is_hurried=len(self._aside) > 0)
 
     def _try_aside(self) -> None:
-        """Those whose time has come, each kind by itself: they must not hold up the others again."""
+        """Try those whose time has come, each kind separately, so that they do not delay the others again."""
         until = monotonic() + ASIDE_SLICE_SECONDS
         while monotonic() < until and (items := self._aside.take_due()):
             self._settle(items, is_hurried=True)

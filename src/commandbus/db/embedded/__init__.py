@@ -8,7 +8,7 @@ last one out stops it:
                            └──── start() recovers ────┴─ kill -9, power cut: users with `revive` start it again
 
     <folder>/postgres-15/         the data; the server's log and socket are in it too
-    <folder>/postgres-15.users    users hold a shared flock on it: the kernel releases that of a killed one
+    <folder>/postgres-15.users    users hold a shared flock on it: the kernel releases the lock of a killed user
     <folder>/postgres-15.pgpass   the superuser's password, for the owner of the folder (and root) alone
     <folder>/postgres-15.port     the port, kept so that a DSN in somebody's shell stays true
     <folder>/postgres-15.keep     there if a user left with `keep`: the last one out leaves the server up

@@ -1,4 +1,4 @@
-"""Who may connect to an embedded server: whoever can read its password file, and nobody else.
+"""Who may connect to an embedded server: only those who can read its password file.
 
 Duty: `pg_hba.conf`, which asks everybody for a password (scram-sha-256), over TCP and through the socket; and
 the generated password of `postgres`, in a file beside the data that only its owner (and root) can read. The

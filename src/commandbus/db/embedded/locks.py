@@ -41,7 +41,7 @@ def share(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def exclusively(file: Path, *, limit_seconds: float) -> Iterator[None]:
-    """Hold the file's lock. Waits with a limit: whoever holds it may be suspended (Ctrl-Z)."""
+    """Hold the file's lock. Waits for a limited time: the holder may be suspended (Ctrl-Z)."""
     descriptor = open_lock_file(file)
     try:
         give_up_at = monotonic() + limit_seconds

@@ -97,7 +97,7 @@ def stop(data: Path, account: Account) -> bool:
 def clear_remains(data: Path, account: Account) -> None:
     """After a crash: end backends that outlived their postmaster, then remove the lock files that it left.
 
-    The server would see through a pid that no longer exists, but not through one that belongs to a stranger
+    The server notices a pid that no longer exists, but not one that belongs to another process
     by now, or to a zombie (a container's first process may never reap).
     """
     if not (data / PID_FILE).exists() or find(data, account) is not None:
@@ -125,7 +125,7 @@ def _remove_lock_files(data: Path) -> None:
 
 
 def _read(data: Path) -> Postmaster | None:
-    """None too for a file that is not whole: it is whole before its writer gives the start lock back."""
+    """None also for an incomplete file: it is complete before its writer releases the start lock."""
     try:
         lines = (data / PID_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:

@@ -150,7 +150,7 @@ class EmbeddedPostgres:
     def status(self) -> EmbeddedStatus:
         """Look, without starting, stopping or waiting for anything."""
         with explained(self.asked_folder):
-            state = self._find_place()
+            state = self._find_state()
             found = EmbeddedStatus(state.folder, note=state.note)
             for data in [self._data] if self._data else state.data_folders:
                 found = EmbeddedStatus(state.folder, data, data_version(data), note=state.note)
@@ -165,7 +165,7 @@ class EmbeddedPostgres:
     def start(self) -> str:
         """Join the running server, or start it (making its data first if need be). Returns its address."""
         with self._mutex, explained(self.asked_folder):
-            state = self._find_place()
+            state = self._find_state()
             make_folder(state)
             with _start_lock(state):
                 binaries = choose_binaries(self._explicit_binaries, state.majors)
@@ -195,7 +195,7 @@ class EmbeddedPostgres:
         with self._mutex, explained(self.asked_folder):
             if self._data is None and not force:
                 return False
-            state = self._find_place()
+            state = self._find_state()
             if self._data is None and not state.data_folders:
                 return False
             with _start_lock(state):
@@ -206,8 +206,8 @@ class EmbeddedPostgres:
                     beside(self._data, "keep").touch()
                 return self._leave(state, self._data, force=force)
 
-    def _find_place(self) -> StateFolder:
-        """The folder is chosen once; whose the data is can change under us (`chown`), so that is looked up."""
+    def _find_state(self) -> StateFolder:
+        """The folder is chosen once. The owner of the data may change (`chown`), so it is looked up each time."""
         if self._state is None:
             self._state = choose_state_folder(self.asked_folder)
         return self._state.with_current_account()
@@ -269,18 +269,18 @@ class EmbeddedPostgres:
     def _find_server(self) -> postmaster.Postmaster | None:
         data = self._data
         with explained(self.asked_folder):
-            return postmaster.find(data, self._find_place().account) if data is not None else None
+            return postmaster.find(data, self._find_state().account) if data is not None else None
 
     def _revive(self) -> None:
         """On the watcher's thread: start the server again, unless somebody did that already, or stopped it.
 
-        The pid file outlives a server that was killed, and no other. The mark `died` takes its state before it is
+        The pid file outlives a server that was killed, and no other. The mark `died` replaces it before it is
         removed, for the case that the start fails.
         """
         if self._data is None or not _has_died(self._data):
             return
         with self._mutex, explained(self.asked_folder):
-            state = self._find_place()
+            state = self._find_state()
             with _start_lock(state):
                 if self._data is not None and _has_died(self._data):
                     self._start_again(state, self._data)
@@ -429,7 +429,7 @@ def _bring_down(state: StateFolder, data: Path) -> bool:
 
 
 def _has_died(data: Path) -> bool:
-    """Of a server that is not there: was it killed, or stopped?"""
+    """The server is not there: was it killed, not stopped?"""
     return (data / postmaster.PID_FILE).exists() or beside(data, "died").exists()
 
 

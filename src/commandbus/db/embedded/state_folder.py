@@ -1,6 +1,6 @@
-"""Where an embedded server keeps its state, and whether what lies there can be used.
+"""Where an embedded server keeps its state, and whether the data there can be used.
 
-Duty: choose and make the state folder, name the files in it, check data before a server is let at it.
+Duty: choose and make the state folder, name the files in it, check data before a server may use it.
 
 Invariant: nothing outside the state folder changes owner or mode. Inside it, only data that root owns (it was
 copied or restored by root) is given to the server's account.

@@ -85,7 +85,7 @@ class Fencer:
         self._keeper.fence(attempt, {}, lambda _: self._connections.write_off(borrowed))
 
     def _write_off(self, attempt: Attempt, borrowed: Borrowed | None) -> None:
-        """It was given up: the pool gets back what it held, and what it waits for."""
+        """It was abandoned: the pool gets back the connection that it held or waits for."""
         self._connections.wait_no_more(attempt)
         if borrowed is not None:
             self._connections.write_off(borrowed)

@@ -83,7 +83,7 @@ class Ladder:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Look no more. What it has abandoned by then is with the lease keeper when this returns in time."""
+        """End the thread. If this returns in time, the lease keeper has everything that was abandoned."""
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout)
@@ -270,7 +270,7 @@ class Ladder:
             self._leave_loop(slot, _blocked_by(blocker), culprit=culprit)
 
     def _give_up_unnamed(self, attempt: Attempt, slot: AsyncSlot, stop: Stop) -> None:
-        """A task or a callback that somebody made blocks the loop, and nothing tells whose it is.
+        """A task or a callback blocks the loop, and nothing tells which attempt made it.
 
         Whoever is alone there did it; of several, each runs in a process of its own next time. On the
         application's loop it is the application's own code as likely as not: nobody is charged.
@@ -314,7 +314,7 @@ def _blocked_by(culprit: Attempt) -> str:
 
 
 def _examine(slot: Slot | AsyncSlot, *, is_blocked: bool = False) -> Document:
-    """An autopsy; whatever goes wrong with it (a module's loader may raise) must not save a stuck attempt."""
+    """Take an autopsy. An error in it (a module's loader may raise) must not keep the attempt from being ended."""
     try:
         if isinstance(slot, AsyncSlot):
             return autopsy.of_task(slot.task, slot.loop.thread.ident, is_blocked=is_blocked)

@@ -106,7 +106,7 @@ class AsyncSlots:
         elif stuck.loop is self._loop and not self._stopping:
             stuck.loop.call(stuck.loop.replace, stuck)
         else:
-            self.give_place(stuck)
+            self.give_share(stuck)
 
     def bar(self, loop: SlotLoop) -> None:
         """From now on it takes neither a place nor a guest."""
@@ -121,11 +121,11 @@ class AsyncSlots:
         if is_ours:
             self.tend()
         for slot in loop.slots:
-            self.give_place(slot)
+            self.give_share(slot)
         self.wake_one()
 
     def tend(self) -> None:
-        """A fresh loop in place of one that was given up. If the system has no thread or file left for it, the
+        """A fresh loop instead of an abandoned one. If the system has no thread or file left for it, the
         ladder's next tick tries again; what waits meanwhile is given back."""
         if self._stopping or not self._loop.is_retired or self._loop.is_copy:
             return
@@ -160,7 +160,7 @@ class AsyncSlots:
         self._loop.retire()
         self._loop.join(timeout)
 
-    def give_place(self, slot: AsyncSlot) -> None:
+    def give_share(self, slot: AsyncSlot) -> None:
         """Return a slot's share of the concurrency budget, if it has one. Only the first call does."""
         with self.moving:
             had, slot.has_place = slot.has_place, False

@@ -92,7 +92,7 @@ class Stop:
     is_told: bool = True
 
     def error(self) -> AttemptCanceledError:
-        """What a handler that asks is told."""
+        """The error for a handler that asks whether it must stop."""
         kind = DeadlineExceededError if self.why is Why.DEADLINE else AttemptCanceledError
         return kind(self.text)
 
@@ -233,7 +233,7 @@ class Attempt:
         return found
 
     def lateness(self) -> str:
-        """That its deadline has passed, and who had set it, for people."""
+        """A sentence for people: its deadline has passed, and which setting it came from."""
         if self._extras is not None and self._extras.late_text is not None:
             return self._extras.late_text
         whose = "task_timeout"
@@ -330,11 +330,11 @@ class Attempt:
             self.extras.progress = None
 
     def release_row(self) -> None:
-        """Its queue row was to be left alone (`LeaseKeeper.hold`); from now on it may be renewed as always."""
+        """Ends `LeaseKeeper.hold`: from now on its queue row may be renewed as always."""
         self.renewed_at = min(self.renewed_at, boottime())
 
     def is_surely_held(self, late_seconds: float) -> bool:
-        """Is its lease younger than that, and not known to be lost? After the claim or the last renewal was sent,
+        """Is its lease younger than this, and not known to be lost? After the claim or the last renewal was sent,
         this process may have been stopped, or its machine suspended. Then another worker may have the command."""
         return not self.is_lost and boottime() - self.renewed_at < late_seconds
 

@@ -102,7 +102,7 @@ class Borrowed:
         self.is_lost = False
 
     def hang_up(self) -> None:
-        """End our side of it: whoever is at the other end rolls back what is open. For a session that cannot be
+        """Close our side of it, so that the server rolls back what is open. For a session that cannot be
         found, because the handler has ended the transaction by which it is known."""
         with suppress(OSError, psycopg.Error):
             # Otherwise it was closed, and belongs to nobody.
@@ -340,12 +340,12 @@ class HandlerConnections:
 
     @property
     def _remembers(self) -> bool:
-        """Is the session somebody's, who wants it back as it was?"""
+        """Must the session be returned as it was, because it belongs to the application?"""
         return self._lent is not None and not self._is_pooled_elsewhere
 
     @property
     def _prepares(self) -> bool | None:
-        """Are our own statements prepared in it? Not in somebody's session."""
+        """Are our own statements prepared in it? Not in a session of the application."""
         return None if self._lent is None else False
 
     def write_off(self, borrowed: Borrowed) -> None:
@@ -359,8 +359,8 @@ class HandlerConnections:
             pool.putconn(_closed_connection_of(pool))
 
     def wait_no_more(self, attempt: Attempt) -> None:
-        """A given-up attempt may wait for a connection on an event loop that will never go on. What comes for it
-        goes back to the pool."""
+        """An abandoned attempt may wait for a connection on an event loop that will never go on. A connection for
+        it goes back to the pool."""
         if attempt.asks is not None:
             attempt.asks.forget()
 
@@ -429,7 +429,8 @@ class HandlerConnections:
             self._on_session(attempt, borrowed.pid, borrowed.started)
 
     def _identify(self, attempt: Attempt, borrowed: Borrowed, conn: Connection[Any], found: Sequence[Any]) -> None:
-        """The server has said who serves this connection. Another process id than ours is a pooler's doing."""
+        """The server has said which process serves this connection. If libpq knows another process id, there is a
+        pooler."""
         if self._lent is None and not self._is_pooled_elsewhere:
             self._known[conn] = Known(_level(found[0]), found[4] is not None)
         if borrowed.started:
@@ -573,12 +574,12 @@ _LIMIT = (
 
 
 def _limit(borrowed: Borrowed) -> bytes:
-    """Sets the limits. To plan the question who serves us costs a quarter of it, so it is asked once."""
+    """Sets the timeouts. Asking which session serves us takes a quarter of the time, so it is asked only once."""
     return _LIMIT_KNOWN if borrowed.started and borrowed.key is None else _LIMIT
 
 
 def _run_all(conn: Connection[Any], asks: Generator[Ask, Rows, None]) -> None:
-    """Ask one statement after the other, and give the rows of each to the asker."""
+    """Run one statement after the other, and send the rows of each to the generator."""
     with Cursor(conn, row_factory=tuple_row) as cursor, suppress(StopIteration):
         statement, values = next(asks)
         while True:
@@ -601,7 +602,7 @@ def _row(row: tuple[Any, ...] | None) -> tuple[Any, ...]:
 
 
 def _wrapped(conn: Connection[Any]) -> OwnAsyncConnection:
-    """The same session for async code: one account of what is prepared in it, and of how old its plans are."""
+    """The same session for async code. Both share the record of prepared statements and the age of plans."""
     wrapped = OwnAsyncConnection(conn.pgconn)
     wrapped._prepared = conn._prepared
     wrapped.prepare_threshold = conn.prepare_threshold if isinstance(conn, OwnConnection) else None

@@ -267,7 +267,7 @@ class _Context:
             )
 
     def _ask_to_extend(self, duration: Duration) -> tuple[float, Future[bool]]:
-        """The keeper does it, on its own connection: the handler's may be in the middle of a transaction."""
+        """The lease keeper renews it on its own connection, because the handler's may be inside a transaction."""
         self.raise_if_canceled()
         attempt, most = self._attempt, self._services.max_extension
         wanted = parse_seconds(duration, name="duration")
@@ -319,7 +319,7 @@ class _Context:
             self._services.release(self._attempt)
 
     def _refused(self, error: psycopg.OperationalError) -> Exception:
-        """The settlement was refused. One that does not know that it has a snapshot is told what to do."""
+        """The settlement was refused. If the transaction keeps a snapshot, the error says what to do."""
         if not isinstance(error, psycopg.errors.SerializationFailure) or self._attempt.extras.holds_row:
             return error
         return TransientCommandError(

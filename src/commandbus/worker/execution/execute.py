@@ -287,14 +287,14 @@ class Executor:
         return RateLimited(name, failure, api)
 
     def _stopped(self, attempt: Attempt, stop: Stop, trace: str | None) -> Settlement | CallFailed:
-        """It gave in within its grace."""
+        """It stopped within its grace."""
         kind = "OperatorCancel" if stop.why is Why.CANCEL else type(stop.error()).__name__
         code = {Why.DEADLINE: "TIMEOUT", Why.CANCEL: "CANCELED"}.get(stop.why, stop.why.upper())
         failure = Failure(kind, code, stop.text, trace, rung=stop.why, duration_ms=attempt.elapsed_ms())
         return self.end_stopped(attempt, stop, failure)
 
     def give_up(self, attempt: Attempt, stop: Stop, autopsy: str | None) -> Settlement | CallFailed:
-        """It did not give in within its grace: the settlement of a stuck attempt."""
+        """It did not stop within its grace: the settlement of a stuck attempt."""
         grace = f"{max(0.0, stop.until - stop.asked_at):.3g} seconds"
         elapsed = attempt.elapsed_ms()
         how = f"did not respond to cancellation within {grace}: {stop.text}" if stop.is_told else stop.text
@@ -333,7 +333,7 @@ class Executor:
 
     @staticmethod
     def _is_final(attempt: Attempt, *, is_timeout: bool) -> bool:
-        """Does its handler want no timeout to be tried again?"""
+        """Does its handler say that a timeout is final (`on_timeout="fail"`)?"""
         return is_timeout and attempt.handler is not None and attempt.handler.options.on_timeout == "fail"
 
     def lost(self, attempt: Attempt, failure: Failure) -> Settlement:
@@ -362,7 +362,7 @@ class Executor:
         return attempt.fail(judgement)
 
     def _explain(self, error: BaseException, trace: str | None) -> Failure:
-        """The failure's description; a time limit of ours says which layer it is."""
+        """The failure's description. If a timeout of ours ended it, the text says which one."""
         failure, limits = describe(error, trace), self._timeouts
         for kind, code, rung, layer in (
             (pg.QueryCanceled, "TIMEOUT", "statement", ("1: statement_timeout", limits.statement_timeout)),
@@ -423,8 +423,8 @@ def close_awaitable(awaitable: Awaitable[Any]) -> None:
 def _log(
     level: int, attempt: Attempt, text: str, *, trace: str | None = None, raised: BaseException | None = None
 ) -> None:
-    """Say something of an attempt, in safe text. Whatever a log's handler does (raise, or format a hostile
-    exception, which may raise SystemExit then) must not cost us the outcome or the slot."""
+    """Log a line about an attempt, in safe text. Whatever a log handler does (raise, or format a hostile
+    exception that raises SystemExit), the outcome and the slot must not be lost."""
     with suppress(BaseException):
         what = (attempt.command_type, attempt.command_id, attempt.domain)
         exc_info = None if raised is None else (type(raised), raised, _own_frames(raised))
@@ -434,7 +434,7 @@ def _log(
 
 
 def _own_frames(error: BaseException) -> TracebackType | None:
-    """From the handler's own frame on: ours say nothing."""
+    """The frames from the handler's own on; ours do not help."""
     return error.__traceback__.tb_next if error.__traceback__ is not None else None
 
 

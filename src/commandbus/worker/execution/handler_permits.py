@@ -22,13 +22,13 @@ from commandbus.worker.execution.attempt import Attempt, Scope
 
 
 class PermitProvider(Protocol):
-    """Where handlers get permits from: the worker's limits, or in a child process the worker that is asked."""
+    """Where handlers get permits: from the worker's limits or, in a child process, by asking the worker."""
 
     def acquire(self, attempt: Attempt, name: str, wait: float) -> PermitCall:
         """Ask for a permit."""
 
     def forget(self, call: PermitCall) -> None:
-        """Who asked waits no more."""
+        """The caller does not wait any more."""
 
     def release(
         self, attempt: Attempt, permit: Permit, answer: ApiAnswer, api: ApiFailure | None, *, keeps: bool = False
@@ -110,7 +110,7 @@ class HandlerPermits:
 
 
 class AsyncBlock(AbstractAsyncContextManager[Hold]):
-    """The block of an `async def` handler. Who forgets the `async` of `async with` is told."""
+    """The block of an `async def` handler. A plain `with` raises an error that says so."""
 
     def __init__(self, inner: AbstractAsyncContextManager[Hold]) -> None:
         self._inner = inner

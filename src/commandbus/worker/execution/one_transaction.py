@@ -83,7 +83,7 @@ class OneTransaction:
     @contextmanager
     def judged(self, conn: AnyKind) -> Iterator[None]:
         """The handler's block: raises TransactionEndedError if it has ended the transaction, whatever else it
-        raises. A rollback before an error does no harm: that is the error's fate anyway."""
+        raises. A rollback before an error does no harm: the error would roll back anyway."""
         try:
             yield
         except TransactionEndedError:
@@ -136,7 +136,7 @@ class OneTransaction:
 
     @contextmanager
     def _savepoint(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """psycopg's block, inside this transaction: were it the first statement, its end would be a COMMIT."""
+        """psycopg's block, inside this transaction. If it came first, its end would be a COMMIT."""
         conn = self._watched
         with conn.lock:
             conn.wait(self._start_query())
@@ -163,7 +163,7 @@ class OneTransaction:
             yield block
 
     def _start_query(self) -> PQGen[None]:
-        """Begin before the first statement. Should that be necessary again, the transaction has ended."""
+        """Begin before the first statement. If that becomes necessary again, the transaction has ended."""
         conn = self._watched
         status = conn.pgconn.transaction_status
         if status == INTRANS and self._has_lost_mark(conn):

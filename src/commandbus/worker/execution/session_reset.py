@@ -94,7 +94,7 @@ class Remembered(NamedTuple):
 
 
 def put_back(before: Remembered | None, prepared: PrepareManager) -> Generator[Ask, Rows, None]:
-    """Make the session as it was: all anew in our own pool (`before` is None), with what it had in a lent one.
+    """Reset the session: completely in our own pool (`before` is None), to what it had in a lent pool.
 
     Yields statements and gets their rows. `prepared` is what psycopg knows of the session's prepared statements.
     """
@@ -126,7 +126,7 @@ class CommitAndReset:
             self.level = _text(last.get_value(0, 1) or b"")
 
     def is_clean(self, prepared: PrepareManager) -> bool:
-        """Is the session as the next handler is to get it?"""
+        """Is the session ready for the next handler?"""
         return self._names is not None and self._names == _known(prepared)
 
 

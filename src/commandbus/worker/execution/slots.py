@@ -126,7 +126,7 @@ class Slots:
                 return back
 
     def stop(self) -> None:
-        """Let idle threads end; a busy one ends after its attempt (it is a daemon thread, should it never)."""
+        """Let idle threads end. A busy one ends after its attempt; all are daemon threads, if one never ends."""
         self._stopping = True
         self._tick_wanted.set()
         while self._idle:

@@ -127,8 +127,8 @@ class Child:
                 self._process.channel.send({"k": "cancel", "n": self._number, **told})
 
     def kill(self, reason: str = "") -> None:
-        """Take its stacks, then kill it. To be called again until the attempt has ended: a second after the time
-        for the stacks this kills at once, should the slot's thread be held up."""
+        """Take its stacks, then kill it. Call it again until the attempt has ended: a second after the time
+        for the stacks it kills at once, if the slot's thread is delayed."""
         self._kill(ChildFate.KILLED, reason)
 
     def end_now(self, reason: str) -> None:
@@ -212,7 +212,7 @@ class Child:
                 return self._dead()
 
     def finish(self) -> None:
-        """From now on the ladder's calls do nothing, and what it held of limits is left."""
+        """From now on the ladder's calls do nothing, and its permits are given up."""
         with self._lock:
             self.is_over = True
         self._limit_relay.close()
@@ -223,7 +223,7 @@ class Child:
         return None if hung_up_at is None else _HANG_UP_SECONDS / 2
 
     def _listen(self, *, to_the_end: bool) -> Message | None:
-        """What has arrived; the message that it ended, if that is among it."""
+        """Act on what has arrived. Returns the message that it ended, if that has come."""
         while True:
             try:
                 messages = self._process.channel.receive()
@@ -312,7 +312,7 @@ class Child:
             raise ChannelError(f"a message of the kind {kind!r}")
 
     def _extend(self, message: Message) -> None:
-        """The child has checked it, but is not believed."""
+        """The child has checked this, but the worker checks it again."""
         question, seconds, attempt = int(message["q"]), float(message["seconds"]), self._attempt
         end = monotonic() + seconds
         most = self._services.max_extension

@@ -91,7 +91,7 @@ class WorkerEnd:
         return bool(self._unsent)
 
     def send(self, message: Message) -> None:
-        """Send, or keep it until there is room; to a process that is gone nothing is said."""
+        """Send, or keep it until there is room. If the process is gone, nothing is sent."""
         data = frame(message)
         with self._lock:
             if self._is_closed:
@@ -165,6 +165,6 @@ class ChildEnd:
         return self._inbox.add(data) if data else None
 
     def close(self) -> None:
-        """Close this end, here only: in a process that was forked off this one, with the lock held by nobody."""
+        """Close this end in this process only. Called after a fork, when nobody holds the lock."""
         self._lock = threading.Lock()
         self._socket.close()

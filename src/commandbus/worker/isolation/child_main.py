@@ -89,7 +89,7 @@ class Run:
                 self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
     def attach(self, task: asyncio.Task[Any]) -> None:
-        """It runs in this task, which is to be canceled."""
+        """The attempt runs in this task, which a stop cancels."""
         with self._lock:
             self._task = task
             if self.attempt.stop is not None:
@@ -101,7 +101,7 @@ class Run:
             self._task = None
 
     def tick(self) -> None:
-        """Wake who waits for a child context's deadline."""
+        """Wake code that waits for a child context's deadline."""
         now = monotonic()
         for scope in list(self.attempt.scopes):
             if now >= scope.deadline_at:
@@ -109,7 +109,7 @@ class Run:
 
 
 class Connections(HandlerConnections):
-    """One connection at a time, of whose session the worker is told before the first statement."""
+    """One connection at a time. The worker is told its session before the first statement."""
 
     def __init__(self, settings: Settings, *, worker: str, run: Run, channel: ChildEnd) -> None:
         super().__init__(settings, name=f"{worker} isolated", size=1)
@@ -332,7 +332,7 @@ class Isolated:
         self._channel.send({"k": "progress", "n": self._number_of(attempt), "text": text})
 
     def _number_of(self, attempt: Attempt) -> int:
-        """Of the run it belongs to; -1 for one that is over, whose thread goes on."""
+        """The number of its run; -1 if that is over, but its thread goes on."""
         run = self._current
         return run.number if run is not None and run.attempt is attempt else -1
 
@@ -378,7 +378,7 @@ class Isolated:
         self._channel.close()
 
     def _die_if_forked(self) -> None:
-        """The handler forked, and this is its copy, which returned as well."""
+        """End this process if it is a copy that the handler forked, and that returned, too."""
         if os.getpid() != self._process:
             os._exit(0)
 
@@ -394,7 +394,7 @@ def _answer(asked: Future[bool], message: Message) -> None:
 
 
 class _Surroundings:
-    """What a handler may change for the next one, and what is put back: the working directory, umask and locale,
+    """What is restored after each handler: the working directory, umask and locale,
     signal handlers and timers."""
 
     def __init__(self) -> None:
@@ -439,7 +439,7 @@ def _plain(value: Any) -> Any:
 
 
 def _format(error: BaseException) -> str:
-    """The traceback from the handler's own frame on: ours say nothing."""
+    """The traceback from the handler's own frame on; our frames do not help."""
     try:
         frames = error.__traceback__
         while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in _OURS:

@@ -12,7 +12,7 @@ from commandbus.worker.isolation.attempt_in_child import ChildFate, Dead
 
 
 def no_process(text: str, trace: object = None) -> Failure:
-    """There was no process for it, or none that made sense: that may pass."""
+    """There was no child process for it, or one that sent nonsense: a retry may help."""
     return Failure(
         "IsolationFailed",
         "ISOLATION_FAILED",
@@ -22,14 +22,14 @@ def no_process(text: str, trace: object = None) -> Failure:
 
 
 def never_began(attempt: Attempt, stop: Stop) -> Failure:
-    """It was to stop before it had begun."""
+    """It was asked to stop before it began."""
     is_canceled = stop.why is Why.CANCEL
     kind, code = ("OperatorCancel", "CANCELED") if is_canceled else ("AttemptCanceledError", stop.why.upper())
     return Failure(kind, code, stop.text, rung=stop.why, duration_ms=attempt.elapsed_ms())
 
 
 def failure_of(attempt: Attempt, dead: Dead) -> Failure:
-    """Of an attempt whose process is dead."""
+    """The failure of an attempt whose process is dead."""
     stop = attempt.stop
     if dead.cause is ChildFate.KILLED and stop is None:
         kind, code, rung = "AttemptCanceledError", "SHUTDOWN", "kill"

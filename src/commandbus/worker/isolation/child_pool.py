@@ -70,7 +70,7 @@ class Children:
     # --- for one attempt --------------------------------------------------------------------------------------
 
     def take(self, is_wanted: Callable[[], bool]) -> ChildProcess | None:
-        """A ready process, as soon as there is one; None if it is not wanted any more, or nobody waits any longer.
+        """A ready process, as soon as there is one; None if the attempt must not begin, or the worker stops.
 
         StartError if the process that it waited for will never be ready, or not in time.
         """
@@ -141,7 +141,7 @@ class Children:
         self._spawn_ahead()
 
     def _better_than(self, own: ChildProcess | None) -> ChildProcess | None:
-        """One that is ready if there is any, else the one it has, else one that is importing."""
+        """A ready process if there is one; otherwise the one it has, or one that is importing."""
         while True:
             with self._lock:
                 best = self._idle[-1] if self._idle else None

@@ -134,7 +134,7 @@ class ChildProcess:
         return self._pidfd in ready
 
     def leave_channel(self) -> None:
-        """It has closed its end: poll would tell that for ever."""
+        """It has closed its end. Without this, poll would report that without end."""
         with suppress(KeyError):
             self._poll.unregister(self.channel.fileno())
 
@@ -159,8 +159,8 @@ class ChildProcess:
     def reap(self, *, in_attempt: bool = False) -> int:
         """Kill what is left of its group, and take its exit code (negative: the signal). It must be dead.
 
-        What has left the group is killed, too, unless it ended in order: then an attempt that completed may have
-        wanted it.
+        Processes that left the group are killed, too, unless it ended normally: then a completed attempt may have
+        started them on purpose.
         """
         with self._lock:
             was_reaped, was_killed = self.is_reaped, self._is_killed

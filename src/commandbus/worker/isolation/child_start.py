@@ -41,7 +41,7 @@ class StartError(Exception):
 
 
 def attend_start(process: ChildProcess, seconds: float, *, max_memory_mb: int | None = None) -> bool:
-    """Listen for so long to a process that is starting, on the one thread that has it: is it ready?
+    """Listen to a process that is starting, for this time. Returns whether it is ready. One thread calls it.
 
     StartError if it will never be. The caller ends the process then.
     """

@@ -32,7 +32,7 @@ _MOST_ZOMBIES: Final = 1000
 
 
 def kill_below(pid: int) -> int:
-    """End all that is below a process, but not that itself: stop it first. Returns how many there were."""
+    """End all descendants of a process, but not the process itself, which must be stopped. Returns how many."""
     return _kill_all(lambda: _below(pid))
 
 
@@ -57,7 +57,7 @@ def _kill_all(find: Callable[[], list[int]]) -> int:
 
 
 def _kill(pid: int, began: str) -> None:
-    """The process that has this number and began then, and no other that got the number since."""
+    """Kill the process with this number if it began then; another process may have got the number since."""
     with suppress(OSError):
         it = os.pidfd_open(pid)
         try:
@@ -118,7 +118,7 @@ def _is_marked(pid: int, wanted: bytes) -> bool:
 def reap_adopted() -> int:
     """In a child, between two attempts: bury the orphans that it has adopted. Returns how many.
 
-    Nobody waits for those. A process that a `Popen` stands for is left to it.
+    A process that belongs to a `Popen` object is left to that.
     """
     reaped = 0
     for _ in range(_MOST_ZOMBIES):
@@ -135,7 +135,7 @@ def reap_adopted() -> int:
 
 
 def _awaited() -> set[int]:
-    """Those that somebody in this process may still ask for. It takes a while, so only if there is a dead one."""
+    """Processes that code here may still wait for. This takes a while, so it is called only if one is dead."""
     return {getattr(one, "pid", 0) for one in gc.get_objects() if _stands_for_a_process(type(one))}
 
 

@@ -1,9 +1,9 @@
 """Attempts in child processes: of isolation="process" handlers, of suspects, and in quarantine.
 
 A slot's thread takes a process that is ready, and only then its attempt begins: what importing the handlers takes
-is not the attempt's. It waits for the attempt's end, does what the handler's context asks for, and judges how it
-ended. The child's word is only about its own attempt: the worker writes the outcome, and nothing the child says
-can name another command.
+does not count for the attempt. It waits for the attempt's end, does what the handler's context asks for, and
+judges how it ended. A child can only speak about its own attempt: the worker writes the outcome, and nothing the
+child says can name another command.
 
 If the child dies, its database session is terminated before the outcome is settled. If it died in the middle of
 the COMMIT of a `ctx.transaction()`, the fence decides: a settlement after it is refused.
@@ -255,7 +255,7 @@ class Isolation:
 
     @staticmethod
     def _doubt(attempt: Attempt) -> None:
-        """Nobody knows what became of its calls: they may go on, so the handler's own permits stay taken."""
+        """Its calls may still be under way, so the handler's own permits stay taken."""
         if attempt.limit_use is not None:
             is_late = attempt.stop is not None and attempt.stop.why is Why.DEADLINE
             attempt.limit_use.note_stop(is_late=is_late)
@@ -313,7 +313,7 @@ class Isolation:
 
 
 class _Told:
-    """What a child said of its attempt's end, looked at."""
+    """What a child said about its attempt's end, checked."""
 
     def __init__(self, message: Message) -> None:
         self.has_committed = message.get("committed") is True
@@ -325,7 +325,7 @@ class _Told:
 
 
 class _NotBegun:
-    """The process died before it had begun with this attempt, or heard of it too late to begin."""
+    """The process died before it began this attempt, or got it too late to begin."""
 
 
 def _name_of(address: Address) -> str:

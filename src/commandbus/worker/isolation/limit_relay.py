@@ -6,9 +6,8 @@
                       ◄── lost
 
 The child asks by number; the token of a permit stays with the worker, so nothing that the child says can name a
-permit of somebody else. Whatever the child still holds when its attempt is over, however that came, is left by the
-worker: nobody else would. Its call may still be under way on the other side, so such a permit is taken until its
-lease ends.
+another attempt's permit. When the attempt is over, for whatever reason, the worker gives up all that the child
+still holds. The API may still be working on its call, so such a permit stays taken until its lease ends.
 
 The child tells when a block moves the attempt's deadline, for the worker's ladder. It may bring that nearer, and
 put it back; it never gets more than the worker has given it.
@@ -80,7 +79,7 @@ class ChildLimits:
         return call
 
     def forget(self, call: PermitCall) -> None:
-        """Who asked waits no more; a permit that was given meanwhile is given back by the worker."""
+        """The caller does not wait any more. The worker releases a permit that was given meanwhile."""
         found = self._asked.pop(call.number, None) or self._held.pop(call.number, None)
         if found is not None:
             self._tell({"k": "forget", "n": found[0], "q": call.number})
@@ -268,7 +267,7 @@ class LimitRelay:
 
 
 def verdict_of_stop(attempt: Attempt) -> tuple[ApiAnswer, ApiFailure | None]:
-    """What is known of the calls of an attempt whose process did not end them itself."""
+    """What to assume about the calls of an attempt whose process was ended."""
     if attempt.stop is not None and attempt.stop.why is Why.DEADLINE:
         return ApiAnswer.TIMEOUT, TIMED_OUT
     return ApiAnswer.UNKNOWN, None

@@ -123,13 +123,13 @@ class Quarantine:
         return not is_alone
 
     def admitted(self) -> None:
-        """All who were admitted have entered: if none of them runs alone, another worker may run such a one."""
+        """All admitted commands have entered. If none of them runs alone, another worker may run one alone."""
         with self._lock:
             self._is_admitting = False
             self._give_turn()
 
     def leave(self, attempt: Attempt) -> None:
-        """Its outcome is written, or it is somebody else's by now."""
+        """Its outcome is written, or another worker has it by now."""
         if attempt in self._inside:
             with self._lock:
                 self._inside.pop(attempt, None)
@@ -164,7 +164,7 @@ class Quarantine:
 
     @property
     def _first_seconds(self) -> float:
-        """For how long the one whose turn it is has had it."""
+        """For how long the first suspect in the line has had its turn."""
         return 0.0 if self._first is None else monotonic() - self._first_since
 
     def _write_line_end(self) -> None:
@@ -175,7 +175,8 @@ class Quarantine:
                 os.pwrite(self._turn, _MOMENT.pack(self._line_end), 0)
 
     def _read_line_end(self) -> float:
-        """Of the worker that has the turn. Nobody vouches for what a handler may have written there."""
+        """When the line of the worker that has the turn ends. A handler may have written anything there, so it is
+        checked."""
         if self._has_turn or self._turn is None or self.is_turn_lost:
             return self._line_end
         try:
@@ -211,7 +212,7 @@ class Quarantine:
                     self._lock_file(self._turn, fcntl.LOCK_UN)
 
     def _lock_file(self, turn: int, how: int) -> None:
-        """A handler may have closed it; the lock is gone then, and the number somebody else's."""
+        """A handler may have closed it. Then the lock is gone, and the number may belong to another file."""
         if self.is_turn_lost:
             raise OSError(errno.EBADF, "a handler has closed the lock file for suspects")
         fcntl.lockf(turn, how)

@@ -54,7 +54,7 @@ _KNOWN: Final[dict[str, type[BaseException]]] = {
 
 
 def describe_error(error: BaseException, trace: str) -> dict[str, Any]:
-    """What is told of an exception."""
+    """The description of an exception, for the worker."""
     failure = describe(error, trace)
     kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
     return {
@@ -69,7 +69,7 @@ def describe_error(error: BaseException, trace: str) -> dict[str, Any]:
 
 
 def remake_api(told: dict[str, Any]) -> ApiFailure | None:
-    """What was told of an API, looked at."""
+    """What was said about an API, checked."""
     kind, status, limit = (told.get(key) for key in ("kind", "status", "limit"))
     if kind not in ("rate_limited", "broken", "timeout"):
         return None
