@@ -24,7 +24,7 @@ import psycopg
 import pytest
 
 from commandbus import embedded
-from commandbus.db.embedded import EmbeddedPostgres, binaries, place, postmaster
+from commandbus.db.embedded import EmbeddedPostgres, binaries, postmaster, state_folder
 from commandbus.db.embedded.access import password_file
 from commandbus.db.embedded.binaries import Account
 from commandbus.errors import EmbeddedPostgresError
@@ -1004,7 +1004,7 @@ class TestAsRoot:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        monkeypatch.setattr(place, "_FALLBACK", folder / "var")
+        monkeypatch.setattr(state_folder, "_FALLBACK", folder / "var")
         home = folder / "project"
         home.mkdir(mode=0o700)
         server = make(home / ".commandbus")
@@ -1067,7 +1067,7 @@ class TestAsRoot:
         assert _query(make().start(), "SELECT 1") == 1
 
     @pytest.mark.slow
-    def test_servers_and_places_for_a_plain_user(self, folder: Path) -> None:
+    def test_servers_and_folders_for_a_plain_user(self, folder: Path) -> None:
         """What depends on whose files they are, again, as a user without rights."""
         python = _python_for(Account(NOBODY, NOBODY))
         if python is None:

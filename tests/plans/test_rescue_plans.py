@@ -30,7 +30,7 @@ def test_what_a_dead_worker_held(conn: Conn, generic: bool, domain: str) -> None
 
 
 @pytest.mark.parametrize("domain", ["backlog", "delayed"])
-def test_the_scout(conn: Conn, generic: bool, domain: str) -> None:
+def test_claimable_work(conn: Conn, generic: bool, domain: str) -> None:
     plan = explain(conn, first_statement(claimable_work(domain)), generic=generic)
     assert plan.kinds(f"q_{domain}__commands") <= DIRECT, plan
     assert plan.visited(f"q_{domain}__commands") <= 10_000, plan

@@ -12,7 +12,7 @@ import pytest
 
 from commandbus.cli.exit_codes import ExitCode, code_for
 from commandbus.errors import ConfigurationError, UnknownDomainError
-from commandbus.flow.commands.rescue import Rule, Scouted
+from commandbus.flow.commands.rescue import ClaimableWork, Rule
 from commandbus.model.breaker import Breaker
 from commandbus.model.crash_attribution import Dump
 from commandbus.model.limit import Limit
@@ -196,7 +196,7 @@ def with_workers(**changes: object) -> View:
 
 
 def waiting(seconds: float, *, claimed_at: float = 80.0) -> View:
-    return replace(GOOD, claimed_at=claimed_at, look=CoronerLook(99.0, {"orders": Scouted(5, seconds, 2)}))
+    return replace(GOOD, claimed_at=claimed_at, look=CoronerLook(99.0, {"orders": ClaimableWork(5, seconds, 2)}))
 
 
 @pytest.mark.parametrize(
