@@ -875,7 +875,7 @@ class TestRevival:
         assert user.running
 
 
-class TestPlace:
+class TestStateFolder:
     def test_no_parent_changes_its_mode_or_owner(self, folder: Path, make: Make) -> None:
         inner = folder / "a" / "b"
         inner.mkdir(parents=True)

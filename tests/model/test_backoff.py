@@ -26,7 +26,7 @@ def test_after_a_success_they_begin_again() -> None:
     assert [backoff.next(), backoff.next()] == [0.5, 1.0]
 
 
-@settings(max_examples=examples(100, thorough=1000), deadline=None)
+@settings(max_examples=examples(100, thorough=1000))
 @given(SECONDS, SECONDS, st.integers(1, 5000))
 def test_no_pause_is_shorter_than_the_last_or_longer_than_the_longest(
     first: float, longest: float, tries: int

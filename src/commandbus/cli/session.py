@@ -136,9 +136,8 @@ def _with_lock_limit(settings: Settings) -> Settings:
     if not settings.prepared_statements:
         return settings
     url = check_conninfo(settings.database_url)
-    options = (
-        f"-c lock_timeout={LOCK_SECONDS}s {options_of(url)}".strip()
-    )  # options of the address come last, and win
+    # Options of the address come last, and win.
+    options = f"-c lock_timeout={LOCK_SECONDS}s {options_of(url)}".strip()
     return replace(settings, database_url=make_conninfo(url, options=options))
 
 

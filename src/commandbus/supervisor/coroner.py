@@ -202,9 +202,9 @@ class Coroner(DatabaseService):
         now = time.monotonic()
         if self.domains and now - self._scouted_at >= SCOUT_SECONDS and not self.is_done:
             self._scouted_at = now
-            self._spare_others(self._scout)
+            self._spare_others(self._look_for_work)
 
-    def _scout(self) -> None:
+    def _look_for_work(self) -> None:
         seen = {domain: self._connection.run(claimable_work(domain)) for domain in self.domains}
         self.look = CoronerLook(time.monotonic(), seen, figures=self._connection.run(figures(self.domains)))
 
@@ -255,7 +255,7 @@ class Coroner(DatabaseService):
         if left:
             self._postpone(case)
             return
-        self._connection.run(bury(case.worker))
+        self._connection.run(mark_worker_dead(case.worker))
         running_file.remove(case.worker)
         self._say_opened(case)
         with self._lock:

@@ -3,7 +3,7 @@
     async with AsyncWorker(handlers, domains=["orders"]):
         await serve()
 
-Nothing of it runs on the application's loop, so a handler cannot hold that up, nor the loop a handler. With
+Nothing of it runs on the application's loop, so handlers and that loop cannot delay each other. With
 `on_callers_loop=True` async handlers run on that loop, where they can use the application's clients. Claiming,
 leases, deadlines and outcomes still have threads of their own, so they hold whatever the loop does. But nobody can
 end code that blocks a loop: see `AsyncWorker`.
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class AsyncWorker:
-    """Takes what `Worker` takes; `worker` is that one.
+    """Takes the arguments of `Worker`. `worker` is the worker inside.
 
     `on_callers_loop=True` runs async handlers (and awaitables that sync handlers return) on the event loop that
     starts the worker. A handler that awaits is canceled at its deadline, as everywhere. One that blocks blocks the

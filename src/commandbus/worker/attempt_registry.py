@@ -57,7 +57,8 @@ class AttemptRegistry:
         """Its handler has ended. False if the ladder has given the attempt up, and its slot away."""
         if self.running.pop(attempt, None) is None:
             return False
-        attempt.started_at = 0.0  # over: the ladder looks past it, and what it left behind gets no connection
+        # It is over: the ladder ignores it, and threads that it left behind get no connection.
+        attempt.started_at = 0.0
         if self._running_file is not None:
             self._running_file.leave(slot.index)
         if self._board_writer is not None:

@@ -264,7 +264,7 @@ class Claimer(DatabaseService):
     def _deliver_odd(self, domain: _Domain, found: Claim, claimed_at: float) -> int:
         """Put right what is odd, and deliver the rest with it. Returns how many odd ones need a slot now."""
         slotted = 0
-        self._pass_on(domain, found.ready, claimed_at)  # they have nothing to do with the others
+        self._pass_on(domain, found.ready, claimed_at)  # the odd ones do not hold them up
         if raw := [row for row in found.odd if row.id is None]:
             self._adopter.take(domain.name, raw)
         if ours := self._unhandled.marked(domain.name, [row for row in found.odd if row.id is not None]):

@@ -253,9 +253,8 @@ class Dispatcher:
                 continue
             attempt = Attempt(domain, row, handler, claimed_at)
             hold(attempt)
-            if (
-                is_plain and attempt.read_ct == 1 and not row[QUARANTINE] and row[SUSPECT] is None
-            ):  # nearly all are: nothing is known of it yet
+            # Nearly all commands: no earlier attempt is known.
+            if is_plain and attempt.read_ct == 1 and not row[QUARANTINE] and row[SUSPECT] is None:
                 sync.append(attempt)
                 continue
             if attempt.charge > 1 and self._executor.is_exhausted(attempt):

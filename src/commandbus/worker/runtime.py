@@ -204,7 +204,8 @@ class WorkerRuntime:
         return self._settings.quarantine and self._spec.supervision is not None
 
     def _make_quarantine(self) -> Quarantine:
-        one_is_free = max(1, self._settings.concurrency - 1)  # of several slots: what hangs must not have them all
+        # If there are several slots: hanging attempts must not have them all.
+        one_is_free = max(1, self._settings.concurrency - 1)
         return Quarantine(
             self._spec.handlers,
             turn=None if self._spec.supervision is None else self._spec.supervision.turn,

@@ -89,8 +89,8 @@ class Settler(DatabaseService):
         self._on_written = on_written
         self._on_again = on_again
         self._is_more_coming = is_more_coming
-        self._done: deque[Attempt] = deque()  # have completed, in the usual way
-        self._writing: list[Attempt] = []  # those of them that are being written
+        self._done: deque[Attempt] = deque()  # attempts that completed in the usual way
+        self._writing: list[Attempt] = []  # those that are being written now
         self._queue: deque[Item] = deque()
         self._busy: list[Item] = []
         self._unwritten: dict[int, Item] = {}  # the outcomes that are being written now

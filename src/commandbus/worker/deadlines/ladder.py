@@ -272,7 +272,7 @@ class Ladder:
     def _give_up_unnamed(self, attempt: Attempt, slot: AsyncSlot, stop: Stop) -> None:
         """A task or a callback blocks the loop, and nothing tells which attempt made it.
 
-        Whoever is alone there did it; of several, each runs in a process of its own next time. On the
+        If one attempt is alone there, it did it. Of several, each runs in a child process next time. On the
         application's loop it is the application's own code as likely as not: nobody is charged.
         """
         if slot.loop.is_callers:

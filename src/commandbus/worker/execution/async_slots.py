@@ -55,7 +55,7 @@ class AsyncSlots:
         self._name = name
         self._callers_loop = callers_loop
         self._stopping = False
-        self.moving = threading.Lock()  # guards who has a place: the loop's thread, or the ladder that gives it up
+        self.moving = threading.Lock()  # guards the budget: the loop's thread uses it, the ladder returns it
         self._loop = self._make_loop()
         budget.join(self)
 
@@ -163,7 +163,7 @@ class AsyncSlots:
     def give_share(self, slot: AsyncSlot) -> None:
         """Return a slot's share of the concurrency budget, if it has one. Only the first call does."""
         with self.moving:
-            had, slot.has_place = slot.has_place, False
+            had, slot.has_share = slot.has_share, False
         if had:
             self.budget.give(self)
 

@@ -39,13 +39,13 @@ BEAT_SECONDS = 0.25
 class AsyncSlot:
     """Where one async attempt at a time runs: a task, and its number on the board."""
 
-    __slots__ = ("current", "has_place", "index", "is_over", "loop", "task")
+    __slots__ = ("current", "has_share", "index", "is_over", "loop", "task")
 
     def __init__(self, index: int, loop: SlotLoop) -> None:
         self.index = index
         self.loop = loop
         self.current: Attempt | None = None
-        self.has_place = False
+        self.has_share = False
         self.is_over = False  # its task has ended in order
         self.task: asyncio.Task[None] | None = None
 
@@ -94,7 +94,7 @@ class SlotLoop:
         self.beat_at = monotonic()
         self.is_retired = False
         self.is_copy = False
-        self.is_missed = False  # has it been said that there is none in its place?
+        self.is_missed = False  # was it logged that there is no new loop instead of it?
         self._idle: deque[tuple[AsyncSlot, asyncio.Future[None]]] = deque()
         self._wake_asked = False
         self._ready = threading.Event()
@@ -139,20 +139,20 @@ class SlotLoop:
         task = asyncio.current_task(self.loop)
         return next((slot.current for slot in self.slots if slot.task is task), None) if task is not None else None
 
-    def add_slot(self, index: int, has_place: bool = False) -> None:  # noqa: FBT001 - called by the loop
+    def add_slot(self, index: int, has_share: bool = False) -> None:  # noqa: FBT001 - called by the loop
         """A slot more, on the loop's thread."""
         slot = AsyncSlot(index, self)
-        slot.has_place = has_place
+        slot.has_share = has_share
         self.slots = [other for other in self.slots if other.index != index] + [slot]
         context = self._clean.copy()
         slot.task = self.loop.create_task(self._work(slot), name=f"slot-{index}", context=context)
         slot.task.add_done_callback(functools.partial(self._revive, slot))
 
     def replace(self, slot: AsyncSlot) -> None:
-        """A new task for a slot, with its place, on the loop's thread."""
+        """A new task for a slot, which keeps its share of the concurrency budget, on the loop's thread."""
         if slot in self.slots and not self.is_retired:
             with self.lane.moving:
-                had, slot.has_place = slot.has_place, False
+                had, slot.has_share = slot.has_share, False
             slot.is_over = True
             self.add_slot(slot.index, had)
 
@@ -243,8 +243,8 @@ class SlotLoop:
             return
         slot, woken = self._idle.popleft()
         with lane.moving:
-            slot.has_place = not self.is_retired
-        if slot.has_place:
+            slot.has_share = not self.is_retired
+        if slot.has_share:
             woken.set_result(None)
         else:
             lane.budget.give(lane)
@@ -252,7 +252,7 @@ class SlotLoop:
     async def _work(self, slot: AsyncSlot) -> None:
         lane, waiting = self.lane, self.lane.waiting
         breath = 0
-        if not slot.has_place:
+        if not slot.has_share:
             await self._sleep(slot)
         while not self.is_retired:
             try:
@@ -282,10 +282,10 @@ class SlotLoop:
                 await self._sleep(slot)
 
     async def _sleep(self, slot: AsyncSlot) -> None:
-        """Return the place and wait to be woken with one."""
+        """Return the share of the concurrency budget, and wait to be woken with one."""
         woken = self.loop.create_future()
         self._idle.append((slot, woken))
-        self.lane.give_place(slot)
+        self.lane.give_share(slot)
         if self.lane.waiting:
             self.ask_to_wake()
         await woken

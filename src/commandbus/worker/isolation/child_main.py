@@ -307,7 +307,7 @@ class Isolated:
         if result is None:
             return None
         if attempt.has_committed:
-            return "true"  # it came too late to be stored; that there was one is noted
+            return "true"  # the result came too late to be stored; it is only noted that there was one
         return dump_result(result, self._settings.max_payload_bytes)
 
     # --- what the context asks of the worker ----------------------------------------------------------------
