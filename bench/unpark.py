@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psycopg
+
 from bench.ground import Ground
 from commandbus import HandlerRegistry, Worker, load_settings
 
@@ -20,6 +22,9 @@ SELECT domain, command_type, msg_id, id, 'pause'
  WHERE domain = '{DOMAIN}' AND status = 'PENDING' AND command_type = 'work'
  ORDER BY id
 """
+LOCKED = b"""
+SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND application_name LIKE 'commandbus %'
+"""
 HELD = f"""
 FROM pgmq.q_{DOMAIN}__commands q JOIN commandbus.command c USING (msg_id)
 WHERE c.domain = '{DOMAIN}' AND c.command_id = 'held'
@@ -27,13 +32,17 @@ WHERE c.domain = '{DOMAIN}' AND c.command_id = 'held'
 
 
 class Watch:
-    """Looks every 20 ms at the lease that must not end, and sends a small command every half second."""
+    """Looks every 20 ms at the lease that must not end, and whether a session of ours waits for a lock.
+
+    It sends a small command every half second.
+    """
 
     def __init__(self, base: Ground) -> None:
         self._base = base
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.shortest = LEASE_SECONDS
+        self.looks = self.locked = 0
         self.waits: list[float] = []
         self._done = threading.Event()
         self._sent_at = 0.0
@@ -54,12 +63,20 @@ class Watch:
     def _run(self) -> None:
         left = f"SELECT extract(epoch FROM q.vt - clock_timestamp())::float8 {HELD}"
         next_send = 0.0
-        while not self._stop.wait(0.02):
-            self.shortest = min(self.shortest, self._base.one(left))
-            if not self._sent_at and time.perf_counter() >= next_send:
-                next_send = self._sent_at = time.perf_counter()
-                next_send += 0.5
-                self._base.bus.send(DOMAIN, "small")
+        with psycopg.connect(self._base.url, autocommit=True) as conn:
+            while not self._stop.wait(0.02):
+                next_send = self._look(conn, left, next_send)
+
+    def _look(self, conn: psycopg.Connection[Any], left: str, next_send: float) -> float:
+        (seconds,) = conn.execute(left.encode()).fetchone() or (0.0,)
+        (locked,) = conn.execute(LOCKED).fetchone() or (0,)
+        self.shortest = min(self.shortest, seconds)
+        self.looks, self.locked = self.looks + 1, self.locked + bool(locked)
+        if not self._sent_at and time.perf_counter() >= next_send:
+            self._sent_at = time.perf_counter()
+            self._base.bus.send(DOMAIN, "small")
+            return self._sent_at + 0.5
+        return next_send
 
 
 class Bench:
@@ -108,6 +125,7 @@ class Bench:
         print(f"{what}: begun in {begun:.1f} s, all completed in {drained:.1f} s")
         print(f"  a lease of {LEASE_SECONDS} s was {'never lost' if is_kept else 'LOST'}", end="; ")
         print(f"at least {self.watch.shortest:.2f} s of it were left")
+        print(f"  a session of ours waited for a lock in {self.watch.locked} of {self.watch.looks} looks")
         print(f"  small commands waited {1000 * waits[len(waits) // 2]:.0f} ms (median)", end=", ")
         print(f"{1000 * waits[-1]:.0f} ms (longest of {len(waits)})", flush=True)
         return is_kept
@@ -117,7 +135,7 @@ def run(base: Ground, count: int) -> None:
     """Drain an ordinary backlog first, which says what this machine can do; then the same with parked commands."""
     bench = Bench(base)
     bench.start()
-    bench.measure(f"{count} commands that were sent", lambda: base.insert(DOMAIN, count))
+    bench.measure(f"{count // 10} commands that were sent", lambda: base.insert(DOMAIN, count // 10))
     base.bus.pause(DOMAIN, "work", operator="bench")
     base.admin.execute("BEGIN")
     base.insert(DOMAIN, count)
