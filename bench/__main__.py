@@ -24,14 +24,8 @@ WANTED = [  # figure, floor, least ratio
     ("installed_two_per_s", "installed_one_per_s", 1.10),
     ("drain_sync_per_s", "floor_overlapped_per_s", 0.75),
     ("drain_sync_per_s", "floor_serial_per_s", 1.20),
-    ("drain_sync_per_s", "drain_async_per_s", 0.90),
-    ("drain_async_per_s", "drain_sync_per_s", 0.90),
     ("drain_sync_per_s", "drain_no_deadline_per_s", 0.95),
     ("drain_supervised_per_s", "drain_no_deadline_per_s", 0.95),
-    ("drain_sync_1ms_per_s", "drain_async_1ms_per_s", 0.90),
-    ("drain_async_1ms_per_s", "drain_sync_1ms_per_s", 0.90),
-    ("drain_sync_insert_per_s", "drain_async_insert_per_s", 0.90),
-    ("drain_async_insert_per_s", "drain_sync_insert_per_s", 0.90),
     ("drain_batch_per_s", "drain_no_batch_per_s", 0.90),
     ("drain_beside_parked_per_s", "drain_sync_per_s", 0.95),
     ("limit_postgres_pairs_per_s", "floor_postgres_pairs_per_s", 0.70),
@@ -43,6 +37,11 @@ WANTED = [  # figure, floor, least ratio
     ("burst_after_idle_steady_per_s", "burst_filled_steady_per_s", 0.80),
     ("send_one_per_s", "floor_insert_per_s", 0.85),
     ("send_one_8_per_s", "floor_insert_8_per_s", 0.85),
+]
+PARITY = [  # kind of handler, sync figure, async figure: each within 10% of the other
+    ("no-op", "drain_sync_per_s", "drain_async_per_s"),
+    ("waits 1 ms", "drain_sync_1ms_per_s", "drain_async_1ms_per_s"),
+    ("one INSERT in ctx.transaction()", "drain_sync_insert_per_s", "drain_async_insert_per_s"),
 ]
 BOUNDS = [  # figure, least or most, which of the two
     ("send_many_per_s", 45_000.0, "at least"),
@@ -106,6 +105,15 @@ class Run:
         self.once()
         if not self.quick:
             self.heavy()
+
+    def parity(self, rounds: int) -> None:
+        """Sync and async handlers of each kind, in turn."""
+        few = self.count // 4
+        for number in range(rounds):
+            print(f"round {number + 1} of {rounds}", file=sys.stderr)
+            for kind, count in (("", self.count), ("_1ms", few), ("_insert", few // 2)):
+                for lane in ("sync", "async") if number % 2 else ("async", "sync"):
+                    self.drain(f"drain_{lane}{kind}_per_s", f"{lane}{kind}", f"{lane}{kind}", count=count)
 
     def round(self) -> None:
         few = self.count // 4
@@ -291,6 +299,11 @@ def report(medians: dict[str, float]) -> None:
             ratio = medians[figure] / medians[floor]
             mark = "ok  " if ratio >= least else "LOW "
             print(f"{mark} {figure} / {floor} = {ratio:.2f} (wanted: {least:.2f})")
+    for what, sync, asynchronous in PARITY:
+        if sync in medians and asynchronous in medians:
+            ratio = medians[sync] / medians[asynchronous]
+            mark = "ok  " if 0.9 <= ratio <= 1 / 0.9 else "MISS"
+            print(f"{mark} parity, {what}: sync / async = {ratio:.2f} (wanted: 0.90 to 1.11)")
     for figure, bound, kind in BOUNDS:
         if figure in medians:
             value = medians[figure]
@@ -307,11 +320,12 @@ def main() -> None:
         "--binaries", metavar="FOLDER", type=Path, help="PostgreSQL's programs for the embedded one"
     )
     parser.add_argument("--bursts", action="store_true", help="only the bursts after idleness")
+    parser.add_argument("--parity", action="store_true", help="only sync handlers against async ones")
     parser.add_argument("--peers", metavar="NAME", nargs="*", help="compare with other job queues (these, or all)")
     parser.add_argument(
         "--unpark", metavar="N", type=int, help="only: so many parked commands go back, beside a lease of 1.5 s"
     )
-    parser.add_argument("--rounds", metavar="N", type=int, default=3, help="of --peers and --bursts (3)")
+    parser.add_argument("--rounds", metavar="N", type=int, default=3, help="of --peers, --parity and --bursts (3)")
     parser.add_argument(
         "--plot", metavar="FILE.svg", type=Path, help="draw the figures of --from, measure nothing"
     )
@@ -333,6 +347,8 @@ def main() -> None:
         try:
             if args.bursts:
                 run.bursts(args.rounds)
+            elif args.parity:
+                run.parity(args.rounds)
             else:
                 run.everything()
         finally:

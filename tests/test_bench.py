@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
+KINDS = ("", "_1ms", "_insert")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -118,3 +119,22 @@ def test_without_a_registry_the_peer_is_unavailable_each_time(peers: Any, monkey
 def test_a_peer_that_nobody_knows_is_refused(peers: Any) -> None:
     with pytest.raises(SystemExit, match="there is no peer sidekiq, but graphile-worker, pgqueuer"):
         peers.chosen(["sidekiq"])
+
+
+@pytest.mark.parametrize(("sync", "mark"), [(1000.0, "ok  "), (895.0, "MISS"), (1112.0, "MISS"), (905.0, "ok  ")])
+def test_parity_is_printed_for_each_kind_of_handler(
+    capsys: pytest.CaptureFixture[str], sync: float, mark: str
+) -> None:
+    """The specification: sync within 10% of async, for no-ops, short waits and handlers with one INSERT."""
+    from bench.__main__ import report
+
+    report(
+        {
+            f"drain_{lane}{kind}_per_s": value
+            for lane, value in (("sync", sync), ("async", 1000.0))
+            for kind in KINDS
+        }
+    )
+    said = [line for line in capsys.readouterr().out.splitlines() if "parity" in line]
+    assert len(said) == 3
+    assert all(line.startswith(mark) and f"sync / async = {sync / 1000:.2f}" in line for line in said)
