@@ -29,15 +29,17 @@ _NAMES = {
     "commandbus.bus.repositories.async_commands": "AsyncCommandRepository",
     "commandbus.bus.repositories.commands": "CommandRepository",
     "commandbus.bus.repositories.processes": "AsyncProcessRepository ProcessRepository",
+    "commandbus.bus.repositories.schedules": "AsyncScheduleRepository ScheduleRepository",
     "commandbus.errors": """
         ApiTimeoutError AttemptCanceledError AttemptFencedError BatchNotFoundError BatchTimeoutError
         BreakerOpenError BusClosedError BusinessRuleException CallError CallTimeoutError CommandBusError
         CommandCanceledError CommandFailedError CommandFailure CommandInTroubleshootingError
         CommandNotFoundError ConfigurationError ConnectionInUseError DatabaseUnavailableError
         DeadlineExceededError DuplicateBatchError DuplicateCommandError DuplicateHandlerError
-        DuplicateMemberError DuplicateProcessError EmbeddedPostgresError InvalidCommandError
-        InvalidOperationError LimitLostError LimitTimeoutError MissingPrivilegeError PermanentCommandError
-        ProcessNotFoundError RateLimitError SchemaError TransactionEndedError TransactionUsedError
+        DuplicateMemberError DuplicateProcessError DuplicateScheduleError EmbeddedPostgresError
+        InvalidCommandError InvalidOperationError InvalidScheduleError LimitLostError LimitTimeoutError
+        MissingPrivilegeError PermanentCommandError ProcessNotFoundError RateLimitError
+        ScheduleNotFoundError SchemaError TransactionEndedError TransactionUsedError
         TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
         UnknownQueueError
     """,
@@ -52,6 +54,7 @@ _NAMES = {
     "commandbus.flow.commands.prune": "PruneReport",
     "commandbus.flow.commands.unhandled_types": "UnhandledType",
     "commandbus.flow.limits.inspect": "Estimate LimitInfo",
+    "commandbus.flow.schedules.operate": "ScheduleRecord",
     "commandbus.flow.setup.domains": "DomainInfo",
     "commandbus.flow.setup.migrate": "SchemaState",
     "commandbus.limits.with_block": "Hold",
@@ -73,6 +76,7 @@ _NAMES = {
     """,
     "commandbus.model.queue": "QueueInfo QueueMessage QueueMetrics",
     "commandbus.model.retry": "RetryPolicy",
+    "commandbus.model.schedule": "Schedule",
     "commandbus.processes.manager": """
         BaseProcessManager ProcessView StartOptions StepCommand StepReply StepView
     """,

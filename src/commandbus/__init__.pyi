@@ -36,6 +36,12 @@ from commandbus.bus.repositories.processes import (
 from commandbus.bus.repositories.processes import (
     ProcessRepository as ProcessRepository,
 )
+from commandbus.bus.repositories.schedules import (
+    AsyncScheduleRepository as AsyncScheduleRepository,
+)
+from commandbus.bus.repositories.schedules import (
+    ScheduleRepository as ScheduleRepository,
+)
 from commandbus.errors import (
     ApiTimeoutError as ApiTimeoutError,
 )
@@ -112,6 +118,9 @@ from commandbus.errors import (
     DuplicateProcessError as DuplicateProcessError,
 )
 from commandbus.errors import (
+    DuplicateScheduleError as DuplicateScheduleError,
+)
+from commandbus.errors import (
     EmbeddedPostgresError as EmbeddedPostgresError,
 )
 from commandbus.errors import (
@@ -119,6 +128,9 @@ from commandbus.errors import (
 )
 from commandbus.errors import (
     InvalidOperationError as InvalidOperationError,
+)
+from commandbus.errors import (
+    InvalidScheduleError as InvalidScheduleError,
 )
 from commandbus.errors import (
     LimitLostError as LimitLostError,
@@ -137,6 +149,9 @@ from commandbus.errors import (
 )
 from commandbus.errors import (
     RateLimitError as RateLimitError,
+)
+from commandbus.errors import (
+    ScheduleNotFoundError as ScheduleNotFoundError,
 )
 from commandbus.errors import (
     SchemaError as SchemaError,
@@ -209,6 +224,9 @@ from commandbus.flow.limits.inspect import (
 )
 from commandbus.flow.limits.inspect import (
     LimitInfo as LimitInfo,
+)
+from commandbus.flow.schedules.operate import (
+    ScheduleRecord as ScheduleRecord,
 )
 from commandbus.flow.setup.domains import (
     DomainInfo as DomainInfo,
@@ -332,6 +350,9 @@ from commandbus.model.queue import (
 )
 from commandbus.model.retry import (
     RetryPolicy as RetryPolicy,
+)
+from commandbus.model.schedule import (
+    Schedule as Schedule,
 )
 from commandbus.processes.manager import (
     BaseProcessManager as BaseProcessManager,

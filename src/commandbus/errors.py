@@ -33,6 +33,25 @@ class InvalidCommandError(CommandBusError, ValueError):
     """The command is not valid: a bad name, payload, delay or header. Nothing was sent."""
 
 
+class InvalidScheduleError(InvalidCommandError):
+    """The schedule is not valid: a bad name, cron expression, time zone, interval or policy."""
+
+
+class ScheduleNotFoundError(CommandBusError, LookupError):
+    """There is no such schedule."""
+
+    def __init__(self, domain: str, name: str) -> None:
+        super().__init__(
+            f"there is no schedule {name!r} in domain {domain!r}; `commandbus schedules` lists those that exist"
+        )
+        self.domain = domain
+        self.name = name
+
+
+class DuplicateScheduleError(CommandBusError):
+    """The name is taken by another schedule."""
+
+
 class UnknownDomainError(CommandBusError):
     """The domain has no queue. `commandbus domain create NAME` creates it."""
 

@@ -1,9 +1,9 @@
 """What a bus has of the data-access layer: its parts (`bus.queues`, `bus.commands`, `bus.audit`, `bus.batches`,
-`bus.processes`), and short names for what they do. The parts hold the only body of each."""
+`bus.processes`, `bus.schedules`), and short names for what they do. The parts hold the only body of each."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from commandbus.bus.queues import AsyncPgmqClient, PgmqClient
 from commandbus.bus.repositories.async_commands import AsyncCommandRepository
@@ -12,6 +12,13 @@ from commandbus.bus.repositories.batches import AsyncBatchRepository, BatchRepos
 from commandbus.bus.repositories.commands import CommandRepository
 from commandbus.bus.repositories.processes import AsyncProcessRepository, ProcessRepository
 from commandbus.bus.short import short
+from commandbus.lazy import lazy
+
+if TYPE_CHECKING:
+    from commandbus.bus.repositories import schedules as schedule_repositories
+    from commandbus.bus.repositories.schedules import AsyncScheduleRepository, ScheduleRepository
+else:
+    schedule_repositories = lazy("commandbus.bus.repositories.schedules")
 
 
 class DataAccess:
@@ -41,6 +48,11 @@ class DataAccess:
     def processes(self) -> ProcessRepository:
         """The processes of this database."""
         return ProcessRepository(cast(Any, self))
+
+    @property
+    def schedules(self) -> ScheduleRepository:
+        """The schedules of this database."""
+        return schedule_repositories.ScheduleRepository(cast(Any, self))
 
     send_many = short("commands", CommandRepository.save_many)
     cancel = short("commands", CommandRepository.cancel)
@@ -102,6 +114,11 @@ class AsyncDataAccess:
     def processes(self) -> AsyncProcessRepository:
         """The processes of this database."""
         return AsyncProcessRepository(cast(Any, self))
+
+    @property
+    def schedules(self) -> AsyncScheduleRepository:
+        """The schedules of this database."""
+        return schedule_repositories.AsyncScheduleRepository(cast(Any, self))
 
     send_many = short("commands", AsyncCommandRepository.save_many)
     cancel = short("commands", AsyncCommandRepository.cancel)

@@ -8,7 +8,7 @@
 | 2    | USAGE        | the command line, or a value on it, makes no sense; nothing was done                 |
 | 3    | CONFIGURATION| a setting (also one given as an option of `worker`, or `--database`) is missing,     |
 |      |              | malformed or contradicts another; a registry cannot be loaded                        |
-| 4    | NOT_FOUND    | no such command, batch, process, domain or limit                                     |
+| 4    | NOT_FOUND    | no such command, batch, process, domain, limit or schedule                           |
 | 5    | REFUSED      | something forbids it: the state of the command, another one with the same id,        |
 |      |              | missing privileges of the role, or a lock that another transaction holds             |
 | 6    | DATABASE     | the database cannot be reached, or its schema is missing or newer than this release  |
@@ -41,6 +41,7 @@ from commandbus.errors import (
     InvalidOperationError,
     MissingPrivilegeError,
     ProcessNotFoundError,
+    ScheduleNotFoundError,
     SchemaError,
     UnknownDomainError,
     UnknownLimitError,
@@ -81,6 +82,7 @@ EXPLAINED: tuple[tuple[type[Exception], ExitCode], ...] = (
     (CommandNotFoundError, ExitCode.NOT_FOUND),
     (BatchNotFoundError, ExitCode.NOT_FOUND),
     (ProcessNotFoundError, ExitCode.NOT_FOUND),
+    (ScheduleNotFoundError, ExitCode.NOT_FOUND),
     (BatchTimeoutError, ExitCode.NO),
     (InvalidOperationError, ExitCode.REFUSED),
     (DuplicateCommandError, ExitCode.REFUSED),

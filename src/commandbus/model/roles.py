@@ -2,10 +2,10 @@
 
 reader: looks. producer: sends, starts processes, makes batches, and asks what became of what it can name; it
 lists and reads nothing of others. limiter: for applications that use `bus.limit`; a producer does not have it,
-because who takes part in a limit can hold up the others. worker: claims, settles, declares limits, and all that a
-producer may, because handlers send. operator: the troubleshooting queue, cancel, pause, prune, limits, breakers,
-batches and processes (to send again what failed is to send). None of them owns anything or is a superuser; queues
-are created by the role that migrated.
+because who takes part in a limit can hold up the others. worker: claims, settles, declares limits and schedules,
+and all that a producer may, because handlers send. operator: the troubleshooting queue, cancel, pause, prune,
+limits, breakers, schedules, batches and processes (to send again what failed is to send). None of them owns
+anything or is a superuser; queues are created by the role that migrated.
 
 Hot statements run on plain grants, by column where a whole table would be too much. What needs more goes through
 the functions of `sql/migrations/0001_schema.sql`: nobody but they can delete what happened.
@@ -31,7 +31,7 @@ _SHARED = ("domain", "setting", "migration")
 _TABLES = (
     "command", "attempt", "tsq", "operator_action", "parked", "pause", "rejected_message", "undelivered_reply",
     "worker", "waiting", "batch", "batch_delta", "process", "process_step", "stray_reply", "limits", "breaker",
-    "control_action", "limit_client", "limit_mode", "audit_event", *_SHARED,
+    "control_action", "limit_client", "limit_mode", "audit_event", "schedule", "schedule_declaration", *_SHARED,
 )  # fmt: skip
 
 _SENT = "domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to, headers, data, timeout"
@@ -101,7 +101,7 @@ _WORKER = [
         ("attempt", "operator_action", "control_action", "undelivered_reply", "stray_reply"),
     ),
     ("INSERT, DELETE", ("batch_delta", "rejected_message")),
-    ("INSERT, UPDATE, DELETE", ("tsq", "parked", "waiting", "limit_client")),
+    ("INSERT, UPDATE, DELETE", ("tsq", "parked", "waiting", "limit_client", "schedule", "schedule_declaration")),
     ("INSERT, UPDATE", ("limits", "limit_mode")),
     ("UPDATE", ("pause",)),  # FOR KEY SHARE needs it
 ]
@@ -112,6 +112,7 @@ _OPERATOR = [
     ("INSERT", ("operator_action", "control_action", "undelivered_reply")),
     ("UPDATE, DELETE", ("tsq",)),
     ("DELETE", ("parked",)),
+    ("INSERT, UPDATE, DELETE", ("schedule",)),
     ("INSERT, UPDATE, DELETE", ("limits",)),
 ]
 _GRANTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
@@ -269,6 +270,8 @@ _BY_DOMAIN = (
     "stray_reply",
     "breaker",
     "pause",
+    "schedule",
+    "schedule_declaration",
 )
 _BY_COMMAND = ("attempt", "operator_action", "audit_event")
 

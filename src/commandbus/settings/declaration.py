@@ -176,6 +176,10 @@ class Settings:
         3600.0, "WORKER_UNKNOWN_TYPE_TIMEOUT", "worker.unknown_type_timeout", duration(),
         "How long commands of a type that no running worker handles stay parked; 0: not at all",
     )  # fmt: skip
+    schedule_grace: float = _setting(
+        600.0, "WORKER_SCHEDULE_GRACE", "worker.schedule_grace", duration(zero=False),
+        "How long a schedule goes on after the last worker that declares it in code has ended",
+    )  # fmt: skip
     breakers_enabled: bool = _setting(
         True, "WORKER_BREAKERS", "worker.breakers", truth(),
         "Stop command types and API calls for a while after trouble; false switches all breakers off",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 import psycopg
+from psycopg import Connection
 
 from commandbus.clock import monotonic
 from commandbus.db.service import DatabaseService
@@ -22,12 +23,14 @@ from commandbus.flow.batches.fold import fold
 from commandbus.flow.commands.prune import Retention, prune_all
 from commandbus.flow.commands.unpark import Parked, unkept, wake_rest
 from commandbus.flow.operation import Operation, Plan
+from commandbus.flow.schedules.exist import CHANNEL
 from commandbus.flow.workers.registry import WorkerIdentity, beat
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 from commandbus.worker.batch_folding import Refused
 from commandbus.worker.breakers import WorkerBreakers
 from commandbus.worker.health import HealthStatus
+from commandbus.worker.scheduling import Scheduling
 from commandbus.worker.unhandled_types import UnhandledTypes
 
 logger = safe_logger("commandbus.worker")
@@ -86,6 +89,7 @@ class Maintenance(DatabaseService):
         health: HealthStatus,
         breakers: WorkerBreakers,
         unhandled: UnhandledTypes,
+        scheduling: Scheduling,
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
@@ -96,6 +100,7 @@ class Maintenance(DatabaseService):
         self._health = health
         self._breakers = breakers
         self._unhandled = unhandled
+        self._scheduling = scheduling
         breakers.on_word = lambda: self.order(lambda: breakers.write(self._connection))
         self.state = "ACTIVE"
         self._beat_at = 0.0
@@ -108,6 +113,14 @@ class Maintenance(DatabaseService):
         self._rates: dict[str, float] = {}
         self._last: dict[str, int] = {}
         self._last_at = monotonic()
+
+    def connected(self, conn: Connection[Any]) -> None:
+        self.listen(conn, CHANNEL)
+        self._scheduling.look_soon()
+
+    def heard(self, channel: str, payload: str) -> None:  # noqa: ARG002 - there is one channel
+        if payload in self._identity.domains:
+            self._scheduling.look_soon()
 
     def round(self) -> None:
         try:
@@ -135,6 +148,7 @@ class Maintenance(DatabaseService):
             self._sweep_at = now + SWEEP_SECONDS + self._sweep() * 20
         self._breakers.sweep(self._connection, lambda: self._beat(self.state))
         self._unhandled.sweep(self._connection)
+        self._scheduling.look(self._connection)
         self._unpark(now)
         self._go_on()
         if now - self._pruned_at >= PRUNE_SECONDS:

@@ -3,7 +3,7 @@
     claimer → dispatcher → slots → settler      a command's way, from its claim to its outcome
     attempt registry                            what is held, what runs
     ladder, fencer, lease keeper                what happens to an attempt that does not end in time
-    maintenance, adopter, limit client          work beside that way
+    maintenance, adopter, limit client, scheduler  work beside that way
 
 A supervised worker shows its slots on a board and drains at the first stuck attempt: it claims nothing more, lets
 what is healthy finish, and ends; its supervisor starts a replacement meanwhile. A worker inside an application
@@ -53,6 +53,7 @@ from commandbus.worker.maintenance import Maintenance, MaintenanceFigures
 from commandbus.worker.memory import resident_megabytes
 from commandbus.worker.raw_messages import Adopter
 from commandbus.worker.running_file import RunningFile
+from commandbus.worker.scheduling import Scheduling
 from commandbus.worker.service_watch import UNREACHABLE, ServiceWatch
 from commandbus.worker.settler import Settler
 from commandbus.worker.unhandled_types import UnhandledTypes
@@ -114,6 +115,8 @@ class WorkerRuntime:
         self.dispatcher = self._make_dispatcher()
         self._adopter = Adopter(settings, spec.id, on_error=spec.fail, name=spec.id)
         self._claimer = self._make_claimer()
+        self._threads: list[DatabaseService] = []
+        self._scheduling = Scheduling(spec, settings, self._threads)
         self._maintenance = Maintenance(
             settings,
             identity(spec, settings),
@@ -121,12 +124,11 @@ class WorkerRuntime:
             health=spec.health,
             breakers=self._breakers,
             unhandled=self._unhandled,
+            scheduling=self._scheduling,
             on_error=spec.fail,
             name=spec.id,
         )
-        self._threads: list[DatabaseService] = [
-            *(self._claimer, self._adopter, self.settler, self._keeper, self._maintenance)
-        ]
+        self._threads += (self._claimer, self._adopter, self.settler, self._keeper, self._maintenance)
         self._service_watch = self._make_service_watch()
         self.ladder = self._make_ladder()
 
@@ -305,6 +307,7 @@ class WorkerRuntime:
         self.settler.start()
         self._keeper.start()
         self._maintenance.start()
+        self._scheduling.start()
         if self._spec.has_limits:
             self._limited.start()
         self._beat(monotonic())  # a handler may freeze this process before the ladder's first tick
@@ -364,6 +367,7 @@ class WorkerRuntime:
         self._maintenance.state = "STOPPING"
         self._claimer.stop(max(0.1, limit - SETTLE_RESERVE_SECONDS))
         self._adopter.stop(max(0.1, deadline - monotonic() - SETTLE_RESERVE_SECONDS))
+        self._scheduling.stop(max(0.1, min(1.0, deadline - monotonic() - SETTLE_RESERVE_SECONDS)))
         self.dispatcher.give_back()
         self._await_starting(monotonic() + min(1.0, limit / 4))
         reserve = min(SETTLE_RESERVE_SECONDS, limit / 2)

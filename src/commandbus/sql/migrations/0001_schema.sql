@@ -448,8 +448,8 @@ CREATE TABLE commandbus.breaker (
     PRIMARY KEY (domain, command_type)
 ) WITH (fillfactor = 50);
 
--- What was done to limits and breakers, by people and by commandbus itself (operator 'commandbus').
--- subject: 'limit docai', 'breaker docai' or 'breaker orders/ship'.
+-- What was done to limits, breakers, pauses and schedules, by people and by commandbus itself (operator 'commandbus').
+-- subject: 'limit docai', 'breaker docai', 'breaker orders/ship', 'pause orders/', 'schedule orders/nightly'.
 CREATE TABLE commandbus.control_action (
     id            bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     subject       text NOT NULL,
@@ -481,6 +481,72 @@ CREATE TABLE commandbus.limit_mode (
     until   timestamptz
 );
 INSERT INTO commandbus.limit_mode DEFAULT VALUES;
+
+-- --- schedules ---------------------------------------------------------------------------------------------------------------
+
+-- Commands that are sent at times that a cron expression or an interval names. No statement reads the times: Python does
+-- (model/schedule_times.py), and writes next_at.
+--
+-- every          the interval in seconds
+-- missed, overlap, most  the policies (model/schedule.py)
+-- is_declared    workers declare it in code (schedule_declaration); otherwise somebody created it at run time
+-- fingerprint    of its definition
+-- version        counts the changes of the row: a firing is made only if nobody has changed the row since it was decided
+-- passed_at      all firings up to this instant are made or left out
+-- next_at        when to look at it again; null: never
+-- last_fired     the instant of the last firing, which is when it was due, not when it was made
+-- last_command   the command of the last firing, or of the last run_now
+-- waiting_since  since when a firing waits until that command has finished (overlap 'queue')
+-- note           the last thing that did not go as usual
+CREATE TABLE commandbus.schedule (
+    domain          text NOT NULL,
+    name            text NOT NULL,
+    command_type    text NOT NULL,
+    cron            text,
+    every           float8,
+    timezone        text NOT NULL DEFAULT 'UTC',
+    missed          text NOT NULL DEFAULT 'run_once' CHECK (missed IN ('skip', 'run_once', 'run_all')),
+    overlap         text NOT NULL DEFAULT 'allow' CHECK (overlap IN ('allow', 'skip', 'queue')),
+    most            integer NOT NULL DEFAULT 100,
+    timeout         float8,
+    max_attempts    integer,
+    correlation_id  text,
+    reply_to        text,
+    headers         json,
+    data            json,
+    is_declared     boolean NOT NULL DEFAULT false,
+    fingerprint     text NOT NULL,
+    version         bigint NOT NULL DEFAULT 0,
+    created_at      timestamptz NOT NULL DEFAULT now(),
+    changed_at      timestamptz NOT NULL DEFAULT now(),
+    passed_at       timestamptz NOT NULL,
+    next_at         timestamptz,
+    last_fired      timestamptz,
+    last_command    bigint,
+    fired           bigint NOT NULL DEFAULT 0,
+    skipped         bigint NOT NULL DEFAULT 0,
+    waiting_since   timestamptz,
+    note            text,
+    noted_at        timestamptz,
+    paused_at       timestamptz,
+    paused_by       text,
+    pause_reason    text,
+    PRIMARY KEY (domain, name),
+    CHECK ((cron IS NULL) <> (every IS NULL))
+) WITH (fillfactor = 50);
+CREATE INDEX schedule_next ON commandbus.schedule (domain, next_at) WHERE paused_at IS NULL;
+
+-- What running workers declare, one row per definition: while a new release is rolled out, workers of two releases may declare
+-- one schedule differently. Of those that live workers declare, the one that was first seen last is in effect.
+CREATE TABLE commandbus.schedule_declaration (
+    domain       text NOT NULL,
+    name         text NOT NULL,
+    fingerprint  text NOT NULL,
+    definition   json NOT NULL,
+    first_seen   timestamptz NOT NULL DEFAULT now(),
+    seen_at      timestamptz NOT NULL DEFAULT now(),
+    PRIMARY KEY (domain, name, fingerprint)
+) WITH (fillfactor = 50);
 
 -- --- views and functions -----------------------------------------------------------------------------------------------------
 

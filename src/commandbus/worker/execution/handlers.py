@@ -27,6 +27,7 @@ from commandbus.model.limit import Limit, check_limit_name
 from commandbus.model.names import check_domain, check_type
 from commandbus.model.retry import RetryPolicy
 from commandbus.processes.manager import BaseProcessManager, check_manager
+from commandbus.worker.execution.schedule_declarations import ScheduleDeclarations
 
 F = TypeVar("F", bound=Callable[..., object])
 OnTimeout = Literal["retry", "fail"]
@@ -129,10 +130,11 @@ def handler(
     return mark
 
 
-class HandlerRegistry:
+class HandlerRegistry(ScheduleDeclarations):
     """Handlers by (domain, command_type). Filled at import time, read by workers."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._handlers: dict[tuple[str, str], Handler] = {}
         self._limits: dict[str, Limit] = {}
 

@@ -1,0 +1,303 @@
+"""What people and programs do with schedules at run time: create, pause, resume, delete, run now; and look at
+them.
+
+Everything is recorded in control_action, with who did it and why: 'schedule orders/nightly'.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from commandbus import sql
+from commandbus.errors import (
+    DuplicateScheduleError,
+    InvalidOperationError,
+    ScheduleNotFoundError,
+    UnknownDomainError,
+)
+from commandbus.flow.commands.operate import OperatorAction
+from commandbus.flow.limits.declare import note_action
+from commandbus.flow.limits.inspect import ControlAction
+from commandbus.flow.operation import Statement, Steps, operation
+from commandbus.flow.schedules.declare import store, tell
+from commandbus.flow.schedules.fire import Decided, fire_steps
+from commandbus.model import names, page
+from commandbus.model.command import CommandStatus, SentCommand
+from commandbus.model.json_values import Json
+from commandbus.model.page import Page
+from commandbus.model.schedule import Decision, Missed, Overlap, Schedule, check_name, text_of
+from commandbus.model.schedule_times import Times
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRecord:
+    """A schedule and its state.
+
+    `is_declared`: workers declare it in code; `declared_at` is when one last said so, and `declarations` is how
+    many different definitions live workers declare. `next_at` is when it fires next, or looks again (None: never,
+    or it is paused). `last_fired` is the instant of its last firing; `last_command_id` and `last_status` are those
+    of its last command (None if that was pruned). `fired` counts commands, `skipped` firings that were left out
+    because the last command was unfinished. `waiting_since`: a firing waits for the last command. `note` is the
+    last thing that did not go as usual. `every` and `timeout` are seconds.
+    """
+
+    domain: str
+    name: str
+    command_type: str
+    cron: str | None
+    every: float | None
+    timezone: str
+    data: Json
+    headers: Json
+    correlation_id: str | None
+    reply_to: str | None
+    max_attempts: int | None
+    timeout: float | None
+    missed: Missed
+    overlap: Overlap
+    most: int
+    is_declared: bool
+    created_at: datetime
+    changed_at: datetime
+    next_at: datetime | None
+    last_fired: datetime | None
+    last_command_id: str | None
+    last_status: CommandStatus | None
+    fired: int
+    skipped: int
+    waiting_since: datetime | None
+    note: str | None
+    noted_at: datetime | None
+    paused_at: datetime | None
+    paused_by: str | None
+    pause_reason: str | None
+    declared_at: datetime | None
+    declarations: int
+
+    @property
+    def is_paused(self) -> bool:
+        """Has somebody paused it?"""
+        return self.paused_at is not None
+
+    @property
+    def times(self) -> Times:
+        """When it fires."""
+        return Times(self.cron, self.every, self.timezone)
+
+
+@operation(atomic=True)
+def create(schedule: Schedule, what: OperatorAction, *, replaces: bool = False) -> Steps[ScheduleRecord]:
+    """Create a schedule. The same again returns the existing one; one with another definition is replaced only if
+    `replaces`."""
+    known = yield Statement(
+        b"SELECT 1 FROM commandbus.domain WHERE name = %(domain)s", {"domain": schedule.domain}
+    )
+    if not known:
+        raise UnknownDomainError(schedule.domain)
+    existing = yield from _lock(schedule.domain, schedule.name)
+    if existing is not None:
+        _refuse_declared(existing, schedule.domain, schedule.name, "change it there")
+        if existing.fingerprint != schedule.fingerprint() and not replaces:
+            raise DuplicateScheduleError(
+                f"schedule {schedule.name!r} already exists in domain {schedule.domain!r} with another "
+                f"definition; use a new name, or replace it (replace=True, --replace)"
+            )
+    if (yield from store(schedule, is_declared=False)):
+        action = "CREATE" if existing is None else "REPLACE"
+        yield note_action(_subject(schedule.domain, schedule.name), action, what, details=schedule.definition())
+    return (yield from _records(schedule.domain, schedule.name, limit=1))[0]
+
+
+@operation(atomic=True)
+def pause(domain: str, name: str, what: OperatorAction) -> Steps[bool]:
+    """Pause it: nothing fires. Returns False if it was paused already."""
+    existing = yield from _known(domain, name)
+    if existing.is_paused:
+        return False
+    yield from _change(
+        domain,
+        name,
+        b"paused_at = pg_catalog.clock_timestamp(), paused_by = %(operator)s, pause_reason = %(reason)s",
+        {"operator": what.operator, "reason": what.reason},
+    )
+    yield note_action(_subject(domain, name), "PAUSE", what)
+    return True
+
+
+@operation(atomic=True)
+def resume(domain: str, name: str, what: OperatorAction) -> Steps[datetime | None]:
+    """Resume it. What was due during the pause is not made up for. Returns the next firing."""
+    existing = yield from _known(domain, name)
+    if not existing.is_paused:
+        raise InvalidOperationError(f"schedule {name!r} of domain {domain!r} is not paused")
+    next_at = existing.times.next_after(existing.now)
+    yield from _change(
+        domain,
+        name,
+        b"paused_at = NULL, paused_by = NULL, pause_reason = NULL, waiting_since = NULL, passed_at = %(now)s, "
+        b"next_at = %(next_at)s",
+        {"now": existing.now, "next_at": next_at},
+    )
+    yield note_action(_subject(domain, name), "RESUME", what)
+    return next_at
+
+
+@operation(atomic=True)
+def delete(domain: str, name: str, what: OperatorAction) -> Steps[None]:
+    """Delete a schedule that was created at run time. Commands that it has sent stay."""
+    existing = yield from _known(domain, name)
+    _refuse_declared(existing, domain, name, "remove it there, or pause it")
+    yield Statement(
+        b"DELETE FROM commandbus.schedule WHERE domain = %(domain)s AND name = %(name)s",
+        {"domain": domain, "name": name},
+    )
+    yield note_action(_subject(domain, name), "DELETE", what)
+    yield tell(domain)
+
+
+@operation(atomic=True)
+def run_now(domain: str, name: str, what: OperatorAction) -> Steps[SentCommand]:
+    """Send its command now, also if it is paused or the last one is unfinished. Its firings stay as they are."""
+    existing = yield from _known(domain, name)
+    command_id = f"schedule:{name}@{text_of(existing.now)}/{secrets.token_hex(4)}"
+    unchanged = Decision((existing.now,), existing.passed_at, existing.next_at, existing.waiting_since)
+    decided = Decided(name, existing.version, unchanged, run_id=command_id)
+    fired = yield from fire_steps(domain, [decided], even_paused=True)
+    yield note_action(_subject(domain, name), "RUN_NOW", what, details={"command_id": command_id})
+    id_ = fired[0].last
+    assert id_ is not None, "the id is new"  # noqa: S101
+    return SentCommand(domain, command_id, id_)
+
+
+# --- looking -----------------------------------------------------------------------------------------------------
+
+
+@operation(atomic=False)
+def get(domain: str, name: str) -> Steps[ScheduleRecord | None]:
+    """A schedule; None if there is none of this name."""
+    found = yield from _records(names.check_domain(domain), check_name(name), limit=1)
+    return found[0] if found else None
+
+
+@operation(atomic=False)
+def list_schedules(domain: str | None, *, limit: int, cursor: str | None) -> Steps[Page[ScheduleRecord]]:
+    """Schedules of a domain, or of all, by name."""
+    if domain is not None:
+        names.check_domain(domain)
+    names.check_count(limit, "limit")
+    found = yield from _records(domain, None, limit=limit + 1, after=_place_of(cursor))
+    return page.cut(found, limit, lambda item: f"{item.domain}/{item.name}")
+
+
+@operation(atomic=False)
+def next_firings(domain: str, name: str, *, count: int) -> Steps[list[datetime]]:
+    """Its next firings by the server's clock, in UTC; also if it is paused."""
+    names.check_count(count, "count", most=1000)
+    existing = yield from _known(names.check_domain(domain), check_name(name), lock=False)
+    following = existing.times.after(existing.now)
+    found = (next(following, None) for _ in range(count))
+    return [instant for instant in found if instant is not None]
+
+
+@operation(atomic=False)
+def list_actions(domain: str, name: str, *, limit: int) -> Steps[list[ControlAction]]:
+    """Who did what to a schedule, newest first."""
+    rows = yield Statement(
+        b"SELECT subject, action, operator, reason, details, performed_at FROM commandbus.control_action "
+        b"WHERE subject = %(subject)s ORDER BY id DESC LIMIT %(limit)s",
+        {"subject": _subject(domain, name), "limit": limit},
+    )
+    return [ControlAction(*row) for row in rows]
+
+
+# --- rows --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A schedule's row as far as operators' actions need it; `now` is the server's clock."""
+
+    fingerprint: str
+    is_declared: bool
+    is_paused: bool
+    version: int
+    cron: str | None
+    every: float | None
+    timezone: str
+    passed_at: datetime
+    next_at: datetime | None
+    waiting_since: datetime | None
+    now: datetime
+
+    @property
+    def times(self) -> Times:
+        return Times(self.cron, self.every, self.timezone)
+
+
+def _lock(domain: str, name: str, *, lock: bool = True) -> Steps[_Row | None]:
+    rows = yield Statement(
+        b"SELECT fingerprint, is_declared, paused_at IS NOT NULL, version, cron, every, timezone, passed_at, "
+        b"next_at, waiting_since, pg_catalog.clock_timestamp() "
+        b"FROM commandbus.schedule WHERE domain = %(domain)s AND name = %(name)s" + b" FOR UPDATE" * lock,
+        {"domain": domain, "name": name},
+    )
+    return _Row(*rows[0]) if rows else None
+
+
+def _known(domain: str, name: str, *, lock: bool = True) -> Steps[_Row]:
+    found = yield from _lock(domain, name, lock=lock)
+    if found is None:
+        raise ScheduleNotFoundError(domain, name)
+    return found
+
+
+def _refuse_declared(existing: _Row, domain: str, name: str, remedy: str) -> None:
+    if existing.is_declared:
+        raise InvalidOperationError(
+            f"schedule {name!r} of domain {domain!r} is declared in the code of workers; {remedy}"
+        )
+
+
+def _change(domain: str, name: str, values: bytes, params: dict[str, Any]) -> Steps[None]:
+    yield Statement(
+        b"UPDATE commandbus.schedule SET version = version + 1, "
+        + values
+        + b" WHERE domain = %(domain)s AND name = %(name)s",
+        {"domain": domain, "name": name, **params},
+    )
+    yield tell(domain)
+
+
+def _records(
+    domain: str | None, name: str | None, *, limit: int, after: Sequence[str] | None = None
+) -> Steps[list[ScheduleRecord]]:
+    after_domain, after_name = (None, None) if after is None else after
+    rows = yield Statement(
+        sql.text("schedules/records"),
+        {"domain": domain, "name": name, "limit": limit, "after_domain": after_domain, "after_name": after_name},
+    )
+    return [_record(*row) for row in rows]
+
+
+def _record(*row: Any) -> ScheduleRecord:
+    found = ScheduleRecord(*row)
+    status = None if found.last_status is None else CommandStatus(found.last_status)
+    next_at = None if found.is_paused else found.next_at
+    return replace(found, last_status=status, next_at=next_at)
+
+
+def _place_of(cursor: object) -> tuple[str, str] | None:
+    if cursor is None:
+        return None
+    domain, slash, name = cursor.partition("/") if isinstance(cursor, str) else ("", "", "")
+    if not slash:
+        raise page.no_cursor(cursor)
+    return names.check_domain(domain), check_name(name)
+
+
+def _subject(domain: str, name: str) -> str:
+    return f"schedule {domain}/{name}"
