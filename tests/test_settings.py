@@ -46,6 +46,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "quarantine": ("false", False),
     "quarantine_processes": ("3", 3),
     "unknown_type_timeout": ("10m", 600.0),
+    "schedule_grace": ("1m", 60.0),
     "breakers_enabled": ("false", False),
     "wait_for_database": ("false", False),
     "max_messages": ("10000", 10_000),

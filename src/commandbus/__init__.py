@@ -76,7 +76,8 @@ _NAMES = {
     """,
     "commandbus.model.queue": "QueueInfo QueueMessage QueueMetrics",
     "commandbus.model.retry": "RetryPolicy",
-    "commandbus.model.schedule": "Schedule",
+    "commandbus.model.schedule": "MissedPolicy OverlapPolicy Schedule",
+    "commandbus.model.schedule_times": "ScheduleTimes",
     "commandbus.processes.manager": """
         BaseProcessManager ProcessView StartOptions StepCommand StepReply StepView
     """,
@@ -84,6 +85,7 @@ _NAMES = {
     "commandbus.worker.async_worker": "AsyncWorker",
     "commandbus.worker.execution.context": "AsyncHandlerContext HandlerContext HandlerTransaction",
     "commandbus.worker.execution.handlers": "Handler HandlerRegistry handler",
+    "commandbus.worker.execution.schedule_declarations": "HandlerOptions",
     "commandbus.worker.health": "HealthState HealthStatus",
     "commandbus.worker.reply_router": "ProcessReplyRouter WorkerOptions",
     "commandbus.worker.worker_options": "StopReport",

@@ -352,7 +352,16 @@ from commandbus.model.retry import (
     RetryPolicy as RetryPolicy,
 )
 from commandbus.model.schedule import (
+    MissedPolicy as MissedPolicy,
+)
+from commandbus.model.schedule import (
+    OverlapPolicy as OverlapPolicy,
+)
+from commandbus.model.schedule import (
     Schedule as Schedule,
+)
+from commandbus.model.schedule_times import (
+    ScheduleTimes as ScheduleTimes,
 )
 from commandbus.processes.manager import (
     BaseProcessManager as BaseProcessManager,
@@ -425,6 +434,9 @@ from commandbus.worker.execution.handlers import (
 )
 from commandbus.worker.execution.handlers import (
     handler as handler,
+)
+from commandbus.worker.execution.schedule_declarations import (
+    HandlerOptions as HandlerOptions,
 )
 from commandbus.worker.health import (
     HealthState as HealthState,

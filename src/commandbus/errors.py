@@ -42,7 +42,7 @@ class ScheduleNotFoundError(CommandBusError, LookupError):
 
     def __init__(self, domain: str, name: str) -> None:
         super().__init__(
-            f"there is no schedule {name!r} in domain {domain!r}; `commandbus schedules` lists those that exist"
+            f"there is no schedule {name!r} in domain {domain!r}; `commandbus schedules list` shows all"
         )
         self.domain = domain
         self.name = name

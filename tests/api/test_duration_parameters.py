@@ -30,6 +30,8 @@ from commandbus import (
     RateLimitError,
     RetryPolicy,
     Saga,
+    Schedule,
+    ScheduleTimes,
     Settings,
     StepCommand,
     StepReply,
@@ -56,11 +58,12 @@ LOOKS_LIKE_A_DURATION = re.compile(
 NOT_ONE = {
     "Rate(seconds)": "the parsed form; Limit(rate=…) and Rate.parse take text",
     "RateLimitError(retry_after)": "takes all forms, and headers; never refuses: a 429 must not get lost",
+    "ScheduleTimes(every)": "the parsed form; ScheduleTimes.make takes all forms",
     "CallTimeoutError(seconds)": "made by bus.call, which has parsed it",
 }
 RECORDS = {
     *("BatchRecord", "BreakerInfo", "CommandRecord", "DomainStatus", "Estimate", "Hold", "LimitInfo"),
-    *("UnhandledType", "WorkerInfo"),
+    *("ScheduleRecord", "UnhandledType", "WorkerInfo"),
 }
 """Made by us: what comes out is seconds, or an instant."""
 BAD = [-1, "-5s", math.nan, math.inf, -math.inf, "5 parsecs", "soon", "", True, False, [], 10**12, "11y", 10**400]
@@ -99,6 +102,11 @@ def of_queues(label: str, call: Callable[[Any, Any], Any]) -> dict[str, Try]:
     return {f"{bus.replace('CommandBus', 'PgmqClient')}.{label}": tried for bus, tried in tries}
 
 
+def of_schedules(label: str, call: Callable[[Any, Any], Any]) -> dict[str, Try]:
+    tries = of_bus(lambda bus, value: call(bus.schedules, value))
+    return {f"{bus.replace('CommandBus', 'ScheduleRepository')}.{label}": tried for bus, tried in tries}
+
+
 def dump(new: NewCommand) -> object:
     return send.prepare(new)
 
@@ -127,6 +135,17 @@ TRIES: dict[str, Try] = {
     ),
     **of_queues("set_vt(vt)", lambda queues, value: queues.set_vt("replies", 1, vt=value)),
     **of_queues("wait_for(wait)", lambda queues, value: queues.wait_for("replies", wait=value)),
+    **of_schedules("create(every)", lambda schedules, value: schedules.create("orders", "x", every=value)),
+    **of_schedules(
+        "create(timeout)", lambda schedules, value: schedules.create("orders", "x", every=60, timeout=value)
+    ),
+    "Schedule(every)": lambda value: Schedule("orders", "x", every=value),
+    "Schedule(timeout)": lambda value: Schedule("orders", "x", every=60, timeout=value),
+    "ScheduleTimes.make(every)": lambda value: ScheduleTimes.make(None, value, None),
+    "HandlerRegistry.schedule(every)": lambda value: HandlerRegistry().schedule("orders", "x", every=value),
+    "HandlerRegistry.schedule(timeout)": lambda value: HandlerRegistry().schedule(
+        "orders", "x", every=60, timeout=value
+    ),
     "NewCommand(delay)": lambda value: dump(NewCommand("x", delay=value)),
     "NewCommand(timeout)": lambda value: dump(NewCommand("x", timeout=value)),
     "NewProcess(deadline)": lambda value: start.prepare_start(

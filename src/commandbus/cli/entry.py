@@ -57,7 +57,7 @@ COMMANDS = {
         "breakers",
         "List the breakers of command types and limits: their state, why they are open, and until when.",
     ),
-    "schedules": ("schedules", "List schedules: when they fire, when next, and what became of the last command."),
+    "schedules": ("schedules", "Schedules: commands that are sent by the clock."),
     "tsq": ("tsq", "The troubleshooting queue: commands that need a person."),
     "batch": ("batch", "Batches: commands that are watched as one, and what happens when all are done."),
     "process": ("process", "Processes (sagas): commands that follow each other, and are undone if one fails."),

@@ -1,4 +1,4 @@
-"""`schedules`, `schedules show|create|pause|resume|delete|run-now`: commands that are sent at certain times."""
+"""`schedules list|show|create|pause|resume|delete|run-now`: commands that are sent at certain times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 
 from commandbus.cli.parameters import DURATION, JsonType, operator_options, page_options
 from commandbus.cli.render import compact, print_fields, print_table, say, say_heading
-from commandbus.cli.session import CliSession, ListingGroup, check_known
+from commandbus.cli.session import CliGroup, CliSession, check_known
 from commandbus.cli.table import columns
 from commandbus.errors import ScheduleNotFoundError
 from commandbus.flow.commands.known_types import doubt_type
@@ -25,19 +25,9 @@ FIRINGS = 5
 ACTIONS = 10
 
 
-@click.group(cls=ListingGroup)
-@click.option("--domain", metavar="DOMAIN", help="Only those of this domain.")
-@page_options
-@click.pass_context
-def schedules(ctx: click.Context, domain: str | None, limit: int, cursor: str | None) -> None:
-    """List schedules: when they fire, when next, and what became of the last command.
-
-    A schedule that workers declare in their code is listed with source `code`; it lives while such a worker runs.
-    The others were created at run time, and live until somebody deletes them.
-    """
-    if ctx.invoked_subcommand is not None:
-        return
-    _list(ctx.obj, domain, limit, cursor)
+@click.group(cls=CliGroup)
+def schedules() -> None:
+    """Schedules: commands that are sent by the clock."""
 
 
 @schedules.command("list")
@@ -45,11 +35,11 @@ def schedules(ctx: click.Context, domain: str | None, limit: int, cursor: str | 
 @page_options
 @click.pass_obj
 def list_schedules(session: CliSession, domain: str | None, limit: int, cursor: str | None) -> None:
-    """The same list, of one DOMAIN or of all."""
-    _list(session, domain, limit, cursor)
+    """List schedules, of one DOMAIN or of all: when they fire, when next, and what became of the last command.
 
-
-def _list(session: CliSession, domain: str | None, limit: int, cursor: str | None) -> None:
+    The source of a schedule that workers declare is `code`: it lives while such a worker runs. The others were
+    created at run time, and live until somebody deletes them.
+    """
     with session.bus() as bus:
         found = bus.schedules.list(domain, limit=limit, cursor=cursor)
         if not found:
@@ -92,7 +82,7 @@ def show(session: CliSession, domain: str, name: str, firings: int, actions: int
 @click.argument("name")
 @click.option("--cron", metavar="'30 2 * * *'", help="Minute, hour, day of month, month, day of week.")
 @click.option("--timezone", metavar="Europe/Berlin", help="The zone of --cron. [default: UTC]")
-@click.option("--every", metavar="15m", help="An interval instead of --cron.")
+@click.option("--every", type=DURATION, metavar="15m", help="An interval instead of --cron.")
 @click.option("--type", "command_type", metavar="TYPE", help="The command type. [default: the schedule's name]")
 @click.option("--data", type=JsonType(), metavar="JSON", help="The data of each command.")
 @click.option("--headers", type=JsonType(), metavar="JSON", help="The headers of each command.")

@@ -14,21 +14,22 @@ command, and both policies:
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 from commandbus.errors import InvalidScheduleError
 from commandbus.model import envelope, names, payload
 from commandbus.model.command import NewCommand
 from commandbus.model.durations import Duration
-from commandbus.model.json_values import JsonValue
-from commandbus.model.schedule_times import Times
+from commandbus.model.json_values import Json, JsonValue
+from commandbus.model.schedule_times import ScheduleTimes
 
-Missed = Literal["skip", "run_once", "run_all"]
-Overlap = Literal["allow", "skip", "queue"]
+MissedPolicy = Literal["skip", "run_once", "run_all"]
+OverlapPolicy = Literal["allow", "skip", "queue"]
 
 LATE: Final = timedelta(minutes=1)
 """A firing that is later than this is missed."""
@@ -63,14 +64,14 @@ class Schedule:
     reply_to: str | None = None
     max_attempts: int | None = None
     timeout: Duration | None = None
-    missed: Missed = "run_once"
-    overlap: Overlap = "allow"
+    missed: MissedPolicy = "run_once"
+    overlap: OverlapPolicy = "allow"
     most: int = 100
 
     def __post_init__(self) -> None:
         names.check_domain(self.domain)
         check_name(self.name)
-        times = Times.make(self.cron, self.every, self.timezone)
+        times = ScheduleTimes.make(self.cron, self.every, self.timezone)
         new = NewCommand(
             self.name if self.command_type is None else self.command_type,
             correlation_id=self.correlation_id,
@@ -97,10 +98,10 @@ class Schedule:
             object.__setattr__(self, name, value)
 
     @property
-    def times(self) -> Times:
+    def times(self) -> ScheduleTimes:
         """When it fires."""
         seconds = self.every if self.every is None else float(self.every)  # type: ignore[arg-type] # since it was made
-        return Times(self.cron, seconds, self.timezone or "UTC")
+        return ScheduleTimes(self.cron, seconds, self.timezone or "UTC")
 
     def next_firings(self, count: int = 5, *, after: datetime | None = None) -> list[datetime]:
         """The next firings in UTC, after now (by this computer's clock) or after an instant."""
@@ -108,11 +109,9 @@ class Schedule:
             after = datetime.now(UTC)
         elif not isinstance(after, datetime) or after.tzinfo is None:
             raise InvalidScheduleError(f"after must be a datetime with a time zone, not {names.shown(after)}")
-        following = self.times.after(after)
-        found = (next(following, None) for _ in range(names.check_count(count, "count", most=MOST)))
-        return [instant for instant in found if instant is not None]
+        return self.times.first_after(after, names.check_count(count, "count", most=MOST))
 
-    def definition(self) -> dict[str, Any]:
+    def definition(self) -> dict[str, Json]:
         """Everything but its place, ready for JSON; `Schedule(domain, name, **definition)` is the same again. What
         has its default is left out, so that an option which a later release adds changes no fingerprint."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)[2:]}
@@ -122,9 +121,9 @@ class Schedule:
         return given
 
     def fingerprint(self) -> str:
-        """Two schedules with the same fingerprint are the same."""
+        """Two schedules with the same fingerprint are the same. The order of keys in data is no difference."""
         text = payload.dump(self.definition(), what="schedule", max_bytes=payload.COMPOSED)
-        ordered = repr(sorted(payload.loads(text).items(), key=lambda item: item[0]))
+        ordered = json.dumps(payload.loads(text), sort_keys=True)
         return hashlib.sha256(ordered.encode()).hexdigest()[:32]
 
 
@@ -139,7 +138,7 @@ def check_name(name: object) -> str:
 
 
 def _check_policies(schedule: Schedule) -> None:
-    for name, known in {"missed": get_args(Missed), "overlap": get_args(Overlap)}.items():
+    for name, known in {"missed": get_args(MissedPolicy), "overlap": get_args(OverlapPolicy)}.items():
         if (value := getattr(schedule, name)) not in known:
             options = ", ".join(f'"{item}"' for item in known)
             raise InvalidScheduleError(f"{name} must be one of {options}, not {names.shown(value)}")
@@ -157,7 +156,7 @@ def _check_policies(schedule: Schedule) -> None:
 class Due(NamedTuple):
     """A schedule that is due. All instants up to `passed_at` are dealt with; `now` is the server's clock."""
 
-    times: Times
+    times: ScheduleTimes
     missed: str
     overlap: str
     most: int

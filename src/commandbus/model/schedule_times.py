@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from commandbus.errors import InvalidScheduleError
@@ -48,7 +49,7 @@ _FIRST_WINDOW: Final = timedelta(minutes=1)
 
 
 @dataclass(frozen=True)
-class Times:
+class ScheduleTimes:
     """The times of a schedule: a cron expression in a zone, or an interval in seconds."""
 
     cron: str | None = None
@@ -56,7 +57,7 @@ class Times:
     timezone: str = "UTC"
 
     @classmethod
-    def make(cls, cron: object, every: Duration | None, timezone: object) -> Times:
+    def make(cls, cron: object, every: Duration | None, timezone: object) -> ScheduleTimes:
         """Times whose values were checked. Raises InvalidScheduleError that names the value and the remedy."""
         if (cron is None) == (every is None):
             which = "neither cron nor every is given" if cron is None else "cron and every are both given"
@@ -89,17 +90,21 @@ class Times:
             return self._by_interval(instant)
         return self._by_clock(instant) if self._follows_the_clock else self._by_name(instant)
 
-    def newest(self, after: datetime, until: datetime, most: int) -> list[datetime]:
+    def first_after(self, instant: datetime, count: int) -> list[datetime]:
+        """The first `count` firings after an instant."""
+        return list(islice(self.after(instant), count))
+
+    def newest(self, after: datetime, end: datetime, most: int) -> list[datetime]:
         """The last `most` firings after the one instant, up to and including the other, in order.
 
-        It looks back from `until` step by step, so that years of missed firings cost no more than a few.
+        It looks back from `end` step by step, so that years of missed firings cost no more than a few.
         """
         window = _FIRST_WINDOW
         while True:
-            start = max(after, until - window)
+            start = max(after, end - window)
             found = []
             for instant in self.after(start):
-                if instant > until:
+                if instant > end:
                     break
                 found.append(instant)
             if len(found) >= most or start == after:

@@ -15,7 +15,7 @@ from commandbus.model.command import SentCommand
 from commandbus.model.durations import Duration
 from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
-from commandbus.model.schedule import Missed, Overlap, Schedule, check_name
+from commandbus.model.schedule import MissedPolicy, OverlapPolicy, Schedule, check_name
 
 
 class ScheduleRepository(Repository):
@@ -36,8 +36,8 @@ class ScheduleRepository(Repository):
         reply_to: str | None = None,
         max_attempts: int | None = None,
         timeout: Duration | None = None,
-        missed: Missed = "run_once",
-        overlap: Overlap = "allow",
+        missed: MissedPolicy = "run_once",
+        overlap: OverlapPolicy = "allow",
         most: int = 100,
         replace: bool = False,
         operator: str | None = None,
@@ -137,8 +137,8 @@ class AsyncScheduleRepository(AsyncRepository):
         reply_to: str | None = None,
         max_attempts: int | None = None,
         timeout: Duration | None = None,
-        missed: Missed = "run_once",
-        overlap: Overlap = "allow",
+        missed: MissedPolicy = "run_once",
+        overlap: OverlapPolicy = "allow",
         most: int = 100,
         replace: bool = False,
         operator: str | None = None,

@@ -18,7 +18,7 @@ from commandbus.flow.commands.send import explain_missing
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model import payload
 from commandbus.model.schedule import Decision, Due, command_id_of, text_of
-from commandbus.model.schedule_times import Times
+from commandbus.model.schedule_times import ScheduleTimes
 
 
 class DueRow(NamedTuple):
@@ -41,7 +41,7 @@ class DueRow(NamedTuple):
 
     def to_due(self) -> Due:
         """What `decide` needs."""
-        times = Times(self.cron, self.every, self.timezone)
+        times = ScheduleTimes(self.cron, self.every, self.timezone)
         return Due(
             *(times, self.missed, self.overlap, self.most, self.passed_at, self.now),
             waiting_since=self.waiting_since,

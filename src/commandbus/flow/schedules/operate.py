@@ -29,8 +29,8 @@ from commandbus.model import names, page
 from commandbus.model.command import CommandStatus, SentCommand
 from commandbus.model.json_values import Json
 from commandbus.model.page import Page
-from commandbus.model.schedule import Decision, Missed, Overlap, Schedule, check_name, text_of
-from commandbus.model.schedule_times import Times
+from commandbus.model.schedule import Decision, MissedPolicy, OverlapPolicy, Schedule, check_name, text_of
+from commandbus.model.schedule_times import ScheduleTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class ScheduleRecord:
     reply_to: str | None
     max_attempts: int | None
     timeout: float | None
-    missed: Missed
-    overlap: Overlap
+    missed: MissedPolicy
+    overlap: OverlapPolicy
     most: int
     is_declared: bool
     created_at: datetime
@@ -84,9 +84,9 @@ class ScheduleRecord:
         return self.paused_at is not None
 
     @property
-    def times(self) -> Times:
+    def times(self) -> ScheduleTimes:
         """When it fires."""
-        return Times(self.cron, self.every, self.timezone)
+        return ScheduleTimes(self.cron, self.every, self.timezone)
 
 
 @operation(atomic=True)
@@ -118,12 +118,12 @@ def pause(domain: str, name: str, what: OperatorAction) -> Steps[bool]:
     existing = yield from _known(domain, name)
     if existing.is_paused:
         return False
-    yield from _change(
-        domain,
-        name,
-        b"paused_at = pg_catalog.clock_timestamp(), paused_by = %(operator)s, pause_reason = %(reason)s",
-        {"operator": what.operator, "reason": what.reason},
+    yield Statement(
+        b"UPDATE commandbus.schedule SET version = version + 1, paused_at = pg_catalog.clock_timestamp(), "
+        b"paused_by = %(operator)s, pause_reason = %(reason)s WHERE domain = %(domain)s AND name = %(name)s",
+        {"domain": domain, "name": name, "operator": what.operator, "reason": what.reason},
     )
+    yield tell(domain)
     yield note_action(_subject(domain, name), "PAUSE", what)
     return True
 
@@ -135,13 +135,13 @@ def resume(domain: str, name: str, what: OperatorAction) -> Steps[datetime | Non
     if not existing.is_paused:
         raise InvalidOperationError(f"schedule {name!r} of domain {domain!r} is not paused")
     next_at = existing.times.next_after(existing.now)
-    yield from _change(
-        domain,
-        name,
-        b"paused_at = NULL, paused_by = NULL, pause_reason = NULL, waiting_since = NULL, passed_at = %(now)s, "
-        b"next_at = %(next_at)s",
-        {"now": existing.now, "next_at": next_at},
+    yield Statement(
+        b"UPDATE commandbus.schedule SET version = version + 1, paused_at = NULL, paused_by = NULL, "
+        b"pause_reason = NULL, waiting_since = NULL, passed_at = %(now)s, next_at = %(next_at)s "
+        b"WHERE domain = %(domain)s AND name = %(name)s",
+        {"domain": domain, "name": name, "now": existing.now, "next_at": next_at},
     )
+    yield tell(domain)
     yield note_action(_subject(domain, name), "RESUME", what)
     return next_at
 
@@ -197,10 +197,11 @@ def list_schedules(domain: str | None, *, limit: int, cursor: str | None) -> Ste
 def next_firings(domain: str, name: str, *, count: int) -> Steps[list[datetime]]:
     """Its next firings by the server's clock, in UTC; also if it is paused."""
     names.check_count(count, "count", most=1000)
-    existing = yield from _known(names.check_domain(domain), check_name(name), lock=False)
-    following = existing.times.after(existing.now)
-    found = (next(following, None) for _ in range(count))
-    return [instant for instant in found if instant is not None]
+    found = yield from _records(names.check_domain(domain), check_name(name), limit=1)
+    if not found:
+        raise ScheduleNotFoundError(domain, name)
+    now: datetime = (yield Statement(b"SELECT pg_catalog.clock_timestamp()"))[0][0]
+    return found[0].times.first_after(now, count)
 
 
 @operation(atomic=False)
@@ -234,22 +235,22 @@ class _Row:
     now: datetime
 
     @property
-    def times(self) -> Times:
-        return Times(self.cron, self.every, self.timezone)
+    def times(self) -> ScheduleTimes:
+        return ScheduleTimes(self.cron, self.every, self.timezone)
 
 
-def _lock(domain: str, name: str, *, lock: bool = True) -> Steps[_Row | None]:
+def _lock(domain: str, name: str) -> Steps[_Row | None]:
     rows = yield Statement(
         b"SELECT fingerprint, is_declared, paused_at IS NOT NULL, version, cron, every, timezone, passed_at, "
         b"next_at, waiting_since, pg_catalog.clock_timestamp() "
-        b"FROM commandbus.schedule WHERE domain = %(domain)s AND name = %(name)s" + b" FOR UPDATE" * lock,
+        b"FROM commandbus.schedule WHERE domain = %(domain)s AND name = %(name)s FOR UPDATE",
         {"domain": domain, "name": name},
     )
     return _Row(*rows[0]) if rows else None
 
 
-def _known(domain: str, name: str, *, lock: bool = True) -> Steps[_Row]:
-    found = yield from _lock(domain, name, lock=lock)
+def _known(domain: str, name: str) -> Steps[_Row]:
+    found = yield from _lock(domain, name)
     if found is None:
         raise ScheduleNotFoundError(domain, name)
     return found
@@ -260,16 +261,6 @@ def _refuse_declared(existing: _Row, domain: str, name: str, remedy: str) -> Non
         raise InvalidOperationError(
             f"schedule {name!r} of domain {domain!r} is declared in the code of workers; {remedy}"
         )
-
-
-def _change(domain: str, name: str, values: bytes, params: dict[str, Any]) -> Steps[None]:
-    yield Statement(
-        b"UPDATE commandbus.schedule SET version = version + 1, "
-        + values
-        + b" WHERE domain = %(domain)s AND name = %(name)s",
-        {"domain": domain, "name": name, **params},
-    )
-    yield tell(domain)
 
 
 def _records(

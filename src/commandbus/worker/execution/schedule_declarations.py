@@ -19,7 +19,7 @@ from commandbus.model.limit import Limit
 from commandbus.model.retry import RetryPolicy
 
 if TYPE_CHECKING:
-    from commandbus.model.schedule import Missed, Overlap, Schedule
+    from commandbus.model.schedule import MissedPolicy, OverlapPolicy, Schedule
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -95,8 +95,8 @@ class ScheduleDeclarations:
         reply_to: str | None = None,
         max_attempts: int | None = None,
         timeout: Duration | None = None,
-        missed: Missed = "run_once",
-        overlap: Overlap = "allow",
+        missed: MissedPolicy = "run_once",
+        overlap: OverlapPolicy = "allow",
         most: int = 100,
         **options: Unpack[HandlerOptions],
     ) -> Callable[[F], F]:
