@@ -84,6 +84,11 @@ PRINTED = {
         *(rf"  {name} for Bob" for name in ("cancel_hotel", "cancel_flight")),
         r"Bob: COMPENSATED",
     ],
+    "schedule": [
+        r"two workers, and each firing is made once: True",
+        r"next: Monday",
+        r"run now: a report of eu",
+    ],
     "send_in_transaction": [
         r"order 2 was rolled back: the card was refused",
         r"shipping order 1",

@@ -67,6 +67,8 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "SyncWorker(",
         "bus.audit.log",
         "pgmq.send",
+        "handlers.schedule(",
+        "bus.schedules.create(",
         "commandbus doctor",
         "database_url =",
     )
@@ -84,6 +86,24 @@ def test_the_rules_of_the_python_api(bus: CommandBus, capsys: pytest.CaptureFixt
     )
     assert not names["page"].has_more
     assert bus.pauses().items == []
+
+
+def test_schedules_fire_as_declared_and_change_at_run_time(
+    bus: CommandBus, database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {"bus": bus, "handlers": HandlerRegistry()}
+    exec(block("python", "handlers.schedule("), names)
+    assert [item.times.text for item in names["handlers"].schedules] == ["30 2 * * * Europe/Berlin", "every 15m"]
+    with Worker(names["handlers"], database_url=database):
+        until(lambda: len(bus.schedules.list("orders")) == 2)
+        sent = bus.schedules.run_now("orders", "nightly")
+        until(lambda: bus.get_command("orders", sent.command_id).status is CommandStatus.COMPLETED)  # type: ignore[union-attr]
+    assert capsys.readouterr().out.startswith("for 20")
+    exec(block("python", "bus.schedules.create("), names)
+    said = capsys.readouterr().out
+    assert "PENDING" in said
+    assert "report-eu" in said
+    assert bus.schedules.get("orders", "report-eu") is None
 
 
 def test_the_configuration_file_loads_and_each_line_of_it_counts(tmp_path: Path) -> None:

@@ -14,7 +14,17 @@ import click
 import psycopg
 
 from commandbus.cli import installation
-from commandbus.cli.doctor import configuration, fleet, limits, manifest, privileges, schema, server, unit
+from commandbus.cli.doctor import (
+    configuration,
+    fleet,
+    limits,
+    manifest,
+    privileges,
+    schedules,
+    schema,
+    server,
+    unit,
+)
 from commandbus.cli.doctor.findings import Conn, Finding, Findings, Level, fail, ok, warn
 from commandbus.cli.exit_codes import ExitCode, one_line, sentence_for
 from commandbus.cli.render import print_json, say, say_heading
@@ -115,6 +125,7 @@ def _on_server(conn: Conn, settings: Settings, *, is_embedded: bool) -> Findings
     yield from _guarded("domains", schema.examine_domains(conn))
     if state.is_current:
         yield from _guarded("fleet", fleet.examine(conn, settings))
+        yield from _guarded("schedules", schedules.examine(conn))
         yield from _guarded("limits", limits.examine(conn, settings))
 
 
