@@ -22,8 +22,8 @@ import pytest
 
 from commandbus import CommandBus, CommandStatus, HandlerRegistry, Limit, Worker, load_settings
 from commandbus.flow.limits.metrics import FleetFigures, LimitFigures
-from commandbus.flow.limits.redis_mode import DEGRADED, JOINING, REDIS
-from commandbus.limits.stores.redis.fleet_mode import LOST
+from commandbus.flow.limits.redis_outage import DEGRADED, JOINING, REDIS
+from commandbus.limits.stores.redis.outage import LOST
 from commandbus.model.limit import BACKOFF_SECONDS
 from commandbus.supervisor.fleet_metrics import shared_metrics
 from support.waiting import until

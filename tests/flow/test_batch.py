@@ -29,7 +29,7 @@ from commandbus import (
     UnknownDomainError,
     handler,
 )
-from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.fold_and_complete import fold
 from support.running import examples
 
 Db = psycopg.Connection[Any]

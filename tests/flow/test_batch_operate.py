@@ -17,7 +17,7 @@ from commandbus import (
     OnComplete,
     PermanentCommandError,
 )
-from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.batches.operate import Canceling, cancel_bite, leftovers, mark, resume
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.renew import pending_cancels

@@ -9,7 +9,7 @@ import pytest
 from flow_harness import Bus, fail, one
 
 from commandbus import Limit, NewCommand
-from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.fold_and_complete import fold
 
 Db = psycopg.Connection[Any]
 

@@ -21,7 +21,7 @@ from commandbus import (
     PermanentCommandError,
 )
 from commandbus.db.drivers import run
-from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.batches.operate import leftovers
 from support.waiting import until
 

@@ -27,7 +27,7 @@ from commandbus import (
     Settings,
     Worker,
 )
-from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.batches.operate import leftovers
 from commandbus.flow.breakers.breaker import Bad, advance, judge, report, watch
 from commandbus.flow.commands.claim import announce, withdraw

@@ -27,7 +27,7 @@ from commandbus import (
 )
 from commandbus.db.drivers import run
 from commandbus.flow.commands.operate import operator_action
-from commandbus.flow.limits.declare import Home, declare, set_limit
+from commandbus.flow.limits.declare import LimitLocation, declare, set_limit
 from commandbus.model.command import NewCommand
 from support.waiting import one, until
 from support.workers import quick_settings
@@ -266,7 +266,7 @@ def test_a_limit_cannot_be_moved_to_a_redis_that_nobody_has(bus: Bus) -> None:
 @sync_only
 def test_a_deployment_does_not_forget_what_a_person_sets_at_that_moment(bus: Bus, database: str, db: Db) -> None:
     bus.declare_limit(Limit("docai", concurrency=5))
-    home = Home("test", "postgres")
+    home = LimitLocation("test", "postgres")
     with psycopg.connect(database) as person, psycopg.connect(database, autocommit=True) as deployment:
         # All that a person's set_limit does, but for its commit.
         setting = set_limit("docai", {"concurrency": 2}, home, operator_action("ann", None, "CANCEL"))
@@ -294,7 +294,7 @@ def test_many_workers_that_declare_at_once_do_not_disturb_each_other(bus: Bus, d
             with psycopg.connect(database, autocommit=True) as conn:
                 ready.wait(20)
                 order = declared[turn:] + declared[:turn]
-                run(conn, declare(order, Home("test", "postgres")))
+                run(conn, declare(order, LimitLocation("test", "postgres")))
         except BaseException as error:
             errors.append(error)
 

@@ -25,7 +25,7 @@ from commandbus import (
     Worker,
     step,
 )
-from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.batches.operate import leftovers
 from commandbus.flow.breakers.breaker import Bad, report
 from commandbus.flow.commands.claim import announce, withdraw

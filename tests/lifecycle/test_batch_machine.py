@@ -40,7 +40,7 @@ from commandbus import (
     PermanentCommandError,
     TroubleshootingQueue,
 )
-from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.batches.operate import cancel_bite, leftovers, mark, resume
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.claim import claim, put_right

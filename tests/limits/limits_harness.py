@@ -15,8 +15,8 @@ from typing import Any
 import psycopg
 
 from commandbus.db.drivers import run
-from commandbus.flow.limits.declare import Home, LimitRow, declare, get_limit
-from commandbus.flow.limits.redis_mode import HeartbeatPace
+from commandbus.flow.limits.declare import LimitLocation, LimitRow, declare, get_limit
+from commandbus.flow.limits.redis_outage import HeartbeatPace
 from commandbus.model.limit import Limit
 
 QUICK = HeartbeatPace(beat=0.2, live=6.0, patience=0.5)
@@ -26,7 +26,7 @@ QUICK = HeartbeatPace(beat=0.2, live=6.0, patience=0.5)
 def declare_limit(database: str, *, store: str = "redis", name: str = "docai", **options: Any) -> LimitRow:
     """Declare a limit, or change it, and read its row."""
     with psycopg.connect(database, autocommit=True) as conn:
-        run(conn, declare([Limit(name, **options)], Home("test", store)))
+        run(conn, declare([Limit(name, **options)], LimitLocation("test", store)))
         return run(conn, get_limit(name))
 
 

@@ -19,7 +19,7 @@ from commandbus import CommandQuery
 from commandbus.db.drivers import run
 from commandbus.db.embedded import EmbeddedPostgres
 from commandbus.flow.batches import inspect as batch_look
-from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.batches.operate import Canceling, cancel_bite, leftovers
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.claim import claim

@@ -30,23 +30,21 @@ from commandbus.settings import Settings
 if TYPE_CHECKING:
     from commandbus.flow.commands import operate
     from commandbus.flow.limits import declare as limits
-    from commandbus.flow.limits import inspect as limit_look
-    from commandbus.flow.limits import metrics as limit_figures
+    from commandbus.flow.limits import inspect as limit_inspect
+    from commandbus.flow.limits import metrics as limit_metrics
     from commandbus.flow.limits.declare import LimitRow
     from commandbus.flow.limits.inspect import Estimate, LimitInfo
-    from commandbus.limits import inspect_redis as looking
-    from commandbus.limits import make_client as build
-    from commandbus.limits import with_block as holding
+    from commandbus.limits import inspect_redis, make_client, with_block
     from commandbus.limits.client import LimitClient
     from commandbus.limits.with_block import Hold
 else:
-    limit_figures = lazy("commandbus.flow.limits.metrics")
-    limit_look = lazy("commandbus.flow.limits.inspect")
+    limit_metrics = lazy("commandbus.flow.limits.metrics")
+    limit_inspect = lazy("commandbus.flow.limits.inspect")
     limits = lazy("commandbus.flow.limits.declare")
     operate = lazy("commandbus.flow.commands.operate")
-    build = lazy("commandbus.limits.make_client")
-    holding = lazy("commandbus.limits.with_block")
-    looking = lazy("commandbus.limits.inspect_redis")
+    make_client = lazy("commandbus.limits.make_client")
+    with_block = lazy("commandbus.limits.with_block")
+    inspect_redis = lazy("commandbus.limits.inspect_redis")
 
 T = TypeVar("T")
 logger = safe_logger("commandbus.limits")
@@ -67,7 +65,7 @@ class LimitClientHolder:
         with self._lock:
             if self._limit_client is None or not self._limit_client.is_serving:
                 owner = f"{socket.gethostname()[:40]}-{os.getpid()}-bus-{secrets.token_hex(3)}"
-                self._limit_client = build.make_limit_client(settings(), owner)
+                self._limit_client = make_client.make_limit_client(settings(), owner)
                 self._limit_client.start()
                 _open.add(self._limit_client)
             return self._limit_client
@@ -103,7 +101,9 @@ class _LimitOperations(BusBase):
     """Operations made of arguments."""
 
     def _declaration(self, *declared: Limit) -> Operation[list[str]]:
-        return limits.declare(build.settle_limits(declared, self.settings), limits.home_of(self.settings))
+        return limits.declare(
+            make_client.settle_limits(declared, self.settings), limits.location_of(self.settings)
+        )
 
     def _log(self, notes: list[str]) -> None:
         for note in notes:
@@ -115,14 +115,14 @@ class _LimitOperations(BusBase):
                 f"limit {name!r}: store 'redis' needs redis_url, which is not set; set COMMANDBUS_REDIS_URL"
             )
         return limits.set_limit(
-            name, options, limits.home_of(self.settings), operate.operator_action(who or whoami(), why)
+            name, options, limits.location_of(self.settings), operate.operator_action(who or whoami(), why)
         )
 
     def _unsetting(
         self, name: str, options: tuple[str, ...], who: str | None, why: str | None
     ) -> Operation[LimitRow | None]:
         return limits.unset_limit(
-            name, options, limits.home_of(self.settings), operate.operator_action(who or whoami(), why)
+            name, options, limits.location_of(self.settings), operate.operator_action(who or whoami(), why)
         )
 
 
@@ -152,8 +152,8 @@ class LimitMethods(_LimitOperations):
         `call.remaining()` is for the client that makes the call. It raises LimitLostError if the permit is lost
         (`call.is_lost`), because its lease could not be renewed in time.
         """
-        terms = holding.check_limit_terms(name, wait, timeout)
-        with holding.sync_block(holding.ProgramPermits(self._ready_limit_client()), name, *terms) as hold:
+        terms = with_block.check_limit_terms(name, wait, timeout)
+        with with_block.sync_block(with_block.ProgramPermits(self._ready_limit_client()), name, *terms) as hold:
             yield hold
 
     def declare_limit(self, limit: Limit) -> None:
@@ -162,9 +162,9 @@ class LimitMethods(_LimitOperations):
 
     def limits(self) -> Page[LimitInfo]:
         """Returns all limits, with their state."""
-        found = self.run(limit_look.list_waiting())
+        found = self.run(limit_inspect.list_waiting())
         looks = self._look(*(row for row, _ in found))
-        return Page([limit_look.describe(row, looks[row.name], waiting) for row, waiting in found])
+        return Page([limit_inspect.describe(row, looks[row.name], waiting) for row, waiting in found])
 
     def get_limit(self, name: str) -> LimitInfo | None:
         """Returns one limit, with its state; None if there is none."""
@@ -174,8 +174,8 @@ class LimitMethods(_LimitOperations):
             return None
 
     def _describe(self, name: str) -> LimitInfo:
-        row, waiting = self.run(limit_look.get_waiting(name))
-        return limit_look.describe(row, self._look(row)[name], waiting)
+        row, waiting = self.run(limit_inspect.get_waiting(name))
+        return limit_inspect.describe(row, self._look(row)[name], waiting)
 
     def set_limit(
         self, name: str, *, operator: str | None = None, reason: str | None = None, **options: Unpack[LimitOptions]
@@ -195,9 +195,9 @@ class LimitMethods(_LimitOperations):
 
     def estimate(self, name: str, *, domain: str | None = None, command_id: str | None = None) -> Estimate:
         """Estimate how long a command that is sent now would wait for a limit, or a waiting one (by its id)."""
-        row, ahead = self.run(limit_look.estimate_terms(name, domain, command_id))
+        row, ahead = self.run(limit_inspect.estimate_terms(name, domain, command_id))
         look = self._look(row)[name]
-        return limit_look.estimate(row, look, ahead, is_waiting=command_id is not None)
+        return limit_inspect.estimate(row, look, ahead, is_waiting=command_id is not None)
 
     @abstractmethod
     def _mind_the_loop(self) -> None: ...
@@ -215,7 +215,7 @@ class LimitMethods(_LimitOperations):
         return (
             kept
             if not elsewhere
-            else kept | looking.look_at(self.settings, elsewhere, self.run(limit_figures.look_at_fleet()))
+            else kept | inspect_redis.look_at(self.settings, elsewhere, self.run(limit_metrics.look_at_fleet()))
         )
 
 
@@ -244,9 +244,9 @@ class AsyncLimitMethods(_LimitOperations):
         0 is any time) the block cancels what it awaits, and raises ApiTimeoutError. If the permit is lost, because
         its lease could not be renewed in time, the block cancels that, too, and raises LimitLostError.
         """
-        terms = holding.check_limit_terms(name, wait, timeout)
-        user = holding.ProgramPermits(await self._ready_limit_client(), asyncio.get_running_loop())
-        async with holding.async_block(user, name, *terms) as hold:
+        terms = with_block.check_limit_terms(name, wait, timeout)
+        user = with_block.ProgramPermits(await self._ready_limit_client(), asyncio.get_running_loop())
+        async with with_block.async_block(user, name, *terms) as hold:
             yield hold
 
     async def declare_limit(self, limit: Limit) -> None:
@@ -255,9 +255,9 @@ class AsyncLimitMethods(_LimitOperations):
 
     async def limits(self) -> Page[LimitInfo]:
         """Returns all limits, with their state."""
-        found = await self.run(limit_look.list_waiting())
+        found = await self.run(limit_inspect.list_waiting())
         looks = await self._look(*(row for row, _ in found))
-        return Page([limit_look.describe(row, looks[row.name], waiting) for row, waiting in found])
+        return Page([limit_inspect.describe(row, looks[row.name], waiting) for row, waiting in found])
 
     async def get_limit(self, name: str) -> LimitInfo | None:
         """Returns one limit, with its state; None if there is none."""
@@ -267,8 +267,8 @@ class AsyncLimitMethods(_LimitOperations):
             return None
 
     async def _describe(self, name: str) -> LimitInfo:
-        row, waiting = await self.run(limit_look.get_waiting(name))
-        return limit_look.describe(row, (await self._look(row))[name], waiting)
+        row, waiting = await self.run(limit_inspect.get_waiting(name))
+        return limit_inspect.describe(row, (await self._look(row))[name], waiting)
 
     async def set_limit(
         self, name: str, *, operator: str | None = None, reason: str | None = None, **options: Unpack[LimitOptions]
@@ -288,9 +288,9 @@ class AsyncLimitMethods(_LimitOperations):
 
     async def estimate(self, name: str, *, domain: str | None = None, command_id: str | None = None) -> Estimate:
         """Estimate how long a command that is sent now would wait for a limit, or a waiting one (by its id)."""
-        row, ahead = await self.run(limit_look.estimate_terms(name, domain, command_id))
+        row, ahead = await self.run(limit_inspect.estimate_terms(name, domain, command_id))
         look = (await self._look(row))[name]
-        return limit_look.estimate(row, look, ahead, is_waiting=command_id is not None)
+        return limit_inspect.estimate(row, look, ahead, is_waiting=command_id is not None)
 
     async def _ready_limit_client(self) -> LimitClient:
         if self.settings.limits and not self._limit_clients.has_declared:
@@ -303,8 +303,8 @@ class AsyncLimitMethods(_LimitOperations):
         kept, elsewhere = _by_backend(rows)
         if not elsewhere:
             return kept
-        fleet = await self.run(limit_figures.look_at_fleet())
-        return kept | await asyncio.to_thread(looking.look_at, self.settings, elsewhere, fleet)
+        fleet = await self.run(limit_metrics.look_at_fleet())
+        return kept | await asyncio.to_thread(inspect_redis.look_at, self.settings, elsewhere, fleet)
 
 
 def _by_backend(rows: Sequence[LimitRow]) -> tuple[dict[str, PermitUsage], list[LimitRow]]:

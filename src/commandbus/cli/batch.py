@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from commandbus.cli import batch_progress as watching
-from commandbus.cli import batch_text
-from commandbus.cli import find_id as where
+from commandbus.cli import batch_text, find_id
 from commandbus.cli.exit_codes import ExitCode
 from commandbus.cli.json_lines import check_unique
 from commandbus.cli.parameters import DURATION, JsonType, operator_options, page_options
@@ -101,7 +100,7 @@ def watch(ctx: click.Context, /, batch_id: str, domain: str | None, wait: float 
     """
     session: CliSession = ctx.obj
     with session.bus() as bus:
-        of_domain, batch_id = where.of_batch(bus, batch_id, domain)
+        of_domain, batch_id = find_id.of_batch(bus, batch_id, domain)
         with _watcher(session) as show:
             record = bus.wait_for_batch(of_domain, batch_id, wait=wait, on_progress=show)
     if not session.as_json:
@@ -166,7 +165,7 @@ def show(session: CliSession, batch_id: str, domain: str | None, limit: int) -> 
     Also shows the newest members that failed or need a person, with their errors, and how to see the rest.
     """
     with session.bus() as bus:
-        of_domain, batch_id = where.of_batch(bus, batch_id, domain)
+        of_domain, batch_id = find_id.of_batch(bus, batch_id, domain)
         record = bus.get_batch(of_domain, batch_id)
         if record is None:
             check_known(bus, domain)
@@ -194,7 +193,7 @@ def add(session: CliSession, batch_id: str, domain: str | None, source: str) -> 
     """Add commands to an open batch: all, or none."""
     commands = _read(session, source)
     with session.bus() as bus, _told_by_line(source, commands):
-        of_domain, batch_id = where.of_batch(bus, batch_id, domain)
+        of_domain, batch_id = find_id.of_batch(bus, batch_id, domain)
         added = bus.add_to_batch(of_domain, batch_id, list(commands.values()))
     session.answer(
         {"domain": of_domain, "batch_id": batch_id, "added": added},
@@ -212,7 +211,7 @@ def close(session: CliSession, batch_id: str, domain: str | None) -> None:
     An open batch ends only after that.
     """
     with session.bus() as bus:
-        of_domain, batch_id = where.of_batch(bus, batch_id, domain)
+        of_domain, batch_id = find_id.of_batch(bus, batch_id, domain)
         changed = bus.close_batch(of_domain, batch_id)
     session.answer(
         {"domain": of_domain, "batch_id": batch_id, "closed": True, "changed": changed},
@@ -234,7 +233,7 @@ def cancel(
     The batch ends CANCELED when its last member has stopped.
     """
     with session.bus() as bus:
-        of_domain, batch_id = where.of_batch(bus, batch_id, domain)
+        of_domain, batch_id = find_id.of_batch(bus, batch_id, domain)
         report = bus.cancel_batch(of_domain, batch_id, operator=operator, reason=reason)
         record = bus.get_batch(of_domain, batch_id)
     holds = "commands" if record is None else record.holds
@@ -265,7 +264,7 @@ def retry_failed(
     """
     then = completion(on_complete, reply_to)
     with session.bus() as bus:
-        of_domain, batch_id = where.of_batch(bus, batch_id, domain)
+        of_domain, batch_id = find_id.of_batch(bus, batch_id, domain)
         report = bus.retry_failed(
             of_domain, batch_id, operator=operator, reason=reason, name=name, on_complete=then
         )

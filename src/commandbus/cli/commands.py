@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import click
 
-from commandbus.cli import find_id as where
+from commandbus.cli import find_id
 from commandbus.cli.parameters import SINCE, page_options
 from commandbus.cli.render import (
     age,
@@ -51,7 +51,7 @@ def commands(
     wanted = None if status is None else CommandStatus(SHORT.get(status, status))
     with session.bus() as bus:
         if batch_id is not None:
-            domain, batch_id = where.of_batch(bus, batch_id, domain)
+            domain, batch_id = find_id.of_batch(bus, batch_id, domain)
         page = bus.query_commands(
             domain=domain, command_type=command_type, status=wanted, correlation_id=correlation_id,
             batch_id=batch_id, created_after=since, limit=limit, cursor=cursor,

@@ -7,7 +7,7 @@ import time
 import click
 
 from commandbus.bus import CommandBus
-from commandbus.cli import find_id as where
+from commandbus.cli import find_id
 from commandbus.cli.exit_codes import ExitCode
 from commandbus.cli.parameters import DURATION, operator_options
 from commandbus.cli.render import print_table, say
@@ -50,7 +50,7 @@ def cancel(
     """
     status, worker = CommandStatus.CANCELED, None
     with ctx.obj.bus() as bus:
-        command_id = where.of_command(bus, domain, command_id)
+        command_id = find_id.of_command(bus, domain, command_id)
         result = bus.cancel(domain, command_id, operator=operator, reason=reason)
         if result is CancelResult.REQUESTED:
             record = _wait_for_end(bus, domain, command_id, wait or 0.0)

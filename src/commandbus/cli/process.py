@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from commandbus.bus import CommandBus
-from commandbus.cli import find_id as where
-from commandbus.cli import process_text
+from commandbus.cli import find_id, process_text
 from commandbus.cli.batch import completion
 from commandbus.cli.json_lines import check_unique, read_items
 from commandbus.cli.parameters import DURATION, JsonType, operator_options, page_options
@@ -184,7 +183,7 @@ def list_processes(
     """
     with session.bus() as bus:
         if batch_id is not None and unescaped(batch_id) != batch_id:
-            domain, batch_id = where.of_batch(bus, batch_id, domain)
+            domain, batch_id = find_id.of_batch(bus, batch_id, domain)
         page = bus.query_processes(
             domain=domain, process_type=process_type, status=status, batch_id=batch_id, limit=limit,
             cursor=cursor,
@@ -192,7 +191,7 @@ def list_processes(
         if not page.items:
             check_known(bus, domain)
             if batch_id is not None:
-                where.of_batch(bus, batch_id, None)
+                find_id.of_batch(bus, batch_id, None)
     session.answer(
         page.items,
         lambda: print_table(
@@ -234,7 +233,7 @@ def cancel(
 ) -> None:
     """Cancel a process: outstanding steps are canceled, completed ones are undone, and it ends CANCELED."""
     with session.bus() as bus:
-        of_domain, process_id = where.of_process(bus, process_id, domain)
+        of_domain, process_id = find_id.of_process(bus, process_id, domain)
         status = bus.cancel_process(of_domain, process_id, operator=operator, reason=reason)
     session.answer(
         {"domain": of_domain, "process_id": process_id, "was": status},
@@ -252,7 +251,7 @@ def retry(
 ) -> None:
     """Let a FAILED process go on from the step, or the compensation, that failed."""
     with session.bus() as bus:
-        of_domain, process_id = where.of_process(bus, process_id, domain)
+        of_domain, process_id = find_id.of_process(bus, process_id, domain)
         bus.retry_process(of_domain, process_id, operator=operator, reason=reason)
     session.answer(
         {"domain": of_domain, "process_id": process_id, "action": "retried"},
@@ -288,7 +287,7 @@ def strays(
 
 
 def _find(bus: CommandBus, process_id: str, domain: str | None) -> ProcessRecord:
-    of_domain, process_id = where.of_process(bus, process_id, domain)
+    of_domain, process_id = find_id.of_process(bus, process_id, domain)
     record = bus.get_process(of_domain, process_id)
     if record is None:
         check_known(bus, domain)

@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from commandbus.bus import CommandBus
-from commandbus.cli import autopsy
-from commandbus.cli import find_id as where
+from commandbus.cli import autopsy, find_id
 from commandbus.cli.render import (
     age,
     age_of,
@@ -76,13 +75,13 @@ def show(session: CliSession, words: tuple[str, ...], with_traceback: bool, with
 
 def _find(bus: CommandBus, words: tuple[str, ...]) -> CommandRecord:
     if len(words) == 2:
-        record = where.find_command(bus, *words)
+        record = find_id.find_command(bus, *words)
         if record is None:
             raise CommandNotFoundError(f"no command {words[1]!r} in domain {words[0]!r}")
         return record
-    if words[0].startswith("#") and (record := where.numbered_command(bus, words[0])) is not None:
+    if words[0].startswith("#") and (record := find_id.numbered_command(bus, words[0])) is not None:
         return record
-    found = [record for item in bus.list_domains() if (record := where.find_command(bus, item.name, words[0]))]
+    found = [record for item in bus.list_domains() if (record := find_id.find_command(bus, item.name, words[0]))]
     if not found:
         raise CommandNotFoundError(f"no command {words[0]!r} in any domain")
     if len(found) > 1:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from commandbus.cli import find_id as where
+from commandbus.cli import find_id
 from commandbus.cli.exit_codes import ExitCode
 from commandbus.cli.parameters import JsonType, operator_options, page_options
 from commandbus.cli.render import age_of, print_table, say
@@ -144,7 +144,7 @@ def _move(
     with ctx.obj.bus() as bus:
         queue = TroubleshootingQueue(bus)
         if target.command_id is not None:
-            target.command_id = where.of_command(bus, target.domain, target.command_id)
+            target.command_id = find_id.of_command(bus, target.domain, target.command_id)
             getattr(queue, f"operator_{verb}")(target.domain, target.command_id, **options)
             moved = 1
         else:

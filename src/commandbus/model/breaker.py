@@ -6,7 +6,7 @@
                                                                      └── it did not ────┘
 
 `Breaker` is the declaration, checked; its state is shared by the fleet and lives in the database. Limits have
-breakers of their own, for their APIs: `model/limit_state.py`. Why there are two kinds: ADR 23.
+breakers of their own, for their APIs: `model/limit_state.py`. Why there are two kinds: ADR 24.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from commandbus.clock import monotonic
 from commandbus.db.service_connection import LastingConnection
-from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.logger import safe_logger
 from commandbus.model.service_backoff import Backoff
 

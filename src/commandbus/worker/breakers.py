@@ -195,7 +195,7 @@ class WorkerBreakers:
         self._sweep_at = 0.0
         self.on_word: Callable[[], None] = lambda: None
 
-    # --- called by slots, the ladder and the keeper; never wait ------------------------------------------------
+    # --- called by slots, the ladder and the lease keeper; never wait --------------------------------------------
 
     def failed(self, attempt: Attempt, judgement: Judgement) -> None:
         """An attempt did not complete."""

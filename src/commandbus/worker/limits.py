@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from commandbus.db.service import DatabaseService
 from commandbus.db.service_connection import LastingConnection
 from commandbus.errors import ConfigurationError, UnknownLimitError
-from commandbus.flow.limits.declare import LimitRow, declare, home_of, is_awaited, list_limits
+from commandbus.flow.limits.declare import LimitRow, declare, is_awaited, list_limits, location_of
 from commandbus.limits.client import LimitClient
 from commandbus.limits.make_client import make_limit_client, settle_limits
 from commandbus.limits.requests import Permit, PermitCall
@@ -36,7 +36,7 @@ def check_limits(connection: LastingConnection, settings: Settings, handlers: Ha
     """Declare the limits of settings and handlers, and check that every limit that a handler names is known.
     Returns whether there are any: commands may be parked since the last worker stopped."""
     declared = settle_limits([*settings.limits, *handlers.limits], settings)
-    for note in connection.run(declare(declared, home_of(settings))):
+    for note in connection.run(declare(declared, location_of(settings))):
         logger.warning("%s", note)
     rows: dict[str, LimitRow] = {row.name: row for row in connection.run(list_limits())}
     for handler in handlers:

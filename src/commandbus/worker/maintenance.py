@@ -19,7 +19,7 @@ from commandbus.db.service import DatabaseService
 from commandbus.db.service_connection import LastingConnection
 from commandbus.errors import CommandBusError
 from commandbus.flow.batches import operate as batch_operate
-from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.commands.prune import Retention, prune_all
 from commandbus.flow.commands.unpark import Parked, unkept, wake_rest
 from commandbus.flow.operation import Operation, Plan

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from commandbus.db.drivers import run, run_async
 from commandbus.errors import PermanentCommandError, ProcessMovedError, TransientCommandError
-from commandbus.flow.batches.fold import fold
+from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.operation import Operation
 from commandbus.flow.processes.move import Loaded, apply, line_up, load, set_aside
 from commandbus.logger import safe_logger

@@ -57,9 +57,9 @@ def _named(registry: HandlerRegistry, reference: str | None) -> tuple[str, str] 
 
 def _searched(registry: HandlerRegistry, *, has_main: bool) -> tuple[str, str] | None:
     """Modules that define its handlers come first: importing them also registers. The script itself comes last."""
-    homes = {_module_of(handler) for handler in registry}
+    modules = {_module_of(handler) for handler in registry}
     places = [
-        (module_name == _MAIN, module_name not in homes, module_name, name)
+        (module_name == _MAIN, module_name not in modules, module_name, name)
         for module_name, module in list(sys.modules.items())
         if isinstance(module, ModuleType) and (has_main if module_name == _MAIN else _is_importable(module))
         for name, value in list(vars(module).items())

@@ -31,8 +31,8 @@ from commandbus.errors import (
     InvalidOperationError,
     UnknownDomainError,
 )
-from commandbus.flow.batches import membership as groups
-from commandbus.flow.batches.fold import fold_now
+from commandbus.flow.batches import membership
+from commandbus.flow.batches.fold_and_complete import fold_now
 from commandbus.flow.commands import send
 from commandbus.flow.commands.send import Outgoing
 from commandbus.flow.operation import Statement, Steps, operation
@@ -232,7 +232,7 @@ def _fold_if_told(text: bytes, id_: int, params: Mapping[str, Any]) -> Steps[Non
 
 def ask_to_fold(id_: int) -> Steps[None]:
     """Note that a batch may be complete, and fold it now."""
-    yield from groups.count({id_: Counter()})
+    yield from membership.count({id_: Counter()})
 
 
 class Fingerprint:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from commandbus import sql
-from commandbus.flow.batches.fold import fold_now
+from commandbus.flow.batches.fold_and_complete import fold_now
 from commandbus.flow.commands.reply import Reply, deliver
 from commandbus.flow.operation import Statement, Steps
 from commandbus.model import payload

@@ -20,7 +20,7 @@ from commandbus import sql
 from commandbus.errors import BatchNotFoundError, CommandBusError, InvalidOperationError
 from commandbus.flow.batches import batches_of_processes as process_batch
 from commandbus.flow.batches.create import Locked, ask_to_fold, check_targets, define, finish, insert, lock
-from commandbus.flow.batches.fold import fold_now
+from commandbus.flow.batches.fold_and_complete import fold_now
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.operate import OperatorAction, Selection
 from commandbus.flow.commands.send import explain_missing

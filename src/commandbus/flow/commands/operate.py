@@ -15,7 +15,7 @@ from psycopg import errors as pg
 
 from commandbus import sql
 from commandbus.errors import CommandNotFoundError, InvalidCommandError, InvalidOperationError
-from commandbus.flow.batches import membership as groups
+from commandbus.flow.batches import membership
 from commandbus.flow.commands.reply import Outcome, compose, deliver
 from commandbus.flow.commands.send import explain_missing
 from commandbus.flow.commands.settle import cancellation
@@ -138,8 +138,8 @@ def _apply(selection: Selection, what: OperatorAction, limit: int) -> Steps[list
     try:
         if what.action == "RETRY":
             rows = yield Statement(sql.text("commands/tsq_retry", domain=selection.domain), params)
-            yield from groups.retried(
-                [groups.Member(id_, batch, process, None) for id_, _, batch, process, _ in rows]
+            yield from membership.retried(
+                [membership.Member(id_, batch, process, None) for id_, _, batch, process, _ in rows]
             )
             return rows
         status = _ENDS[what.action]
@@ -156,8 +156,8 @@ def tell(domain: str, rows: Sequence[Row], what: OperatorAction, *, was_in_tsq: 
     """Tell the replies, batches and processes of commands that a person has ended."""
     outcome: Outcome = "SUCCESS" if what.action == "COMPLETE" else "CANCELED"
     failure = cancellation(what.operator, what.reason) if outcome == "CANCELED" else None
-    yield from groups.ended(
-        [groups.Member(id_, batch, process, step) for id_, _, _, _, _, batch, process, step in rows],
+    yield from membership.ended(
+        [membership.Member(id_, batch, process, step) for id_, _, _, _, _, batch, process, step in rows],
         "CANCELED" if failure is not None else "COMPLETED",
         was_in_tsq=was_in_tsq,
         why=f"{what.operator} ended a message that this process had not handled"

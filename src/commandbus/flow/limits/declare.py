@@ -89,16 +89,16 @@ class LimitRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class LimitLocation:
     """The defaults of limits: this deployment's name, and its usual permit store."""
 
     environment: str
     store: str
 
 
-def home_of(settings: Settings) -> Home:
+def location_of(settings: Settings) -> LimitLocation:
     """The defaults of a program's limits."""
-    return Home(settings.environment, "redis" if settings.redis_url else "postgres")
+    return LimitLocation(settings.environment, "redis" if settings.redis_url else "postgres")
 
 
 def read_rows(rows: Sequence[Row]) -> list[LimitRow]:
@@ -145,7 +145,7 @@ def unknown_limit(name: str) -> Steps[UnknownLimitError]:
 
 
 @operation(atomic=True)
-def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
+def declare(limits: Sequence[Limit], location: LimitLocation) -> Steps[list[str]]:
     """Store what code and configuration declare. Values that a person has set still override it.
 
     The permit store and environment of a limit stay as they are, unless the declaration names others, or there is
@@ -162,7 +162,7 @@ def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
         )
         declared, override, *permit = rows[0] if rows else (None, None)
         effective = Limit.from_json(limit.name, limit.to_json(), override)
-        where = _home_of(effective, home, permit)
+        where = _location_of(effective, location, permit)
         if permit and where != tuple(permit) and not (yield from _is_idle(limit.name, permit[1])):
             notes.append(
                 f"limit {limit.name} is in use, so it stays in {permit[1]} ({permit[0]}): start again when nobody "
@@ -181,11 +181,11 @@ def declare(limits: Sequence[Limit], home: Home) -> Steps[list[str]]:
     return notes
 
 
-def _home_of(limit: Limit, home: Home, permit: Sequence[str]) -> tuple[str, str]:
+def _location_of(limit: Limit, location: LimitLocation, permit: Sequence[str]) -> tuple[str, str]:
     """The permit store and environment of a limit: as declared, else as now, or Redis if there is one now."""
     if not permit:
-        return limit.environment or home.environment, limit.store or home.store
-    store = limit.store or ("redis" if "redis" in (home.store, permit[1]) else permit[1])
+        return limit.environment or location.environment, limit.store or location.store
+    store = limit.store or ("redis" if "redis" in (location.store, permit[1]) else permit[1])
     return limit.environment or permit[0], store
 
 
@@ -202,7 +202,9 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 
 
 @operation(atomic=True)
-def set_limit(name: str, options: Mapping[str, Any], home: Home, what: OperatorAction) -> Steps[LimitRow]:
+def set_limit(
+    name: str, options: Mapping[str, Any], location: LimitLocation, what: OperatorAction
+) -> Steps[LimitRow]:
     """Change a limit for all workers at once, or create one that nobody has declared."""
     check_limit_name(name)
     yield _lock(name)
@@ -221,10 +223,10 @@ def set_limit(name: str, options: Mapping[str, Any], home: Home, what: OperatorA
     wanted = {**(override or {}), **options}
     effective = Limit.from_json(name, declared, wanted)
     if where:
-        home = Home(*where)  # whoever changes it need not know where it is kept
+        location = LimitLocation(*where)  # whoever changes it need not know where it is kept
     yield _store(
         effective,
-        (effective.environment or home.environment, effective.store or home.store),
+        (effective.environment or location.environment, effective.store or location.store),
         declared=declared,
         override=_in_json(effective, wanted),
     )
@@ -234,7 +236,9 @@ def set_limit(name: str, options: Mapping[str, Any], home: Home, what: OperatorA
 
 
 @operation(atomic=True)
-def unset_limit(name: str, options: Sequence[str], home: Home, what: OperatorAction) -> Steps[LimitRow | None]:
+def unset_limit(
+    name: str, options: Sequence[str], location: LimitLocation, what: OperatorAction
+) -> Steps[LimitRow | None]:
     """Go back to the declared values, for some options or, if none is named, for all. Returns None if nobody
     declares the limit: then it is deleted."""
     check_limit_name(name)
@@ -266,8 +270,8 @@ def unset_limit(name: str, options: Sequence[str], home: Home, what: OperatorAct
         yield tell(CHANGED + name)
         return None
     effective = Limit.from_json(name, declared, rest)
-    home = Home(*where)
-    kept = (effective.environment or home.environment, effective.store or home.store)
+    location = LimitLocation(*where)
+    kept = (effective.environment or location.environment, effective.store or location.store)
     yield _store(effective, kept, declared=declared, override=rest or None)
     yield tell(CHANGED + name)
     return read_rows((yield select_limits(name)))[0]

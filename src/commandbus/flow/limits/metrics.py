@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from commandbus import sql
-from commandbus.flow.limits.redis_mode import HeartbeatPace, Program
+from commandbus.flow.limits.redis_outage import HeartbeatPace, Program
 from commandbus.flow.operation import Statement, Steps, operation
 
 MOST_COUNTED = 10_000

@@ -16,7 +16,7 @@ from psycopg import errors as pg
 
 from commandbus import sql
 from commandbus.errors import InvalidOperationError, PermanentCommandError, ProcessMovedError
-from commandbus.flow.batches.fold import fold_now
+from commandbus.flow.batches.fold_and_complete import fold_now
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.reply import Reply, deliver
 from commandbus.flow.commands.send import Outgoing, explain_missing, prepare

@@ -9,7 +9,7 @@ from psycopg import errors as pg
 
 from commandbus import sql
 from commandbus.errors import CommandBusError, InvalidOperationError, ProcessNotFoundError
-from commandbus.flow.batches.fold import fold_now
+from commandbus.flow.batches.fold_and_complete import fold_now
 from commandbus.flow.commands import operate
 from commandbus.flow.commands.send import explain_missing
 from commandbus.flow.operation import Plan, Row, Statement, Steps, operation

@@ -4,7 +4,7 @@
               └──► its lease ends
 
 PostgreSQL knows, for each limit, the most that this program may hold: at least as much as it does hold, at any
-moment. It asks nobody anything; `store.py` and `fleet_mode.py` do. Called by one thread, but for
+moment. It asks nobody anything; `store.py` and `outage.py` do. Called by one thread, but for
 `renewed_beside`: what is renewed there counts only if Redis was not lost meanwhile (`lives`), because then
 PostgreSQL was told of shorter leases.
 """
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commandbus.clock import boottime
-from commandbus.flow.limits.redis_mode import Held
+from commandbus.flow.limits.redis_outage import Held
 from commandbus.model.limit_terms import LimitTerms
 
 

@@ -6,7 +6,7 @@
     degraded    PostgreSQL's, in shares    up to my share    PostgreSQL
     joining     Redis', being told         nothing           Redis, which is told of what it has forgotten
 
-The mode is the fleet's, and followed in `redis_fleet`; what this program has, and owes, is in `redis_holdings`.
+The mode is the fleet's, and followed in `outage.py`; what this program holds and owes is in `permit_ledger.py`.
 
 Single-threaded. It has its own connection to PostgreSQL, because `take` is called in the middle of the limit
 client's transactions, and neither their locks nor their rollback may affect it. An outage of Redis or PostgreSQL
@@ -24,10 +24,10 @@ from typing import Final
 
 from commandbus.clock import boottime
 from commandbus.errors import ConfigurationError
-from commandbus.flow.limits import redis_mode as limit_mode
+from commandbus.flow.limits import redis_outage
 from commandbus.flow.limits.metrics import count_granted
-from commandbus.flow.limits.redis_mode import DEGRADED, REDIS, HeartbeatPace
-from commandbus.limits.stores.redis.fleet_mode import NO_LEAVE, FleetFollower
+from commandbus.flow.limits.redis_outage import DEGRADED, REDIS, HeartbeatPace
+from commandbus.limits.stores.redis.outage import NO_LEAVE, FleetFollower
 from commandbus.limits.stores.redis.patient_connection import PatientConnection
 from commandbus.limits.stores.redis.permit_ledger import PermitLedger
 from commandbus.limits.stores.redis.scripts import EpochError, RedisLostError, RedisScripts, StaleError
@@ -169,7 +169,7 @@ class RedisPermitStore:
     def _take_share(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
         began = boottime()
         mode, granted = self._connection.run(
-            limit_mode.take_share(self._fleet.id, limit, tokens, seconds, pace=self._pace)
+            redis_outage.take_share(self._fleet.id, limit, tokens, seconds, pace=self._pace)
         )
         if mode != DEGRADED:
             self._fleet.hurry()  # the fleet has changed its mode
@@ -202,7 +202,7 @@ class RedisPermitStore:
 
     def _renew_share(self, limit: LimitTerms, tokens: Sequence[str]) -> list[str] | None:
         began = boottime()
-        mode, lost = self._connection.run(limit_mode.renew_share(self._fleet.id, limit, tokens))
+        mode, lost = self._connection.run(redis_outage.renew_share(self._fleet.id, limit, tokens))
         if mode != DEGRADED:
             self._fleet.hurry()
             return None
@@ -214,7 +214,7 @@ class RedisPermitStore:
             self._prepare(limit, 0)
             if not self._fleet.reaches_redis:
                 if self._fleet.is_marked:
-                    self._connection.run(limit_mode.give_share(limit.name, tokens))
+                    self._connection.run(redis_outage.give_share(limit.name, tokens))
                 return
             if self._fleet.ask(partial(self._fleet.give_owed, limit)):
                 return
@@ -225,7 +225,7 @@ class RedisPermitStore:
             found = self._fleet.ask(lambda epoch: self._permits.look(limit, epoch=epoch))
             if found is not None:
                 return replace(found, mode=self.mode)
-        return PermitUsage(self._connection.run(limit_mode.look_share(limit.name)), None, self.mode)
+        return PermitUsage(self._connection.run(redis_outage.look_share(limit.name)), None, self.mode)
 
     def _prepare(self, limit: LimitTerms, more: int) -> None:
         """Before more permits are asked for: PostgreSQL must know at least as many as this program will hold. If

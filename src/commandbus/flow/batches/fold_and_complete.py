@@ -75,7 +75,7 @@ def fold_now(batches: Sequence[int]) -> Steps[set[int]]:
 
 
 def _fold(batches: Sequence[int], *, is_alone: bool) -> Steps[set[int]]:
-    rows = yield Statement(sql.text("batches/fold"), {"batches": list(batches)})
+    rows = yield Statement(sql.text("batches/fold_and_complete"), {"batches": list(batches)})
     due = [(id_, *summary) for id_, is_complete, *summary in rows if is_complete]
     before: str | None = None
     if due and is_alone:

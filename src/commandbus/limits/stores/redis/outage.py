@@ -1,6 +1,6 @@
 """Follows where the fleet keeps the permits of Redis limits now, and tells the fleet about this program.
 
-A program learns about the others only through PostgreSQL (`flow/limits/redis_mode.py`), where it says every two
+A program learns about the others only through PostgreSQL (`flow/limits/redis_outage.py`), where it says every two
 seconds that it is alive. Each time, that also permits it to ask Redis for eight more seconds, by Redis' clock. So
 a program that was stopped, or cut off from PostgreSQL, gets no permit from Redis while the others count it as dead
 and share the limit without it.
@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from commandbus.clock import boottime
-from commandbus.flow.limits import redis_mode as limit_mode
-from commandbus.flow.limits.redis_mode import DEGRADED, JOINING, REDIS, HeartbeatPace, Held, Mode
+from commandbus.flow.limits import redis_outage
+from commandbus.flow.limits.redis_outage import DEGRADED, JOINING, REDIS, HeartbeatPace, Held, Mode
 from commandbus.limits.stores.redis.patient_connection import PatientConnection
 from commandbus.limits.stores.redis.permit_ledger import HeldPermit, PermitLedger
 from commandbus.limits.stores.redis.ping import Ping
@@ -41,13 +41,13 @@ class FleetFollower:
         client: str,
         connection: PatientConnection,
         permits: RedisScripts,
-        holdings: PermitLedger,
+        ledger: PermitLedger,
         pace: HeartbeatPace,
     ) -> None:
         self.id = f"{client} {secrets.token_hex(4)}"
         self._connection = connection
         self._permits = permits
-        self._held_in_redis = holdings
+        self._held_in_redis = ledger
         self._pace = pace
         self._seen: Mode | None = None
         self._lost: str | None = "not asked yet"  # why Redis is out of reach; None: it is not
@@ -113,7 +113,7 @@ class FleetFollower:
             return
         was_lost = self._lost is not None
         most = self._held_in_redis.count()
-        fleet = None if was_lost else self._connection.run(limit_mode.beat(self.id, _as_held(most)))
+        fleet = None if was_lost else self._connection.run(redis_outage.beat(self.id, _as_held(most)))
         joins = fleet is not None and fleet.mode == JOINING and (fleet.seconds or 0.0) > 0
         if (
             fleet is not None
@@ -139,7 +139,7 @@ class FleetFollower:
 
     def sign_off(self) -> None:
         """This program holds nothing any more, and need not be counted."""
-        self._connection.run(limit_mode.leave(self.id))
+        self._connection.run(redis_outage.leave(self.id))
 
     def close(self) -> None:
         """Nothing uses the connection to Redis after this."""
@@ -162,7 +162,7 @@ class FleetFollower:
         redis = self._permits if reachable else None
         held = _as_held(self._held_in_redis.count()) if reachable else self._held_in_redis.tokens()
         lease = max((limit.lease for limit in self._held_in_redis.limits.values()), default=0.0)
-        operation = limit_mode.settle(self.id, held, lease=lease, pace=self._pace, redis=redis)
+        operation = redis_outage.settle(self.id, held, lease=lease, pace=self._pace, redis=redis)
         try:
             fleet = self._connection.run(operation)
         except RedisLostError as error:
