@@ -25,6 +25,7 @@ handlers = HandlerRegistry()
 def work(command, ctx):
     pass
 """
+WARM_UP = 2_000
 READY_SECONDS = 30.0
 DRAINED_SECONDS = 120.0
 
@@ -68,7 +69,9 @@ def drain(ground: Ground, domain: str, count: int) -> float:
 
 
 def _is_left(ground: Ground, domain: str) -> bool:
-    return bool(ground.one(f"SELECT EXISTS (SELECT FROM pgmq.q_{domain}__commands)"))
+    """The newest first: a look from the oldest on would walk over all that is done, and slow the drain down."""
+    newest = f"SELECT msg_id FROM pgmq.q_{domain}__commands ORDER BY msg_id DESC LIMIT 1"
+    return ground.admin.execute(newest).fetchone() is not None
 
 
 def _waiting(ground: Ground, domain: str) -> int:

@@ -77,7 +77,7 @@ PEERS = [
          2_000, 100, "procrastinate_jobs", "status IN ('todo', 'doing')"),
     Peer("celery", "5.7.0", "celery_peer.py", ("celery[redis]==5.7.0",), 2_000, 100),
 ]  # fmt: skip
-OUR_COUNT, OUR_WARM_UP = 40_000, 2_000
+OUR_COUNT = 40_000
 
 
 # Environments
@@ -162,10 +162,9 @@ class Store:
         self.settings = {names[part]: str(value) for part, value in parts.items() if part in names}
 
     def is_left(self) -> bool:
-        row = self.admin.execute(
-            f"SELECT EXISTS (SELECT FROM {self.peer.table} WHERE {self.peer.left})"
-        ).fetchone()
-        return bool(row and row[0])
+        """The newest first, as for ours (`installed.drain`)."""
+        newest = f"SELECT id FROM {self.peer.table} WHERE {self.peer.left} ORDER BY id DESC LIMIT 1"
+        return self.admin.execute(newest).fetchone() is not None
 
     def settle_down(self) -> None:
         """As `Ground.settle_down`: no round pays for the one before."""
@@ -323,7 +322,7 @@ class Ourselves:
     def measure(self, size: int) -> float:
         domain = next(f"peers_{name}" for name, workers in SIZES.items() if workers == size)
         with installed.fleet(self.ground, domain, size):
-            installed.drain(self.ground, domain, OUR_WARM_UP * size)
+            installed.drain(self.ground, domain, installed.WARM_UP * size)
             return installed.drain(self.ground, domain, self.count)
 
     def close(self) -> None:

@@ -458,3 +458,16 @@ def test_an_error_of_start_processes_says_which_process_it_was(orders: Bus) -> N
         orders.start_processes("order", [{}, {"x": 1}, {}], domain="orders")
     with pytest.raises(InvalidCommandError, match=r"^data has a key"):
         orders.start_process("order", {1: 2}, domain="orders")
+
+
+def test_plain_commands_are_stored_whatever_characters_they_have(orders: Bus) -> None:
+    """They travel as arrays, in which quotes, backslashes, commas, braces and NULL mean something."""
+    texts = ['"', "\\", '\\"', "a,b", "{}", "{a,NULL}", "NULL", "", " ", "ü ☃ \U0001f600", "%s %(ids)s", "'; --"]
+    types = [text for text in texts if text.strip()]
+    values: list[Any] = [*texts, {text: [text] for text in texts}, None, 0, True, [], {}]
+    sent = orders.send_many("orders", [NewCommand(types[n % len(types)], value) for n, value in enumerate(values)])
+    records = [orders.get_command("orders", receipt.command_id) for receipt in sent]
+    assert [record.data for record in records] == values
+    assert [record.command_type for record in records] == [types[n % len(types)] for n in range(len(values))]
+    assert [record.id for record in records] == [receipt.id for receipt in sent]
+    assert len({record.id for record in records}) == len(values)

@@ -257,6 +257,7 @@ def _sends() -> Named:
     yield "send_plain with an id", first_statement(send.send(DOMAIN, chosen))
     yield "send", first_statement(send.send(DOMAIN, full))
     yield "send_many", first_statement(send.send_chunk(DOMAIN, [plain, chosen]))
+    yield "send_many_plain", first_statement(send.send_chunk(DOMAIN, [plain]))
     sending = send.send(DOMAIN, chosen)
     first_statement(sending)
     yield "find_existing", sending.steps.send([])
