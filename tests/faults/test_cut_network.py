@@ -301,19 +301,30 @@ def test_a_permit_whose_answer_was_lost_is_given_back(
     assert worker.stop().is_clean
 
 
-def test_a_claim_whose_answer_was_lost_is_made_good_by_the_lease(
+def test_what_a_claim_took_whose_answer_was_lost_is_given_back_at_once(
     bus: CommandBus, db: Db, start_worker: StartWorker, proxy: Proxy, through: str
 ) -> None:
-    runs: list[int] = []
+    """A command and a raw message, with a lease of a minute."""
+    runs: dict[str, int] = {}
     handlers = HandlerRegistry()
-    handlers.register("orders", "work", lambda ctx: runs.append(ctx.attempt_number))
+
+    @handlers.handler("orders", "work")
+    def work(command: Any, ctx: Any) -> None:
+        runs[command.command_id] = ctx.attempt_number
+
     bus.send("orders", "work", command_id="c")
+    raw = '{"command_type": "work", "command_id": "raw"}'
+    db.execute("SELECT pgmq.send('orders__commands', %s::jsonb)", (raw,))
     proxy.swallow(b"'held_by'")
-    start_worker(handlers, through, **short_lease())
+    worker = start_worker(handlers, through, visibility_timeout=60.0)
     assert proxy.swallowed.wait(10)
+    until(lambda: set(runs) == {"c", "raw"})
     until_settled(db)
-    assert runs == [2]
-    assert verdicts(db, "c") == [(1, "LOST")]
+    assert verdicts(db, "c") == [(1, "GIVEN_BACK")]
+    said = "given back before it had started: the answer to its claim was lost"
+    assert one(db, "SELECT error FROM commandbus.attempt") == said
+    assert runs == {"c": 2, "raw": 1}
+    assert worker.stop().is_clean
 
 
 # --- no server ------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from commandbus.db.service import DatabaseService
 from commandbus.db.service_connection import LOCK_SECONDS, STATEMENT_SECONDS, LastingConnection
 from commandbus.flow.commands.claim import claim
 from commandbus.flow.commands.settle import settle
+from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.worker.execution.attempt import Attempt
 from support.network import Proxy
 from support.waiting import one, statuses, until, until_settled, verdicts, within
@@ -374,6 +375,33 @@ def test_a_thread_that_is_blocked_is_named(
     until_completed(bus, "after")
     until(lambda: worker.health_status.state is HealthState.HEALTHY)
     assert ran == ["before", "after"]
+
+
+def test_a_thread_that_has_just_heard_is_not_named(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for the answer for longer than a thread may stand still, and goes on in the same round."""
+    monkeypatch.setattr("commandbus.db.service.STILL_SECONDS", 1.0)
+    heard, gate = threading.Event(), threading.Event()
+
+    @operation(atomic=False)
+    def slow() -> Steps[None]:
+        yield Statement(b"SELECT pg_sleep(1.5)", {})
+
+    class Slow(DatabaseService):
+        def round(self) -> None:
+            self._connection.run(slow())
+            heard.set()
+            gate.wait(20)
+
+    service = Slow(Settings(database_url=database), name="test", part="slow")
+    service.start()
+    try:
+        assert heard.wait(20)
+        assert service.trouble is None
+        until(lambda: service.trouble is not None)
+        assert "has not moved for 1 s" in str(service.trouble)
+    finally:
+        gate.set()
+        service.stop(10)
 
 
 # --- read-only, and the end of a thread ------------------------------------------------------------------------

@@ -116,7 +116,6 @@ def test_a_part_that_hears_nothing_is_named_in_time_and_nothing_is_lost(
 
 
 @pytest.mark.slow
-@pytest.mark.alone  # within five seconds: that is a promise, and no other test may take its time
 def test_a_server_that_falls_silent_as_a_whole(
     supervise: Supervise, bus: CommandBus, db: Db, through: str, proxy: Proxy
 ) -> None:
@@ -131,7 +130,11 @@ def test_a_server_that_falls_silent_as_a_whole(
     within(NAMED_SECONDS, lambda: "commandbus_database_up 0" in supervised.ask("/metrics")[1])
     until(lambda: supervised.log.count("its connection is cut") >= 5, 30)
     proxy.hearing.set()
-    within(BACK_SECONDS, lambda: is_completed(bus, "after") and is_completed(bus, "plain"))
+    within(
+        BACK_SECONDS,
+        lambda: is_completed(bus, "after") and is_completed(bus, "plain"),
+        what=lambda: supervised.log,
+    )
     until(lambda: supervised.ask("/health/ready")[0] == 200)
     until_settled(db)
     until(lambda: is_completed(bus, "raw2"))

@@ -43,6 +43,7 @@ class PendingAnswer:
         self.cancel_after = cancel_after
         self.cut_after = cut_after
         self.asked_at = 0.0  # 0: no question is open
+        self.ended_at = 0.0  # when the last wait for an answer ended, well or not
         self.conn: Connection[Any] | None = None
         self.was_cut = False
         self._canceled = False
@@ -59,6 +60,7 @@ class PendingAnswer:
             yield
         finally:
             with self._lock:
+                self.ended_at = monotonic()
                 self.asked_at, self.conn = 0.0, None
 
     @property

@@ -141,7 +141,7 @@ class DatabaseService:
             return f"the {self.part} has had no answer from the database for {silent_for:.0f} s"
         if (failing := self._failing) is not None and monotonic() - failing[0] >= FAILING_SECONDS:
             return f"the {self.part} has failed for {monotonic() - failing[0]:.0f} s: {failing[1]}"
-        still_for = monotonic() - self.moved_at
+        still_for = monotonic() - max(self.moved_at, self._connection.waited_until)
         if not silent_for and not self._connection.is_down and still_for >= STILL_SECONDS:
             return f"the {self.part} has not moved for {still_for:.0f} s"
         return None

@@ -78,6 +78,11 @@ class LastingConnection:
         return self._question.waits_for
 
     @property
+    def waited_until(self) -> float:
+        """When (monotonic) the last wait for an answer ended."""
+        return self._question.ended_at
+
+    @property
     def conn(self) -> OwnConnection:
         """The connection; made on first use."""
         if self._conn is None or self._conn.closed:

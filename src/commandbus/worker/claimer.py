@@ -14,6 +14,9 @@ Raw messages are claimed here and read elsewhere (`worker/raw_messages.py`). Whi
 full claim of mostly raw messages, commands are claimed separately, past the raw ones. Raw messages are then
 claimed in separate portions, each after the last one has been read.
 
+A claim whose answer is lost may have been carried out all the same. When it is connected again, the claimer gives
+back what this worker holds and has not heard of. Otherwise that would wait until its lease ends.
+
 The cursor: a long-open transaction elsewhere keeps dead index entries, and every claim would walk over all that
 were settled since. So a claim begins where the last one ended. Once a second (less often if that takes long), and
 when a message may have become visible before that point, it begins at the beginning.
@@ -44,6 +47,7 @@ from commandbus.flow.commands.claim import (
     next_due,
     withdraw,
 )
+from commandbus.flow.commands.rescue import held_by
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 from commandbus.worker.bad_rows import OddRows
@@ -64,6 +68,7 @@ ANNOUNCEMENT_SECONDS = 60.0
 BUSY_SECONDS = 1.0
 HEAR_SECONDS = 0.25
 LOCKED_SECONDS = 1.0
+UNHEARD_SECONDS = 2.0
 FULL_SECONDS = 0.25
 LARGEST_SIEVE = 500
 SMALLEST_SIEVE = 20
@@ -111,6 +116,7 @@ class Claimer(DatabaseService):
         self._on_idle = on_idle
         self.is_ended = False  # claim nothing more: the worker drains
         self.claimed = 0
+        self._looks: list[float] = []  # when to look for what was claimed and not heard of
         self._asked_at = monotonic()  # when a claim was last answered, or there was no room for one
         self._heard_at = 0.0
         self._announced_until = 0.0
@@ -131,6 +137,8 @@ class Claimer(DatabaseService):
     def lost(self, error: psycopg.Error) -> None:
         if error.sqlstate is not None:
             self._asked_at = monotonic()  # a refusal is an answer: another worker would get the same
+        else:
+            self._looks = [0.0]
 
     def connected(self, conn: Connection[Any]) -> None:
         conn.execute(LONG_ANSWER, prepare=False)
@@ -138,9 +146,13 @@ class Claimer(DatabaseService):
         for domain in self._domains:
             domain.cursor = None
         self._announced_until = 0.0
+        if self._looks:
+            self._looks = [0.0, monotonic() + UNHEARD_SECONDS]
         self._dispatcher.note_connected()
 
     def round(self) -> None:
+        if self._looks and monotonic() >= self._looks[0]:
+            self._return_unheard()
         room = self._wait_for_room()
         if self._stopping.is_set():
             return
@@ -240,9 +252,22 @@ class Claimer(DatabaseService):
         try:
             return self._connection.run(asked)
         except UnreplicatedError as error:
-            # A failover may lose this claim.
-            self._dispatcher.return_unsure(domain.name, error.result.ready, claimed_at)
+            why = "a failover may lose its claim"
+            self._dispatcher.return_unstarted(domain.name, error.result.ready, claimed_at, why)
             raise
+
+    def _return_unheard(self) -> None:
+        """Give back what a claim took whose answer was lost. Its session may be at it only now: a server that was
+        frozen goes on where it was. So it looks once more, a moment later."""
+        lease = self._settings.visibility_timeout
+        for domain in self._domains:
+            held = held_by(domain.name, self._worker, running=(), past_seconds=0.0, lease_seconds=lease)
+            rows = [found.row for found in self._connection.run(held) if found.row.before is None]
+            commands = [row for row in rows if row.id is not None]
+            self._dispatcher.return_unheard(domain.name, commands, boottime() - lease)
+            if not self._adopter.is_busy and (raw := [row for row in rows if row.id is None]):
+                self._adopter.take(domain.name, raw)
+        self._looks.pop(0)
 
     def _sift(self, domain: _Domain) -> int:
         """A bite of a flood of raw messages. Returns how many it had. The last one ends the flood."""

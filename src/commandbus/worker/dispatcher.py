@@ -6,9 +6,9 @@
                                  (turns), if they have to
     lane    → run, run_async     the attempt begins, ends, and its outcome goes to the settler
 
-Threads: `room`, `spare`, `deliver`, `return_unsure` and `note_connected` are the claimer's. `push_alone` is the
-lease keeper's, `push` the limit client's. `_run` and `_run_async` are called by slots. `tend` is the ladder's. Any
-thread may call `give_back`.
+Threads: `room`, `spare`, `deliver`, `return_unstarted`, `return_unheard` and `note_connected` are the claimer's.
+`push_alone` is the lease keeper's, `push` the limit client's. `_run` and `_run_async` are called by slots. `tend`
+is the ladder's. Any thread may call `give_back`.
 
 An attempt that did not start is given back under its fence, with the reason, and is not charged.
 """
@@ -323,12 +323,18 @@ class Dispatcher:
         self.given_back += 1
         self._settler.add(attempt, attempt.give_back(why))
 
-    def return_unsure(self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float) -> None:
-        """They were claimed, but a failover may lose that: they must not start."""
+    def return_unstarted(self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float, why: str) -> None:
+        """They were claimed, but must not start."""
         for row in rows:
             attempt = Attempt(domain, row, self._handlers.get(domain, row[COMMAND_TYPE]), claimed_at)
             self._held.add(attempt)
-            self.return_one(attempt, "a failover may lose its claim")
+            self.return_one(attempt, why)
+
+    def return_unheard(self, domain: str, rows: Sequence[ClaimedRow], claimed_at: float) -> None:
+        """The database says that this worker holds these: give back those that it has not heard of."""
+        known = {attempt.msg_id for attempt in self._held.copy() if attempt.domain == domain}
+        unheard = [row for row in rows if row.msg_id not in known]
+        self.return_unstarted(domain, unheard, claimed_at, "the answer to its claim was lost")
 
     def note_connected(self) -> None:
         """Everything held now was claimed on an earlier connection, perhaps from a server that is gone."""
