@@ -28,7 +28,7 @@ def note(command: Any, what: str) -> None:
         notes.write(f"{command.command_id} {what} {os.getpid()}\n")
 
 
-@handlers.handler("orders", "work", timeout=3)
+@handlers.handler("orders", "work", timeout=10)
 def work(command: Any, ctx: Any) -> None:
     note(command, "begins")
     try:
@@ -39,7 +39,7 @@ def work(command: Any, ctx: Any) -> None:
         note(command, "ends")
 
 
-@handlers.handler("orders", "work_async", timeout=3)
+@handlers.handler("orders", "work_async", timeout=10)
 async def work_async(command: Any, ctx: Any) -> None:
     note(command, "begins")
     try:

@@ -221,7 +221,8 @@ def hog(command, ctx):
         time.sleep(0.1)
 """
     )
-    supervised = supervise(max_memory_mb=150, max_attempts=3).until_ready()
+    # A long lease: on a busy machine it must not end before the supervisor has settled the attempt.
+    supervised = supervise(max_memory_mb=150, max_attempts=3, visibility_timeout="15s").until_ready()
     bus.send("orders", "hog", command_id="a")
     until_settled(db)
     found = db.execute("SELECT verdict, error, rung FROM commandbus.attempt").fetchall()

@@ -1,13 +1,15 @@
 """Wait for a condition, never for a time: what is awaited is looked at again and again, until a deadline.
 
 A machine that is busy, or stands still for seconds, says nothing about the product. `until` therefore measures how
-much longer than on an idle machine each of its looks takes: what it waits for may take as much longer. A limit
-that is a promise of the product belongs to `within`.
+much slower than an idle one this machine is: how many tasks want each processor, and how much longer each look
+takes. What it waits for may take as much longer. A limit that is a promise of the product belongs to `within`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from time import monotonic, sleep  # bound here: some handlers move the clocks of the time module
 from typing import Any, TypeVar
 
@@ -15,7 +17,7 @@ import psycopg
 
 T = TypeVar("T")
 LOOK_SECONDS = 0.01
-LONGEST_PAUSE = 0.1  # between two looks, after some seconds: looking costs what others need to get on
+LONGEST_PAUSE = 0.1  # between two looks, after a second and a half: looking costs what others need to get on
 LOOK_TAKES = 0.01  # a look with a query, at most, on an idle machine: it is one to four milliseconds
 PATIENCE = 6  # how much slower than an idle machine may this one be?
 
@@ -41,10 +43,16 @@ def _wait(condition: Callable[[], T], least: float, most: float, what: str | Cal
         if passed > most or (passed > least and idle > least):
             said = what() if callable(what) else what
             raise AssertionError(f"did not happen within {passed:.1f} s, in {looks} looks: {said or condition}")
-        pause = min(LONGEST_PAUSE, max(LOOK_SECONDS, passed / 30))
+        pause = min(LONGEST_PAUSE, max(LOOK_SECONDS, passed / 15))
         sleep(pause)
         took, last = (now := monotonic()) - last, now
-        idle += took * min(1.0, (LOOK_SECONDS + LOOK_TAKES) / (LOOK_SECONDS + took - pause))
+        idle += took * min(1 / _crowding(), (LOOK_SECONDS + LOOK_TAKES) / (LOOK_SECONDS + took - pause))
+
+
+def _crowding() -> float:
+    """How many tasks want each processor at this moment: at least one."""
+    running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    return max(1.0, running / len(os.sched_getaffinity(0)))
 
 
 def until_settled(db: psycopg.Connection[Any], seconds: float = 20.0) -> None:
