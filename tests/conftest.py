@@ -69,6 +69,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     running.list_groups(config, items)
 
 
+def pytest_collection_finish() -> None:
+    running.keep_what_was_collected()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> running.OneByOne:
     return running.OneByOne(config, log)

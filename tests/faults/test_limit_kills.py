@@ -143,10 +143,10 @@ def test_ac4_never_above_the_limit_while_holders_are_killed(
     bus: CommandBus, database: str, db: Db, api: ApiStub, start: Callable[[], Process], store: dict[str, Any]
 ) -> None:
     """A killed holder's call goes on at the API; its place is free when its lease has ended, and not before."""
-    count, kills = 100, examples(4, thorough=10)
+    count, kills, workers = 100, examples(4, thorough=10), examples(6, thorough=WORKERS)
     dice = random.Random(7)
-    fleet = {process.pid: process for process in (start() for _ in range(WORKERS))}
-    until(lambda: active(db) == WORKERS, 30)
+    fleet = {process.pid: process for process in (start() for _ in range(workers))}
+    until(lambda: active(db) == workers, 30)
     send(bus, api, count, ("page", "page", "block"), 0.15)
     for _ in range(kills):
         pid = until(lambda: next(iter(sorted({int(who) for who in api.callers()} & set(fleet))), 0), 30)

@@ -310,7 +310,7 @@ def test_batches(machine: type[Batches]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples(20, thorough=300),
+            max_examples=examples(14, thorough=300),
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

@@ -662,7 +662,7 @@ def test_lifecycle(machine: type[Lifecycle]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples(30, thorough=300),
+            max_examples=examples(20, thorough=300),
             stateful_step_count=50,
             deadline=None,
             derandomize=True,

@@ -778,7 +778,7 @@ def test_processes(machine: type[Processes]) -> None:
     was made, hypothesis cannot go on, and the same examples are played from the beginning. No fault is lost by
     that: a check that failed once has failed."""
     chosen = settings(
-        max_examples=examples(15, thorough=300),
+        max_examples=examples(12, thorough=300),
         stateful_step_count=50,
         deadline=None,
         derandomize=True,

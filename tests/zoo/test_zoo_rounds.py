@@ -19,9 +19,9 @@ ENDED = {"IN_TROUBLESHOOTING_QUEUE", "COMPLETED"}
 CHEAP = ("hang.pg_sleep", "hang.double_lock", "isolated.sleep")
 MEMORY_SLACK_MB = 8.0
 STEADY_LOOKS = 25  # more than half a second
-SLOTS = 10
+SLOTS = examples(5, thorough=10)
 ROUNDS = examples(1, thorough=5)
-MANY = examples(12, thorough=50)
+MANY = examples(8, thorough=50)
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +83,15 @@ def test_many_rounds_in_one_and_the_same_worker_leave_nothing_behind(fleet: Flee
     """What neither drains nor kills a worker leaves no thread, file or connection in it."""
     kinds = ["hang.pg_sleep", "hang.close_connection", "hang.leave_thread", "isolated.sleep"]
     worker = warm_worker(fleet)
-    at_first = own_held_in_redis(worker)
+    at_first = held_by(worker)
     for kind in kinds:
         run_rounds(fleet, [kind], 3 if kind.endswith("thread") else MANY)
     fleet.meet_at_once(10)
     assert fleet.workers() == [worker]
     allowed = at_first["threads"] + 3  # the threads that leave_thread has left
-    until(lambda: own_held_in_redis(worker)["threads"] <= allowed, 10, what=lambda: (at_first, names_of(worker)))
+    until(lambda: held_by(worker)["threads"] <= allowed, 10, what=lambda: (at_first, names_of(worker)))
     until(
-        lambda: own_held_in_redis(worker)["files"] <= at_first["files"],
+        lambda: held_by(worker)["files"] <= at_first["files"],
         10,
         what=lambda: (at_first, names_of(worker)),
     )
@@ -118,7 +118,7 @@ def names_of(pid: int) -> list[str]:
     return threads + [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
 
 
-def own_held_in_redis(pid: int) -> dict[str, int]:
+def held_by(pid: int) -> dict[str, int]:
     return {"threads": len(os.listdir(f"/proc/{pid}/task")), "files": len(os.listdir(f"/proc/{pid}/fd"))}
 
 
