@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import http.client
 import json
 import logging
@@ -16,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commandbus.errors import ConfigurationError
 from commandbus.supervisor import http_server as module
 from commandbus.supervisor.health_server import HealthServer, HealthVerdict
-from support.running import examples
+from support.running import drawn
 from support.waiting import until
 
 ESTABLISHED = "01"
@@ -406,25 +404,14 @@ def test_of_pipelined_requests_the_first_is_answered(served: HealthServer) -> No
         assert everything(client).startswith(b"HTTP/1.0 200 OK")
 
 
-@settings(max_examples=examples(50, thorough=1000), deadline=None)
-@given(text=st.binary(max_size=300) | st.binary(max_size=60).map(lambda line: b"GET /" + line + b"\r\n\r\n"))
-def test_whatever_is_sent_and_broken_off_the_next_one_is_answered(text: bytes) -> None:
-    probes = shared_probes()
-    client = connected(probes)
-    client.send(text)
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not a good-bye
-    client.close()
-    assert Reply(probes, "/health/live").code == 200
-
-
-@functools.cache
-def shared_probes() -> HealthServer:
-    """One for all examples; its threads are daemons."""
-    probes = HealthServer(
-        "127.0.0.1", 0, live=lambda: HealthVerdict(True), ready=lambda: HealthVerdict(True), metrics=str
-    )
-    probes.start()
-    return probes
+def test_whatever_is_sent_and_broken_off_the_next_one_is_answered(served: HealthServer) -> None:
+    line = st.binary(max_size=60).map(lambda line: b"GET /" + line + b"\r\n\r\n")
+    for text in drawn(st.binary(max_size=300) | line, 50, thorough=1000):
+        client = connected(served)
+        client.send(text)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not a good-bye
+        client.close()
+        assert Reply(served, "/health/live").code == 200, text
 
 
 @pytest.mark.parametrize(
