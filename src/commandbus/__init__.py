@@ -59,7 +59,7 @@ _NAMES = {
     "commandbus.flow.setup.migrate": "SchemaState",
     "commandbus.limits.with_block": "Hold",
     "commandbus.model.batch": """
-        BatchCancelReport BatchRecord BatchRetryReport BatchStatus CreatedBatch OnComplete
+        BatchCancelReport BatchRecord BatchRetryReport BatchStatus CompleteWhen CreatedBatch OnComplete
     """,
     "commandbus.model.breaker": "Breaker",
     "commandbus.model.command": """
@@ -75,9 +75,10 @@ _NAMES = {
         NewProcess ProcessRecord ProcessStatus StartedProcess StepRecord StepStatus StrayReply
     """,
     "commandbus.model.queue": "QueueInfo QueueMessage QueueMetrics",
-    "commandbus.model.retry": "RetryPolicy",
+    "commandbus.model.retry": "OnExhausted RetryPolicy",
     "commandbus.model.schedule": "MissedPolicy OverlapPolicy Schedule",
     "commandbus.model.schedule_times": "ScheduleTimes",
+    "commandbus.model.snooze": "Snooze",
     "commandbus.processes.manager": """
         BaseProcessManager ProcessView StartOptions StepCommand StepReply StepView
     """,

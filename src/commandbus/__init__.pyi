@@ -256,6 +256,9 @@ from commandbus.model.batch import (
     BatchStatus as BatchStatus,
 )
 from commandbus.model.batch import (
+    CompleteWhen as CompleteWhen,
+)
+from commandbus.model.batch import (
     CreatedBatch as CreatedBatch,
 )
 from commandbus.model.batch import (
@@ -349,6 +352,9 @@ from commandbus.model.queue import (
     QueueMetrics as QueueMetrics,
 )
 from commandbus.model.retry import (
+    OnExhausted as OnExhausted,
+)
+from commandbus.model.retry import (
     RetryPolicy as RetryPolicy,
 )
 from commandbus.model.schedule import (
@@ -362,6 +368,9 @@ from commandbus.model.schedule import (
 )
 from commandbus.model.schedule_times import (
     ScheduleTimes as ScheduleTimes,
+)
+from commandbus.model.snooze import (
+    Snooze as Snooze,
 )
 from commandbus.processes.manager import (
     BaseProcessManager as BaseProcessManager,

@@ -61,6 +61,7 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "ctx.limit(",
         "conn=session",
         "def import_file",
+        "give_up_on=",
         "def test_an_order_is_shipped",
         "bus.queues.",
         "RedisSemaphore(",
@@ -177,6 +178,18 @@ def test_the_example_with_time_limits_runs(bus: CommandBus, database: str) -> No
     assert record is not None
     assert record.status is CommandStatus.COMPLETED, record.error
     assert all(590 < timeout <= 600 for timeout in asked)
+
+
+def test_the_example_of_a_retry_policy_runs(bus: CommandBus, database: str) -> None:
+    handlers = HandlerRegistry()
+    exec(block("python", "give_up_on="), {"handlers": handlers})
+    for command_id, data in (("snoozed", {"printed": False}), ("hopeless", {}), ("good", {"printed": True})):
+        bus.send("orders", "label", data, command_id=command_id)
+    Worker(handlers, database_url=database).run(until_idle=True)
+    found = {name: bus.get_command("orders", name) for name in ("snoozed", "hopeless", "good")}
+    assert {name: record.status for name, record in found.items() if record} == {
+        "snoozed": CommandStatus.PENDING, "hopeless": CommandStatus.FAILED, "good": CommandStatus.COMPLETED,
+    }  # fmt: skip
 
 
 def test_the_batch_example_runs(bus: CommandBus, database: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -412,7 +412,8 @@ def test_an_empty_batch_completes_at_once(orders: Bus, db: Db) -> None:
     )
     (done,) = sent_by(orders, "Done")
     summary = {"domain": "orders", "batch_id": "b", "name": None, "status": "COMPLETED", "total": 0,
-               "completed": 0, "failed": 0, "canceled": 0, "custom_data": [1]}  # fmt: skip
+               "completed": 0, "failed": 0, "canceled": 0, "in_troubleshooting": 0,
+               "custom_data": [1]}  # fmt: skip
     assert (done.data, done.headers, done.correlation_id) == (summary, {"batch": summary}, "b")
     orders.create_batch("orders", iter(()), batch_id="o", is_open=True, on_complete=OnComplete("orders", "Done"))
     assert len(sent_by(orders, "Done")) == 1
@@ -492,7 +493,8 @@ def test_a_reply_when_it_is_complete(orders: Bus, db: Db) -> None:
     message = one(db, "SELECT message FROM pgmq.q_answers")
     assert message == {
         "event": "batch_completed", "domain": "orders", "batch_id": "b", "name": None, "total": 2, "completed": 1,
-        "status": "COMPLETED_WITH_FAILURES", "failed": 1, "canceled": 0, "custom_data": None,
+        "status": "COMPLETED_WITH_FAILURES", "failed": 1, "canceled": 0, "in_troubleshooting": 0,
+        "custom_data": None,
     }  # fmt: skip
 
 

@@ -11,9 +11,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commandbus.model.durations import LONGEST_SECONDS
-from commandbus.model.retry import DEFAULT_SCHEDULE, RetryPolicy
+from commandbus.model.retry import DEFAULT_SCHEDULE, NO_RULING, RetryPolicy
 
 SCHEDULES = st.lists(st.floats(0, LONGEST_SECONDS), max_size=6)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"retry_on": "ConnectionError"}, "retry_on must be exception types such as .ConnectionError., not 'Conn"),
+        ({"give_up_on": [ValueError, 7]}, "give_up_on must be exception types such as .ConnectionError., not 7"),
+        ({"give_up_on": 7}, "give_up_on must be exception types"),
+        ({"retry_on": int}, "retry_on must be exception types such as .ConnectionError., not <class 'int'>"),
+        ({"delay_from": 5}, "delay_from must be a function of the exception, not 5"),
+        ({"on_exhausted": "explode"}, 'on_exhausted must be "troubleshoot" or "fail", not \'explode\''),
+        ({"max_snoozes": -1}, "max_snoozes must be a whole number of at least 0, not -1"),
+        ({"max_snooze_time": "later"}, "max_snooze_time: 'later' is not a duration"),
+    ],
+)
+def test_bad_rules_are_refused(options: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        RetryPolicy(**options)
+
+
+def test_the_lists_decide_by_the_class_of_the_exception() -> None:
+    policy = RetryPolicy(retry_on=OSError, give_up_on=[PermissionError])
+    assert not policy.rule(ConnectionError()).gives_up
+    assert policy.rule(PermissionError()).gives_up
+    assert policy.rule(KeyError()).gives_up
+    assert RetryPolicy().rule(KeyError()) == NO_RULING
 
 
 def test_the_defaults_are_those_of_the_readme() -> None:

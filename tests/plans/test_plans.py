@@ -11,6 +11,7 @@ from plan_reading import Plan, explain, first_statement
 
 from commandbus.db.drivers import run
 from commandbus.flow.commands.claim import Claim, claim, next_due
+from commandbus.flow.commands.expire import BEGINNING, due_to_expire, expire
 from commandbus.flow.commands.history import list_stuck
 from commandbus.flow.commands.inspect import CommandQuery, list_tsq, query_commands
 from commandbus.flow.commands.operate import cancel, operator_action
@@ -234,6 +235,28 @@ def test_one_command_by_its_id(conn: Conn) -> None:
     plan = explain(conn, first_statement(query_commands(query, limit=1)), generic=False)
     assert plan.visited("command") == 1, plan
     assert plan.buffers < 20, plan
+
+
+def make_late(conn: Conn) -> list[int]:
+    """Let some commands that wait expire; returns their ids."""
+    picked = conn.execute("SELECT id FROM commandbus.command WHERE domain = 'backlog' LIMIT %s", [BATCH])
+    ids = [id_ for (id_,) in picked]
+    conn.execute("UPDATE commandbus.command SET expires_at = now() WHERE id = ANY (%s)", [ids])
+    return ids
+
+
+def test_expired_commands_are_found_by_their_expiry(conn: Conn, generic: bool) -> None:
+    make_late(conn)
+    plan = explain(conn, first_statement(due_to_expire(BEGINNING, 0)), generic=generic)
+    assert plan.rows == BATCH
+    assert plan.kinds("command") <= DIRECT, plan
+    assert plan.visited("command") <= 2 * BATCH, plan
+
+
+def test_expire(conn: Conn, generic: bool) -> None:
+    plan = explain(conn, first_statement(expire("backlog", make_late(conn))), generic=generic)
+    assert plan.rows == BATCH
+    check_direct(plan, "backlog", per_row=6)
 
 
 @ANALYSED

@@ -18,7 +18,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from commandbus import BusinessRuleException, HandlerRegistry, PermanentCommandError, TransientCommandError
+from commandbus import (
+    BusinessRuleException,
+    HandlerRegistry,
+    PermanentCommandError,
+    RetryPolicy,
+    Snooze,
+    TransientCommandError,
+)
 from support.waiting import until
 
 handlers = HandlerRegistry()
@@ -57,6 +64,17 @@ def nothing(ctx: Any) -> None:
 @process("created")
 def created(command: Any, ctx: Any) -> str:
     return str(command.created_at.isoformat())
+
+
+@process(
+    "ruled",
+    retry_policy=RetryPolicy(
+        retry_on=[Snooze, ConnectionError], give_up_on=[ConnectionRefusedError], delay_from=lambda _: "1h"
+    ),
+)
+def ruled(command: Any, ctx: Any) -> None:
+    kinds = {"snooze": Snooze("2h", "later"), "retried": ConnectionResetError(), "other": KeyError("x")}
+    raise kinds.get(command.data, ConnectionRefusedError())
 
 
 @process("raise")

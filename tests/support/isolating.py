@@ -94,15 +94,16 @@ class Lab:
         self.is_held = True
         self.lost: list[str] = []
         self.errors: list[BaseException] = []
+        policy = RetryPolicy(max_attempts=3, backoff_schedule=[0], jitter=0)
         self.limited = LimitedWork(
             settings,
             WORKER,
+            policy,
             push=self._never,
             settle=self._never,
             on_lost=self._lose,
             on_error=self.errors.append,
         )
-        policy = RetryPolicy(max_attempts=3, backoff_schedule=[0], jitter=0)
         self.services = Services(
             worker=WORKER,
             connections=HandlerConnections(settings, name=f"{WORKER} handlers", size=1),

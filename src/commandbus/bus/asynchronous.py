@@ -33,6 +33,7 @@ from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import Duration, format_seconds
 from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.page import Page
+from commandbus.model.retry import OnExhausted
 from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 from commandbus.settings import Settings
 
@@ -233,12 +234,14 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess):
         at: datetime | None = None,
         headers: Mapping[str, JsonValue] | None = None,
         timeout: Duration | None = None,
+        expires: Duration | datetime | None = None,
+        on_exhausted: OnExhausted | None = None,
         conn: object = None,
     ) -> SentCommand:
         """Send a command; see CommandBus.send."""
         new = NewCommand(
             command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,
-            timeout,
+            timeout, expires, on_exhausted,
         )  # fmt: skip
         return await self.commands.save(domain, new, conn=conn)
 
@@ -253,13 +256,16 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess):
         max_attempts: int | None = None,
         headers: Mapping[str, JsonValue] | None = None,
         timeout: Duration | None = None,
+        expires: Duration | datetime | None = None,
+        on_exhausted: OnExhausted | None = None,
         wait: Duration = 30.0,
         conn: object = None,
     ) -> Json:
         """Send a command, wait for its outcome, and return its result; see CommandBus.call."""
         new = NewCommand(
-            command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers
-        )
+            command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers,
+            expires=expires, on_exhausted=on_exhausted,
+        )  # fmt: skip
         listen_at = partial(address_of, self._database, self.settings, self._lent_pool)
         call = self._call(domain, new, timeout=timeout, wait=wait, conn=conn, listen_at=listen_at)
         sent = await self._send_call(call)

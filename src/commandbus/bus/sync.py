@@ -34,6 +34,7 @@ from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import Duration
 from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.page import Page
+from commandbus.model.retry import OnExhausted
 from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 from commandbus.settings import Settings
 
@@ -227,6 +228,8 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
         at: datetime | None = None,
         headers: Mapping[str, JsonValue] | None = None,
         timeout: Duration | None = None,
+        expires: Duration | datetime | None = None,
+        on_exhausted: OnExhausted | None = None,
         conn: object = None,
     ) -> SentCommand:
         """Send a command; with `conn` in the caller's transaction.
@@ -234,11 +237,14 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
         `command_id` is an idempotency key. The same id with the same content returns the existing command
         (`created=False`); with other content it raises DuplicateCommandError. `delay` is how long it waits before
         it may run; it starts no earlier than `at`. `timeout` is how long one attempt may take (0: no deadline),
-        instead of its handler's or its worker's. Durations are seconds, text such as "2m", or a timedelta.
+        instead of its handler's or its worker's. If it has not started by `expires` (a duration from now, or a
+        datetime with a time zone), it is CANCELED with code EXPIRED. `on_exhausted`: what happens when its
+        attempts are used up, "troubleshoot" or "fail", instead of what its handler says. Durations are seconds,
+        text such as "2m", or a timedelta.
         """
         new = NewCommand(
             command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,
-            timeout,
+            timeout, expires, on_exhausted,
         )  # fmt: skip
         return self.commands.save(domain, new, conn=conn)
 
@@ -253,6 +259,8 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
         max_attempts: int | None = None,
         headers: Mapping[str, JsonValue] | None = None,
         timeout: Duration | None = None,
+        expires: Duration | datetime | None = None,
+        on_exhausted: OnExhausted | None = None,
         wait: Duration = 30.0,
         conn: object = None,
     ) -> Json:
@@ -264,8 +272,9 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
         once.
         """
         new = NewCommand(
-            command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers
-        )
+            command_type, data, command_id, correlation_id, max_attempts=max_attempts, headers=headers,
+            expires=expires, on_exhausted=on_exhausted,
+        )  # fmt: skip
         listen_at = partial(address_of, self._database, self.settings, self._lent_pool)
         call = self._call(domain, new, timeout=timeout, wait=wait, conn=conn, listen_at=listen_at)
         sent = self._send_call(call)

@@ -23,7 +23,7 @@ from commandbus.cli.session import CliGroup, CliSession, check_known
 from commandbus.cli.table import columns
 from commandbus.errors import BatchNotFoundError, DuplicateMemberError, InvalidOperationError
 from commandbus.model import names
-from commandbus.model.batch import BatchStatus, completion_of
+from commandbus.model.batch import COMPLETE_WHEN, BatchStatus, completion_of
 from commandbus.model.command import NewCommand
 from commandbus.model.counting import counted
 
@@ -55,6 +55,17 @@ def _when_complete(function: F) -> F:
 @click.option("--name", metavar="TEXT", help="For people.")
 @click.option("--data", "custom_data", type=JsonType(), metavar="JSON", help="JSON that is stored with the batch.")
 @_when_complete
+@click.option(
+    "--complete-when",
+    type=click.Choice(COMPLETE_WHEN),
+    default="finished",
+    help="When --on-complete or --reply-to is sent.",
+)
+@click.option(
+    "--on-exhausted",
+    type=click.Choice(["troubleshoot", "fail"]),
+    help="What happens to its commands when their attempts are used up.",
+)
 @click.option("--open", "is_open", is_flag=True, help="Leave it open for `batch add`, until `batch close`.")
 @click.pass_obj
 def create(

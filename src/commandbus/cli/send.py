@@ -35,6 +35,12 @@ from commandbus.settings import Settings
 )
 @click.option("--delay", type=DURATION, metavar="TIME", help="Start it no earlier than after this time: 5m.")
 @click.option("--at", type=INSTANT, metavar="ISO", help="Start it no earlier than this: 2026-01-31T09:30:00Z.")
+@click.option("--expires", type=DURATION, metavar="TIME", help="Cancel it if it has not started by then: 10m.")
+@click.option(
+    "--on-exhausted",
+    type=click.Choice(["troubleshoot", "fail"]),
+    help="What happens when its attempts are used up.",
+)
 @click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="Repeatable.")
 @click.option("--from", "source", metavar="FILE", help="Send one command per line of this file of JSON lines.")
 @click.pass_obj
@@ -81,7 +87,7 @@ def _send_one(bus: CommandBus, domain: str, new: NewCommand) -> SentCommand:
     return bus.send(
         domain, new.command_type, new.data, command_id=new.command_id, correlation_id=new.correlation_id,
         reply_to=new.reply_to, max_attempts=new.max_attempts, delay=new.delay, at=new.at, headers=new.headers,
-        timeout=new.timeout,
+        timeout=new.timeout, expires=new.expires, on_exhausted=new.on_exhausted,
     )  # fmt: skip
 
 

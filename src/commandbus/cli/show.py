@@ -27,6 +27,7 @@ from commandbus.errors import CommandNotFoundError, InvalidOperationError
 from commandbus.flow.commands.history import AttemptRecord, list_attempts
 from commandbus.flow.processes.process_of_command import PartOfProcess, process_of
 from commandbus.model.command import AuditEntry, CancelRequest, CommandRecord, CommandStatus
+from commandbus.model.counting import counted
 from commandbus.model.durations import format_seconds
 
 
@@ -122,7 +123,10 @@ def _print_record(record: CommandRecord, part: PartOfProcess | None) -> None:
             else format_seconds(record.timeout)
             if record.timeout
             else "none",
+            "expires": record.expires_at,
+            "when used up": record.on_exhausted,
             "attempts": attempts_text(record, most=record.max_attempts),
+            "snoozed": counted(record.snoozes, "time") if record.snoozes else None,
             "sent": f"{moment(record.created_at)} ({age_of(record.created_at)} ago)",
             "started": record.started_at,
             "finished": record.finished_at,

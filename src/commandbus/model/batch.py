@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from uuid import UUID
 
 from commandbus.errors import InvalidCommandError
@@ -59,6 +59,11 @@ class OnComplete:
     data: JsonValue = None
     command_id: str | None = None
 
+
+CompleteWhen = Literal["finished", "only_troubleshooting_left"]
+"""When `on_complete` is sent: when the last member has ended, or when no member is left but those that need a
+person."""
+COMPLETE_WHEN: tuple[str, ...] = get_args(CompleteWhen)
 
 WhenComplete: TypeAlias = "OnComplete | Mapping[str, object] | Callable[..., object]"
 """`on_complete=` takes an OnComplete, a dict with its fields, `{"reply_to": queue}`, or a registered handler."""

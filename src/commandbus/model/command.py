@@ -26,6 +26,7 @@ from commandbus.clock import epoch
 from commandbus.model.durations import Duration, roughly
 from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.payload import loads_or_none
+from commandbus.model.retry import OnExhausted
 
 
 class CommandStatus(StrEnum):
@@ -85,6 +86,8 @@ class AuditEvent(StrEnum):
     FAILED = "FAILED"
     RETRY_SCHEDULED = "RETRY_SCHEDULED"
     RETRY_EXHAUSTED = "RETRY_EXHAUSTED"
+    SNOOZED = "SNOOZED"
+    EXPIRED = "EXPIRED"
     MOVED_TO_TSQ = "MOVED_TO_TSQ"
     BUSINESS_RULE_FAILED = "BUSINESS_RULE_FAILED"
     CANCELED = "CANCELED"
@@ -117,8 +120,10 @@ class NewCommand:
     """One command for `send_many`; the fields mean what they mean in `send`.
 
     `timeout` is how long one attempt of this command may take; 0 means no deadline, None leaves it to its handler
-    and its worker. `delay` is how long it waits before it may run. Durations are seconds, text such as "2m", or a
-    timedelta.
+    and its worker. `delay` is how long it waits before it may run. `expires`: if it has not started by then (a
+    duration from its sending, or a datetime with a time zone), it is CANCELED with code EXPIRED. `on_exhausted`:
+    what happens when its attempts are used up ("troubleshoot" or "fail"); None leaves it to its handler. Durations
+    are seconds, text such as "2m", or a timedelta.
     """
 
     command_type: str
@@ -131,6 +136,8 @@ class NewCommand:
     at: datetime | None = None
     headers: Mapping[str, JsonValue] | None = None
     timeout: Duration | None = None
+    expires: Duration | datetime | None = None
+    on_exhausted: OnExhausted | None = None
 
 
 class SentCommand(NamedTuple):
@@ -181,6 +188,9 @@ class CommandRecord:
 
     `apart` says why its next attempt runs in a child process, where that is possible: "quarantine", "suspect" or
     "alone". None for a command that runs as its handler says, and for one that has ended.
+
+    `expires_at`: it does not start after that. `on_exhausted` is its own, if its sender or its batch gave one.
+    `snoozes`: how often it was snoozed since it was sent, or since an operator's retry.
     """
 
     id: int
@@ -215,6 +225,9 @@ class CommandRecord:
     waiting_estimated_seconds: float | None = None
     charged_attempts: int | None = None
     apart: str | None = None
+    expires_at: datetime | None = None
+    on_exhausted: OnExhausted | None = None
+    snoozes: int = 0
 
     @property
     def apart_text(self) -> str | None:

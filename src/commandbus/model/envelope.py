@@ -3,7 +3,7 @@
 Ours is `{"command": <id>}`; the command itself is a row of `commandbus.command`. A foreign client sends
 
     {"command_type": "…", "data": …, "command_id": "…", "correlation_id": "…", "reply_to": "…",
-     "max_attempts": 5, "timeout": 30, "headers": {…}}
+     "max_attempts": 5, "timeout": 30, "expires": 600, "on_exhausted": "fail", "headers": {…}}
 
 Only `command_type` is required. (`command_id` defaults to `pgmq-<queue>-<msg_id>`, so that a redelivery cannot
 make two commands of one message.) Anything else is set aside with the reason that `read` gives.
@@ -11,17 +11,20 @@ make two commands of one message.) Anything else is set aside with the reason th
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from commandbus.errors import InvalidCommandError
 from commandbus.model import names, payload
 from commandbus.model.command import NewCommand
 from commandbus.model.durations import Duration, parse_seconds
+from commandbus.model.retry import check_on_exhausted
 
 MAX_NESTING = payload.MAX_NESTING + 1  # the message itself is a level
 FIELDS = frozenset(
-    {"command_type", "data", "command_id", "correlation_id", "reply_to", "max_attempts", "timeout", "headers"}
-)
+    {"command_type", "data", "command_id", "correlation_id", "reply_to", "max_attempts", "timeout", "expires",
+     "on_exhausted", "headers"}
+)  # fmt: skip
 
 
 def read(message: Any, *, queue: str, msg_id: int, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> NewCommand:
@@ -48,6 +51,8 @@ def read(message: Any, *, queue: str, msg_id: int, max_bytes: int = payload.DEFA
         max_attempts=message.get("max_attempts"),
         headers=message.get("headers"),
         timeout=message.get("timeout"),
+        expires=message.get("expires"),
+        on_exhausted=message.get("on_exhausted"),
     )
     check(new)
     payload.dump(new.data, what="data", max_bytes=max_bytes)
@@ -67,6 +72,9 @@ def check(new: NewCommand) -> None:
     if new.max_attempts is not None:
         _check_max_attempts(new.max_attempts)
     timeout_seconds(new.timeout)
+    expiry(new.expires)
+    if new.on_exhausted is not None:
+        check_on_exhausted(new.on_exhausted, InvalidCommandError)
     if new.headers is not None and not isinstance(new.headers, dict):
         raise InvalidCommandError(f"headers must be a dict, not {type(new.headers).__name__}")
 
@@ -74,6 +82,29 @@ def check(new: NewCommand) -> None:
 def timeout_seconds(value: Duration | None) -> float | None:
     """Returns how long one attempt of a command may take, in seconds (0: no deadline)."""
     return None if value is None else parse_seconds(value, name="timeout", error=InvalidCommandError)
+
+
+def expiry(value: Duration | datetime | None) -> float | str | None:
+    """Returns how many seconds after its sending a command expires, or when, as ISO text."""
+    if value is None:
+        return None
+    if isinstance(value, datetime):
+        return instant(value, name="expires")
+    seconds = parse_seconds(value, name="expires", error=InvalidCommandError)
+    if not seconds:
+        raise InvalidCommandError("expires must be longer than 0: a command that has expired never starts")
+    return seconds
+
+
+def instant(value: object, *, name: str) -> str:
+    """Returns a moment as ISO text."""
+    if not isinstance(value, datetime) or value.tzinfo is None:
+        raise InvalidCommandError(
+            f"{name} must be a datetime with a time zone (such as UTC), not {names.shown(value)}"
+        )
+    if not 1970 < value.year < 3000:  # a vt that a session in another time zone could not load would stop a claim
+        raise InvalidCommandError(f"{name} must be in the years 1971 to 2999, not {names.shown(value)}")
+    return value.isoformat()
 
 
 def _check_max_attempts(value: object) -> None:

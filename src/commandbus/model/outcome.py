@@ -5,7 +5,10 @@
     BusinessRuleException   → FAILED, final
     PermanentCommandError   → troubleshooting queue
     UnknownCommandTypeError → troubleshooting queue, code UNKNOWN_COMMAND_TYPE
-    anything else           → retried while the charge allows it, else troubleshooting queue
+    anything else           → retried while the charge and the policy allow it; then `on_exhausted` decides:
+                              troubleshooting queue, or FAILED, final
+
+A `Snooze` is not a failure: the executor makes its settlement (`worker/execution/execute.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from commandbus.errors import (
 )
 from commandbus.model import payload
 from commandbus.model.command import CommandStatus
-from commandbus.model.retry import RetryPolicy
+from commandbus.model.retry import NO_RULING, OnExhausted, RetryPolicy, Ruling
 
 
 class Verdict(StrEnum):
@@ -30,6 +33,9 @@ class Verdict(StrEnum):
 
     RETRY = "RETRY"
     EXHAUSTED = "EXHAUSTED"
+    FAILED = "FAILED"
+    EXPIRED = "EXPIRED"
+    SNOOZED = "SNOOZED"
     PERMANENT = "PERMANENT"
     UNKNOWN_TYPE = "UNKNOWN_TYPE"
     BUSINESS_RULE = "BUSINESS_RULE"
@@ -47,6 +53,8 @@ STATUS_AFTER = {
     Verdict.PERMANENT: CommandStatus.IN_TROUBLESHOOTING_QUEUE,
     Verdict.UNKNOWN_TYPE: CommandStatus.IN_TROUBLESHOOTING_QUEUE,
     Verdict.BUSINESS_RULE: CommandStatus.FAILED,
+    Verdict.FAILED: CommandStatus.FAILED,
+    Verdict.EXPIRED: CommandStatus.CANCELED,
     Verdict.TIMED_OUT: CommandStatus.FAILED,
     Verdict.CANCELED: CommandStatus.CANCELED,
 }
@@ -73,6 +81,7 @@ class Judgement:
     verdict: Verdict
     failure: Failure
     delay_seconds: float = 0.0
+    is_given_up: bool = False  # the policy does not retry such an exception
 
 
 def describe(error: BaseException, traceback: str | None = None) -> Failure:
@@ -120,19 +129,56 @@ def judge(
     max_attempts: int | None,
     is_final: bool = False,
     spread: float = 0.5,
+    ruling: Ruling = NO_RULING,
+    on_exhausted: OnExhausted | None = None,
 ) -> Judgement:
-    """The fate of a command after a failure that may pass; `is_final`: its handler wants no timeout retried."""
+    """The fate of a command after a failure that may pass; `is_final`: its handler wants no timeout retried.
+
+    `ruling` is what the policy says about the exception. `on_exhausted` is the command's or the handler's own.
+    """
     if is_final:
         return Judgement(Verdict.TIMED_OUT, failure)
-    if policy.may_retry(charge, max_attempts=max_attempts):
-        return Judgement(Verdict.RETRY, failure, policy.delay_seconds(charge, spread=spread))
-    return Judgement(Verdict.EXHAUSTED, failure)
+    if not ruling.gives_up and policy.may_retry(charge, max_attempts=max_attempts):
+        own = ruling.delay_seconds
+        delay = policy.delay_seconds(charge, spread=spread) if own is None else own
+        return Judgement(Verdict.RETRY, failure, delay)
+    return replace(exhausted(failure, on_exhausted or policy.on_exhausted), is_given_up=ruling.gives_up)
+
+
+def exhausted(failure: Failure, on_exhausted: OnExhausted) -> Judgement:
+    """The fate of a command whose attempts are used up."""
+    return Judgement(Verdict.FAILED if on_exhausted == "fail" else Verdict.EXHAUSTED, failure)
+
+
+_FATES = {
+    Verdict.RETRY: "tried again in {delay:.3g} s",
+    Verdict.EXHAUSTED: "attempts used up: to the troubleshooting queue",
+    Verdict.FAILED: "attempts used up: FAILED for good (on_exhausted)",
+    Verdict.PERMANENT: "to the troubleshooting queue",
+    Verdict.UNKNOWN_TYPE: "to the troubleshooting queue",
+    Verdict.BUSINESS_RULE: "FAILED for good",
+    Verdict.TIMED_OUT: "FAILED for good (on_timeout)",
+    Verdict.CANCELED: "CANCELED",
+}
+
+
+def fate_of(judgement: Judgement) -> str:
+    """What becomes of the command, for a line in the log."""
+    text = _FATES[judgement.verdict].format(delay=judgement.delay_seconds)
+    return text.replace("attempts used up", "not retried by its policy") if judgement.is_given_up else text
+
+
+EXPIRED = Failure("Expired", "EXPIRED", "it was not started before it expired")
+"""Why a command that was not started in time is CANCELED."""
+
+
+_FAILS = frozenset(verdict for verdict, status in STATUS_AFTER.items() if status is CommandStatus.FAILED)
 
 
 def insist(judgement: Judgement, step: int | None) -> Judgement:
     """A process cannot go on without its messages (step 0) and compensations (below 0): where another command
     would be FAILED for good, these need a person."""
-    if step is not None and step <= 0 and judgement.verdict in (Verdict.BUSINESS_RULE, Verdict.TIMED_OUT):
+    if step is not None and step <= 0 and judgement.verdict in _FAILS:
         return replace(judgement, verdict=Verdict.PERMANENT)
     return judgement
 

@@ -34,7 +34,10 @@ _TABLES = (
     "control_action", "limit_client", "limit_mode", "audit_event", "schedule", "schedule_declaration", *_SHARED,
 )  # fmt: skip
 
-_SENT = "domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to, headers, data, timeout"
+_SENT = (
+    "domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to, headers, data, timeout, "
+    "expires_at, on_exhausted"
+)
 _SENDING = (
     "compare_commands(text, json)",
     "outcomes(text[], text[])",
@@ -74,7 +77,10 @@ _PRODUCER = [
     ("SELECT (id, msg_id)", ("command",)),  # what a send returns: numbers that give access to nothing else
     ("SELECT (domain, expires_at)", ("waiting",)),
     ("SELECT (domain, command_type, state, is_forced, until, reason)", ("breaker",)),  # a send may be refused
-    ("INSERT (domain, batch_id, name, holds, is_open, custom_data, on_complete)", ("batch",)),
+    (
+        "INSERT (domain, batch_id, name, holds, is_open, custom_data, on_complete, completes_early, on_exhausted)",
+        ("batch",),
+    ),
     ("SELECT (id)", ("batch",)),
 ]
 _LIMITER = [

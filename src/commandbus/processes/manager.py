@@ -29,7 +29,7 @@ from commandbus.model import names, payload
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.process import DEFAULT_DOMAIN, NewProcess, ProcessStatus, StepStatus
-from commandbus.model.retry import RetryPolicy
+from commandbus.model.retry import OnExhausted, RetryPolicy
 
 S = TypeVar("S")
 R = TypeVar("R", covariant=True)
@@ -38,7 +38,9 @@ R = TypeVar("R", covariant=True)
 @dataclass(slots=True)
 class StepCommand:
     """The command of a step. `deadline`: how long the step may take in all, including its retries and its time in
-    the troubleshooting queue. After that the step is canceled, and the process compensates."""
+    the troubleshooting queue. After that the step is canceled, and the process compensates. `on_exhausted="fail"`:
+    if its attempts are used up, the step has failed, and the process compensates, instead of waiting for a person.
+    """
 
     domain: str
     command_type: str
@@ -49,6 +51,7 @@ class StepCommand:
     headers: Mapping[str, JsonValue] | None = None
     timeout: Duration | None = None
     deadline: Duration | None = None
+    on_exhausted: OnExhausted | None = None
 
 
 @dataclass(frozen=True, slots=True)

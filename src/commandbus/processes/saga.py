@@ -27,7 +27,7 @@ from commandbus.model import names
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.process import DEFAULT_DOMAIN, StepStatus
-from commandbus.model.retry import RetryPolicy
+from commandbus.model.retry import OnExhausted, RetryPolicy, check_on_exhausted
 from commandbus.processes.manager import BaseProcessManager, ProcessView, StepCommand, StepReply
 
 State: TypeAlias = dict[str, Json]
@@ -87,12 +87,15 @@ def step(
     delay: Duration | None = None,
     max_attempts: int | None = None,
     headers: Mapping[str, JsonValue] | None = None,
+    on_exhausted: OnExhausted | None = None,
 ) -> Step:
     """A step: the command that does it, and the one that undoes it, in the same domain.
 
-    `data` and `undo_data` build the commands' data from the state. `timeout` and `max_attempts` are those of the
-    command. `deadline` is how long the step may take in all. `delay` is how long it waits first.
+    `data` and `undo_data` build the commands' data from the state. `timeout`, `max_attempts` and `on_exhausted`
+    are those of the command. `deadline` is how long the step may take in all. `delay` is how long it waits first.
     """
+    if on_exhausted is not None:
+        check_on_exhausted(on_exhausted, ConfigurationError)
     for what, function in (("data", data), ("undo_data", undo_data)):
         if function is not None and not callable(function):
             raise ConfigurationError(f"{what} of step {name!r} must be a function of the state, not {function!r}")
@@ -105,6 +108,7 @@ def step(
         "delay": delay,
         "max_attempts": max_attempts,
         "headers": headers,
+        "on_exhausted": on_exhausted,
     }
     return Step(
         names.check_type(name),

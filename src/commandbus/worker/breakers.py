@@ -34,7 +34,7 @@ UNDECIDED_SECONDS: Final = 0.5
 TROUBLED_SECONDS: Final = 60.0
 REMEMBERED: Final = 512
 _STUCK: Final = frozenset({"stuck", "kill", "crash"})
-_TROUBLE: Final = (Verdict.RETRY, Verdict.EXHAUSTED, Verdict.TIMED_OUT)
+_TROUBLE: Final = (Verdict.RETRY, Verdict.EXHAUSTED, Verdict.FAILED, Verdict.TIMED_OUT)
 _SAYS_NOTHING: Final = (Verdict.CANCELED, Verdict.UNKNOWN_TYPE)
 
 

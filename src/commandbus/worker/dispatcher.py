@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from commandbus.clock import boottime, monotonic
-from commandbus.flow.commands.claimed_row import COMMAND_TYPE, QUARANTINE, SUSPECT, ClaimedRow
+from commandbus.flow.commands.claimed_row import COMMAND_TYPE, OPTIONS, QUARANTINE, SUSPECT, ClaimedRow
 from commandbus.flow.commands.settle import Settlement
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
@@ -253,11 +253,21 @@ class Dispatcher:
                 continue
             attempt = Attempt(domain, row, handler, claimed_at)
             hold(attempt)
-            # Nearly all commands: no earlier attempt is known.
-            if is_plain and attempt.read_ct == 1 and not row[QUARANTINE] and row[SUSPECT] is None:
+            # Nearly all commands: no earlier attempt is known, and nothing special was asked for.
+            if (
+                is_plain
+                and attempt.read_ct == 1
+                and not row[QUARANTINE]
+                and row[SUSPECT] is None
+                and row[OPTIONS] is None
+            ):
                 sync.append(attempt)
                 continue
-            if attempt.charge > 1 and self._executor.is_exhausted(attempt):
+            if row[OPTIONS] is not None:
+                attempt.note_expiry()
+            if attempt.has_expired:
+                self._settler.add(attempt, attempt.expire())
+            elif attempt.charge > 1 and self._executor.is_exhausted(attempt):
                 self._settler.add(attempt, self._executor.exhaust(attempt))
             elif (row[QUARANTINE] or row[SUSPECT] is not None) and not self._quarantine.enter(attempt):
                 continue  # `push_alone`, when it is its turn
@@ -359,6 +369,13 @@ class Dispatcher:
         self.return_one(attempt, self._why_not(attempt))
         return True
 
+    def _expire(self, attempt: Attempt) -> bool:
+        """It waited before its slot, or for a permit, until it was too late."""
+        if attempt.limit_use is not None:
+            attempt.limit_use.returned()
+        self._settler.add(attempt, attempt.expire())
+        return True
+
     def _why_not(self, attempt: Attempt) -> str:
         if attempt.stop is not None:
             return attempt.stop.text
@@ -371,6 +388,8 @@ class Dispatcher:
     def _run(self, attempt: Attempt, slot: Slot) -> bool:
         if attempt.stop is not None or not attempt.is_surely_held(self._late_seconds):
             return self._never_start(attempt)
+        if attempt.expires_at is not None and attempt.has_expired:
+            return self._expire(attempt)
         if attempt.limit_use is not None and not attempt.limit_use.before_start():
             self._offer_room()
             return True
@@ -391,6 +410,8 @@ class Dispatcher:
     async def _run_async(self, attempt: Attempt, slot: AsyncSlot) -> bool:
         if attempt.stop is not None or not attempt.is_surely_held(self._late_seconds):
             return self._never_start(attempt)
+        if attempt.expires_at is not None and attempt.has_expired:
+            return self._expire(attempt)
         if attempt.limit_use is not None and not attempt.limit_use.before_start():
             self._offer_room()
             return True

@@ -39,7 +39,7 @@ from commandbus.limits.with_block import TIMED_OUT
 from commandbus.logger import safe_logger
 from commandbus.model.api_errors import ApiFailure
 from commandbus.model.limit_state import ApiAnswer
-from commandbus.model.outcome import Failure, Judgement, Verdict
+from commandbus.model.outcome import Failure, Judgement, Verdict, exhausted, fate_of
 from commandbus.model.suspects import GRAVE
 from commandbus.worker.execution.attempt import Attempt, lost_text
 from commandbus.worker.execution.execute import CallFailed, Ended, LimitDecides, RateLimited, Written
@@ -139,7 +139,7 @@ class LimitUse:
         attempt = self._attempt
         failure = Failure("LimitTimeoutError" if refusal.gives_up else "Limit", refusal.code, refusal.note)
         if refusal.gives_up:
-            self._settle(_give_up(attempt, failure, refusal.note))
+            self._settle(self._give_up(failure, refusal.note))
         else:
             self._parks_at = refusal.limit
             self._settle(attempt.park(refusal.limit, failure, refusal.note, until=refusal.until))
@@ -258,13 +258,13 @@ class LimitUse:
         return self._park(row, replace(failure, error_code="LIMIT_PROBE"), row.limit_state.explain(row.name))
 
     def _fate(self, refused: RateLimited, row: LimitRow | None, turn: Turn | None) -> Settlement:
-        attempt, failure = self._attempt, refused.failure
+        failure = refused.failure
         if row is None:
             note = f"its API has refused it, and limit {refused.limit} is no longer declared"
-            return _give_up(attempt, replace(failure, error=f"{failure.error}; {note}"), note)
+            return self._give_up(replace(failure, error=f"{failure.error}; {note}"), note)
         failure = replace(failure, error_code="RATE_LIMITED")
         if (cap := _cap(row, turn)) is not None:
-            return _give_up(attempt, replace(failure, error=f"{failure.error} ({cap})"), cap)
+            return self._give_up(replace(failure, error=f"{failure.error} ({cap})"), cap)
         limit_state = row.limit_state
         note = limit_state.explain(row.name) if limit_state.is_probing else refused.api.at(row.name)
         return self._park(row, failure, note)
@@ -351,6 +351,15 @@ class LimitUse:
         if release.is_waived:
             self._failed_at, self._is_waived = release.permit.limit, True
 
+    def _give_up(self, failure: Failure, reason: str) -> Settlement:
+        """Its attempts count as used up. Logged as an ERROR, as for all of those."""
+        attempt = self._attempt
+        judgement = exhausted(failure, attempt.on_exhausted(self._work.policy))
+        what = (attempt.command_type, attempt.command_id, attempt.domain, reason, fate_of(judgement))
+        text = "%s %s of domain %s: %s; %s"
+        logger.error(text, *what, extra=attempt.log_fields, trace=failure.traceback)
+        return attempt.fail(judgement)
+
     @property
     def _command(self) -> QueuedCommand:
         attempt = self._attempt
@@ -376,11 +385,3 @@ def _cap(row: LimitRow, turn: Turn | None) -> str | None:
     if limit.max_wait_seconds is not None and waited >= limit.max_wait_seconds:
         return too_long(row, waited)
     return None
-
-
-def _give_up(attempt: Attempt, failure: Failure, reason: str) -> Settlement:
-    """It needs a person: logged as an ERROR, like every command whose attempts are used up."""
-    text = "%s %s of domain %s: %s; to the troubleshooting queue"
-    what = (attempt.command_type, attempt.command_id, attempt.domain)
-    logger.error(text, *what, reason, extra=attempt.log_fields, trace=failure.traceback)
-    return attempt.fail(Judgement(Verdict.EXHAUSTED, failure))

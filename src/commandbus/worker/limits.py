@@ -19,6 +19,7 @@ from commandbus.limits.requests import Permit, PermitCall
 from commandbus.logger import safe_logger
 from commandbus.model.api_errors import ApiFailure
 from commandbus.model.limit_state import ApiAnswer
+from commandbus.model.retry import RetryPolicy
 from commandbus.settings import Settings
 from commandbus.worker.execution.attempt import Attempt
 from commandbus.worker.execution.execute import Ended, LimitDecides, Written
@@ -60,6 +61,7 @@ class LimitedWork:
         self,
         settings: Settings,
         worker: str,
+        policy: RetryPolicy,
         *,
         push: Callable[[Attempt], None],
         settle: Callable[[Attempt, Written], None],
@@ -68,6 +70,7 @@ class LimitedWork:
     ) -> None:
         self._settings = settings
         self._worker = worker
+        self.policy = policy
         self.push = push
         self.settle = settle
         self.on_lost = on_lost

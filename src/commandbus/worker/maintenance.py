@@ -29,6 +29,7 @@ from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 from commandbus.worker.batch_folding import Refused
 from commandbus.worker.breakers import WorkerBreakers
+from commandbus.worker.expiry import ExpirySweep
 from commandbus.worker.health import HealthStatus
 from commandbus.worker.scheduling import Scheduling
 from commandbus.worker.unhandled_types import UnhandledTypes
@@ -101,6 +102,7 @@ class Maintenance(DatabaseService):
         self._breakers = breakers
         self._unhandled = unhandled
         self._scheduling = scheduling
+        self._expiry = ExpirySweep(identity.domains)
         breakers.on_word = lambda: self.order(lambda: breakers.write(self._connection))
         self.state = "ACTIVE"
         self._beat_at = 0.0
@@ -149,6 +151,7 @@ class Maintenance(DatabaseService):
         self._breakers.sweep(self._connection, lambda: self._beat(self.state))
         self._unhandled.sweep(self._connection)
         self._scheduling.look(self._connection)
+        self._expiry.sweep(self._connection)
         self._unpark(now)
         self._go_on()
         if now - self._pruned_at >= PRUNE_SECONDS:

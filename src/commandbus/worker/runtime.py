@@ -180,6 +180,7 @@ class WorkerRuntime:
         return LimitedWork(
             self._settings,
             self._spec.id,
+            self._spec.policy,
             push=self._push,
             settle=self._settle,
             on_lost=lambda attempt, text: self.ladder.ask(attempt, Why.LEASE, text),

@@ -265,9 +265,10 @@ class Worker:
 
     def policies(self) -> dict[str, Json]:
         """Retry policies by domain and command type, for a post-mortem by the supervisor; "" is the default's."""
-        found: dict[str, Any] = {"": _policy(self._policy, "retry")}
+        found: dict[str, Any] = {"": _policy(self._policy, "retry", None)}
         for item in self._handlers:
-            policy = _policy(item.retry_policy or self._policy, item.options.on_timeout)
+            options = item.options
+            policy = _policy(item.retry_policy or self._policy, options.on_timeout, options.on_exhausted)
             policy["isolation"] = item.options.isolation
             found.setdefault(item.domain, {})[item.command_type] = policy
         return found
@@ -392,8 +393,9 @@ class Worker:
             connection.close()
 
 
-def _policy(policy: RetryPolicy, on_timeout: str) -> dict[str, Any]:
+def _policy(policy: RetryPolicy, on_timeout: str, on_exhausted: str | None) -> dict[str, Any]:
     return {
+        "on_exhausted": on_exhausted or policy.on_exhausted,
         "max_attempts": policy.max_attempts,
         "backoff_schedule": list(policy.backoff_schedule),
         "jitter": policy.jitter,

@@ -74,6 +74,23 @@ def test_its_error_crosses_over(
     assert "isolated.py" not in said.traceback
 
 
+@pytest.mark.parametrize(
+    ("kind", "verdict", "seconds"),
+    [
+        ("snooze", "SNOOZED", 7200),
+        ("retried", "RETRY", 3600),
+        ("other", "EXHAUSTED", 0),
+        ("hopeless", "EXHAUSTED", 0),
+    ],
+)
+def test_what_its_retry_policy_says_crosses_over(lab: Lab, kind: str, verdict: str, seconds: int) -> None:
+    attempt = lab.claim("ruled", kind)
+    assert lab.settle(attempt, lab.run(attempt)) is None
+    said = lab.last(attempt)
+    waited = 0 if said.retry_at is None else round((said.retry_at - said.finished_at).total_seconds())
+    assert (said.verdict, waited) == (verdict, seconds)
+
+
 @pytest.mark.parametrize(("text", "written"), [("COMMIT AND CHAIN", ["committed"]), ("ROLLBACK", [])])
 def test_a_handler_that_ends_its_transaction_is_found_out(
     lab: Lab, db: psycopg.Connection[Any], text: str, written: list[str]

@@ -19,6 +19,7 @@ from commandbus.model.command import CommandRecord, CommandStatus, NewCommand
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
 from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
+from commandbus.model.retry import OnExhausted
 
 if TYPE_CHECKING:
     from commandbus.flow.batches import create as batch_create
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         BatchRecord,
         BatchRetryReport,
         BatchStatus,
+        CompleteWhen,
         CreatedBatch,
         WhenComplete,
     )
@@ -74,6 +76,8 @@ class BatchRepository(Repository):
         custom_data: JsonValue = None,
         on_complete: WhenComplete | None = None,
         is_open: bool = False,
+        complete_when: CompleteWhen = "finished",
+        on_exhausted: OnExhausted | None = None,
         conn: object = None,
     ) -> CreatedBatch:
         """Send commands as one batch, all or none, in one transaction (with `conn`: the caller's).
@@ -84,10 +88,15 @@ class BatchRepository(Repository):
         False); with other content it raises DuplicateBatchError. If a command exists already, this raises
         DuplicateCommandError. You can add to an open batch (`add`, `bus.add_to_batch`); it ends only after it is
         closed (`close`, `bus.close_batch`).
+
+        `complete_when="only_troubleshooting_left"` sends `on_complete` when no member is left but those that need
+        a person; the batch itself ends when they have ended. `on_exhausted` is for members that have none of their
+        own: "fail" makes members whose attempts are used up FAILED for good, so that nobody has to wait for a
+        person.
         """
         operation = _create(
             self._bus, domain, commands, batch_id=batch_id, name=name, custom_data=custom_data,
-            on_complete=on_complete, is_open=is_open,
+            on_complete=on_complete, is_open=is_open, complete_when=complete_when, on_exhausted=on_exhausted,
         )  # fmt: skip
         return self._bus.run(operation, conn)
 
@@ -220,6 +229,8 @@ class AsyncBatchRepository(AsyncRepository):
         custom_data: JsonValue = None,
         on_complete: WhenComplete | None = None,
         is_open: bool = False,
+        complete_when: CompleteWhen = "finished",
+        on_exhausted: OnExhausted | None = None,
         conn: object = None,
     ) -> CreatedBatch:
         """Send commands as one batch, all or none, in one transaction (with `conn`: the caller's).
@@ -228,7 +239,7 @@ class AsyncBatchRepository(AsyncRepository):
         """
         operation = _create(
             self._bus, domain, commands, batch_id=batch_id, name=name, custom_data=custom_data,
-            on_complete=on_complete, is_open=is_open,
+            on_complete=on_complete, is_open=is_open, complete_when=complete_when, on_exhausted=on_exhausted,
         )  # fmt: skip
         return await self._bus.run(operation, conn)
 

@@ -37,8 +37,9 @@ from commandbus.flow.commands import send
 from commandbus.flow.commands.send import Outgoing
 from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model import names, payload
-from commandbus.model.batch import CreatedBatch, completion_of, dump_json
+from commandbus.model.batch import COMPLETE_WHEN, CreatedBatch, completion_of, dump_json
 from commandbus.model.command import NewCommand, new_command_id
+from commandbus.model.retry import OnExhausted, check_on_exhausted
 
 T = TypeVar("T")
 CHUNK_ROWS = 1000
@@ -60,6 +61,8 @@ class Definition:
     is_open: bool = False
     holds: str = "commands"
     retry_of: int | None = None
+    completes_early: bool = False
+    on_exhausted: OnExhausted | None = None
 
 
 def define(
@@ -72,11 +75,17 @@ def define(
     is_open: object = False,
     holds: str = "commands",
     retry_of: int | None = None,
+    complete_when: object = "finished",
+    on_exhausted: object = None,
     max_bytes: int = payload.DEFAULT_MAX_BYTES,
 ) -> Definition:
     """Check a batch's definition; InvalidCommandError names what is wrong, before anything is sent."""
     if not isinstance(is_open, bool):
         raise InvalidCommandError(f"is_open must be True or False, not {names.shown(is_open)}")
+    if complete_when not in COMPLETE_WHEN:
+        raise InvalidCommandError(
+            f"complete_when must be one of {', '.join(COMPLETE_WHEN)}, not {names.shown(complete_when)}"
+        )
     return Definition(
         names.check_domain(domain),
         new_command_id() if batch_id is None else names.to_new_id(batch_id, "batch_id"),
@@ -87,6 +96,8 @@ def define(
         is_open,
         holds,
         retry_of,
+        complete_when == "only_troubleshooting_left",
+        None if on_exhausted is None else check_on_exhausted(on_exhausted, InvalidCommandError),
     )
 
 
@@ -197,6 +208,8 @@ def insert(definition: Definition) -> Steps[int | None]:
             "custom_data": definition.custom_data,
             "on_complete": definition.on_complete,
             "retry_of": definition.retry_of,
+            "completes_early": definition.completes_early,
+            "on_exhausted": definition.on_exhausted,
         },
     )
     return rows[0][0] if rows else None
@@ -242,7 +255,7 @@ class Fingerprint:
         self._digest = hashlib.sha256()
         self.add(
             definition.holds, definition.name, definition.is_open, send.canonical(definition.custom_data),
-            send.canonical(definition.on_complete),
+            send.canonical(definition.on_complete), definition.completes_early, definition.on_exhausted,
         )  # fmt: skip
 
     def add(self, *content: object) -> None:
@@ -255,7 +268,7 @@ class Fingerprint:
             self.add(
                 item.command_id if item.has_own_id else None, item.command_type, send.canonical(item.data),
                 send.canonical(item.headers), item.correlation_id, item.reply_to, item.max_attempts,
-                item.timeout_seconds,
+                item.timeout_seconds, item.on_exhausted,
             )  # fmt: skip
             yield item
 

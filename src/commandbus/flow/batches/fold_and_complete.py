@@ -101,6 +101,7 @@ def _send_completion(
     canceled: int,
     custom_data: str | None,
     on_complete: str,
+    in_tsq: int,
 ) -> Steps[None]:
     """Send `on_complete`. If it cannot be sent, it is set aside, so that the batch can end."""
     queue, aside = queue_of(domain), _dump({"batch": id_, "on_complete": on_complete})
@@ -115,6 +116,7 @@ def _send_completion(
             "completed": completed,
             "failed": failed,
             "canceled": canceled,
+            "in_troubleshooting": in_tsq,
             "custom_data": None if custom_data is None else payload.loads(custom_data),
         }
         if "reply_to" in wanted:

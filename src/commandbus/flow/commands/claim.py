@@ -358,7 +358,8 @@ def _reject(
 def _adoption(row: ClaimedRow, new: NewCommand) -> dict[str, Any]:
     return {"m": row.msg_id, "k": row.read_ct, "i": new.command_id, "t": new.command_type, "x": new.max_attempts,
             "c": new.correlation_id, "r": new.reply_to, "h": new.headers, "d": new.data,
-            "o": envelope.timeout_seconds(new.timeout)}  # fmt: skip
+            "o": envelope.timeout_seconds(new.timeout), "e": envelope.expiry(new.expires),
+            "f": new.on_exhausted}  # fmt: skip
 
 
 def _read_holders(domain: str, worker: str, lost: Sequence[ClaimedRow]) -> Steps[dict[int, list[dict[str, Any]]]]:

@@ -5,9 +5,11 @@ Nearly all rows are never read by name: a claim brings plain tuples, and `Attemp
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 from commandbus.model.outcome import Failure
+from commandbus.model.retry import OnExhausted
 from commandbus.model.suspects import Marks
 
 
@@ -22,12 +24,30 @@ class Fence(NamedTuple):
     number: int
 
 
+class RareOptions(NamedTuple):
+    """What few commands have: seconds until it expires, its own `on_exhausted`, how often it was snoozed, and how
+    many seconds ago for the first time. Seconds count from the claim, by the server's clock."""
+
+    expires_in: float | None = None
+    on_exhausted: OnExhausted | None = None
+    snoozes: int | None = None
+    snoozed_ago: float | None = None
+
+    @classmethod
+    def read(cls, text: str | None) -> RareOptions:
+        """Returns what a claim said."""
+        return _NO_OPTIONS if text is None else cls(*json.loads(text))
+
+
+_NO_OPTIONS = RareOptions()
+
+
 class ClaimedRow(NamedTuple):
     """A row of commands/claim.sql, in its order. `is_paused` also says that the breaker of its type is not closed.
 
     `before` is True if a worker held it when its lease ran out. `created_at` is an epoch second; `last_vt` and
-    `claimed_at` are microseconds, the same in every row. `unhandled` is not a column: if this worker has no
-    handler for the command, it is the note with which the command is parked.
+    `claimed_at` are microseconds, the same in every row. `options` is the JSON text of RareOptions. `unhandled` is
+    not a column: if this worker has no handler for the command, it is the note with which the command is parked.
     """
 
     msg_id: int
@@ -55,6 +75,7 @@ class ClaimedRow(NamedTuple):
     is_probe: bool | None = None
     quarantine: bool | None = None
     alone: bool | None = None
+    options: str | None = None
     unhandled: str | None = None
 
     def fence(self, domain: str) -> Fence:
@@ -110,6 +131,7 @@ class ClaimedRow(NamedTuple):
     IS_PROBE,
     QUARANTINE,
     ALONE,
+    OPTIONS,
     _UNHANDLED,
 ) = range(len(ClaimedRow._fields))
 """Where the columns are, for who reads rows as plain tuples: the claim, the dispatcher and `Attempt`."""

@@ -22,6 +22,7 @@ from commandbus.flow.commands.settle import cancellation
 from commandbus.flow.operation import Plan, Row, Statement, Steps, operation
 from commandbus.model import names, payload
 from commandbus.model.command import CancelResult
+from commandbus.model.outcome import Failure
 
 BITE = 1000  # commands moved by one bulk statement: a bound on locks held, not on what a caller may ask for
 
@@ -154,14 +155,30 @@ def _apply(selection: Selection, what: OperatorAction, limit: int) -> Steps[list
 
 def tell(domain: str, rows: Sequence[Row], what: OperatorAction, *, was_in_tsq: bool) -> Steps[None]:
     """Tell the replies, batches and processes of commands that a person has ended."""
-    outcome: Outcome = "SUCCESS" if what.action == "COMPLETE" else "CANCELED"
-    failure = cancellation(what.operator, what.reason) if outcome == "CANCELED" else None
+    failure = None if what.action == "COMPLETE" else cancellation(what.operator, what.reason)
+    why = f"{what.operator} ended a message that this process had not handled"
+    if what.reason:
+        why += f": {what.reason}"
+    yield from tell_ended(domain, rows, failure, was_in_tsq=was_in_tsq, why=why, result=what.result)
+
+
+def tell_ended(
+    domain: str,
+    rows: Sequence[Row],
+    failure: Failure | None,
+    *,
+    was_in_tsq: bool,
+    why: str,
+    result: str | None = None,
+) -> Steps[None]:
+    """Tell the replies, batches and processes of commands that no attempt has ended: CANCELED for this reason, or
+    COMPLETED."""
+    outcome: Outcome = "SUCCESS" if failure is None else "CANCELED"
     yield from membership.ended(
         [membership.Member(id_, batch, process, step) for id_, _, _, _, _, batch, process, step in rows],
-        "CANCELED" if failure is not None else "COMPLETED",
+        "COMPLETED" if failure is None else "CANCELED",
         was_in_tsq=was_in_tsq,
-        why=f"{what.operator} ended a message that this process had not handled"
-        + (f": {what.reason}" if what.reason else ""),
+        why=why,
     )
     replies = [
         compose(
@@ -172,7 +189,7 @@ def tell(domain: str, rows: Sequence[Row], what: OperatorAction, *, was_in_tsq: 
             command_id=command_id,
             command_type=command_type,
             correlation_id=correlation_id,
-            result=what.result,
+            result=result,
             failure=failure,
         )
         for id_, command_id, command_type, correlation_id, reply_to, *_ in rows

@@ -18,6 +18,7 @@ from commandbus.flow.limits.inspect import LineEstimate, lines_of
 from commandbus.flow.operation import Row, Statement, Steps
 from commandbus.model.command import CancelRequest, CommandRecord, CommandStatus
 from commandbus.model.payload import loads_or_none
+from commandbus.model.retry import OnExhausted
 
 HANDLER = "handler"  # what a parked command waits for: a worker that has a handler for its type
 QueueKey = tuple[str, int]  # domain and msg_id
@@ -51,6 +52,9 @@ class CommandRow(NamedTuple):
     batch_id: str | None
     waived: int
     apart: str | None
+    expires_at: datetime | None
+    on_exhausted: OnExhausted | None
+    snoozes: int | None
 
     @property
     def charged(self) -> int | None:
@@ -140,6 +144,7 @@ def _settled_side(row: CommandRow) -> CommandRecord:
         started_at=row.started_at, finished_at=row.finished_at, worker=row.worker, error_type=row.error_type,
         error_code=row.error_code, error=row.error, timeout=row.timeout, batch_id=row.batch_id,
         charged_attempts=row.charged, apart=None if status.is_final else row.apart,
+        expires_at=row.expires_at, on_exhausted=row.on_exhausted, snoozes=row.snoozes or 0,
     )  # fmt: skip
 
 

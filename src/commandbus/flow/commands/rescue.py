@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from psycopg import errors as pg
 
 from commandbus import sql
-from commandbus.flow.commands.claimed_row import ClaimedRow
+from commandbus.flow.commands.claimed_row import ClaimedRow, RareOptions
 from commandbus.flow.commands.database_session import DatabaseSession
 from commandbus.flow.commands.settle import Settlement, cancellation, given_back, of_row, waived
 from commandbus.flow.operation import Statement, Steps, operation
@@ -47,7 +47,12 @@ class Rule:
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Rule:
         """Reads it from the worker's message."""
-        policy = RetryPolicy(document["max_attempts"], tuple(document["backoff_schedule"]), document["jitter"])
+        policy = RetryPolicy(
+            document["max_attempts"],
+            tuple(document["backoff_schedule"]),
+            document["jitter"],
+            on_exhausted=document["on_exhausted"],
+        )
         return cls(policy, document.get("on_timeout", "retry"), document.get("isolation", "thread"))
 
 
@@ -154,6 +159,7 @@ def outcome(
         policy=rule.policy,
         max_attempts=row.max_attempts,
         is_final=rule.on_timeout == "fail" and finding.failure.error_type == "ExecutionStuck",
+        on_exhausted=RareOptions.read(row.options).on_exhausted,
         spread=spread,
     )
     return of_row(domain, row, judgement, started=started)

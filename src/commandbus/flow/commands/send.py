@@ -2,7 +2,7 @@
 
 `command_id` is an idempotency key, and the unique constraint decides. Of several concurrent senders one inserts
 the row; the others find it and compare. With the same content they get the existing command, with other content
-DuplicateCommandError. The time to run (`delay`, `at`) is not content: a second send never changes it.
+DuplicateCommandError. The time to run (`delay`, `at`, `expires`) is not content: a second send never changes it.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Outgoing(NamedTuple):
     delay_seconds: float
     at: str | None
     timeout_seconds: float | None
+    expires: float | str | None  # seconds, or a moment as ISO text
+    on_exhausted: str | None
     has_own_id: bool  # the caller's, which may exist already
 
 
@@ -79,8 +81,10 @@ def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> O
         reply_to=new.reply_to,
         max_attempts=new.max_attempts,
         delay_seconds=_seconds_of(new.delay, at=new.at),
-        at=_instant_of(new.at),
+        at=None if new.at is None else envelope.instant(new.at, name="at"),
         timeout_seconds=envelope.timeout_seconds(new.timeout),
+        expires=_expiry_of(new),
+        on_exhausted=new.on_exhausted,
         has_own_id=new.command_id is not None,
     )
 
@@ -178,12 +182,14 @@ def _statement(domain: str, outgoing: Outgoing) -> Statement:
             "delay": outgoing.delay_seconds,
             "at": outgoing.at,
             "timeout": outgoing.timeout_seconds,
+            "on_exhausted": outgoing.on_exhausted,
+            **expiry_params(outgoing),
         },
         only_inserts=True,
     )
 
 
-_NOTHING_MORE = [None, None, None, None, 0.0, None, None]
+_NOTHING_MORE = [None, None, None, None, 0.0, None, None, None, None]
 _NOTHING_BUT_DATA = (*_NOTHING_MORE, False)
 
 
@@ -202,6 +208,13 @@ def _many(domain: str, outgoing: Sequence[Outgoing], parts: Mapping[str, str]) -
 def _array(texts: Iterable[str]) -> str:
     """PostgreSQL's text of an array. (psycopg's own way from a list takes three times as long.)"""
     return "{" + ",".join(['"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' for text in texts]) + "}"
+
+
+def expiry_params(outgoing: Outgoing) -> dict[str, float | str | None]:
+    """When a command expires: after so many seconds, or at a moment."""
+    expires = outgoing.expires
+    is_moment = isinstance(expires, str)
+    return {"expires_in": None if is_moment else expires, "expires_at": expires if is_moment else None}
 
 
 def _find_existing(domain: str, wanted: Sequence[Outgoing]) -> Steps[dict[str, SentCommand]]:
@@ -231,6 +244,7 @@ def _difference(item: Outgoing, other: Outgoing) -> str | None:
         "reply_to": (item.reply_to, other.reply_to),
         "max_attempts": (item.max_attempts, other.max_attempts),
         "timeout": (item.timeout_seconds, other.timeout_seconds),
+        "on_exhausted": (item.on_exhausted, other.on_exhausted),
         "headers": (canonical(item.headers), canonical(other.headers)),
     }
     return next((name for name, (ours, theirs) in pairs.items() if ours != theirs), None)
@@ -268,6 +282,12 @@ def json_rows(outgoing: Iterable[Outgoing]) -> str:
             row += f',"m":{item.max_attempts}'
         if item.timeout_seconds is not None:
             row += f',"o":{item.timeout_seconds!r}'
+        if item.on_exhausted is not None:
+            row += f',"f":"{item.on_exhausted}"'
+        if isinstance(item.expires, str):
+            row += f',"z":"{item.expires}"'
+        elif item.expires is not None:
+            row += f',"e":{item.expires!r}'
         if item.at is not None:
             row += f',"a":{quote(item.at)}'
         elif item.delay_seconds:
@@ -284,15 +304,19 @@ def _seconds_of(delay: Duration | None, *, at: object) -> float:
     return parse_seconds(delay, name="delay", error=InvalidCommandError)
 
 
-def _instant_of(at: object) -> str | None:
-    if at is None:
-        return None
-    if not isinstance(at, datetime) or at.tzinfo is None:
-        raise InvalidCommandError(f"at must be a datetime with a time zone (such as UTC), not {names.shown(at)}")
-    # If a session in another time zone could not load this vt, it would stop a claim.
-    if not 1970 < at.year < 3000:
-        raise InvalidCommandError(f"at must be in the years 1971 to 2999, not {names.shown(at)}")
-    return at.isoformat()
+def _expiry_of(new: NewCommand) -> float | str | None:
+    expires = envelope.expiry(new.expires)
+    if isinstance(expires, float) and new.delay is not None and expires <= _seconds_of(new.delay, at=None):
+        raise InvalidCommandError(
+            f"expires ({names.shown(new.expires)}) must be longer than delay ({names.shown(new.delay)}): both "
+            f"count from the sending, and the command would expire before it may run"
+        )
+    if isinstance(new.expires, datetime) and new.at is not None and new.expires <= new.at:
+        raise InvalidCommandError(
+            f"expires ({new.expires.isoformat()}) must be later than at ({new.at.isoformat()}): the command would "
+            f"expire before it may run"
+        )
+    return expires
 
 
 def _with_text_ids(new: NewCommand) -> NewCommand:

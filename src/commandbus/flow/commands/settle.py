@@ -25,6 +25,8 @@ Answer = Literal["done", "refused", "busy", "canceled"]
 _REPLIES: Final[dict[Verdict, Outcome]] = {
     Verdict.BUSINESS_RULE: "FAILED",
     Verdict.TIMED_OUT: "FAILED",
+    Verdict.FAILED: "FAILED",
+    Verdict.EXPIRED: "CANCELED",
     Verdict.CANCELED: "CANCELED",
 }
 
@@ -177,7 +179,7 @@ def of_row(
     )
     settlement.is_grouped = row.is_grouped
     verdict = judgement.verdict
-    if verdict is Verdict.CANCELED and row.step == 0:
+    if verdict in (Verdict.CANCELED, Verdict.EXPIRED) and row.step == 0:
         settlement.unhandled = fence.id
     if row.reply_to is not None and (verdict in _REPLIES or (row.reply_to == CALL and settlement.is_final)):
         settlement.reply = compose(
@@ -204,6 +206,14 @@ def waived(
     change = _change(row.marks, row.marks.after_suspicion()) if suspect else '"w":1'
     fence = row.fence(domain)
     return _again(fence, f'{_head(fence, started)},"d":0,{change},"e":{error}}}')
+
+
+def snoozed(
+    domain: str, row: ClaimedRow, *, started: float | None, failure: Failure, delay_seconds: float
+) -> Settlement:
+    """Its handler wants the command to be tried again after the delay. It is not charged."""
+    fence, error = row.fence(domain), _error(Verdict.SNOOZED, failure, "")
+    return _again(fence, f'{_head(fence, started)},"d":{delay_seconds:.6f},"w":1,"z":true,"e":{error}}}')
 
 
 def parked(

@@ -211,6 +211,7 @@ def _prepare(loaded: Loaded, sending: Sending, max_bytes: int) -> tuple[str, Out
             delay=command.delay,
             headers=command.headers,
             timeout=command.timeout,
+            on_exhausted=command.on_exhausted,
         )
         seconds = None if command.deadline is None else parse_seconds(command.deadline, name="deadline")
         return names.check_domain(command.domain), prepare(new, max_bytes=max_bytes), seconds or None
@@ -239,6 +240,7 @@ def _send_step(loaded: Loaded, sending: Sending, max_bytes: int) -> Steps[None]:
                 "headers": outgoing.headers,
                 "data": outgoing.data,
                 "timeout": outgoing.timeout_seconds,
+                "on_exhausted": outgoing.on_exhausted,
                 "delay": outgoing.delay_seconds,
                 "process": loaded.id,
                 "step": step.number if step.undoes is None else -step.number,

@@ -50,10 +50,12 @@ WITH locked AS MATERIALIZED (
       FROM sums s
      WHERE b.id = s.id AND b.id = ANY (ARRAY(SELECT id FROM locked))
     RETURNING b.id, b.domain, b.batch_id, b.name, b.status, b.total, b.completed, b.failed, b.canceled, b.custom_data,
-              b.on_complete, b.finished_at IS NOT NULL AND b.on_complete IS NOT NULL
-                                                       AND b.completion_sent_at IS NULL AS is_due
+              b.on_complete, b.in_tsq, b.on_complete IS NOT NULL AND b.completion_sent_at IS NULL
+                  AND (b.finished_at IS NOT NULL
+                       OR (b.completes_early AND NOT b.is_open
+                           AND b.completed + b.failed + b.canceled + b.in_tsq >= b.total)) AS is_due
 )
 SELECT id, COALESCE(is_due, false), domain, batch_id, name, status, total, completed, failed, canceled, custom_data::text,
-       on_complete::text
+       on_complete::text, in_tsq
   FROM locked LEFT JOIN folded USING (id)
  ORDER BY id

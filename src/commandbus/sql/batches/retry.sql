@@ -8,7 +8,8 @@ WITH picked AS MATERIALIZED (
     SELECT pg_catalog.encode(pg_catalog.substr(pg_catalog.sha256(pg_catalog.convert_to(
                'commandbus: retry of command ' || id::text, 'UTF8')), 1, 16), 'hex')::uuid::text
                AS command_id,
-           id, command_type, max_attempts, correlation_id, nullif(reply_to, '!call') AS reply_to, headers, data, timeout
+           id, command_type, max_attempts, correlation_id, nullif(reply_to, '!call') AS reply_to, headers, data, timeout,
+           on_exhausted
       FROM commandbus.command
      WHERE (batch, id) > (%(batch)s, %(after_id)s) AND batch <= %(batch)s
        AND status OPERATOR(pg_catalog.=) 'FAILED'
@@ -16,10 +17,10 @@ WITH picked AS MATERIALIZED (
      LIMIT %(bite)s
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, batch, max_attempts, correlation_id,
-                                    reply_to, headers, data, timeout)
+                                    reply_to, headers, data, timeout, on_exhausted)
     SELECT %(domain)s, command_id, command_type, pg_catalog.nextval('pgmq.{queue}_msg_id_seq'), %(into)s,
            max_attempts,
-           correlation_id, reply_to, headers, data, timeout
+           correlation_id, reply_to, headers, data, timeout, on_exhausted
       FROM picked
      ORDER BY id
     ON CONFLICT (domain, command_id) DO NOTHING

@@ -6,7 +6,8 @@
 -- for a bad one. Indexes: the queue's key, command_domain_command_id_key.
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
-        AS x(m bigint, k integer, i text, t text, x integer, c text, r text, h json, d json, o float8)
+        AS x(m bigint, k integer, i text, t text, x integer, c text, r text, h json, d json, o float8, e float8,
+             f text)
 ), held AS MATERIALIZED (
     SELECT q.msg_id, q.enqueued_at
       FROM pgmq.{queue} q
@@ -16,9 +17,9 @@ WITH input AS MATERIALIZED (
        FOR UPDATE
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, created_at, max_attempts,
-                                    correlation_id, reply_to, headers, data, timeout, attempt_base, waived)
+                                    correlation_id, reply_to, headers, data, timeout, attempt_base, waived, on_exhausted, expires_at)
     SELECT %(domain)s, i, t, msg_id, greatest(least(enqueued_at, pg_catalog.now()), 'epoch'), x, c, r, h, d,
-           o, -k, k
+           o, -k, k, f, pg_catalog.now() + pg_catalog.make_interval(secs => e)
       FROM held JOIN input ON m = msg_id
     ON CONFLICT (domain, command_id) DO NOTHING
     RETURNING id, msg_id

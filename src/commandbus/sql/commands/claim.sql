@@ -64,7 +64,10 @@ SELECT l.msg_id, l.read_ct, c.id, c.command_id, c.command_type, c.data::text, le
                AND c.id <> ALL (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL))),
        NULLIF(l.is_lost, false), NULL, (SELECT last_vt FROM reached), (SELECT claimed_at FROM reached),
        c.timeout, c.suspect, c.step, c.batch, c.id = ANY (ARRAY(SELECT probe FROM broken WHERE probe IS NOT NULL)),
-       c.quarantine, c.alone
+       c.quarantine, c.alone,
+       CASE WHEN c.expires_at IS NOT NULL OR c.snoozes IS NOT NULL OR c.on_exhausted IS NOT NULL
+            THEN pg_catalog.json_build_array(extract(epoch FROM c.expires_at - pg_catalog.now()), c.on_exhausted,
+                     c.snoozes, extract(epoch FROM pg_catalog.now() - c.snoozed_at))::text END
   FROM leased l
   LEFT JOIN LATERAL (
        SELECT *

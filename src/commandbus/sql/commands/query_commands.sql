@@ -4,13 +4,14 @@ SELECT c.id, c.domain, c.command_id, c.command_type, c.status::text, c.data::tex
        c.reply_to, c.headers::text, c.max_attempts, c.attempt, c.attempt_base, c.created_at, c.started_at,
        c.finished_at, c.worker, c.msg_id, a.error_type, a.error_code, a.error, c.timeout,
        (SELECT b.batch_id FROM commandbus.batch b WHERE b.id = c.batch), c.waived,
-       CASE WHEN c.alone THEN 'alone' WHEN c.suspect IS NOT NULL THEN 'suspect' WHEN c.quarantine THEN 'quarantine' END
+       CASE WHEN c.alone THEN 'alone' WHEN c.suspect IS NOT NULL THEN 'suspect' WHEN c.quarantine THEN 'quarantine' END,
+       c.expires_at, c.on_exhausted, c.snoozes
   FROM commandbus.command c
   LEFT JOIN LATERAL (
        SELECT error_type, error_code, error FROM commandbus.attempt
         WHERE command = c.id AND verdict NOT IN ('GIVEN_BACK', 'PARKED')
           AND c.status OPERATOR(pg_catalog.<>) 'COMPLETED'
-        ORDER BY number DESC LIMIT 1) a ON true
+        ORDER BY number DESC, finished_at DESC LIMIT 1) a ON true
  WHERE (%(domain)s::text IS NULL OR c.domain = %(domain)s)
    AND (%(command_id)s::text IS NULL OR c.command_id = %(command_id)s)
    AND (%(command_type)s::text IS NULL OR c.command_type = %(command_type)s)

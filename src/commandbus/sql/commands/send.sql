@@ -6,10 +6,13 @@
 -- a moment in the past (`at`): claims go by vt, so such a command would overtake all that were sent before it.
 WITH sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
-                                    reply_to, headers, data, timeout)
+                                    reply_to, headers, data, timeout, on_exhausted, expires_at)
     VALUES (%(domain)s, %(command_id)s, %(command_type)s, pg_catalog.nextval('pgmq.{queue}_msg_id_seq'),
             %(max_attempts)s,
-            %(correlation_id)s, %(reply_to)s, %(headers)s::json, %(data)s::json, %(timeout)s)
+            %(correlation_id)s, %(reply_to)s, %(headers)s::json, %(data)s::json, %(timeout)s,
+            %(on_exhausted)s,
+            COALESCE(%(expires_at)s::timestamptz,
+                     pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => %(expires_in)s)))
     {conflict}
     RETURNING id, msg_id
 )

@@ -11,11 +11,14 @@ WITH ours AS (  -- never run; named first, so that a database without our schema
 ), input AS MATERIALIZED (
     SELECT x.*, pg_catalog.nextval('pgmq.{queue}_msg_id_seq') AS msg_id
       FROM pg_catalog.json_to_recordset(%(rows)s::json)
-        AS x(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8)
+        AS x(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8, e float8,
+             z timestamptz, f text)
 ), sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id,
-                                    reply_to, headers, data, timeout)
-    SELECT %(domain)s, i, t, msg_id, m, c, r, h, d, o FROM input {by_id}
+                                    reply_to, headers, data, timeout, on_exhausted, expires_at)
+    SELECT %(domain)s, i, t, msg_id, m, c, r, h, d, o, f,
+           COALESCE(z, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => e))
+      FROM input {by_id}
     {conflict}
     RETURNING id, msg_id
 ), queued AS (

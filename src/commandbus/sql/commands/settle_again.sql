@@ -1,5 +1,5 @@
--- Settles attempts whose command is to be tried again: after a failure (with an attempt row), or waived. Returns the
--- rows that were not settled, as commands/settle_final.sql does.
+-- Settles attempts whose command is to be tried again: after a failure (with an attempt row), waived, or snoozed (`z`).
+-- Returns the rows that were not settled, as commands/settle_final.sql does.
 --
 -- The holder is cleared, so an attempt that was abandoned cannot settle during its own back-off. Locks: queue rows in
 -- key order, then command rows (of waived ones, and where the marks of trouble change). Indexes: the queue's key, the
@@ -9,7 +9,7 @@
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, n integer, t float8, d float8, w integer, k boolean, x smallint, q boolean,
-             a boolean, e json)
+             a boolean, e json, z boolean)
 ), held AS MATERIALIZED (
     SELECT msg_id, read_ct, message ->> 'command'::text AS command, headers ? 'cancel'::text AS is_canceled
       FROM pgmq.{queue}
@@ -27,7 +27,9 @@ WITH input AS MATERIALIZED (
 ), waived AS (
     UPDATE commandbus.command c
        SET waived = c.waived + f.w, suspect = CASE WHEN f.k THEN f.x ELSE c.suspect END,
-           quarantine = CASE WHEN f.k THEN f.q ELSE c.quarantine END, alone = CASE WHEN f.k THEN f.a ELSE c.alone END
+           quarantine = CASE WHEN f.k THEN f.q ELSE c.quarantine END, alone = CASE WHEN f.k THEN f.a ELSE c.alone END,
+           snoozes = CASE WHEN f.z THEN COALESCE(c.snoozes, 0) + 1 ELSE c.snoozes END,
+           snoozed_at = CASE WHEN f.z THEN COALESCE(c.snoozed_at, pg_catalog.now()) ELSE c.snoozed_at END
       FROM fenced f
      WHERE c.id = f.c AND c.msg_id = f.m AND (f.w <> 0 OR f.k)
 ), failed AS (

@@ -1,6 +1,7 @@
 -- An operator's retry. Commands leave the troubleshooting queue for their domain's queue, and their attempts start
--- again: a new message, whose read_ct is 0; the number goes on from attempt_base; nothing is waived yet. A command that
--- got stuck or crashed its worker goes on in quarantine.
+-- again: a new message, whose read_ct is 0; the number goes on from attempt_base; nothing is waived yet, and no snooze
+-- is counted. A command does not expire any more: a person wants it to run. A command that got stuck or crashed its
+-- worker goes on in quarantine.
 --
 -- Locks: tsq rows in key order (of two operators the second waits, then finds nothing), then the new queue rows, then
 -- command rows. Index: tsq's key or tsq_domain_type; attempt's key.
@@ -25,6 +26,7 @@ WITH picked AS MATERIALIZED (
     UPDATE commandbus.command c
        SET status = 'PENDING', msg_id = q.msg_id, attempt_base = c.attempt, waived = 0, attempt = NULL,
            worker = NULL, started_at = NULL, result = NULL, suspect = NULL, alone = NULL,
+           expires_at = NULL, snoozes = NULL, snoozed_at = NULL,
            quarantine = c.quarantine OR EXISTS (
                SELECT FROM commandbus.attempt a
                 WHERE a.command = c.id AND a.number = c.attempt AND a.rung IN ('stuck', 'kill', 'crash'))

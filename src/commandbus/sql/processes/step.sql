@@ -5,10 +5,11 @@
 -- Locks: new rows only, as in commands/send.sql. Indexes: command_domain_command_id_key, process_step's key.
 WITH sent AS (
     INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to,
-                                    headers, data, timeout, process, step)
+                                    headers, data, timeout, process, step, on_exhausted)
     VALUES (%(domain)s, %(command_id)s, %(command_type)s, pg_catalog.nextval('pgmq.{queue}_msg_id_seq'),
             %(max_attempts)s,
-            %(correlation_id)s, %(reply_to)s, %(headers)s::json, %(data)s::json, %(timeout)s, %(process)s, %(step)s)
+            %(correlation_id)s, %(reply_to)s, %(headers)s::json, %(data)s::json, %(timeout)s, %(process)s, %(step)s,
+            %(on_exhausted)s)
     ON CONFLICT (domain, command_id) DO NOTHING
     RETURNING id, msg_id
 ), noted AS (

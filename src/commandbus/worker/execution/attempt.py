@@ -26,6 +26,7 @@ from commandbus.flow.commands.claimed_row import (
     HEADERS,
     IS_PROBE,
     MAX_ATTEMPTS,
+    OPTIONS,
     QUARANTINE,
     REPLY_TO,
     STEP,
@@ -34,6 +35,7 @@ from commandbus.flow.commands.claimed_row import (
     WAIVED,
     ClaimedRow,
     Fence,
+    RareOptions,
 )
 from commandbus.flow.commands.reply import compose
 from commandbus.flow.commands.settle import (
@@ -44,12 +46,14 @@ from commandbus.flow.commands.settle import (
     given_back,
     of_row,
     parked,
+    snoozed,
     waived,
 )
 from commandbus.model import payload
 from commandbus.model.command import Command
 from commandbus.model.durations import format_seconds
-from commandbus.model.outcome import Failure, Judgement
+from commandbus.model.outcome import EXPIRED, Failure, Judgement, Verdict
+from commandbus.model.retry import OnExhausted, RetryPolicy
 from commandbus.worker.execution.handlers import Handler
 
 if TYPE_CHECKING:
@@ -170,6 +174,7 @@ class Attempt:
     is_lost = False
     has_committed = False
     limit_use: LimitUse | None = None  # only if it has something to do with limits
+    expires_at: float | None = None  # of `clock.boottime`; it is not to start after that
     _extras: Extras | None = None
 
     def __init__(self, domain: str, row: tuple[Any, ...], handler: Handler | None, renewed_at: float) -> None:
@@ -225,6 +230,29 @@ class Attempt:
         """The command's own limit, if its sender gave one."""
         found: int | None = self.row[MAX_ATTEMPTS]
         return found
+
+    @property
+    def options(self) -> RareOptions:
+        """What few commands have."""
+        return RareOptions.read(self.row[OPTIONS])
+
+    def on_exhausted(self, default: RetryPolicy) -> OnExhausted:
+        """What happens when its attempts are used up: as its command says, else its handler, else the policy."""
+        handler = self.handler
+        own = self.options.on_exhausted or (None if handler is None else handler.options.on_exhausted)
+        policy = default if handler is None or handler.retry_policy is None else handler.retry_policy
+        return own or policy.on_exhausted
+
+    def note_expiry(self) -> None:
+        """Read from its row when it expires. `renewed_at` must be when it was claimed."""
+        expires_in = self.options.expires_in
+        if expires_in is not None:
+            self.expires_at = self.renewed_at + expires_in
+
+    @property
+    def has_expired(self) -> bool:
+        """Is it too late to start it?"""
+        return self.expires_at is not None and boottime() >= self.expires_at
 
     @property
     def timeout(self) -> float | None:
@@ -417,6 +445,16 @@ class Attempt:
     def waive(self, failure: Failure, *, suspect: bool = False) -> Settlement:
         """The settlement of an attempt that was stopped through no fault of its own."""
         return waived(self.domain, self.claimed, started=self.started, failure=failure, suspect=suspect)
+
+    def expire(self) -> Settlement:
+        """The settlement of a command that was not started in time."""
+        return self.fail(Judgement(Verdict.EXPIRED, EXPIRED))
+
+    def snooze(self, failure: Failure, delay_seconds: float) -> Settlement:
+        """The settlement of an attempt whose handler wants to be called again later."""
+        return snoozed(
+            self.domain, self.claimed, started=self.started, failure=failure, delay_seconds=delay_seconds
+        )
 
     def park(self, limit: str, failure: Failure, note: str, *, until: float | None) -> Settlement:
         """The settlement of an attempt that waits for a limit."""

@@ -20,7 +20,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection, Connection, IsolationLevel
@@ -46,6 +46,7 @@ from commandbus.model.durations import Duration, format_seconds, parse_seconds
 from commandbus.model.json_values import JsonValue
 from commandbus.model.limit import WAIT_SECONDS
 from commandbus.model.safe_text import escaped
+from commandbus.model.snooze import Snooze
 from commandbus.model.timeouts import SHORTEST
 from commandbus.worker.execution.attempt import CHILD_LATE, NEVER, Attempt, Scope, Stop
 from commandbus.worker.execution.connections import HandlerConnections
@@ -214,6 +215,13 @@ class _Context:
             raise stop.error()
         if self._left() <= 0:
             raise DeadlineExceededError(self._late())
+
+    def snooze(self, delay: Duration, reason: str = "") -> NoReturn:
+        """Leave the handler: the command is tried again after the delay, and this attempt is not charged.
+
+        The same as `raise Snooze(delay, reason)`.
+        """
+        raise Snooze(delay, reason)
 
     def heartbeat(self, progress: JsonValue = None) -> None:
         """Report the progress (any JSON value), for `commandbus show` while it runs. Raises if asked to stop."""

@@ -45,11 +45,14 @@ from commandbus.model.outcome import (
     Judgement,
     Verdict,
     describe,
+    exhausted,
+    fate_of,
     insist,
     judge,
     judge_failure,
 )
-from commandbus.model.retry import RetryPolicy
+from commandbus.model.retry import NO_RULING, RetryPolicy, Ruling
+from commandbus.model.snooze import Snooze
 from commandbus.model.timeouts import Timeouts
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why
 from commandbus.worker.execution.context import (
@@ -62,22 +65,12 @@ from commandbus.worker.execution.context import (
 from commandbus.worker.execution.handlers import HandlerRegistry
 from commandbus.worker.exhaustion import ExhaustedError
 from commandbus.worker.health import HealthStatus
-from commandbus.worker.isolation.remote_errors import API
+from commandbus.worker.isolation.remote_errors import API, RULING
 
 logger = safe_logger("commandbus.worker")
 
 
-_FATES = {
-    Verdict.RETRY: "tried again in {delay:.3g} s",
-    Verdict.EXHAUSTED: "attempts used up: to the troubleshooting queue",
-    Verdict.PERMANENT: "to the troubleshooting queue",
-    Verdict.UNKNOWN_TYPE: "to the troubleshooting queue",
-    Verdict.BUSINESS_RULE: "FAILED for good",
-    Verdict.TIMED_OUT: "FAILED for good (on_timeout)",
-    Verdict.CANCELED: "CANCELED",
-}
-
-_LEVELS = {Verdict.BUSINESS_RULE: logging.INFO} | {
+_LEVELS = {Verdict.BUSINESS_RULE: logging.INFO, Verdict.FAILED: logging.ERROR} | {
     verdict: logging.ERROR
     for verdict, status in STATUS_AFTER.items()
     if status is CommandStatus.IN_TROUBLESHOOTING_QUEUE
@@ -178,8 +171,9 @@ class Executor:
             "WORKER_LOST",
             f"{attempt.charge - 1} attempts ended with the loss of their worker or lease; it is not retried",
         )
-        _log(logging.ERROR, attempt, f"{failure.error}: to the troubleshooting queue")
-        return attempt.fail(Judgement(Verdict.EXHAUSTED, failure))
+        judgement = exhausted(failure, attempt.on_exhausted(self._policy))
+        _log(logging.ERROR, attempt, f"{failure.error}; {fate_of(judgement)}")
+        return attempt.fail(judgement)
 
     def run(self, attempt: Attempt) -> Ended:
         """Run a sync handler to its end."""
@@ -246,6 +240,8 @@ class Executor:
             if use is not None:
                 use.note_stop(is_late=stop.why is Why.DEADLINE)
             return self._stopped(attempt, stop, trace)
+        if isinstance(error, Snooze):
+            return self._snooze(attempt, error, describe(error, trace))
         if isinstance(error, LimitLostError | ExhaustedError):
             if use is not None and isinstance(error, LimitLostError):
                 use.note_stop(is_late=False)
@@ -263,7 +259,36 @@ class Executor:
         is_timeout = failure.rung is not None
         if is_timeout:
             failure = replace(failure, duration_ms=attempt.elapsed_ms())
-        return self._conclude(attempt, failure, raised, is_timeout=is_timeout, is_calls=api is not None)
+        ruling = self._rule(attempt, error)
+        return self._conclude(
+            attempt, failure, raised, is_timeout=is_timeout, is_calls=api is not None, ruling=ruling
+        )
+
+    def _snooze(self, attempt: Attempt, snooze: Snooze, failure: Failure) -> Settlement:
+        """Its handler wants to be called again later, if the policy still allows that."""
+        failure = replace(failure, traceback=None, duration_ms=attempt.elapsed_ms())
+        delay, options, policy = snooze.delay_seconds, attempt.options, self._policy_of(attempt)
+        snoozes, since = options.snoozes or 0, options.snoozed_ago or 0.0
+        if policy.may_snooze(snoozes, since, delay):
+            self._on_failed(attempt, Judgement(Verdict.SNOOZED, failure))
+            _log(logging.INFO, attempt, f"is snoozed for {format_seconds(delay)}: {failure.error or 'no reason'}")
+            return attempt.snooze(failure, delay)
+        text = (
+            f"snoozed {snoozes} times in {format_seconds(round(since))}, and its retry policy allows "
+            f"max_snoozes {policy.max_snoozes} and max_snooze_time {policy.max_snooze_time:g} s; the handler's "
+            f"reason: {failure.error or 'none'}"
+        )
+        failure = replace(failure, error_code="SNOOZED_TOO_OFTEN", error=text)
+        return self._fail(attempt, exhausted(failure, attempt.on_exhausted(self._policy)))
+
+    def _rule(self, attempt: Attempt, error: BaseException) -> Ruling:
+        """What the policy says about the exception. Where a child process ran the handler, it was asked there."""
+        ruling = getattr(error, RULING, None)
+        if not isinstance(ruling, Ruling):
+            ruling = self._policy_of(attempt).rule(error)
+        if ruling.problem is not None:
+            _log(logging.ERROR, attempt, f"{ruling.problem}: its backoff_schedule decides")
+        return ruling
 
     @staticmethod
     def _api_of(error: BaseException) -> ApiFailure | None:
@@ -319,12 +344,13 @@ class Executor:
         *,
         is_timeout: bool,
         is_calls: bool,
+        ruling: Ruling = NO_RULING,
     ) -> Settlement | CallFailed:
         """The settlement of a failure that may pass. If a call to a limited API failed (`is_calls`), that may have
         been the limit's probe, and its limit says whether the command is charged."""
 
         def charge() -> Settlement:
-            return self._fail(attempt, self._judge(attempt, failure, is_timeout=is_timeout), raised)
+            return self._fail(attempt, self._judge(attempt, failure, is_timeout=is_timeout, ruling=ruling), raised)
 
         use = attempt.limit_use
         if is_calls and use is not None and use.was_calling and not self._is_final(attempt, is_timeout=is_timeout):
@@ -345,7 +371,9 @@ class Executor:
         _log(logging.WARNING, attempt, f"was stopped: {failure.error}; retried, not charged")
         return attempt.waive(failure, suspect=suspect)
 
-    def _judge(self, attempt: Attempt, failure: Failure, *, is_timeout: bool) -> Judgement:
+    def _judge(
+        self, attempt: Attempt, failure: Failure, *, is_timeout: bool, ruling: Ruling = NO_RULING
+    ) -> Judgement:
         return judge(
             failure,
             charge=attempt.claimed.charge_after(failure),
@@ -353,6 +381,8 @@ class Executor:
             max_attempts=attempt.max_attempts,
             is_final=self._is_final(attempt, is_timeout=is_timeout),
             spread=random.random(),  # noqa: S311 - jitter
+            ruling=ruling,
+            on_exhausted=attempt.on_exhausted(self._policy),
         )
 
     def _fail(self, attempt: Attempt, judgement: Judgement, raised: BaseException | None = None) -> Settlement:
@@ -394,7 +424,7 @@ class Executor:
         """
         most = attempt.max_attempts or self._policy_of(attempt).max_attempts
         failure = judgement.failure
-        fate = _FATES[judgement.verdict].format(delay=judgement.delay_seconds)
+        fate = fate_of(judgement)
         level = _LEVELS.get(judgement.verdict, logging.WARNING)
         # Earlier crashes may be charged together with this one, so the charge may exceed the tries.
         tries = f"{min(attempt.claimed.charge_after(failure), most)} of {most} tries used"

@@ -25,7 +25,7 @@ from commandbus.model.command import Command
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.limit import Limit, check_limit_name
 from commandbus.model.names import check_domain, check_type
-from commandbus.model.retry import RetryPolicy
+from commandbus.model.retry import OnExhausted, RetryPolicy, check_on_exhausted
 from commandbus.processes.manager import BaseProcessManager, check_manager
 from commandbus.worker.execution.schedule_declarations import ScheduleDeclarations
 
@@ -40,10 +40,11 @@ class Options:
     """The checked options of a handler.
 
     `timeout`: how long one attempt may take, in seconds; 0: no deadline; None: the worker's task_timeout.
-    `on_timeout`: "retry" after a timeout, or "fail": the command is FAILED for good. `isolation`: "process" runs
-    it in a child process, which can be killed without harm to its neighbors. `limits`: it needs a permit of each
-    of these; until it has them, its commands are parked. `fresh_thread`: each attempt runs in a new thread, which
-    ends with it.
+    `on_timeout`: "retry" after a timeout, or "fail": the command is FAILED for good. `on_exhausted`: what happens
+    when the attempts are used up, "troubleshoot" or "fail"; None: as the retry policy says. `isolation`:
+    "process" runs it in a child process, which can be killed without harm to its neighbors. `limits`: it needs a
+    permit of each of these; until it has them, its commands are parked. `fresh_thread`: each attempt runs in a new
+    thread, which ends with it.
     """
 
     retry_policy: RetryPolicy | None = None
@@ -52,6 +53,7 @@ class Options:
     isolation: Isolation = "thread"
     limits: tuple[str, ...] = ()
     fresh_thread: bool = False
+    on_exhausted: OnExhausted | None = None
 
 
 def _check_options(
@@ -61,6 +63,7 @@ def _check_options(
     isolation: object,
     limits: object = (),
     fresh_thread: object = False,
+    on_exhausted: object = None,
 ) -> Options:
     if retry_policy is not None and not isinstance(retry_policy, RetryPolicy):
         raise TypeError(f"retry_policy must be a RetryPolicy, not {type(retry_policy).__name__}")
@@ -71,7 +74,8 @@ def _check_options(
     seconds = None if timeout is None else parse_seconds(timeout, name="timeout")
     if not isinstance(fresh_thread, bool):
         raise TypeError(f"fresh_thread must be True or False, not {fresh_thread!r}")
-    return Options(retry_policy, seconds, on_timeout, isolation, _limit_names(limits), fresh_thread)
+    own = None if on_exhausted is None else check_on_exhausted(on_exhausted)
+    return Options(retry_policy, seconds, on_timeout, isolation, _limit_names(limits), fresh_thread, own)
 
 
 def _limit_names(limits: object) -> tuple[str, ...]:
@@ -115,11 +119,12 @@ def handler(
     isolation: Isolation = "thread",
     limits: Sequence[str | Limit] = (),
     fresh_thread: bool = False,
+    on_exhausted: OnExhausted | None = None,
 ) -> Callable[[F], F]:
     """Mark a method as a handler, for `HandlerRegistry.register_instance`."""
     check_domain(domain)
     check_type(command_type)
-    options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread)
+    options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread, on_exhausted)
     declared = _declared(limits)
 
     def mark(function: F) -> F:
@@ -164,9 +169,10 @@ class HandlerRegistry(ScheduleDeclarations):
         isolation: Isolation = "thread",
         limits: Sequence[str | Limit] = (),
         fresh_thread: bool = False,
+        on_exhausted: OnExhausted | None = None,
     ) -> Callable[[F], F]:
         """Register the decorated function; see `Options`."""
-        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread)
+        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread, on_exhausted)
         for limit in _declared(limits):
             self.declare_limit(limit)
 
@@ -188,9 +194,10 @@ class HandlerRegistry(ScheduleDeclarations):
         isolation: Isolation = "thread",
         limits: Sequence[str | Limit] = (),
         fresh_thread: bool = False,
+        on_exhausted: OnExhausted | None = None,
     ) -> Handler:
         """Register a function; a second one for the same command is refused."""
-        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread)
+        options = _check_options(retry_policy, timeout, on_timeout, isolation, limits, fresh_thread, on_exhausted)
         for limit in _declared(limits):
             self.declare_limit(limit)
         return self._add(domain, command_type, function, options)

@@ -252,7 +252,7 @@ class Isolated:
             result = self._run_async(run, services) if attempt.handler.is_async else self._run_sync(run, services)
             told["result"] = self._text_of(attempt, result)
         except BaseException as error:  # noqa: BLE001 - SystemExit and the like end the attempt, not the process
-            told["error"] = describe_error(error, _format(error))
+            told["error"] = describe_error(error, _format(error), attempt.handler.retry_policy)
         attempt.bar()  # a thread that it left behind gets no connection any more
         connections.close()
         return told | {"committed": attempt.has_committed, "lost": attempt.is_lost}

@@ -142,7 +142,9 @@ class Isolation:
         the system has nothing left for a process."""
         late = self._late_seconds
         try:
-            taken = self._children.take(lambda: attempt.stop is None and attempt.is_surely_held(late))
+            taken = self._children.take(
+                lambda: attempt.stop is None and not attempt.has_expired and attempt.is_surely_held(late)
+            )
         except StartError as error:
             if error.is_exhaustion:
                 self._on_exhausted(str(error))
@@ -153,7 +155,7 @@ class Isolation:
                 self._on_exhausted(f"a child process could not be started ({error})")
                 return None
             return self._fail(attempt, f"its child process could not be started: {type(error).__name__}: {error}")
-        if taken is not None and not attempt.is_surely_held(late):
+        if taken is not None and (attempt.has_expired or not attempt.is_surely_held(late)):
             self._children.give_back(taken, is_usable=True)  # the wait was longer than its lease
             return None
         return taken

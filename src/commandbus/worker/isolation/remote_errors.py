@@ -19,10 +19,15 @@ from commandbus.clock import epoch
 from commandbus.model import payload
 from commandbus.model.api_errors import ApiFailure, api_failure, parse_retry_after
 from commandbus.model.outcome import describe
+from commandbus.model.retry import RetryPolicy, Ruling
+from commandbus.model.snooze import Snooze
 from commandbus.worker.exhaustion import ExhaustedError
 
 API: Final = "commandbus_api"
 """The attribute of a remade exception that says what the original one said of an API."""
+
+RULING: Final = "commandbus_ruling"
+"""The attribute of a remade exception that says what the retry policy said about the original one."""
 
 _KNOWN: Final[dict[str, type[BaseException]]] = {
     f"{kind.__module__}.{kind.__qualname__}": kind
@@ -30,6 +35,7 @@ _KNOWN: Final[dict[str, type[BaseException]]] = {
         ExhaustedError,
         errors.BusinessRuleException,
         errors.PermanentCommandError,
+        Snooze,
         errors.TransientCommandError,
         errors.CommandFailure,
         errors.AttemptFencedError,
@@ -53,8 +59,8 @@ _KNOWN: Final[dict[str, type[BaseException]]] = {
 }
 
 
-def describe_error(error: BaseException, trace: str) -> dict[str, Any]:
-    """The description of an exception, for the worker."""
+def describe_error(error: BaseException, trace: str, policy: RetryPolicy | None = None) -> dict[str, Any]:
+    """What is told of an exception, and what its handler's own retry policy says about it."""
     failure = describe(error, trace)
     kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
     return {
@@ -65,6 +71,8 @@ def describe_error(error: BaseException, trace: str) -> dict[str, Any]:
         "details": failure.details,
         "trace": failure.traceback,
         "api": None if (api := api_failure(error)) is None else asdict(api),
+        "snooze": error.delay_seconds if isinstance(error, Snooze) else None,
+        "ruling": None if policy is None else list(policy.rule(error)),
     }
 
 
@@ -90,12 +98,16 @@ def remake_error(told: dict[str, Any]) -> tuple[BaseException, str | None]:
         name[:200] or "Error", (base,), {"__str__": lambda _: text, "__module__": "remote"}
     )
     trace = told.get("trace")
-    if issubclass(kind, errors.CommandFailure):
+    if issubclass(kind, Snooze):
+        error: BaseException = kind(told.get("snooze", 0), text)
+    elif issubclass(kind, errors.CommandFailure):
         details = told.get("details")
         code = payload.clean_text(str(told.get("code")), longest=200)
-        error: BaseException = kind(text, code=code, details=payload.loads(details) if details else None)
+        error = kind(text, code=code, details=payload.loads(details) if details else None)
     else:
         error = kind(text)
     if isinstance(api := told.get("api"), dict):
         setattr(error, API, remake_api(api))
+    if isinstance(ruling := told.get("ruling"), list):
+        setattr(error, RULING, Ruling(*ruling))
     return error, payload.clean_text(trace) if isinstance(trace, str) else None

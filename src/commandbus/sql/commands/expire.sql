@@ -1,0 +1,33 @@
+-- Ends commands that have not started in time and that nobody runs: CANCELED, with an attempt row that says EXPIRED. Returns
+-- what a reply needs. Of those that are PENDING, but held by a worker or locked, it returns the id alone: to be asked again.
+--
+-- Locks: queue rows, SKIP LOCKED, then command rows, found by the message that names them. Indexes: the command's key, the
+-- queue's key. Rows in `parked` are the caller's next statement.
+WITH target AS MATERIALIZED (
+    SELECT id, msg_id FROM commandbus.command
+     WHERE id = ANY (%(ids)s::bigint[]) AND status OPERATOR(pg_catalog.=) 'PENDING' AND expires_at <= pg_catalog.now()
+), free AS MATERIALIZED (
+    SELECT q.msg_id
+      FROM pgmq.{queue} q
+     WHERE q.msg_id = ANY (ARRAY(SELECT msg_id FROM target))
+       AND NOT COALESCE(q.headers ? 'held_by'::text, false)
+     ORDER BY q.msg_id
+       FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM pgmq.{queue} WHERE msg_id = ANY (ARRAY(SELECT msg_id FROM free))
+    RETURNING msg_id, read_ct, (message ->> 'command'::text)::bigint AS command
+), moved AS (
+    UPDATE commandbus.command c
+       SET status = 'CANCELED', finished_at = pg_catalog.now(), attempt_base = c.attempt_base + g.read_ct
+      FROM gone g
+     WHERE c.id = g.command AND c.msg_id = g.msg_id
+    RETURNING c.id, c.command_id, c.command_type, c.correlation_id, c.reply_to, c.attempt_base, c.batch, c.process,
+              c.step, g.msg_id
+), noted AS (
+    INSERT INTO commandbus.attempt (command, number, verdict, error_type, error_code, error)
+    SELECT id, attempt_base, 'EXPIRED', %(error_type)s, %(error_code)s, %(error)s FROM moved
+)
+SELECT id, command_id, command_type, correlation_id, reply_to, batch, process, step, msg_id FROM moved
+UNION ALL
+SELECT id, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+  FROM target WHERE id <> ALL (ARRAY(SELECT id FROM moved))
