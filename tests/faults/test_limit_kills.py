@@ -18,6 +18,7 @@ import pytest
 from commandbus import CommandBus, CommandStatus, Limit, Settings
 from commandbus.model.command import NewCommand
 from support.api_stub import ApiStub, Reply, too_many
+from support.redis_server import RedisServer
 from support.running import examples
 from support.waiting import one, until
 
@@ -174,6 +175,31 @@ def test_ac4_never_above_the_limit_while_holders_are_killed(
     assert len(again) <= kills * 4  # as many as run in a process
     with CommandBus(settings=Settings(database_url=database, **store)) as other:
         until(lambda: other.get_limit("docai").in_use == 0, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["redis"], indirect=True)
+def test_ac4_never_above_the_limit_while_redis_loses_its_data_and_holders_are_killed(
+    bus: CommandBus, db: Db, api: ApiStub, start: Callable[[], Process], redis_server: RedisServer
+) -> None:
+    """Calls take half a lease, so those of a killed holder are still inside when Redis has forgotten them."""
+    count, dice = 40, random.Random(7)
+    fleet = {process.pid: process for process in (start() for _ in range(4))}
+    until(lambda: active(db) == 4, 30)
+    send(bus, api, count, ("page", "page", "block"), LEASE / 2)
+    for number in range(4):
+        pid = until(lambda: next(iter(sorted({int(who) for who in api.callers()} & set(fleet))), 0), 60)
+        if number % 2:
+            process = fleet.pop(pid)
+            process.kill()
+            process.wait()
+            began = start()
+            fleet[began.pid] = began
+        redis_server.flush()
+        time.sleep(dice.random())  # the moments of the losses are anybody's guess
+    until(lambda: completed(db) == count, 90, what=lambda: f"{completed(db)} done, {api.inside} inside")
+    assert api.peak <= PLACES
+    check_all_done(bus, db, count)
 
 
 @pytest.mark.slow

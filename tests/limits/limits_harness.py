@@ -120,8 +120,8 @@ class Client:
 
     def work(self, limit: Any, inside: Inside, *, width: int = 10) -> None:
         """Begin to enter and leave."""
-        worker = _Labour(self.store, limit, inside, width)
-        self._labour = worker.step
+        self._worker = _Labour(self.store, limit, inside, width)
+        self._labour = self._worker.step
 
     def freeze(self) -> None:
         """Be as a process that was stopped: nothing is said or done, until `thaw`."""
@@ -139,6 +139,12 @@ class Client:
             self._is_frozen.clear()
             self._orders.put(None)
             self._thread.join(30)
+
+    def die(self, inside: Inside) -> None:
+        """Be killed at work: its calls go on until the leases of their places end."""
+        self.stop(kill=True)
+        for token, ends in self._worker.lease_ends().items():
+            threading.Timer(ends - time.monotonic(), inside.leave, [token]).start()
 
     def _drop(self) -> None:
         """What the kernel does with the connections of a process that was killed."""
@@ -181,6 +187,10 @@ class _Labour:
         self._width = width
         self._entries = 0
         self._held: dict[str, tuple[float, float]] = {}  # token → when it leaves, when its lease is renewed
+
+    def lease_ends(self) -> dict[str, float]:
+        """When the leases end of what it holds."""
+        return {token: at + self._limit.lease * 2 / 3 for token, (_, at) in self._held.items()}
 
     def step(self) -> None:
         now = time.monotonic()

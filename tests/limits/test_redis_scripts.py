@@ -24,6 +24,7 @@ class Terms:
     per_second: float | None = None
     burst: int = 1
     lease: float = 60.0
+    shared: bool = False
 
 
 LIMIT = Terms()

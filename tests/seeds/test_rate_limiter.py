@@ -210,7 +210,7 @@ class TestWithLimit:
         self, client: redis.Redis, database: str, redis_url: str
     ) -> None:
         with CommandBus(settings=Settings(database_url=database, redis_url=redis_url)) as bus:
-            bus.declare_limit(Limit("docai", concurrency=2))
+            bus.declare_limit(Limit("docai", concurrency=2, shared=True))
             with bus.limit("docai"):
                 assert held(client, "docai_semaphore:development") == 1
                 one, two = (RedisSemaphore(client, "docai", max_concurrent=2) for _ in range(2))
@@ -226,7 +226,7 @@ class TestWithLimit:
     def test_a_semaphore_is_woken_by_a_limit(self, client: redis.Redis, database: str, redis_url: str) -> None:
         waiter = RedisSemaphore(client, "docai", max_concurrent=1)
         with CommandBus(settings=Settings(database_url=database, redis_url=redis_url)) as bus:
-            bus.declare_limit(Limit("docai", concurrency=1))
+            bus.declare_limit(Limit("docai", concurrency=1, shared=True))
             with ThreadPoolExecutor(1) as thread, bus.limit("docai"):
                 waiting = thread.submit(waiter.acquire, 60)
                 until(lambda: client.pubsub_numpat())
@@ -289,7 +289,7 @@ class TestRateLimitedCall:
             async with rate_limited_api_call("test", timeout=0.1, redis_client=client):
                 await asyncio.sleep(30)
 
-        with pytest.raises(ApiTimeoutError, match=r"timeout: test did not answer within 0\.1 s"):
+        with pytest.raises(ApiTimeoutError, match=r"no answer from test within 0\.1 s \(timeout\)"):
             asyncio.run(use())
         assert held(client) == 1  # the call may still run at the other end
 
@@ -299,7 +299,7 @@ class TestRateLimitedCall:
             rate_limited_api_call("test", 0.05, redis_client=client),
         ):
             time.sleep(0.1)
-        assert held(client) == 1
+        assert held(client) == 0  # it has come back
 
     def test_an_error_gives_the_permit_back(self, client: redis.Redis) -> None:
         with pytest.raises(KeyError), rate_limited_api_call("test", redis_client=client):

@@ -97,6 +97,8 @@ def show(session: CliSession, name: str, actions: int) -> None:
 )
 @click.option("--breaker-reset", type=DURATION, metavar="60s", help="How long the breaker stays open.")
 @click.option("--store", type=click.Choice(["postgres", "redis"]), help="The permit store of a new limit.")
+@click.option("--shared/--not-shared", default=None,
+              help="Do stand-alone semaphores use its permits in Redis, too?")  # fmt: skip
 @operator_options
 @click.pass_obj
 def set_limit(session: CliSession, /, name: str, operator: str | None, reason: str | None, **options: Any) -> None:
@@ -184,6 +186,7 @@ def _print_one(info: LimitInfo, estimate: Estimate, done: list[ControlAction]) -
             "environment": info.environment,
             "state": f"{_state(info)}: {info.text}",
             "kept in": info.store if info.mode == info.store else f"{info.store} ({info.mode})",
+            "shared with": "stand-alone semaphores" if info.shared else None,
             "at once": "any number" if info.concurrency is None else info.concurrency,
             "rate": "any" if info.rate is None else f"{info.rate}, burst {info.burst}",
             "lease": format_seconds(info.lease_seconds),

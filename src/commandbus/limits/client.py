@@ -34,6 +34,7 @@ from commandbus.clock import monotonic
 from commandbus.db.service import DatabaseService
 from commandbus.errors import CommandBusError
 from commandbus.flow.limits.declare import CHANGED, CHANNEL, CLOSED, TOKEN, WAKE, LimitRow
+from commandbus.flow.limits.redis_outage import MODE
 from commandbus.flow.operation import explain_absence
 from commandbus.limits.admission import Admission
 from commandbus.limits.call_waiters import CallWaiters
@@ -301,6 +302,10 @@ class LimitClient(DatabaseService):
         ignored: the sweep finds commands that wait for a limit that nobody here knows."""
         if payload.startswith(TOKEN):
             self._call_waiters.hear(payload.removeprefix(TOKEN))
+            return
+        if payload.startswith(MODE):
+            self._stores.hurry()
+            self._held_permits.renew_at = 0.0
             return
         kind, name = next(
             ((kind, payload.removeprefix(kind)) for kind in (CLOSED, CHANGED, WAKE) if payload.startswith(kind)),

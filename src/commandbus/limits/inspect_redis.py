@@ -13,11 +13,14 @@ from commandbus.limits.stores.redis.scripts import EpochError, RedisLostError, R
 from commandbus.model.limit import PermitUsage
 from commandbus.settings import Settings
 
+LOST_DATA = "Redis is back, or has lost its data"
+SHARED = "programs outside the fleet may hold permits (shared)"
+
 
 def look_at(settings: Settings, rows: Sequence[LimitRow], fleet: RedisFleet) -> dict[str, PermitUsage]:
     """How the permits of these limits are used, all of them kept in Redis. Waits for it a second at most."""
     if fleet.mode == "degraded":
-        return {row.name: PermitUsage(fleet.tokens.get(row.name, {}), row.look.flow, fleet.mode) for row in rows}
+        return {row.name: _degraded(row, fleet) for row in rows}
     if settings.redis_url is None:
         return _unknown(rows, "the permits are in Redis, and this program has no redis_url")
     if fleet.epoch is None:  # nobody has used it yet
@@ -27,7 +30,7 @@ def look_at(settings: Settings, rows: Sequence[LimitRow], fleet: RedisFleet) -> 
     try:
         for row in rows:
             seen = permits.look(row, epoch=fleet.epoch)
-            found[row.name] = PermitUsage(seen.holders, seen.flow or row.look.flow, fleet.mode)
+            found[row.name] = _seen(row, seen, fleet)
     except (RedisLostError, EpochError, StaleError):
         pass  # what was not seen stays unknown
     finally:
@@ -37,3 +40,20 @@ def look_at(settings: Settings, rows: Sequence[LimitRow], fleet: RedisFleet) -> 
 
 def _unknown(rows: Sequence[LimitRow], why: str) -> dict[str, PermitUsage]:
     return {row.name: PermitUsage({}, row.look.flow, UNKNOWN, why) for row in rows}
+
+
+def _degraded(row: LimitRow, fleet: RedisFleet) -> PermitUsage:
+    note = f"Redis is away, and {SHARED}: nobody begins before it is back" if row.shared else None
+    return PermitUsage(fleet.tokens.get(row.name, {}), row.look.flow, fleet.mode, note=note)
+
+
+def _seen(row: LimitRow, seen: PermitUsage, fleet: RedisFleet) -> PermitUsage:
+    """With what keeps newcomers waiting: the fleet registers, or others may hold permits for a lease."""
+    mode, seconds, note = fleet.mode, None, None
+    if fleet.mode == "joining":
+        seconds, note = fleet.blocked_seconds, f"{LOST_DATA}: {fleet.note}"
+    if row.shared and seen.blocked_seconds is not None:
+        mode, seconds, note = "joining", seen.blocked_seconds, f"{LOST_DATA}, and {SHARED}"
+    elif not row.shared and any(token.startswith("semaphore/") for token in seen.holders):
+        note = "stand-alone semaphores hold permits, and the limit is not declared with shared=True: nobody begins"
+    return PermitUsage(seen.holders, seen.flow or row.look.flow, mode, blocked_seconds=seconds, note=note)

@@ -161,22 +161,32 @@ class ProgramPermits:
 
 
 class CallTimeout:
-    """How long the call in a block may take, from now on: as the block says, else as the limit does."""
+    """How long a call of an API may take, from now on; None or 0: any time. `whose`: who says so."""
 
-    __slots__ = ("_is_own", "_limit", "seconds", "until")
+    __slots__ = ("_api", "_whose", "seconds", "until")
 
-    def __init__(self, permit: Permit, own: float | None) -> None:
-        seconds = permit.call_timeout if own is None else own
-        self._limit = permit.limit
-        self._is_own = own is not None
+    def __init__(self, api: str, seconds: float | None, whose: str) -> None:
+        self._api = api
+        self._whose = whose
         self.seconds = seconds or math.inf
         self.until = monotonic() + self.seconds
+
+    @classmethod
+    def of(cls, permit: Permit, own: float | None) -> CallTimeout:
+        """As the block says, else as the limit does."""
+        if own is None:
+            return cls(permit.limit, permit.call_timeout, "limit call timeout")
+        return cls(permit.limit, own, "timeout of the block")
 
     @property
     def text(self) -> str:
         """What is said of a call that took longer."""
-        whose = "timeout of the block" if self._is_own else "limit call timeout"
-        return f"no answer from {self._limit} within {self.seconds:g} s ({whose})"
+        return f"no answer from {self._api} within {self.seconds:g} s ({self._whose})"
+
+    @property
+    def is_over(self) -> bool:
+        """Has it passed?"""
+        return monotonic() > self.until
 
     def explains(self, error: BaseException, answer: ApiAnswer) -> bool:
         """Does the error only say that the time is up? A 429, or an error of the handler's own, says more."""
@@ -189,7 +199,7 @@ def sync_block(user: PermitUser, name: str, most: float, seconds: float | None) 
     """Wait for a permit for up to `most` seconds; the call in the block may take `seconds` (None: as long as the
     limit says). A call that has come back too late raises ApiTimeoutError at the end of the block."""
     permit = _wait(user, name, most)
-    timeout = CallTimeout(permit, seconds)
+    timeout = CallTimeout.of(permit, seconds)
     is_nearest = user.begin_call(timeout.until, timeout.text)
     try:
         yield Hold(permit, min(timeout.until, user.deadline_at))
@@ -201,7 +211,7 @@ def sync_block(user: PermitUser, name: str, most: float, seconds: float | None) 
         user.release(permit, answer, api, keeps=keeps)
         raise
     else:
-        if monotonic() > timeout.until:  # it has come back, so nothing is under way any more
+        if timeout.is_over:  # it has come back, so nothing is under way any more
             user.release(permit, ApiAnswer.TIMEOUT, TIMED_OUT)
             raise ApiTimeoutError(timeout.text)
         user.release(permit, ApiAnswer.GOOD, None)
@@ -232,7 +242,7 @@ async def async_block(user: PermitUser, name: str, most: float, seconds: float |
     """Wait for a permit for up to `most` seconds; what is awaited in the block is canceled after `seconds` (None:
     after what the limit says)."""
     permit = await _wait_async(user, name, most)
-    timeout = CallTimeout(permit, seconds)
+    timeout = CallTimeout.of(permit, seconds)
     try:
         try:
             async with asyncio.timeout(None if timeout.until == math.inf else timeout.seconds) as timer:

@@ -124,6 +124,7 @@ class LimitOptions(TypedDict, total=False):
     breaker_reset: Duration
     store: StoreName | None
     environment: str | None
+    shared: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,8 @@ class Limit:
     for never. If several commands call, they must belong to that many different commands.
 
     `store`: "redis" or "postgres"; None is Redis if `redis_url` is set. `environment`: part of the key's name;
-    None is the deployment's.
+    None is the deployment's. `shared`: programs outside the fleet (`commandbus.rate_limiter`) use its permits in
+    Redis, too. Then nobody calls while Redis is away, and for one lease after it has lost its data.
     """
 
     name: str
@@ -158,6 +160,7 @@ class Limit:
     breaker_reset: Duration = 60.0
     store: StoreName | None = None
     environment: str | None = None
+    shared: bool = False
 
     def __post_init__(self) -> None:
         check_limit_name(self.name)
@@ -195,6 +198,11 @@ class Limit:
             or (isinstance(self.environment, str) and _ENVIRONMENT.match(self.environment))
         ):
             raise self._wrong("environment", self.environment, "up to 63 letters, digits and any of _ . -")
+
+        if not isinstance(self.shared, bool):
+            raise self._wrong("shared", self.shared, "true or false")
+        if self.shared and self.store == "postgres":
+            raise self._wrong("store", self.store, '"redis" if the limit is shared')
 
     @property
     def per_second(self) -> float | None:
@@ -276,6 +284,8 @@ class PermitUsage:
     flow: float | None = None  # permits given a second, of late; None if none was
     mode: str = "postgres"  # where they are kept: postgres, redis, degraded, joining, lost
     why_unknown: str | None = None  # if nobody here can say who holds them
+    blocked_seconds: float | None = None  # for how long nobody begins, because Redis has lost its data
+    note: str | None = None  # why
 
 
 def allowance(now: float, tat: float, per_second: float, burst: int, wanted: int) -> tuple[int, float]:

@@ -18,8 +18,8 @@ from time import sleep
 from types import TracebackType
 from typing import Any, Final
 
-from commandbus.clock import monotonic
 from commandbus.errors import ApiTimeoutError, ConfigurationError, RateLimitError
+from commandbus.limits.with_block import CallTimeout, verdict
 from commandbus.logger import safe_logger
 from commandbus.model.api_errors import told_seconds
 from commandbus.rate_limiter.semaphore import (
@@ -27,6 +27,8 @@ from commandbus.rate_limiter.semaphore import (
     MAX_CONCURRENT_CALLS,
     AsyncRedisSemaphore,
     RedisSemaphore,
+    check_count,
+    check_seconds,
 )
 from commandbus.settings import load_settings
 
@@ -39,6 +41,8 @@ BACKOFF_MAX: Final = 30
 
 def calculate_backoff(attempt: int) -> float:
     """Seconds to wait after the attempt-th refusal, counted from 1: 2, 4, 8, 16, then 30."""
+    if isinstance(attempt, bool) or not isinstance(attempt, int) or attempt < 1:
+        raise ValueError(f"attempt must be a whole number, counted from 1, not {attempt!r:.80}")
     return float(min(BACKOFF_BASE ** min(attempt, 32), BACKOFF_MAX))
 
 
@@ -63,8 +67,8 @@ class rate_limited_api_call:  # noqa: N801 - used as a function is: async with r
     """A call that holds a permit of `name` and takes `timeout` seconds at most: `async with`, or `with`.
 
     It waits 30 s for a permit (SlotTimeoutError, which is a RateLimitError). An async block is canceled when its
-    time is up; a sync one cannot be, and raises ApiTimeoutError at its end. Either way the permit is then kept
-    until its lease ends: the call may still run at the other end. Redis is the one of the settings
+    time is up; a sync one cannot be, and raises ApiTimeoutError at its end. The permit is then kept until its
+    lease ends, unless the call has come back: it may still run at the other end. Redis is the one of the settings
     (`COMMANDBUS_REDIS_URL`), or of `redis_client`.
     """
 
@@ -77,49 +81,65 @@ class rate_limited_api_call:  # noqa: N801 - used as a function is: async with r
         max_concurrent: int = MAX_CONCURRENT_CALLS,
     ) -> None:
         self._name = name
-        self._timeout = timeout
+        self._seconds = check_seconds("timeout", timeout)
         client = _client_of_settings() if redis_client is None else redis_client
         self._sync = RedisSemaphore(client, name, max_concurrent)
         self._async = AsyncRedisSemaphore(client, name, max_concurrent)
-        self._bound: asyncio.Timeout | None = None
-        self._began = 0.0
+        self._timer: asyncio.Timeout | None = None
+        self._timeout: CallTimeout | None = None
 
     def __enter__(self) -> RateLimitContext:
         if not self._sync.acquire():
             raise self._sync._timed_out(ACQUIRE_SECONDS)
-        self._began = monotonic()
+        self._begin()
         return RateLimitContext(self._sync)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if monotonic() - self._began > self._timeout:
+        late, keeps = self._judge(error)
+        if keeps:
             self._sync.abandon()
-            if not isinstance(error, ApiTimeoutError):
-                raise self._too_long() from error
         else:
             self._sync.release()
+        if late is not None:
+            raise late from error
 
     async def __aenter__(self) -> RateLimitContext:
         if not await self._async.acquire():
             raise self._async._timed_out(ACQUIRE_SECONDS)
-        self._bound = asyncio.timeout(self._timeout)
-        await self._bound.__aenter__()
+        self._timer = asyncio.timeout(self._begin().seconds)
+        await self._timer.__aenter__()
         return RateLimitContext(self._async)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._bound is not None  # noqa: S101 - made as it was entered
+        assert self._timer is not None  # noqa: S101 - made as it was entered
+        assert self._timeout is not None  # noqa: S101 - likewise
         try:
-            await self._bound.__aexit__(kind, error, trace)
+            await self._timer.__aexit__(kind, error, trace)
         except TimeoutError:
             await self._async.abandon()
-            raise self._too_long() from error
-        await self._async.release()
+            raise ApiTimeoutError(self._timeout.text) from error
+        if error is not None and verdict(error)[2]:
+            await self._async.abandon()
+        else:
+            await self._async.release()
 
-    def _too_long(self) -> ApiTimeoutError:
-        return ApiTimeoutError(f"timeout: {self._name} did not answer within {self._timeout:g} s")
+    def _begin(self) -> CallTimeout:
+        self._timeout = CallTimeout(self._name, self._seconds, "timeout")
+        return self._timeout
+
+    def _judge(self, error: BaseException | None) -> tuple[ApiTimeoutError | None, bool]:
+        """Is the call late, and may it still be under way at the other end? One that has come back is not."""
+        assert self._timeout is not None  # noqa: S101 - made as it was entered
+        late = ApiTimeoutError(self._timeout.text)
+        if error is None:
+            return late if self._timeout.is_over else None, False
+        answer, _, keeps = verdict(error)
+        is_late = not isinstance(error, ApiTimeoutError) and self._timeout.explains(error, answer)
+        return (late, True) if is_late else (None, keeps)
 
 
 def process_chunk_with_timeout(
@@ -131,6 +151,7 @@ def process_chunk_with_timeout(
     and, when the time is up, canceled.
     """
     done: Future[Any] = Future()
+    timeout = check_seconds("timeout", timeout)
     call, context = _call_of(ocr_processor), contextvars.copy_context()
 
     def run() -> None:
@@ -155,6 +176,7 @@ async def process_with_retry(
 
     It waits 2, 4, 8, 16, then 30 seconds, or as long as the API says (`retry_after`), and never holds up the loop.
     """
+    check_count("max_attempts", max_attempts)
     for attempt in range(1, max_attempts):
         try:
             return await _process(chunk_bytes, ocr_processor, timeout)
@@ -167,6 +189,7 @@ def process_with_retry_sync(
     chunk_bytes: bytes, ocr_processor: Any, max_attempts: int = 4, *, timeout: float = CHUNK_TIMEOUT_SECONDS
 ) -> Any:
     """The same for sync code."""
+    check_count("max_attempts", max_attempts)
     for attempt in range(1, max_attempts):
         try:
             return process_chunk_with_timeout(chunk_bytes, ocr_processor, timeout)
@@ -176,7 +199,7 @@ def process_with_retry_sync(
 
 
 async def _process(chunk_bytes: bytes, ocr_processor: Any, timeout: float) -> Any:
-    call = _call_of(ocr_processor)
+    call, timeout = _call_of(ocr_processor), check_seconds("timeout", timeout)
     if inspect.iscoroutinefunction(call):
         return await _within(timeout, call(chunk_bytes))
     return await asyncio.to_thread(process_chunk_with_timeout, chunk_bytes, ocr_processor, timeout)
@@ -219,7 +242,7 @@ def _pause_after(attempt: int, error: RateLimitError) -> float:
 
 
 def _timed_out(timeout: float) -> ApiTimeoutError:
-    return ApiTimeoutError(f"Chunk processing timed out after {timeout}s (timeout)")
+    return ApiTimeoutError(f"Chunk processing timed out after {timeout:g}s (timeout)")
 
 
 @cache

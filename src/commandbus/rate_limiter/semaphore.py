@@ -11,15 +11,32 @@ from typing import Any, Final, Self
 from commandbus.clock import monotonic
 from commandbus.errors import InvalidOperationError, LimitTimeoutError, RateLimitError, TransientCommandError
 from commandbus.logger import safe_logger
-from commandbus.model.limit import check_limit_name
-from commandbus.rate_limiter.shared_redis import SemaphoreTerms, SharedRedis, shared_redis
+from commandbus.model.durations import parse_seconds
+from commandbus.model.limit import Limit, check_limit_name
+from commandbus.rate_limiter.shared_redis import SemaphoreTerms, SharedRedis, check_client, shared_redis
 from commandbus.settings import load_settings
 
 logger = safe_logger("commandbus.limits")
 
 MAX_CONCURRENT_CALLS: Final = 5
+MOST: Final = 1_000_000
 ACQUIRE_SECONDS: Final = 30.0
 LEAST_PAUSE_SECONDS: Final = 0.001
+
+
+def check_count(name: str, value: object, *, least: int = 1) -> int:
+    """The number, or what is wrong with it."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+        raise ValueError(f"{name} must be a whole number from {least} to {MOST}, not {value!r:.80}")
+    return value
+
+
+def check_seconds(name: str, value: Any) -> float:
+    """The seconds, more than 0, or what is wrong with them."""
+    seconds = parse_seconds(value, name=name)
+    if seconds < LEAST_PAUSE_SECONDS:
+        raise ValueError(f"{name} must be at least a millisecond, not {value!r:.80}")
+    return seconds
 
 
 class SlotTimeoutError(RateLimitError, LimitTimeoutError):
@@ -45,14 +62,15 @@ class _Semaphore:
         environment: str | None = None,
         fallback: int = 0,
     ) -> None:
-        if isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1:
-            raise ValueError(f"max_concurrent must be a whole number of at least 1, not {max_concurrent!r}")
-        if ttl <= 0:
-            raise ValueError(f"ttl must be a positive number of seconds, not {ttl!r}")
-        self.redis = redis_client
+        check_client(redis_client)
         environment = load_settings().environment if environment is None else environment
-        self._terms = SemaphoreTerms(check_limit_name(name), environment, max_concurrent, float(ttl))
-        self._fallback = fallback
+        # A limit of the same name has the same rules: what it may be, this may be.
+        limit = Limit(
+            check_limit_name(name), check_count("max_concurrent", max_concurrent), environment=environment
+        )
+        self.redis = redis_client
+        self._terms = SemaphoreTerms(limit.name, environment, max_concurrent, check_seconds("ttl", ttl))
+        self._fallback = check_count("fallback", fallback, least=0)
         self._token: str | None = None
 
     @property
@@ -108,7 +126,8 @@ class _Semaphore:
 
     def _timed_out(self, timeout: float) -> SlotTimeoutError:
         return SlotTimeoutError(
-            f"Could not acquire API slot: no permit of {self._terms.name!r} became free within {timeout:g} s",
+            f"Could not acquire API slot: no permit of {self._terms.name!r} became free within {timeout:g} s"
+            f"{self._shared.trouble}",
             limit=self._terms.name,
         )
 
@@ -124,9 +143,9 @@ class RedisSemaphore(_Semaphore):
     def acquire(self, timeout: float = ACQUIRE_SECONDS) -> bool:
         """Take a permit, and wait `timeout` seconds for one at most; False if none became free."""
         self._check_free()
+        until, freed = monotonic() + parse_seconds(timeout, name="timeout"), threading.Event()
         if self._try():
             return True
-        until, freed = monotonic() + timeout, threading.Event()
         shared = self._shared
         shared.register(freed.set)
         try:
@@ -169,9 +188,10 @@ class AsyncRedisSemaphore(_Semaphore):
     async def acquire(self, timeout: float = ACQUIRE_SECONDS) -> bool:
         """Take a permit, and wait `timeout` seconds for one at most; False if none became free."""
         self._check_free()
+        loop, freed = asyncio.get_running_loop(), asyncio.Event()
+        until = monotonic() + parse_seconds(timeout, name="timeout")
         if await self._try_async():
             return True
-        loop, freed, until = asyncio.get_running_loop(), asyncio.Event(), monotonic() + timeout
         shared = self._shared
 
         def wake() -> None:

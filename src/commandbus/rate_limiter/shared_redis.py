@@ -24,6 +24,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from commandbus.clock import monotonic
+from commandbus.errors import ConfigurationError
 from commandbus.limits.stores.redis.scripts import EpochError, RedisLostError, RedisScripts, make_pool
 from commandbus.logger import safe_logger
 
@@ -31,6 +32,8 @@ logger = safe_logger("commandbus.limits")
 
 LISTEN_SECONDS: Final = 0.5
 PAUSE_SECONDS: Final = 0.5
+CHECK_SECONDS: Final = 1.0
+"""How often who holds a permit looks whether Redis still has its data."""
 _TRIES: Final = 3
 
 
@@ -44,6 +47,7 @@ class SemaphoreTerms:
     lease: float
     per_second: float | None = None
     burst: int = 1
+    shared: bool = True
 
 
 @dataclass(slots=True)
@@ -58,12 +62,30 @@ class Permit:
     on_lost: Callable[[], None] = field(default=lambda: None)
 
 
+def check_client(client: Any) -> None:
+    """Raise if this is no client of one Redis server."""
+    kind = type(client).__name__
+    pool = getattr(client, "connection_pool", None)
+    if "Cluster" in kind:
+        raise ConfigurationError(
+            f"{kind}: a semaphore needs one Redis server, because all of its keys must be there; give it a "
+            f"redis.Redis of one server"
+        )
+    if pool is None or not hasattr(pool, "connection_kwargs"):
+        raise ConfigurationError(f"redis_client must be a client of redis-py such as redis.Redis, not {kind}")
+    if "Sentinel" in type(pool).__name__:
+        raise ConfigurationError(
+            "a client of Redis Sentinel moves from server to server by itself, and a semaphore must know when: "
+            "give it a redis.Redis of one server"
+        )
+
+
 class SharedRedis:
     """One per client and environment. Safe to share between threads; none of it waits for more than an answer."""
 
     def __init__(self, client: Any, environment: str) -> None:
         self._client_pool = make_pool(client)
-        self._scripts = RedisScripts(client, environment)
+        self._scripts = RedisScripts(client, environment, is_alone=True)
         self._pattern = f"*_semaphore:{environment}"
         self._asking = threading.Lock()  # one question at a time: one connection
         self._lock = threading.Lock()
@@ -72,6 +94,13 @@ class SharedRedis:
         self._waiting: set[Callable[[], None]] = set()
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
+        self._check_at = 0.0
+        self._lost: str | None = None  # why Redis could not be asked the last time
+
+    @property
+    def trouble(self) -> str:
+        """Why there may have been no answer, for the end of a sentence."""
+        return "" if self._lost is None else f": Redis cannot be used ({self._lost})"
 
     # --- permits ----------------------------------------------------------------------------------------------
 
@@ -82,8 +111,9 @@ class SharedRedis:
             is_granted = bool(
                 self._ask(terms, lambda epoch: self._scripts.take(terms, [token], terms.lease, epoch=epoch))
             )
-            is_local = False
+            is_local, self._lost = False, None
         except RedisLostError as error:
+            self._lost = str(error)
             is_granted = is_local = self._held_locally(terms) < fallback
             logger.warning(
                 "the semaphore %s cannot reach Redis (%s): %s",
@@ -138,12 +168,17 @@ class SharedRedis:
                     self._epoch = self._scripts.probe().epoch or self._scripts.begin_epoch(None, terms.lease)
                 try:
                     return ask(self._epoch)
-                except EpochError as error:
-                    known, self._epoch = self._epoch, error.found
-                    if self._epoch is None:
-                        self._epoch = self._scripts.begin_epoch(known, terms.lease)
+                except EpochError:
+                    self._epoch = self._scripts.begin_epoch(self._epoch, terms.lease)
                     self._forget_epoch_of_permits()
         raise RedisLostError("its epoch changes with every question")
+
+    def _check_epoch(self, lease: float) -> None:
+        """If Redis has lost its data, newcomers must not begin before it knows what is held here."""
+        with self._asking:
+            if self._scripts.probe().epoch != self._epoch:
+                self._epoch = self._scripts.begin_epoch(self._epoch, lease)
+                self._forget_epoch_of_permits()
 
     def _forget_epoch_of_permits(self) -> None:
         """Redis is another one: it has to be told what we hold."""
@@ -241,6 +276,9 @@ class SharedRedis:
         with self._lock:
             permits = list(self._permits.values())
         try:
+            if permits and now >= self._check_at:
+                self._check_at = now + CHECK_SECONDS
+                self._check_epoch(max(permit.terms.lease for permit in permits))
             for permit in permits:
                 is_due = permit.is_local or permit.ends - now < permit.terms.lease * 2 / 3
                 if is_due and not permit.is_given:

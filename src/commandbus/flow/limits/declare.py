@@ -78,6 +78,11 @@ class LimitRow:
         return self.limit.burst
 
     @property
+    def shared(self) -> bool:
+        """May programs outside the fleet (stand-alone semaphores) hold permits of it, too?"""
+        return self.limit.shared
+
+    @property
     def lease(self) -> float:
         """How long a permit is kept for a silent holder."""
         return self.limit.lease_seconds
@@ -300,6 +305,11 @@ def tell(text: str) -> Statement:
 def _store(
     limit: Limit, where: tuple[str, str], *, declared: Mapping[str, Any] | None, override: Mapping[str, Any] | None
 ) -> Statement:
+    if limit.shared and where[1] != "redis":
+        raise ConfigurationError(
+            f"limit {limit.name!r} is shared with programs that have only Redis, and its permits are in "
+            f"{where[1]}: set COMMANDBUS_REDIS_URL, or leave shared out"
+        )
     return Statement(
         sql.text("limits/store"),
         {

@@ -34,11 +34,12 @@ class Waiting:
 class LimitInfo:
     """A limit, what it allows, who uses it, and its state.
 
-    `state`: AVAILABLE (permits are given), BACKING_OFF, BREAKER_OPEN, or PROBING (a probe finds out whether it is
-    over). `until` is when that ends, and `text` says all of it in a sentence. `mode` is where its permits are kept
-    now: postgres, redis, degraded (every program uses only its share), joining (Redis is back, and holders
-    register their permits) or unknown (in Redis, which this program cannot reach: then `holders` is empty and
-    `in_use` None, and `why_unknown` says why).
+    `state`: AVAILABLE (permits are given), BACKING_OFF, BREAKER_OPEN, PROBING (a probe finds out whether it is
+    over), or JOINING (Redis has lost its data, and nobody begins while a permit of before may be held). `until` is
+    when that ends, and `text` says all of it in a sentence. `mode` is where its permits are kept now: postgres,
+    redis, degraded (every program uses only its share), joining (Redis is back, and holders register their
+    permits) or unknown (in Redis, which this program cannot reach: then `holders` is empty, `in_use` is
+    None, and `why_unknown` says why).
     """
 
     name: str
@@ -55,6 +56,7 @@ class LimitInfo:
     backoff: tuple[float, ...]
     breaker_failures: int
     breaker_reset_seconds: float
+    shared: bool
     state: str
     text: str
     until: datetime | None
@@ -208,6 +210,10 @@ def describe(row: LimitRow, look: PermitUsage, waiting: Waiting) -> LimitInfo:
     elif limit_state.is_probing:
         state, text = "BACKING_OFF", limit_state.explain(row.name)
     left = None if closed is None or limit_state.is_forced else closed - row.now
+    if state == "AVAILABLE" and look.note is not None:
+        text = f"{look.note}; {text}"
+        if look.blocked_seconds is not None:
+            state, left, closed = "JOINING", look.blocked_seconds, row.now + look.blocked_seconds
     if state != "AVAILABLE" and closed is None:
         state = "PROBING"
         text += f"; {PROBING}"
@@ -231,6 +237,7 @@ def describe(row: LimitRow, look: PermitUsage, waiting: Waiting) -> LimitInfo:
         backoff=limit.backoff_seconds,
         breaker_failures=limit.breaker_failures,
         breaker_reset_seconds=limit.breaker_reset_seconds,
+        shared=limit.shared,
         state=state,
         text=text,
         until=until,
@@ -262,8 +269,9 @@ def estimate(row: LimitRow, look: PermitUsage, ahead: int, *, is_waiting: bool) 
         return Estimate(
             row.name, None, 0.0, ahead, look.flow, f"{limit_state.explain(row.name)}; a person must close it"
         )
-    backoff = 0.0 if closed is None else closed - row.now
-    has_permit = row.concurrency is None or (look.mode != UNKNOWN and len(look.holders) < row.concurrency)
+    backoff = max(0.0 if closed is None else closed - row.now, look.blocked_seconds or 0.0)
+    is_full = row.concurrency is not None and (look.mode == UNKNOWN or len(look.holders) >= row.concurrency)
+    has_permit = not backoff and not is_full
     pace = 0.0
     if row.per_second is not None and row.store == "postgres":
         pace = until_next(row.now, row.tat, row.per_second, row.burst)

@@ -58,6 +58,8 @@ class RedisFleet:
     mode: str
     epoch: str | None
     tokens: Mapping[str, Mapping[str, float]]
+    blocked_seconds: float | None = None  # for how long nobody begins
+    note: str | None = None  # why
 
 
 @operation(atomic=False)
@@ -72,7 +74,7 @@ def figures(domains: Sequence[str]) -> Steps[FleetFigures]:
 @operation(atomic=False)
 def look_at_fleet() -> Steps[RedisFleet]:
     """What PostgreSQL knows about permits in Redis."""
-    mode = yield Statement(sql.text("limits/mode_read"))
+    modes = yield Statement(sql.text("limits/mode_read"))
     rows = yield Statement(sql.text("limits/client_list", locking=""))
     tokens: dict[str, dict[str, float]] = {}
     for *columns, _, now in rows:
@@ -80,7 +82,8 @@ def look_at_fleet() -> Steps[RedisFleet]:
         for name in program.held:
             left = {token: ends - now for token, ends in program.tokens(name, now).items()}
             tokens.setdefault(name, {}).update(left)
-    return RedisFleet(mode[0][0] if mode else "redis", mode[0][1] if mode else None, tokens)
+    mode, epoch, seconds, note = modes[0] if modes else ("redis", None, None, None)
+    return RedisFleet(mode, epoch, tokens, seconds, note)
 
 
 @operation(atomic=False)

@@ -1,8 +1,12 @@
 """Where the permits of Redis limits are kept now, for the whole fleet, and the permits that PostgreSQL keeps
 while nobody can reach Redis.
 
-    redis ──(all live programs have lost it)──▶ degraded ──(one reaches it again)──▶ joining ──(one lease)──▶ redis
+    redis ──(all live programs have lost it)──▶ degraded ──(one reaches it again)──▶ joining ──────▶ redis
       └────────────────(it is there, but has lost its data)──────────────────────────▲
+
+`joining` ends as soon as Redis knows all permits of the old time: every live program has registered its own, and
+no other program may still hold one. It lasts one lease at most, because by then all leases of the old time have
+ended.
 
 Everything here is decided under the lock of the one row of `limit_mode`. Lock order: that row, then the programs'
 rows in ascending order. No row of `limits` is locked after it.
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from commandbus import sql
 from commandbus.flow.limits.declare import CHANNEL
@@ -50,7 +54,7 @@ class HeartbeatPace:
 
     beat: float = 2.0  # a program says that it is alive, and looks whether Redis is
     live: float = 10.0  # a program that was not heard of for so long counts as dead
-    patience: float = 2.0  # nobody must have reached Redis for so long, because coming back takes a whole lease
+    patience: float = 2.0  # nobody must have reached Redis for so long, because coming back may take a lease
 
     @property
     def leave(self) -> float:
@@ -70,6 +74,15 @@ class Mode:
     is_lost: bool = False
     programs: int = 0
     was: str | None = None
+    note: str | None = None  # whom `joining` waits for
+
+
+class OldPermits(NamedTuple):
+    """A program that may hold permits which Redis has forgotten, for how many seconds at most, and why."""
+
+    program: str
+    seconds: float
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +94,7 @@ class Program:
     silent: float
     lost: float | None
     held: Held = field(default_factory=dict)
+    epoch: str | None = None  # the epoch in which Redis knows all that it holds
 
     def is_live(self, pace: HeartbeatPace) -> bool:
         """Has it been heard of lately?"""
@@ -89,9 +103,10 @@ class Program:
     def may_hold(self, name: str, lease: float, pace: HeartbeatPace) -> int:
         """How many permits it may hold, as far as it told. A dead program may have renewed until it counted as
         dead, and its calls may go on for one lease."""
-        if self.lost is not None or self.silent >= pace.live + lease:
+        kept = self.held.get(name, {})
+        if self.lost is not None or self.silent >= pace.live + kept.get("lease", lease):
             return 0
-        most: int = self.held.get(name, {}).get("most", 0)
+        most: int = kept.get("most", 0)
         return most
 
     def tokens(self, name: str, now: float) -> dict[str, float]:
@@ -100,6 +115,23 @@ class Program:
             return {}
         kept = self.held.get(name, {}).get("tokens", {})
         return {token: ends for token, ends in kept.items() if ends > now}
+
+    def old_permits(self, fleet: RedisFleetState, pace: HeartbeatPace) -> OldPermits | None:
+        """What it may still hold that Redis does not know of; None: nothing."""
+        if self.epoch == fleet.epoch or self.started_at > fleet.since:
+            return None
+        ends = [end - fleet.now for name in self.held for end in self.tokens(name, fleet.now).values()]
+        if ends:
+            return OldPermits(self.id, max(ends), "cannot reach Redis, and holds permits")
+        held = [name for name in self.held if self.may_hold(name, fleet.lease, pace)]
+        if not held:
+            return None
+        lease = max(self.held[name].get("lease", fleet.lease) for name in held)
+        left = fleet.since + lease - fleet.now  # since then, Redis renews no lease that it does not know
+        if self.is_live(pace):
+            return OldPermits(self.id, left, "has not registered its permits yet")
+        dead = pace.live + lease - self.silent
+        return OldPermits(self.id, min(left, dead), "fell silent, and its calls may go on")
 
     def is_gone(self, fleet: RedisFleetState, pace: HeartbeatPace) -> bool:
         """Is it dead, and are all its permits free?"""
@@ -133,6 +165,15 @@ class RedisFleetState:
         """Has no live program been able to reach Redis for some time?"""
         return all(program.lost is not None and program.lost >= pace.patience for program in self.live(pace))
 
+    def joining(self, pace: HeartbeatPace) -> tuple[float, str | None]:
+        """For how many seconds nobody may begin, and because of whom."""
+        found = [old for program in self.programs if (old := program.old_permits(self, pace)) is not None]
+        if not found or self.until is None:
+            return 0.0, None
+        last = max(found, key=lambda old: old.seconds)
+        others = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        return min(last.seconds, self.until - self.now), f"{last.program} {last.why}{others}"
+
     def in_use(self, name: str, pace: HeartbeatPace) -> int:
         """How many permits of a limit are in use, at most. A permit that is being handed over is in two rows."""
         tokens = {token for program in self.programs for token in program.tokens(name, self.now)}
@@ -154,33 +195,30 @@ def beat(id_: str, held: Held | None) -> Steps[Mode | None]:
     rows = yield Statement(sql.text("limits/mode_read"))
     if not known or not rows:
         return None
-    mode, epoch, seconds = rows[0]
-    return Mode(mode, epoch, seconds, is_lost=known[0][0])
+    mode, epoch, seconds, note = rows[0]
+    return Mode(mode, epoch, seconds, is_lost=known[0][0], note=note)
 
 
 @operation(atomic=True)
-def settle(id_: str, held: Held, *, lease: float, pace: HeartbeatPace, redis: Epochs | None) -> Steps[Mode]:
+def settle(
+    id_: str, held: Held, *, lease: float, pace: HeartbeatPace, redis: Epochs | None, epoch: str | None = None
+) -> Steps[Mode]:
     """Say that a program is alive and can reach Redis (None: it cannot), and change the mode if necessary. `held`:
     the most that it may hold of each limit or, if it cannot reach Redis, what it holds: `left`, the seconds of
-    each lease."""
+    each lease. `epoch`: the one in which Redis knows all of that."""
     before = yield from _lock()
     if redis is None:
         rows = yield Statement(b"SELECT extract(epoch FROM pg_catalog.clock_timestamp())::float8")
         held = _by_the_clock(held, rows[0][0])
-    yield Statement(sql.text("limits/client_say"), {"id": id_, "held": _json(held), "is_lost": redis is None})
+    said = {"id": id_, "held": _json(held), "is_lost": redis is None, "epoch": epoch}
+    yield Statement(sql.text("limits/client_say"), said)
     fleet = yield from _fleet(before, lease)
     after = _decide(fleet, pace, redis)
     if (after.mode, after.epoch) != (fleet.mode, fleet.epoch):
-        yield Statement(
-            sql.text("limits/mode_set"),
-            {
-                "mode": after.mode,
-                "epoch": after.epoch,
-                "seconds": after.seconds,
-                "channel": CHANNEL,
-                "text": MODE + after.mode,
-            },
-        )
+        set_to = {"mode": after.mode, "epoch": after.epoch, "seconds": after.seconds, "note": after.note}
+        yield Statement(sql.text("limits/mode_set"), {**set_to, "channel": CHANNEL, "text": MODE + after.mode})
+    elif after.mode == JOINING:
+        yield Statement(sql.text("limits/mode_wait"), {"seconds": after.seconds, "note": after.note})
     gone = [program.id for program in fleet.programs if program.is_gone(fleet, pace)]
     if gone and after.mode != DEGRADED:  # then their record of the rate is still needed
         yield Statement(sql.text("limits/client_forget"), {"ids": gone})
@@ -190,8 +228,8 @@ def settle(id_: str, held: Held, *, lease: float, pace: HeartbeatPace, redis: Ep
 def _decide(fleet: RedisFleetState, pace: HeartbeatPace, redis: Epochs | None) -> Mode:
     programs = len(fleet.live(pace))
 
-    def mode(name: str, epoch: str | None, seconds: float | None = None) -> Mode:
-        return Mode(name, epoch, seconds, is_lost=redis is None, programs=programs, was=fleet.mode)
+    def mode(name: str, epoch: str | None, seconds: float | None = None, note: str | None = None) -> Mode:
+        return Mode(name, epoch, seconds, is_lost=redis is None, programs=programs, was=fleet.mode, note=note)
 
     same = mode(fleet.mode, fleet.epoch, None if fleet.until is None else fleet.until - fleet.now)
     if redis is None:
@@ -202,9 +240,12 @@ def _decide(fleet: RedisFleetState, pace: HeartbeatPace, redis: Epochs | None) -
             return mode(REDIS, redis.begin_epoch(None, fleet.lease))
         # Read again under the lock: another program may have repaired what the caller saw before.
         if redis.probe().epoch == fleet.epoch:
-            is_over = fleet.mode == JOINING and (fleet.until is None or fleet.until <= fleet.now)
-            return mode(REDIS, fleet.epoch) if is_over else same
-    return mode(JOINING, redis.begin_epoch(fleet.epoch, fleet.lease), fleet.lease)
+            if fleet.mode != JOINING:
+                return same
+            seconds, note = fleet.joining(pace)
+            return mode(JOINING, fleet.epoch, seconds, note) if seconds > 0 else mode(REDIS, fleet.epoch)
+    epoch = redis.begin_epoch(fleet.epoch, fleet.lease)
+    return mode(JOINING, epoch, fleet.lease, "programs register what they hold")
 
 
 @operation(atomic=True)

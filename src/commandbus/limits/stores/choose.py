@@ -54,6 +54,9 @@ class ExternalStore(PermitStore, Protocol):
     def tick(self) -> None:
         """Called every second or so."""
 
+    def hurry(self) -> None:
+        """The fleet's mode has changed: the next tick looks at it."""
+
     def close(self) -> None:
         """Sign off."""
 
@@ -102,6 +105,11 @@ class PermitStores:
         self.is_untended = False
         self._external.tick()
         return True
+
+    def hurry(self) -> None:
+        """The mode of the fleet has changed."""
+        if self._external is not None:
+            self._external.hurry()
 
     def close(self) -> None:
         """Sign off."""

@@ -1,5 +1,5 @@
--- Where the permits of Redis limits are kept, and for how many more seconds only holders of a permit may go on.
+-- Where the permits of Redis limits are kept, for how many more seconds only holders of a permit may go on, and why.
 -- Locks: none. Index: limit_mode_pkey.
-SELECT mode, epoch, extract(epoch FROM until - pg_catalog.clock_timestamp())::float8
+SELECT mode, epoch, extract(epoch FROM until - pg_catalog.clock_timestamp())::float8, note
   FROM commandbus.limit_mode
  WHERE id = 1

@@ -481,7 +481,8 @@ CREATE TABLE commandbus.limit_client (
     started_at  timestamptz NOT NULL DEFAULT now(),
     beat_at     timestamptz NOT NULL DEFAULT now(),
     lost_at     timestamptz,
-    held        jsonb NOT NULL DEFAULT '{}'
+    held        jsonb NOT NULL DEFAULT '{}',
+    epoch       text
 ) WITH (fillfactor = 50);
 
 -- One row: where the permits of Redis limits are kept now. redis: there. degraded: every program keeps to its share.
@@ -491,7 +492,8 @@ CREATE TABLE commandbus.limit_mode (
     mode    text NOT NULL DEFAULT 'redis' CHECK (mode IN ('redis', 'degraded', 'joining')),
     epoch   text,
     since   timestamptz NOT NULL DEFAULT now(),
-    until   timestamptz
+    until   timestamptz,
+    note    text
 );
 INSERT INTO commandbus.limit_mode DEFAULT VALUES;
 

@@ -53,6 +53,7 @@ class FleetFollower:
         self._lost: str | None = "not asked yet"  # why Redis is out of reach; None: it is not
         self.is_marked = False  # does PostgreSQL know that, and count our tokens?
         self.leave = NO_LEAVE  # until when, by Redis' clock, this program may ask it
+        self._registered: str | None = None  # the epoch in which Redis knows all that this program holds
         self._due = 0.0
         self._search: Ping | None = None
         self._said: str | None = None
@@ -70,6 +71,11 @@ class FleetFollower:
     def epoch(self) -> str:
         """The epoch of Redis. In a new epoch, Redis has forgotten what it was told before."""
         return (self._seen.epoch if self._seen else None) or ""
+
+    def is_open_for(self, limit: LimitTerms) -> bool:
+        """May newcomers begin as soon as the fleet says so? Of a limit that programs outside the fleet share,
+        Redis itself lets nobody begin before one lease has passed."""
+        return self.mode == REDIS and not limit.shared
 
     @property
     def is_known(self) -> bool:
@@ -113,21 +119,23 @@ class FleetFollower:
             return
         was_lost = self._lost is not None
         most = self._held_in_redis.count()
-        fleet = None if was_lost else self._connection.run(redis_outage.beat(self.id, _as_held(most)))
-        joins = fleet is not None and fleet.mode == JOINING and (fleet.seconds or 0.0) > 0
+        fleet = None if was_lost else self._connection.run(redis_outage.beat(self.id, self._as_held(most)))
         if (
             fleet is not None
             and not fleet.is_lost
             and fleet.epoch is not None
             and fleet.epoch == probe.epoch
-            and (fleet.mode == REDIS or joins)
+            and fleet.mode == REDIS
         ):
             self._follow(fleet)
         elif not self._settle(reachable=True):
             return
         self._held_in_redis.note_told(most)
         self.leave = probe.now + round(self._pace.leave * _MICRO)
-        self._tell_redis(renews=was_lost)
+        if self._tell_redis(renews=was_lost) and self._registered != self.epoch:
+            self._registered = self.epoch
+            if self.mode == JOINING:  # the fleet may be waiting for this program alone
+                self._settle(reachable=True)
 
     def give_owed(self, limit: LimitTerms, epoch: str) -> bool:
         """Tell Redis what was given back."""
@@ -160,9 +168,11 @@ class FleetFollower:
         """Say under the fleet's lock whether Redis is reachable, and learn the mode. Returns False if Redis was
         lost just now."""
         redis = self._permits if reachable else None
-        held = _as_held(self._held_in_redis.count()) if reachable else self._held_in_redis.tokens()
+        held = self._as_held(self._held_in_redis.count()) if reachable else self._held_in_redis.tokens()
         lease = max((limit.lease for limit in self._held_in_redis.limits.values()), default=0.0)
-        operation = redis_outage.settle(self.id, held, lease=lease, pace=self._pace, redis=redis)
+        operation = redis_outage.settle(
+            self.id, held, lease=lease, pace=self._pace, redis=redis, epoch=self._registered
+        )
         try:
             fleet = self._connection.run(operation)
         except RedisLostError as error:
@@ -190,9 +200,9 @@ class FleetFollower:
         if self._lost is None or self._seen is None:
             self._lost = str(error)
 
-    def _tell_redis(self, *, renews: bool) -> None:
+    def _tell_redis(self, *, renews: bool) -> bool:
         """Tell Redis what it has forgotten or missed: which permits are held, and which were released. After Redis
-        was unreachable, leases are renewed at once, too."""
+        was unreachable, leases are renewed at once, too. Returns whether Redis knows all of it now."""
         try:
             for name, limit in self._held_in_redis.limits.items():
                 self.give_owed(limit, self.epoch)
@@ -204,6 +214,9 @@ class FleetFollower:
             self._settle()
         except (EpochError, StaleError):
             self.hurry()
+        else:
+            return True
+        return False
 
     def _tell_of(self, limit: LimitTerms, token: str, permit: HeldPermit) -> None:
         """A permit that was taken for a lease is renewed; one that is kept for another program is not."""
@@ -211,7 +224,13 @@ class FleetFollower:
         seconds = limit.lease if permit.seconds >= limit.lease else permit.ends - began
         register = permit.epoch != self.epoch
         if self._permits.renew(
-            limit, [token], epoch=self.epoch, leave=self.leave, register=register, seconds=seconds
+            limit,
+            [token],
+            epoch=self.epoch,
+            leave=self.leave,
+            register=register,
+            seconds=seconds,
+            is_open=self.is_open_for(limit),
         ):
             self._held_in_redis.lose(limit, [token])
         else:
@@ -236,14 +255,19 @@ class FleetFollower:
         elif self.mode == JOINING:
             logger.warning(
                 "limits in Redis: it is back, has lost its data, or is another one: holders register their "
-                "permits, and nobody gets a new one for %.0f s (joining)",
+                "permits, and nobody gets a new one meanwhile (joining, for %.0f s at most: %s)",
                 fleet.seconds or 0.0,
+                fleet.note,
             )
         elif before is None:
             logger.info("limits in Redis: %s takes part (epoch %s)", self.id, fleet.epoch)
         else:
             logger.info("limits in Redis: normal again, after %s", before)
 
-
-def _as_held(most: dict[str, int]) -> Held:
-    return {name: {"most": count} for name, count in most.items()}
+    def _as_held(self, most: dict[str, int]) -> Held:
+        """The most that this program may hold, and for how long after its death."""
+        limits = self._held_in_redis.limits
+        return {
+            name: {"most": count, "lease": limits[name].lease} if name in limits else {"most": count}
+            for name, count in most.items()
+        }

@@ -1,7 +1,8 @@
 """Permits of limits in Redis: one script per operation, so that each operation happens completely or not at all.
 
-A limit is a sorted set `{name}_semaphore:{environment}` (token → when its lease ends) and a hash
-`{name}_rate:{environment}` (how far its rate is used up). The clock is Redis' own, so the callers' clocks do not
+A limit is a sorted set `{name}_semaphore:{environment}` (token → when its lease ends), a hash
+`{name}_rate:{environment}` (how far its rate is used up) and a text `{name}_use:{environment}` (whether the fleet
+shares it with stand-alone semaphores). The clock is Redis' own, so the callers' clocks do not
 matter. `commandbus_epoch:{environment}` names the current epoch of this Redis. A script that expects another epoch
 does nothing (EpochError), because a Redis that has lost its data no longer knows who holds a permit. An epoch also
 names the server's process: a restarted server may have lost its last writes, and a server that took over from
@@ -15,11 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
+import math
 import secrets
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from commandbus.clock import monotonic
 from commandbus.errors import ConfigurationError
 from commandbus.logger import safe_logger
 from commandbus.model.limit import FLOW_SECONDS, PermitUsage
@@ -28,6 +31,7 @@ from commandbus.model.limit_terms import LimitTerms
 logger = safe_logger("commandbus.limits")
 
 TIMEOUT_SECONDS: Final = 1.0
+WARN_SECONDS: Final = 60.0
 _MICRO: Final = 1_000_000
 
 RedisAddress: TypeAlias = Any
@@ -44,6 +48,17 @@ class EpochError(Exception):
     def __init__(self, found: str | None) -> None:
         super().__init__(f"another epoch: {found}")
         self.found = found
+
+
+class ExclusiveError(ConfigurationError):
+    """A stand-alone semaphore has the name of a limit that the workers do not share."""
+
+    def __init__(self, limit: LimitTerms) -> None:
+        super().__init__(
+            f"limit {limit.name!r} of environment {limit.environment!r} is used by workers that do not share it: "
+            f"a semaphore may hold no permit of it. Declare it as Limit({limit.name!r}, …, shared=True), or give "
+            f"the semaphore another name"
+        )
 
 
 class StaleError(Exception):
@@ -105,8 +120,16 @@ class RedisScripts:
     """Takes, renews and gives back permits in one Redis. Every method may raise RedisLostError."""
 
     def __init__(
-        self, address: RedisAddress, environment: str, *, timeout_seconds: float = TIMEOUT_SECONDS
+        self,
+        address: RedisAddress,
+        environment: str,
+        *,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        is_alone: bool = False,
     ) -> None:
+        """`is_alone`: for a semaphore of a program that is not in the fleet."""
+        self._is_alone = is_alone
+        self._warned: dict[str, float] = {}  # limit → when (monotonic)
         pool = make_pool(address, timeout_seconds=timeout_seconds)
         import redis
 
@@ -132,14 +155,24 @@ class RedisScripts:
         return epoch
 
     def take(
-        self, limit: LimitTerms, tokens: Sequence[str], seconds: float, *, epoch: str, leave: int = 0
+        self,
+        limit: LimitTerms,
+        tokens: Sequence[str],
+        seconds: float,
+        *,
+        epoch: str,
+        leave: int = 0,
+        is_open: bool = False,
     ) -> list[str]:
-        """Take permits for some seconds. Returns the tokens that have one, which are the first of those given."""
-        began, opens = _moments(epoch)
+        """Take permits for some seconds. Returns the tokens that have one, which are the first of those given.
+        `is_open`: it is known that nobody holds a permit of before this epoch."""
+        began, opens = _moments(epoch, is_open=is_open)
         terms = (-1 if limit.concurrency is None else limit.concurrency, limit.per_second or 0, limit.burst)
         lease = round(seconds * _MICRO)
-        words = (epoch, leave, began, opens, FLOW_SECONDS, *terms, lease, *tokens)
-        granted: int = self._ask("take", limit, epoch, words)[0]
+        words = (epoch, leave, began, opens, FLOW_SECONDS, *terms, lease, self._use(limit), *tokens)
+        granted, *outsiders = self._ask("take", limit, epoch, words)
+        if outsiders:
+            self._warn_of_outsiders(limit)
         return list(tokens[:granted])
 
     def renew(
@@ -151,10 +184,11 @@ class RedisScripts:
         leave: int = 0,
         register: bool = False,
         seconds: float | None = None,
+        is_open: bool = False,
     ) -> list[str]:
         """Renew leases, for the limit's own time unless told otherwise. Returns the tokens that hold no permit.
-        `register`: put in what Redis has forgotten."""
-        _, opens = _moments(epoch)
+        `register`: put in what Redis has forgotten; where newcomers may begin (`is_open`), if there is room."""
+        _, opens = _moments(epoch, is_open=is_open)
         lease = round((limit.lease if seconds is None else seconds) * _MICRO)
         concurrency = -1 if limit.concurrency is None else limit.concurrency
         return self._ask("renew", limit, epoch, (epoch, leave, opens, int(register), concurrency, lease, *tokens))
@@ -165,11 +199,30 @@ class RedisScripts:
 
     def look(self, limit: LimitTerms, *, epoch: str) -> PermitUsage:
         """Who holds a permit, and how fast they are given."""
-        flow, holders = self._ask("look", limit, epoch, (epoch, 0, FLOW_SECONDS))
+        flow, holders, now = self._ask("look", limit, epoch, (epoch, 0, FLOW_SECONDS))
         pairs = zip(holders[::2], holders[1::2], strict=True)
+        opens_in = (int(_moments(epoch)[1]) - int(now)) / _MICRO
         return PermitUsage(
-            {token: int(left) / _MICRO for token, left in pairs}, float(flow) if flow else None, "redis"
+            {token: int(left) / _MICRO for token, left in pairs},
+            float(flow) if flow else None,
+            "redis",
+            blocked_seconds=opens_in if opens_in > 0 else None,
         )
+
+    def _use(self, limit: LimitTerms) -> str:
+        if self._is_alone:
+            return "semaphore"
+        return "shared" if limit.shared else "fleet"
+
+    def _warn_of_outsiders(self, limit: LimitTerms) -> None:
+        now = monotonic()
+        if now - self._warned.get(limit.name, -math.inf) > WARN_SECONDS:
+            self._warned[limit.name] = now
+            logger.error(
+                "stand-alone semaphores hold permits of limit %s, which is not declared with shared=True: workers "
+                "get no permit until those are given back, and the semaphores get no more",
+                limit.name,
+            )
 
     def close(self) -> None:
         """Close the connection; it comes back on the next use."""
@@ -185,6 +238,7 @@ class RedisScripts:
             self._epoch_key,
             f"{limit.name}_semaphore:{limit.environment}",
             f"{limit.name}_rate:{limit.environment}",
+            f"{limit.name}_use:{limit.environment}",
         )
         said: list[Any] = self._run(script, keys, words)
         outcome, *answer = said
@@ -192,6 +246,8 @@ class RedisScripts:
             raise EpochError(answer[0] or None)
         if outcome == "stale":
             raise StaleError
+        if outcome == "exclusive":
+            raise ExclusiveError(limit)
         return answer
 
     def _run(self, script: str, keys: Sequence[str], words: Sequence[object]) -> Any:
@@ -236,10 +292,11 @@ class RedisScripts:
 
 
 @lru_cache(maxsize=8)
-def _moments(epoch: str) -> tuple[str, str]:
-    """When an epoch began and when it opens to newcomers, in microseconds."""
+def _moments(epoch: str, *, is_open: bool = False) -> tuple[str, str]:
+    """When an epoch began and when it opens to newcomers (`is_open`: it has), in microseconds."""
     parts = epoch.split(":")
-    return (parts[1], parts[2]) if len(parts) == 4 else ("0", "0")
+    began, opens = (parts[1], parts[2]) if len(parts) == 4 else ("0", "0")
+    return began, "0" if is_open else opens
 
 
 @cache

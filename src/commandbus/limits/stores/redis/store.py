@@ -6,6 +6,8 @@
     degraded    PostgreSQL's, in shares    up to my share    PostgreSQL
     joining     Redis', being told         nothing           Redis, which is told of what it has forgotten
 
+A limit that programs outside the fleet share (`shared`) has no shares: nobody knows what those hold.
+
 The mode is the fleet's, and followed in `outage.py`; what this program holds and owes is in `permit_ledger.py`.
 
 Single-threaded. It has its own connection to PostgreSQL, because `take` is called in the middle of the limit
@@ -137,6 +139,10 @@ class RedisPermitStore:
             self._held_in_redis.forget_old()
             self._connection.safely(self._tell_granted, None)
 
+    def hurry(self) -> None:
+        """The fleet's mode has changed: the next tick looks at it."""
+        self._fleet.hurry()
+
     def close(self) -> None:
         """Sign off, unless permits are still held: then their leases go on."""
         self._held_in_redis.forget_old()
@@ -153,7 +159,8 @@ class RedisPermitStore:
         for _ in range(_TRIES):
             self._prepare(limit, len(tokens))
             if not self._fleet.reaches_redis:
-                return self._take_share(limit, tokens, seconds) if self.mode == DEGRADED else []
+                has_share = self.mode == DEGRADED and not limit.shared
+                return self._take_share(limit, tokens, seconds) if has_share else []
             if self.mode != REDIS:
                 return []
             began = boottime()
@@ -164,7 +171,8 @@ class RedisPermitStore:
         return []
 
     def _take_at_redis(self, limit: LimitTerms, tokens: Sequence[str], seconds: float, epoch: str) -> list[str]:
-        return self._permits.take(limit, tokens, seconds, epoch=epoch, leave=self._fleet.leave)
+        is_open = self._fleet.is_open_for(limit)
+        return self._permits.take(limit, tokens, seconds, epoch=epoch, leave=self._fleet.leave, is_open=is_open)
 
     def _take_share(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
         began = boottime()
@@ -181,7 +189,8 @@ class RedisPermitStore:
         for _ in range(_TRIES):
             self._prepare(limit, sum(1 for token in tokens if token not in held))
             if not self._fleet.reaches_redis:
-                return self._renew_share(limit, tokens) if self.mode == DEGRADED else None
+                has_share = self.mode == DEGRADED and not limit.shared
+                return self._renew_share(limit, tokens) if has_share else None
             began = boottime()
             lost = self._fleet.ask(partial(self._renew_at_redis, limit, tokens))
             if lost is not None:
@@ -195,10 +204,10 @@ class RedisPermitStore:
         forgotten = self._held_in_redis.forgotten(limit, tokens, epoch)
         known = [token for token in tokens if token not in forgotten]
         lost: list[str] = []
-        for group, register in ((forgotten, True), (known, False)):
-            if group:
-                lost += self._permits.renew(limit, group, epoch=epoch, leave=self._fleet.leave, register=register)
-        return lost
+        ask = partial(self._permits.renew, limit, epoch=epoch, leave=self._fleet.leave)
+        if forgotten:
+            lost += ask(forgotten, register=True, is_open=self._fleet.is_open_for(limit))
+        return lost + (ask(known) if known else [])
 
     def _renew_share(self, limit: LimitTerms, tokens: Sequence[str]) -> list[str] | None:
         began = boottime()

@@ -1,4 +1,5 @@
 -- Begins an epoch, unless somebody else has done so: then theirs is answered, and holds. Two databases may share a Redis.
+-- But the first epoch of somebody who knew of none is left by who did: this Redis has lost its data.
 -- An epoch that a former process of this server wrote is none, because its last permits may not have reached the disk.
 -- In the first one of all nobody can hold a permit yet, so it is open at once. An epoch is id:began:opens:process.
 --
@@ -6,7 +7,9 @@
 -- until it opens, which process the server is.
 local found = redis.call('GET', KEYS[1])
 if found and found ~= ARGV[1] and string.match(found, '([^:]*)$') == ARGV[4] then
-    return found
+    if ARGV[1] == '' or not string.match(found, '^[^:]*:0:') then
+        return found
+    end
 end
 local began, opens = '0', '0'
 if found or ARGV[1] ~= '' then

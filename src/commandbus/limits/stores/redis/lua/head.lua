@@ -2,7 +2,7 @@
 -- is missing after FLUSHALL, and another one after that was noticed. It also does nothing for a caller whose leave has
 -- run out: others may have counted it out by now, however long its message was under way.
 --
--- KEYS: the epoch, the permits (token → microsecond at which its lease ends), the rate.
+-- KEYS: the epoch, the permits (token → microsecond at which its lease ends), the rate, who uses it.
 -- ARGV: the epoch, until when the caller may ask (microseconds; 0: for ever), …
 -- Redis' clock is the only one: `now`, in microseconds.
 local epoch = redis.call('GET', KEYS[1])
@@ -18,6 +18,18 @@ end
 
 local function whole(number)
     return string.format('%.0f', number)
+end
+
+-- Stand-alone semaphores hold permits until then: the fleet looks for them before it uses a limit that it does not share.
+local function note_semaphores(ends, lease)
+    redis.call('HSET', KEYS[3], 'alone', ends)
+    if redis.call('PTTL', KEYS[3]) < lease / 1000 + 60000 then
+        redis.call('PEXPIRE', KEYS[3], whole(lease / 1000 + 120000))
+    end
+end
+
+local function is_semaphore(token)
+    return string.sub(token, 1, 10) == 'semaphore/'
 end
 
 -- The key outlives the last lease in it by a minute, and not much more; a lease ends in so many microseconds.

@@ -1,4 +1,5 @@
--- Who holds a permit, and for how many microseconds more; how many permits were given a second of late ('' if none was).
+-- Who holds a permit, and for how many microseconds more; how many permits were given a second of late ('' if none was);
+-- and the clock.
 -- Changes nothing. ARGV: …, seconds of the flow
 local flow_seconds = tonumber(ARGV[3])
 local holders = redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. whole(now), '+inf', 'WITHSCORES')
@@ -15,4 +16,4 @@ if kept[1] then
     local weight = flow_seconds * (1 - math.exp(-span / flow_seconds))
     flow = string.format('%.9g', tonumber(kept[1]) * math.exp(-age / flow_seconds) / weight)
 end
-return {'ok', flow, holders}
+return {'ok', flow, holders, whole(now)}

@@ -16,6 +16,9 @@ for i = 7, #ARGV do
         answer[#answer + 1] = ARGV[i]
     elseif not held or tonumber(held) < now + lease then
         redis.call('ZADD', KEYS[2], ends, ARGV[i])
+        if is_semaphore(ARGV[i]) then
+            note_semaphores(ends, lease)
+        end
     end
 end
 keep_places(lease)

@@ -2,14 +2,26 @@
 -- it: so a caller that got no answer may ask again. Answers how many, from the first on, have one.
 --
 -- ARGV: …, when the epoch began and when it opens to newcomers (microseconds; 0: from the start), seconds of the flow,
--- concurrency (-1: any), calls a second (0: any), burst, lease in microseconds, token, …
+-- concurrency (-1: any), calls a second (0: any), burst, lease in microseconds, who uses it, token, …
+--
+-- Who uses it: `fleet` (the workers of one database, and nobody else), `shared` (they and stand-alone semaphores) or
+-- `semaphore`. A semaphore gets no permit of a limit that the fleet does not share, and the fleet none of it while
+-- semaphores still hold some: nobody could count them when Redis has lost its data.
 local began, opens, flow_seconds = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local concurrency, per_second, burst, lease = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
+local use, owner = ARGV[10], redis.call('GET', KEYS[4])
+if use == 'semaphore' then
+    if owner == 'fleet' then
+        return {'exclusive'}
+    end
+elseif owner ~= use or redis.call('TTL', KEYS[4]) < 43200 then
+    redis.call('SET', KEYS[4], use, 'EX', 86400)
+end
 if now < opens then
     return {'ok', 0}
 end
 
-local wanted = #ARGV - 9
+local wanted = #ARGV - 10
 local free, held = wanted, redis.call('ZCARD', KEYS[2])
 if held > 0 and (concurrency < 0 or held + wanted > concurrency) then
     redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', whole(now))
@@ -20,7 +32,14 @@ if concurrency >= 0 then
 end
 
 local second = now / 1000000
-local kept = redis.call('HMGET', KEYS[3], 'tat', 'flow', 'flow_at', 'flow_since', 'epoch')
+local kept = redis.call('HMGET', KEYS[3], 'tat', 'flow', 'flow_at', 'flow_since', 'epoch', 'alone')
+if use == 'fleet' and tonumber(kept[6] or 0) > now then
+    for _, token in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. whole(now), '+inf')) do
+        if is_semaphore(token) then
+            return {'ok', 0, 'semaphores'}
+        end
+    end
+end
 local tat = tonumber(kept[1] or 0)
 if per_second > 0 then
     if kept[5] ~= epoch and began > 0 then
@@ -32,7 +51,7 @@ if per_second > 0 then
 end
 
 local granted, added, ends = 0, 0, whole(now + lease)
-for i = 10, #ARGV do
+for i = 11, #ARGV do
     if added < free then
         added = added + redis.call('ZADD', KEYS[2], ends, ARGV[i])
     elseif not redis.call('ZSCORE', KEYS[2], ARGV[i]) then
@@ -43,6 +62,9 @@ end
 
 if added > 0 then
     keep_places(lease)
+    if use == 'semaphore' then
+        redis.call('HSET', KEYS[3], 'alone', ends)
+    end
     local flow, since, age = added, second, math.huge
     if kept[2] then
         age = math.max(0, second - kept[3])
@@ -57,7 +79,7 @@ if added > 0 then
     redis.call('HMSET', KEYS[3], 'tat', string.format('%.6f', tat), 'epoch', epoch, 'flow', string.format('%.9g', flow),
         'flow_at', string.format('%.6f', second), 'flow_since', string.format('%.6f', since))
     -- Nothing in it is of any use once the bucket is empty and the flow has gone by.
-    local life = 11 * flow_seconds
+    local life = math.max(11 * flow_seconds, use == 'semaphore' and lease / 1000000 + 60 or 0)
     if per_second > 0 then
         life = life + burst / per_second
     end
