@@ -17,6 +17,7 @@ DURATIONS = {
     "cancel --wait",
     "limits set --backoff",
     "limits set --breaker-reset",
+    "limits set --call-timeout",
     "limits set --lease",
     "limits set --max-wait",
     "migrate --wait",

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from commandbus import CommandBus, Limit, Settings
 from commandbus.flow.breakers.breaker import Bad, report
 from commandbus.flow.commands.claim import claim, put_right
-from commandbus.flow.limits.metrics import BreakerFigures, FleetFigures, LimitFigures, figures
+from commandbus.flow.limits.metrics import BreakerFigures, FleetFigures, LimitFigures, ScheduleFigures, figures
 from commandbus.flow.limits.permits import answer
 from commandbus.model.breaker import Breaker
 from commandbus.model.command import NewCommand
@@ -57,7 +57,7 @@ def test_every_figure_has_its_metric() -> None:
     docai = LimitFigures("docai", 5, 3, 17, 2, 12.5, True, True, 100, 4, 40, 61.25)
     free = replace(docai, name="free", permits=None, is_open=False, is_degraded=False)
     breakers = {("orders", "ship"): BreakerFigures(True, 5, 212), ("orders", "bill"): BreakerFigures(False, 1, 0)}
-    shared = FleetFigures((docai, free), breakers)
+    shared = FleetFigures((docai, free), breakers, {("orders", "nightly"): ScheduleFigures(7.5, 12, 3)})
     text = metrics(View(1.0, "RUNNING", look=CoronerLook(1.0, figures=shared)))
     assert of_limit(text) == {
         "permits": 5, "in_use": 3, "parked": 17, "callers": 2, "backoff_seconds": 12.5, "breaker_open": 1,
@@ -71,6 +71,9 @@ def test_every_figure_has_its_metric() -> None:
     assert found["commandbus_breaker_open", "orders/bill"] == 0
     assert found["commandbus_breaker_stuck", "orders/ship"] == 5
     assert found["commandbus_breaker_parked", "orders/ship"] == 212
+    assert found["commandbus_schedule_late_seconds", "orders/nightly"] == 7.5
+    assert found["commandbus_schedule_fired_total", "orders/nightly"] == 12
+    assert found["commandbus_schedule_skipped_total", "orders/nightly"] == 3
     kinds = {family.name: family.type for family in text_string_to_metric_families(text)}
     assert kinds["commandbus_limit_in_use"] == "gauge"
     assert kinds["commandbus_limit_granted"] == "counter"
@@ -104,6 +107,12 @@ def test_the_figures_are_those_of_the_database(bus: CommandBus, db: psycopg.Conn
     db.execute("UPDATE commandbus.breaker SET recent = '[[1, true, 0, 0]]'")
     assert bus.run(figures(["orders"])).breakers == {("orders", "ship"): BreakerFigures(True, 0, 1)}
     assert bus.run(figures(["bills"])).breakers == {}
+    bus.schedules.create("orders", "nightly", every="1h")
+    bus.schedules.run_now("orders", "nightly")
+    assert bus.run(figures(["orders"])).schedules == {("orders", "nightly"): ScheduleFigures(0.0, 1, 0)}
+    db.execute("UPDATE commandbus.schedule SET next_at = now() - interval '1 minute'")
+    late = bus.run(figures(["orders"])).schedules["orders", "nightly"].late_seconds
+    assert 60 <= late < 90
 
 
 def test_the_figures_of_places_in_redis(

@@ -1,4 +1,4 @@
-"""Metrics of limits and breakers. Pure.
+"""Metrics of limits, breakers and schedules. Pure.
 
 They describe the whole fleet, from the database. Every supervisor reports the same values, so take `max by
 (limit)`, not a sum. They are as old as the coroner's last look (3 s), and older while the database is unreachable.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from commandbus.flow.limits.metrics import BreakerFigures, FleetFigures, LimitFigures
+from commandbus.flow.limits.metrics import BreakerFigures, FleetFigures, LimitFigures, ScheduleFigures
 from commandbus.supervisor.metrics import COUNTER, GAUGE, Metric, MetricKind, Sample
 
 
@@ -26,6 +26,13 @@ def shared_metrics(figures: FleetFigures) -> list[Metric]:
             for (domain, command_type), item in figures.breakers.items()
         ]
         return Metric(f"commandbus_breaker_{name}", GAUGE, about, samples)
+
+    def schedule(name: str, kind: MetricKind, about: str, value: Callable[[ScheduleFigures], float]) -> Metric:
+        samples = [
+            Sample(value(item), {"domain": domain, "schedule": label})
+            for (domain, label), item in figures.schedules.items()
+        ]
+        return Metric(f"commandbus_schedule_{name}", kind, about, samples)
 
     return [
         limit("permits", GAUGE, "How many permits may be in use at once; absent if any number may.",
@@ -48,4 +55,9 @@ def shared_metrics(figures: FleetFigures) -> list[Metric]:
                 lambda item: item.stuck),
         breaker("parked", "Commands that wait until the breaker of their type closes, counted up to 10000.",
                 lambda item: item.parked),
+        schedule("late_seconds", GAUGE, "By how long the next firing of a schedule is late.",
+                 lambda item: item.late_seconds),
+        schedule("fired_total", COUNTER, "Commands that a schedule has sent.", lambda item: item.fired),
+        schedule("skipped_total", COUNTER, "Firings that were skipped because the last command was unfinished.",
+                 lambda item: item.skipped),
     ]  # fmt: skip

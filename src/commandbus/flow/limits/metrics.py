@@ -1,5 +1,5 @@
-"""Limits and breakers in numbers, for metrics. Reads only, except `count_granted`: it tells PostgreSQL now and
-then how many permits Redis gave, so that everybody can see it.
+"""Limits, breakers and schedules in numbers, for metrics. Reads only, except `count_granted`: it tells PostgreSQL
+now and then how many permits Redis gave, so that everybody can see it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from commandbus.flow.limits.redis_outage import HeartbeatPace, Program
 from commandbus.flow.operation import Statement, Steps, operation
 
 MOST_COUNTED = 10_000
+MOST_SCHEDULES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,21 @@ class BreakerFigures(NamedTuple):
     parked: int
 
 
+class ScheduleFigures(NamedTuple):
+    """One schedule: by how many seconds it is late, commands that it sent, firings that it skipped."""
+
+    late_seconds: float
+    fired: int
+    skipped: int
+
+
 @dataclass(frozen=True, slots=True)
 class FleetFigures:
-    """All limits, and the breakers of command types, by (domain, command_type)."""
+    """All limits, the breakers of command types, by (domain, command_type), and schedules, by (domain, name)."""
 
     limits: tuple[LimitFigures, ...] = ()
     breakers: Mapping[tuple[str, str], BreakerFigures] = field(default_factory=dict)
+    schedules: Mapping[tuple[str, str], ScheduleFigures] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +74,13 @@ class RedisFleet:
 
 @operation(atomic=False)
 def figures(domains: Sequence[str]) -> Steps[FleetFigures]:
-    """All limits, and the breakers of these domains."""
+    """All limits, and the breakers and schedules of these domains."""
     rows = yield Statement(sql.text("limits/metrics"), {"most": MOST_COUNTED, "alive": HeartbeatPace().live})
     found = yield Statement(sql.text("breakers/metrics"), {"domains": list(domains), "most": MOST_COUNTED})
     breakers = {(domain, command_type): BreakerFigures(*rest) for domain, command_type, *rest in found}
-    return FleetFigures(tuple(LimitFigures(*row) for row in rows), breakers)
+    timed = yield Statement(sql.text("schedules/figures"), {"domains": list(domains), "most": MOST_SCHEDULES})
+    schedules = {(domain, name): ScheduleFigures(*rest) for domain, name, *rest in timed}
+    return FleetFigures(tuple(LimitFigures(*row) for row in rows), breakers, schedules)
 
 
 @operation(atomic=False)
