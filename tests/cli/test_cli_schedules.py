@@ -91,6 +91,10 @@ def test_what_doctor_says(orders, bus):
     assert said() == []
     bus.schedules.create("orders", "nightly", cron="@daily")
     assert [(item["level"], item["message"]) for item in said()] == [("OK", "1 schedule; none is overdue")]
+    connections = [
+        item["message"] for item in orders("doctor", "--json").document if item["check"] == "connections"
+    ]
+    assert "slots + 5) + 1), schedules included" in connections[0]
     with bus.connect() as conn:
         conn.execute("UPDATE commandbus.schedule SET next_at = now() - interval '2 hours'")
     (late,) = said()

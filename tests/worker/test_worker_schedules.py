@@ -14,6 +14,7 @@ import psycopg
 import pytest
 
 from commandbus import CommandBus, HandlerRegistry, PermanentCommandError, Schedule, Worker
+from commandbus.model.schedule import command_id_of
 from support.waiting import one, statuses, until, until_settled, within
 
 StartWorker = Callable[..., Worker]
@@ -297,3 +298,22 @@ def test_a_firing_does_not_wait_for_a_row_that_is_locked_elsewhere(
         assert firings(db, "held") == []
         holder.rollback()
     within(5, lambda: firings(db, "held"))
+
+
+def test_an_id_that_somebody_holds_delays_one_schedule_only(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, database: str
+) -> None:
+    handlers.register("orders", "tick", noop)
+    for name in ("held", "free"):
+        bus.schedules.create("orders", name, every="1s", command_type="tick")
+    held = bus.schedules.next_firings("orders", "held", count=60)
+    with psycopg.connect(database) as holder:
+        holder.cursor().executemany(
+            "INSERT INTO commandbus.command (domain, command_id, command_type) VALUES ('orders', %s, 'tick')",
+            [(command_id_of("held", instant),) for instant in held],
+        )
+        start_worker(handlers)
+        until(lambda: len(firings(db, "free")) >= 4, 30)
+        assert firings(db, "held") == []
+        holder.rollback()
+    until(lambda: firings(db, "held"), 30)

@@ -18,6 +18,7 @@ from psycopg import Connection
 
 from commandbus.clock import monotonic
 from commandbus.db.service import DatabaseService
+from commandbus.db.transient_errors import is_locked
 from commandbus.errors import CommandBusError
 from commandbus.flow.schedules.declare import declare, forget, put_into_effect, undecided, undeclared
 from commandbus.flow.schedules.exist import CHANNEL
@@ -37,6 +38,7 @@ TAKEN_SECONDS: Final = 0.2  # until the next look, if somebody else holds what i
 ALMOST_SECONDS: Final = 0.002  # later than the server said: its clock and ours do not tick alike
 TROUBLED_SECONDS: Final = 3.0
 PUT_OFF_SECONDS: Final = 60.0
+ASIDE_SECONDS: Final = 5.0
 
 
 class Scheduler(DatabaseService):
@@ -59,6 +61,7 @@ class Scheduler(DatabaseService):
         self._declare_at = 0.0
         self._forget_at = 0.0
         self._connected_at = monotonic()
+        self._aside: dict[tuple[str, str], float] = {}
         self._undeclared: set[tuple[str, str]] = set()
         self._said: set[str] = set()
 
@@ -83,9 +86,11 @@ class Scheduler(DatabaseService):
     def _fire_due(self) -> float:
         """Fire what is due. Returns in how many seconds to look again."""
         rows = self._connection.run(look(self._domains, n=BITE))
+        rows = [row for row in rows if not self._aside or not self._is_aside(row)]
         due = [row for row in rows if row.seconds <= 0]
         if not due:
             return rows[0].seconds + ALMOST_SECONDS if rows else self._longest
+        self._aside = {key: until for key, until in self._aside.items() if monotonic() < until}
         moved, until = 0, monotonic() + SLICE_SECONDS
         due.sort(key=lambda row: row.domain)
         for domain, of_domain in groupby(due, key=lambda row: row.domain):
@@ -106,12 +111,12 @@ class Scheduler(DatabaseService):
             return 0
         try:
             moved = {item.name: item.commands for item in self._connection.run(fire(domain, decided))}
-        except psycopg.OperationalError:
-            raise
         except (CommandBusError, psycopg.Error) as error:
+            if isinstance(error, psycopg.OperationalError) and not is_locked(error):
+                raise
             if len(decided) > 1:  # one of them is to blame
                 return sum(self._fire(domain, [item]) for item in decided)
-            self._put_off(domain, decided[0].name, decided[0].version, error)
+            self._set_aside(domain, decided[0], error)
             return 0
         for item in decided:
             if item.name in moved:
@@ -131,6 +136,18 @@ class Scheduler(DatabaseService):
                 *(domain, item.name, len(made.firings) - commands, len(made.firings)),
                 extra=extra,
             )
+
+    def _set_aside(self, domain: str, item: Decided, error: Exception) -> None:
+        """If somebody's transaction holds the id of its command, this worker leaves it alone for a moment, because
+        each try waits, and the others must fire. Any other error is noted in the row."""
+        if isinstance(error, psycopg.OperationalError):
+            logger.warning("schedule %s/%s waits for another transaction: %s", domain, item.name, error)
+            self._aside[domain, item.name] = monotonic() + ASIDE_SECONDS
+        else:
+            self._put_off(domain, item.name, item.version, error)
+
+    def _is_aside(self, row: DueRow) -> bool:
+        return monotonic() < self._aside.get((row.domain, row.name), 0.0)
 
     def _put_off(self, domain: str, name: str, version: int, error: Exception) -> None:
         text = f"cannot be fired, the next try is in a minute: {error}"

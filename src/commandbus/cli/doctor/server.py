@@ -244,8 +244,10 @@ def _connections(conn: Conn, settings: Settings) -> Findings:
     )
     limit_client = _limit_client_connections(conn, settings)
     messages = _message_connections(conn)
-    own = WORKER_CONNECTIONS + limit_client + messages
-    counted_in = " and ".join(what for what, count in (("limits", limit_client), ("processes", messages)) if count)
+    scheduler = _scheduler_connections(conn)
+    own = WORKER_CONNECTIONS + limit_client + messages + scheduler
+    parts = {"limits": limit_client, "processes": messages, "schedules": scheduler}
+    counted_in = " and ".join(what for what, count in parts.items() if count)
     included = f", {counted_in} included" if counted_in else ""
     needed = settings.processes * (settings.concurrency + own) + SUPERVISOR_CONNECTIONS
     for what, limit in (
@@ -278,6 +280,13 @@ def _message_connections(conn: Conn) -> int:
     if not _is_readable(conn, "process"):
         return 0
     return ROUTER_SLOTS if _one(conn, "SELECT EXISTS (SELECT FROM commandbus.process)") else 0
+
+
+def _scheduler_connections(conn: Conn) -> int:
+    """Where there are schedules, a worker has a connection for them."""
+    if not _is_readable(conn, "schedule"):
+        return 0
+    return int(_one(conn, "SELECT EXISTS (SELECT FROM commandbus.schedule)"))
 
 
 def _is_readable(conn: Conn, table: str) -> bool:
