@@ -25,6 +25,7 @@ DURATIONS = {
     "prune --age",
     "roles --keep",
     "schedules create --every",
+    "schedules create --expires",
     "schedules create --timeout",
     "send --delay",
     "send --timeout",

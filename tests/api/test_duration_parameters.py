@@ -139,6 +139,13 @@ TRIES: dict[str, Try] = {
     **of_schedules(
         "create(timeout)", lambda schedules, value: schedules.create("orders", "x", every=60, timeout=value)
     ),
+    **of_schedules(
+        "create(expires)", lambda schedules, value: schedules.create("orders", "x", every=60, expires=value)
+    ),
+    "Schedule(expires)": lambda value: Schedule("orders", "x", every=60, expires=value),
+    "HandlerRegistry.schedule(expires)": lambda value: HandlerRegistry().schedule(
+        "orders", "x", every=60, expires=value
+    ),
     "Schedule(every)": lambda value: Schedule("orders", "x", every=value),
     "Schedule(timeout)": lambda value: Schedule("orders", "x", every=60, timeout=value),
     "ScheduleTimes.make(every)": lambda value: ScheduleTimes.make(None, value, None),

@@ -128,7 +128,15 @@ def decided(bus: Any, domain: str = "orders") -> list[Decided]:
 
 def test_of_many_who_decide_the_same_one_fires(orders: Bus, part: Part, db: Db) -> None:
     part("schedules").create(
-        "orders", "often", every="1s", data={"n": 1}, headers={"h": 2}, max_attempts=3, timeout=9
+        "orders",
+        "often",
+        every="1s",
+        data={"n": 1},
+        headers={"h": 2},
+        max_attempts=3,
+        expires="1h",
+        on_exhausted="fail",
+        timeout=9,
     )
     make_due(db, ago="2 seconds")
     same = decided(orders)
@@ -136,11 +144,12 @@ def test_of_many_who_decide_the_same_one_fires(orders: Bus, part: Part, db: Db) 
     assert [len(found) for found in moved] == [1, 0, 0]
     assert moved[0][0].commands == 1
     (row,) = db.execute(
-        "SELECT command_id, command_type, data, headers, max_attempts, timeout FROM commandbus.command"
+        "SELECT command_id, command_type, data, headers, max_attempts, timeout, on_exhausted, "
+        "round(extract(epoch FROM expires_at - created_at)) FROM commandbus.command"
     ).fetchall()
     instant = same[0].decision.firings[0].isoformat().replace("+00:00", "Z")
     headers = {"h": 2, "schedule": "often", "scheduled_for": instant}
-    assert row == (f"schedule:often@{instant}", "often", {"n": 1}, headers, 3, 9.0)
+    assert row == (f"schedule:often@{instant}", "often", {"n": 1}, headers, 3, 9.0, "fail", 3600)
     found = part("schedules").get("orders", "often")
     assert (found.last_fired, found.last_command_id) == (same[0].decision.firings[0], row[0])
     assert len(orders.claim()) == 1

@@ -90,6 +90,9 @@ def show(session: CliSession, domain: str, name: str, firings: int, actions: int
 @click.option("--reply-to", metavar="QUEUE", help="Where the replies go.")
 @click.option("--max-attempts", type=int, metavar="N", help="How often each command is tried.")
 @click.option("--timeout", type=DURATION, metavar="60s", help="How long one attempt may take; 0: no deadline.")
+@click.option("--expires", type=DURATION, metavar="10m", help="Cancel a command that has not started by then.")
+@click.option("--on-exhausted", type=click.Choice(["troubleshoot", "fail"]),
+              help="What happens when the attempts of a command are used up.")  # fmt: skip
 @click.option("--missed", type=click.Choice(["skip", "run_once", "run_all"]), default="run_once",
               show_default=True, help="What becomes of firings that nobody could make in time.")  # fmt: skip
 @click.option("--most", type=int, metavar="N", default=100, show_default=True,
@@ -177,6 +180,8 @@ def _print_one(found: ScheduleRecord, following: list[datetime], done: list[Cont
             "reply to": found.reply_to,
             "max attempts": found.max_attempts,
             "timeout": None if found.timeout is None else format_seconds(found.timeout),
+            "expires": None if found.expires is None else format_seconds(found.expires),
+            "on exhausted": found.on_exhausted,
             "missed": f"{found.missed}, at most {found.most}" if found.missed == "run_all" else found.missed,
             "overlap": found.overlap,
             "last fired": None if found.last_fired is None else _local(found, found.last_fired),

@@ -24,8 +24,9 @@ from typing import Final, Literal, NamedTuple, get_args
 from commandbus.errors import InvalidScheduleError
 from commandbus.model import envelope, names, payload
 from commandbus.model.command import NewCommand
-from commandbus.model.durations import Duration
+from commandbus.model.durations import Duration, parse_seconds
 from commandbus.model.json_values import Json, JsonValue
+from commandbus.model.retry import OnExhausted
 from commandbus.model.schedule_times import ScheduleTimes
 
 MissedPolicy = Literal["skip", "run_once", "run_all"]
@@ -48,7 +49,7 @@ class Schedule:
     """A command that is sent again and again, at times that `cron` (in `timezone`, default UTC) or `every` names.
 
     `command_type` is the schedule's own name unless given. `data`, `headers`, `correlation_id`, `reply_to`,
-    `max_attempts` and `timeout` are those of each command. `missed` and `overlap`: see
+    `max_attempts`, `timeout`, `expires` and `on_exhausted` are those of each command. `missed` and `overlap`: see
     `commandbus.model.schedule`; `most` is how many missed firings `run_all` makes.
     """
 
@@ -64,6 +65,8 @@ class Schedule:
     reply_to: str | None = None
     max_attempts: int | None = None
     timeout: Duration | None = None
+    expires: Duration | None = None
+    on_exhausted: OnExhausted | None = None
     missed: MissedPolicy = "run_once"
     overlap: OverlapPolicy = "allow"
     most: int = 100
@@ -79,6 +82,7 @@ class Schedule:
             max_attempts=self.max_attempts,
             headers=None if self.headers is None else dict(self.headers),
             timeout=self.timeout,
+            on_exhausted=self.on_exhausted,
         )
         envelope.check(new)
         if taken := [name for name in HEADERS if name in (new.headers or ())]:
@@ -94,6 +98,7 @@ class Schedule:
             "timezone": times.timezone,
             "command_type": new.command_type,
             "timeout": envelope.timeout_seconds(self.timeout),
+            "expires": _expiry(self.expires),
         }.items():
             object.__setattr__(self, name, value)
 
@@ -135,6 +140,17 @@ def check_name(name: object) -> str:
         f"schedule name {names.shown(name)} is not valid: use at most 100 letters, digits and any of _ . -, and "
         f"begin with a letter or digit"
     )
+
+
+def _expiry(expires: Duration | None) -> float | None:
+    if expires is None:
+        return None
+    seconds = parse_seconds(expires, name="expires", error=InvalidScheduleError)
+    if not seconds:
+        raise InvalidScheduleError(
+            f"expires: {names.shown(expires)} leaves no time to start; give a second or more"
+        )
+    return seconds
 
 
 def _check_policies(schedule: Schedule) -> None:

@@ -15,6 +15,7 @@ from commandbus.model.command import SentCommand
 from commandbus.model.durations import Duration
 from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
+from commandbus.model.retry import OnExhausted
 from commandbus.model.schedule import MissedPolicy, OverlapPolicy, Schedule, check_name
 
 
@@ -36,6 +37,8 @@ class ScheduleRepository(Repository):
         reply_to: str | None = None,
         max_attempts: int | None = None,
         timeout: Duration | None = None,
+        expires: Duration | None = None,
+        on_exhausted: OnExhausted | None = None,
         missed: MissedPolicy = "run_once",
         overlap: OverlapPolicy = "allow",
         most: int = 100,
@@ -51,7 +54,7 @@ class ScheduleRepository(Repository):
         """
         schedule = Schedule(
             domain, name, cron, every, timezone, command_type, data, headers, correlation_id, reply_to,
-            max_attempts, timeout, missed, overlap, most,
+            max_attempts, timeout, expires, on_exhausted, missed, overlap, most,
         )  # fmt: skip
         creation = operate.create(schedule, _action(operator, reason), replaces=replace)
         return self._bus.run(creation, conn)
@@ -137,6 +140,8 @@ class AsyncScheduleRepository(AsyncRepository):
         reply_to: str | None = None,
         max_attempts: int | None = None,
         timeout: Duration | None = None,
+        expires: Duration | None = None,
+        on_exhausted: OnExhausted | None = None,
         missed: MissedPolicy = "run_once",
         overlap: OverlapPolicy = "allow",
         most: int = 100,
@@ -152,7 +157,7 @@ class AsyncScheduleRepository(AsyncRepository):
         """
         schedule = Schedule(
             domain, name, cron, every, timezone, command_type, data, headers, correlation_id, reply_to,
-            max_attempts, timeout, missed, overlap, most,
+            max_attempts, timeout, expires, on_exhausted, missed, overlap, most,
         )  # fmt: skip
         creation = operate.create(schedule, _action(operator, reason), replaces=replace)
         return await self._bus.run(creation, conn)

@@ -102,6 +102,8 @@ def store(schedule: Schedule, *, is_declared: bool) -> Steps[bool]:
             "most": schedule.most,
             "timeout": schedule.timeout,
             "max_attempts": schedule.max_attempts,
+            "expires": schedule.expires,
+            "on_exhausted": schedule.on_exhausted,
             "correlation_id": schedule.correlation_id,
             "reply_to": schedule.reply_to,
             "headers": None if schedule.headers is None else payload.dump(dict(schedule.headers), what="headers"),

@@ -29,6 +29,7 @@ from commandbus.model import names, page
 from commandbus.model.command import CommandStatus, SentCommand
 from commandbus.model.json_values import Json
 from commandbus.model.page import Page
+from commandbus.model.retry import OnExhausted
 from commandbus.model.schedule import Decision, MissedPolicy, OverlapPolicy, Schedule, check_name, text_of
 from commandbus.model.schedule_times import ScheduleTimes
 
@@ -42,7 +43,7 @@ class ScheduleRecord:
     or it is paused). `last_fired` is the instant of its last firing; `last_command_id` and `last_status` are those
     of its last command (None if that was pruned). `fired` counts commands, `skipped` firings that were left out
     because the last command was unfinished. `waiting_since`: a firing waits for the last command. `note` is the
-    last thing that did not go as usual. `every` and `timeout` are seconds.
+    last thing that did not go as usual. `every`, `timeout` and `expires` are seconds.
     """
 
     domain: str
@@ -57,6 +58,8 @@ class ScheduleRecord:
     reply_to: str | None
     max_attempts: int | None
     timeout: float | None
+    expires: float | None
+    on_exhausted: OnExhausted | None
     missed: MissedPolicy
     overlap: OverlapPolicy
     most: int

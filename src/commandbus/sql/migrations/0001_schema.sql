@@ -503,6 +503,7 @@ INSERT INTO commandbus.limit_mode DEFAULT VALUES;
 -- (model/schedule_times.py), and writes next_at.
 --
 -- every          the interval in seconds
+-- expires        after so many seconds without a start, a command of it is canceled
 -- missed, overlap, most  the policies (model/schedule.py)
 -- is_declared    workers declare it in code (schedule_declaration); otherwise somebody created it at run time
 -- fingerprint    of its definition
@@ -525,6 +526,8 @@ CREATE TABLE commandbus.schedule (
     most            integer NOT NULL DEFAULT 100,
     timeout         float8,
     max_attempts    integer,
+    expires         float8,
+    on_exhausted    text,
     correlation_id  text,
     reply_to        text,
     headers         json,

@@ -16,7 +16,7 @@ from commandbus.errors import ConfigurationError
 from commandbus.model.durations import Duration
 from commandbus.model.json_values import JsonValue
 from commandbus.model.limit import Limit
-from commandbus.model.retry import RetryPolicy
+from commandbus.model.retry import OnExhausted, RetryPolicy
 
 if TYPE_CHECKING:
     from commandbus.model.schedule import MissedPolicy, OverlapPolicy, Schedule
@@ -95,6 +95,8 @@ class ScheduleDeclarations:
         reply_to: str | None = None,
         max_attempts: int | None = None,
         timeout: Duration | None = None,
+        expires: Duration | None = None,
+        on_exhausted: OnExhausted | None = None,
         missed: MissedPolicy = "run_once",
         overlap: OverlapPolicy = "allow",
         most: int = 100,
@@ -109,7 +111,7 @@ class ScheduleDeclarations:
 
         declared = Schedule(
             domain, name, cron, every, timezone, command_type, data, headers, correlation_id, reply_to,
-            max_attempts, timeout, missed, overlap, most,
+            max_attempts, timeout, expires, on_exhausted, missed, overlap, most,
         )  # fmt: skip
 
         def register(function: F) -> F:
