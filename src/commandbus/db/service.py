@@ -51,6 +51,7 @@ class DatabaseService:
         on_end: Callable[[BaseException], None] | None = None,
         lock_seconds: float = LOCK_SECONDS,
         goes_by_keys: bool = False,
+        prepares: bool = True,
     ) -> None:
         self.part = part
         self._connection = LastingConnection(
@@ -59,6 +60,7 @@ class DatabaseService:
             on_connect=self.connected,
             lock_seconds=lock_seconds,
             goes_by_keys=goes_by_keys,
+            prepares=prepares,
         )
         self._on_end = on_end
         self.can_listen = settings.prepared_statements

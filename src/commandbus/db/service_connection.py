@@ -43,7 +43,11 @@ SILENT_SECONDS: Final = 12.0
 
 
 class LastingConnection:
-    """One connection, one thread."""
+    """One connection, one thread.
+
+    `prepares=False` is for sessions whose statements run every few seconds: each would be planned anew anyway, and
+    dropping the old plans would be a round trip more (ADR 15).
+    """
 
     def __init__(
         self,
@@ -53,11 +57,13 @@ class LastingConnection:
         on_connect: Callable[[Connection[Any]], None] | None = None,
         lock_seconds: float = LOCK_SECONDS,
         goes_by_keys: bool = False,
+        prepares: bool = True,
     ) -> None:
         self._settings = settings
         self._name = name
         self._lock_seconds = lock_seconds
         self._goes_by_keys = goes_by_keys
+        self._prepares = prepares
         self._on_connect = on_connect
         self._conn: OwnConnection | None = None
         self._question = PendingAnswer(name, cancel_after=STATEMENT_SECONDS + 0.5, cut_after=SILENT_SECONDS)
@@ -189,6 +195,8 @@ class LastingConnection:
             lock_seconds=self._lock_seconds,
             goes_by_keys=self._goes_by_keys,
         )
+        if not self._prepares:
+            conn.prepare_threshold = None
         try:
             with self._question.asked(conn):
                 if conn.begins is None:

@@ -136,7 +136,7 @@ class Coroner(DatabaseService):
     """One thread. `look` and `done` are read by the supervisor's loop."""
 
     def __init__(self, settings: Settings, name: str) -> None:
-        super().__init__(settings, name=name, part="coroner")
+        super().__init__(settings, name=name, part="coroner", prepares=False)
         self._cases: list[Case] = []
         self._traces: list[Trace] = []
         self._opened: dict[str, list[DatabaseSession]] = {}  # by a worker's handlers

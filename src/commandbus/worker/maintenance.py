@@ -94,7 +94,7 @@ class Maintenance(DatabaseService):
         on_error: Callable[[BaseException], None],
         name: str,
     ) -> None:
-        super().__init__(settings, name=name, part="maintenance", on_end=on_error)
+        super().__init__(settings, name=name, part="maintenance", on_end=on_error, prepares=False)
         self._settings = settings
         self._identity = identity
         self._figures = figures

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -11,7 +10,13 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 def resident_megabytes(pid: int | None = None) -> float:
     """Resident memory of this process, or of another; 0 if it is gone."""
     try:
-        statm = Path(f"/proc/{'self' if pid is None else pid}/statm").read_text()
+        file = os.open(f"/proc/{'self' if pid is None else pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return 0.0
-    return int(statm.split()[1]) * _PAGE / 1048576
+    try:
+        pages = int(os.read(file, 200).split()[1])
+    except (OSError, IndexError):  # it has ended meanwhile
+        return 0.0
+    finally:
+        os.close(file)
+    return pages * _PAGE / 1048576

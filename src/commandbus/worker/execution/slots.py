@@ -180,7 +180,7 @@ class Slots:
                 self._surplus = 0
                 self._tick_wanted.clear()
                 if not self.waiting:
-                    self._tick_wanted.wait(1.0)
+                    self._tick_wanted.wait()
                 pause = self._pace.begin(monotonic(), self.finished)
             time.sleep(pause)
             awake = self._budget.total - len(self._idle)
