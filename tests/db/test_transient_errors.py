@@ -6,14 +6,15 @@ import psycopg
 import pytest
 from psycopg import errors as pg
 
-from commandbus.db.transient_errors import is_locked, is_of_the_database, is_passing
+from commandbus.db.transient_errors import PassingError, is_locked, is_of_the_database, is_passing
 
 PASSING = [
     *("08000", "08003", "08006", "08001", "08004", "08007"),
     *("25006", "25P03", "40001", "40P01", "53000", "53100", "53200", "53300", "53400", "55P03"),
     *("57P01", "57P02", "57P03", "57P04", "57P05"),
 ]
-LASTING = ["22P02", "23505", "42501", "42601", "42P01", "0A000", "3D000", "28P01", "54001", "XX000", "XX001"]
+LASTING = ["22P02", "23505", "42501", "42601", "42P01", "0A000", "3D000", "28P01", "XX000", "XX001"]
+LASTING += ["26000", "40002", "54000", "54001", "55000", "55006", "57000", "HV000"]  # OperationalErrors
 
 
 def error_of(state: str) -> psycopg.Error:
@@ -45,7 +46,9 @@ def test_an_internal_error_passes_if_the_connection_was_lost_with_it(state: str)
 
 
 def test_an_error_without_a_state() -> None:
-    assert is_passing(psycopg.OperationalError("the connection is closed"))
+    assert is_passing(psycopg.OperationalError("the connection is closed"), is_lost=True)
+    assert is_passing(PassingError("a descriptor was closed"))
+    assert not is_passing(psycopg.OperationalError("number of parameters must be between 0 and 65535"))
     assert not is_passing(psycopg.ProgrammingError("the query has 1 placeholder"))
     assert is_passing(psycopg.DatabaseError("lost synchronization"), is_lost=True)
     assert not is_passing(ValueError("not of the database"), is_lost=True)

@@ -540,6 +540,71 @@ def test_after_an_outage_no_part_counts_as_failing(
     assert worker.stop().is_clean
 
 
+REFUSALS = {  # what a part writes again and again: a trigger there refuses it
+    "claimer": "pgmq.q_orders__commands",
+    "lease keeper": "pgmq.q_orders__commands",
+    "maintenance": "commandbus.worker",
+    "limit client": "commandbus.limits",
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "state"),
+    [
+        *((part, "55000") for part in REFUSALS),
+        ("claimer", "54001"),
+        ("claimer", "57000"),
+        ("lease keeper", "26000"),
+    ],
+)
+def test_what_does_not_pass_ends_the_thread_visibly_whatever_its_class(
+    database: str,
+    handlers: HandlerRegistry,
+    start_worker: StartWorker,
+    part: str,
+    state: str,
+    bus: CommandBus,
+    db: Db,
+) -> None:
+    """psycopg calls them OperationalError, as it does what passes. The table of SQLSTATEs decides."""
+    proceed = threading.Event()
+    handlers.register("orders", "slow", lambda command, ctx: proceed.wait(20))
+    worker = start_worker(handlers, database, **short_lease())
+    bus.send("orders", "slow")
+    until(lambda: bool(worker._runtime and worker._runtime.attempts.running))
+    restarted = threading.Event()
+    with WorkerWatchdog(worker, check_interval=0.1, restart_callback=restarted.set):
+        db.execute(
+            f"""CREATE FUNCTION public.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+                IF current_setting('application_name') LIKE '%{part}' THEN
+                    RAISE EXCEPTION 'not in this state' USING ERRCODE = '{state}'; END IF;
+                RETURN NULL; END $$;
+            CREATE TRIGGER refuse BEFORE INSERT OR UPDATE ON {REFUSALS[part]} EXECUTE FUNCTION public.refuse()""".encode()
+        )
+        bus.send("orders", "call")
+        until(lambda: part.replace(" ", "_") in worker.health_status.critical_reasons)
+        assert any(
+            f"the {part} has ended: " in text and "not in this state" in text
+            for text in worker.health_status.reasons
+        )
+        assert restarted.wait(10), "the watchdog's callback runs"
+    proceed.set()
+    with pytest.raises(psycopg.Error) as raised:
+        worker.stop(wait=3)
+    assert raised.value.sqlstate == state
+
+
+def test_an_error_text_that_cannot_be_stored_does_not_silence_a_worker(
+    database: str, handlers: HandlerRegistry, start_worker: StartWorker, db: Db
+) -> None:
+    """Health names the last error, and the heartbeat tells it."""
+    worker = start_worker(handlers, database)
+    worker.health_status.set_degraded("odd", "a NUL \0 and half a character \ud800")
+    told = "SELECT bool_or(health::text LIKE '%%a NUL%%') FROM commandbus.worker"
+    until(lambda: one(db, told))
+    assert worker.stop().is_clean
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_the_end_of_a_thread_is_critical(
     database: str, handlers: HandlerRegistry, start_worker: StartWorker, part: str, bus: CommandBus, db: Db

@@ -27,6 +27,7 @@ from psycopg.rows import tuple_row
 
 from commandbus.clock import monotonic
 from commandbus.db.descriptors import file_behind
+from commandbus.db.transient_errors import PassingError
 
 IDLE = TransactionStatus.IDLE
 INERROR = TransactionStatus.INERROR
@@ -62,11 +63,11 @@ def never_open() -> PGconn:
     return pgconn
 
 
-class LostSocketError(psycopg.OperationalError):
+class LostSocketError(PassingError):
     """Somebody else in this process has closed the socket of a connection."""
 
 
-class UnreplicatedError(psycopg.OperationalError):
+class UnreplicatedError(PassingError):
     """The server committed, but somebody canceled its wait for the synchronous standby: a failover may lose it.
 
     `result` is what the operation would have returned.

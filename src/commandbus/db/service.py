@@ -3,6 +3,8 @@
     round ──► round ──► …            a database error that passes: recover, then the next round
       └ orders first, then `round()`  any other error: the service has ended, and says so
 
+The table of SQLSTATEs in `db/transient_errors.py` alone decides what passes: it is raised as a PassingError.
+
 A subclass writes `round`: one portion of work, then `sleep`. Other threads give it orders or wake it; neither
 blocks. The loop keeps three times that a monitor can read at any moment: when it last moved, since when its
 database is unreachable, and how long a statement has had no answer. `trouble` turns them into a sentence.
@@ -23,7 +25,7 @@ from psycopg import Connection
 from commandbus.clock import monotonic
 from commandbus.db.descriptors import WakeFile
 from commandbus.db.service_connection import LOCK_SECONDS, LastingConnection
-from commandbus.db.transient_errors import is_locked
+from commandbus.db.transient_errors import PassingError, is_locked
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 
@@ -222,11 +224,11 @@ class DatabaseService:
     def hear(self) -> bool:
         """Take in what was notified; returns whether there was anything."""
         # All notifications first: while they come in, no statement can be sent.
-        notifications = list(self._connection.conn.notifies(timeout=0))
+        notifications = self._connection.notifications()
         for notification in notifications:
             try:
                 self.heard(notification.channel, notification.payload)
-            except psycopg.OperationalError:
+            except PassingError:
                 raise
             except Exception:
                 logger.exception("the %s could not handle a notification", self.part)
@@ -243,7 +245,7 @@ class DatabaseService:
                     self.carry_out()
                     self.round()
                     self._failing = None
-                except (psycopg.OperationalError, OSError) as error:
+                except (PassingError, OSError) as error:
                     self._recover(error)
             self.finish()
         except BaseException as error:
@@ -255,11 +257,11 @@ class DatabaseService:
         finally:
             self._connection.close()
 
-    def _recover(self, error: psycopg.OperationalError | OSError) -> None:
+    def _recover(self, error: PassingError | OSError) -> None:
         """Recover from an error. An OSError comes from a descriptor that is no longer ours."""
         if isinstance(error, OSError):
             self._connection.close()
-            error = psycopg.OperationalError(str(error))
+            error = PassingError(str(error))
         if not is_locked(error):
             since = monotonic() if self._failing is None else self._failing[0]
             self._failing = since, _first_line(error), error.sqlstate is not None
@@ -275,7 +277,7 @@ class DatabaseService:
         while self._orders:
             try:
                 self._orders[0]()
-            except psycopg.OperationalError as error:
+            except PassingError as error:
                 if is_locked(error):
                     self._orders.rotate(-1)  # this row is tried later; the orders behind it are carried out now
                 raise

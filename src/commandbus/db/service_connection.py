@@ -1,7 +1,6 @@
 """A connection that one thread owns and that comes back by itself: each of a worker's own services has one.
 
-`run` raises psycopg.OperationalError for everything that passes (`db/transient_errors.py` decides by SQLSTATE);
-`recover` waits, with growing pauses, until the server is back or the owner stops. Nothing is retried here: only
+`run` raises PassingError for everything that passes (`db/transient_errors.py` decides by SQLSTATE); `recover` waits, with growing pauses, until the server is back or the owner stops. Nothing is retried here: only
 the owner knows whether its operation may be.
 
 Every session has limits: how long a statement may take, how long it may wait for a lock, and how long its server
@@ -23,7 +22,7 @@ from commandbus.clock import monotonic
 from commandbus.db.answer_clock import PendingAnswer
 from commandbus.db.drivers import LostSocketError, OwnConnection, Runnable, run
 from commandbus.db.pool import ask_default_level, connect_own, cut
-from commandbus.db.transient_errors import READ_ONLY, PassingError, is_passing
+from commandbus.db.transient_errors import READ_ONLY, OtherPassingError, PassingError, is_passing
 from commandbus.logger import safe_logger
 from commandbus.model.service_backoff import Backoff
 from commandbus.settings import Settings
@@ -101,7 +100,7 @@ class LastingConnection:
         return self._conn
 
     def run(self, operation: Runnable[T]) -> T:
-        """Run an operation on it. What passes by itself is raised as an OperationalError."""
+        """Run an operation on it. What passes by itself is raised as a PassingError."""
         try:
             conn = self.conn
             with self._question.asked(conn):
@@ -125,12 +124,20 @@ class LastingConnection:
                 self._raise(error)
             self._answered_at = monotonic()
 
+    def notifications(self) -> list[psycopg.Notify]:
+        """What was notified since the last look."""
+        conn = self.conn
+        try:
+            return list(conn.notifies(timeout=0))
+        except psycopg.Error as error:
+            self._raise(error)
+
     def _raise(self, error: psycopg.Error) -> NoReturn:
-        """As an OperationalError if it passes by itself. Read-only also drops the connection."""
+        """As a PassingError if it passes by itself. Read-only also drops the connection."""
         if error.sqlstate == READ_ONLY:
             self._drop()  # another server may be the one that can write
-        if is_passing(error, is_lost=self.conn_is_lost()) and not isinstance(error, psycopg.OperationalError):
-            raise PassingError(error) from error
+        if is_passing(error, is_lost=self.conn_is_lost()) and not isinstance(error, PassingError):
+            raise OtherPassingError(error) from error
         raise error
 
     def conn_is_lost(self) -> bool:
@@ -141,7 +148,7 @@ class LastingConnection:
     def recover(
         self, stopping: threading.Event, error: psycopg.Error, on_wait: Callable[[], None] = lambda: None
     ) -> bool:
-        """Get over an operational error: connect again, or give the server (a full disk, a lock) a moment.
+        """Get over an error that passes: connect again, or give the server (a full disk, a lock) a moment.
 
         `on_wait` is called after every attempt to connect that failed. Returns False if the owner was told to
         stop.

@@ -41,7 +41,7 @@ def is_passing(error: BaseException, *, is_lost: bool = False) -> bool:
         return False
     state = error.sqlstate
     if state is None:
-        return is_lost or isinstance(error, psycopg.OperationalError)
+        return is_lost or isinstance(error, PassingError)
     return state.startswith(PASSING) or (is_lost and state.startswith(_INTERNAL))
 
 
@@ -74,9 +74,18 @@ def is_of_a_row(error: BaseException) -> bool:
 
 
 class PassingError(psycopg.OperationalError):
-    """An error that passes, of a class that says otherwise. `sqlstate` and `diag` are the original's."""
+    """An error that passes. A thread of ours waits and tries again after this one, and ends with any other."""
+
+
+class OtherPassingError(PassingError):
+    """One that the server or psycopg has raised, as another class. `sqlstate` and `diag` are the original's."""
 
     def __init__(self, error: psycopg.Error) -> None:
         super().__init__(str(error).strip())
         self.original = error
         self.sqlstate = error.sqlstate
+
+    @property
+    def diag(self) -> psycopg.errors.Diagnostic:
+        """What the server said."""
+        return self.original.diag

@@ -2,7 +2,7 @@
 
 A refused connection, a server that starts or shuts down, too many connections, or an unreachable host are
 transient: the start waits. A wrong password, a database that does not exist, or a bad certificate must be repaired
-by a person: they are raised at once. For a failed connect, libpq gives no SQLSTATE but only a text, which may be
+by a person: they are raised at once. Where there is a SQLSTATE, the table decides. For a failed connect, libpq gives no SQLSTATE but only a text, which may be
 in the server's own language. For an unknown text the start waits: the log says so, and a person can end it.
 
 The attempts run on a separate thread, because a signal cannot interrupt a connect to a silent host. The caller
@@ -20,6 +20,7 @@ from typing import Final
 import psycopg
 
 from commandbus.clock import monotonic
+from commandbus.db.transient_errors import is_passing
 from commandbus.logger import SafeLogger
 from commandbus.model.durations import format_seconds
 from commandbus.model.service_backoff import Backoff
@@ -39,16 +40,13 @@ _A_PERSON_MUST_REPAIR: Final = re.compile(
     re.IGNORECASE,
 )
 _HINT: Final = re.compile(r"\s*Is the server running.*", re.DOTALL)
-_SQLSTATES_OF_PERSONS: Final = ("28", "3D", "54")
 
 
 def passes_by_itself(error: BaseException) -> bool:
     """May the server be usable later, without anybody's help?"""
-    if not isinstance(error, psycopg.OperationalError):
-        return False
-    if error.sqlstate is not None:
-        return not error.sqlstate.startswith(_SQLSTATES_OF_PERSONS)
-    return _A_PERSON_MUST_REPAIR.search(str(error)) is None
+    if isinstance(error, psycopg.Error) and error.sqlstate is not None:
+        return is_passing(error)
+    return isinstance(error, psycopg.OperationalError) and _A_PERSON_MUST_REPAIR.search(str(error)) is None
 
 
 def reason_of(error: BaseException) -> str:

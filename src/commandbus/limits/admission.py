@@ -14,10 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import psycopg
-
 from commandbus.clock import boottime, monotonic
-from commandbus.db.transient_errors import is_locked
+from commandbus.db.transient_errors import PassingError, is_locked
 from commandbus.errors import CommandBusError
 from commandbus.flow.limits import permits
 from commandbus.flow.limits.declare import LimitRow
@@ -117,8 +115,8 @@ class Admission:
             who = [permit_request.command.key for permit_request in permit_requests]
             try:
                 answer = self._held_permits.connection.run(permits.turns(domain, who))
-            except (CommandBusError, psycopg.OperationalError) as error:
-                if isinstance(error, psycopg.Error) and not is_locked(error):
+            except (CommandBusError, PassingError) as error:
+                if isinstance(error, PassingError) and not is_locked(error):
                     raise
                 logger.warning("the positions in line of commands of domain %s cannot be read: %s", domain, error)
                 continue
@@ -199,7 +197,7 @@ class Admission:
         release whatever may be held under these tokens."""
         try:
             yield
-        except psycopg.OperationalError:
+        except PassingError:
             self._releases.hand_back(
                 Permit(name, token, 0.0, holder=permit_request.holder) for token, permit_request in tokens.items()
             )

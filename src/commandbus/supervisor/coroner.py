@@ -20,7 +20,7 @@ from typing import Final
 import psycopg
 
 from commandbus.db.service import DatabaseService
-from commandbus.db.transient_errors import is_locked, is_passing
+from commandbus.db.transient_errors import PassingError, is_locked, is_passing
 from commandbus.flow.breakers.breaker import PATIENCE_SECONDS, watch
 from commandbus.flow.commands.claim import put_right
 from commandbus.flow.commands.claimed_row import ClaimedRow
@@ -212,7 +212,7 @@ class Coroner(DatabaseService):
         """One task: if it fails, the others are still done."""
         try:
             work()
-        except psycopg.OperationalError as error:
+        except PassingError as error:
             if not is_locked(error):
                 raise  # the database is unreachable: again
             logger.warning("the coroner found a locked row, and tries again: %s", str(error).strip())

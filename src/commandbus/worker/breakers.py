@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-import psycopg
-
 from commandbus.clock import monotonic
 from commandbus.db.service_connection import LastingConnection
+from commandbus.db.transient_errors import PassingError
 from commandbus.flow.breakers.breaker import Bad, Moved, Watch, advance, judge, report, watch
 from commandbus.flow.commands.claimed_row import IS_PROBE
 from commandbus.logger import safe_logger
@@ -129,7 +128,7 @@ class Words:
             good = [word.command for word in words if word.bad is None]
             try:
                 say(connection.run(report(domain, command_type, rule, bad=bad, good=good)))
-            except psycopg.OperationalError:
+            except PassingError:
                 raise
             except Exception:
                 logger.exception("a breaker of domain %s was not told of %d attempts", domain, len(words))
@@ -261,7 +260,7 @@ class WorkerBreakers:
                     say(connection.run(advance(item.domain, item.command_type)))
             if self._judge.judge(connection, seen):
                 pause = min(pause, UNDECIDED_SECONDS)
-        except psycopg.OperationalError:
+        except PassingError:
             raise
         except Exception as error:  # noqa: BLE001 - leases must not wait for breakers
             pause = TROUBLED_SECONDS

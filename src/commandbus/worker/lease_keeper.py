@@ -21,6 +21,7 @@ import psycopg
 
 from commandbus.clock import boottime, monotonic
 from commandbus.db.service import DatabaseService
+from commandbus.db.transient_errors import PassingError
 from commandbus.flow.commands.claim import run_alone
 from commandbus.flow.commands.database_session import (
     DatabaseSession,
@@ -102,7 +103,7 @@ class LeaseKeeper(DatabaseService):
             is_held = False
             try:
                 is_held = self._connection.run(noted)
-            except psycopg.OperationalError:
+            except PassingError:
                 raise
             except Exception:
                 then(attempt, is_held)
@@ -208,7 +209,7 @@ class LeaseKeeper(DatabaseService):
         sent_at = boottime()
         try:
             renewal = self._connection.run(renew(attempt.domain, self._worker, held, lease_seconds=lease + more))
-        except psycopg.OperationalError:
+        except PassingError:
             raise
         except Exception as error:
             _answer(answer, error=error)
@@ -270,7 +271,7 @@ class LeaseKeeper(DatabaseService):
                 with borrowed.lock:
                     if not borrowed.is_returned:
                         self._end_session(borrowed, taken)
-            except psycopg.OperationalError:
+            except PassingError:
                 raise  # the connection is lost: again, later
             except psycopg.Error:
                 logger.exception("the database session of a stuck attempt could not be ended")

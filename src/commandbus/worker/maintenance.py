@@ -17,6 +17,7 @@ from psycopg import Connection
 from commandbus.clock import monotonic
 from commandbus.db.service import DatabaseService
 from commandbus.db.service_connection import LastingConnection
+from commandbus.db.transient_errors import PassingError
 from commandbus.errors import CommandBusError
 from commandbus.flow.batches import operate as batch_operate
 from commandbus.flow.batches.fold_and_complete import fold
@@ -26,6 +27,7 @@ from commandbus.flow.operation import Operation, Plan
 from commandbus.flow.schedules.exist import CHANNEL
 from commandbus.flow.workers.registry import WorkerIdentity, beat
 from commandbus.logger import safe_logger
+from commandbus.model.safe_text import escaped
 from commandbus.settings import Settings
 from commandbus.worker.batch_folding import Refused
 from commandbus.worker.breakers import WorkerBreakers
@@ -44,7 +46,6 @@ PRUNE_SECONDS = 60.0
 BITE_PAUSE_SECONDS = 0.02
 SLICE_SECONDS = 0.5
 TICK_SECONDS = 0.5
-TROUBLED_SECONDS = 3.0
 
 
 class Work(Generic[T]):
@@ -125,13 +126,7 @@ class Maintenance(DatabaseService):
             self._scheduling.look_soon()
 
     def round(self) -> None:
-        try:
-            self._tick()
-        except psycopg.OperationalError:
-            raise
-        except Exception:
-            logger.exception("a round of the maintenance failed")
-            self.sleep(TROUBLED_SECONDS)
+        self._tick()
         if not self._orders and not self._resumed and not self._unparked:
             self.sleep(TICK_SECONDS)
 
@@ -183,7 +178,10 @@ class Maintenance(DatabaseService):
                 running=self._figures.running(),
                 settled=sum(settled.values()),
                 rates=self._rates,
-                health={"state": self._health.state.value, "reasons": list(self._health.reasons)},
+                health={
+                    "state": self._health.state.value,
+                    "reasons": [escaped(reason) for reason in self._health.reasons],  # a NUL cannot be stored
+                },
                 counts=self._breakers.counts(),
             )
         )
@@ -247,7 +245,7 @@ class Maintenance(DatabaseService):
                 if work.step(self._connection):
                     self._unparked[parked] = work
                 self._look_after()
-        except psycopg.OperationalError:
+        except PassingError:
             raise
         except Exception as error:  # noqa: BLE001 - everything else must have its turn
             self._unparked.clear()

@@ -12,10 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import psycopg
-
 from commandbus.clock import monotonic
 from commandbus.db.service_connection import LastingConnection
+from commandbus.db.transient_errors import PassingError
 from commandbus.flow.commands.claim import Claim
 from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.flow.commands.unhandled_types import UnhandledType, find_unhandled, give_up, note, take
@@ -126,7 +125,7 @@ class UnhandledTypes:
                 self.add(item.domain, item.command_type)
                 if self._is_given_up(item) and not self._give_up(connection, item):
                     pause = 0.0
-        except psycopg.OperationalError:
+        except PassingError:
             raise
         except Exception as error:  # noqa: BLE001 - the rest of the maintenance must not wait for this
             pause = TROUBLED_SECONDS

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import psycopg
-
 from commandbus.db.drivers import Runnable
 from commandbus.db.service_connection import LastingConnection
+from commandbus.db.transient_errors import PassingError
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
 
@@ -27,7 +26,7 @@ class PatientConnection:
         self._is_unwell = False  # is PostgreSQL out of reach?
 
     def run(self, operation: Runnable[T]) -> T:
-        """Run an operation; raises psycopg.OperationalError while the server is away."""
+        """Run an operation; raises PassingError while the server is away."""
         result = self._connection.run(operation)
         if self._is_unwell:
             self._is_unwell = False
@@ -38,7 +37,7 @@ class PatientConnection:
         """Do something that needs the database, or return the default if it is unreachable."""
         try:
             return action()
-        except psycopg.OperationalError as error:
+        except PassingError as error:
             if not self._is_unwell:
                 self._is_unwell = True
                 logger.warning("limits in Redis: the database does not answer: %s", str(error).strip())
