@@ -29,7 +29,7 @@ from commandbus import (
 )
 from commandbus.cli.session import connect as cli_connect
 from commandbus.db.pool import ALIVE, lasting_conninfo
-from commandbus.db.service import DatabaseService
+from commandbus.db.service import DatabaseService, Stillness
 from commandbus.db.service_connection import LOCK_SECONDS, STATEMENT_SECONDS, LastingConnection
 from commandbus.flow.commands.claim import claim
 from commandbus.flow.commands.settle import settle
@@ -327,6 +327,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commandbus.db.service_connection.SILENT_SECONDS", 4.0)
     monkeypatch.setattr("commandbus.db.service.SILENT_SECONDS", 2.5)
     monkeypatch.setattr("commandbus.db.service.STILL_SECONDS", 2.0)
+    monkeypatch.setattr("commandbus.worker.deadlines.ladder.STILL_SECONDS", 2.0)
     monkeypatch.setattr("commandbus.db.service.FAILING_SECONDS", 2.0)
     monkeypatch.setattr("commandbus.db.service.AWAY_SECONDS", 1.5)
 
@@ -398,10 +399,87 @@ def test_a_thread_that_has_just_heard_is_not_named(database: str, monkeypatch: p
         assert heard.wait(20)
         assert service.trouble is None
         until(lambda: service.trouble is not None)
-        assert "has not moved for 1 s" in str(service.trouble)
+        assert "the slow has not moved for" in str(service.trouble)
     finally:
         gate.set()
         service.stop(10)
+
+
+def harm_ladder(worker: Worker, how: str, release: threading.Event) -> None:
+    """Its next tick blocks, or ends its thread."""
+    runtime = worker._runtime
+    assert runtime is not None
+    usual = runtime.ladder._on_tick
+
+    def tick(now: float) -> None:
+        if how == "end":
+            raise SystemExit("out of order")
+        release.wait(30)
+        usual(now)
+
+    runtime.ladder._on_tick = tick
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("block", "the ladder has not moved for"), ("end", "the ladder has ended: SystemExit: out of")],
+)
+def test_health_itself_notices_a_ladder_that_does_not_look(
+    handlers: HandlerRegistry,
+    database: str,
+    start_worker: StartWorker,
+    bus: CommandBus,
+    db: Db,
+    how: str,
+    said: str,
+) -> None:
+    """Without a supervisor or a watchdog: whoever asks for the health looks at the clock. The heartbeat asks."""
+    worker = start_worker(handlers, database)
+    release = threading.Event()
+    harm_ladder(worker, how, release)
+    told = "SELECT bool_or(health ->> 'state' = 'critical' AND health::text LIKE %s) FROM commandbus.worker"
+    until(lambda: one(db, told, f"%{said}%"))
+    assert worker.health_status.is_critical()
+    assert "ladder" in worker.health_status.critical_reasons
+    assert any(said in reason for reason in worker.health_status.as_dict()["reasons"])
+    release.set()
+    if how == "block":
+        until(lambda: worker.health_status.state is HealthState.HEALTHY)
+        assert worker.stop().is_clean
+        return
+    bus.send("orders", "work", command_id="later")
+    with pytest.raises(SystemExit, match="out of order"):
+        worker.stop(wait=3)
+    assert statuses(db) == {"PENDING": 1}, "what nobody watches is not claimed"
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("part", PARTS)
+def test_health_itself_notices_every_thread_that_is_blocked(
+    bus: CommandBus, handlers: HandlerRegistry, database: str, start_worker: StartWorker, part: str
+) -> None:
+    """The ladder, which tells of the others as a rule, has stopped, too."""
+    worker = start_worker(handlers, database)
+    bus.send("orders", "call", command_id="before")
+    until_completed(bus, "before")
+    release = threading.Event()
+    harm_ladder(worker, "block", release)
+    part_of(worker, part).order(lambda: (release.wait(30), None)[1])
+    wanted = {part.replace(" ", "_"), "ladder"}
+    until(lambda: wanted <= set(worker.health_status.critical_reasons))
+    release.set()
+    until(lambda: worker.health_status.state is HealthState.HEALTHY)
+    assert worker.stop().is_clean
+
+
+def test_whoever_wakes_first_does_not_find_the_others_still() -> None:
+    """As after a SIGSTOP: all are late, and move a moment later."""
+    stillness = Stillness()
+    assert stillness.seconds(monotonic() - 20) == 0.0
+    assert stillness.seconds(monotonic()) == 0.0
+    moved_at = monotonic() - 20
+    until(lambda: stillness.seconds(moved_at) >= 21)
 
 
 # --- read-only, and the end of a thread ------------------------------------------------------------------------
@@ -579,7 +657,8 @@ def test_what_does_not_pass_ends_the_thread_visibly_whatever_its_class(
                 IF current_setting('application_name') LIKE '%{part}' THEN
                     RAISE EXCEPTION 'not in this state' USING ERRCODE = '{state}'; END IF;
                 RETURN NULL; END $$;
-            CREATE TRIGGER refuse BEFORE INSERT OR UPDATE ON {REFUSALS[part]} EXECUTE FUNCTION public.refuse()""".encode()
+            CREATE TRIGGER refuse BEFORE INSERT OR UPDATE ON {REFUSALS[part]}
+                EXECUTE FUNCTION public.refuse()""".encode()
         )
         bus.send("orders", "call")
         until(lambda: part.replace(" ", "_") in worker.health_status.critical_reasons)

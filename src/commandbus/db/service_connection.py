@@ -1,7 +1,8 @@
 """A connection that one thread owns and that comes back by itself: each of a worker's own services has one.
 
-`run` raises PassingError for everything that passes (`db/transient_errors.py` decides by SQLSTATE); `recover` waits, with growing pauses, until the server is back or the owner stops. Nothing is retried here: only
-the owner knows whether its operation may be.
+`run` raises PassingError for everything that passes (`db/transient_errors.py` decides by SQLSTATE). `recover`
+waits, with growing pauses, until the server is back or the owner stops. Nothing is retried here: only the owner
+knows whether its operation may be.
 
 Every session has limits: how long a statement may take, how long it may wait for a lock, and how long its server
 may be silent (`db/answer_clock.py`). On a direct connection the server keeps the first two, set as the session

@@ -2,8 +2,9 @@
 
 A refused connection, a server that starts or shuts down, too many connections, or an unreachable host are
 transient: the start waits. A wrong password, a database that does not exist, or a bad certificate must be repaired
-by a person: they are raised at once. Where there is a SQLSTATE, the table decides. For a failed connect, libpq gives no SQLSTATE but only a text, which may be
-in the server's own language. For an unknown text the start waits: the log says so, and a person can end it.
+by a person: they are raised at once. Where there is a SQLSTATE, the table of `db/transient_errors.py` decides. For
+a failed connect, libpq gives no SQLSTATE but only a text, which may be in the server's own language. For an
+unknown text the start waits: the log says so, and a person can end it.
 
 The attempts run on a separate thread, because a signal cannot interrupt a connect to a silent host. The caller
 watches `over` and the signals.

@@ -235,6 +235,11 @@ class LimitClient(DatabaseService):
         self._backstop.stop()
         self._held_permits.clock.stop()
 
+    @property
+    def has_lost_its_clock(self) -> bool:
+        """Has the clock of the held permits ended by itself?"""
+        return self._held_permits.clock.has_ended
+
     def _make_token(self, holder: str, command: int) -> str:
         return token_of(f"{self._owner}/{holder}/{next(self._numbers):x}", command)
 

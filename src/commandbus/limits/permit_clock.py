@@ -39,6 +39,11 @@ class PermitClock:
         self._is_over = True
         self._wake.set()
 
+    @property
+    def has_ended(self) -> bool:
+        """Has the thread ended, though nobody stopped it?"""
+        return self._thread.ident is not None and not self._is_over and not self._thread.is_alive()
+
     def watch(self, permit: Permit) -> None:
         """End this hold when its lease ends."""
         self._permits[permit] = None

@@ -6,6 +6,8 @@
 
 Failures, stuck threads and exhaustions count for five minutes, so such a state ends by itself. A named reason
 (`set_critical("database_unreachable")`, `set_degraded("limits_degraded")`) does not: whoever set it clears it.
+Whoever asks for the health also looks whether the worker's own threads move (`watch_threads`): no thread that has
+stopped can hide that.
 Errors about a command (`BusinessRuleException`, `PermanentCommandError`) say nothing about the worker, and are not
 counted.
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import ClassVar, Final
@@ -85,12 +87,12 @@ class HealthStatus:
         self._exhaustions = _Window(window_seconds)
         self._critical: dict[str, tuple[str, float]] = {}
         self._degraded: dict[str, tuple[str, float]] = {}
+        self._look_at_threads: Callable[[], Mapping[str, str]] = dict
         self._last_error = ""
         self._last_success: datetime | None = None
 
     def __repr__(self) -> str:
-        with self._lock:
-            state, reasons = self._evaluate(self._clock())
+        state, reasons = self._evaluated()
         why = f": {'; '.join(reasons)}" if reasons else ""
         return f"<{type(self).__name__} {state.value}{why}>"
 
@@ -147,11 +149,15 @@ class HealthStatus:
 
     # --- what it means ---------------------------------------------------------------------------------------
 
+    def watch_threads(self, look: Callable[[], Mapping[str, str]]) -> None:
+        """`look` says which threads do not work, by name, with a sentence each. Whoever asks for the health calls
+        it, so it must not wait for anything."""
+        self._look_at_threads = look
+
     @property
     def state(self) -> HealthState:
         """The state now."""
-        with self._lock:
-            return self._evaluate(self._clock())[0]
+        return self._evaluated()[0]
 
     def is_critical(self) -> bool:
         """Is it CRITICAL now?"""
@@ -160,14 +166,14 @@ class HealthStatus:
     @property
     def reasons(self) -> list[str]:
         """Why it is not healthy, a sentence each, the worst first; empty if it is."""
-        with self._lock:
-            return self._evaluate(self._clock())[1]
+        return self._evaluated()[1]
 
     @property
     def critical_reasons(self) -> list[str]:
-        """The names that `set_critical` set and nobody has cleared."""
+        """The names that `set_critical` set and nobody has cleared, and those of threads that do not work."""
+        stopped = self._look_at_threads()
         with self._lock:
-            return list(self._critical)
+            return list(self._critical | dict.fromkeys(stopped, ("", 0.0)))
 
     @property
     def degraded_reasons(self) -> list[str]:
@@ -201,9 +207,10 @@ class HealthStatus:
 
     def as_dict(self) -> dict[str, Json]:
         """All of it at one moment, ready for JSON."""
+        stopped = self._look_at_threads()
         with self._lock:
             now = self._clock()
-            state, reasons = self._evaluate(now)
+            state, reasons = self._evaluate(now, stopped)
             return {
                 "status": state.value,
                 "reasons": reasons,
@@ -213,11 +220,17 @@ class HealthStatus:
                 "pool_exhaustions": self._exhaustions.count(now),
             }
 
-    def _evaluate(self, now: float) -> tuple[HealthState, list[str]]:
+    def _evaluated(self) -> tuple[HealthState, list[str]]:
+        stopped = self._look_at_threads()
+        with self._lock:
+            return self._evaluate(self._clock(), stopped)
+
+    def _evaluate(self, now: float, stopped: Mapping[str, str]) -> tuple[HealthState, list[str]]:
         critical, degraded = (
             [f"{sentence} (for {format_seconds(round(now - since))})" for sentence, since in named.values()]
             for named in (self._critical, self._degraded)
         )
+        critical += [sentence for name, sentence in stopped.items() if name not in self._critical]
         window = format_seconds(self.window_seconds)
         if (stuck := self._stuck.count(now)) >= self.stuck_threshold:
             critical.append(f"{stuck} attempts got stuck within {window} (limit {self.stuck_threshold})")

@@ -103,6 +103,11 @@ class LimitedWork:
         return [] if self._limit_client is None else [self._limit_client]
 
     @property
+    def has_ended(self) -> bool:
+        """Has the clock of the held permits ended by itself?"""
+        return self._limit_client is not None and self._limit_client.has_lost_its_clock
+
+    @property
     def waiting(self) -> int:
         """How many commands are at the limit client."""
         return 0 if self._limit_client is None else self._limit_client.waiting

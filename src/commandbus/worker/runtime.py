@@ -292,6 +292,7 @@ class WorkerRuntime:
             bystander=self._set_aside,
             on_stuck=self._note_stuck,
             on_tick=self._tick,
+            on_end=self._spec.fail,
             can_isolate=self._isolation.is_available,
             name=self._spec.id,
         )
@@ -313,6 +314,7 @@ class WorkerRuntime:
             self._limited.start()
         self._beat(monotonic())  # a handler may freeze this process before the ladder's first tick
         self.ladder.start()
+        self._spec.health.watch_threads(self._look_at_threads)
         self._claimer.start()
 
     @property
@@ -343,6 +345,10 @@ class WorkerRuntime:
             self._spec.supervision.on_state(self.state.name, reason)
         self._claimer.end()
         self.dispatcher.give_back()
+
+    def end_claiming(self) -> None:
+        """A part has ended, so nothing may be claimed any more: the rest of the fleet does the work."""
+        self._claimer.end()
 
     def hurry(self) -> None:
         """Cancel attempts that have no deadline, without charging them. Others keep their deadline. In a block
@@ -422,6 +428,23 @@ class WorkerRuntime:
 
     def _await_on_loop(self, attempt: Attempt, awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
         return self.dispatcher.await_on_loop(attempt, awaitable)
+
+    # --- called by whoever asks for the health ------------------------------------------------------------------
+
+    def _look_at_threads(self) -> dict[str, str]:
+        """Which of this worker's own threads do not work, whether or not the ladder is there to tell."""
+        found = self._service_watch.troubles()
+        if (trouble := self.ladder.trouble) is not None:
+            found["ladder"] = trouble
+        loop = self.dispatcher.loop
+        helpers = {
+            "event loop": loop is not None and loop.has_ended,
+            "spawner": self._isolation.has_ended,
+            "permit clock": self._limited.has_ended,
+        }
+        return found | {
+            name.replace(" ", "_"): f"the {name} has ended" for name, ended in helpers.items() if ended
+        }
 
     # --- called by the ladder -----------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""ServiceWatch: health names what does not work in a worker. Only the ladder's thread calls it, at each tick.
+"""ServiceWatch: health names what does not work in a worker. The ladder's thread calls it at each tick. Whoever
+asks for the health calls `troubles`, because the ladder may have stopped, too.
 
 A supervised worker with a part that will not work again drains, so that its supervisor replaces it.
 """
@@ -66,6 +67,11 @@ class ServiceWatch:
         is_claiming = self._dispatcher.state is State.ACTIVE and not self._pause.is_on
         return self._claimer.claimless_seconds if is_claiming else 0.0
 
+    def troubles(self) -> dict[str, str]:
+        """The services that do not work, by name, with a sentence each. Any thread may ask."""
+        services = [*self._own, *self._limited.services]
+        return {_name(service): text for service in services if (text := service.trouble) is not None}
+
     def look(self, now: float) -> None:
         """Tell health what does not work, and what works again."""
         services = [*self._own, *self._limited.services]
@@ -79,7 +85,7 @@ class ServiceWatch:
         self._look_at_limits()
 
     def _look_at(self, service: DatabaseService) -> None:
-        trouble, reason = service.trouble, service.part.replace(" ", "_")
+        trouble, reason = service.trouble, _name(service)
         if trouble is not None:
             self._health.set_critical(reason, trouble)
             if service.is_broken:
@@ -123,3 +129,7 @@ class ServiceWatch:
                 self._health.set_degraded(LIMITS_DEGRADED, self._limited.trouble)
             else:
                 self._health.clear(LIMITS_DEGRADED)
+
+
+def _name(service: DatabaseService) -> str:
+    return service.part.replace(" ", "_")

@@ -347,6 +347,8 @@ class Worker:
         error = explained(error, self._role)
         self._error = error
         logger.error("worker %s ends: %s", self.id, error, exc_info=error)
+        if (runtime := self._runtime) is not None:
+            runtime.end_claiming()  # inside an application it may take a while until somebody stops it
         self.request_stop(f"error: {error}")
 
     def _catch_signals(self) -> Any:

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from commandbus.clock import boottime, epoch, monotonic
+from commandbus.db.service import STILL_SECONDS, Stillness
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.model.timeouts import MONITOR_TICK, Timeouts
@@ -31,6 +32,7 @@ from commandbus.worker.health import HealthStatus
 
 logger = safe_logger("commandbus.worker")
 
+PART = "ladder"
 BLOCKED_SECONDS = 1.0  # how long an event loop may show no sign of life
 
 Document = dict[str, Any]
@@ -51,6 +53,7 @@ class Ladder:
         bystander: Callable[[Attempt, Slot | AsyncSlot, Failure, bool], None],
         on_stuck: Callable[[Attempt, Slot | AsyncSlot], None],
         on_tick: Callable[[float], None],
+        on_end: Callable[[BaseException], None],
         can_isolate: bool,
         name: str,
     ) -> None:
@@ -65,11 +68,14 @@ class Ladder:
         self._bystander = bystander
         self._on_stuck = on_stuck
         self._on_tick = on_tick
+        self._on_end = on_end
         self._can_isolate = can_isolate
         self._asked: SimpleQueue[tuple[Attempt, Stop]] = SimpleQueue()
         self._wake = threading.Event()
         self._stopping = False
         self.beat_at = monotonic()
+        self._stillness = Stillness()
+        self._ended: BaseException | None = None
         self.abandoned = 0
         self._thread = threading.Thread(target=self._serve, name=f"{name}-ladder", daemon=True)
 
@@ -95,14 +101,26 @@ class Ladder:
         self._asked.put((attempt, Stop(why, text, now, until)))
         self._wake.set()
 
+    @property
+    def trouble(self) -> str | None:
+        """A sentence for operators if it does not look at what runs. Any thread may ask."""
+        if self._ended is not None:
+            return f"the {PART} has ended: {type(self._ended).__name__}: {self._ended}"
+        still_for = 0.0 if self._stopping else self._stillness.seconds(self.beat_at)
+        return f"the {PART} has not moved for {still_for:.0f} s" if still_for >= STILL_SECONDS else None
+
     def _serve(self) -> None:
-        while not self._stopping:
-            self._wake.wait(self._until_due())
-            self._wake.clear()
-            try:
-                self._tick()
-            except Exception:
-                logger.exception("a tick of the ladder failed")  # and the next one tries again
+        try:
+            while not self._stopping:
+                self._wake.wait(self._until_due())
+                self._wake.clear()
+                try:
+                    self._tick()
+                except Exception:
+                    logger.exception("a tick of the ladder failed")  # and the next one tries again
+        except BaseException as error:  # noqa: BLE001 - nothing may end it silently
+            self._ended = error
+            self._on_end(error)
 
     def _until_due(self) -> float:
         """Seconds until the next look: a tick, or less if something is due before."""

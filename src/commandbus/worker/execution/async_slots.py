@@ -140,6 +140,12 @@ class AsyncSlots:
         self._loop = fresh
         self.wake_one()
 
+    @property
+    def has_ended(self) -> bool:
+        """Has the thread of the loop ended, though nobody retired the loop?"""
+        loop = self._loop
+        return not (self._stopping or loop.is_retired or loop.is_copy) and not loop.thread.is_alive()
+
     def take_back(self) -> list[Attempt]:
         """Everything that has not started."""
         back = []

@@ -61,6 +61,11 @@ class Children:
         self._spawner.start()
         self._spawn_ahead()
 
+    @property
+    def has_ended(self) -> bool:
+        """Has the thread that starts processes ended by itself?"""
+        return self._spawner.has_ended
+
     def pids(self) -> list[int]:
         """Those that live."""
         with self._lock:

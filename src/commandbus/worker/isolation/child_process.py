@@ -214,6 +214,11 @@ class Spawner:
         """Start the thread."""
         self._thread.start()
 
+    @property
+    def has_ended(self) -> bool:
+        """Has the thread ended, though nobody stopped it?"""
+        return self._thread.ident is not None and not self._is_stopped and not self._thread.is_alive()
+
     def spawn(self) -> Future[ChildProcess]:
         """A new child, soon."""
         asked: Future[ChildProcess] = Future()

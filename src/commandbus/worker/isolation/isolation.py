@@ -105,6 +105,11 @@ class Isolation:
         """Can another process find the handlers?"""
         return self._address is not None
 
+    @property
+    def has_ended(self) -> bool:
+        """Has the thread that starts child processes ended by itself?"""
+        return self._children.has_ended
+
     def wants(self, attempt: Attempt) -> bool:
         """Is it to run in a process of its own? Asked of every attempt before it begins."""
         row, handler = attempt.row, attempt.handler
