@@ -243,8 +243,7 @@ def test_cancel_what_runs(orders, bus):
         assert (answer.code, answer.out) == (ExitCode.OK, "asked worker w1 to stop orders a\n")
     document = orders("cancel", "orders", "a", "--json").document
     assert (document["result"], document["status"]) == ("REQUESTED", "IN_PROGRESS")
-    fence = (attempt.msg_id, attempt.read_ct)
-    bus.run(renew("orders", "w1", [fence], lease_seconds=60, progress={attempt.msg_id: '{"done": 3}'}))
+    bus.run(renew("orders", "w1", [attempt], lease_seconds=60, progress={attempt.msg_id: '{"done": 3}'}))
     text = orders("show", "a").out
     assert re.search(r"^cancel +asked for by ann at .*: why\\x1b\[2J$", text, re.MULTILINE), text
     assert re.search(r'^progress +\{"done": 3\}$', text, re.MULTILINE), text

@@ -83,7 +83,7 @@ class Bus:
 
     def run_alone(self, row: ClaimedRow, worker: str, *, domain: str = "orders") -> bool:
         """What a worker does before a suspect starts."""
-        noted: bool = self.bus.run(run_alone(domain=domain, worker=worker, msg_id=row.msg_id, read_ct=row.read_ct))
+        noted: bool = self.bus.run(run_alone(domain, worker, row))
         return noted
 
     def claim(
@@ -124,8 +124,7 @@ class Bus:
         self, attempts: Sequence[Attempt], worker: str = "w1", *, lease: float = 30
     ) -> list[tuple[int, int]]:
         """Those whose lease was lost."""
-        fences = [(attempt.msg_id, attempt.read_ct) for attempt in attempts]
-        lost: list[tuple[int, int]] = self.bus.run(renew("orders", worker, fences, lease_seconds=lease)).lost
+        lost: list[tuple[int, int]] = self.bus.run(renew("orders", worker, attempts, lease_seconds=lease)).lost
         return lost
 
 

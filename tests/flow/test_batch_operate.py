@@ -80,7 +80,7 @@ def test_cancel_everything(orders: Bus, db: Db) -> None:
     trail = [entry.event for entry in orders.get_audit_trail("orders", "c0006")]
     assert trail == ["SENT", "OPERATOR_CANCEL"]
     running = made["c0004"]
-    (asked,) = orders.run(pending_cancels("orders", "w1", [(running.msg_id, running.read_ct)]))
+    (asked,) = orders.run(pending_cancels("orders", "w1", [running]))
     assert (asked.by, asked.reason) == ("ann", "wrong file")
     assert orders.settle(fail(running, ValueError("no"))) == {(running.msg_id, running.read_ct): "canceled"}
     orders.settle(running.complete(None))

@@ -108,17 +108,16 @@ def test_what_nobody_has_started_is_canceled_at_once(orders: Bus) -> None:
 def test_the_holder_is_told(orders: Bus) -> None:
     orders.send_many("orders", [NewCommand("Ship", command_id=name) for name in ("a", "k", "z")])
     attempts = orders.claim()
-    fences = [_fence(attempt) for attempt in attempts]
-    assert orders.run(pending_cancels("orders", "w1", fences)) == []
-    assert orders.run(renew("orders", "w1", fences, lease_seconds=30)).canceled == []
+    assert orders.run(pending_cancels("orders", "w1", attempts)) == []
+    assert orders.run(renew("orders", "w1", attempts, lease_seconds=30)).canceled == []
     _ask(orders)
-    told = [PendingCancel(*fences[1], "ann", "not needed")]
-    assert orders.run(pending_cancels("orders", "w1", fences)) == told
+    told = [PendingCancel(*_fence(attempts[1]), "ann", "not needed")]
+    assert orders.run(pending_cancels("orders", "w1", attempts)) == told
     for _ in range(2):
-        renewal = orders.run(renew("orders", "w1", fences, lease_seconds=30))
+        renewal = orders.run(renew("orders", "w1", attempts, lease_seconds=30))
         assert (renewal.lost, renewal.canceled) == ([], told)
-    assert orders.run(pending_cancels("orders", "w2", fences)) == []
-    assert orders.run(pending_cancels("orders", "w1", [(fences[1][0], 2)])) == []
+    assert orders.run(pending_cancels("orders", "w2", attempts)) == []
+    assert orders.run(pending_cancels("orders", "w1", [attempts[1].fence._replace(read_ct=2)])) == []
     assert orders.run(pending_cancels("orders", "w1", [])) == []
 
 
@@ -311,7 +310,7 @@ def test_a_settlement_meets_a_cancel_in_flight(orders: Bus, db: Db) -> None:
     with psycopg.connect(orders.url) as asking, ThreadPoolExecutor(1) as threads:
         orders.cancel("orders", "k", operator="ann", conn=asking)
         assert orders.settle(again) == {_fence(attempt): "busy"}
-        renewal = orders.run(renew("orders", "w1", [_fence(attempt)], lease_seconds=60))
+        renewal = orders.run(renew("orders", "w1", [attempt], lease_seconds=60))
         assert (renewal.lost, renewal.canceled) == ([], [])
         waiting = threads.submit(orders.settle, again, waiting=True)
         wait_until_blocked(db)
@@ -398,7 +397,6 @@ def test_two_cancels_at_once_are_one_request(orders: Bus, db: Db) -> None:
 def test_progress_travels_with_a_renewal_and_stays(orders: Bus, db: Db) -> None:
     orders.send_many("orders", [NewCommand("Ship", command_id=name) for name in ("a", "k")])
     attempts = orders.claim()
-    fences = [_fence(attempt) for attempt in attempts]
 
     def told() -> list[Any]:
         return [orders.get_command("orders", name).progress for name in ("a", "k")]
@@ -406,16 +404,16 @@ def test_progress_travels_with_a_renewal_and_stays(orders: Bus, db: Db) -> None:
     assert told() == [None, None]
     text = '{"done": 3, "of": 7, "note": "ü \\" %s"}'
     progress = {attempts[1].msg_id: text, 999_999: "1"}
-    assert orders.run(renew("orders", "w1", fences, lease_seconds=30, progress=progress)).lost == []
+    assert orders.run(renew("orders", "w1", attempts, lease_seconds=30, progress=progress)).lost == []
     assert told() == [None, {"done": 3, "of": 7, "note": 'ü " %s'}]
-    assert orders.run(renew("orders", "w1", fences, lease_seconds=30)).lost == []
+    assert orders.run(renew("orders", "w1", attempts, lease_seconds=30)).lost == []
     assert told()[1] == {"done": 3, "of": 7, "note": 'ü " %s'}
     _ask(orders)
-    orders.run(renew("orders", "w1", fences, lease_seconds=30, progress={attempts[1].msg_id: "0.75"}))
+    orders.run(renew("orders", "w1", attempts, lease_seconds=30, progress={attempts[1].msg_id: "0.75"}))
     record = orders.get_command("orders", "k")
     assert (record.progress, record.cancel_requested.by) == (0.75, "ann")
     assert one(db, "SELECT headers ->> 'held_by' FROM pgmq.q_orders__commands LIMIT 1") == "w1"
-    orders.run(renew("orders", "w2", fences, lease_seconds=30, progress={attempts[0].msg_id: "1"}))
+    orders.run(renew("orders", "w2", attempts, lease_seconds=30, progress={attempts[0].msg_id: "1"}))
     assert told()[0] is None, "not who holds it"
     assert orders.settle([attempt.complete(None) for attempt in attempts]) == {}
     assert told() == [None, None]

@@ -31,6 +31,7 @@ from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.flow.batches.operate import leftovers
 from commandbus.flow.breakers.breaker import Bad, advance, judge, report, watch
 from commandbus.flow.commands.claim import announce, withdraw
+from commandbus.flow.commands.claimed_row import Fence
 from commandbus.flow.commands.renew import pending_cancels
 from commandbus.flow.commands.unpark import unkept
 from commandbus.flow.setup.roles import print_roles
@@ -182,7 +183,7 @@ def test_a_worker_works(work: Bus, acting: Roles, db: psycopg.Connection[Any]) -
     assert found["waiting"].number == 2, "and the first was recorded as lost"
     assert "raw" in found
     assert worker.renew(list(found.values())) == []
-    assert worker.run(pending_cancels("orders", "w1", [(1, 1)])) == []
+    assert worker.run(pending_cancels("orders", "w1", [Fence("orders", 1, 1, 1, 1)])) == []
     db.execute("SELECT pgmq.create('theirs')")  # a reply queue that nobody granted
     worker.send("orders", "Ship", command_id="theirs", reply_to="theirs")
     theirs = worker.claim_one()

@@ -53,10 +53,10 @@ def test_a_locked_row_is_neither_waited_for_nor_lost_and_is_told(orders: Bus, db
     fences = [(attempt.msg_id, attempt.read_ct) for attempt in attempts]
     with psycopg.connect(orders.url) as completing:
         completing.execute("SELECT FROM pgmq.q_orders__commands WHERE msg_id = %s FOR UPDATE", (fences[1][0],))
-        assert orders.run(renew("orders", "w1", fences, lease_seconds=100)) == Renewal([], [], [fences[1]])
+        assert orders.run(renew("orders", "w1", attempts, lease_seconds=100)) == Renewal([], [], [fences[1]])
         first, locked, last = _left(db)
         assert min(first, last) > timedelta(seconds=90) > locked
-    assert orders.run(renew("orders", "w1", fences, lease_seconds=100)) == Renewal([], [], [])
+    assert orders.run(renew("orders", "w1", attempts, lease_seconds=100)) == Renewal([], [], [])
     assert min(_left(db)) > timedelta(seconds=90)
 
 
@@ -67,7 +67,7 @@ def test_a_locked_row_that_is_to_be_canceled_tells_both(orders: Bus) -> None:
     orders.cancel("orders", "k", operator="ann")
     with psycopg.connect(orders.url) as locking:
         locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
-        renewal = orders.run(renew("orders", "w1", [fence], lease_seconds=100))
+        renewal = orders.run(renew("orders", "w1", [attempt], lease_seconds=100))
     assert renewal == Renewal([], [PendingCancel(*fence, "ann", None)], [fence])
 
 
@@ -79,4 +79,4 @@ def test_a_row_of_somebody_else_is_lost_locked_or_not(orders: Bus, db: psycopg.C
     orders.claim_one("w2")
     with psycopg.connect(orders.url) as locking:
         locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
-        assert orders.run(renew("orders", "w1", [fence], lease_seconds=100)) == Renewal([fence], [], [])
+        assert orders.run(renew("orders", "w1", [attempt], lease_seconds=100)) == Renewal([fence], [], [])

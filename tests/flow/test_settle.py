@@ -31,9 +31,10 @@ from commandbus import (
     TransientCommandError,
     UnknownCommandTypeError,
 )
+from commandbus.db.drivers import run
 from commandbus.flow.commands.claim import claim
 from commandbus.flow.commands.renew import renew
-from commandbus.flow.commands.settle import settle
+from commandbus.flow.commands.settle import settle, settle_done, settle_one
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.model.retry import RetryPolicy
 from commandbus.worker.execution.attempt import Attempt
@@ -233,10 +234,23 @@ def _handed_out_again(orders: Bus, db: psycopg.Connection[Any], attempt: Attempt
     db.execute("UPDATE pgmq.q_orders__commands SET message = %s WHERE msg_id = %s", (message, attempt.msg_id))
 
 
+def _handed_out_again_with_its_number(orders: Bus, db: psycopg.Connection[Any], attempt: Attempt) -> None:
+    """After a failover that lost more: another command has the number of the lost one, too."""
+    db.execute(
+        "UPDATE commandbus.command SET command_id = 'other', created_at = created_at + interval '1 microsecond'"
+    )
+
+
+def _without_its_command_row(orders: Bus, db: psycopg.Connection[Any], attempt: Attempt) -> None:
+    db.execute("UPDATE commandbus.command SET msg_id = msg_id + 1000")
+
+
 @pytest.mark.parametrize(
     "lose",
     [
         _handed_out_again,
+        _handed_out_again_with_its_number,
+        _without_its_command_row,
         _wrong_read_ct,
         _other_worker,
         _retried,
@@ -258,9 +272,77 @@ def test_without_its_fence_nothing_lands(
     replies = one(db, "SELECT count(*) FROM pgmq.q_answers")
     for late in _all_outcomes(attempt):
         for waiting in (False, True):
-            assert orders.settle(late, waiting=waiting) == {(attempt.msg_id, attempt.read_ct): "refused"}
+            sure = late
+            if lose is _handed_out_again_with_its_number:
+                sure = late.only_of(attempt.sent)  # as its settler does when it has connected again
+            assert orders.settle(sure, waiting=waiting) == {(attempt.msg_id, attempt.read_ct): "refused"}
     assert snapshot(db) == before
     assert one(db, "SELECT count(*) FROM pgmq.q_answers") == replies
+
+
+@pytest.mark.parametrize("lose", [_handed_out_again, _without_its_command_row, _taken, _other_worker])
+def test_without_its_fence_the_usual_outcome_does_not_land(
+    orders: Bus, db: psycopg.Connection[Any], lose: Callable[..., None]
+) -> None:
+    """Nor do its neighbors, if its command row is not there: then each is asked for by itself."""
+    attempt = _sent(orders)
+    attempt.started = 1.0
+    lose(orders, db, attempt)
+    orders.send("orders", "Ship", command_id="neighbor")
+    (neighbor,) = [each for each in orders.claim() if each.command_id == "neighbor"]
+    neighbor.started = 1.0
+    before = snapshot(db)
+    if lose is _without_its_command_row:
+        with pytest.raises(psycopg.DataError, match="a command row is missing for one of 2 settlements"):
+            orders.run(settle_done("orders", "w1", [attempt, neighbor]))
+        assert snapshot(db) == before
+    else:
+        assert orders.run(settle_done("orders", "w1", [attempt])) == []
+        assert snapshot(db) == before
+        assert orders.run(settle_done("orders", "w1", [attempt, neighbor])) == [neighbor.id]
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        _handed_out_again,
+        _handed_out_again_with_its_number,
+        _without_its_command_row,
+        _taken,
+        _other_worker,
+        _settled,
+    ],
+)
+def test_without_its_fence_a_completion_in_a_transaction_is_refused(
+    orders: Bus, db: psycopg.Connection[Any], lose: Callable[..., None]
+) -> None:
+    """The handler's transaction is rolled back then."""
+    attempt = _sent(orders)
+    attempt.started = 1.0
+    lose(orders, db, attempt)
+    before = snapshot(db)
+    with psycopg.connect(orders.url) as conn:
+        one_of_them = settle_one("orders", "w1", attempt, read_ct=attempt.read_ct, number=1, result=None)
+        assert run(conn, one_of_them) == {(attempt.msg_id, attempt.read_ct): "refused"}
+        conn.rollback()
+    assert snapshot(db) == before
+
+
+def test_a_busy_or_canceled_row_of_the_same_command_is_not_refused(
+    orders: Bus, db: psycopg.Connection[Any]
+) -> None:
+    """Also if the command is named by when it was sent."""
+    attempt = _sent(orders)
+    key = (attempt.msg_id, attempt.read_ct)
+    for outcome in (attempt.complete(None), fail(attempt, ValueError()), attempt.give_back()):
+        surely = outcome.only_of(attempt.sent)
+        with psycopg.connect(orders.url) as locking:
+            locking.execute("SELECT FROM pgmq.q_orders__commands FOR UPDATE")
+            assert orders.settle(surely) == {key: "busy"}
+    orders.cancel("orders", "k", operator="ann")
+    assert orders.settle(attempt.give_back().only_of(attempt.sent)) == {key: "canceled"}
+    assert orders.settle(attempt.complete(None).only_of(attempt.sent)) == {}
+    assert orders.get_command("orders", "k").status is CommandStatus.COMPLETED
 
 
 def test_a_zombie_beside_its_successor_in_one_batch(orders: Bus, db: psycopg.Connection[Any]) -> None:
@@ -390,7 +472,6 @@ def test_settling_while_leases_are_renewed(orders: Bus, db: psycopg.Connection[A
     """The settler and the monitor of one worker: whatever was settled is gone from the queue."""
     orders.send_many("orders", [NewCommand("Ship") for _ in range(600)])
     attempts = orders.claim(n=600)
-    fences = [(attempt.msg_id, attempt.read_ct) for attempt in attempts]
     stop = threading.Event()
 
     def renewer() -> None:
@@ -398,7 +479,7 @@ def test_settling_while_leases_are_renewed(orders: Bus, db: psycopg.Connection[A
             lease = 60.0
             while not stop.is_set():
                 lease += 1
-                bus.run(renew("orders", "w1", fences, lease_seconds=lease))
+                bus.run(renew("orders", "w1", attempts, lease_seconds=lease))
 
     def settler() -> None:
         try:

@@ -393,7 +393,7 @@ class Lifecycle(RuleBasedStateMachine):
         outcome = OUTCOMES[data.draw(st.sampled_from(sorted(OUTCOMES)))](attempt)
         fence = (attempt.msg_id, attempt.read_ct)
         assert self.bus.run(settle("orders", worker, [outcome])) == {fence: "refused"}
-        assert self.bus.run(renew("orders", worker, [fence], lease_seconds=60)) == Renewal([fence], [])
+        assert self.bus.run(renew("orders", worker, [attempt], lease_seconds=60)) == Renewal([fence], [])
 
     @precondition(lambda self: self.held and self._fenced())
     @rule(data=st.data(), outcome=st.sampled_from(["complete", "retry"]))
@@ -451,7 +451,7 @@ class Lifecycle(RuleBasedStateMachine):
     def renew(self, data: st.DataObject) -> None:
         worker, attempt = data.draw(st.sampled_from(self.held))
         life = self.lives[attempt.command_id]
-        renewal = self.bus.run(renew("orders", worker, [_fence(attempt)], lease_seconds=3600))
+        renewal = self.bus.run(renew("orders", worker, [attempt], lease_seconds=3600))
         asked = [] if life.asked is None else [PendingCancel(*_fence(attempt), "ann", None)]
         assert renewal == Renewal([], asked)
         life.expired = False

@@ -60,6 +60,7 @@ OF_KEEPERS = {
         "settle_final of one, waiting",
         "settle_final with groups",
     ),
+    *("settle_final of the same commands", "settle_again of the same commands"),
     *("settle_again", "settle_park", "pending_cancels", "fold", "reply", "reply_to_process"),
 }
 """What the claimer, the adopter and the settler run: their sessions keep their plans."""
@@ -81,10 +82,6 @@ class Sample:
     cursor: datetime | None = None
 
     @property
-    def fences(self) -> list[tuple[int, int]]:
-        return [(each.msg_id, each.read_ct) for each in self.attempts]
-
-    @property
     def ids(self) -> list[int]:
         return [each.row[2] for each in self.attempts]
 
@@ -93,7 +90,7 @@ def _claimed(n: int, *, id_: int | None = 1, before: bool = False) -> ClaimedRow
     now = datetime.now(UTC)
     holder = json.dumps({"held_by": "gone", "since": now.isoformat()}) if before else None
     message = None if id_ is not None else json.dumps({"command_type": "work", "command_id": f"raw-{n}"})
-    return ClaimedRow(n, 1, None if id_ is None else n, f"c{n}", "work", "{}", 0, 0, None, None, None, None, now,
+    return ClaimedRow(n, 1, None if id_ is None else n, f"c{n}", "work", "{}", 0, 0, None, None, None, None, 1.5,
                       False, holder, message, now, now)  # fmt: skip
 
 
@@ -128,6 +125,11 @@ def _work(sample: Sample) -> Named:
     def settling(outcomes: list[Any], waiting: bool = False) -> Statement:
         return first_statement(settle(DOMAIN, WORKER, outcomes, waiting=waiting))
 
+    def surely(outcomes: list[Settlement]) -> list[Settlement]:
+        """As after a lost connection: each names when its command was sent."""
+        sent = {each.msg_id: each.sent for each in attempts}
+        return [outcome.only_of(sent[outcome.msg_id]) for outcome in outcomes]
+
     attempts = sample.attempts
     retry = Judgement(Verdict.RETRY, Failure("Error", "ERROR", "x"), 60.0)
     failed = Judgement(Verdict.PERMANENT, Failure("Error", "ERROR", "x"))
@@ -153,17 +155,16 @@ def _work(sample: Sample) -> Named:
     yield "settle_final of one, waiting", settling(done[:1], waiting=True)
     yield "settle_final with groups", settling(grouped)
     yield "settle_again", settling(again)
-    yield "renew", first_statement(renew(DOMAIN, WORKER, sample.fences, lease_seconds=60))
+    yield "settle_final of the same commands", settling(surely(done))
+    yield "settle_again of the same commands", settling(surely(again))
+    yield "renew", first_statement(renew(DOMAIN, WORKER, attempts, lease_seconds=60))
     yield (
         "renew with progress",
-        first_statement(
-            renew(DOMAIN, WORKER, sample.fences, lease_seconds=60, progress={attempts[0].msg_id: "1"})
-        ),
+        first_statement(renew(DOMAIN, WORKER, attempts, lease_seconds=60, progress={attempts[0].msg_id: "1"})),
     )
-    msg_id, read_ct = sample.fences[0]
-    alone = run_alone(domain=DOMAIN, worker=WORKER, msg_id=msg_id, read_ct=read_ct)
+    alone = run_alone(DOMAIN, WORKER, attempts[0])
     yield "run_alone", first_statement(alone)
-    yield "pending_cancels", first_statement(pending_cancels(DOMAIN, WORKER, sample.fences))
+    yield "pending_cancels", first_statement(pending_cancels(DOMAIN, WORKER, attempts))
     yield (
         "held_by",
         first_statement(

@@ -21,7 +21,7 @@ from commandbus.model.command import CommandStatus
 from commandbus.model.outcome import Failure, Judgement, Verdict
 from commandbus.worker.execution.attempt import Attempt
 
-pytestmark = [pytest.mark.slow, pytest.mark.shared_setup("crowded")]
+pytestmark = [pytest.mark.slow, pytest.mark.plans, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]
 BATCH = 200
 DIRECT = {"Index Scan", "Index Only Scan", "Tid Scan", "Tid Range Scan", "Bitmap Heap Scan"}
@@ -133,7 +133,7 @@ def test_settle_again(conn: Conn, generic: bool, domain: str) -> None:
 
 @pytest.mark.parametrize("domain", ["backlog", "delayed", "shadow"])
 def test_renew(conn: Conn, generic: bool, domain: str) -> None:
-    fences = [(each.msg_id, each.read_ct) for each in attempts(conn, domain)]
+    fences = list(attempts(conn, domain))
     plan = explain(conn, first_statement(renew(domain, "w", fences, lease_seconds=60)), generic=generic)
     assert plan.rows == 0
     check_direct(plan, domain)
@@ -141,8 +141,8 @@ def test_renew(conn: Conn, generic: bool, domain: str) -> None:
 
 @pytest.mark.parametrize("domain", ["backlog", "delayed", "shadow"])
 def test_renew_with_progress(conn: Conn, generic: bool, domain: str) -> None:
-    fences = [(each.msg_id, each.read_ct) for each in attempts(conn, domain)]
-    progress = {msg_id: '{"done": 5}' for msg_id, _ in fences}
+    fences = list(attempts(conn, domain))
+    progress = dict.fromkeys([each.msg_id for each in fences], '{"done": 5}')
     statement = first_statement(renew(domain, "w", fences, lease_seconds=60, progress=progress))
     plan = explain(conn, statement, generic=generic)
     assert plan.rows == 0
@@ -151,8 +151,8 @@ def test_renew_with_progress(conn: Conn, generic: bool, domain: str) -> None:
 
 @pytest.mark.parametrize("domain", ["backlog", "shadow"])
 def test_pending_cancels(conn: Conn, generic: bool, domain: str) -> None:
-    fences = [(each.msg_id, each.read_ct) for each in attempts(conn, domain)]
-    asked = fences[7][0]
+    fences = list(attempts(conn, domain))
+    asked = fences[7].msg_id
     conn.execute(
         f'UPDATE pgmq.{queue(domain)} SET headers = headers || \'{{"cancel": {{"by": "ann"}}}}\' '
         f"WHERE msg_id = {asked}".encode()

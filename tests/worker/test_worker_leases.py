@@ -463,8 +463,7 @@ def test_a_second_loss_is_charged_where_there_is_no_process_of_its_own(
             room = Room(alone=1)
             right, _ = bus.run(put_right(domain="orders", worker=worker, odd=found.odd, max_bytes=1000, room=room))
             assert [row.command_id for row in right] == ["killer"]
-            fence = {"msg_id": right[0].msg_id, "read_ct": right[0].read_ct}
-            assert bus.run(run_alone(domain="orders", worker=worker, **fence))
+            assert bus.run(run_alone("orders", worker, right[0]))
         db.execute("UPDATE pgmq.q_orders__commands SET vt = now() - interval '1 s'")
     Worker(handlers, settings=quick_settings(database)).run(until_idle=True)
     assert started == []

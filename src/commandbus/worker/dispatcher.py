@@ -331,6 +331,7 @@ class Dispatcher:
             self._attempts.release(attempt)  # another worker has the row: there is nothing to give back
             return
         self.given_back += 1
+        attempt.is_unfinished = True
         self._settler.add(attempt, attempt.give_back(why))
 
     def return_unstarted(self, domain: str, rows: Sequence[tuple[Any, ...]], claimed_at: float, why: str) -> None:

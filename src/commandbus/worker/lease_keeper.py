@@ -97,9 +97,7 @@ class LeaseKeeper(DatabaseService):
         more."""
 
         def note() -> None:
-            noted = run_alone(
-                domain=attempt.domain, worker=self._worker, msg_id=attempt.msg_id, read_ct=attempt.read_ct
-            )
+            noted = run_alone(attempt.domain, self._worker, attempt)
             is_held = False
             try:
                 is_held = self._connection.run(noted)
@@ -177,7 +175,7 @@ class LeaseKeeper(DatabaseService):
                 renew(
                     domain,
                     self._worker,
-                    [(attempt.msg_id, attempt.read_ct) for attempt in attempts],
+                    attempts,
                     lease_seconds=self._settings.visibility_timeout,
                     progress=told or None,
                 )
@@ -205,10 +203,12 @@ class LeaseKeeper(DatabaseService):
     ) -> None:
         if answer.cancelled():
             return  # the handler that asked does not wait any more
-        held, lease, more = [(attempt.msg_id, attempt.read_ct)], self._settings.visibility_timeout, longer()
+        lease, more = self._settings.visibility_timeout, longer()
         sent_at = boottime()
         try:
-            renewal = self._connection.run(renew(attempt.domain, self._worker, held, lease_seconds=lease + more))
+            renewal = self._connection.run(
+                renew(attempt.domain, self._worker, [attempt], lease_seconds=lease + more)
+            )
         except PassingError:
             raise
         except Exception as error:
@@ -234,8 +234,7 @@ class LeaseKeeper(DatabaseService):
             if (attempt.domain, attempt.msg_id) in said:
                 by_domain.setdefault(attempt.domain, []).append(attempt)
         for domain, attempts in by_domain.items():
-            held = [(attempt.msg_id, attempt.read_ct) for attempt in attempts]
-            self._pass_on(attempts, self._connection.run(pending_cancels(domain, self._worker, held)))
+            self._pass_on(attempts, self._connection.run(pending_cancels(domain, self._worker, attempts)))
 
     def _pass_on(self, attempts: Sequence[Attempt], canceled: Sequence[PendingCancel]) -> None:
         for cancel in canceled:

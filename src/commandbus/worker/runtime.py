@@ -231,6 +231,7 @@ class WorkerRuntime:
             on_again=self._look_again,
             is_more_coming=lambda: self.dispatcher.waiting > 0,
             on_error=spec.fail,
+            held=lambda: self.attempts.held.copy(),  # noqa: PLW0108 - a fork replaces it
             name=spec.id,
         )
 
@@ -401,9 +402,8 @@ class WorkerRuntime:
         self._connections.close()
         if self._running_file is not None and not self.attempts.held:
             self._running_file.remove()
-        given_back = self.dispatcher.given_back
-        settled = self._settled_count - given_back - self.ladder.abandoned
-        return StopReport(reason, settled, given_back, abandoned, unwritten)
+        settled = self._settled_count - self.settler.unfinished
+        return StopReport(reason, settled, self.dispatcher.given_back, abandoned, unwritten)
 
     def _await_running(self, until: float, hurry: Callable[[], bool]) -> None:
         """Wait until no attempt runs. The last slot to finish says so; the poll is for a hurried stop."""

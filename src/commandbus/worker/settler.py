@@ -23,8 +23,10 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import psycopg
+from psycopg import Connection
 
 from commandbus import sql
 from commandbus.clock import monotonic
@@ -78,6 +80,7 @@ class Settler(DatabaseService):
         on_again: Callable[[], None],
         is_more_coming: Callable[[], bool],
         on_error: Callable[[BaseException], None],
+        held: Callable[[], set[Attempt]],
         name: str,
     ) -> None:
         super().__init__(
@@ -96,12 +99,15 @@ class Settler(DatabaseService):
         self._unwritten: dict[int, Item] = {}  # the outcomes that are being written now
         self._aside = _Aside()
         self._void: set[Attempt] = set()
+        self._held = held
+        self._from_before: set[Attempt] = set()  # claimed before this connection, perhaps from another server
         self._folder = BatchFolding(self._connection)
         self._closing = False
         self._sleeps = False  # whoever adds an outcome must wake it
         self._in_doubt = False  # a statement was not acknowledged, and may have settled something
         self.settled: Counter[str] = Counter()
         self.refused = 0
+        self.unfinished = 0  # of the settled: given back, or cut off when the worker stopped
 
     @property
     def is_folding(self) -> bool:
@@ -149,6 +155,9 @@ class Settler(DatabaseService):
     def is_done(self) -> bool:
         return self._stopping.is_set() or (self._closing and not self.backlog)
 
+    def connected(self, conn: Connection[Any]) -> None:  # noqa: ARG002 - the base says what for
+        self._from_before = self._held()
+
     def round(self) -> None:
         self._try_aside()
         if not self._queue and not self._busy and not self._done:
@@ -182,8 +191,10 @@ class Settler(DatabaseService):
             attempt = done.popleft()
             if self._void and attempt in self._void:
                 self._drop(attempt)
-                continue
-            by_domain.setdefault(attempt.domain, []).append(attempt)
+            elif self._from_before and attempt in self._from_before:
+                self._queue.append((attempt, attempt.complete(None)))
+            else:
+                by_domain.setdefault(attempt.domain, []).append(attempt)
         self._writing = [attempt for attempts in by_domain.values() for attempt in attempts]
         try:
             for domain, attempts in by_domain.items():
@@ -307,7 +318,7 @@ class Settler(DatabaseService):
         logger.warning(text, counted(len(items), "outcome"), domain, where, pause, said)
 
     def _write_once(self, domain: str, items: Sequence[Item], *, in_doubt: bool, is_hurried: bool) -> None:
-        settlements = [ended for _, ended in items if isinstance(ended, Settlement)]
+        settlements = [self._surely(item, ended) for item, ended in items if isinstance(ended, Settlement)]
         answers: dict[tuple[int, int], Answer] = {}
         if settlements:
             limit = HURRIED_MS if is_hurried else None
@@ -332,15 +343,19 @@ class Settler(DatabaseService):
                 self._note_refusal(attempt, in_doubt=in_doubt)
             self._on_settled(attempt)
             self.settled[domain] += 1
+            self.unfinished += attempt.is_unfinished
             if attempt.batch is not None:
                 self._folder.touch(attempt.batch)
         if any(not settlement.is_final for settlement in settlements):
             self._on_again()
 
+    def _surely(self, attempt: Attempt, settlement: Settlement) -> Settlement:
+        """A failover that lost commits may have given its message, and its number, to another command."""
+        return settlement.only_of(attempt.sent) if attempt in self._from_before else settlement
+
     def _cancel_instead(self, attempt: Attempt) -> None:
         """Somebody asked to cancel it before this attempt, which did not complete it, was settled."""
-        held = [(attempt.msg_id, attempt.read_ct)]
-        for cancel in self._connection.run(pending_cancels(attempt.domain, self._worker, held)):
+        for cancel in self._connection.run(pending_cancels(attempt.domain, self._worker, [attempt])):
             judgement = Judgement(Verdict.CANCELED, cancellation(cancel.by, cancel.reason))
             self._queue.append((attempt, attempt.fail(judgement)))
             return

@@ -28,7 +28,7 @@ from commandbus import sql
 from commandbus.errors import InvalidCommandError
 from commandbus.flow.breakers.breaker import OpenBreaker, hold
 from commandbus.flow.commands.claimed_row import BEFORE, ID, IS_PAUSED, QUARANTINE, SUSPECT, ClaimedRow
-from commandbus.flow.commands.renew import pending_cancels
+from commandbus.flow.commands.renew import Held, pending_cancels
 from commandbus.flow.commands.send import explain_missing
 from commandbus.flow.commands.settle import Settlement, cancellation, given_back, of_row, settle
 from commandbus.flow.operation import Statement, Steps, operation
@@ -220,11 +220,12 @@ def put_right(
 
 
 @operation(atomic=False)
-def run_alone(*, domain: str, worker: str, msg_id: int, read_ct: int) -> Steps[bool]:
+def run_alone(domain: str, worker: str, held: Held) -> Steps[bool]:
     """Note that a suspect is about to start, and that no other suspect runs. Returns False if it must not start,
     because this worker may no longer hold it."""
     rows = yield Statement(
-        sql.text("commands/run_alone", domain=domain), {"worker": worker, "msg_id": msg_id, "read_ct": read_ct}
+        sql.text("commands/run_alone", domain=domain),
+        {"worker": worker, "msg_id": held.msg_id, "read_ct": held.read_ct, "command": held.id},
     )
     return bool(rows)
 
@@ -509,8 +510,7 @@ def _put_off(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -
     answers = yield from settle(domain, worker, [_later(domain, row, room) for row in rows], waiting=True).steps
     asked = [row for row in rows if answers.get((row.msg_id, row.read_ct)) == "canceled"]
     if asked:
-        fences = [(row.msg_id, row.read_ct) for row in asked]
-        found = yield from pending_cancels(domain, worker, fences).steps
+        found = yield from pending_cancels(domain, worker, asked).steps
         why = {cancel.msg_id: cancellation(cancel.by, cancel.reason) for cancel in found}
         yield from _cancel(domain, worker, [row for row in asked if row.msg_id in why], why)
 

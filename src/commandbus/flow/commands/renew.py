@@ -9,10 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from commandbus import sql
 from commandbus.flow.operation import Statement, Steps, operation
+
+
+class Held(Protocol):
+    """What a renewal needs to know about an attempt; a `Fence` has it, too."""
+
+    @property
+    def msg_id(self) -> int: ...
+    @property
+    def read_ct(self) -> int: ...
+    @property
+    def id(self) -> int | None: ...
 
 
 class PendingCancel(NamedTuple):
@@ -38,12 +49,12 @@ class Renewal:
 def renew(
     domain: str,
     worker: str,
-    held: Sequence[tuple[int, int]],
+    held: Sequence[Held],
     *,
     lease_seconds: float,
     progress: Mapping[int, str] | None = None,
 ) -> Steps[Renewal]:
-    """Extend the leases of these (msg_id, read_ct), and store their progress: JSON text by msg_id.
+    """Extend these leases, and store the progress of their attempts: JSON text by msg_id.
 
     Every renewal returns a request to cancel again, until the attempt is settled.
     """
@@ -64,15 +75,16 @@ def renew(
 
 
 @operation(atomic=False)
-def pending_cancels(domain: str, worker: str, held: Sequence[tuple[int, int]]) -> Steps[list[PendingCancel]]:
-    """Which of these (msg_id, read_ct) are to be canceled. Reads only."""
+def pending_cancels(domain: str, worker: str, held: Sequence[Held]) -> Steps[list[PendingCancel]]:
+    """Which of these are to be canceled. Reads only."""
     rows = yield Statement(sql.text("commands/pending_cancels", domain=domain), _fences(worker, held))
     return [PendingCancel(*row) for row in rows]
 
 
-def _fences(worker: str, held: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def _fences(worker: str, held: Sequence[Held]) -> dict[str, Any]:
     return {
         "worker": worker,
-        "msg_ids": [msg_id for msg_id, _ in held],
-        "read_cts": [read_ct for _, read_ct in held],
+        "msg_ids": [each.msg_id for each in held],
+        "read_cts": [each.read_ct for each in held],
+        "commands": [each.id for each in held],
     }

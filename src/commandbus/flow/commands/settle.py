@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Final, Literal, Protocol
 
 from commandbus import sql
@@ -46,6 +47,11 @@ class Settlement:
     is_grouped: bool = True  # its command may belong to a batch or a process
     unhandled: int | None = None  # the command, if it is a message to a process and somebody canceled it
 
+    def only_of(self, sent: float) -> Settlement:
+        """The same, for the command that was sent at this epoch second alone. After a failover that lost commits
+        another one may have its number and its message."""
+        return replace(self, row=f'{self.row[:-1]},"b":{sent!r}}}') if isfinite(sent) else self
+
 
 class Done:
     """The usual outcome, which needs no text: the first attempt completed, without a result or a reply."""
@@ -70,6 +76,8 @@ class Claimed(Protocol):
     def started(self) -> float | None: ...
     @property
     def batch(self) -> int | None: ...
+    @property
+    def sent(self) -> float: ...
 
 
 def is_dense(attempts: Sequence[Claimed]) -> bool:
@@ -127,6 +135,7 @@ def settle_one(
             "worker": worker,
             "number": number,
             "started": attempt.started,
+            "sent": attempt.sent,
             "result": result,
         },
         by_keys=True,

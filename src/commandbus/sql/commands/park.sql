@@ -15,7 +15,7 @@ WITH paused AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, n integer, t text, b text, u timestamptz, k text)
 ), held AS MATERIALIZED (
-    SELECT q.msg_id, q.read_ct, q.headers -> 'cancel'::text AS cancel
+    SELECT q.msg_id, q.read_ct, q.message ->> 'command'::text AS command, q.headers -> 'cancel'::text AS cancel
       FROM pgmq.{queue} q
      WHERE q.msg_id = ANY (ARRAY(SELECT m FROM input))
        AND q.headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
@@ -25,7 +25,7 @@ WITH paused AS MATERIALIZED (
     SELECT i.*, CASE WHEN i.t IN (SELECT command_type FROM paused) THEN 'pause'
                      WHEN i.b IS NOT NULL THEN 'breaker'
                      WHEN i.k IS NOT NULL THEN 'handler' END AS reason
-      FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
+      FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct AND i.c::text = h.command
      WHERE h.cancel IS NULL
 ), retimed AS (
     UPDATE pgmq.{queue} q
@@ -34,7 +34,7 @@ WITH paused AS MATERIALIZED (
       FROM fenced f
      WHERE q.msg_id = f.m
 ), waived AS (
-    UPDATE commandbus.command c SET waived = c.waived + 1 FROM fenced f WHERE c.id = f.c
+    UPDATE commandbus.command c SET waived = c.waived + 1 FROM fenced f WHERE c.id = f.c AND c.msg_id = f.m
 ), noted AS (
     INSERT INTO commandbus.attempt (command, number, verdict, worker, error_code, error)
     SELECT c, n, CASE WHEN reason IS NULL THEN 'GIVEN_BACK' ELSE 'PARKED' END, %(worker)s,
@@ -56,5 +56,5 @@ WITH paused AS MATERIALIZED (
            token = CASE WHEN excluded.reason = 'handler' THEN p.token END
 )
 SELECT h.msg_id, h.cancel ->> 'by'::text, h.cancel ->> 'reason'::text
-  FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
+  FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct AND i.c::text = h.command
  WHERE h.cancel IS NOT NULL

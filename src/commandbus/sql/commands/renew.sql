@@ -4,9 +4,9 @@
 -- SKIP LOCKED: a row that another transaction holds must not starve the others. It is neither lost nor renewed; the
 -- caller tries again. A lease is never shortened. Locks: queue rows. Index: the queue's key.
 WITH input AS MATERIALIZED (
-    SELECT * FROM unnest(%(msg_ids)s::bigint[], %(read_cts)s::integer[]) AS x(m, r)
+    SELECT * FROM unnest(%(msg_ids)s::bigint[], %(read_cts)s::integer[], %(commands)s::bigint[]) AS x(m, r, c)
 ), held AS MATERIALIZED (
-    SELECT q.msg_id, q.read_ct
+    SELECT q.msg_id, q.read_ct, q.message -> 'command'::text AS command
       FROM pgmq.{queue} q
      WHERE q.msg_id = ANY (%(msg_ids)s::bigint[])
        AND q.headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
@@ -18,16 +18,18 @@ WITH input AS MATERIALIZED (
                           THEN headers || pg_catalog.jsonb_build_object(
                                    'progress', %(progress)s::jsonb -> msg_id::text)
                           ELSE headers END
-     WHERE msg_id = ANY (ARRAY(SELECT h.msg_id FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct))
+     WHERE msg_id = ANY (ARRAY(SELECT h.msg_id FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct
+                                                             AND pg_catalog.to_jsonb(i.c) = h.command))
     RETURNING msg_id, read_ct
 )
 SELECT i.m, i.r, CASE WHEN i.is_renewed THEN 'renewed' WHEN q.headers IS NULL THEN 'lost' ELSE 'skipped' END,
        q.headers ? 'cancel'::text, q.headers -> 'cancel'::text ->> 'by'::text,
        q.headers -> 'cancel'::text ->> 'reason'::text
-  FROM (SELECT m, r, (m, r) IN (SELECT msg_id, read_ct FROM renewed) AS is_renewed FROM input) i
+  FROM (SELECT m, r, c, (m, r) IN (SELECT msg_id, read_ct FROM renewed) AS is_renewed FROM input) i
   LEFT JOIN LATERAL (
        SELECT headers
          FROM pgmq.{queue}
         WHERE msg_id = i.m AND read_ct = i.r AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
+          AND message -> 'command'::text = pg_catalog.to_jsonb(i.c)
        OFFSET 0) q ON true
  WHERE NOT i.is_renewed OR q.headers ? 'cancel'::text

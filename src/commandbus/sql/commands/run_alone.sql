@@ -10,5 +10,6 @@ UPDATE pgmq.{queue}
         WHERE msg_id = %(msg_id)s
           AND read_ct = %(read_ct)s
           AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
+          AND message -> 'command'::text = pg_catalog.to_jsonb(%(command)s::bigint)
           FOR UPDATE SKIP LOCKED))
 RETURNING msg_id

@@ -1,5 +1,6 @@
 -- Settles attempts whose command is to be tried again: after a failure (with an attempt row), waived, or snoozed (`z`).
--- Returns the rows that were not settled, as commands/settle_final.sql does.
+-- Returns the rows that were not settled, as commands/settle_final.sql does. The fence is the same as there. The
+-- command row is looked up by its key in a subquery that cannot become a join, which might read the table.
 --
 -- The holder is cleared, so an attempt that was abandoned cannot settle during its own back-off. Locks: queue rows in
 -- key order, then command rows (of waived ones, and where the marks of trouble change). Indexes: the queue's key, the
@@ -9,16 +10,20 @@
 WITH input AS MATERIALIZED (
     SELECT * FROM pg_catalog.json_to_recordset(%(rows)s::json)
         AS x(m bigint, r integer, c bigint, n integer, t float8, d float8, w integer, k boolean, x smallint, q boolean,
-             a boolean, e json, z boolean)
+             a boolean, e json, z boolean, b float8)
 ), held AS MATERIALIZED (
     SELECT msg_id, read_ct, message ->> 'command'::text AS command, headers ? 'cancel'::text AS is_canceled
       FROM pgmq.{queue}
      WHERE msg_id = ANY (ARRAY(SELECT m FROM input))
        AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
        FOR UPDATE {locking}
-), fenced AS MATERIALIZED (
+), matched AS MATERIALIZED (
     SELECT i.* FROM held h JOIN input i ON i.m = h.msg_id AND i.r = h.read_ct AND i.c::text = h.command
      WHERE NOT h.is_canceled
+), fenced AS MATERIALIZED (
+    SELECT * FROM matched i
+     WHERE (SELECT CASE WHEN i.b IS NULL OR pg_catalog.date_part('epoch', c.created_at) = i.b THEN c.msg_id END
+              FROM commandbus.command c WHERE c.id = i.c) = i.m
 ), retimed AS (
     UPDATE pgmq.{queue} q
        SET vt = pg_catalog.now() + pg_catalog.make_interval(secs => f.d), headers = NULL
@@ -45,11 +50,12 @@ WITH input AS MATERIALIZED (
                                   WHERE a.command = f.c AND a.number >= f.n * 2 / 3 AND a.verdict = 'GIVEN_BACK'::text
                                     AND a.error = f.e ->> 'error'::text) END
 )
-SELECT m, r, COALESCE((SELECT CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = q.msg_id AND h.is_canceled)
+SELECT m, r, CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = i.m AND h.read_ct = i.r AND NOT h.is_canceled)
+                  THEN 'refused' ELSE COALESCE((SELECT CASE WHEN EXISTS (SELECT FROM held h WHERE h.msg_id = q.msg_id AND h.is_canceled)
                                      THEN 'canceled' ELSE 'busy' END
                          FROM pgmq.{queue} q
                         WHERE q.msg_id = i.m AND q.read_ct = i.r
                           AND q.headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
-                          AND q.message ->> 'command'::text = i.c::text), 'refused')
+                          AND q.message ->> 'command'::text = i.c::text), 'refused') END
   FROM input i
  WHERE NOT EXISTS (SELECT FROM fenced f WHERE f.m = i.m AND f.r = i.r)

@@ -10,6 +10,9 @@
 -- somebody has locked, as long as the session's lock_timeout allows. Locks: queue rows in key order, then command rows.
 -- Indexes: the queue's key, the command's key.
 --
+-- A settlement updates exactly its command row. If one finds none, the cast in the last lines fails, and nothing is
+-- settled: the caller asks commands/settle_final.sql about each.
+--
 -- If members of batches are among them, batches/settle_done_batches.sql is put into the middle.
 WITH gone AS (
     DELETE FROM pgmq.{queue}
@@ -24,6 +27,9 @@ WITH gone AS (
            started_at = pg_catalog.to_timestamp((%(started)s::float8[])[id - %(first)s::bigint])
      WHERE id = ANY (ARRAY(SELECT command FROM gone))
        AND msg_id = (%(messages)s::bigint[])[id - %(first)s::bigint]
+    RETURNING batch
 {groups})
-SELECT CASE WHEN pg_catalog.count(*) < %(asked)s
+SELECT CASE WHEN pg_catalog.count(*) > (SELECT pg_catalog.count(*) FROM settled)
+            THEN ('{a command row is missing for one of ' || pg_catalog.count(*)::text || ' settlements}')::bigint[]
+            WHEN pg_catalog.count(*) < %(asked)s
             THEN COALESCE(pg_catalog.array_agg(command), ARRAY[]::bigint[]) END FROM gone

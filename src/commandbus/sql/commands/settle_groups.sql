@@ -2,7 +2,6 @@
 -- row per batch and statement. A process whose command went to the troubleshooting queue waits for it.
 --
 -- Locks: process rows in key order, after the command rows; new rows of batch_delta. Indexes: process's key.
-    RETURNING c.batch, c.process, f.s
 ), halting AS MATERIALIZED (
     SELECT id, batch, in_tsq, finished_at FROM commandbus.process
      WHERE id IN (SELECT process FROM settled WHERE process IS NOT NULL AND s = 'IN_TROUBLESHOOTING_QUEUE')

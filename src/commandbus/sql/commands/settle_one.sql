@@ -1,7 +1,7 @@
 -- commands/settle_final.sql for one completion in the transaction of its handler, without a reply, a batch or a
 -- process. Returns a row if it was settled. Otherwise the caller rolls back.
 --
--- Fence and row writes: as there. It waits for a locked queue row, as long as the handler's lock_timeout allows.
+-- Fence and row writes: as there; `sent` is when the command was sent. It waits for a locked queue row, as long as the handler's lock_timeout allows.
 -- Locks: the queue row, then the command row. Indexes: the queue's key, the command's key.
 WITH gone AS (
     DELETE FROM pgmq.{queue}
@@ -14,5 +14,6 @@ WITH gone AS (
 UPDATE commandbus.command
    SET status = 'COMPLETED', result = %(result)s::json, attempt = %(number)s, worker = %(worker)s,
        started_at = pg_catalog.to_timestamp(%(started)s::float8), finished_at = pg_catalog.now()
- WHERE id = %(command)s::bigint AND msg_id = %(msg_id)s AND EXISTS (SELECT FROM gone)
+ WHERE id = %(command)s::bigint AND msg_id = %(msg_id)s AND pg_catalog.date_part('epoch', created_at) = %(sent)s::float8
+   AND EXISTS (SELECT FROM gone)
 RETURNING id

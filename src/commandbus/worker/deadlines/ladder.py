@@ -242,6 +242,7 @@ class Ladder:
         if slot is None:
             return False
         if stop.why is Why.SHUTDOWN:
+            attempt.is_unfinished = True
             self.abandoned += 1
         else:
             self._health.record_stuck_thread()

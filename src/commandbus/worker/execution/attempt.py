@@ -173,6 +173,7 @@ class Attempt:
     stop: Stop | None = None
     is_lost = False
     has_committed = False
+    is_unfinished = False  # given back, or cut off when its worker stopped: what is written of it is no outcome
     limit_use: LimitUse | None = None  # only if it has something to do with limits
     expires_at: float | None = None  # of `clock.boottime`; it is not to start after that
     _extras: Extras | None = None
@@ -398,6 +399,12 @@ class Attempt:
         if sent is None:
             return None
         return datetime.fromtimestamp(sent if 0.0 <= sent <= LATEST else max(0.0, min(sent, LATEST)), UTC)
+
+    @property
+    def sent(self) -> float:
+        """When it was sent, as its row says it."""
+        sent: float = self.row[CREATED_AT]
+        return sent
 
     def command(self) -> Command:
         """What the handler is given."""

@@ -49,7 +49,14 @@ from psycopg.rows import tuple_row
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from commandbus.clock import monotonic
-from commandbus.db.drivers import OwnAsyncConnection, OwnConnection, has_rows, never_open, was_unreplicated
+from commandbus.db.drivers import (
+    OwnAsyncConnection,
+    OwnConnection,
+    UnreplicatedError,
+    has_rows,
+    never_open,
+    was_unreplicated,
+)
 from commandbus.db.pool import open_pool
 from commandbus.errors import AttemptFencedError
 from commandbus.logger import safe_logger
@@ -681,7 +688,7 @@ def conn_block(conn: Connection[Any], ending: CommitAndReset | None) -> Iterator
         else:
             with conn.lock:
                 conn.wait(ending.commit(conn))
-        _warn_unreplicated(conn)
+        _check_replicated(conn)
 
 
 async def _commit_async(conn: AsyncConnection[Any], ending: CommitAndReset | None) -> None:
@@ -690,16 +697,15 @@ async def _commit_async(conn: AsyncConnection[Any], ending: CommitAndReset | Non
     else:
         async with conn.lock:
             await conn.wait(ending.commit(conn))
-    _warn_unreplicated(conn)
+    _check_replicated(conn)
 
 
-def _warn_unreplicated(conn: Connection[Any] | AsyncConnection[Any]) -> None:
-    """The commit stands on this server, and nothing runs again. Only the loss of this server would undo it,
-    together with the completion of the command, which was in the same transaction."""
+def _check_replicated(conn: Connection[Any] | AsyncConnection[Any]) -> None:
+    """The commit stands on this server, but it is not acknowledged: a failover now would lose it."""
     if was_unreplicated(conn):
-        logger.warning(
-            "a handler's commit was canceled while it waited for the synchronous standby: it stands on this "
-            "server, but a failover now would lose it"
+        raise UnreplicatedError(
+            "the handler's commit was canceled while it waited for the synchronous standby: it is not "
+            "acknowledged; it stands on this server, but a failover now would lose it"
         )
 
 

@@ -27,7 +27,7 @@ from psycopg import AsyncConnection, Connection, IsolationLevel
 
 from commandbus import sql
 from commandbus.clock import monotonic
-from commandbus.db.drivers import run, run_async
+from commandbus.db.drivers import UnreplicatedError, run, run_async
 from commandbus.errors import (
     AttemptFencedError,
     ConnectionInUseError,
@@ -349,7 +349,7 @@ class _Context:
         if attempt.is_plain:
             number, read_ct = attempt.number, attempt.read_ct
             return settle_one(attempt.domain, worker, attempt, read_ct=read_ct, number=number, result=result)
-        return settle(attempt.domain, worker, [attempt.complete(result)], waiting=True)
+        return settle(attempt.domain, worker, [attempt.complete(result).only_of(attempt.sent)], waiting=True)
 
     def _check(self, unsettled: object) -> None:
         if unsettled:
@@ -441,6 +441,9 @@ class HandlerContext(_Context):
             self._attempt.has_committed = True
         except psycopg.OperationalError as error:
             if not finishing:
+                raise
+            if isinstance(error, UnreplicatedError):
+                self._attempt.has_committed = True  # the completion is in that commit, too: nothing runs again
                 raise
             if isinstance(error, _REFUSED):
                 raise self._refused(error) from error
@@ -560,6 +563,9 @@ class AsyncHandlerContext(_Context):
             self._attempt.has_committed = True
         except psycopg.OperationalError as error:
             if not finishing:
+                raise
+            if isinstance(error, UnreplicatedError):
+                self._attempt.has_committed = True  # the completion is in that commit, too: nothing runs again
                 raise
             if isinstance(error, _REFUSED):
                 raise self._refused(error) from error
