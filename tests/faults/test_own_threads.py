@@ -482,6 +482,29 @@ def test_whoever_wakes_first_does_not_find_the_others_still() -> None:
     until(lambda: stillness.seconds(moved_at) >= 21)
 
 
+@pytest.mark.parametrize("lane", ["running", "waiting"])
+def test_what_could_not_be_written_at_the_end_was_not_settled(
+    bus: CommandBus, handlers: HandlerRegistry, start_worker: StartWorker, proxy: Proxy, through: str, lane: str
+) -> None:
+    """An attempt that is cut off, or given back, while the database is away leaves no outcome to report."""
+    proceed = threading.Event()
+    handlers.register("orders", "hang", lambda command, ctx: (proceed.wait(20), None)[1], timeout=0)
+    worker = start_worker(handlers, through, concurrency=1)
+    bus.send("orders", "hang")
+    runtime = worker._runtime
+    assert runtime is not None
+    until(lambda: bool(runtime.attempts.running))
+    proxy.is_refusing = True
+    proxy.cut()
+    until(lambda: runtime.settler.is_down)
+    if lane == "waiting":
+        (attempt,) = runtime.attempts.held
+        runtime.dispatcher.return_one(attempt, "nobody has a slot for it")
+    report = worker.stop(wait=2)
+    assert (report.settled, report.is_clean) == (0, False)
+    proceed.set()
+
+
 # --- read-only, and the end of a thread ------------------------------------------------------------------------
 
 

@@ -10,16 +10,34 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg import sql
 
-from commandbus import CommandBus, CommandStatus, HandlerRegistry, NewCommand, Settings, Worker
+from commandbus import (
+    CommandBus,
+    CommandStatus,
+    HandlerRegistry,
+    Limit,
+    NewCommand,
+    RetryPolicy,
+    Settings,
+    Worker,
+)
+from commandbus.bus.call_listener import CallListener
+from commandbus.db.drivers import run
+from commandbus.flow.commands.claim import claim
+from commandbus.flow.commands.rescue import Rule
+from commandbus.model.crash_attribution import Cause, Death
+from commandbus.supervisor.coroner import Case, Coroner
+from commandbus.supervisor.worker_messages import Hello
 from support.access import password_in
 from support.waiting import one, statuses, until, until_settled, verdicts
 
@@ -223,6 +241,149 @@ def test_a_locked_reply_queue_holds_up_its_own_outcomes_alone(
         holder.rollback()
     until_settled(db, 30)
     assert one(db, "SELECT count(*) FROM pgmq.q_answers") == 1
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own clock cancels sooner what waits for a lock, so that a test takes seconds."""
+    monkeypatch.setattr("commandbus.db.service_connection.STATEMENT_SECONDS", 1.0)
+    monkeypatch.setattr("commandbus.db.service_connection.SILENT_SECONDS", 4.0)
+
+
+OPEN = (
+    "INSERT INTO commandbus.command (domain, command_id, command_type, msg_id) VALUES ('orders', 'x', 'work', 0)"
+)
+LOCKS = {  # what somebody holds, and the message or command that needs it
+    "a raw message's command_id (claimer, adopter)": (OPEN, "raw"),
+    "a queue row (settler)": ("SELECT FROM pgmq.q_orders__commands WHERE headers ? 'held_by' FOR UPDATE", "held"),
+    "a command row (settler)": ("SELECT FROM commandbus.command WHERE command_id = 'x' FOR UPDATE", "held"),
+    "a limit (limit client)": ("SELECT FROM commandbus.limits WHERE name = 'api' FOR UPDATE", "call"),
+    "the worker's row (maintenance)": ("SELECT FROM commandbus.worker FOR UPDATE", "held"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_locked_row_holds_up_itself_alone(
+    bus: CommandBus, db: Db, database: str, start_pooled: StartWorker, lock: str
+) -> None:
+    """The server keeps no `lock_timeout` for us: what our clock cancels is for later, and nothing else is."""
+    release, handlers = threading.Event(), HandlerRegistry()
+    bus.declare_limit(Limit("api", concurrency=5))
+    bus.declare_limit(Limit("other", concurrency=5))
+    handlers.register("orders", "held", lambda command, ctx: (release.wait(40), None)[1], timeout=60)
+    handlers.register("orders", "work", lambda command, ctx: None, limits=["other"])
+    handlers.register("orders", "call", lambda command, ctx: None, limits=["api"])
+    worker = start_pooled(handlers, concurrency=8)
+    until(lambda: one(db, "SELECT count(*) FROM commandbus.worker"))
+    statement, kind = LOCKS[lock]
+    if kind == "held":
+        bus.send("orders", "held", command_id="x")
+        until(lambda: worker._runtime.attempts.running)  # type: ignore[union-attr]
+    with psycopg.connect(database) as holder:
+        holder.execute(statement.encode())
+        if kind == "raw":
+            raw = '{"command_type": "work", "command_id": "x"}'
+            db.execute("SELECT pgmq.send('orders__commands', %s::jsonb)", (raw,))
+        elif kind == "call":
+            bus.send("orders", "call", command_id="x")
+        release.set()
+        for portion in range(3):  # the thread that meets the lock goes on, and looks at it again
+            ids = [f"{portion}-{n}" for n in range(10)]
+            bus.send_many("orders", [NewCommand("work", command_id=id_) for id_ in ids])
+            until(lambda ids=ids: all(_is_completed(bus, id_) for id_ in ids), 30)  # type: ignore[misc]
+        holder.rollback()
+    until(lambda: _is_completed(bus, "x"), 40)
+    until_settled(db, 30)
+    charged = "SELECT count(*) FROM commandbus.attempt WHERE verdict NOT IN ('PARKED', 'GIVEN_BACK')"
+    assert one(db, charged) == 0
+    assert worker.stop().is_clean
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("impatient")
+def test_a_locked_queue_row_keeps_no_other_lease_from_its_renewal(
+    bus: CommandBus, db: Db, database: str, start_pooled: StartWorker
+) -> None:
+    release, handlers = threading.Event(), HandlerRegistry()
+    handlers.register("orders", "held", lambda command, ctx: (release.wait(40), None)[1], timeout=60)
+    worker = start_pooled(handlers, visibility_timeout=9.0, statement_timeout=1.0, cancel_grace=0.5)
+    bus.send_many("orders", [NewCommand("held", command_id=name) for name in ("locked", "free")])
+    until(lambda: len(worker._runtime.attempts.running) == 2)  # type: ignore[union-attr]
+    lease = (
+        "SELECT vt FROM pgmq.q_orders__commands q JOIN commandbus.command c ON c.msg_id = q.msg_id "
+        "WHERE command_id = %s"
+    )
+    claimed = {name: one(db, lease, name) for name in ("locked", "free")}
+    with psycopg.connect(database) as holder:
+        holder.execute(
+            "SELECT FROM pgmq.q_orders__commands WHERE msg_id = "
+            "(SELECT msg_id FROM commandbus.command WHERE command_id = 'locked') FOR UPDATE"
+        )
+        until(lambda: one(db, lease, "free") > claimed["free"])
+        assert one(db, lease, "locked") == claimed["locked"], "a skipped renewal is not one"
+        holder.rollback()
+    until(lambda: one(db, lease, "locked") > claimed["locked"])
+    release.set()
+    until_settled(db, 30)
+    assert [verdicts(db, name) for name in claimed] == [[], []]
+    assert worker.stop().is_clean
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("table", ["pgmq.q_orders__commands", "commandbus.command"])
+def test_a_locked_row_of_a_dead_worker_holds_up_no_other_case(
+    bus: CommandBus, db: Db, database: str, pooled: str, table: str
+) -> None:
+    settings = Settings(database_url=pooled, prepared_statements=False)
+    for worker in ("one", "two"):
+        bus.send("orders", "work", command_id=f"of {worker}")
+        run(db, claim(domain="orders", worker=worker, n=1, lease_seconds=30, cursor=None))
+    coroner = Coroner(settings, "test")
+    coroner.start()
+    try:
+        with psycopg.connect(database) as holder:
+            of_one = "SELECT msg_id FROM commandbus.command WHERE command_id = 'of one'"
+            locked = holder.execute(f"SELECT FROM {table} WHERE msg_id = ({of_one}) FOR UPDATE".encode())
+            assert locked.rowcount == 1
+            for worker in ("one", "two"):
+                hello = Hello(worker, ["orders"], {}, Rule(RetryPolicy(3, (0.0,), 0.0)))
+                coroner.add(Case(hello, Death(Cause.EXITED, exit_code=1), [], monotonic(), settings))
+            until(lambda: [case.worker for case in coroner.open_cases] == ["one"], 30)
+            assert verdicts(db, "of two") == [(1, "GIVEN_BACK")]
+            holder.rollback()
+        until(lambda: not coroner.open_cases, 30)
+        assert verdicts(db, "of one") == [(1, "GIVEN_BACK")]
+    finally:
+        coroner.stop(5)
+
+
+def _is_completed(bus: CommandBus, command_id: str) -> bool:
+    found = bus.get_command("orders", command_id)
+    return found is not None and found.status is CommandStatus.COMPLETED
+
+
+def test_a_pooler_that_refuses_settings_is_found_out_though_statements_are_prepared(
+    bus: CommandBus, pooled: str
+) -> None:
+    """`prepared_statements` is on, as it is by default: nobody listens in a session that is others', too."""
+    settings = Settings(database_url=pooled)
+    listener = CallListener(settings)
+    listener.start()
+    try:
+        sent = bus.send("orders", "work", command_id="k")
+        with listener.awaiting(sent) as heard:
+            until(lambda: not listener.can_listen)
+            bus.cancel("orders", "k", operator="ann")
+            assert heard.result(20).status is CommandStatus.CANCELED, "it asks, instead of listening"
+    finally:
+        listener.close()
+    bus.create_queue("answers")
+    with CommandBus(settings=settings) as through:
+        assert not through.queues.wait_for("answers", wait=0.1)
+        assert {look[5] for look in leftovers(pooled)} == {0}, "nothing listens"
 
 
 @pytest.fixture

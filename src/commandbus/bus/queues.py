@@ -22,7 +22,7 @@ from commandbus.bus.repositories.base import AsyncRepository, Repository
 from commandbus.clock import monotonic
 from commandbus.db.bus_pool import unavailable
 from commandbus.db.drivers import run, run_async
-from commandbus.db.pool import lasting_conninfo
+from commandbus.db.pool import is_pooled, lasting_conninfo, listening_kwargs, note_pooler
 from commandbus.lazy import lazy
 from commandbus.model.durations import Duration
 from commandbus.model.json_values import JsonValue
@@ -184,7 +184,7 @@ class PgmqClient(Repository):
             while (seconds := run(conn, inspect.next_visible(queue))) != 0:
                 if (pause := waiting.pause(seconds)) is None:
                     return False
-                if settings.prepared_statements:
+                if not is_pooled(settings):
                     list(conn.notifies(timeout=pause, stop_after=1))
                 else:
                     time.sleep(min(pause, LOOK_SECONDS / 4))
@@ -315,7 +315,7 @@ class AsyncPgmqClient(AsyncRepository):
             while (seconds := await run_async(conn, inspect.next_visible(queue))) != 0:
                 if (pause := waiting.pause(seconds)) is None:
                     return False
-                if settings.prepared_statements:
+                if not is_pooled(settings):
                     async for _ in conn.notifies(timeout=pause, stop_after=1):
                         pass
                 else:
@@ -346,10 +346,18 @@ def _channels(queue: str) -> list[pgsql.Composed]:
 
 @contextmanager
 def _listening(settings: Settings, queue: str) -> Iterator[Connection[Any]]:
+    address = lasting_conninfo(settings.database_url)
     try:
-        with Connection.connect(lasting_conninfo(settings.database_url), autocommit=True) as conn:
+        try:
+            more = {} if is_pooled(settings) else listening_kwargs(settings)
+            conn = Connection.connect(address, autocommit=True, **more)
+        except psycopg.OperationalError as error:
+            if not note_pooler(settings, error):
+                raise
+            conn = Connection.connect(address, autocommit=True)
+        with conn:
             conn.prepare_threshold = None
-            for listen in _channels(queue) if settings.prepared_statements else ():
+            for listen in () if is_pooled(settings) else _channels(queue):
                 conn.execute(listen)
             yield conn
     except psycopg.OperationalError as error:
@@ -358,10 +366,18 @@ def _listening(settings: Settings, queue: str) -> Iterator[Connection[Any]]:
 
 @asynccontextmanager
 async def _listening_async(settings: Settings, queue: str) -> AsyncIterator[AsyncConnection[Any]]:
+    address = lasting_conninfo(settings.database_url)
     try:
-        async with await AsyncConnection.connect(lasting_conninfo(settings.database_url), autocommit=True) as conn:
+        try:
+            more = {} if is_pooled(settings) else listening_kwargs(settings)
+            conn = await AsyncConnection.connect(address, autocommit=True, **more)
+        except psycopg.OperationalError as error:
+            if not note_pooler(settings, error):
+                raise
+            conn = await AsyncConnection.connect(address, autocommit=True)
+        async with conn:
             conn.prepare_threshold = None
-            for listen in _channels(queue) if settings.prepared_statements else ():
+            for listen in () if is_pooled(settings) else _channels(queue):
                 await conn.execute(listen)
             yield conn
     except psycopg.OperationalError as error:

@@ -126,16 +126,37 @@ def connect_own(
         options = " ".join(filter(None, [options_of(address), limits, BY_KEYS if goes_by_keys else ""]))
         try:
             conn = ServiceConnection.connect(address, options=options, **kwargs)
-            conn.goes_by_keys = goes_by_keys
-            return read_committed(conn)
         except psycopg.OperationalError as error:
             if not refuses_options(error):
                 raise
             # PgBouncer: nothing may be left in a session, so only the answer clock limits the time.
             _poolers.add(url)
+        else:
+            conn.goes_by_keys = goes_by_keys
+            return read_committed(conn)
     plain = ServiceConnection.connect(address, **kwargs)
     plain.begins = None
     return read_committed(plain)
+
+
+def is_pooled(settings: Settings) -> bool:
+    """Does a session belong to others, too? So say the settings, or the pooler that refused to set something for a
+    session. Nothing may be left in such a session: no setting, no LISTEN."""
+    return not settings.prepared_statements or check_conninfo(settings.database_url) in _poolers
+
+
+def listening_kwargs(settings: Settings) -> dict[str, Any]:
+    """Arguments of psycopg's connect for a connection that is to LISTEN: a pooler refuses them, and may not."""
+    given = options_of(lasting_conninfo(settings.database_url))
+    return {"options": f"{given} -c search_path={OWN_SEARCH_PATH}".strip()}
+
+
+def note_pooler(settings: Settings, error: psycopg.OperationalError) -> bool:
+    """Was the connection refused by a pooler? That is remembered."""
+    if not refuses_options(error):
+        return False
+    _poolers.add(check_conninfo(settings.database_url))
+    return True
 
 
 def options_of(conninfo: str) -> str:

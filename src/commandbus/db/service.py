@@ -24,6 +24,7 @@ from psycopg import Connection
 
 from commandbus.clock import monotonic
 from commandbus.db.descriptors import WakeFile
+from commandbus.db.pool import is_pooled
 from commandbus.db.service_connection import LOCK_SECONDS, LastingConnection
 from commandbus.db.transient_errors import PassingError, is_locked
 from commandbus.logger import safe_logger
@@ -89,7 +90,7 @@ class DatabaseService:
             prepares=prepares,
         )
         self._on_end = on_end
-        self.can_listen = settings.prepared_statements
+        self._settings = settings
         self._orders: deque[Callable[[], None]] = deque()
         self._stopping = threading.Event()
         self._wake = WakeFile()
@@ -154,6 +155,12 @@ class DatabaseService:
         """Has the database been out of reach for longer than a restart takes?"""
         since = self._connection.down_since
         return since is not None and monotonic() - since >= AWAY_SECONDS
+
+    @property
+    def can_listen(self) -> bool:
+        """Is the session its own? Then it may LISTEN, and the server keeps its timeouts. Behind a pooler it is
+        not. What a pooler refuses is known when the first connection is there."""
+        return not is_pooled(self._settings)
 
     @property
     def trouble(self) -> str | None:

@@ -7,7 +7,7 @@ reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from commandbus.clock import monotonic
 from commandbus.db.service_connection import LastingConnection
@@ -24,7 +24,7 @@ class OddRows:
     """Puts rows right on the connection of the thread that calls it."""
 
     def __init__(
-        self, connection: LastingConnection, worker: str, *, max_bytes: int, keeps_lock_timeout: bool
+        self, connection: LastingConnection, worker: str, *, max_bytes: int, keeps_lock_timeout: Callable[[], bool]
     ) -> None:
         self._connection = connection
         self._worker = worker
@@ -81,4 +81,4 @@ class OddRows:
 
     def _is_too_slow(self, row: ClaimedRow, error: Exception) -> bool:
         """Does this one message take the server longer to read than a statement may take?"""
-        return row.id is None and self._keeps_lock_timeout and getattr(error, "sqlstate", None) == CANCELED
+        return row.id is None and self._keeps_lock_timeout() and getattr(error, "sqlstate", None) == CANCELED

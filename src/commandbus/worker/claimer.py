@@ -110,7 +110,10 @@ class Claimer(DatabaseService):
         self._unhandled = unhandled
         adopter.on_read = lambda domain, seconds: self.order(lambda: self._read(domain, seconds))
         self._odd = OddRows(
-            self._connection, worker, max_bytes=settings.max_payload_bytes, keeps_lock_timeout=self.can_listen
+            self._connection,
+            worker,
+            max_bytes=settings.max_payload_bytes,
+            keeps_lock_timeout=lambda: self.can_listen,
         )
         self._on_cancel = on_cancel
         self._on_idle = on_idle

@@ -34,7 +34,10 @@ class Adopter(DatabaseService):
     ) -> None:
         super().__init__(settings, name=name, part="adopter", on_end=on_error)
         self._rows = OddRows(
-            self._connection, worker, max_bytes=settings.max_payload_bytes, keeps_lock_timeout=self.can_listen
+            self._connection,
+            worker,
+            max_bytes=settings.max_payload_bytes,
+            keeps_lock_timeout=lambda: self.can_listen,
         )
         self._lease = settings.visibility_timeout
         self._queue: deque[tuple[str, Sequence[ClaimedRow], float]] = deque()
