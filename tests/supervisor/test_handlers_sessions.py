@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
 
 from commandbus import CommandBus, CommandStatus
 from support.network import Proxy
@@ -23,13 +26,14 @@ import psycopg
 
 @handlers.handler("orders", "open_and_freeze", timeout=3)
 def open_and_freeze(command, ctx):
-    """Connects by itself, leaves a long query to a thread, and holds the GIL."""
-    for name in ("mine", "idle mine"):
-        own = psycopg.connect(command.data, application_name=name, autocommit=True)
-        if name == "mine":
+    """Connects by itself (as another role, too), leaves a long query to a thread, and holds the GIL."""
+    url, *others = command.data if isinstance(command.data, list) else [command.data]
+    for name, address in [("mine", url), ("idle mine", url), *(("other role", other) for other in others)]:
+        own = psycopg.connect(address, application_name=name, autocommit=True)
+        if name != "idle mine":
             threading.Thread(target=own.execute, args=("SELECT pg_sleep(600)",), daemon=True).start()
         globals()[name] = own
-    while not ready(command.data):
+    while not ready(url):
         time.sleep(0.01)
     re.match(r"(a+)+$", "a" * 40 + "b")
 
@@ -55,18 +59,34 @@ def end_mine(db: Db) -> None:
     )
 
 
+@pytest.fixture
+def other_role(database: str, db: Db, server_admin: Callable[[sql.Composable], None]) -> Iterator[str]:
+    """The database's address for another role."""
+    name = f"stranger_{uuid.uuid4().hex[:8]}"
+    server_admin(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
+    yield make_conninfo(database, user=name)
+    db.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE usename = %s", (name,))
+    server_admin(sql.SQL("DROP ROLE {}").format(sql.Identifier(name)))
+
+
 @pytest.mark.alone  # the server is asked whose they are in the moment before the kill, if there is time
 def test_they_end_with_their_killed_worker_and_nobody_elses_do(
-    supervise: Supervise, tasks: Path, bus: CommandBus, database: str, named: Callable[[str], int]
+    supervise: Supervise,
+    tasks: Path,
+    bus: CommandBus,
+    database: str,
+    other_role: str,
+    named: Callable[[str], int],
 ) -> None:
     (tasks / "tasks.py").write_text((tasks / "tasks.py").read_text() + OPENS)
     with psycopg.connect(database, application_name="innocent", autocommit=True) as innocent:
         supervised = supervise(max_attempts=1).until_ready()
-        bus.send("orders", "open_and_freeze", database, command_id="a")
+        bus.send("orders", "open_and_freeze", [database, other_role], command_id="a")
         until(lambda: named("mine") == 1)
         until(lambda: bus.get_command("orders", "a").status is CommandStatus.IN_TROUBLESHOOTING_QUEUE)  # type: ignore[union-attr]
         until(lambda: named("mine") == 0, 5)
         supervised.until_said("database sessions that handlers of worker")
+        assert named("other role") == 1, "what a handler does as another role is not ours to end"
         assert one(innocent, "SELECT 1") == 1
     assert supervised.stop()[0] == 0
 

@@ -120,6 +120,40 @@ def test_a_dead_api_does_not_fill_every_slot_with_children(
     assert one(db, "SELECT count(*) > 0 FROM commandbus.attempt WHERE verdict = 'GIVEN_BACK'")
 
 
+@pytest.mark.slow
+def test_of_three_in_quarantine_two_run_at_once_and_the_third_holds_no_slot(
+    supervise: Supervise, hanging: Path, bus: CommandBus, db: Db
+) -> None:
+    supervise(max_attempts=2, concurrency=4, quarantine_processes=2, task_timeout="4s").until_ready()
+    names = ["c0", "c1", "c2"]
+    for name in names:
+        bus.send("orders", "hang", command_id=name)
+    until(lambda: len(starts(hanging)) == 3, what="they hang in the worker")
+    most: list[int] = []
+
+    def are_two_at_once() -> bool:
+        alive = {pid for _, pid, _ in starts(hanging)[3:] if is_running(pid)}
+        most.append(len(alive))
+        return len(alive) == 2
+
+    until(are_two_at_once, 60)
+    for name in ("b0", "b1"):
+        bus.send("orders", "beat", command_id=name)
+    until(
+        lambda: (hanging / "b0.started").exists() and (hanging / "b1.started").exists(), what="two slots are free"
+    )
+    (hanging / "go").touch()
+    until(lambda: are_two_at_once() or all(status_of(bus, name) is TSQ for name in names), 60)
+    until(lambda: (are_two_at_once(), all(status_of(bus, name) is TSQ for name in names))[1], 60)
+    assert max(most) == 2
+    assert [len([start for start in starts(hanging) if start[0] == name]) for name in names] == [2, 2, 2]
+    given_back = "FROM commandbus.attempt WHERE verdict = 'GIVEN_BACK' AND started_at IS NULL"
+    assert one(db, f"SELECT count(DISTINCT command) {given_back}") >= 1, "the third was given back"
+    assert one(db, f"SELECT bool_and(retry_at > finished_at) {given_back} AND error LIKE '%%quarantine%%'")
+    charged = "SELECT min(attempt) >= 2 FROM commandbus.tsq"
+    assert one(db, charged), "all were tried twice"
+
+
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)

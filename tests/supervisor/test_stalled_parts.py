@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 from commandbus import CommandBus, CommandStatus, Limit
 from support.network import Proxy
 from support.supervised import Supervised
-from support.waiting import statuses, until, until_settled, verdicts, within
+from support.waiting import one, statuses, until, until_settled, verdicts, within
 
 pytestmark = pytest.mark.waits
 Supervise = Callable[..., Supervised]
@@ -41,9 +43,14 @@ def harm(command, ctx):
     """Blocks or ends one of the worker's own threads, in our own code and for good; once."""
     import gc
     from commandbus.db.service import DatabaseService
+    from commandbus.worker.deadlines.ladder import Ladder
     part, how = command.data
     if not Path("harmed").exists():
         Path("harmed").write_text(str(os.getpid()))
+        if part == "ladder":
+            (ladder,) = [each for each in gc.get_objects() if isinstance(each, Ladder)]
+            ladder._on_tick = lambda now: {"block": _block, "end": _end}[how]()
+            return
         (service,) = [each for each in gc.get_objects() if isinstance(each, DatabaseService) and each.part == part]
         service.order({"block": _block, "end": _end}[how])
 '''
@@ -146,7 +153,7 @@ def test_a_server_that_falls_silent_as_a_whole(
 @pytest.mark.parametrize(
     ("how", "said"), [("block", "has not moved"), ("end", "has ended: SystemExit: out of order")]
 )
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [*PARTS, "ladder"])
 def test_a_part_that_is_blocked_or_ends_is_named_in_time_and_its_worker_is_replaced(
     supervise: Supervise, bus: CommandBus, db: Db, through: str, part: str, tasks: Path, how: str, said: str
 ) -> None:
@@ -167,3 +174,49 @@ def test_a_part_that_is_blocked_or_ends_is_named_in_time_and_its_worker_is_repla
     until(lambda: supervised.ask("/health/ready")[0] == 200)
     until_settled(db, 20)
     assert statuses(db) == {"COMPLETED": 6}
+
+
+HARM_CORONER = """import threading, pathlib
+    from commandbus.supervisor.coroner import Coroner
+    look = Coroner._scout
+    def scout(self):
+        harm = pathlib.Path("harm")
+        if harm.exists():
+            how = harm.read_text()
+            harm.rename("harmed")
+            if how == "end":
+                raise SystemExit("out of order")
+            threading.Event().wait()
+        look(self)
+    Coroner._scout = scout"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "said"), [("block", "has not moved"), ("end", "has ended: SystemExit: out of order")]
+)
+def test_a_coroner_that_is_blocked_or_ends_is_named_in_time_and_another_one_takes_over(
+    supervise: Supervise,
+    bus: CommandBus,
+    db: Db,
+    through: str,
+    tasks: Path,
+    impatient: Callable[[str], None],
+    how: str,
+    said: str,
+) -> None:
+    """A worker is killed while nobody can settle what it held."""
+    impatient(HARM_CORONER)
+    supervised = supervise(database_url=through, visibility_timeout="60s").until_ready()
+    put_all_to_work(bus, db)
+    (first,) = supervised.workers()
+    (tasks / "harm").write_text(how)
+    until(lambda: (tasks / "harmed").exists())
+    bus.send("orders", "sleep", 600, command_id="held")
+    until(lambda: one(db, "SELECT count(*) FROM pgmq.q_orders__commands WHERE headers ? 'held_by'"))
+    os.kill(first, signal.SIGKILL)
+    within(NAMED_SECONDS, names(supervised, f"the coroner {said}"), what=lambda: supervised.log)
+    until(lambda: verdicts(db, "held") != [], 30, what=lambda: supervised.log)  # long before its lease ends
+    until(lambda: supervised.ask("/health/ready")[0] == 200, 30)
+    send_more(bus, db)
+    until(lambda: is_completed(bus, "after") and is_completed(bus, "plain"), 30)

@@ -137,6 +137,7 @@ class Coroner(DatabaseService):
 
     def __init__(self, settings: Settings, name: str) -> None:
         super().__init__(settings, name=name, part="coroner", prepares=False)
+        self._name = name
         self._cases: list[Case] = []
         self._traces: list[Trace] = []
         self._opened: dict[str, list[DatabaseSession]] = {}  # by a worker's handlers
@@ -148,6 +149,18 @@ class Coroner(DatabaseService):
         self.domains: tuple[str, ...] = ()
         self.look = CoronerLook()
         self.done = 0
+
+    def successor(self) -> Coroner:
+        """Another one in its place, because this thread has ended or does not move. It takes over the cases. If
+        this one moves again, it ends; what it writes until then is under the same fences."""
+        self._stopping.set()
+        self.wake()
+        other = Coroner(self._settings, self._name)
+        with self._lock:
+            other._cases, other._opened = list(self._cases), dict(self._opened)
+        other.domains, other.done, other.look = self.domains, self.done, self.look
+        other._words, other._judge, other._judging = self._words, self._judge, dict(self._judging)
+        return other
 
     def add(self, case: Case) -> None:
         """A worker died."""

@@ -53,6 +53,7 @@ logger = safe_logger("commandbus.supervisor")
 TICK_SECONDS: Final = 0.2
 LOOK_SECONDS: Final = 0.02
 BLIND_SECONDS: Final = 1.0
+CORONER_SECONDS: Final = 2.0
 STOP_RESERVE: Final = 2.0
 EMBEDDED_RESERVE: Final = 2.0
 KILL_RESERVE: Final = 1.0
@@ -115,6 +116,7 @@ class Supervisor:
             self._connect, is_patient=settings.wait_for_database, log=logger
         )
         self._extended_at = -math.inf
+        self._coroner_broken_at = math.inf
         self._unusable: Exception | None = None
         self._wants_reload = False
         self._stop_reason = ""
@@ -164,6 +166,7 @@ class Supervisor:
                 self._worker_processes.kill_all(f"{self._stop_reason}, and its time was up", now)
         else:
             self._move_on(now)
+        self._tend_coroner(now)
         self._trace_condemned()
         self._publish(now)
         self._pat_watchdog(now)
@@ -207,6 +210,18 @@ class Supervisor:
             ),
             self._coroner.domains,
         )
+
+    def _tend_coroner(self, now: float) -> None:
+        """If its thread has ended or does not move, another one takes over. /health/ready names it before that."""
+        if not self._coroner.is_broken:
+            self._coroner_broken_at = math.inf
+        elif self._coroner_broken_at == math.inf:
+            self._coroner_broken_at = now
+            logger.error("%s: another one will take over", self._coroner.trouble)
+        elif now - self._coroner_broken_at >= CORONER_SECONDS:
+            self._coroner_broken_at = math.inf
+            self._coroner = self._coroner.successor()
+            self._coroner.start()
 
     def _trace_condemned(self) -> None:
         """Before workers are killed: find out which database sessions they have opened."""
@@ -330,13 +345,14 @@ class Supervisor:
 
     def _publish(self, now: float) -> None:
         workers, totals, look = self._worker_processes.workers, self._worker_processes.totals, self._coroner.look
+        timeout = self._worker_processes.settings.heartbeat_timeout
         claimed = totals["claimed"] + sum(worker.snapshot.claimed for worker in workers)
         if claimed != self._claimed:
             self._claimed, self._claimed_at = claimed, now
         self._view = View(
             now,
             self._phase,
-            tuple(view.of_worker(worker, now) for worker in workers),
+            tuple(view.of_worker(worker, now, heartbeat_timeout=timeout) for worker in workers),
             settled=totals["settled"] + sum(worker.snapshot.settled for worker in workers),
             stuck=totals["stuck"] + sum(worker.snapshot.stuck for worker in workers),
             restarts=totals["restarts"],

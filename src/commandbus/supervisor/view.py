@@ -21,6 +21,8 @@ from commandbus.worker.board import State
 
 STALL_SECONDS: Final = 5.0
 FROZEN_SECONDS: Final = 5.0
+SILENT_PART: Final = 0.6
+"""Of heartbeat_timeout: a worker without a heartbeat for so long is named. At heartbeat_timeout it is killed."""
 LOST_SECONDS: Final = 2.0
 UNCLAIMED_SECONDS: Final = 10.0
 HEALTHY, DEGRADED, CRITICAL = 0, 1, 2
@@ -66,20 +68,26 @@ class View:
     trouble: str = ""
 
 
-def of_worker(worker: WorkerProcess, now: float) -> WorkerView:
+def of_worker(worker: WorkerProcess, now: float, *, heartbeat_timeout: float) -> WorkerView:
     """What is seen of a worker now."""
     shown = worker.snapshot
+    health, note = shown.health, shown.note
+    silent_seconds = now - shown.beat_at if shown.beat_at else 0.0
+    if worker.ready_at is None:
+        note = worker.start.note(now, worker.doing)
+    elif silent_seconds > SILENT_PART * heartbeat_timeout:  # the ladder writes the board: nobody there can tell
+        health, note = CRITICAL, f"the ladder has not moved for {silent_seconds:.0f} s, or the process is frozen"
     return WorkerView(
         worker.name,
         worker.pid,
         worker.state,
-        shown.health,
-        worker.start.note(now, worker.doing) if worker.ready_at is None else shown.note,
+        health,
+        note,
         running=shown.running,
         free=shown.free,
         stuck=shown.stuck,
         rss_mb=shown.rss_mb,
-        silent_seconds=now - shown.beat_at if shown.beat_at else 0.0,
+        silent_seconds=silent_seconds,
     )
 
 
