@@ -29,7 +29,7 @@ from commandbus.flow.commands.settle import settle
 from commandbus.flow.operation import Operation, Statement
 from commandbus.worker.execution.attempt import Attempt
 
-pytestmark = [pytest.mark.slow, pytest.mark.shared_setup]
+pytestmark = [pytest.mark.slow, pytest.mark.plans, pytest.mark.shared_setup]
 Conn = psycopg.Connection[Any]
 DIRECT = {"Index Scan", "Index Only Scan", "Bitmap Heap Scan", "Tid Scan"}
 WAITING, FINISHED = 5001, 5002

@@ -10,7 +10,7 @@ from plan_reading import first_statement, visits
 
 from commandbus.flow.commands.call import outcomes
 
-pytestmark = [pytest.mark.slow, pytest.mark.shared_setup("crowded")]
+pytestmark = [pytest.mark.slow, pytest.mark.plans, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]
 CALLED = 50
 ACTED = """

@@ -19,7 +19,7 @@ from commandbus.db.pool import BY_KEYS
 from commandbus.flow.operation import Statement
 from support.databases import Databases
 
-pytestmark = [pytest.mark.slow, pytest.mark.shared_setup]
+pytestmark = [pytest.mark.slow, pytest.mark.plans, pytest.mark.shared_setup]
 DIRECT = {"Index Scan", "Index Only Scan", "Tid Scan", "Tid Range Scan", "Bitmap Heap Scan"}
 # Rows of one table that a statement may look at: a settle reads its queue rows to lock them, to delete them and to
 # say what became of the rest.

@@ -12,7 +12,7 @@ from commandbus.db.drivers import run
 from commandbus.flow.commands.claim import claim
 from commandbus.flow.commands.rescue import claimable_work, held_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.shared_setup("crowded")]
+pytestmark = [pytest.mark.slow, pytest.mark.plans, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]
 DIRECT = {"Index Scan", "Index Only Scan", "Bitmap Heap Scan"}
 

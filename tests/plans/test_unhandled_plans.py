@@ -10,7 +10,7 @@ from plan_reading import explain, first_statement, visits
 
 from commandbus.flow.commands.unhandled_types import find_unhandled, give_up, take
 
-pytestmark = [pytest.mark.slow, pytest.mark.shared_setup("crowded")]
+pytestmark = [pytest.mark.slow, pytest.mark.plans, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]
 DOMAIN = "delayed"
 BATCH = 200

@@ -14,7 +14,7 @@ from commandbus.flow.breakers.breaker import Row, _probe
 from commandbus.flow.commands.unpark import BITE, Parked, unkept, wake_some
 from commandbus.flow.operation import Operation
 
-pytestmark = [pytest.mark.slow, pytest.mark.shared_setup("crowded")]
+pytestmark = [pytest.mark.slow, pytest.mark.plans, pytest.mark.shared_setup("crowded")]
 Conn = psycopg.Connection[Any]
 DIRECT = {"Index Scan", "Index Only Scan", "Bitmap Heap Scan", "Tid Scan"}
 WORK = Parked("breaker", "delayed", "work")
