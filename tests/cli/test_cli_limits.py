@@ -31,7 +31,7 @@ def docai(bus):
 
 @pytest.fixture
 def full(orders, bus, database):
-    """A limit with one place, which is held; four pages wait for it."""
+    """A limit with one permit, which is held; four pages wait for it."""
     registry = HandlerRegistry()
 
     @registry.handler("orders", "page", limits=["docai"])
@@ -201,7 +201,7 @@ def test_what_makes_no_sense_changes_nothing(orders, docai, bus, words, said):
 # --- a parked command's own tracking ----------------------------------------------------------------------------
 
 
-def test_a_command_that_waits_for_a_place_says_how_many_are_ahead_and_how_long(full, bus):
+def test_a_command_that_waits_for_a_permit_says_how_many_are_ahead_and_how_long(full, bus):
     record = bus.get_command("orders", "p3")
     assert (record.waiting_for, record.waiting_limit, record.waiting_ahead) == ("limit", "docai", 3)
     assert record.waiting_estimated_seconds > 0
@@ -222,7 +222,7 @@ def test_a_command_that_waits_for_a_place_says_how_many_are_ahead_and_how_long(f
     assert (status.parked, status.delayed, status.ready) == (4, 0, 0)
 
 
-def test_a_command_that_waits_for_a_back_off_says_until_when_though_it_was_parked_for_a_place(full, bus):
+def test_a_command_that_waits_for_a_back_off_says_until_when_though_it_was_parked_for_a_permit(full, bus):
     refused(bus, retry_after=200.0)
     record = bus.get_command("orders", "p3")
     assert record.waiting_until is not None
@@ -273,7 +273,7 @@ def test_the_async_bus_says_the_same(full, bus, database):
 
 @pytest.fixture
 def in_redis(database, redis_url, monkeypatch):
-    """A bus whose limit has its places in Redis, one of them held; the command line knows that Redis."""
+    """A bus whose limit has its permits in Redis, one of them held; the command line knows that Redis."""
     monkeypatch.setenv("COMMANDBUS_REDIS_URL", redis_url)
     with CommandBus(settings=Settings(database_url=database, redis_url=redis_url)) as bus:
         bus.declare_limit(Limit("docai", concurrency=2))
@@ -281,7 +281,7 @@ def in_redis(database, redis_url, monkeypatch):
             yield bus
 
 
-def test_places_in_redis_are_seen_without_taking_part(cli, in_redis, database):
+def test_permits_in_redis_are_seen_without_taking_part(cli, in_redis, database):
     line = cli("limits").out.splitlines()[1]
     assert line.split()[:3] == ["docai", "redis", "1/2"]
     document = cli("limits", "show", "docai", "--json").document

@@ -1,6 +1,6 @@
 """A holder of a limit's place that is cut off from PostgreSQL: nobody is ever inside with it, and it is told.
 
-The proxy stands between the holder and its server. Somebody else, who reaches the server, wants the same place.
+The proxy stands between the holder and its server. Somebody else, who reaches the server, wants the same permit.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def redis_server() -> Iterator[RedisServer]:
 
 @pytest.fixture(params=["postgres", "redis"])
 def redis_url(request: pytest.FixtureRequest) -> str | None:
-    """Where places are kept; Redis is in everybody's reach all the time."""
+    """Where permits are kept; Redis is in everybody's reach all the time."""
     return request.getfixturevalue("redis_server").url if request.param == "redis" else None
 
 
@@ -86,7 +86,7 @@ def inside() -> Inside:
 
 @pytest.fixture
 def other(database: str, redis_url: str | None) -> Iterator[CommandBus]:
-    """A bus that reaches the server, and knows a limit of one place."""
+    """A bus that reaches the server, and knows a limit of one permit."""
     with CommandBus(settings=Settings(database_url=database, redis_url=redis_url)) as bus:
         bus.declare_limit(Limit("docai", concurrency=1, lease=LEASE))
         yield bus
@@ -107,7 +107,7 @@ def how(request: pytest.FixtureRequest) -> str:
 
 
 def wants_it_too(other: CommandBus, inside: Inside) -> threading.Thread:
-    """Somebody waits for the place, and enters when it has it."""
+    """Somebody waits for the permit, and enters when it has it."""
 
     def enter() -> None:
         with other.limit("docai", wait=60):
@@ -191,7 +191,7 @@ def test_an_attempt_is_canceled_before_somebody_else_begins(
     kind: str,
     lane: str,
 ) -> None:
-    """The lease of the place is far shorter than that of the command."""
+    """The lease of the permit is far shorter than that of the command."""
     handlers = HandlerRegistry()
     lost: list[bool] = []
 
@@ -289,7 +289,7 @@ def test_an_attempt_in_a_process_of_its_own_is_canceled_before_somebody_else_beg
     assert one(db, "SELECT charged FROM (SELECT attempt - waived AS charged FROM commandbus.command) x") == 1
 
 
-def test_a_place_in_redis_is_renewed_while_postgres_is_out_of_reach(
+def test_a_permit_in_redis_is_renewed_while_postgres_is_out_of_reach(
     database: str, through: str, proxy: Proxy, redis_server: RedisServer
 ) -> None:
     """For longer than its lease: the renewal does not wait for PostgreSQL."""
@@ -316,7 +316,7 @@ def test_a_place_in_redis_is_renewed_while_postgres_is_out_of_reach(
             assert not call.is_lost
 
 
-def test_a_place_in_redis_is_not_renewed_for_ever_without_postgres(
+def test_a_permit_in_redis_is_not_renewed_for_ever_without_postgres(
     database: str, through: str, proxy: Proxy, redis_server: RedisServer, inside: Inside
 ) -> None:
     """The others count it out after a while, and may share the limit if Redis goes away then."""
@@ -343,5 +343,5 @@ def test_the_clock_counts_from_before_the_question(bus: CommandBus, db: Db, data
         until(lambda: one(db, IS_BLOCKED))
         seen_at = time.clock_gettime(time.CLOCK_BOOTTIME)
         conn.rollback()
-        place = asked.answer.result(10)
-        assert place.renewed_at < seen_at
+        permit = asked.answer.result(10)
+        assert permit.renewed_at < seen_at

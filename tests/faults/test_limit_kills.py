@@ -25,7 +25,7 @@ from support.waiting import one, until
 Db = psycopg.Connection[Any]
 Process = subprocess.Popen[bytes]
 WORKERS = 10
-PLACES = 5
+PERMITS = 5
 LEASE = 2.0
 
 
@@ -38,7 +38,7 @@ def api() -> Iterator[ApiStub]:
 
 @pytest.fixture(params=["postgres", "redis"])
 def store(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Settings of a fleet that keeps its places in one back end or the other."""
+    """Settings of a fleet that keeps its permits in one back end or the other."""
     if request.param == "postgres":
         return {}
     return {"redis_url": request.getfixturevalue("redis_url"), "environment": "test"}
@@ -62,7 +62,7 @@ def start(database: str, bus: CommandBus, store: dict[str, Any]) -> Iterator[Cal
         **store,
     }
     with CommandBus(settings=Settings(database_url=database, **store)) as other:
-        other.declare_limit(Limit("docai", concurrency=PLACES, lease=LEASE))
+        other.declare_limit(Limit("docai", concurrency=PERMITS, lease=LEASE))
 
     def start() -> Process:
         process = subprocess.Popen(
@@ -124,18 +124,18 @@ def test_ac4_ten_workers_never_make_more_than_five_calls_and_all_have_their_turn
     for _ in range(WORKERS):
         start()
     until(lambda: active(db) == WORKERS, 30)
-    api.gathers = PLACES
+    api.gathers = PERMITS
     send(bus, api, count, ("page",), 0.03)
     until(lambda: completed(db) == count, 60, what=lambda: f"{completed(db)} done, {api.inside} inside")
-    assert api.peak == PLACES, "five at once: no more, and no fewer"
+    assert api.peak == PERMITS, "five at once: no more, and no fewer"
     assert api.counted() == {str(n): 1 for n in range(count)}
     others = "SELECT command, verdict, error_code, error FROM commandbus.attempt WHERE verdict <> 'PARKED'"
     unparked = db.execute(others.encode()).fetchall()
     assert unparked == [], "each waited for its turn, and nothing else"
     check_all_done(bus, db, count)
-    # First come, first served: how many places before or after its turn did each begin?
-    off = [abs(place - int(name)) for place, name in enumerate(api.began)]
-    assert sum(off) / count <= PLACES, off
+    # First come, first served: how many positions before or after its turn did each begin?
+    off = [abs(position - int(name)) for position, name in enumerate(api.began)]
+    assert sum(off) / count <= PERMITS, off
     assert max(off) <= WORKERS * 4, off  # as many as ten workers may have in hand at the beginning
 
 
@@ -158,7 +158,7 @@ def test_ac4_never_above_the_limit_while_holders_are_killed(
         fleet[began.pid] = began
         time.sleep(dice.random())  # the moments of the kills are anybody's guess
     until(lambda: completed(db) == count, 60, what=lambda: f"{completed(db)} done, {api.inside} inside")
-    assert api.peak <= PLACES
+    assert api.peak <= PERMITS
     check_all_done(bus, db, count)
     calls = api.counted()
     assert set(calls) == {str(n) for n in range(count)}

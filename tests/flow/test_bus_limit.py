@@ -1,4 +1,4 @@
-"""`with bus.limit(…)`: a place of a limit for plain programs: over both drivers, in threads, processes, forks."""
+"""`with bus.limit(…)`: a permit of a limit for plain programs: over both drivers, in threads, processes, forks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 @pytest.fixture
 def plain(database: str) -> Iterator[CommandBus]:
-    """A bus with a limit `docai` of one place, whose lease is short."""
+    """A bus with a limit `docai` of one permit, whose lease is short."""
     with CommandBus(database) as bus:
         bus.declare_limit(Limit("docai", concurrency=1, lease=2))
         yield bus
@@ -107,7 +107,7 @@ print("left", flush=True)
 # --- one program -----------------------------------------------------------------------------------------------
 
 
-def test_a_place_is_taken_and_given_back(plain: CommandBus, db: Db) -> None:
+def test_a_permit_is_taken_and_given_back(plain: CommandBus, db: Db) -> None:
     with plain.limit("docai", timeout=60) as call:
         assert call.limit == "docai"
         assert not call.is_lost
@@ -203,7 +203,7 @@ def test_wait_0_asks_once(plain: CommandBus) -> None:
     with plain.limit("docai"):
         began = time.monotonic()
         with pytest.raises(LimitTimeoutError, match="docai") as caught, plain.limit("docai", wait=0):
-            raise AssertionError("there was no place")
+            raise AssertionError("there was no permit")
         assert time.monotonic() - began < 0.9
         assert caught.value.limit == "docai"
         assert not isinstance(caught.value, RateLimitError)
@@ -218,13 +218,13 @@ def test_a_short_wait_is_as_short_as_it_says(plain: CommandBus, database: str) -
             began = time.monotonic()
             with pytest.raises(LimitTimeoutError, match="docai"):
                 async with bus.limit("docai", wait=0.2):
-                    raise AssertionError("there was no place")
+                    raise AssertionError("there was no permit")
             return time.monotonic() - began
 
     with plain.limit("docai"):
         began = time.monotonic()
         with pytest.raises(LimitTimeoutError, match="docai"), plain.limit("docai", wait=0.2):
-            raise AssertionError("there was no place")
+            raise AssertionError("there was no permit")
         took = time.monotonic() - began
         assert 0.2 <= took < 0.9
         assert 0.2 <= asyncio.run(main()) < 0.9
@@ -291,7 +291,7 @@ def test_closing_the_bus_ends_the_wait(plain: CommandBus, database: str, db: Db)
     def wait() -> None:
         try:
             with other.limit("docai", wait=60):
-                raise AssertionError("there was no place")
+                raise AssertionError("there was no permit")
         except CommandBusError as error:
             errors.append(error)
 
@@ -311,7 +311,7 @@ def test_closing_an_async_bus_ends_the_wait(plain: CommandBus, database: str, db
 
         async def wait() -> None:
             async with bus.limit("docai", wait=60):
-                raise AssertionError("there was no place")
+                raise AssertionError("there was no permit")
 
         waiting = asyncio.create_task(wait())
         await asyncio.to_thread(until, lambda: in_line(db) == 1)
@@ -325,7 +325,7 @@ def test_closing_an_async_bus_ends_the_wait(plain: CommandBus, database: str, db
         assert in_line(db) == 0
 
 
-def test_a_cancelled_task_leaves_the_line_and_gives_its_place_back(
+def test_a_cancelled_task_leaves_the_line_and_gives_its_permit_back(
     plain: CommandBus, database: str, db: Db
 ) -> None:
     async def main() -> None:
@@ -349,7 +349,7 @@ def test_a_cancelled_task_leaves_the_line_and_gives_its_place_back(
 
 
 def test_a_bus_can_be_used_after_its_gate_was_cut_off(plain: CommandBus, db: Db) -> None:
-    """The limit client's connection is lost while a place is held and somebody waits: both are as before."""
+    """The limit client's connection is lost while a permit is held and somebody waits: both are as before."""
     got = threading.Event()
 
     def wait() -> None:
@@ -377,7 +377,7 @@ def test_a_bus_can_be_used_after_its_gate_was_cut_off(plain: CommandBus, db: Db)
 # --- several programs ------------------------------------------------------------------------------------------
 
 
-def test_two_programs_share_the_place(plain: CommandBus, database: str, db: Db) -> None:
+def test_two_programs_share_the_permit(plain: CommandBus, database: str, db: Db) -> None:
     first = program(HOLDER, database, "20")
     try:
         assert says(first) == "inside"
@@ -385,7 +385,7 @@ def test_two_programs_share_the_place(plain: CommandBus, database: str, db: Db) 
         try:
             until(lambda: in_line(db) == 1)
             with pytest.raises(LimitTimeoutError), plain.limit("docai", wait=0):
-                raise AssertionError("there was no place")
+                raise AssertionError("there was no permit")
             assert first.stdin is not None
             first.stdin.write(b"\n")
             first.stdin.flush()
@@ -400,7 +400,7 @@ def test_two_programs_share_the_place(plain: CommandBus, database: str, db: Db) 
     assert holders(db) == {}
 
 
-def test_a_killed_holders_place_is_free_after_its_lease_and_not_before(
+def test_a_killed_holders_permit_is_free_after_its_lease_and_not_before(
     plain: CommandBus, database: str, db: Db
 ) -> None:
     holder = program(HOLDER, database, "20")
@@ -414,14 +414,14 @@ def test_a_killed_holders_place_is_free_after_its_lease_and_not_before(
         assert len(holders(db)) == 1
 
 
-def test_a_place_is_kept_for_as_long_as_its_holder_lives(plain: CommandBus, database: str, db: Db) -> None:
+def test_a_permit_is_kept_for_as_long_as_its_holder_lives(plain: CommandBus, database: str, db: Db) -> None:
     """Longer than its lease, which is renewed; a stopped program loses it, and learns that when it goes on."""
     holder = program(HOLDER, database, "20")
     assert says(holder) == "inside"
     (first_end,) = holders(db).values()
     until(lambda: (next(iter(holders(db).values()), 0.0)) > first_end + 1.5, 20)
     with pytest.raises(LimitTimeoutError), plain.limit("docai", wait=0):
-        raise AssertionError("there was no place")
+        raise AssertionError("there was no permit")
     holder.send_signal(signal.SIGSTOP)
     try:
         with plain.limit("docai", wait=20):
@@ -445,7 +445,7 @@ with CommandBus(sys.argv[1]) as bus, bus.limit("docai") as call:
 """
 
 
-def test_who_was_stopped_for_longer_than_the_lease_learns_that_the_place_is_lost(
+def test_who_was_stopped_for_longer_than_the_lease_learns_that_the_permit_is_lost(
     plain: CommandBus, database: str, db: Db
 ) -> None:
     holder = program(LOSER, database)
@@ -475,7 +475,7 @@ with bus.limit("docai", wait=10):
 """
 
 
-def test_a_program_that_does_not_close_its_bus_leaves_its_place_free(
+def test_a_program_that_does_not_close_its_bus_leaves_its_permit_free(
     plain: CommandBus, database: str, db: Db
 ) -> None:
     """The block is over: nobody has to wait for a lease of two minutes after every run of a script."""
@@ -513,7 +513,7 @@ bus.close()
 """
 
 
-def test_a_forked_child_has_a_gate_of_its_own_and_leaves_its_parents_place_alone(
+def test_a_forked_child_has_a_gate_of_its_own_and_leaves_its_parents_permit_alone(
     plain: CommandBus, database: str, db: Db
 ) -> None:
     plain.declare_limit(Limit("gpu", concurrency=1))
@@ -537,7 +537,7 @@ print("done", flush=True)
 """
 
 
-def test_several_programs_never_make_more_calls_than_there_are_places(
+def test_several_programs_never_make_more_calls_than_there_are_permits(
     plain: CommandBus, database: str, db: Db, api: ApiStub
 ) -> None:
     plain.set_limit("docai", concurrency=2)
@@ -551,7 +551,7 @@ def test_several_programs_never_make_more_calls_than_there_are_places(
     assert json.loads(json.dumps(holders(db))) == {}
 
 
-# --- the tests that the requirements name, with a real Redis in the place of a mock ------------------------------
+# --- the tests that the requirements name, with a real Redis instead of a mock ------------------------------
 
 
 @pytest.fixture
@@ -581,7 +581,7 @@ class TestRedisSemaphore:
             assert redis_bus.get_limit("docai").mode == "redis"
             began = time.monotonic()
             with pytest.raises(LimitTimeoutError, match="docai"), redis_bus.limit("docai", wait=1.0):
-                raise AssertionError("there was no place")
+                raise AssertionError("there was no permit")
             assert time.monotonic() - began >= 1.0
 
     def test_acquires_when_slots_available(self, redis_bus: CommandBus) -> None:
@@ -593,7 +593,7 @@ class TestRedisSemaphore:
             assert time.monotonic() - began < 5
         until(lambda: redis_bus.get_limit("docai").in_use == 0)
 
-    def test_who_waits_is_woken_when_a_place_is_free(
+    def test_who_waits_is_woken_when_a_permit_is_free(
         self, redis_bus: CommandBus, db: Db, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(client_module, "SWEEP_SECONDS", 1e9)
@@ -612,7 +612,7 @@ class TestRedisSemaphore:
                 stack.close()
                 assert got.wait(10)
 
-    def test_a_killed_holders_place_is_free_after_its_lease(self, redis_bus: CommandBus, database: str) -> None:
+    def test_a_killed_holders_permit_is_free_after_its_lease(self, redis_bus: CommandBus, database: str) -> None:
         redis_bus.set_limit("docai", concurrency=1, lease=2)
         holder = program(REDIS_HOLDER, database, redis_bus.settings.redis_url or "")
         assert says(holder) == "inside"

@@ -83,7 +83,7 @@ def calls() -> Iterator[Calls]:
 
 @pytest.fixture
 def handlers(calls: Calls) -> HandlerRegistry:
-    """A handler of `orders/page` that needs a place of docai."""
+    """A handler of `orders/page` that needs a permit of docai."""
     handlers = HandlerRegistry()
 
     @handlers.handler("orders", "page", limits=["docai"])
@@ -311,7 +311,7 @@ def test_many_workers_that_declare_at_once_do_not_disturb_each_other(bus: Bus, d
 
 
 @sync_only
-def test_more_places_wake_those_who_wait_within_a_second(
+def test_more_permits_wake_those_who_wait_within_a_second(
     orders: Bus, db: Db, start: Start, handlers: HandlerRegistry, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("commandbus.limits.client.SWEEP_SECONDS", 1e9)  # they are told; nobody finds it by looking
@@ -344,7 +344,7 @@ def test_a_deployment_that_declares_more_wakes_those_who_wait(
 
 
 @sync_only
-def test_fewer_places_let_nobody_in_until_enough_have_left(
+def test_fewer_permits_let_nobody_in_until_enough_have_left(
     orders: Bus, db: Db, start: Start, calls: Calls
 ) -> None:
     handlers = HandlerRegistry()
@@ -398,7 +398,7 @@ def test_a_rate_that_is_set_is_kept_from_then_on(orders: Bus, db: Db, start: Sta
 
 
 def measured(db: Db, per_second: float) -> None:
-    """So many places were given a second, for the last ten minutes, says the row."""
+    """So many permits were given a second, for the last ten minutes, says the row."""
     db.execute(
         "UPDATE commandbus.limits SET flow = %s, flow_at = extract(epoch FROM clock_timestamp()), "
         "flow_since = extract(epoch FROM clock_timestamp()) - 600",
@@ -424,7 +424,7 @@ def test_an_estimate_of_an_unknown_limit_or_command_says_so(orders: Bus) -> None
         orders.estimate("docai", domain="orders", command_id=sent.command_id)
 
 
-def test_ac5_the_estimate_is_the_places_ahead_by_the_measured_rate(
+def test_ac5_the_estimate_is_the_permits_ahead_by_the_measured_rate(
     orders: Bus, db: Db, start: Start, handlers: HandlerRegistry, calls: Calls
 ) -> None:
     orders.declare_limit(Limit("docai", concurrency=2))

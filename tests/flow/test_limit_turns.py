@@ -101,7 +101,7 @@ def wake(conn: Db, mark: str = "turn/", most: int = 20) -> int:
 # --- whose turn ------------------------------------------------------------------------------------------------
 
 
-def test_places_are_kept_for_the_first_in_line(orders: Bus, db: Db) -> None:
+def test_permits_are_kept_for_the_first_in_line(orders: Bus, db: Db) -> None:
     orders.declare_limit(Limit("docai", concurrency=3))
     work_in(db, "orders")
     park(orders, 10)
@@ -117,7 +117,7 @@ def test_places_are_kept_for_the_first_in_line(orders: Bus, db: Db) -> None:
     assert wake(db) == 0
 
 
-def test_two_gates_that_wake_at_once_never_wake_more_than_there_are_places(
+def test_two_gates_that_wake_at_once_never_wake_more_than_there_are_permits(
     orders: Bus, db: Db, database: str
 ) -> None:
     orders.declare_limit(Limit("docai", concurrency=4))
@@ -145,7 +145,7 @@ def test_two_gates_that_wake_at_once_never_wake_more_than_there_are_places(
     assert order == sorted(order)
 
 
-def test_newcomers_and_a_gate_that_wakes_never_take_more_than_there_are_places(
+def test_newcomers_and_a_gate_that_wakes_never_take_more_than_there_are_permits(
     orders: Bus, db: Db, database: str
 ) -> None:
     orders.declare_limit(Limit("docai", concurrency=3))
@@ -203,7 +203,7 @@ def test_a_command_that_is_parked_again_keeps_its_turn(orders: Bus, db: Db) -> N
 
 
 def test_a_cancel_that_races_with_a_wake(orders: Bus, db: Db, database: str) -> None:
-    """Whichever comes first: it is canceled, and its place is free for the next one."""
+    """Whichever comes first: it is canceled, and its permit is free for the next one."""
     orders.declare_limit(Limit("docai", concurrency=1))
     work_in(db, "orders")
     ids = park(orders, 40)
@@ -226,7 +226,7 @@ def test_a_cancel_that_races_with_a_wake(orders: Bus, db: Db, database: str) -> 
                 assert not [answer for answer in answers if isinstance(answer, BaseException)], answers
                 assert orders.get_command("orders", first[0]).status is CommandStatus.CANCELED
                 assert len(holders(db)) <= 1
-                # A place that was kept for the canceled one is free when its time is over; here, at once.
+                # A permit that was kept for the canceled one is free when its time is over; here, at once.
                 db.execute("UPDATE commandbus.limits SET holders = '{}'")
                 db.execute("DELETE FROM commandbus.parked WHERE woken_at IS NOT NULL")
     finally:
@@ -401,7 +401,7 @@ def test_a_probe_whose_turn_came_before_a_late_429_makes_room_for_another(
 
 
 def test_the_sweep_repairs_a_lost_wake(orders: Bus, db: Db, start: Start) -> None:
-    """A place became free, and who freed it died before the next one was told: nobody else will tell."""
+    """A permit became free, and who freed it died before the next one was told: nobody else will tell."""
     handlers = HandlerRegistry()
 
     @handlers.handler("orders", "page", limits=["docai"])

@@ -112,11 +112,11 @@ def test_every_method_says_so(unmigrated: Bus) -> None:
         assert one(conn, "SELECT count(*) FROM pg_roles WHERE rolname LIKE 'unmigrated%%'") == 0
 
 
-def test_a_place_of_a_limit_says_so_too(empty_database: str) -> None:
+def test_a_permit_of_a_limit_says_so_too(empty_database: str) -> None:
     with CommandBus(empty_database) as bus:
         for _ in range(2):
             with pytest.raises(SchemaError, match="commandbus migrate"), bus.limit("x"):
-                raise AssertionError("there is no such place")
+                raise AssertionError("there is no such permit")
         bus.migrate()
         bus.declare_limit(Limit("x", concurrency=1))
         with bus.limit("x"):

@@ -255,7 +255,7 @@ def test_a_call_to_a_server_that_fell_silent_ends_in_its_own_time(
     proxy.hearing.set()
 
 
-def test_a_place_of_a_limit_ends_in_its_own_time(database: str, proxy: Proxy) -> None:
+def test_a_permit_of_a_limit_ends_in_its_own_time(database: str, proxy: Proxy) -> None:
     with CommandBus(through(proxy, database)) as bus:
         bus.declare_limit(Limit("docai", concurrency=1))
         proxy.is_refusing = True

@@ -80,7 +80,7 @@ class Inside:
 class Client:
     """A program: a thread that owns a back end, ticks, and does what it is asked, as a limit client does.
 
-    `work(limit, inside)` makes it enter and leave without end, with up to `width` places at once: most for a few
+    `work(limit, inside)` makes it enter and leave without end, with up to `width` permits at once: most for a few
     hundredths of a second, every eighth for two leases. What is lost is left at once.
     """
 

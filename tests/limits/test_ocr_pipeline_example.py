@@ -113,11 +113,11 @@ def runs() -> Iterator[dict[str, Ended]]:
 @pytest.mark.waits
 @pytest.mark.parametrize(("name", "place"), [("postgres", "PostgreSQL"), ("redis", "Redis")])
 def test_the_document_is_whole_and_the_api_saw_no_more_than_it_allows(
-    runs: dict[str, Ended], name: str, place: str
+    runs: dict[str, Ended], name: str, store: str
 ) -> None:
     ended = runs[name]
     assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
-    assert f"permits are kept in {place}" in ended.out
+    assert f"permits are kept in {store}" in ended.out
     assert_whole(ended.out, 17)
 
 

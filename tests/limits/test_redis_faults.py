@@ -113,10 +113,10 @@ def test_what_is_given_back_while_lost_is_free_for_others_when_redis_is_back(
     until(lambda: other.take(limit))
 
 
-def test_places_of_one_that_lost_redis_end_with_their_lease(
+def test_permits_of_one_that_lost_redis_end_with_their_lease(
     start: Start, proxies: list[Proxy], database: str
 ) -> None:
-    """Others take its places then, so it must know by then that it has lost them."""
+    """Others take its permits then, so it must know by then that it has lost them."""
     limit = declare_limit(database, concurrency=2, lease=4)
     alone, other = start(behind(proxies[0]), "alone"), start(behind(proxies[1]), "other")
     held = alone.take(limit, 2)
@@ -162,7 +162,7 @@ def test_lost_to_all_each_keeps_to_its_share_and_comes_back(
 
     until(renewed)
     all_in("redis", *clients)
-    # The second renews no more what it held then: when its lease has ended, three places are free.
+    # The second renews no more what it held then: when its lease has ended, three permits are free.
     taken: list[str] = []
 
     def freed() -> bool:
@@ -177,7 +177,7 @@ def test_lost_to_all_each_keeps_to_its_share_and_comes_back(
     assert sum("normal again" in line for line in said) == 2
 
 
-def test_with_more_programs_than_places_the_first_get_one_each(
+def test_with_more_programs_than_permits_the_first_get_one_each(
     start: Start, own_redis: RedisServer, database: str
 ) -> None:
     limit = declare_limit(database, concurrency=2, lease=60)
@@ -207,10 +207,10 @@ def test_one_that_held_more_than_its_share_leaves_nothing_for_others_until_it_gi
     assert len(other.take(limit, 4)) == 1
 
 
-def test_degraded_a_place_passes_from_one_program_to_another(
+def test_degraded_a_permit_passes_from_one_program_to_another(
     start: Start, own_redis: RedisServer, database: str
 ) -> None:
-    """Who frees a place keeps it for the first in line, who may be in a program with no share at all."""
+    """Who frees a permit keeps it for the first in line, who may be in a program with no share at all."""
     limit = declare_limit(database, concurrency=1, lease=60)
     clients = [start(own_redis.url, f"client {number}") for number in range(2)]
     all_in("redis", *clients)
@@ -263,7 +263,7 @@ def test_a_program_that_ended_in_order_leaves_its_share_to_the_others(
     assert len(clients[1].take(limit, 6)) == 3
 
 
-def test_a_killed_programs_places_count_for_a_lease_when_redis_is_lost_too(
+def test_a_killed_programs_permits_count_for_a_lease_when_redis_is_lost_too(
     start: Start, own_redis: RedisServer, database: str, db: Db
 ) -> None:
     limit = declare_limit(database, concurrency=4, lease=60)
@@ -364,7 +364,7 @@ def test_the_rate_is_not_forgotten_with_redis_data(start: Start, own_redis: Redi
 
 
 def test_a_stopped_redis_that_goes_on_again(start: Start, own_redis: RedisServer, database: str) -> None:
-    """It answers late what it was asked: a place that nobody waits for any more, until its lease ends."""
+    """It answers late what it was asked: a permit that nobody waits for any more, until its lease ends."""
     limit = declare_limit(database, concurrency=2, lease=6)
     clients = [start(own_redis.url, f"client {number}") for number in range(2)]
     held = clients[0].take(limit)
@@ -455,7 +455,7 @@ def test_a_restarted_client_table_makes_itself_known_again(
     assert client.renew(limit, held) == []
 
 
-def test_without_postgresql_places_are_given_as_long_as_the_leave_lasts(
+def test_without_postgresql_permits_are_given_as_long_as_the_leave_lasts(
     start: Start, own_redis: RedisServer, server: EmbeddedPostgres, database: str
 ) -> None:
     """Nobody can know then whether the others have counted it out. It raises nothing, and comes back by itself."""

@@ -75,7 +75,7 @@ def test_a_later_epoch_lets_holders_in_and_newcomers_only_when_it_opens(permits:
     assert len(until(lambda: permits.take(LIMIT, tokens(2), 60, epoch=second))) == 1
 
 
-def test_who_registers_late_gets_a_place_only_if_there_is_one(permits: RedisScripts) -> None:
+def test_who_registers_late_gets_a_permit_only_if_there_is_one(permits: RedisScripts) -> None:
     epoch = permits.begin_epoch(None, 60)
     permits.take(LIMIT, tokens(1), 60, epoch=epoch)
     early, late = tokens(1), tokens(1)
@@ -160,7 +160,7 @@ def test_a_server_that_forgot_its_scripts_learns_them_again(permits: RedisScript
     assert permits.take(LIMIT, tokens(1), 60, epoch=epoch)
 
 
-def test_places_of_a_short_lease_do_not_shorten_the_life_of_the_key(
+def test_permits_of_a_short_lease_do_not_shorten_the_life_of_the_key(
     permits: RedisScripts, own_redis: RedisServer
 ) -> None:
     epoch = permits.begin_epoch(None, 60)

@@ -34,7 +34,7 @@ def test_grants_a_prefix_of_the_tokens_up_to_the_concurrency(make: Maker) -> Non
     assert store.take(limit, tokens(1), limit.lease) == []
 
 
-def test_a_token_that_has_a_place_keeps_it_and_takes_no_second(make: Maker) -> None:
+def test_a_token_that_has_a_permit_keeps_it_and_takes_no_second(make: Maker) -> None:
     limit, store = make.limit(concurrency=2), make()
     (token,) = store.take(limit, tokens(1), limit.lease)
     assert store.take(limit, [token], limit.lease) == [token]
@@ -42,7 +42,7 @@ def test_a_token_that_has_a_place_keeps_it_and_takes_no_second(make: Maker) -> N
     assert len(store.take(limit, tokens(2), limit.lease)) == 1
 
 
-def test_places_are_shared_by_all_clients(make: Maker) -> None:
+def test_permits_are_shared_by_all_clients(make: Maker) -> None:
     limit, one, other = make.limit(concurrency=3), make("one"), make("other")
     assert len(one.take(limit, tokens(2), limit.lease)) == 2
     assert len(other.take(limit, tokens(2), limit.lease)) == 1
@@ -65,7 +65,7 @@ def test_an_unknown_token_frees_nothing(make: Maker) -> None:
     assert store.take(limit, tokens(1), limit.lease) == []
 
 
-def test_somebody_elses_place_can_be_given_back_by_its_token(make: Maker) -> None:
+def test_somebody_elses_permit_can_be_given_back_by_its_token(make: Maker) -> None:
     limit, one, other = make.limit(concurrency=1), make("one"), make("other")
     held = one.take(limit, tokens(1), limit.lease)
     other.give(limit, held)
@@ -81,7 +81,7 @@ def test_a_lease_that_is_not_renewed_ends(make: Maker) -> None:
 
 
 def test_each_holder_has_a_lease_of_its_own(make: Maker) -> None:
-    """Traffic of others does not keep the place of one who is gone."""
+    """Traffic of others does not keep the permit of one who is gone."""
     limit, store = make.limit(concurrency=2, lease=1), make()
     gone = store.take(limit, tokens(1), limit.lease)[0]
     (kept,) = store.take(limit, tokens(1), limit.lease)
@@ -94,7 +94,7 @@ def test_each_holder_has_a_lease_of_its_own(make: Maker) -> None:
     assert set(store.look(limit).holders) == {kept}
 
 
-def test_a_renewed_place_is_kept_beyond_its_first_lease(make: Maker) -> None:
+def test_a_renewed_permit_is_kept_beyond_its_first_lease(make: Maker) -> None:
     limit, store, other = make.limit(concurrency=1, lease=2), make(), make("other")
     held = store.take(limit, tokens(1), limit.lease)
     ends = time.monotonic() + 2.5 * limit.lease
@@ -115,7 +115,7 @@ def test_renewing_tells_which_are_lost(make: Maker) -> None:
     assert store.renew(limit, [*held, *stranger]) == [held[0], *stranger]
 
 
-def test_a_place_taken_for_a_moment_passes_to_who_renews_it(make: Maker) -> None:
+def test_a_permit_taken_for_a_moment_passes_to_who_renews_it(make: Maker) -> None:
     limit, keeper, heir = make.limit(concurrency=1, lease=60), make("keeper"), make("heir")
     held = keeper.take(limit, tokens(1), 5.0)
     assert heir.renew(limit, held) == []
@@ -176,7 +176,7 @@ def test_rate_and_concurrency_hold_together(make: Maker) -> None:
     held = store.take(limit, tokens(9), limit.lease)
     assert len(held) == 3
     store.give(limit, held)
-    assert len(store.take(limit, tokens(9), limit.lease)) == 2  # places are free, the rate is used up
+    assert len(store.take(limit, tokens(9), limit.lease)) == 2  # permits are free, the rate is used up
     assert store.take(limit, tokens(1), limit.lease) == []
 
 
@@ -196,7 +196,7 @@ def test_a_limit_without_concurrency_knows_its_holders(make: Maker) -> None:
     assert set(store.look(limit).holders) == set(held)
 
 
-def test_fewer_places_while_held_lets_nobody_in_until_enough_have_left(make: Maker) -> None:
+def test_fewer_permits_while_held_lets_nobody_in_until_enough_have_left(make: Maker) -> None:
     limit, store = make.limit(concurrency=5), make()
     held = store.take(limit, tokens(5), limit.lease)
     limit = make.limit(concurrency=2)
@@ -210,7 +210,7 @@ def test_fewer_places_while_held_lets_nobody_in_until_enough_have_left(make: Mak
     assert len(store.take(limit, tokens(5), limit.lease)) == 1
 
 
-def test_more_places_while_held_are_there_at_once(make: Maker) -> None:
+def test_more_permits_while_held_are_there_at_once(make: Maker) -> None:
     limit, store = make.limit(concurrency=2), make()
     store.take(limit, tokens(2), limit.lease)
     limit = make.limit(concurrency=6)
@@ -239,7 +239,7 @@ def test_limits_of_other_names_are_others(make: Maker) -> None:
 
 
 def test_the_clients_clock_does_not_matter(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client whose clock is an hour off gets no place that is not free, and none that ends at once."""
+    """A client whose clock is an hour off gets no permit that is not free, and none that ends at once."""
     limit, right = make.limit(concurrency=2, rate="1000/s", burst=1000, lease=5), make("right")
     held = right.take(limit, tokens(1), limit.lease)
     wall = time.time
@@ -284,7 +284,7 @@ def counter() -> Any:
 def test_never_above_the_limit_with_ten_processes_while_some_are_killed(
     make: Maker, database: str, redis_url: str, counter: Any
 ) -> None:
-    """One who is killed inside may still be at work: its place is free only after its lease."""
+    """One who is killed inside may still be at work: its permit is free only after its lease."""
     make.limit(concurrency=5, lease=2)
     context = multiprocessing.get_context("spawn")
     settings = {"database_url": database, "redis_url": redis_url, "environment": "test"}
@@ -329,7 +329,7 @@ def _enter_and_leave(kind: str, settings: dict[str, Any], counter: Any, path: li
             counter[1] = max(counter[1], counter[0])
             counter[2] += 1
         if is_to_die and entered == 3:
-            # Its call goes on at the other end for as long as its place is kept; then it is no longer inside.
+            # Its call goes on at the other end for as long as its permit is kept; then it is no longer inside.
             left = store.look(limit).holders[granted[0]]
             if os.fork() == 0:
                 threading.Event().wait(left - 0.3)

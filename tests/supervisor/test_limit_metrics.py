@@ -115,7 +115,7 @@ def test_the_figures_are_those_of_the_database(bus: CommandBus, db: psycopg.Conn
     assert 60 <= late < 90
 
 
-def test_the_figures_of_places_in_redis(
+def test_the_figures_of_permits_in_redis(
     bus: CommandBus, db: psycopg.Connection[Any], database: str, redis_url: str
 ) -> None:
     with CommandBus(settings=Settings(database_url=database, redis_url=redis_url)) as user:

@@ -98,7 +98,7 @@ async def cut_off_async(command: Any, ctx: Any) -> None:
 
 @process("cut_off_in_block", timeout=0)
 def cut_off_in_block(command: Any, ctx: Any) -> None:
-    """Goes on although it was asked to stop, until its place is lost, and uses the block once more."""
+    """Goes on although it was asked to stop, until its permit is lost, and uses the block once more."""
     if ctx.attempt_number > 1:
         return
     ctx.extend(300)
@@ -149,7 +149,7 @@ def die_level(command: Any, ctx: Any) -> None:
 
 @process("lent", limits=["one"])
 def lent(command: Any, ctx: Any) -> None:
-    """Its blocks use the place that it has anyway."""
+    """Its blocks use the permit that it has anyway."""
     for _ in range(3):
         with ctx.limit("one", wait=0):
             note(command, "in")
@@ -240,7 +240,7 @@ def answer_once(command: Any) -> str:
 def ask(command: Any, ctx: Any) -> list[Any]:
     try:
         with ctx.limit(command.data["name"], wait=command.data["wait"]):
-            return ["a place"]
+            return ["a permit"]
     except Exception as error:
         return [type(error).__name__, str(error), getattr(error, "limit", None)]
 
@@ -270,7 +270,7 @@ def ask_later(command: Any, ctx: Any) -> None:
             time.sleep(0.01)
         try:
             with ctx.limit("one"):
-                note(command, "a place")
+                note(command, "a permit")
         except Exception as error:
             note(command, type(error).__name__)
 

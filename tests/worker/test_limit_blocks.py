@@ -1,4 +1,4 @@
-"""`with ctx.limit(…)` and `async with ctx.limit(…)`: a place for a part of a handler's code.
+"""`with ctx.limit(…)` and `async with ctx.limit(…)`: a permit for a part of a handler's code.
 
 Where it can be, one body runs in both lanes (see support/workers.py).
 """
@@ -53,7 +53,7 @@ def never_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def holders(db: Db, name: str = "docai") -> dict[str, float]:
-    """Who holds a place now: tokens whose lease lasts."""
+    """Who holds a permit now: tokens whose lease lasts."""
     found = one(
         db,
         "SELECT COALESCE(jsonb_object_agg(key, value), '{}') FROM commandbus.limits, jsonb_each(holders) "
@@ -90,10 +90,10 @@ def fetch(url: str, timeout: float | None = None) -> Any:
         return json.load(response)
 
 
-# --- a place, and the wait for it ------------------------------------------------------------------------------
+# --- a permit, and the wait for it ------------------------------------------------------------------------------
 
 
-def test_a_place_is_taken_and_given_back(
+def test_a_permit_is_taken_and_given_back(
     bus: CommandBus,
     db: Db,
     handlers: HandlerRegistry,
@@ -121,7 +121,7 @@ def test_a_place_is_taken_and_given_back(
     assert seen == [("docai", False, True)]
 
 
-def test_ac2_five_calls_at_once_and_further_chunks_wait_for_a_place(
+def test_ac2_five_calls_at_once_and_further_chunks_wait_for_a_permit(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, lane: str, api: ApiStub
 ) -> None:
     bus.declare_limit(Limit("docai", concurrency=5))
@@ -143,7 +143,7 @@ def test_ac2_five_calls_at_once_and_further_chunks_wait_for_a_place(
     assert one(db, "SELECT count(*) FROM commandbus.attempt WHERE error IS DISTINCT FROM %s", BUSY) == 0
 
 
-def test_who_waits_is_told_when_a_place_is_free(
+def test_who_waits_is_told_when_a_permit_is_free(
     bus: CommandBus,
     db: Db,
     handlers: HandlerRegistry,
@@ -199,7 +199,7 @@ def test_waiting_too_long_names_the_limit_and_is_not_a_429(
     async def waiter(command: Any, ctx: Any) -> None:
         try:
             async with either(ctx.limit("docai", wait=0.3)):
-                raise AssertionError("there was no place")
+                raise AssertionError("there was no permit")
         except LimitTimeoutError as error:
             errors.append(error)
             raise
@@ -233,7 +233,7 @@ def test_a_short_wait_is_as_short_as_it_says(
             began = time.monotonic()
             with pytest.raises(LimitTimeoutError, match="docai"):
                 async with either(ctx.limit("docai", wait=wait)):
-                    raise AssertionError("there was no place")
+                    raise AssertionError("there was no permit")
             took.append(time.monotonic() - began)
 
     add(handlers, lane, "page", page)
@@ -259,7 +259,7 @@ def test_the_wait_counts_against_the_deadline(
     async def page(command: Any, ctx: Any) -> None:
         try:
             async with either(ctx.limit("docai", wait=60)):
-                raise AssertionError("there was no place")
+                raise AssertionError("there was no permit")
         except BaseException as error:
             errors.append(error)
             raise
@@ -284,7 +284,7 @@ def test_cancelling_ends_the_wait(
 
     async def page(command: Any, ctx: Any) -> None:
         async with either(ctx.limit("docai", wait=60)):
-            raise AssertionError("there was no place")
+            raise AssertionError("there was no permit")
 
     add(handlers, lane, "page", page)
     with bus.limit("docai"):
@@ -384,10 +384,10 @@ def test_blocks_of_two_limits_can_be_nested(
     until(lambda: holders(db) == {} and holders(db, "gpu") == {})
 
 
-def test_a_block_uses_the_place_that_its_handler_has_anyway(
+def test_a_block_uses_the_permit_that_its_handler_has_anyway(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, lane: str
 ) -> None:
-    """Parked when it is full, by `limits`, and a time for the one call, by the block: one place is enough."""
+    """Parked when it is full, by `limits`, and a time for the one call, by the block: one permit is enough."""
     bus.declare_limit(Limit("docai", concurrency=1))
     seen: list[int] = []
 
@@ -405,13 +405,13 @@ def test_a_block_uses_the_place_that_its_handler_has_anyway(
 
 
 @pytest.mark.parametrize("outer", ["block", "handler"])
-def test_the_only_place_asked_for_twice_ends_in_an_error_not_in_a_deadlock(
+def test_the_only_permit_asked_for_twice_ends_in_an_error_not_in_a_deadlock(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, lane: str, outer: str
 ) -> None:
     bus.declare_limit(Limit("docai", concurrency=1))
 
     async def page(command: Any, ctx: Any) -> None:
-        # With limits=["docai"] the first block has the place that the attempt has anyway.
+        # With limits=["docai"] the first block has the permit that the attempt has anyway.
         async with either(ctx.limit("docai")), either(ctx.limit("docai", wait=0.3)):
             return
 
@@ -537,10 +537,10 @@ def test_a_sync_call_that_ignores_its_time_goes_down_the_ladder_and_the_others_g
     until(lambda: status_of(bus, other) is CommandStatus.COMPLETED)
 
 
-def test_after_a_timeout_the_place_is_kept_until_its_lease_ends(
+def test_after_a_timeout_the_permit_is_kept_until_its_lease_ends(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, lane: str, api: ApiStub
 ) -> None:
-    """The call may still run on the other side: a place that was free at once would let one too many in."""
+    """The call may still run on the other side: a permit that was free at once would let one too many in."""
     bus.declare_limit(Limit("docai", concurrency=1, lease=2, breaker_failures=0))
     add(handlers, lane, "page", _calls_too_long(lane, "sleep", api), on_timeout="fail")
     slow = bus.send("orders", "page", "slow")
@@ -665,7 +665,7 @@ def test_a_429_that_the_handler_catches_begins_the_back_off_all_the_same(
     start_worker(handlers)
     until(lambda: status_of(bus, sent) is CommandStatus.COMPLETED)
     until(lambda: backing_off(db) == (1, 1, "429 from docai"))
-    assert holders(db) == {}  # a place is not held while backing off
+    assert holders(db) == {}  # a permit is not held while backing off
     with pytest.raises(LimitTimeoutError, match="docai"), bus.limit("docai", wait=0):
         raise AssertionError("the back-off is everybody's")
 
@@ -673,7 +673,7 @@ def test_a_429_that_the_handler_catches_begins_the_back_off_all_the_same(
 def test_what_a_429_names_is_the_limit_that_backs_off(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, lane: str
 ) -> None:
-    """RateLimitError(limit=…) may concern a limit that the attempt holds no place of."""
+    """RateLimitError(limit=…) may concern a limit that the attempt holds no permit of."""
     bus.declare_limit(Limit("docai", concurrency=5, backoff=[30]))
     bus.declare_limit(Limit("gpu", concurrency=5, backoff=[30]))
 
@@ -759,7 +759,7 @@ def test_a_503_with_a_date_is_a_429_too_and_its_command_says_until_when(
 def test_nobody_who_was_let_in_before_calls_during_a_back_off(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, api: ApiStub
 ) -> None:
-    """Commands that have a place but no slot yet when the API says no: they do not call it either."""
+    """Commands that have a permit but no slot yet when the API says no: they do not call it either."""
     # Quick ones first: the worker has several in hand then.
     api.plan(*[Reply()] * 30, too_many(), *[Reply(seconds=0.3)] * 10)
 
@@ -922,8 +922,8 @@ def test_a_handlers_own_mistakes_say_nothing_of_the_api(
 def test_callers_that_have_all_slots_do_not_wait_for_a_command_that_nobody_can_claim(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: Start, lane: str
 ) -> None:
-    """The first in line is a parked command. The place that is kept for it helps when a slot is free, and the
-    slots are held by those who wait for that place."""
+    """The first in line is a parked command. The permit that is kept for it helps when a slot is free, and the
+    slots are held by those who wait for that permit."""
     limit = Limit("docai", concurrency=1)
     bus.declare_limit(limit)
 

@@ -339,7 +339,7 @@ def test_a_hung_probe_is_waived_in_a_block_too(
 ) -> None:
     """Given up as stuck while a program waits: that one is the next probe, and the attempt is not charged.
 
-    The hung call may still be under way, so its place is taken until its lease ends.
+    The hung call may still be under way, so its permit is taken until its lease ends.
     """
     began: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Handlers with `limits=[…]`: places, parking, turns, back-off, caps."""
+"""Handlers with `limits=[…]`: permits, parking, turns, back-off, caps."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_max_wait_hands_a_command_to_a_person(bus, db, handlers, start_worker, g
     assert "max_wait" in row[1]
 
 
-def test_a_failed_handler_frees_its_place(bus, db, handlers, start_worker):
+def test_a_failed_handler_frees_its_permit(bus, db, handlers, start_worker):
     @handlers.handler("orders", "page", limits=[Limit("docai", concurrency=1)])
     def page(command: Any, ctx: Any) -> None:
         raise BusinessRuleException("no")
@@ -353,7 +353,7 @@ def test_a_limit_that_is_removed_while_work_runs_hands_its_commands_to_a_person(
     assert db.execute("SELECT error_code FROM commandbus.tsq").fetchone() == ("LIMIT_UNKNOWN",)
 
 
-def test_who_is_forgotten_before_the_gate_has_looked_takes_no_place(bus, db, database):
+def test_who_is_forgotten_before_the_gate_has_looked_takes_no_permit(bus, db, database):
     bus.declare_limit(Limit("docai", concurrency=1))
     limit_client = make_limit_client(quick_settings(database), "test")
     calls = []
@@ -386,8 +386,8 @@ def test_the_error_of_an_outer_block_is_timeout_after_an_inner_one(bus, db, hand
     )
 
 
-def test_a_caller_whose_kept_place_is_gone_keeps_its_turn(bus, db, database):
-    """Its turn came, but it was too late for the place that was kept for it."""
+def test_a_caller_whose_kept_permit_is_gone_keeps_its_turn(bus, db, database):
+    """Its turn came, but it was too late for the permit that was kept for it."""
     bus.declare_limit(Limit("docai", concurrency=1))
     got = threading.Event()
 
@@ -406,7 +406,7 @@ def test_a_caller_whose_kept_place_is_gone_keeps_its_turn(bus, db, database):
         waiting.join(20)
 
 
-def test_a_limit_that_is_removed_while_its_place_is_held_ends_nothing(bus, db):
+def test_a_limit_that_is_removed_while_its_permit_is_held_ends_nothing(bus, db):
     bus.set_limit("gone", concurrency=1, lease=1)
     bus.declare_limit(Limit("docai", concurrency=1, lease=1))
     with bus.limit("gone") as gone, bus.limit("docai"):

@@ -210,10 +210,10 @@ def test_a_suspect_that_is_lost_before_it_starts_keeps_no_other_waiting(
     until(lambda: "c" in runs, what=lambda: verdicts(db, "c"))
 
 
-def test_an_old_place_of_a_limit_is_asked_for_again(
+def test_an_old_permit_of_a_limit_is_asked_for_again(
     bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the grant and the start the process may be stopped, and the place may be somebody else's."""
+    """Between the grant and the start the process may be stopped, and the permit may be somebody else's."""
     asked: list[str] = []
     ran: list[str] = []
 

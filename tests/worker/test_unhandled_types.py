@@ -321,11 +321,11 @@ def test_the_worker_that_does_not_know_it_does_not_judge_it(
     assert sorted(calls) == sorted(list(range(1, 10)) * 10)
 
 
-def test_the_place_of_a_limit_that_is_kept_for_it_is_not_lost(
+def test_the_permit_of_a_limit_that_is_kept_for_it_is_not_lost(
     bus: CommandBus, db: Db, start_worker: StartWorker
 ) -> None:
-    """A command whose turn has come may be claimed by a worker that does not know it. The place goes on with it: a
-    limit of one, and ten commands in less time than one lost place would cost."""
+    """A command whose turn has come may be claimed by a worker that does not know it. The permit goes on with it:
+    a limit of one, and ten commands in less time than one lost permit would cost."""
     limit = Limit("press", concurrency=1)
     registry = knowing("ship", limits=[limit])
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Limits in handlers with isolation="process": places are kept and given back, and none leaks, come what may."""
+"""Limits in handlers with isolation="process": permits are kept and given back, and none leaks, come what may."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Desk:
         (self.folder / "go").touch()
 
     def until_free(self) -> None:
-        """Nothing is held or renewed here, nobody is in line, and every place is free."""
+        """Nothing is held or renewed here, nobody is in line, and every permit is free."""
         until(lambda: self.limit_client.held == {})
         until(lambda: one(self.db, HOLDERS) == 0)
         until(lambda: one(self.db, WAITING) == 0)
@@ -137,7 +137,7 @@ def test_errors_of_the_gate_reach_the_child_as_they_are(desk: Desk) -> None:
     assert "unknown limit 'unheard_of' (known: one)" in text
     desk.go()
     assert desk.result(holder) is False
-    assert desk.result(desk.send("ask", name="one", wait=20)) == ["a place"]
+    assert desk.result(desk.send("ask", name="one", wait=20)) == ["a permit"]
     desk.until_free()
 
 
@@ -145,7 +145,7 @@ def test_errors_of_the_gate_reach_the_child_as_they_are(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("command_type", ["die", "die_level"])
-def test_the_place_of_a_child_that_was_killed_comes_back_after_its_lease(desk: Desk, command_type: str) -> None:
+def test_the_permit_of_a_child_that_was_killed_comes_back_after_its_lease(desk: Desk, command_type: str) -> None:
     said = desk.failure(desk.send(command_type))
     assert (said.verdict, said.error_type, said.rung) == ("EXHAUSTED", "WorkerLost", "crash")
     assert desk.left == [(ApiAnswer.UNKNOWN, True)]
@@ -154,7 +154,7 @@ def test_the_place_of_a_child_that_was_killed_comes_back_after_its_lease(desk: D
     desk.until_free()
 
 
-def test_blocks_in_a_child_use_the_place_that_its_handler_has(desk: Desk) -> None:
+def test_blocks_in_a_child_use_the_permit_that_its_handler_has(desk: Desk) -> None:
     desk.result(desk.send("lent"))
     assert desk.left == [(ApiAnswer.GOOD, False)]
     assert desk.failure(desk.send("lent", dies=True)).error_type == "WorkerLost"
@@ -163,7 +163,7 @@ def test_blocks_in_a_child_use_the_place_that_its_handler_has(desk: Desk) -> Non
     desk.until_free()
 
 
-def test_an_attempt_for_which_there_is_no_process_gives_its_place_back_at_once(
+def test_an_attempt_for_which_there_is_no_process_gives_its_permit_back_at_once(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     def fail(_: Isolation) -> Any:
@@ -218,7 +218,7 @@ def test_a_call_that_ignores_its_time_out_goes_down_the_ladder(desk: Desk) -> No
     desk.until_free()
 
 
-def test_a_time_out_of_a_handler_with_a_place_of_its_own_is_told_once(desk: Desk) -> None:
+def test_a_time_out_of_a_handler_with_a_permit_of_its_own_is_told_once(desk: Desk) -> None:
     assert desk.failure(desk.send("late_lent")).error_type == "ExecutionStuck"
     assert desk.left == [(ApiAnswer.TIMEOUT, True), (ApiAnswer.UNKNOWN, True)]
     assert one(desk.db, "SELECT failures FROM commandbus.limits WHERE name = 'one'") == 1
@@ -249,10 +249,10 @@ def test_a_rate_limit_error_in_a_child_parks_the_command(desk: Desk, command_typ
     desk.until_free()
 
 
-# --- places that are lost, and threads that stay -----------------------------------------------------------------
+# --- permits that are lost, and threads that stay ----------------------------------------------------------------
 
 
-def test_a_child_hears_that_its_place_is_lost(desk: Desk) -> None:
+def test_a_child_hears_that_its_permit_is_lost(desk: Desk) -> None:
     sent = desk.send("hold")
     until(lambda: desk.log() == ["in"])
     desk.db.execute("UPDATE commandbus.limits SET holders = '{}' WHERE name = 'one'")
@@ -260,7 +260,7 @@ def test_a_child_hears_that_its_place_is_lost(desk: Desk) -> None:
     desk.until_free()
 
 
-def test_a_place_that_a_thread_holds_is_left_when_the_attempt_is_over(desk: Desk) -> None:
+def test_a_permit_that_a_thread_holds_is_left_when_the_attempt_is_over(desk: Desk) -> None:
     desk.result(desk.send("leave_thread"))
     until(lambda: desk.left)
     assert desk.left == [(ApiAnswer.UNKNOWN, True)]
@@ -271,7 +271,7 @@ def test_a_place_that_a_thread_holds_is_left_when_the_attempt_is_over(desk: Desk
     assert desk.left == [(ApiAnswer.UNKNOWN, True), (ApiAnswer.GOOD, False)]
 
 
-def test_a_thread_of_an_attempt_that_is_over_gets_no_place(desk: Desk) -> None:
+def test_a_thread_of_an_attempt_that_is_over_gets_no_permit(desk: Desk) -> None:
     desk.result(desk.send("ask_later"))
     desk.go()
     until(lambda: desk.log() == ["AttemptFencedError"])
@@ -376,7 +376,7 @@ def test_messages_of_an_earlier_run_take_and_leave_nothing(post: Post) -> None:
     assert post.attempt.deadline_at == post.end
 
 
-def test_a_place_that_comes_after_the_end_is_left_to_the_gate(post: Post) -> None:
+def test_a_permit_that_comes_after_the_end_is_left_to_the_gate(post: Post) -> None:
     post.ask(1)
     post.ask(2)
     held = post.provider.grant(0)
@@ -386,7 +386,7 @@ def test_a_place_that_comes_after_the_end_is_left_to_the_gate(post: Post) -> Non
     assert [(message["k"], message["q"]) for message in post.sent] == [("permit", 1)]
 
 
-def test_a_place_that_is_granted_while_it_is_forgotten_is_left_once(post: Post) -> None:
+def test_a_permit_that_is_granted_while_it_is_forgotten_is_left_once(post: Post) -> None:
     post.ask()
     post.provider.grant()
     post.limit_relay.hear({"k": "forget", "n": 7, "q": 1})
@@ -396,7 +396,7 @@ def test_a_place_that_is_granted_while_it_is_forgotten_is_left_once(post: Post) 
     assert post.provider.left == []
 
 
-def test_a_place_is_left_once(post: Post) -> None:
+def test_a_permit_is_left_once(post: Post) -> None:
     post.ask()
     held = post.provider.grant()
     post.leave(1)
@@ -432,7 +432,7 @@ def test_a_question_that_makes_no_sense_asks_for_nothing(post: Post, name: Any, 
     assert post.provider.calls == []
 
 
-def test_a_place_that_is_lost_is_told_to_the_block_that_has_it_now(post: Post) -> None:
+def test_a_permit_that_is_lost_is_told_to_the_block_that_has_it_now(post: Post) -> None:
     lost: list[Permit] = []
     permit = Permit("one", "token", 60.0, holder="", on_lost=lost.append)
     for question in (1, 2):
