@@ -348,7 +348,7 @@ def test_a_cancelled_task_leaves_the_line_and_gives_its_permit_back(
         pass
 
 
-def test_a_bus_can_be_used_after_its_gate_was_cut_off(plain: CommandBus, db: Db) -> None:
+def test_a_bus_can_be_used_after_its_limit_client_was_cut_off(plain: CommandBus, db: Db) -> None:
     """The limit client's connection is lost while a permit is held and somebody waits: both are as before."""
     got = threading.Event()
 
@@ -513,7 +513,7 @@ bus.close()
 """
 
 
-def test_a_forked_child_has_a_gate_of_its_own_and_leaves_its_parents_permit_alone(
+def test_a_forked_child_has_a_limit_client_of_its_own_and_leaves_its_parents_permit_alone(
     plain: CommandBus, database: str, db: Db
 ) -> None:
     plain.declare_limit(Limit("gpu", concurrency=1))

@@ -117,7 +117,7 @@ def test_permits_are_kept_for_the_first_in_line(orders: Bus, db: Db) -> None:
     assert wake(db) == 0
 
 
-def test_two_gates_that_wake_at_once_never_wake_more_than_there_are_permits(
+def test_two_limit_clients_that_wake_at_once_never_wake_more_than_there_are_permits(
     orders: Bus, db: Db, database: str
 ) -> None:
     orders.declare_limit(Limit("docai", concurrency=4))
@@ -145,7 +145,7 @@ def test_two_gates_that_wake_at_once_never_wake_more_than_there_are_permits(
     assert order == sorted(order)
 
 
-def test_newcomers_and_a_gate_that_wakes_never_take_more_than_there_are_permits(
+def test_newcomers_and_a_limit_client_that_wakes_never_take_more_than_there_are_permits(
     orders: Bus, db: Db, database: str
 ) -> None:
     orders.declare_limit(Limit("docai", concurrency=3))
@@ -441,7 +441,7 @@ def test_the_sweep_finds_a_turn_that_was_not_heard(orders: Bus, database: str, d
         waiting.join(10)
 
 
-def test_a_gate_that_died_between_reserving_and_waking_costs_one_reservation(orders: Bus, db: Db) -> None:
+def test_a_limit_client_that_died_between_reserving_and_waking_costs_one_reservation(orders: Bus, db: Db) -> None:
     orders.declare_limit(Limit("docai", concurrency=1))
     work_in(db, "orders")
     park(orders, 2)

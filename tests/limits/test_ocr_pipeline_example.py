@@ -111,7 +111,7 @@ def runs() -> Iterator[dict[str, Ended]]:
 @pytest.mark.slow
 @pytest.mark.shared_setup
 @pytest.mark.waits
-@pytest.mark.parametrize(("name", "place"), [("postgres", "PostgreSQL"), ("redis", "Redis")])
+@pytest.mark.parametrize(("name", "store"), [("postgres", "PostgreSQL"), ("redis", "Redis")])
 def test_the_document_is_whole_and_the_api_saw_no_more_than_it_allows(
     runs: dict[str, Ended], name: str, store: str
 ) -> None:

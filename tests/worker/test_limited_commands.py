@@ -353,7 +353,7 @@ def test_a_limit_that_is_removed_while_work_runs_hands_its_commands_to_a_person(
     assert db.execute("SELECT error_code FROM commandbus.tsq").fetchone() == ("LIMIT_UNKNOWN",)
 
 
-def test_who_is_forgotten_before_the_gate_has_looked_takes_no_permit(bus, db, database):
+def test_who_is_forgotten_before_the_limit_client_has_looked_takes_no_permit(bus, db, database):
     bus.declare_limit(Limit("docai", concurrency=1))
     limit_client = make_limit_client(quick_settings(database), "test")
     calls = []

@@ -126,7 +126,7 @@ def test_isolated_attempts_keep_to_a_limit(desk: Desk, command_type: str) -> Non
     desk.until_free()
 
 
-def test_errors_of_the_gate_reach_the_child_as_they_are(desk: Desk) -> None:
+def test_errors_of_the_limit_client_reach_the_child_as_they_are(desk: Desk) -> None:
     holder = desk.send("hold")
     until(lambda: desk.log() == ["in"])
     kind, text, limit = desk.result(desk.send("ask", name="one", wait=0.2))
@@ -376,7 +376,7 @@ def test_messages_of_an_earlier_run_take_and_leave_nothing(post: Post) -> None:
     assert post.attempt.deadline_at == post.end
 
 
-def test_a_permit_that_comes_after_the_end_is_left_to_the_gate(post: Post) -> None:
+def test_a_permit_that_comes_after_the_end_is_left_to_the_limit_client(post: Post) -> None:
     post.ask(1)
     post.ask(2)
     held = post.provider.grant(0)
@@ -499,6 +499,6 @@ def test_who_forgets_on_one_side_is_heard_on_the_other(post: Post) -> None:
     assert post.provider.left == []
 
 
-def test_handlers_that_use_no_limit_cost_no_gate(lab: Lab) -> None:
+def test_handlers_that_use_no_limit_cost_no_limit_client(lab: Lab) -> None:
     lab.result("echo")
     assert lab.limited._limit_client is None
