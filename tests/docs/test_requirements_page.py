@@ -14,7 +14,7 @@ REQUIREMENTS = 177
 
 
 @cache
-def tests_of(path: str) -> set[str]:
+def named_tests(path: str) -> set[str]:
     """`name` and `Class::name` of the tests in a file."""
     found = set()
     for node in ast.parse((ROOT / path).read_text("utf-8")).body:
@@ -42,16 +42,16 @@ def test_every_row_names_tests_that_exist() -> None:
         named = re.findall(r"`(tests/[\w/]+\.py)::([\w:]+)`", shown)
         assert named, number
         for path, name in named:
-            assert name in tests_of(path), f"{number}: {path} has no {name}"
+            assert name in named_tests(path), f"{number}: {path} has no {name}"
 
 
 def test_named_tests_of_the_specification_are_under_their_names() -> None:
     stuck = {"cancel_sets_flag", "grace_period_respected", "marked_stuck_after_grace", "completion_during_grace"}
-    assert {f"test_{name}" for name in {*stuck, "drain_triggered"}} <= tests_of(
+    assert {f"test_{name}" for name in {*stuck, "drain_triggered"}} <= named_tests(
         "tests/worker/test_stuck_detection.py"
     )
     assert {
         "TestRedisSemaphore::test_limits_concurrent_calls",
         "TestRedisSemaphore::test_acquires_when_slots_available",
         "TestChunkTimeout::test_timeout_raises_error",
-    } <= tests_of("tests/seeds/test_rate_limiter.py")
+    } <= named_tests("tests/seeds/test_rate_limiter.py")

@@ -143,7 +143,7 @@ def test_ac4_ten_workers_never_make_more_than_five_calls_and_all_have_their_turn
 def test_ac4_never_above_the_limit_while_holders_are_killed(
     bus: CommandBus, database: str, db: Db, api: ApiStub, start: Callable[[], Process], store: dict[str, Any]
 ) -> None:
-    """A killed holder's call goes on at the API; its place is free when its lease has ended, and not before."""
+    """A killed holder's call goes on at the API; its permit is free when its lease has ended, and not before."""
     count, kills, workers = 100, examples(4, thorough=10), examples(6, thorough=WORKERS)
     dice = random.Random(7)
     fleet = {process.pid: process for process in (start() for _ in range(workers))}
