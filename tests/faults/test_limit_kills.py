@@ -198,7 +198,7 @@ def test_ac4_never_above_the_limit_while_redis_loses_its_data_and_holders_are_ki
         redis_server.flush()
         time.sleep(dice.random())  # the moments of the losses are anybody's guess
     until(lambda: completed(db) == count, 90, what=lambda: f"{completed(db)} done, {api.inside} inside")
-    assert api.peak <= PLACES
+    assert api.peak <= PERMITS
     check_all_done(bus, db, count)
 
 
