@@ -87,6 +87,18 @@ def test_a_schedule_made_at_run_time_wakes_a_worker_that_had_none(
     assert not threads_of(worker)
 
 
+def test_behind_a_pooler_nobody_is_notified_and_it_fires_all_the_same(
+    bus: CommandBus, db: Db, handlers: HandlerRegistry, start_worker: StartWorker
+) -> None:
+    handlers.register("orders", "tick", noop)
+    start_worker(handlers, prepared_statements=False)
+    until(lambda: one(db, "SELECT EXISTS (SELECT FROM commandbus.worker)"))
+    bus.schedules.create("orders", "tick", every="1s", missed="run_all")
+    until(lambda: len(firings(db, "tick")) >= 4)
+    assert is_without_gap(firings(db, "tick"))
+    assert firings(db, "tick")[-1][1] < timedelta(seconds=1)
+
+
 def test_a_worker_without_schedules_loads_nothing_for_them() -> None:
     program = (
         "import sys, commandbus, commandbus.worker.runtime\n"

@@ -69,6 +69,7 @@ class Scheduling:
             if self._is_stopped or self._scheduler is not None:
                 return
             declared = spec.handlers.schedules_of(spec.domains)
-            self._scheduler = Scheduler(self._settings, spec.domains, declared, on_error=spec.fail, name=spec.id)
-            self._scheduler.start()
-            self._services.append(self._scheduler)
+            scheduler = Scheduler(self._settings, spec.domains, declared, on_error=spec.fail, name=spec.id)
+            scheduler.start()  # a RuntimeError if no thread is left; the next look tries again
+            self._scheduler = scheduler
+            self._services.append(scheduler)
