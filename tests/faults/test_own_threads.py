@@ -23,6 +23,7 @@ from commandbus import (
     HealthState,
     Limit,
     NewCommand,
+    Schedule,
     Settings,
     Worker,
     WorkerWatchdog,
@@ -42,7 +43,7 @@ from support.workers import short_lease
 pytestmark = pytest.mark.waits
 StartWorker = Callable[..., Worker]
 Db = psycopg.Connection[Any]
-PARTS = ("claimer", "settler", "lease keeper", "maintenance", "limit client")
+PARTS = ("claimer", "settler", "lease keeper", "maintenance", "limit client", "scheduler")
 
 
 @pytest.fixture
@@ -53,7 +54,8 @@ def ran() -> list[str]:
 
 @pytest.fixture
 def handlers(ran: list[str], bus: CommandBus) -> HandlerRegistry:
-    """`work`, and `call`, which needs a permit of a limit: that is the limit client's."""
+    """`work`, and `call`, which needs a permit of a limit: that is the limit client's; and a schedule: that is the
+    scheduler's."""
     bus.declare_limit(Limit("api", concurrency=5))
     handlers = HandlerRegistry()
 
@@ -63,6 +65,7 @@ def handlers(ran: list[str], bus: CommandBus) -> HandlerRegistry:
 
     handlers.register("orders", "work", work)
     handlers.register("orders", "call", work, limits=["api"])
+    handlers.declare_schedule(Schedule("orders", "yearly", cron="@yearly", command_type="work"))
     return handlers
 
 
