@@ -169,9 +169,12 @@ def test_ac4_thread_abandon_detection(
 
 
 def test_ac5_query_canceled_handling(
-    pool: ConnectionPool[Any], bus: SyncCommandBus, registry: SyncHandlerRegistry
+    pool: ConnectionPool[Any],
+    bus: SyncCommandBus,
+    registry: SyncHandlerRegistry,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A statement timeout is a transient failure with the code TIMEOUT: the command is tried again."""
+    """A statement timeout is a transient failure with the code TIMEOUT: a warning, and the command is retried."""
 
     @registry.handler("orders", "ship", retry_policy=RetryPolicy(max_attempts=2, backoff_schedule=[0]))
     def ship(command: Command, context: HandlerContext) -> str:
@@ -185,6 +188,8 @@ def test_ac5_query_canceled_handling(
         assert settled(bus, "k").result == "at the second attempt"
     (failed,) = bus.get_attempts("orders", "k")
     assert (failed.error_type, failed.error_code, failed.verdict) == ("QueryCanceled", "TIMEOUT", "RETRY")
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("ship k of domain orders failed" in text and "statement timeout" in text for text in warnings)
 
 
 # --- 001: cooperative cancellation ------------------------------------------------------------------------------

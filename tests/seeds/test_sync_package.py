@@ -139,6 +139,7 @@ def test_the_defaults_are_those_of_the_specification(
     settings = SyncWorker(pool, "orders", registry).settings
     assert (settings.concurrency, settings.poll_interval) == (4, 1.0)
     assert (settings.visibility_timeout, settings.statement_timeout) == (30.0, 25.0)
+    assert settings.max_messages is None, "there it is 10,000; see docs/requirements.md, number 107"
 
 
 def test_max_messages_requests_a_restart(
