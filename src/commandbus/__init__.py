@@ -26,8 +26,7 @@ _NAMES = {
     "commandbus.bus.queues": "AsyncPgmqClient PgmqClient",
     "commandbus.bus.repositories.audit": "AsyncAuditLogger AuditLogger",
     "commandbus.bus.repositories.batches": "AsyncBatchRepository BatchRepository",
-    "commandbus.bus.repositories.async_commands": "AsyncCommandRepository",
-    "commandbus.bus.repositories.commands": "CommandRepository",
+    "commandbus.bus.repositories.commands": "AsyncCommandRepository CommandRepository",
     "commandbus.bus.repositories.processes": "AsyncProcessRepository ProcessRepository",
     "commandbus.bus.repositories.schedules": "AsyncScheduleRepository ScheduleRepository",
     "commandbus.errors": """

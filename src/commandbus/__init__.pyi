@@ -12,9 +12,6 @@ from commandbus.bus.queues import (
 from commandbus.bus.queues import (
     PgmqClient as PgmqClient,
 )
-from commandbus.bus.repositories.async_commands import (
-    AsyncCommandRepository as AsyncCommandRepository,
-)
 from commandbus.bus.repositories.audit import (
     AsyncAuditLogger as AsyncAuditLogger,
 )
@@ -26,6 +23,9 @@ from commandbus.bus.repositories.batches import (
 )
 from commandbus.bus.repositories.batches import (
     BatchRepository as BatchRepository,
+)
+from commandbus.bus.repositories.commands import (
+    AsyncCommandRepository as AsyncCommandRepository,
 )
 from commandbus.bus.repositories.commands import (
     CommandRepository as CommandRepository,

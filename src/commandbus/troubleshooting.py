@@ -7,11 +7,11 @@ and the other gets InvalidOperationError.
 from __future__ import annotations
 
 from commandbus.bus import AsyncCommandBus, CommandBus, whoami
-from commandbus.bus.repositories.async_commands import AsyncCommandRepository
-from commandbus.bus.repositories.commands import CommandRepository
-from commandbus.bus.short import short
+from commandbus.bus.one_body import awaited, short
+from commandbus.bus.repositories.commands import AsyncCommandRepository, CommandRepository
 from commandbus.flow.commands import inspect, operate
 from commandbus.flow.commands.operate import OperatorAction, Selection
+from commandbus.flow.operation import then
 from commandbus.model import names, payload
 from commandbus.model.json_values import JsonValue
 
@@ -45,7 +45,8 @@ class TroubleshootingQueue:
         self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
     ) -> int:
         """How many commands need a person."""
-        return sum(self.count_by_type(domain, command_type, error_code=error_code).values())
+        found = inspect.count_tsq(domain=domain, command_type=command_type, error_code=error_code)
+        return self._bus.run(then(found, lambda counts: sum(counts.values())))
 
     def count_by_type(
         self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
@@ -105,63 +106,8 @@ class AsyncTroubleshootingQueue:
     operator_retry = short("_commands", AsyncCommandRepository.operator_retry)
     operator_cancel = short("_commands", AsyncCommandRepository.operator_cancel)
     operator_complete = short("_commands", AsyncCommandRepository.operator_complete)
-
-    async def count(
-        self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
-    ) -> int:
-        """How many commands need a person."""
-        return sum((await self.count_by_type(domain, command_type, error_code=error_code)).values())
-
-    async def count_by_type(
-        self, domain: str | None = None, command_type: str | None = None, *, error_code: str | None = None
-    ) -> dict[tuple[str, str], int]:
-        """How many commands need a person, by (domain, command_type)."""
-        return await self._bus.run(
-            inspect.count_tsq(domain=domain, command_type=command_type, error_code=error_code)
-        )
-
-    async def retry_all(
-        self,
-        domain: str,
-        command_type: str | None = None,
-        *,
-        error_code: str | None = None,
-        operator: str | None = None,
-        reason: str | None = None,
-    ) -> int:
-        """Retry all that match. Returns how many."""
-        operator_action = operate.operator_action(operator or whoami(), reason, "RETRY")
-        return await self._bus.follow(
-            operate.act_on_all(_selection(domain, command_type, error_code), operator_action)
-        )
-
-    async def cancel_all(
-        self,
-        domain: str,
-        command_type: str | None = None,
-        *,
-        error_code: str | None = None,
-        operator: str | None = None,
-        reason: str | None = None,
-    ) -> int:
-        """Cancel all that match. Returns how many."""
-        operator_action = operate.operator_action(operator or whoami(), reason, "CANCEL")
-        return await self._bus.follow(
-            operate.act_on_all(_selection(domain, command_type, error_code), operator_action)
-        )
-
-    async def complete_all(
-        self,
-        domain: str,
-        command_type: str | None = None,
-        *,
-        result: JsonValue = None,
-        error_code: str | None = None,
-        operator: str | None = None,
-        reason: str | None = None,
-    ) -> int:
-        """Complete all that match with one result. Returns how many."""
-        operator_action = _complete(operator, result, reason, self._bus.settings.max_payload_bytes)
-        return await self._bus.follow(
-            operate.act_on_all(_selection(domain, command_type, error_code), operator_action)
-        )
+    count = awaited(TroubleshootingQueue.count)
+    count_by_type = awaited(TroubleshootingQueue.count_by_type)
+    retry_all = awaited(TroubleshootingQueue.retry_all)
+    cancel_all = awaited(TroubleshootingQueue.cancel_all)
+    complete_all = awaited(TroubleshootingQueue.complete_all)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from datetime import datetime
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -15,12 +14,13 @@ from psycopg import AsyncConnection
 from psycopg import errors as pg
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from commandbus.bus.base import POOL_SIZE, whoami
+from commandbus.bus.base import POOL_SIZE
 from commandbus.bus.breakers import AsyncBreakerMethods
 from commandbus.bus.call_listener import LAST_LOOK_SECONDS, WaitingCall, address_of
 from commandbus.bus.data_access import AsyncDataAccess
 from commandbus.bus.limits import AsyncLimitMethods, LimitClientHolder
-from commandbus.bus.repositories.new_processes import Manager
+from commandbus.bus.one_body import awaited
+from commandbus.bus.sync import CommandBus
 from commandbus.db.bus_pool import AsyncBusPool, make_async_bus_pool, no_connection, unavailable
 from commandbus.db.drivers import run_async
 from commandbus.db.lent_connection import borrow_async
@@ -28,26 +28,16 @@ from commandbus.db.pool import lasting_conninfo
 from commandbus.errors import CommandBusError, DatabaseUnavailableError
 from commandbus.flow.operation import Operation, Plan, explain_absence
 from commandbus.lazy import lazy
-from commandbus.model import names
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import Duration, format_seconds
 from commandbus.model.json_values import Json, JsonValue
-from commandbus.model.page import Page
-from commandbus.model.retry import OnExhausted
-from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 from commandbus.settings import Settings
 
 if TYPE_CHECKING:
     from commandbus.flow.commands import call as calls
     from commandbus.flow.commands import inspect, operate, pause, prune
-    from commandbus.flow.commands.inspect import DomainStatus, WorkerInfo
-    from commandbus.flow.commands.pause import PauseInfo
-    from commandbus.flow.commands.prune import PruneReport
     from commandbus.flow.setup import domains, migrate
-    from commandbus.flow.setup.domains import DomainInfo
-    from commandbus.flow.setup.migrate import SchemaState
     from commandbus.model import process
-    from commandbus.model.process import StartedProcess
 else:
     calls = lazy("commandbus.flow.commands.call")
     domains = lazy("commandbus.flow.setup.domains")
@@ -183,68 +173,6 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess):
         except psycopg.OperationalError as error:
             raise unavailable(error) from error
 
-    # --- set-up -------------------------------------------------------------------------------------------
-
-    async def migrate(
-        self, *, domains: Sequence[str] = (), wait: Duration = MIGRATION_WAIT_SECONDS
-    ) -> SchemaState:
-        """Upgrade the schema to this release, and create domains; see `flow/setup/migrate.py`.
-
-        While another transaction is in the way, it steps back and tries again, for about as long as `wait`.
-        """
-        return await self.follow(self._migration(domains, wait))
-
-    async def schema_state(self) -> SchemaState:
-        """What the database has and what `migrate` would add."""
-        return await self.run(migrate.look())
-
-    async def create_domain(self, domain: str) -> bool:
-        """Create a domain's queue. Returns False if it existed."""
-        return await self.run(domains.create_domain(names.check_domain(domain)))
-
-    async def list_domains(self) -> Page[DomainInfo]:
-        """All domains."""
-        return Page(await self.run(domains.list_domains()))
-
-    async def create_roles(
-        self,
-        prefix: str = "commandbus",
-        *,
-        domains: Sequence[str] = (),
-        queues: Sequence[str] = (),
-        keep: Duration | None = None,
-    ) -> dict[str, str]:
-        """Create and grant the least-privilege roles. With `domains` (and reply `queues`) create the roles of a
-        tenant that has only these. `keep`: nobody can prune a finished command before that time is over."""
-        return await self.run(self._roles(prefix, domains, queues, keep))
-
-    # --- sending ------------------------------------------------------------------------------------------
-
-    async def send(
-        self,
-        domain: str,
-        command_type: str,
-        data: JsonValue = None,
-        *,
-        command_id: str | None = None,
-        correlation_id: str | None = None,
-        reply_to: str | None = None,
-        max_attempts: int | None = None,
-        delay: Duration | None = None,
-        at: datetime | None = None,
-        headers: Mapping[str, JsonValue] | None = None,
-        timeout: Duration | None = None,
-        expires: Duration | datetime | None = None,
-        on_exhausted: OnExhausted | None = None,
-        conn: object = None,
-    ) -> SentCommand:
-        """Send a command; see CommandBus.send."""
-        new = NewCommand(
-            command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,
-            timeout, expires, on_exhausted,
-        )  # fmt: skip
-        return await self.commands.save(domain, new, conn=conn)
-
     async def call(
         self,
         domain: str,
@@ -288,65 +216,19 @@ class AsyncCommandBus(AsyncBreakerMethods, AsyncLimitMethods, AsyncDataAccess):
         except (pg.UndefinedTable, pg.InvalidSchemaName) as error:
             raise explain_absence(error) from None
 
-    async def start_process(
-        self,
-        manager: Manager,
-        data: object = None,
-        *,
-        process_id: str | None = None,
-        deadline: Duration | None = None,
-        reply_to: str | None = None,
-        correlation_id: str | None = None,
-        domain: str | None = None,
-        conn: object = None,
-    ) -> StartedProcess:
-        """Start a process; see CommandBus.start_process."""
-        new = process.NewProcess(data, process_id, deadline, reply_to, correlation_id)
-        return await self.processes.save(manager, new, domain=domain, conn=conn)
-
-    # --- looking ------------------------------------------------------------------------------------------
-
-    async def status(self, *domains: str) -> Page[DomainStatus]:
-        """Returns how many commands wait, run or need a person, for these domains or for all."""
-        return Page(await self.run(inspect.domain_status(domains or None)))
-
-    async def workers(self) -> Page[WorkerInfo]:
-        """The registry of workers."""
-        return Page(await self.run(inspect.list_workers()))
-
-    # --- operating ----------------------------------------------------------------------------------------
-
-    async def pause(
-        self,
-        domain: str,
-        command_type: str | None = None,
-        *,
-        operator: str | None = None,
-        reason: str | None = None,
-    ) -> bool:
-        """Pause a domain or one of its command types. Returns False if it was paused already."""
-        operator_action = operate.operator_action(operator or whoami(), reason)
-        return await self.run(pause.pause(names.check_domain(domain), command_type, operator_action))
-
-    async def resume(
-        self,
-        domain: str,
-        command_type: str | None = None,
-        *,
-        operator: str | None = None,
-        reason: str | None = None,
-    ) -> int:
-        """Resume; returns how many parked commands went back to the queue."""
-        operator_action = operate.operator_action(operator or whoami(), reason)
-        return await self.follow(pause.resume(names.check_domain(domain), command_type, operator_action))
-
-    async def pauses(self) -> Page[PauseInfo]:
-        """What is paused."""
-        return Page(await self.run(pause.list_pauses()))
-
-    async def prune(self, *, age: Duration | None = None, count: int | None = None) -> PruneReport:
-        """Delete finished commands older than `age` or beyond the newest `count` (default: the settings)."""
-        return await self.follow(prune.prune_all(self._retention(age, count)))
+    migrate = awaited(CommandBus.migrate)
+    schema_state = awaited(CommandBus.schema_state)
+    create_domain = awaited(CommandBus.create_domain)
+    list_domains = awaited(CommandBus.list_domains)
+    create_roles = awaited(CommandBus.create_roles)
+    send = awaited(CommandBus.send)
+    start_process = awaited(CommandBus.start_process)
+    status = awaited(CommandBus.status)
+    workers = awaited(CommandBus.workers)
+    pause = awaited(CommandBus.pause)
+    resume = awaited(CommandBus.resume)
+    pauses = awaited(CommandBus.pauses)
+    prune = awaited(CommandBus.prune)
 
 
 async def _cancel(task: asyncio.Task[Any]) -> None:

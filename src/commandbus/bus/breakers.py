@@ -6,8 +6,9 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, TypeVar
 
 from commandbus.bus.base import BusBase, whoami
+from commandbus.bus.one_body import awaited
 from commandbus.errors import InvalidOperationError
-from commandbus.flow.operation import Operation, Plan
+from commandbus.flow.operation import Operation, Plan, then
 from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.limit import check_limit_name
@@ -65,7 +66,7 @@ class BreakerMethods(_BreakerOperations):
 
     def breakers(self) -> Page[BreakerInfo]:
         """The breakers of command types that have counted something, and those of all limits."""
-        return Page(self.run(breaker_operate.list_breakers()))
+        return self.run(then(breaker_operate.list_breakers(), Page))
 
     def open_breaker(
         self,
@@ -111,51 +112,10 @@ class BreakerMethods(_BreakerOperations):
 class AsyncBreakerMethods(_BreakerOperations):
     """What AsyncCommandBus can do with breakers: the same, awaited."""
 
-    @abstractmethod
-    async def run(self, operation: Operation[T], conn: object = None) -> T: ...
-
-    @abstractmethod
-    async def follow(self, plan: Plan[T], conn: object = None) -> T: ...
-
-    async def breakers(self) -> Page[BreakerInfo]:
-        """The breakers of command types that have counted something, and those of all limits."""
-        return Page(await self.run(breaker_operate.list_breakers()))
-
-    async def open_breaker(
-        self,
-        domain: str | None = None,
-        command_type: str | None = None,
-        *,
-        limit: str | None = None,
-        operator: str | None = None,
-        reason: str | None = None,
-    ) -> bool:
-        """Open a breaker until a person closes it; see CommandBus.open_breaker."""
-        return await self.run(self._opening(domain, command_type, limit, operator, reason))
-
-    async def close_breaker(
-        self,
-        domain: str | None = None,
-        command_type: str | None = None,
-        *,
-        limit: str | None = None,
-        operator: str | None = None,
-        reason: str | None = None,
-    ) -> int:
-        """Close a breaker; see CommandBus.close_breaker."""
-        return await self.follow(self._closing(domain, command_type, limit, operator, reason))
-
-    async def reset_breaker(
-        self,
-        domain: str | None = None,
-        command_type: str | None = None,
-        *,
-        limit: str | None = None,
-        operator: str | None = None,
-        reason: str | None = None,
-    ) -> int:
-        """Clear the counts of a breaker; see CommandBus.reset_breaker."""
-        return await self.follow(self._resetting(domain, command_type, limit, operator, reason))
+    breakers = awaited(BreakerMethods.breakers)
+    open_breaker = awaited(BreakerMethods.open_breaker)
+    close_breaker = awaited(BreakerMethods.close_breaker)
+    reset_breaker = awaited(BreakerMethods.reset_breaker)
 
 
 def _operator_action(operator: str | None, reason: str | None) -> OperatorAction:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from commandbus.bus.one_body import short
 from commandbus.bus.queues import AsyncPgmqClient, PgmqClient
-from commandbus.bus.repositories.async_commands import AsyncCommandRepository
 from commandbus.bus.repositories.audit import AsyncAuditLogger, AuditLogger
 from commandbus.bus.repositories.batches import AsyncBatchRepository, BatchRepository
-from commandbus.bus.repositories.commands import CommandRepository
+from commandbus.bus.repositories.commands import AsyncCommandRepository, CommandRepository
 from commandbus.bus.repositories.processes import AsyncProcessRepository, ProcessRepository
-from commandbus.bus.short import short
 from commandbus.lazy import lazy
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from commandbus.db.drivers import run
 from commandbus.db.lent_connection import borrow
 from commandbus.db.pool import lasting_conninfo
 from commandbus.errors import CommandBusError, DatabaseUnavailableError
-from commandbus.flow.operation import Operation, Plan, explain_absence
+from commandbus.flow.operation import Operation, Plan, explain_absence, then
 from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.command import NewCommand, SentCommand
@@ -198,7 +198,7 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
 
     def list_domains(self) -> Page[DomainInfo]:
         """All domains."""
-        return Page(self.run(domains.list_domains()))
+        return self.run(then(domains.list_domains(), Page))
 
     def create_roles(
         self,
@@ -320,11 +320,11 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
 
     def status(self, *domains: str) -> Page[DomainStatus]:
         """Returns how many commands wait, run or need a person, for these domains or for all."""
-        return Page(self.run(inspect.domain_status(domains or None)))
+        return self.run(then(inspect.domain_status(domains or None), Page))
 
     def workers(self) -> Page[WorkerInfo]:
         """The registry of workers."""
-        return Page(self.run(inspect.list_workers()))
+        return self.run(then(inspect.list_workers(), Page))
 
     # --- operating ----------------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
 
     def pauses(self) -> Page[PauseInfo]:
         """What is paused."""
-        return Page(self.run(pause.list_pauses()))
+        return self.run(then(pause.list_pauses(), Page))
 
     def prune(self, *, age: Duration | None = None, count: int | None = None) -> PruneReport:
         """Delete finished commands older than `age` or beyond the newest `count` (default: the settings)."""

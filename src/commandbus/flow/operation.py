@@ -22,6 +22,7 @@ import psycopg
 from commandbus.errors import SchemaError
 
 T = TypeVar("T")
+R = TypeVar("R")
 P = ParamSpec("P")
 
 Row: TypeAlias = tuple[Any, ...]
@@ -55,6 +56,16 @@ class Operation(Generic[T]):
 Plan: TypeAlias = Generator[Operation[Any], Any, T]
 """Several operations, each a transaction of its own: long work in small bites. An error of commandbus arrives at
 the `yield`, where the plan may go on without that operation."""
+
+
+def then(operation: Operation[T], make: Callable[[T], R]) -> Operation[R]:
+    """The same operation, whose result is what `make` makes of its own."""
+
+    def steps() -> Steps[R]:
+        result = yield from operation.steps
+        return make(result)
+
+    return Operation(steps(), operation.atomic, operation.whole)
 
 
 def operation(

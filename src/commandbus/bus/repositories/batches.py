@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from commandbus.bus.base import BusBase, whoami
+from commandbus.bus.one_body import awaited
 from commandbus.bus.repositories.base import AsyncRepository, Repository
 from commandbus.clock import monotonic
 from commandbus.errors import BatchNotFoundError, BatchTimeoutError, InvalidCommandError
-from commandbus.flow.operation import Operation
+from commandbus.flow.operation import Operation, then
 from commandbus.lazy import lazy
 from commandbus.model import names
 from commandbus.model.command import CommandRecord, CommandStatus, NewCommand
@@ -114,8 +115,8 @@ class BatchRepository(Repository):
 
     def exists(self, domain: str, batch_id: str, *, conn: object = None) -> bool:
         """Is there such a batch?"""
-        found = self._bus.run(batch_inspect.query(domain=domain, status=None, limit=1, batch_id=batch_id), conn)
-        return bool(found)
+        found = batch_inspect.query(domain=domain, status=None, limit=1, batch_id=batch_id)
+        return self._bus.run(then(found, bool), conn)
 
     def query(
         self,
@@ -219,88 +220,16 @@ class BatchRepository(Repository):
 class AsyncBatchRepository(AsyncRepository):
     """Batches for async code: `bus.batches`, or `AsyncBatchRepository(pool)`. The same methods, awaited."""
 
-    async def save(
-        self,
-        domain: str,
-        commands: Commands,
-        *,
-        batch_id: str | None = None,
-        name: str | None = None,
-        custom_data: JsonValue = None,
-        on_complete: WhenComplete | None = None,
-        is_open: bool = False,
-        complete_when: CompleteWhen = "finished",
-        on_exhausted: OnExhausted | None = None,
-        conn: object = None,
-    ) -> CreatedBatch:
-        """Send commands as one batch, all or none, in one transaction (with `conn`: the caller's).
-
-        See BatchRepository.save.
-        """
-        operation = _create(
-            self._bus, domain, commands, batch_id=batch_id, name=name, custom_data=custom_data,
-            on_complete=on_complete, is_open=is_open, complete_when=complete_when, on_exhausted=on_exhausted,
-        )  # fmt: skip
-        return await self._bus.run(operation, conn)
-
-    async def add(self, domain: str, batch_id: str, commands: Commands, *, conn: object = None) -> int:
-        """Send commands as members of an open batch, all or none. Returns how many."""
-        return await self._bus.run(_add(self._bus, domain, batch_id, commands), conn)
-
-    async def close(self, domain: str, batch_id: str, *, conn: object = None) -> bool:
-        """Close an open batch, so that it can end. Returns False if it was closed already."""
-        return await self._bus.run(batch_create.close(domain, batch_id), conn)
-
-    async def get(self, domain: str, batch_id: str, *, conn: object = None) -> BatchRecord | None:
-        """Returns what is known about a batch: counts, progress, rate; None if there is no such batch."""
-        return await self._bus.run(batch_inspect.get(domain, batch_id), conn)
-
-    async def exists(self, domain: str, batch_id: str, *, conn: object = None) -> bool:
-        """Is there such a batch?"""
-        found = await self._bus.run(
-            batch_inspect.query(domain=domain, status=None, limit=1, batch_id=batch_id), conn
-        )
-        return bool(found)
-
-    async def query(
-        self,
-        domain: str | None = None,
-        status: BatchStatus | str | None = None,
-        *,
-        limit: int = 50,
-        cursor: str | None = None,
-        conn: object = None,
-    ) -> Page[BatchRecord]:
-        """A page of batches, newest first; the next begins at `cursor=page.next_cursor`."""
-        operation = batch_inspect.query(domain=domain, status=status, limit=limit, cursor=cursor)
-        return await self._bus.run(operation, conn)
-
-    async def list_by_status(
-        self,
-        domain: str | None,
-        status: BatchStatus,
-        *,
-        limit: int = 50,
-        cursor: str | None = None,
-        conn: object = None,
-    ) -> Page[BatchRecord]:
-        """A page of the batches that have this status, newest first."""
-        return await self.query(domain, status, limit=limit, cursor=cursor, conn=conn)
-
-    async def list_commands(
-        self,
-        domain: str,
-        batch_id: str,
-        status: CommandStatus | None = None,
-        *,
-        limit: int = 50,
-        cursor: str | None = None,
-        conn: object = None,
-    ) -> Page[CommandRecord]:
-        """A page of a batch's members, newest first."""
-        return await self._bus.commands.query(
-            domain=domain, batch_id=batch_id, status=status, limit=limit, cursor=cursor, conn=conn
-        )
+    save = awaited(BatchRepository.save)
+    add = awaited(BatchRepository.add)
+    close = awaited(BatchRepository.close)
+    get = awaited(BatchRepository.get)
+    exists = awaited(BatchRepository.exists)
+    query = awaited(BatchRepository.query)
+    list_by_status = awaited(BatchRepository.list_by_status)
+    list_commands = awaited(BatchRepository.list_commands)
+    cancel = awaited(BatchRepository.cancel)
+    retry_failed = awaited(BatchRepository.retry_failed)
 
     async def wait_for(
         self,
@@ -322,41 +251,6 @@ class AsyncBatchRepository(AsyncRepository):
             if record.is_finished:
                 return record
             await asyncio.sleep(waiting.pause(record))
-
-    async def cancel(
-        self,
-        domain: str,
-        batch_id: str,
-        *,
-        operator: str | None = None,
-        reason: str | None = None,
-        conn: object = None,
-    ) -> BatchCancelReport:
-        """Cancel a batch: members that wait or need a person are CANCELED, running ones are asked to stop.
-
-        See BatchRepository.cancel.
-        """
-        action = operate.operator_action(operator or whoami(), reason, "CANCEL")
-        return await self._bus.follow(batch_operate.cancel(domain, batch_id, action), conn)
-
-    async def retry_failed(
-        self,
-        domain: str,
-        batch_id: str,
-        *,
-        name: str | None = None,
-        on_complete: WhenComplete | None = None,
-        operator: str | None = None,
-        reason: str | None = None,
-        conn: object = None,
-    ) -> BatchRetryReport:
-        """Retry a batch's members in the troubleshooting queue, and send those that FAILED for good again.
-
-        See BatchRepository.retry_failed.
-        """
-        action = operate.operator_action(operator or whoami(), reason, "RETRY")
-        plan = batch_operate.retry_failed(domain, batch_id, action, name=name, on_complete=on_complete)
-        return await self._bus.follow(plan, conn)
 
 
 class _Waiting:

@@ -1,4 +1,4 @@
-"""CommandRepository: commands by what is known of them."""
+"""CommandRepository and AsyncCommandRepository: commands by what is known of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Unpack
 
 from commandbus.bus.base import CHUNK, whoami
-from commandbus.bus.repositories.base import Repository
+from commandbus.bus.one_body import awaited
+from commandbus.bus.repositories.base import AsyncRepository, Repository
+from commandbus.flow.operation import then
 from commandbus.lazy import lazy
 from commandbus.model import names, payload
 from commandbus.model.command import (
@@ -82,7 +84,7 @@ class CommandRepository(Repository):
 
     def exists(self, domain: str, command_id: str, *, conn: object = None) -> bool:
         """Is there such a command?"""
-        return bool(self._bus.run(lookup.existing(domain, [command_id]), conn))
+        return self._bus.run(then(lookup.existing(domain, [command_id]), bool), conn)
 
     def exists_many(self, domain: str, command_ids: Iterable[str], *, conn: object = None) -> set[str]:
         """Which of these commands exist."""
@@ -98,7 +100,7 @@ class CommandRepository(Repository):
 
     def get_attempts(self, domain: str, command_id: str, *, conn: object = None) -> Page[AttemptRecord]:
         """The attempts that did not simply complete, with error, code and traceback, in order."""
-        return Page(self._bus.run(history.list_attempts(domain, command_id), conn))
+        return self._bus.run(then(history.list_attempts(domain, command_id), Page), conn)
 
     # --- pages ------------------------------------------------------------------------------------------------
 
@@ -230,7 +232,7 @@ class CommandRepository(Repository):
     ) -> None:
         """Retry a command of the troubleshooting queue; its attempts are counted from 1 again."""
         action = operate.operator_action(operator or whoami(), reason, "RETRY")
-        self._bus.run(operate.act_on(domain, command_id, action), conn)
+        return self._bus.run(operate.act_on(domain, command_id, action), conn)
 
     def operator_cancel(
         self,
@@ -243,7 +245,7 @@ class CommandRepository(Repository):
     ) -> None:
         """Cancel a command of the troubleshooting queue: it ends CANCELED."""
         action = operate.operator_action(operator or whoami(), reason, "CANCEL")
-        self._bus.run(operate.act_on(domain, command_id, action), conn)
+        return self._bus.run(operate.act_on(domain, command_id, action), conn)
 
     def operator_complete(
         self,
@@ -258,4 +260,46 @@ class CommandRepository(Repository):
         """Complete a command of the troubleshooting queue by hand: it ends COMPLETED, with this result."""
         text = payload.dump(result, what="result", max_bytes=self._bus.settings.max_payload_bytes)
         action = operate.operator_action(operator or whoami(), reason, "COMPLETE", text)
-        self._bus.run(operate.act_on(domain, command_id, action), conn)
+        return self._bus.run(operate.act_on(domain, command_id, action), conn)
+
+
+class AsyncCommandRepository(AsyncRepository):
+    """Commands for async code: `bus.commands`, or `AsyncCommandRepository(pool)`. The same methods, awaited."""
+
+    save = awaited(CommandRepository.save)
+    get = awaited(CommandRepository.get)
+    get_many = awaited(CommandRepository.get_many)
+    exists = awaited(CommandRepository.exists)
+    exists_many = awaited(CommandRepository.exists_many)
+    get_outcome = awaited(CommandRepository.get_outcome)
+    get_attempts = awaited(CommandRepository.get_attempts)
+    query = awaited(CommandRepository.query)
+    list_by_status = awaited(CommandRepository.list_by_status)
+    list_by_type = awaited(CommandRepository.list_by_type)
+    list_by_correlation = awaited(CommandRepository.list_by_correlation)
+    list_by_batch = awaited(CommandRepository.list_by_batch)
+    count_by_status = awaited(CommandRepository.count_by_status)
+    list_stuck = awaited(CommandRepository.list_stuck)
+    list_rejected = awaited(CommandRepository.list_rejected)
+    list_undelivered = awaited(CommandRepository.list_undelivered)
+    list_in_tsq = awaited(CommandRepository.list_in_tsq)
+    cancel = awaited(CommandRepository.cancel)
+    operator_retry = awaited(CommandRepository.operator_retry)
+    operator_cancel = awaited(CommandRepository.operator_cancel)
+    operator_complete = awaited(CommandRepository.operator_complete)
+
+    async def save_many(
+        self,
+        domain: str,
+        commands: Iterable[NewCommand | Mapping[str, object]],
+        *,
+        chunk_size: int = CHUNK,
+        conn: object = None,
+    ) -> list[SentCommand]:
+        """Send many commands. Each chunk is sent as a whole or not at all; with `conn`, all commands are."""
+        sent: list[SentCommand] = []
+        chunks = self._bus._chunks(domain, commands, chunk_size)
+        for chunk in chunks:
+            receipts = await self._bus.run(chunk, conn)
+            sent += receipts
+        return sent

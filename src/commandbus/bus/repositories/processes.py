@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from commandbus.bus.base import whoami
+from commandbus.bus.one_body import awaited
 from commandbus.bus.repositories import new_processes
 from commandbus.bus.repositories.base import AsyncRepository, Repository
 from commandbus.bus.repositories.new_processes import Items, Manager
+from commandbus.flow.operation import then
 from commandbus.lazy import lazy
 from commandbus.model.json_values import JsonValue
 from commandbus.model.page import Page
@@ -40,8 +42,9 @@ class ProcessRepository(Repository):
         self, manager: Manager, process: NewProcess, *, domain: str | None = None, conn: object = None
     ) -> StartedProcess:
         """Start a process; `manager` is its manager, or its process_type."""
-        (started,) = self.save_many(manager, [process], domain=domain, conn=conn)
-        return started
+        limit = self._bus.settings.max_payload_bytes
+        starting = new_processes.start(limit, manager, [process], domain)
+        return self._bus.run(then(starting, lambda started: started[0]), conn)
 
     def save_many(
         self, manager: Manager, processes: Items, *, domain: str | None = None, conn: object = None
@@ -87,12 +90,13 @@ class ProcessRepository(Repository):
 
     def get_steps(self, domain: str, process_id: str, *, conn: object = None) -> list[StepRecord]:
         """The steps and compensations of a process in their order; empty if there is no such process."""
-        record = self.get(domain, process_id, conn=conn)
-        return [] if record is None else record.steps
+        found = process_inspect.get_process(domain, process_id)
+        return self._bus.run(then(found, lambda record: [] if record is None else record.steps), conn)
 
     def exists(self, domain: str, process_id: str, *, conn: object = None) -> bool:
         """Is there such a process?"""
-        return bool(self.query(domain, process_id=process_id, limit=1, conn=conn))
+        found = process_inspect.query_processes(domain=domain, process_id=process_id, limit=1)
+        return self._bus.run(then(found, bool), conn)
 
     def query(
         self,
@@ -183,157 +187,24 @@ class ProcessRepository(Repository):
     ) -> None:
         """Let a FAILED process go on from the step, or the compensation, that failed."""
         action = operate.operator_action(operator or whoami(), reason, "RETRY")
-        self._bus.run(process_operate.retry_process(domain, process_id, action), conn)
+        return self._bus.run(process_operate.retry_process(domain, process_id, action), conn)
 
 
 class AsyncProcessRepository(AsyncRepository):
     """Processes for async code: `bus.processes`, or `AsyncProcessRepository(pool)`. The same methods, awaited."""
 
-    async def save(
-        self, manager: Manager, process: NewProcess, *, domain: str | None = None, conn: object = None
-    ) -> StartedProcess:
-        """Start a process; `manager` is its manager, or its process_type."""
-        (started,) = await self.save_many(manager, [process], domain=domain, conn=conn)
-        return started
-
-    async def save_many(
-        self, manager: Manager, processes: Items, *, domain: str | None = None, conn: object = None
-    ) -> list[StartedProcess]:
-        """Start many processes of one type, all or none."""
-        limit = self._bus.settings.max_payload_bytes
-        return await self._bus.run(new_processes.start(limit, manager, processes, domain), conn)
-
-    async def save_batch(
-        self,
-        manager: Manager,
-        processes: Items,
-        *,
-        batch_id: str | None = None,
-        name: str | None = None,
-        custom_data: JsonValue = None,
-        on_complete: WhenComplete | None = None,
-        is_open: bool = False,
-        domain: str | None = None,
-        conn: object = None,
-    ) -> CreatedBatch:
-        """Start processes as one batch, all or none; the rest is as in create_batch."""
-        operation = new_processes.create_batch(
-            self._bus.settings.max_payload_bytes, manager, processes, domain, batch_id=batch_id, name=name,
-            custom_data=custom_data, on_complete=on_complete, is_open=is_open,
-        )  # fmt: skip
-        return await self._bus.run(operation, conn)
-
-    async def add_to_batch(
-        self, manager: Manager, batch_id: str, processes: Items, *, domain: str | None = None, conn: object = None
-    ) -> int:
-        """Start processes as members of an open batch, all or none. Returns how many."""
-        limit = self._bus.settings.max_payload_bytes
-        return await self._bus.run(new_processes.add_to_batch(limit, manager, batch_id, processes, domain), conn)
-
-    async def get(self, domain: str, process_id: str, *, conn: object = None) -> ProcessRecord | None:
-        """Returns what is known about a process, with its steps; None if there is no such process."""
-        return await self._bus.run(process_inspect.get_process(domain, process_id), conn)
-
-    async def get_by_command(self, domain: str, command_id: str, *, conn: object = None) -> ProcessRecord | None:
-        """The process that sent a command; None if none did."""
-        return await self._bus.run(process_of_command.get_process_of(domain, command_id), conn)
-
-    async def get_steps(self, domain: str, process_id: str, *, conn: object = None) -> list[StepRecord]:
-        """The steps and compensations of a process in their order; empty if there is no such process."""
-        record = await self.get(domain, process_id, conn=conn)
-        return [] if record is None else record.steps
-
-    async def exists(self, domain: str, process_id: str, *, conn: object = None) -> bool:
-        """Is there such a process?"""
-        return bool(await self.query(domain, process_id=process_id, limit=1, conn=conn))
-
-    async def query(
-        self,
-        domain: str | None = None,
-        process_type: str | None = None,
-        *,
-        status: ProcessStatus | str | None = None,
-        process_id: str | None = None,
-        batch_id: str | None = None,
-        limit: int = 50,
-        cursor: str | None = None,
-        conn: object = None,
-    ) -> Page[ProcessRecord]:
-        """A page of processes that match, newest first; the next begins at `cursor=page.next_cursor`."""
-        operation = process_inspect.query_processes(
-            domain=domain, process_type=process_type, status=status, process_id=process_id, batch_id=batch_id,
-            limit=limit, cursor=cursor,
-        )  # fmt: skip
-        return await self._bus.run(operation, conn)
-
-    async def list_by_status(
-        self,
-        domain: str | None,
-        status: ProcessStatus,
-        *,
-        limit: int = 50,
-        cursor: str | None = None,
-        conn: object = None,
-    ) -> Page[ProcessRecord]:
-        """A page of the processes that have this status, newest first."""
-        return await self.query(domain, status=status, limit=limit, cursor=cursor, conn=conn)
-
-    async def list_by_type(
-        self,
-        domain: str | None,
-        process_type: str,
-        *,
-        limit: int = 50,
-        cursor: str | None = None,
-        conn: object = None,
-    ) -> Page[ProcessRecord]:
-        """A page of the processes of a type, newest first."""
-        return await self.query(domain, process_type=process_type, limit=limit, cursor=cursor, conn=conn)
-
-    async def list_by_batch(
-        self, domain: str, batch_id: str, *, limit: int = 50, cursor: str | None = None, conn: object = None
-    ) -> Page[ProcessRecord]:
-        """A page of the processes of a batch, newest first."""
-        return await self.query(domain, batch_id=batch_id, limit=limit, cursor=cursor, conn=conn)
-
-    async def list_strays(
-        self,
-        domain: str | None = None,
-        *,
-        process_id: str | None = None,
-        limit: int = 50,
-        cursor: str | None = None,
-        conn: object = None,
-    ) -> Page[StrayReply]:
-        """Returns a page of the messages to processes that moved nothing, newest first, each with the reason."""
-        operation = process_inspect.list_strays(domain, process_id=process_id, limit=limit, cursor=cursor)
-        return await self._bus.run(operation, conn)
-
-    async def cancel(
-        self,
-        domain: str,
-        process_id: str,
-        *,
-        operator: str | None = None,
-        reason: str | None = None,
-        conn: object = None,
-    ) -> ProcessStatus:
-        """Cancel a process: outstanding steps are canceled, completed ones are undone, and it ends CANCELED.
-
-        See ProcessRepository.cancel.
-        """
-        action = operate.operator_action(operator or whoami(), reason, "CANCEL")
-        return await self._bus.follow(process_operate.cancel_process(domain, process_id, action), conn)
-
-    async def retry(
-        self,
-        domain: str,
-        process_id: str,
-        *,
-        operator: str | None = None,
-        reason: str | None = None,
-        conn: object = None,
-    ) -> None:
-        """Let a FAILED process go on from the step, or the compensation, that failed."""
-        action = operate.operator_action(operator or whoami(), reason, "RETRY")
-        await self._bus.run(process_operate.retry_process(domain, process_id, action), conn)
+    save = awaited(ProcessRepository.save)
+    save_many = awaited(ProcessRepository.save_many)
+    save_batch = awaited(ProcessRepository.save_batch)
+    add_to_batch = awaited(ProcessRepository.add_to_batch)
+    get = awaited(ProcessRepository.get)
+    get_by_command = awaited(ProcessRepository.get_by_command)
+    get_steps = awaited(ProcessRepository.get_steps)
+    exists = awaited(ProcessRepository.exists)
+    query = awaited(ProcessRepository.query)
+    list_by_status = awaited(ProcessRepository.list_by_status)
+    list_by_type = awaited(ProcessRepository.list_by_type)
+    list_by_batch = awaited(ProcessRepository.list_by_batch)
+    list_strays = awaited(ProcessRepository.list_strays)
+    cancel = awaited(ProcessRepository.cancel)
+    retry = awaited(ProcessRepository.retry)

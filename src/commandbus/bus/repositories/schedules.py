@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from commandbus.bus.base import whoami
+from commandbus.bus.one_body import awaited
 from commandbus.bus.repositories.base import AsyncRepository, Repository
 from commandbus.flow.commands.operate import OperatorAction, operator_action
 from commandbus.flow.schedules import operate
@@ -93,7 +94,7 @@ class ScheduleRepository(Repository):
         conn: object = None,
     ) -> None:
         """Delete a schedule that was created at run time. What it has sent stays."""
-        self._bus.run(operate.delete(*_named(domain, name), _action(operator, reason)), conn)
+        return self._bus.run(operate.delete(*_named(domain, name), _action(operator, reason)), conn)
 
     def run_now(
         self,
@@ -125,106 +126,14 @@ class ScheduleRepository(Repository):
 class AsyncScheduleRepository(AsyncRepository):
     """Schedules for async code: `bus.schedules`, or `AsyncScheduleRepository(pool)`. The same methods, awaited."""
 
-    async def create(
-        self,
-        domain: str,
-        name: str,
-        *,
-        cron: str | None = None,
-        every: Duration | None = None,
-        timezone: str | None = None,
-        command_type: str | None = None,
-        data: JsonValue = None,
-        headers: Mapping[str, JsonValue] | None = None,
-        correlation_id: str | None = None,
-        reply_to: str | None = None,
-        max_attempts: int | None = None,
-        timeout: Duration | None = None,
-        expires: Duration | None = None,
-        on_exhausted: OnExhausted | None = None,
-        missed: MissedPolicy = "run_once",
-        overlap: OverlapPolicy = "allow",
-        most: int = 100,
-        replace: bool = False,
-        operator: str | None = None,
-        reason: str | None = None,
-        conn: object = None,
-    ) -> ScheduleRecord:
-        """Create a schedule at run time; see `Schedule` for its options. It lives until somebody deletes it.
-
-        The same again changes nothing and returns the existing one. If the name is taken by a schedule with
-        another definition, `replace` decides: it is replaced, or this is DuplicateScheduleError.
-        """
-        schedule = Schedule(
-            domain, name, cron, every, timezone, command_type, data, headers, correlation_id, reply_to,
-            max_attempts, timeout, expires, on_exhausted, missed, overlap, most,
-        )  # fmt: skip
-        creation = operate.create(schedule, _action(operator, reason), replaces=replace)
-        return await self._bus.run(creation, conn)
-
-    async def pause(
-        self,
-        domain: str,
-        name: str,
-        *,
-        operator: str | None = None,
-        reason: str | None = None,
-        conn: object = None,
-    ) -> bool:
-        """Pause a schedule: nothing fires until somebody resumes it. Returns False if it was paused."""
-        return await self._bus.run(operate.pause(*_named(domain, name), _action(operator, reason)), conn)
-
-    async def resume(
-        self,
-        domain: str,
-        name: str,
-        *,
-        operator: str | None = None,
-        reason: str | None = None,
-        conn: object = None,
-    ) -> datetime | None:
-        """Resume it. What was due during the pause is not made up for. Returns the next firing."""
-        return await self._bus.run(operate.resume(*_named(domain, name), _action(operator, reason)), conn)
-
-    async def delete(
-        self,
-        domain: str,
-        name: str,
-        *,
-        operator: str | None = None,
-        reason: str | None = None,
-        conn: object = None,
-    ) -> None:
-        """Delete a schedule that was created at run time. What it has sent stays."""
-        await self._bus.run(operate.delete(*_named(domain, name), _action(operator, reason)), conn)
-
-    async def run_now(
-        self,
-        domain: str,
-        name: str,
-        *,
-        operator: str | None = None,
-        reason: str | None = None,
-        conn: object = None,
-    ) -> SentCommand:
-        """Send its command now, also if it is paused or the last one is unfinished. Its firings stay."""
-        return await self._bus.run(operate.run_now(*_named(domain, name), _action(operator, reason)), conn)
-
-    async def get(self, domain: str, name: str, *, conn: object = None) -> ScheduleRecord | None:
-        """A schedule and its state; None if there is none of this name."""
-        return await self._bus.run(operate.get(domain, name), conn)
-
-    async def list(
-        self, domain: str | None = None, *, limit: int = 100, cursor: str | None = None, conn: object = None
-    ) -> Page[ScheduleRecord]:
-        """Schedules of a domain, or of all, by name."""
-        return await self._bus.run(operate.list_schedules(domain, limit=limit, cursor=cursor), conn)
-
-    async def next_firings(
-        self, domain: str, name: str, *, count: int = 5, conn: object = None
-    ) -> Sequence[datetime]:
-        """Its next firings by the server's clock, in UTC; also while it is paused."""
-        return await self._bus.run(operate.next_firings(domain, name, count=count), conn)
+    create = awaited(ScheduleRepository.create)
+    pause = awaited(ScheduleRepository.pause)
+    resume = awaited(ScheduleRepository.resume)
+    delete = awaited(ScheduleRepository.delete)
+    run_now = awaited(ScheduleRepository.run_now)
+    get = awaited(ScheduleRepository.get)
+    list = awaited(ScheduleRepository.list)
+    next_firings = awaited(ScheduleRepository.next_firings)
 
 
 def _named(domain: str, name: str) -> tuple[str, str]:
