@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from datetime import datetime
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -31,6 +32,7 @@ from commandbus.lazy import lazy
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import Duration, format_seconds
 from commandbus.model.json_values import Json, JsonValue
+from commandbus.model.retry import OnExhausted
 from commandbus.settings import Settings
 
 if TYPE_CHECKING:
