@@ -163,6 +163,11 @@ class DatabaseService:
         return not is_pooled(self._settings)
 
     @property
+    def is_silent(self) -> bool:
+        """Has a statement had no answer for so long that nobody can say whether the database is there?"""
+        return self._connection.silent_for >= SILENT_SECONDS
+
+    @property
     def trouble(self) -> str | None:
         """A sentence for operators if this service does not work, and not because the database is unreachable."""
         if self.ended is not None:

@@ -201,7 +201,8 @@ class Supervisor:
                 self._notifier.ready("new workers have taken over" if is_done else "the reload failed")
         elif self._phase == RUNNING and self._wants_reload:
             self._begin_reload(now)
-        self._worker_processes.fill(now, is_database_away=self._coroner.look.lost_since is not None)
+        is_away = self._coroner.look.lost_since is not None or self._coroner.is_silent
+        self._worker_processes.fill(now, is_database_away=is_away)
         self._coroner.domains = next(
             (
                 tuple(worker.hello.domains)
