@@ -9,7 +9,9 @@ from typing import Any
 import psycopg
 import pytest
 
+from commandbus import CommandBus
 from commandbus.db.drivers import DROP_PLANS, PLAN_SECONDS, OwnAsyncConnection, OwnConnection, run, run_async
+from commandbus.flow.commands.claim import announce, claim, next_due, withdraw
 from commandbus.flow.operation import Operation, Statement, Steps
 
 LOOK = Statement(b"SELECT count(*) FROM pg_class WHERE oid = %(oid)s", {"oid": 1})
@@ -81,6 +83,21 @@ def test_plans_of_an_async_connection(database: str, said: list[bytes]) -> None:
 def test_a_send_does_not_pay_for_it(conn: OwnConnection, said: list[bytes]) -> None:
     run(conn, operation(INSERT))
     assert said == [INSERT.sql]
+
+
+def test_a_claimer_that_becomes_idle_keeps_the_plan_of_its_claim(
+    database: str, conn: OwnConnection, said: list[bytes]
+) -> None:
+    with CommandBus(database) as bus:
+        bus.create_domain("orders")
+    conn.goes_by_keys = True
+    for _ in range(3):
+        run(conn, claim(domain="orders", worker="w", n=1, lease_seconds=30, cursor=None))
+        run(conn, announce(worker="w", domains=["orders"], seconds=60))
+        run(conn, next_due("orders", within_seconds=1))
+        run(conn, withdraw("w"))
+    assert len(said) == 12
+    assert DROP_PLANS not in said
 
 
 def test_without_prepared_statements_there_is_nothing_to_drop(conn: OwnConnection, said: list[bytes]) -> None:

@@ -241,16 +241,21 @@ def next_due(domain: str, *, within_seconds: float = FAR_SECONDS) -> Steps[float
 
 @operation(atomic=False)
 def announce(*, worker: str, domains: Sequence[str], seconds: float) -> Steps[None]:
-    """Ask senders for notifications."""
+    """Ask senders for notifications.
+
+    The table stays small. If this dropped the session's plans, the next claim would have to be planned anew.
+    """
     yield Statement(
-        sql.text("commands/announce"), {"worker": worker, "domains": list(domains), "seconds": seconds}
+        sql.text("commands/announce"),
+        {"worker": worker, "domains": list(domains), "seconds": seconds},
+        only_inserts=True,
     )
 
 
 @operation(atomic=False)
 def withdraw(worker: str) -> Steps[None]:
     """Ask senders to stop the notifications."""
-    yield Statement(sql.text("commands/withdraw"), {"worker": worker})
+    yield Statement(sql.text("commands/withdraw"), {"worker": worker}, by_keys=True)
 
 
 @operation(atomic=True)
