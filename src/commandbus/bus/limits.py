@@ -152,8 +152,8 @@ class LimitMethods(_LimitOperations):
         `call.remaining()` is for the client that makes the call. It raises LimitLostError if the permit is lost
         (`call.is_lost`), because its lease could not be renewed in time.
         """
-        terms = with_block.check_limit_terms(name, wait, timeout)
-        with with_block.sync_block(with_block.ProgramPermits(self._ready_limit_client()), name, *terms) as hold:
+        times = with_block.check_block_times(name, wait, timeout)
+        with with_block.sync_block(with_block.ProgramPermits(self._ready_limit_client()), name, *times) as hold:
             yield hold
 
     def declare_limit(self, limit: Limit) -> None:
@@ -195,7 +195,7 @@ class LimitMethods(_LimitOperations):
 
     def estimate(self, name: str, *, domain: str | None = None, command_id: str | None = None) -> Estimate:
         """Estimate how long a command that is sent now would wait for a limit, or a waiting one (by its id)."""
-        row, ahead = self.run(limit_inspect.estimate_terms(name, domain, command_id))
+        row, ahead = self.run(limit_inspect.row_and_ahead(name, domain, command_id))
         look = self._look(row)[name]
         return limit_inspect.estimate(row, look, ahead, is_waiting=command_id is not None)
 
@@ -244,9 +244,9 @@ class AsyncLimitMethods(_LimitOperations):
         0 is any time) the block cancels what it awaits, and raises ApiTimeoutError. If the permit is lost, because
         its lease could not be renewed in time, the block cancels that, too, and raises LimitLostError.
         """
-        terms = with_block.check_limit_terms(name, wait, timeout)
+        times = with_block.check_block_times(name, wait, timeout)
         user = with_block.ProgramPermits(await self._ready_limit_client(), asyncio.get_running_loop())
-        async with with_block.async_block(user, name, *terms) as hold:
+        async with with_block.async_block(user, name, *times) as hold:
             yield hold
 
     async def declare_limit(self, limit: Limit) -> None:
@@ -288,7 +288,7 @@ class AsyncLimitMethods(_LimitOperations):
 
     async def estimate(self, name: str, *, domain: str | None = None, command_id: str | None = None) -> Estimate:
         """Estimate how long a command that is sent now would wait for a limit, or a waiting one (by its id)."""
-        row, ahead = await self.run(limit_inspect.estimate_terms(name, domain, command_id))
+        row, ahead = await self.run(limit_inspect.row_and_ahead(name, domain, command_id))
         look = (await self._look(row))[name]
         return limit_inspect.estimate(row, look, ahead, is_waiting=command_id is not None)
 

@@ -298,7 +298,7 @@ def lost(name: str) -> LimitLostError:
     )
 
 
-def check_limit_terms(name: str, wait: Duration, timeout: Duration | None) -> tuple[float, float | None]:
+def check_block_times(name: str, wait: Duration, timeout: Duration | None) -> tuple[float, float | None]:
     """Seconds to wait for a permit, and for the call (None: as the limit says; 0: any time); both checked."""
     check_limit_name(name)
     seconds = None if timeout is None else parse_seconds(timeout, name="timeout")

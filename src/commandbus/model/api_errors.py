@@ -10,6 +10,8 @@ such an attribute counts as missing.
     no answer in time                    timeout
     all else, and what commandbus or     not a failure of the API (None)
     the handler itself has decided
+
+What a 429, a failure or a success does to its limit: `model/limit_state.py`.
 """
 
 from __future__ import annotations

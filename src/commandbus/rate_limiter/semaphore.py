@@ -13,7 +13,7 @@ from commandbus.errors import InvalidOperationError, LimitTimeoutError, RateLimi
 from commandbus.logger import safe_logger
 from commandbus.model.durations import parse_seconds
 from commandbus.model.limit import Limit, check_limit_name
-from commandbus.rate_limiter.shared_redis import SemaphoreTerms, SharedRedis, check_client, shared_redis
+from commandbus.rate_limiter.shared_redis import SemaphoreValues, SharedRedis, check_client, shared_redis
 from commandbus.settings import load_settings
 
 logger = safe_logger("commandbus.limits")
@@ -50,7 +50,7 @@ class SlotTimeoutError(RateLimitError, LimitTimeoutError):
 
 
 class _Semaphore:
-    """What both twins have: the terms, and one permit at a time."""
+    """What both twins have: the values, and one permit at a time."""
 
     def __init__(
         self,
@@ -69,22 +69,22 @@ class _Semaphore:
             check_limit_name(name), check_count("max_concurrent", max_concurrent), environment=environment
         )
         self.redis = redis_client
-        self._terms = SemaphoreTerms(limit.name, environment, max_concurrent, check_seconds("ttl", ttl))
+        self._values = SemaphoreValues(limit.name, environment, max_concurrent, check_seconds("ttl", ttl))
         self._fallback = check_count("fallback", fallback, least=0)
         self._token: str | None = None
 
     @property
     def name(self) -> str:
         """The key in Redis, `{name}_semaphore:{environment}`, which a `Limit` of that name has, too."""
-        return f"{self._terms.name}_semaphore:{self._terms.environment}"
+        return f"{self._values.name}_semaphore:{self._values.environment}"
 
     @property
     def max_concurrent(self) -> int:
-        return self._terms.concurrency
+        return self._values.concurrency
 
     @property
     def ttl(self) -> float:
-        return self._terms.lease
+        return self._values.lease
 
     @property
     def is_held(self) -> bool:
@@ -93,11 +93,11 @@ class _Semaphore:
 
     @property
     def _shared(self) -> SharedRedis:
-        return shared_redis(self.redis, self._terms.environment)
+        return shared_redis(self.redis, self._values.environment)
 
     def _try(self) -> bool:
         token = f"semaphore/{secrets.token_hex(8)}"
-        if not self._shared.take(self._terms, token, fallback=self._fallback, on_lost=lambda: self._lose(token)):
+        if not self._shared.take(self._values, token, fallback=self._fallback, on_lost=lambda: self._lose(token)):
             return False
         self._token = token
         return True
@@ -113,22 +113,22 @@ class _Semaphore:
     def _check_free(self) -> None:
         if self._token is not None:
             raise InvalidOperationError(
-                f"this semaphore of {self._terms.name!r} holds a permit: release it first, or make another one"
+                f"this semaphore of {self._values.name!r} holds a permit: release it first, or make another one"
             )
 
     def _pause(self, until: float) -> float | None:
         """Seconds until the next look at the latest; None when the time is up."""
         left = until - monotonic()
         if left <= 0:
-            logger.warning("no permit of %s became free in time", self._terms.name)
+            logger.warning("no permit of %s became free in time", self._values.name)
             return None
-        return max(LEAST_PAUSE_SECONDS, min(left, self._shared.seconds_to_next(self._terms)))
+        return max(LEAST_PAUSE_SECONDS, min(left, self._shared.seconds_to_next(self._values)))
 
     def _timed_out(self, timeout: float) -> SlotTimeoutError:
         return SlotTimeoutError(
-            f"Could not acquire API slot: no permit of {self._terms.name!r} became free within {timeout:g} s"
+            f"Could not acquire API slot: no permit of {self._values.name!r} became free within {timeout:g} s"
             f"{self._shared.trouble}",
-            limit=self._terms.name,
+            limit=self._values.name,
         )
 
 

@@ -38,8 +38,8 @@ _TRIES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class SemaphoreTerms:
-    """What the scripts must know of a semaphore; see `LimitTerms`."""
+class SemaphoreValues:
+    """What the scripts must know of a semaphore; see `LimitValues`."""
 
     name: str
     environment: str
@@ -54,7 +54,7 @@ class SemaphoreTerms:
 class Permit:
     """One that is held, or waits to be given back. `is_local`: Redis was away, and knows nothing of it yet."""
 
-    terms: SemaphoreTerms
+    values: SemaphoreValues
     token: str
     ends: float
     is_local: bool = False
@@ -104,24 +104,24 @@ class SharedRedis:
 
     # --- permits ----------------------------------------------------------------------------------------------
 
-    def take(self, terms: SemaphoreTerms, token: str, *, fallback: int, on_lost: Callable[[], None]) -> bool:
+    def take(self, values: SemaphoreValues, token: str, *, fallback: int, on_lost: Callable[[], None]) -> bool:
         """Take a permit; while Redis is away, one of the `fallback` that this program may have then."""
         began = monotonic()
         try:
             is_granted = bool(
-                self._ask(terms, lambda epoch: self._scripts.take(terms, [token], terms.lease, epoch=epoch))
+                self._ask(values, lambda epoch: self._scripts.take(values, [token], values.lease, epoch=epoch))
             )
             is_local, self._lost = False, None
         except RedisLostError as error:
             self._lost = str(error)
-            is_granted = is_local = self._held_locally(terms) < fallback
+            is_granted = is_local = self._held_locally(values) < fallback
             logger.warning(
                 "the semaphore %s cannot reach Redis (%s): %s",
-                terms.name, error, "a permit of this program's own" if is_granted else "nothing begins",
+                values.name, error, "a permit of this program's own" if is_granted else "nothing begins",
             )  # fmt: skip
         if is_granted:
             with self._lock:
-                self._permits[token] = Permit(terms, token, began + terms.lease, is_local, on_lost=on_lost)
+                self._permits[token] = Permit(values, token, began + values.lease, is_local, on_lost=on_lost)
             self._serve()
         return is_granted
 
@@ -139,10 +139,10 @@ class SharedRedis:
         with self._lock:
             self._permits.pop(token, None)
 
-    def seconds_to_next(self, terms: SemaphoreTerms) -> float:
+    def seconds_to_next(self, values: SemaphoreValues) -> float:
         """When the next permit may be free without anybody giving one back: a lease ends, or the epoch opens."""
         try:
-            use = self._ask(terms, lambda epoch: self._scripts.look(terms, epoch=epoch))
+            use = self._ask(values, lambda epoch: self._scripts.look(values, epoch=epoch))
         except RedisLostError:
             return PAUSE_SECONDS
         return max(0.01, min(use.holders.values(), default=PAUSE_SECONDS))
@@ -161,15 +161,15 @@ class SharedRedis:
 
     # --- asking Redis -----------------------------------------------------------------------------------------
 
-    def _ask(self, terms: SemaphoreTerms, ask: Callable[[str], Any]) -> Any:
+    def _ask(self, values: SemaphoreValues, ask: Callable[[str], Any]) -> Any:
         with self._asking:
             for _ in range(_TRIES):
                 if self._epoch is None:
-                    self._epoch = self._scripts.probe().epoch or self._scripts.begin_epoch(None, terms.lease)
+                    self._epoch = self._scripts.probe().epoch or self._scripts.begin_epoch(None, values.lease)
                 try:
                     return ask(self._epoch)
                 except EpochError:
-                    self._epoch = self._scripts.begin_epoch(self._epoch, terms.lease)
+                    self._epoch = self._scripts.begin_epoch(self._epoch, values.lease)
                     self._forget_epoch_of_permits()
         raise RedisLostError("its epoch changes with every question")
 
@@ -187,38 +187,40 @@ class SharedRedis:
                 permit.is_local = True
         self._wake.set()
 
-    def _held_locally(self, terms: SemaphoreTerms) -> int:
+    def _held_locally(self, values: SemaphoreValues) -> int:
         """How many permits of it this program holds, in Redis or without it."""
         with self._lock:
-            return sum(permit.terms.name == terms.name for permit in self._permits.values())
+            return sum(permit.values.name == values.name for permit in self._permits.values())
 
     def _renew(self, permit: Permit) -> None:
         began = monotonic()
         lost = self._ask(
-            permit.terms,
-            lambda epoch: self._scripts.renew(permit.terms, [permit.token], epoch=epoch, register=permit.is_local),
+            permit.values,
+            lambda epoch: self._scripts.renew(
+                permit.values, [permit.token], epoch=epoch, register=permit.is_local
+            ),
         )
         if lost:
-            logger.error("a permit of %s was lost: it could not be renewed in time", permit.terms.name)
+            logger.error("a permit of %s was lost: it could not be renewed in time", permit.values.name)
             self.keep_until_lease_ends(permit.token)
             permit.on_lost()
         else:
-            permit.ends, permit.is_local = began + permit.terms.lease, False
+            permit.ends, permit.is_local = began + permit.values.lease, False
 
     def _give_all(self, permits: list[Permit]) -> None:
         for permit in permits:
             try:
-                self._ask(permit.terms, partial(self._give_to_redis, permit))
+                self._ask(permit.values, partial(self._give_to_redis, permit))
             except RedisLostError as error:
                 if monotonic() < permit.ends:
                     logger.warning(
-                        "a permit of %s is given back when Redis is there: %s", permit.terms.name, error
+                        "a permit of %s is given back when Redis is there: %s", permit.values.name, error
                     )
                     return
             self.keep_until_lease_ends(permit.token)
 
     def _give_to_redis(self, permit: Permit, epoch: str) -> None:
-        self._scripts.give(permit.terms, [permit.token], epoch=epoch)
+        self._scripts.give(permit.values, [permit.token], epoch=epoch)
 
     # --- the thread -------------------------------------------------------------------------------------------
 
@@ -278,9 +280,9 @@ class SharedRedis:
         try:
             if permits and now >= self._check_at:
                 self._check_at = now + CHECK_SECONDS
-                self._check_epoch(max(permit.terms.lease for permit in permits))
+                self._check_epoch(max(permit.values.lease for permit in permits))
             for permit in permits:
-                is_due = permit.is_local or permit.ends - now < permit.terms.lease * 2 / 3
+                is_due = permit.is_local or permit.ends - now < permit.values.lease * 2 / 3
                 if is_due and not permit.is_given:
                     self._renew(permit)
         except RedisLostError as error:
@@ -295,7 +297,7 @@ class SharedRedis:
             for permit in ended:
                 del self._permits[permit.token]
         for permit in ended:
-            logger.error("a permit of %s was lost: Redis could not be reached for a lease", permit.terms.name)
+            logger.error("a permit of %s was lost: Redis could not be reached for a lease", permit.values.name)
             permit.on_lost()
 
 

@@ -144,7 +144,7 @@ def get_waiting(name: str) -> Steps[tuple[LimitRow, Waiting]]:
 
 
 @operation(atomic=True)
-def estimate_terms(name: str, domain: str | None, command_id: str | None) -> Steps[tuple[LimitRow, int]]:
+def row_and_ahead(name: str, domain: str | None, command_id: str | None) -> Steps[tuple[LimitRow, int]]:
     """A limit, and how many are ahead of a waiting command, or of one that would come now."""
     row = yield from get_limit(name).steps
     found = yield Statement(sql.text("limits/ahead"), {"name": name, "domain": domain, "command_id": command_id})

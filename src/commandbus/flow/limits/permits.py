@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby, takewhile
+from typing import NamedTuple
 
 from commandbus import sql
 from commandbus.errors import UnknownLimitError
@@ -24,7 +25,7 @@ from commandbus.flow.limits.declare import (
     select_limits,
     tell,
 )
-from commandbus.flow.operation import Row, Statement, Steps, operation
+from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.model import payload
 from commandbus.model.limit import until_next
 from commandbus.model.limit_state import (
@@ -212,6 +213,27 @@ def _callers(row: LimitRow, others: Iterable[str]) -> Steps[set[str]]:
     return callers
 
 
+class InLine(NamedTuple):
+    """Somebody who waits for a limit: a row of limits/next.sql. `domain` is empty for a caller inside a program.
+
+    The last two are the same in every row: does somebody wait inside a program, and for how long has a command
+    whose turn came not been claimed?
+    """
+
+    seq: int
+    domain: str
+    msg_id: int
+    token: str | None
+    since: datetime
+    name: str | None
+    command: int | None
+    has_calls: bool
+    unclaimed_seconds: float | None
+
+
+Chosen = tuple[InLine, str | None]  # with the token of the permit that is reserved for it
+
+
 @operation(atomic=True)
 def wake(
     name: str,
@@ -243,14 +265,13 @@ def wake(
             yield _note_vain(name, limit_state)
         most = 1
     waiting = yield from _first_in_line(name, most, limit_state.vain if limit_state.is_probing else {})
-    if is_barred and any(item[1] for item in waiting):
+    if is_barred and any(item.domain for item in waiting):
         yield tell(WAKE + name)
-        waiting = list(takewhile(lambda item: not item[1], waiting))
+        waiting = list(takewhile(lambda item: not item.domain, waiting))
     if not waiting:
         return Woken(0)
-    has_calls, unclaimed_seconds = waiting[0][7:]
-    has_woken = unclaimed_seconds is not None
-    if has_calls and has_woken and unclaimed_seconds >= UNCLAIMED_SECONDS:
+    has_calls, unclaimed_seconds = waiting[0].has_calls, waiting[0].unclaimed_seconds
+    if has_calls and unclaimed_seconds is not None and unclaimed_seconds >= UNCLAIMED_SECONDS:
         # Callers that have slots come first: when they end, commands can be claimed. A permit may have been
         # reserved for longer, before they came.
         yield from _end_unclaimed(row, release)
@@ -258,28 +279,39 @@ def wake(
             name, most, limit_state.vain if limit_state.is_probing else {}, calls=True
         )
     ready, has_orphans = yield from _lock(waiting)
-    chosen: list[tuple[Row, str | None]] = []
-    for is_call, group in groupby(ready, key=lambda item: item[1] == ""):
-        # A caller inside a program answers at once. If it died, its permit must not be reserved for long.
-        kept = CALL_SECONDS if is_call else min(seconds, BESIDE_CALLS_SECONDS if has_calls else seconds)
-        items = {item[3] or token_of(f"{mark}{item[0]}/{item[5]}"[:170], item[6]): item for item in group}
-        if grant is None:
-            granted = yield from _take(name, list(items), seconds=kept, newcomers=False)
-        else:
-            granted = grant(row, list(items), kept)
-            if granted and limit_state.is_probing:
-                yield from take_probe(name, granted[0], seconds=kept).steps
-        chosen += [(items[token], token) for token in granted]
-        if len(granted) < len(items):
-            break
+    chosen = yield from _reserve(row, ready, seconds, grant, mark)
     if chosen:
         yield from _let_go(name, chosen)
     if has_orphans:
         return Woken(len(chosen), 0.0)
-    if has_calls and (has_woken or any(item[1] for item, _ in chosen)):
+    if has_calls and (unclaimed_seconds is not None or any(item.domain for item, _ in chosen)):
         return Woken(len(chosen), BESIDE_CALLS_SECONDS)  # nobody is notified when a reservation was in vain
     is_more = len(chosen) < len(ready) or len(waiting) == most
     return Woken(len(chosen), _next_look(row, len(chosen)) if is_more else None)
+
+
+def _reserve(
+    row: LimitRow, ready: Sequence[InLine], seconds: float, grant: Grant | None, mark: str
+) -> Steps[list[Chosen]]:
+    """Take a permit for each of these, in their order, as far as there are permits. Returns who has one now."""
+    chosen: list[Chosen] = []
+    for is_call, group in groupby(ready, key=lambda item: not item.domain):
+        # A caller inside a program answers at once. If it died, its permit must not be reserved for long.
+        beside = BESIDE_CALLS_SECONDS if ready[0].has_calls else seconds
+        kept = CALL_SECONDS if is_call else min(seconds, beside)
+        items = {
+            item.token or token_of(f"{mark}{item.seq}/{item.name}"[:170], item.command): item for item in group
+        }
+        if grant is None:
+            granted = yield from _take(row.name, list(items), seconds=kept, newcomers=False)
+        else:
+            granted = grant(row, list(items), kept)
+            if granted and row.limit_state.is_probing:
+                yield from take_probe(row.name, granted[0], seconds=kept).steps
+        chosen += [(items[token], token) for token in granted]
+        if len(granted) < len(items):
+            break
+    return chosen
 
 
 def _end_unclaimed(row: LimitRow, release: Release | None) -> Steps[None]:
@@ -302,7 +334,7 @@ def _end_unclaimed(row: LimitRow, release: Release | None) -> Steps[None]:
         )
 
 
-def _first_in_line(name: str, most: int, vain: Mapping[str, int], *, calls: bool = False) -> Steps[list[Row]]:
+def _first_in_line(name: str, most: int, vain: Mapping[str, int], *, calls: bool = False) -> Steps[list[InLine]]:
     """Who comes next. `vain`: a probe is wanted, and those who have probed in vain come after the others. `calls`:
     only those who wait inside programs."""
     line = "p.since, p.command, p.seq"
@@ -319,17 +351,17 @@ def _first_in_line(name: str, most: int, vain: Mapping[str, int], *, calls: bool
         return Statement(sql.text("limits/next", **parts), values)
 
     waiting = yield ask(f"NOT {known}", line)
-    if waiting or not vain:
-        return list(waiting)
-    return list((yield ask(known, f"(%(vain)s::jsonb ->> p.command::text)::integer, {line}")))
+    if not waiting and vain:
+        waiting = yield ask(known, f"(%(vain)s::jsonb ->> p.command::text)::integer, {line}")
+    return [InLine(*row) for row in waiting]
 
 
-def _lock(waiting: Sequence[Row]) -> Steps[tuple[list[Row], bool]]:
+def _lock(waiting: Sequence[InLine]) -> Steps[tuple[list[InLine], bool]]:
     """Lock the queue rows of waiting commands. Returns who is ready, and whether the message of some is gone."""
     free: set[tuple[str, int]] = set()
     has_orphans = False
-    for domain in sorted({item[1] for item in waiting} - {""}):
-        msg_ids = [item[2] for item in waiting if item[1] == domain]
+    for domain in sorted({item.domain for item in waiting} - {""}):
+        msg_ids = [item.msg_id for item in waiting if item.domain == domain]
         locked = yield Statement(sql.text("limits/lock_waiting", domain=domain), {"msg_ids": msg_ids})
         free |= {(domain, msg_id) for (msg_id,) in locked}
         if len(locked) < len(msg_ids):
@@ -337,7 +369,7 @@ def _lock(waiting: Sequence[Row]) -> Steps[tuple[list[Row], bool]]:
                 sql.text("limits/orphans", domain=domain), {"domain": domain, "msg_ids": msg_ids}
             )
             has_orphans = has_orphans or bool(gone)
-    return [item for item in waiting if item[1] == "" or (item[1], item[2]) in free], has_orphans
+    return [item for item in waiting if not item.domain or (item.domain, item.msg_id) in free], has_orphans
 
 
 def _dismiss(name: str, most: int, *, is_barred: bool) -> Steps[Woken]:
@@ -345,10 +377,10 @@ def _dismiss(name: str, most: int, *, is_barred: bool) -> Steps[Woken]:
     of them: they then learn that there is no such limit."""
     waiting = yield from _first_in_line(name, most, {})
     if is_barred:
-        waiting = [item for item in waiting if not item[1]]
+        waiting = [item for item in waiting if not item.domain]
     ready, has_orphans = yield from _lock(waiting)
     if ready:
-        yield from _let_go(name, [(item, item[3]) for item in ready])
+        yield from _let_go(name, [(item, item.token) for item in ready])
     return Woken(len(ready), 0.0 if has_orphans or len(waiting) == most else None)
 
 
@@ -360,17 +392,16 @@ def _note_vain(name: str, limit_state: LimitState) -> Statement:
     )
 
 
-def _let_go(name: str, chosen: Sequence[tuple[Row, str | None]]) -> Steps[None]:
+def _let_go(name: str, chosen: Sequence[Chosen]) -> Steps[None]:
     yield Statement(
         sql.text("limits/woken"),
-        {"name": name, "seqs": [item[0] for item, _ in chosen], "tokens": [token for _, token in chosen]},
+        {"name": name, "seqs": [item.seq for item, _ in chosen], "tokens": [token for _, token in chosen]},
     )
-    for domain in sorted({item[1] for item, _ in chosen} - {""}):
-        own = [item for item, _ in chosen if item[1] == domain]
-        since: list[datetime] = [item[4] for item in own]
+    for domain in sorted({item.domain for item, _ in chosen} - {""}):
+        own = [item for item, _ in chosen if item.domain == domain]
+        msg_ids, since = [item.msg_id for item in own], [item.since for item in own]
         yield Statement(
-            sql.text("limits/wake", domain=domain),
-            {"domain": domain, "msg_ids": [item[2] for item in own], "since": since},
+            sql.text("limits/wake", domain=domain), {"domain": domain, "msg_ids": msg_ids, "since": since}
         )
 
 

@@ -29,7 +29,7 @@ from commandbus.flow.limits.declare import CHANNEL
 from commandbus.flow.operation import Row, Statement, Steps, operation
 from commandbus.model import payload
 from commandbus.model.limit import allowance, share
-from commandbus.model.limit_terms import LimitTerms
+from commandbus.model.limit_values import LimitValues
 
 REDIS: Final = "redis"
 DEGRADED: Final = "degraded"
@@ -179,7 +179,7 @@ class RedisFleetState:
         tokens = {token for program in self.programs for token in program.tokens(name, self.now)}
         return len(tokens) + sum(program.may_hold(name, self.lease, pace) for program in self.programs)
 
-    def tat(self, limit: LimitTerms) -> float:
+    def tat(self, limit: LimitValues) -> float:
         """How far the rate is used up. Redis' own count cannot be read, so the bucket is full at the start."""
         if not limit.per_second:
             return 0.0
@@ -250,7 +250,7 @@ def _decide(fleet: RedisFleetState, pace: HeartbeatPace, redis: Epochs | None) -
 
 @operation(atomic=True)
 def take_share(
-    id_: str, limit: LimitTerms, tokens: Sequence[str], seconds: float, *, pace: HeartbeatPace
+    id_: str, limit: LimitValues, tokens: Sequence[str], seconds: float, *, pace: HeartbeatPace
 ) -> Steps[tuple[str, list[str]]]:
     """Take permits that PostgreSQL keeps. Returns the mode (nothing is taken in another than `degraded`), and the
     tokens that have a permit."""
@@ -282,7 +282,7 @@ def take_share(
 
 
 @operation(atomic=True)
-def renew_share(id_: str, limit: LimitTerms, tokens: Sequence[str]) -> Steps[tuple[str, list[str]]]:
+def renew_share(id_: str, limit: LimitValues, tokens: Sequence[str]) -> Steps[tuple[str, list[str]]]:
     """Renew permits that PostgreSQL keeps; a permit that another program has taken for this one becomes its own.
     Returns the mode (nothing is renewed in another than `degraded`), and the tokens that hold no permit."""
     fleet = yield from _fleet((yield from _lock()), limit.lease)

@@ -39,7 +39,7 @@ from commandbus.errors import (
 )
 from commandbus.flow.commands.settle import settle, settle_one
 from commandbus.flow.operation import Operation, Statement, Steps, operation
-from commandbus.limits.with_block import Hold, async_block, check_limit_terms, sync_block
+from commandbus.limits.with_block import Hold, async_block, check_block_times, sync_block
 from commandbus.model import payload
 from commandbus.model.command import Command
 from commandbus.model.durations import Duration, format_seconds, parse_seconds
@@ -501,7 +501,7 @@ class HandlerContext(_Context):
         ladder ends a handler that ignores that. A call that comes back later raises ApiTimeoutError at the end of
         the block. `call.remaining()` returns the time that is left.
         """
-        return sync_block(self._permits(), name, *check_limit_terms(name, wait, timeout))
+        return sync_block(self._permits(), name, *check_block_times(name, wait, timeout))
 
     @contextmanager
     def child(self, *, timeout: Duration) -> Iterator[HandlerContext]:
@@ -617,7 +617,7 @@ class AsyncHandlerContext(_Context):
         `call_timeout`; 0 is any time) the block cancels what it awaits, and raises ApiTimeoutError: the handler
         may go on with its other calls.
         """
-        return AsyncBlock(async_block(self._permits(), name, *check_limit_terms(name, wait, timeout)))
+        return AsyncBlock(async_block(self._permits(), name, *check_block_times(name, wait, timeout)))
 
     @asynccontextmanager
     async def child(self, *, timeout: Duration) -> AsyncIterator[AsyncHandlerContext]:

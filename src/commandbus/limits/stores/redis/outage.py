@@ -22,7 +22,7 @@ from commandbus.limits.stores.redis.permit_ledger import HeldPermit, PermitLedge
 from commandbus.limits.stores.redis.ping import Ping
 from commandbus.limits.stores.redis.scripts import EpochError, Probe, RedisLostError, RedisScripts, StaleError
 from commandbus.logger import safe_logger
-from commandbus.model.limit_terms import LimitTerms
+from commandbus.model.limit_values import LimitValues
 
 T = TypeVar("T")
 logger = safe_logger("commandbus.limits")
@@ -72,7 +72,7 @@ class FleetFollower:
         """The epoch of Redis. In a new epoch, Redis has forgotten what it was told before."""
         return (self._seen.epoch if self._seen else None) or ""
 
-    def is_open_for(self, limit: LimitTerms) -> bool:
+    def is_open_for(self, limit: LimitValues) -> bool:
         """May newcomers begin as soon as the fleet says so? Of a limit that programs outside the fleet share,
         Redis itself lets nobody begin before one lease has passed."""
         return self.mode == REDIS and not limit.shared
@@ -137,7 +137,7 @@ class FleetFollower:
             if self.mode == JOINING:  # the fleet may be waiting for this program alone
                 self._settle(reachable=True)
 
-    def give_owed(self, limit: LimitTerms, epoch: str) -> bool:
+    def give_owed(self, limit: LimitValues, epoch: str) -> bool:
         """Tell Redis what was given back."""
         owed = self._held_in_redis.owed[limit.name]
         if owed:
@@ -218,7 +218,7 @@ class FleetFollower:
             return True
         return False
 
-    def _tell_of(self, limit: LimitTerms, token: str, permit: HeldPermit) -> None:
+    def _tell_of(self, limit: LimitValues, token: str, permit: HeldPermit) -> None:
         """A permit that was taken for a lease is renewed; one that is kept for another program is not."""
         began = boottime()
         seconds = limit.lease if permit.seconds >= limit.lease else permit.ends - began

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from commandbus.clock import boottime
 from commandbus.flow.limits.redis_outage import Held
-from commandbus.model.limit_terms import LimitTerms
+from commandbus.model.limit_values import LimitValues
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class PermitLedger:
     """The permits of one program, by limit and token."""
 
     def __init__(self) -> None:
-        self.limits: dict[str, LimitTerms] = {}
+        self.limits: dict[str, LimitValues] = {}
         self.held: defaultdict[str, dict[str, HeldPermit]] = defaultdict(dict)
         # Permits that were released but not in Redis yet, and until when that matters.
         self.owed: defaultdict[str, dict[str, float]] = defaultdict(dict)
@@ -49,7 +49,7 @@ class PermitLedger:
         return any(self.held.values())
 
     def keep(
-        self, limit: LimitTerms, tokens: Sequence[str], began: float, seconds: float, epoch: str | None
+        self, limit: LimitValues, tokens: Sequence[str], began: float, seconds: float, epoch: str | None
     ) -> None:
         """Remember what we have: from before it was asked for, so that our own lease never ends last."""
         held = self.held[limit.name]
@@ -64,7 +64,7 @@ class PermitLedger:
             self.lives += 1
 
     def renewed_beside(
-        self, limit: LimitTerms, tokens: Sequence[str], began: float, epoch: str, life: int
+        self, limit: LimitValues, tokens: Sequence[str], began: float, epoch: str, life: int
     ) -> list[str]:
         """Remember what another thread has renewed. Returns the tokens for which that counts."""
         with self._lock:
@@ -76,7 +76,7 @@ class PermitLedger:
                 held[token] = HeldPermit(began + limit.lease, limit.lease, epoch)
             return counted
 
-    def give(self, limit: LimitTerms, tokens: Sequence[str]) -> None:
+    def give(self, limit: LimitValues, tokens: Sequence[str]) -> None:
         """They are ours no more; what Redis knows of, or may know of, it must be told."""
         ends, held = boottime() + limit.lease, self.held[limit.name]
         for token in tokens:
@@ -85,18 +85,18 @@ class PermitLedger:
             if permit is None or permit.epoch is not None:
                 self.owed[limit.name][token] = ends
 
-    def lose(self, limit: LimitTerms, tokens: Sequence[str]) -> None:
+    def lose(self, limit: LimitValues, tokens: Sequence[str]) -> None:
         """Others may have them now."""
         with self._lock:
             for token in tokens:
                 self.held[limit.name].pop(token, None)
 
-    def ending(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
+    def ending(self, limit: LimitValues, tokens: Sequence[str], seconds: float) -> list[str]:
         """Which of them end within so many seconds, or are not ours at all?"""
         soon, held = boottime() + seconds, self.held[limit.name]
         return [token for token in tokens if token not in held or held[token].ends <= soon]
 
-    def forgotten(self, limit: LimitTerms, tokens: Sequence[str], epoch: str) -> list[str]:
+    def forgotten(self, limit: LimitValues, tokens: Sequence[str], epoch: str) -> list[str]:
         """Which of them was Redis told in another epoch, if the lease has not run out meanwhile?"""
         now, held = boottime(), self.held[limit.name]
         return [
@@ -116,7 +116,7 @@ class PermitLedger:
 
     # ── What PostgreSQL is told ─────────────────────────────────────────────────────────────────────────────────
 
-    def plan(self, limit: LimitTerms, more: int) -> bool:
+    def plan(self, limit: LimitValues, more: int) -> bool:
         """So many more may be ours soon. True: that is more than PostgreSQL knows, and it must be told first."""
         if limit.concurrency is None:
             return False

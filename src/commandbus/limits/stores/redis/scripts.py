@@ -26,7 +26,7 @@ from commandbus.clock import monotonic
 from commandbus.errors import ConfigurationError
 from commandbus.logger import safe_logger
 from commandbus.model.limit import FLOW_SECONDS, PermitUsage
-from commandbus.model.limit_terms import LimitTerms
+from commandbus.model.limit_values import LimitValues
 
 logger = safe_logger("commandbus.limits")
 
@@ -53,7 +53,7 @@ class EpochError(Exception):
 class ExclusiveError(ConfigurationError):
     """A stand-alone semaphore has the name of a limit that the workers do not share."""
 
-    def __init__(self, limit: LimitTerms) -> None:
+    def __init__(self, limit: LimitValues) -> None:
         super().__init__(
             f"limit {limit.name!r} of environment {limit.environment!r} is used by workers that do not share it: "
             f"a semaphore may hold no permit of it. Declare it as Limit({limit.name!r}, …, shared=True), or give "
@@ -156,7 +156,7 @@ class RedisScripts:
 
     def take(
         self,
-        limit: LimitTerms,
+        limit: LimitValues,
         tokens: Sequence[str],
         seconds: float,
         *,
@@ -177,7 +177,7 @@ class RedisScripts:
 
     def renew(
         self,
-        limit: LimitTerms,
+        limit: LimitValues,
         tokens: Sequence[str],
         *,
         epoch: str,
@@ -193,11 +193,11 @@ class RedisScripts:
         concurrency = -1 if limit.concurrency is None else limit.concurrency
         return self._ask("renew", limit, epoch, (epoch, leave, opens, int(register), concurrency, lease, *tokens))
 
-    def give(self, limit: LimitTerms, tokens: Sequence[str], *, epoch: str) -> None:
+    def give(self, limit: LimitValues, tokens: Sequence[str], *, epoch: str) -> None:
         """Give permits back."""
         self._ask("give", limit, epoch, (epoch, *tokens))
 
-    def look(self, limit: LimitTerms, *, epoch: str) -> PermitUsage:
+    def look(self, limit: LimitValues, *, epoch: str) -> PermitUsage:
         """Who holds a permit, and how fast they are given."""
         flow, holders, now = self._ask("look", limit, epoch, (epoch, 0, FLOW_SECONDS))
         pairs = zip(holders[::2], holders[1::2], strict=True)
@@ -209,12 +209,12 @@ class RedisScripts:
             blocked_seconds=opens_in if opens_in > 0 else None,
         )
 
-    def _use(self, limit: LimitTerms) -> str:
+    def _use(self, limit: LimitValues) -> str:
         if self._is_alone:
             return "semaphore"
         return "shared" if limit.shared else "fleet"
 
-    def _warn_of_outsiders(self, limit: LimitTerms) -> None:
+    def _warn_of_outsiders(self, limit: LimitValues) -> None:
         now = monotonic()
         if now - self._warned.get(limit.name, -math.inf) > WARN_SECONDS:
             self._warned[limit.name] = now
@@ -229,7 +229,7 @@ class RedisScripts:
         self._server = None
         self._conn.disconnect()
 
-    def _ask(self, script: str, limit: LimitTerms, epoch: str, words: Sequence[object]) -> list[Any]:
+    def _ask(self, script: str, limit: LimitValues, epoch: str, words: Sequence[object]) -> list[Any]:
         """Run one of the scripts that serve a limit."""
         self._connect()
         if not self._is_current(epoch):

@@ -34,7 +34,7 @@ from commandbus.limits.stores.redis.patient_connection import PatientConnection
 from commandbus.limits.stores.redis.permit_ledger import PermitLedger
 from commandbus.limits.stores.redis.scripts import EpochError, RedisLostError, RedisScripts, StaleError
 from commandbus.model.limit import PermitUsage
-from commandbus.model.limit_terms import LimitTerms
+from commandbus.model.limit_values import LimitValues
 from commandbus.settings import Settings
 
 _TRIES: Final = 3
@@ -65,7 +65,7 @@ class RedisPermitStore:
     # ── What the limit client asks
     # ──────────────────────────────────────────────────────────────────────────────────────
 
-    def take(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
+    def take(self, limit: LimitValues, tokens: Sequence[str], seconds: float) -> list[str]:
         """Take permits for some seconds. Returns the tokens that have one, which are the first of those given."""
         self._held_in_redis.limits[limit.name] = limit
         granted: list[str] = (
@@ -74,7 +74,7 @@ class RedisPermitStore:
         self._granted[limit.name] += len(granted)
         return granted
 
-    def keep_for_others(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
+    def keep_for_others(self, limit: LimitValues, tokens: Sequence[str], seconds: float) -> list[str]:
         """Take permits that others will adopt. This program does not count them: when Redis is lost, whoever has
         adopted one counts it, and one that nobody has adopted is void."""
         granted = self.take(limit, tokens, seconds)
@@ -82,7 +82,7 @@ class RedisPermitStore:
             self._held_in_redis.lose(limit, granted)
         return granted
 
-    def renew(self, limit: LimitTerms, tokens: Sequence[str]) -> list[str]:
+    def renew(self, limit: LimitValues, tokens: Sequence[str]) -> list[str]:
         """Renew leases. Returns the tokens that hold no permit any more."""
         self._held_in_redis.limits[limit.name] = limit
         if not tokens:
@@ -94,12 +94,12 @@ class RedisPermitStore:
         self._held_in_redis.lose(limit, lost)
         return lost
 
-    def renewed_at(self, limit: LimitTerms, token: str) -> float | None:
+    def renewed_at(self, limit: LimitValues, token: str) -> float | None:
         """When the lease of this token was last renewed successfully; None: this program does not hold it."""
         permit = self._held_in_redis.held[limit.name].get(token)
         return None if permit is None else permit.ends - permit.seconds
 
-    def renew_beside(self, limit: LimitTerms, tokens: Sequence[str]) -> list[str]:
+    def renew_beside(self, limit: LimitValues, tokens: Sequence[str]) -> list[str]:
         """Renew leases without PostgreSQL, as long as Redis lets this program. Returns the tokens that were."""
         life, epoch, leave = self._held_in_redis.lives, self._fleet.epoch, self._fleet.leave
         held = self._held_in_redis.held[limit.name]
@@ -118,7 +118,7 @@ class RedisPermitStore:
         """Close the other thread's connection, on that thread."""
         self._permits_beside.close()
 
-    def give(self, limit: LimitTerms, tokens: Sequence[str]) -> None:
+    def give(self, limit: LimitValues, tokens: Sequence[str]) -> None:
         """Release permits. If Redis is unreachable, it is told when it is back."""
         self._held_in_redis.limits[limit.name] = limit
         if not tokens:
@@ -126,7 +126,7 @@ class RedisPermitStore:
         self._held_in_redis.give(limit, tokens)
         self._connection.safely(lambda: self._give(limit, tokens), None)
 
-    def look(self, limit: LimitTerms) -> PermitUsage:
+    def look(self, limit: LimitValues) -> PermitUsage:
         """Who holds a permit, and how fast they are given."""
         self._held_in_redis.limits[limit.name] = limit
         return self._connection.safely(lambda: self._look(limit), PermitUsage(mode=self.mode))
@@ -155,7 +155,7 @@ class RedisPermitStore:
 
     # ── Permits ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
+    def _take(self, limit: LimitValues, tokens: Sequence[str], seconds: float) -> list[str]:
         for _ in range(_TRIES):
             self._prepare(limit, len(tokens))
             if not self._fleet.reaches_redis:
@@ -170,11 +170,11 @@ class RedisPermitStore:
                 return granted
         return []
 
-    def _take_at_redis(self, limit: LimitTerms, tokens: Sequence[str], seconds: float, epoch: str) -> list[str]:
+    def _take_at_redis(self, limit: LimitValues, tokens: Sequence[str], seconds: float, epoch: str) -> list[str]:
         is_open = self._fleet.is_open_for(limit)
         return self._permits.take(limit, tokens, seconds, epoch=epoch, leave=self._fleet.leave, is_open=is_open)
 
-    def _take_share(self, limit: LimitTerms, tokens: Sequence[str], seconds: float) -> list[str]:
+    def _take_share(self, limit: LimitValues, tokens: Sequence[str], seconds: float) -> list[str]:
         began = boottime()
         mode, granted = self._connection.run(
             redis_outage.take_share(self._fleet.id, limit, tokens, seconds, pace=self._pace)
@@ -184,7 +184,7 @@ class RedisPermitStore:
         self._held_in_redis.keep(limit, granted, began, seconds, None)
         return granted
 
-    def _renew(self, limit: LimitTerms, tokens: Sequence[str]) -> list[str] | None:
+    def _renew(self, limit: LimitValues, tokens: Sequence[str]) -> list[str] | None:
         held = self._held_in_redis.held[limit.name]
         for _ in range(_TRIES):
             self._prepare(limit, sum(1 for token in tokens if token not in held))
@@ -199,7 +199,7 @@ class RedisPermitStore:
                 return lost
         return None
 
-    def _renew_at_redis(self, limit: LimitTerms, tokens: Sequence[str], epoch: str) -> list[str]:
+    def _renew_at_redis(self, limit: LimitValues, tokens: Sequence[str], epoch: str) -> list[str]:
         """Tell Redis again what it was told in another epoch, if the lease has not run out meanwhile."""
         forgotten = self._held_in_redis.forgotten(limit, tokens, epoch)
         known = [token for token in tokens if token not in forgotten]
@@ -209,7 +209,7 @@ class RedisPermitStore:
             lost += ask(forgotten, register=True, is_open=self._fleet.is_open_for(limit))
         return lost + (ask(known) if known else [])
 
-    def _renew_share(self, limit: LimitTerms, tokens: Sequence[str]) -> list[str] | None:
+    def _renew_share(self, limit: LimitValues, tokens: Sequence[str]) -> list[str] | None:
         began = boottime()
         mode, lost = self._connection.run(redis_outage.renew_share(self._fleet.id, limit, tokens))
         if mode != DEGRADED:
@@ -218,7 +218,7 @@ class RedisPermitStore:
         self._held_in_redis.keep(limit, [token for token in tokens if token not in lost], began, limit.lease, None)
         return lost
 
-    def _give(self, limit: LimitTerms, tokens: Sequence[str]) -> None:
+    def _give(self, limit: LimitValues, tokens: Sequence[str]) -> None:
         for _ in range(_TRIES):
             self._prepare(limit, 0)
             if not self._fleet.reaches_redis:
@@ -228,7 +228,7 @@ class RedisPermitStore:
             if self._fleet.ask(partial(self._fleet.give_owed, limit)):
                 return
 
-    def _look(self, limit: LimitTerms) -> PermitUsage:
+    def _look(self, limit: LimitValues) -> PermitUsage:
         self._prepare(limit, 0)
         if self._fleet.reaches_redis:
             found = self._fleet.ask(lambda epoch: self._permits.look(limit, epoch=epoch))
@@ -236,7 +236,7 @@ class RedisPermitStore:
                 return replace(found, mode=self.mode)
         return PermitUsage(self._connection.run(redis_outage.look_share(limit.name)), None, self.mode)
 
-    def _prepare(self, limit: LimitTerms, more: int) -> None:
+    def _prepare(self, limit: LimitValues, more: int) -> None:
         """Before more permits are asked for: PostgreSQL must know at least as many as this program will hold. If
         this program is killed, and Redis is lost, too, they count as used for one lease."""
         if not self._fleet.is_known:

@@ -1,11 +1,11 @@
-"""Terms: what a permit store must know of a limit. `flow.limits.LimitRow` has all of it."""
+"""The values of a limit that a permit store needs. `flow.limits.LimitRow` has all of it."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 
-class LimitTerms(Protocol):
+class LimitValues(Protocol):
     """A limit's name, and what it allows."""
 
     @property
