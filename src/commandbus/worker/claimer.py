@@ -140,7 +140,7 @@ class Claimer(DatabaseService):
     def lost(self, error: psycopg.Error) -> None:
         if error.sqlstate is not None:
             self._asked_at = monotonic()  # a refusal is an answer: another worker would get the same
-        else:
+        if self._connection.conn_is_lost():
             self._looks = [0.0]
 
     def connected(self, conn: Connection[Any]) -> None:

@@ -17,7 +17,7 @@ WITH held AS MATERIALIZED (
        AND headers -> 'held_by'::text = pg_catalog.to_jsonb(%(worker)s::text)
 )
 SELECT h.msg_id, h.read_ct, c.id, c.command_id, c.command_type, NULL, least(c.attempt_base, 2000000000), c.waived, c.max_attempts,
-       c.correlation_id, c.reply_to, NULL, greatest(least(c.created_at, pg_catalog.now()), 'epoch'), false,
+       c.correlation_id, c.reply_to, NULL, pg_catalog.date_part('epoch', c.created_at), false,
        NULLIF(h.headers ? 'before'::text, false), NULL, pg_catalog.now(), pg_catalog.now(), c.timeout, c.suspect,
        c.step, c.batch, false, c.quarantine, c.alone,
        CASE WHEN c.expires_at IS NOT NULL OR c.snoozes IS NOT NULL OR c.on_exhausted IS NOT NULL
