@@ -21,7 +21,7 @@ from typing import Final
 import psycopg
 
 from commandbus.clock import monotonic
-from commandbus.db.transient_errors import is_passing
+from commandbus.db.transient_errors import OtherPassingError, is_passing
 from commandbus.logger import SafeLogger
 from commandbus.model.durations import format_seconds
 from commandbus.model.service_backoff import Backoff
@@ -120,7 +120,7 @@ class ServerWait:
                 self._attempt()
             except BaseException as error:  # noqa: BLE001 - raised by `check`, where somebody waits for it
                 if not (self._is_patient and passes_by_itself(error)):
-                    self._error = error
+                    self._error = error.original if isinstance(error, OtherPassingError) else error
                     break
                 self._note(error)
                 self.tried.set()

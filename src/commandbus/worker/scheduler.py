@@ -18,7 +18,7 @@ from psycopg import Connection
 
 from commandbus.clock import monotonic
 from commandbus.db.service import DatabaseService
-from commandbus.db.transient_errors import is_locked
+from commandbus.db.transient_errors import PassingError, is_locked
 from commandbus.errors import CommandBusError
 from commandbus.flow.schedules.declare import declare, forget, put_into_effect, undecided, undeclared
 from commandbus.flow.schedules.exist import CHANNEL
@@ -57,13 +57,16 @@ class Scheduler(DatabaseService):
         self._domains = list(domains)
         self._declared = list(declared)
         self._grace = settings.schedule_grace
-        self._longest = DECLARE_SECONDS if self.can_listen else BLIND_SECONDS
         self._declare_at = 0.0
         self._forget_at = 0.0
         self._connected_at = monotonic()
         self._aside: dict[tuple[str, str], float] = {}
         self._undeclared: set[tuple[str, str]] = set()
         self._said: set[str] = set()
+
+    @property
+    def _longest(self) -> float:
+        return DECLARE_SECONDS if self.can_listen else BLIND_SECONDS
 
     def connected(self, conn: Connection[Any]) -> None:
         self.listen(conn, CHANNEL)
@@ -74,7 +77,7 @@ class Scheduler(DatabaseService):
         try:
             self._tend_declarations()
             seconds = self._fire_due()
-        except psycopg.OperationalError:
+        except PassingError:
             raise
         except Exception:
             logger.exception("a round of the scheduler failed")
@@ -112,7 +115,7 @@ class Scheduler(DatabaseService):
         try:
             moved = {item.name: item.commands for item in self._connection.run(fire(domain, decided))}
         except (CommandBusError, psycopg.Error) as error:
-            if isinstance(error, psycopg.OperationalError) and not is_locked(error):
+            if isinstance(error, PassingError) and not is_locked(error):
                 raise
             if len(decided) > 1:  # one of them is to blame
                 return sum(self._fire(domain, [item]) for item in decided)
@@ -140,7 +143,7 @@ class Scheduler(DatabaseService):
     def _set_aside(self, domain: str, item: Decided, error: Exception) -> None:
         """If somebody's transaction holds the id of its command, this worker leaves it alone for a moment, because
         each try waits, and the others must fire. Any other error is noted in the row."""
-        if isinstance(error, psycopg.OperationalError):
+        if isinstance(error, PassingError):
             logger.warning("schedule %s/%s waits for another transaction: %s", domain, item.name, error)
             self._aside[domain, item.name] = monotonic() + ASIDE_SECONDS
         else:
