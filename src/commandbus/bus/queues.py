@@ -17,12 +17,15 @@ import psycopg
 from psycopg import AsyncConnection, Connection
 from psycopg import sql as pgsql
 
+from commandbus.bus.base import BusBase
 from commandbus.bus.call_listener import address_of
+from commandbus.bus.one_body import awaited
 from commandbus.bus.repositories.base import AsyncRepository, Repository
 from commandbus.clock import monotonic
 from commandbus.db.bus_pool import unavailable
 from commandbus.db.drivers import run, run_async
 from commandbus.db.pool import is_pooled, lasting_conninfo, listening_kwargs, note_pooler
+from commandbus.flow.operation import Operation, then
 from commandbus.lazy import lazy
 from commandbus.model.durations import Duration
 from commandbus.model.json_values import JsonValue
@@ -54,7 +57,7 @@ class PgmqClient(Repository):
 
     def create_queue(self, queue: str, *, conn: object = None) -> None:
         """Create a queue; nothing happens if it is there."""
-        self._bus.run(domains.create_queue(queue), conn)
+        return self._bus.run(domains.create_queue(queue), conn)
 
     def drop_queue(self, queue: str, *, conn: object = None) -> bool:
         """Drop a queue and its archive with all that is in them; False if there was none."""
@@ -86,8 +89,8 @@ class PgmqClient(Repository):
     ) -> int:
         """Send a message, anything that JSON has a word for; returns its id. It can be read after `delay`, or from
         `at` on."""
-        (msg_id,) = self._send(queue, [message], [headers], delay, at, conn)
-        return msg_id
+        sending = _sending(self._bus, queue, [message], [headers], delay, at)
+        return self._bus.run(then(sending, lambda msg_ids: msg_ids[0]), conn)
 
     def send_batch(
         self,
@@ -100,15 +103,7 @@ class PgmqClient(Repository):
         conn: object = None,
     ) -> list[int]:
         """Send messages in one statement, in their order; `headers` has one entry for each. Returns their ids."""
-        return self._send(queue, messages, headers, delay, at, conn)
-
-    def _send(
-        self, queue: str, sent: Sequence[Any], headers: Any, delay: Any, at: datetime | None, conn: object
-    ) -> list[int]:
-        limit = self._bus.settings.max_payload_bytes
-        after = None if delay is None else messages.seconds_of(delay, "delay")
-        operation = messages.send(queue, sent, headers=headers, delay=after, at=at, max_bytes=limit)
-        return self._bus.run(operation, conn)
+        return self._bus.run(_sending(self._bus, queue, messages, headers, delay, at), conn)
 
     def read(
         self, queue: str, *, vt: Duration = VT_SECONDS, qty: int = 1, conn: object = None
@@ -143,7 +138,7 @@ class PgmqClient(Repository):
 
     def delete(self, queue: str, msg_id: int, *, conn: object = None) -> bool:
         """Remove a message; False if it was not there."""
-        return bool(self.delete_batch(queue, [msg_id], conn=conn))
+        return self._bus.run(then(messages.delete(queue, [msg_id]), bool), conn)
 
     def delete_batch(self, queue: str, msg_ids: Sequence[int], *, conn: object = None) -> list[int]:
         """Remove messages; returns the ids of those that were there."""
@@ -151,7 +146,8 @@ class PgmqClient(Repository):
 
     def archive(self, queue: str, msg_id: int, *, conn: object = None) -> bool:
         """Move a message to the queue's archive; False if it was not there."""
-        return bool(self.archive_batch(queue, [msg_id], conn=conn))
+        archiving = messages.archive(queue, self._bus._queue_shapes, [msg_id])
+        return self._bus.run(then(archiving, bool), conn)
 
     def archive_batch(self, queue: str, msg_ids: Sequence[int], *, conn: object = None) -> list[int]:
         """Move messages to the queue's archive; returns the ids of those that were there."""
@@ -194,68 +190,21 @@ class PgmqClient(Repository):
 class AsyncPgmqClient(AsyncRepository):
     """PGMQ queues for async code: the same methods, awaited. `bus.queues`, or `AsyncPgmqClient(pool)`."""
 
-    async def create_queue(self, queue: str, *, conn: object = None) -> None:
-        """Create a queue; nothing happens if it is there."""
-        await self._bus.run(domains.create_queue(queue), conn)
-
-    async def drop_queue(self, queue: str, *, conn: object = None) -> bool:
-        """Drop a queue and its archive with all that is in them; False if there was none."""
-        return await self._bus.run(domains.drop_queue(queue), conn)
-
-    async def list_queues(self, *, conn: object = None) -> list[QueueInfo]:
-        """All queues by name, those of domains included."""
-        return await self._bus.run(inspect.list_queues(), conn)
-
-    async def metrics(self, queue: str, *, conn: object = None) -> QueueMetrics:
-        """The figures of a queue."""
-        return await self._bus.run(inspect.metrics(queue), conn)
-
-    async def metrics_all(self, *, conn: object = None) -> list[QueueMetrics]:
-        """The figures of all queues that this role may read, by name."""
-        return await self._bus.run(inspect.metrics_all(), conn)
-
-    async def send(
-        self,
-        queue: str,
-        message: JsonValue,
-        *,
-        headers: Mapping[str, JsonValue] | None = None,
-        delay: Duration | None = None,
-        at: datetime | None = None,
-        conn: object = None,
-    ) -> int:
-        """Send a message; see PgmqClient.send."""
-        (msg_id,) = await self._send(queue, [message], [headers], delay, at, conn)
-        return msg_id
-
-    async def send_batch(
-        self,
-        queue: str,
-        messages: Sequence[JsonValue],
-        *,
-        headers: Sequence[Mapping[str, JsonValue] | None] | None = None,
-        delay: Duration | None = None,
-        at: datetime | None = None,
-        conn: object = None,
-    ) -> list[int]:
-        """Send messages in one statement; see PgmqClient.send_batch."""
-        return await self._send(queue, messages, headers, delay, at, conn)
-
-    async def _send(
-        self, queue: str, sent: Sequence[Any], headers: Any, delay: Any, at: datetime | None, conn: object
-    ) -> list[int]:
-        limit = self._bus.settings.max_payload_bytes
-        after = None if delay is None else messages.seconds_of(delay, "delay")
-        operation = messages.send(queue, sent, headers=headers, delay=after, at=at, max_bytes=limit)
-        return await self._bus.run(operation, conn)
-
-    async def read(
-        self, queue: str, *, vt: Duration = VT_SECONDS, qty: int = 1, conn: object = None
-    ) -> list[QueueMessage]:
-        """Read up to `qty` messages, oldest first; see PgmqClient.read."""
-        return await self._bus.run(
-            messages.read(queue, self._bus._queue_shapes, vt=messages.seconds_of(vt, "vt"), qty=qty), conn
-        )
+    create_queue = awaited(PgmqClient.create_queue)
+    drop_queue = awaited(PgmqClient.drop_queue)
+    list_queues = awaited(PgmqClient.list_queues)
+    metrics = awaited(PgmqClient.metrics)
+    metrics_all = awaited(PgmqClient.metrics_all)
+    send = awaited(PgmqClient.send)
+    send_batch = awaited(PgmqClient.send_batch)
+    read = awaited(PgmqClient.read)
+    pop = awaited(PgmqClient.pop)
+    delete = awaited(PgmqClient.delete)
+    delete_batch = awaited(PgmqClient.delete_batch)
+    archive = awaited(PgmqClient.archive)
+    archive_batch = awaited(PgmqClient.archive_batch)
+    set_vt = awaited(PgmqClient.set_vt)
+    purge = awaited(PgmqClient.purge)
 
     async def read_with_poll(
         self,
@@ -275,36 +224,6 @@ class AsyncPgmqClient(AsyncRepository):
                 return found
             await asyncio.sleep(pause)
 
-    async def pop(self, queue: str, *, qty: int = 1, conn: object = None) -> list[QueueMessage]:
-        """Read up to `qty` messages and remove them at once: what is not handled then is lost."""
-        return await self._bus.run(messages.pop(queue, self._bus._queue_shapes, qty=qty), conn)
-
-    async def delete(self, queue: str, msg_id: int, *, conn: object = None) -> bool:
-        """Remove a message; False if it was not there."""
-        return bool(await self.delete_batch(queue, [msg_id], conn=conn))
-
-    async def delete_batch(self, queue: str, msg_ids: Sequence[int], *, conn: object = None) -> list[int]:
-        """Remove messages; returns the ids of those that were there."""
-        return await self._bus.run(messages.delete(queue, msg_ids), conn)
-
-    async def archive(self, queue: str, msg_id: int, *, conn: object = None) -> bool:
-        """Move a message to the queue's archive; False if it was not there."""
-        return bool(await self.archive_batch(queue, [msg_id], conn=conn))
-
-    async def archive_batch(self, queue: str, msg_ids: Sequence[int], *, conn: object = None) -> list[int]:
-        """Move messages to the queue's archive; returns the ids of those that were there."""
-        return await self._bus.run(messages.archive(queue, self._bus._queue_shapes, msg_ids), conn)
-
-    async def set_vt(self, queue: str, msg_id: int, vt: Duration, *, conn: object = None) -> QueueMessage | None:
-        """Let a message be readable in `vt` from now; None if it was not there."""
-        return await self._bus.run(
-            messages.set_vt(queue, self._bus._queue_shapes, msg_id, messages.seconds_of(vt, "vt")), conn
-        )
-
-    async def purge(self, queue: str, *, conn: object = None) -> int:
-        """Remove all messages; returns how many there were."""
-        return await self._bus.run(messages.purge(queue), conn)
-
     async def wait_for(self, queue: str, *, wait: Duration = 30.0) -> bool:
         """Wait until a message can be read; see PgmqClient.wait_for."""
         waiting = _Waiting(wait, LOOK_SECONDS)
@@ -321,6 +240,14 @@ class AsyncPgmqClient(AsyncRepository):
                 else:
                     await asyncio.sleep(min(pause, LOOK_SECONDS / 4))
         return True
+
+
+def _sending(
+    bus: BusBase, queue: str, sent: Sequence[Any], headers: Any, delay: Any, at: datetime | None
+) -> Operation[list[int]]:
+    after = None if delay is None else messages.seconds_of(delay, "delay")
+    limit = bus.settings.max_payload_bytes
+    return messages.send(queue, sent, headers=headers, delay=after, at=at, max_bytes=limit)
 
 
 class _Waiting:
