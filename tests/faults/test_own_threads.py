@@ -30,11 +30,12 @@ from commandbus import (
 )
 from commandbus.cli.session import connect as cli_connect
 from commandbus.db.pool import ALIVE, lasting_conninfo
-from commandbus.db.service import DatabaseService, Stillness
+from commandbus.db.service import DatabaseService
 from commandbus.db.service_connection import LOCK_SECONDS, STATEMENT_SECONDS, LastingConnection
 from commandbus.flow.commands.claim import claim
 from commandbus.flow.commands.settle import settle
 from commandbus.flow.operation import Statement, Steps, operation
+from commandbus.stillness import Stillness
 from commandbus.worker.execution.attempt import Attempt
 from support.network import Proxy
 from support.waiting import one, statuses, until, until_settled, verdicts, within

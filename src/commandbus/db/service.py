@@ -29,41 +29,16 @@ from commandbus.db.service_connection import LOCK_SECONDS, LastingConnection
 from commandbus.db.transient_errors import PassingError, is_locked
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
+from commandbus.stillness import LOOK_SECONDS, STILL_SECONDS, Stillness
 
 logger = safe_logger("commandbus.worker")
 
-STILL_SECONDS: Final = 12.0
-"""A thread that has not moved for so long is named as the reason for ill health."""
-LATE_SECONDS: Final = 1.5
-"""So long no thread of ours is still, as a rule: they look at least once a second."""
 SILENT_SECONDS: Final = 8.0
-"""So is one that has waited so long for an answer. A little later its connection is cut."""
+"""A thread that has waited so long for an answer is named as the reason for ill health. A little later its
+connection is cut."""
 AWAY_SECONDS: Final = 5.0
 FAILING_SECONDS: Final = 10.0
 """A service whose every round fails for so long, though its database is there, is named, too."""
-LOOK_SECONDS: Final = 1.0
-
-
-class Stillness:
-    """For how long a thread has not moved.
-
-    A thread that is found still is looked at twice, a second apart. After a SIGSTOP all threads are late, and the
-    first one to wake would find the others still. Any thread may look.
-    """
-
-    def __init__(self) -> None:
-        self._found: tuple[float, float] | None = None  # what it has not moved since, and when that was found
-
-    def seconds(self, moved_at: float) -> float:
-        """Seconds since it moved; 0 if nobody has found it late before."""
-        now, found = monotonic(), self._found
-        if now - moved_at < LATE_SECONDS:
-            self._found = None
-        elif found is None or found[0] != moved_at:
-            self._found = moved_at, now
-        elif now - found[1] >= LOOK_SECONDS:
-            return now - moved_at
-        return 0.0
 
 
 class DatabaseService:

@@ -19,10 +19,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from commandbus.clock import boottime, epoch, monotonic
-from commandbus.db.service import STILL_SECONDS, Stillness
 from commandbus.logger import safe_logger
 from commandbus.model.outcome import Failure
 from commandbus.model.timeouts import MONITOR_TICK, Timeouts
+from commandbus.stillness import STILL_SECONDS, Stillness
 from commandbus.worker.attempt_registry import AttemptRegistry
 from commandbus.worker.deadlines import autopsy
 from commandbus.worker.execution.async_slots import AsyncSlot, AsyncSlots, Guest, on_loop
