@@ -1,4 +1,4 @@
-"""Notices that a thread of ours does not move any more. Its loop notes the time at each turn; others look at it."""
+"""Notices that a thread of ours does not move any more. Its loop notes the time at each turn."""
 
 from __future__ import annotations
 
