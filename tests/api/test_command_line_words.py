@@ -28,6 +28,7 @@ DURATIONS = {
     "schedules create --expires",
     "schedules create --timeout",
     "send --delay",
+    "send --expires",
     "send --timeout",
     "status --interval",
 }
@@ -43,7 +44,8 @@ LISTS = {
     "undelivered",
 }
 LOOKS_LIKE_A_DURATION = re.compile(
-    r"--(?:wait|timeout|deadline|delay|age|keep|lease|max-wait|backoff|.*-reset|interval|window|grace|until)\Z"
+    r"--(?:wait|timeout|.*-timeout|deadline|delay|age|keep|lease|max-wait|backoff|.*-reset|interval|window|grace"
+    r"|until|every|expires)\Z"
 )
 
 

@@ -33,6 +33,7 @@ from commandbus import (
     Schedule,
     ScheduleTimes,
     Settings,
+    Snooze,
     StepCommand,
     StepReply,
     TroubleshootingQueue,
@@ -114,6 +115,8 @@ def dump(new: NewCommand) -> object:
 TRIES: dict[str, Try] = {
     **made("send(delay)", lambda bus, value: bus.send("orders", "x", delay=value)),
     **made("send(timeout)", lambda bus, value: bus.send("orders", "x", timeout=value)),
+    **made("send(expires)", lambda bus, value: bus.send("orders", "x", expires=value)),
+    **made("call(expires)", lambda bus, value: bus.call("orders", "x", expires=value, wait=0.01)),
     **made("call(timeout)", lambda bus, value: bus.call("orders", "x", timeout=value, wait=0.01)),
     **made("call(wait)", lambda bus, value: bus.call("orders", "x", wait=value)),
     **made("wait_for_batch(wait)", lambda bus, value: bus.wait_for_batch("orders", "b", wait=value)),
@@ -153,6 +156,9 @@ TRIES: dict[str, Try] = {
     "HandlerRegistry.schedule(timeout)": lambda value: HandlerRegistry().schedule(
         "orders", "x", every=60, timeout=value
     ),
+    "NewCommand(expires)": lambda value: dump(NewCommand("x", expires=value)),
+    "RetryPolicy(max_snooze_time)": lambda value: RetryPolicy(max_snooze_time=value),
+    "Snooze(delay)": lambda value: Snooze(value),
     "NewCommand(delay)": lambda value: dump(NewCommand("x", delay=value)),
     "NewCommand(timeout)": lambda value: dump(NewCommand("x", timeout=value)),
     "NewProcess(deadline)": lambda value: start.prepare_start(
@@ -220,6 +226,10 @@ LONG = [20, "20s", timedelta(seconds=20)]
 TAKEN = {label: LONG if label.startswith("limit") else SHORT for label in IN_HANDLERS}
 SENT = {"StepCommand(delay)", "StepCommand(timeout)", "StepCommand(deadline)"}
 """Checked when the step is sent; see below."""
+SNOOZES = {"HandlerContext.snooze(delay)", "AsyncHandlerContext.snooze(delay)"}
+"""They raise Snooze(delay)."""
+RETURNED = {"RetryPolicy(delay_from)"}
+"""A function that returns a duration; see tests/worker/test_snooze_and_retry_rules.py."""
 STARTED = {"BaseProcessManager.start(deadline)", "Saga.start(deadline)"}
 """By `bus.start_process`."""
 
@@ -232,7 +242,9 @@ def duration_parameters() -> list[str]:
 def test_every_duration_of_the_public_api_is_tried_here() -> None:
     contexts = {f"{kind}.{label}" for kind in ("HandlerContext", "AsyncHandlerContext") for label in IN_HANDLERS}
     buses = {f"{kind}.{label}" for kind in ("CommandBus", "AsyncCommandBus") for label in ON_A_SERVER}
-    assert sorted(duration_parameters()) == sorted({*TRIES, *contexts, *buses, *SENT, *STARTED})
+    assert sorted(duration_parameters()) == sorted(
+        {*TRIES, *contexts, *buses, *SENT, *STARTED, *SNOOZES, *RETURNED}
+    )
 
 
 def test_what_looks_like_a_duration_is_one() -> None:

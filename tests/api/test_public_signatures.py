@@ -34,12 +34,15 @@ METHODS = [
 ]
 OF_OTHERS = {
     *("AbstractAsyncContextManager", "AbstractContextManager", "Any", "AsyncIterator", "Callable", "Event"),
-    *("Iterable", "Iterator", "Literal", "Logger", "LoggerAdapter", "Mapping", "Path", "Self", "Sequence"),
+    *("Iterable", "Iterator", "Literal", "Logger", "LoggerAdapter", "Mapping", "NoReturn", "Path", "Self"),
+    "Sequence",
     *("AsyncConnection", "Connection", "ConnectionPool"),  # psycopg's
     *("C", "F", "R", "S", "T"),  # type variables
 }
 FIELDS = {
     "Data of Step.data": "a function of the state",
+    "ExceptionTypes of RetryPolicy.give_up_on": "an exception type, or several",
+    "ExceptionTypes of RetryPolicy.retry_on": "an exception type, or several",
     "Data of Step.undo_data": "a function of the state",
     "OnOpen of Breaker.on_open": "two words",
     "Options of Handler.options": "what the handler asked for, checked",

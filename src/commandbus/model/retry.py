@@ -96,11 +96,6 @@ class RetryPolicy:
         """May another attempt follow the one that was the `charge`-th to be charged?"""
         return charge < (max_attempts or self.max_attempts)
 
-    def may_snooze(self, snoozes: int, since_seconds: float, delay_seconds: float) -> bool:
-        """May a command be snoozed that was snoozed so often, for the first time so long ago?"""
-        most = cast(float, self.max_snooze_time)
-        return snoozes < self.max_snoozes and since_seconds + delay_seconds <= most
-
     def delay_seconds(self, charge: int, *, spread: float = 0.5) -> float:
         """Seconds until the next attempt; `spread` in [0, 1) is the draw for the jitter."""
         schedule = self.backoff_seconds
@@ -109,14 +104,21 @@ class RetryPolicy:
         base = schedule[min(max(charge, 1), len(schedule)) - 1]
         return base * (1 + self.jitter * (2 * spread - 1))
 
-    def rule(self, error: BaseException) -> Ruling:
-        """What the policy says about an exception that a handler raised. Never raises."""
-        give_up, only = cast("tuple[type[BaseException], ...]", self.give_up_on), self.retry_on
-        if isinstance(error, give_up):
-            return Ruling(gives_up=True)
-        if only is not None and not isinstance(error, cast("tuple[type[BaseException], ...]", only)):
-            return Ruling(gives_up=True)
-        return NO_RULING if self.delay_from is None else _ask(self.delay_from, error)
+
+def may_snooze(policy: RetryPolicy, *, snoozes: int, since_seconds: float, delay_seconds: float) -> bool:
+    """May a command be snoozed that was snoozed so often, for the first time so long ago?"""
+    most = cast(float, policy.max_snooze_time)
+    return snoozes < policy.max_snoozes and since_seconds + delay_seconds <= most
+
+
+def rule_on(policy: RetryPolicy, error: BaseException) -> Ruling:
+    """What the policy says about an exception that a handler raised. Never raises."""
+    give_up, only = cast("tuple[type[BaseException], ...]", policy.give_up_on), policy.retry_on
+    if isinstance(error, give_up):
+        return Ruling(gives_up=True)
+    if only is not None and not isinstance(error, cast("tuple[type[BaseException], ...]", only)):
+        return Ruling(gives_up=True)
+    return NO_RULING if policy.delay_from is None else _ask(policy.delay_from, error)
 
 
 def _ask(delay_from: Callable[[BaseException], Duration | None], error: BaseException) -> Ruling:

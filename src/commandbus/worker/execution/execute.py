@@ -51,7 +51,7 @@ from commandbus.model.outcome import (
     judge,
     judge_failure,
 )
-from commandbus.model.retry import NO_RULING, RetryPolicy, Ruling
+from commandbus.model.retry import NO_RULING, RetryPolicy, Ruling, may_snooze, rule_on
 from commandbus.model.snooze import Snooze
 from commandbus.model.timeouts import Timeouts
 from commandbus.worker.execution.attempt import NEVER, Attempt, Stop, Why
@@ -269,7 +269,7 @@ class Executor:
         failure = replace(failure, traceback=None, duration_ms=attempt.elapsed_ms())
         delay, options, policy = snooze.delay_seconds, attempt.options, self._policy_of(attempt)
         snoozes, since = options.snoozes or 0, options.snoozed_ago or 0.0
-        if policy.may_snooze(snoozes, since, delay):
+        if may_snooze(policy, snoozes=snoozes, since_seconds=since, delay_seconds=delay):
             self._on_failed(attempt, Judgement(Verdict.SNOOZED, failure))
             _log(logging.INFO, attempt, f"is snoozed for {format_seconds(delay)}: {failure.error or 'no reason'}")
             return attempt.snooze(failure, delay)
@@ -285,7 +285,7 @@ class Executor:
         """What the policy says about the exception. Where a child process ran the handler, it was asked there."""
         ruling = getattr(error, RULING, None)
         if not isinstance(ruling, Ruling):
-            ruling = self._policy_of(attempt).rule(error)
+            ruling = rule_on(self._policy_of(attempt), error)
         if ruling.problem is not None:
             _log(logging.ERROR, attempt, f"{ruling.problem}: its backoff_schedule decides")
         return ruling

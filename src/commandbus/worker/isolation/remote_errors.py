@@ -19,7 +19,7 @@ from commandbus.clock import epoch
 from commandbus.model import payload
 from commandbus.model.api_errors import ApiFailure, api_failure, parse_retry_after
 from commandbus.model.outcome import describe
-from commandbus.model.retry import RetryPolicy, Ruling
+from commandbus.model.retry import RetryPolicy, Ruling, rule_on
 from commandbus.model.snooze import Snooze
 from commandbus.worker.exhaustion import ExhaustedError
 
@@ -72,7 +72,7 @@ def describe_error(error: BaseException, trace: str, policy: RetryPolicy | None 
         "trace": failure.traceback,
         "api": None if (api := api_failure(error)) is None else asdict(api),
         "snooze": error.delay_seconds if isinstance(error, Snooze) else None,
-        "ruling": None if policy is None else list(policy.rule(error)),
+        "ruling": None if policy is None else list(rule_on(policy, error)),
     }
 
 
