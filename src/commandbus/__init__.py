@@ -40,7 +40,7 @@ _NAMES = {
         MissingPrivilegeError PermanentCommandError ProcessNotFoundError RateLimitError
         ScheduleNotFoundError SchemaError TransactionEndedError TransactionUsedError
         TransientCommandError UnknownCommandTypeError UnknownDomainError UnknownLimitError
-        UnknownQueueError
+        UniqueConflictError UniqueKeyLockedError UnknownQueueError
     """,
     "commandbus.flow.breakers.operate": "BreakerInfo",
     "commandbus.flow.commands.audit_events": "NewAuditEvent",
@@ -78,6 +78,7 @@ _NAMES = {
     "commandbus.model.schedule": "MissedPolicy OverlapPolicy Schedule",
     "commandbus.model.schedule_times": "ScheduleTimes",
     "commandbus.model.snooze": "Snooze",
+    "commandbus.model.unique_key": "OnConflict",
     "commandbus.processes.manager": """
         BaseProcessManager ProcessView StartOptions StepCommand StepReply StepView
     """,

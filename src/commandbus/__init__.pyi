@@ -166,6 +166,12 @@ from commandbus.errors import (
     TransientCommandError as TransientCommandError,
 )
 from commandbus.errors import (
+    UniqueConflictError as UniqueConflictError,
+)
+from commandbus.errors import (
+    UniqueKeyLockedError as UniqueKeyLockedError,
+)
+from commandbus.errors import (
     UnknownCommandTypeError as UnknownCommandTypeError,
 )
 from commandbus.errors import (
@@ -371,6 +377,9 @@ from commandbus.model.schedule_times import (
 )
 from commandbus.model.snooze import (
     Snooze as Snooze,
+)
+from commandbus.model.unique_key import (
+    OnConflict as OnConflict,
 )
 from commandbus.processes.manager import (
     BaseProcessManager as BaseProcessManager,

@@ -87,6 +87,28 @@ class DuplicateCommandError(CommandBusError):
         self.difference = difference
 
 
+class UniqueConflictError(CommandBusError):
+    """Another command has the key (`unique`)."""
+
+    def __init__(self, domain: str, key: str, command_id: str, why: str) -> None:
+        super().__init__(f"unique key {key!r} of domain {domain!r} is taken by command {command_id!r}: {why}")
+        self.domain = domain
+        self.key = key
+        self.command_id = command_id
+
+
+class UniqueKeyLockedError(CommandBusError, TimeoutError):
+    """Another transaction has sent with the same key and is not committed yet."""
+
+    def __init__(self, domain: str, key: str) -> None:
+        super().__init__(
+            f"unique key {key!r} of domain {domain!r} is locked by another transaction that has not ended within "
+            f"the lock_timeout; nothing was sent: send again, or keep transactions that send with this key short"
+        )
+        self.domain = domain
+        self.key = key
+
+
 class DuplicateProcessError(CommandBusError):
     """The process_id is taken by a process with other content."""
 

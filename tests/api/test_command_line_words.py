@@ -27,8 +27,10 @@ DURATIONS = {
     "schedules create --every",
     "schedules create --expires",
     "schedules create --timeout",
+    "send --debounce",
     "send --delay",
     "send --expires",
+    "send --max-delay",
     "send --timeout",
     "status --interval",
 }
@@ -45,7 +47,7 @@ LISTS = {
 }
 LOOKS_LIKE_A_DURATION = re.compile(
     r"--(?:wait|timeout|.*-timeout|deadline|delay|age|keep|lease|max-wait|backoff|.*-reset|interval|window|grace"
-    r"|until|every|expires)\Z"
+    r"|until|every|expires|debounce|max-delay)\Z"
 )
 
 

@@ -45,6 +45,7 @@ from commandbus import (
 )
 from commandbus.flow.commands import send
 from commandbus.flow.processes import start
+from commandbus.model import unique_key
 from commandbus.model.api_errors import api_failure
 from commandbus.model.durations import ACCEPTED
 from commandbus.settings import SETTINGS
@@ -116,6 +117,12 @@ TRIES: dict[str, Try] = {
     **made("send(delay)", lambda bus, value: bus.send("orders", "x", delay=value)),
     **made("send(timeout)", lambda bus, value: bus.send("orders", "x", timeout=value)),
     **made("send(expires)", lambda bus, value: bus.send("orders", "x", expires=value)),
+    **made("send(unique_while)", lambda bus, value: bus.send("orders", "x", unique="k", unique_while=value)),
+    **made("send(debounce)", lambda bus, value: bus.send("orders", "x", unique="k", debounce=value)),
+    **made(
+        "send(max_delay)",
+        lambda bus, value: bus.send("orders", "x", unique="k", debounce=0.001, max_delay=value),
+    ),
     **made("call(expires)", lambda bus, value: bus.call("orders", "x", expires=value, wait=0.01)),
     **made("call(timeout)", lambda bus, value: bus.call("orders", "x", timeout=value, wait=0.01)),
     **made("call(wait)", lambda bus, value: bus.call("orders", "x", wait=value)),
@@ -155,6 +162,11 @@ TRIES: dict[str, Try] = {
     "HandlerRegistry.schedule(every)": lambda value: HandlerRegistry().schedule("orders", "x", every=value),
     "HandlerRegistry.schedule(timeout)": lambda value: HandlerRegistry().schedule(
         "orders", "x", every=60, timeout=value
+    ),
+    "NewCommand(unique_while)": lambda value: unique_key.split(NewCommand("x", unique="k", unique_while=value)),
+    "NewCommand(debounce)": lambda value: unique_key.split(NewCommand("x", unique="k", debounce=value)),
+    "NewCommand(max_delay)": lambda value: unique_key.split(
+        NewCommand("x", unique="k", debounce=0.001, max_delay=value)
     ),
     "NewCommand(expires)": lambda value: dump(NewCommand("x", expires=value)),
     "RetryPolicy(max_snooze_time)": lambda value: RetryPolicy(max_snooze_time=value),

@@ -52,6 +52,26 @@ def test_the_same_id_is_sent_once_and_other_content_is_refused(orders):
     assert orders("send", "orders", "ship", "2", "--id", "a").code == ExitCode.REFUSED
 
 
+def test_send_with_a_key(orders, bus):
+    sent = orders("send", "orders", "ship", "1", "--unique", "k", "--json").document
+    command_id = sent["command_id"]
+    assert (sent["created"], sent["replaced"]) == (True, False)
+    ignored = orders("send", "orders", "ship", "2", "--unique", "k")
+    assert ignored.out == f"was there already: orders {command_id}\n"
+    replacing = ["--unique", "k", "--unique-while", "waiting", "--on-conflict", "replace"]
+    assert orders("send", "orders", "ship", "3", *replacing).out == f"replaced: orders {command_id}\n"
+    assert bus.get_command("orders", command_id).data == 3
+    refused = orders("send", "orders", "ship", "--unique", "k", "--unique-while", "1h", "--on-conflict", "raise")
+    assert (refused.code, command_id in refused.err) == (ExitCode.REFUSED, True)
+    debounced = ["--unique", "d", "--debounce", "5m", "--max-delay", "1h"]
+    assert orders("send", "orders", "ship", *debounced, "--json").document["created"]
+    assert orders("send", "orders", "ship", *debounced, "--json").document["replaced"]
+    bad = orders("send", "orders", "ship", "--debounce", "5m")
+    assert (bad.code, "needs unique" in bad.err) == (ExitCode.USAGE, True)
+    bad = orders("send", "orders", "ship", "--unique", "k", "--unique-while", "soon")
+    assert (bad.code, "'soon' is not a duration" in bad.err) == (ExitCode.USAGE, True)
+
+
 def test_data_comes_from_a_file_or_the_standard_input(orders, bus, tmp_path):
     file = tmp_path / "data.json"
     file.write_text('{"from": "file"}')

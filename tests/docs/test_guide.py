@@ -62,6 +62,7 @@ def test_every_block_of_the_guide_is_run_by_a_test_here() -> None:
         "conn=session",
         "def import_file",
         "give_up_on=",
+        "debounce=",
         "def test_an_order_is_shipped",
         "bus.queues.",
         "RedisSemaphore(",
@@ -190,6 +191,14 @@ def test_the_example_of_a_retry_policy_runs(bus: CommandBus, database: str) -> N
     assert {name: record.status for name, record in found.items() if record} == {
         "snoozed": CommandStatus.PENDING, "hopeless": CommandStatus.FAILED, "good": CommandStatus.COMPLETED,
     }  # fmt: skip
+
+
+def test_the_examples_of_unique_keys_run(bus: CommandBus) -> None:
+    exec(block("python", "debounce="), {"bus": bus})
+    waiting = sorted((record.command_type, record.data) for record in bus.query_commands(domain="orders"))
+    assert waiting == [
+        ("invoice", {"order_no": 17}), ("reindex", {"page": 2}), ("save_draft", {"text": "Hello"}),
+    ]  # fmt: skip
 
 
 def test_the_batch_example_runs(bus: CommandBus, database: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,8 @@ def _sending(bus: Bus) -> list[Callable[[], Any]]:
     return [
         lambda: bus.send("orders", "Ship"),
         lambda: bus.send("orders", "Ship", command_id="mine", delay=5),
+        lambda: bus.send("orders", "Ship", unique="key"),
+        lambda: bus.send("orders", "Ship", unique="key", on_conflict="replace"),
         lambda: bus.send_many("orders", [NewCommand("Ship"), NewCommand("Ship", command_id="two")]),
     ]
 

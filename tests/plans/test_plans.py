@@ -16,9 +16,12 @@ from commandbus.flow.commands.history import list_stuck
 from commandbus.flow.commands.inspect import CommandQuery, list_tsq, query_commands
 from commandbus.flow.commands.operate import cancel, operator_action
 from commandbus.flow.commands.renew import pending_cancels, renew
+from commandbus.flow.commands.send import prepare
+from commandbus.flow.commands.send_unique import send_unique
 from commandbus.flow.commands.settle import settle
-from commandbus.model.command import CommandStatus
+from commandbus.model.command import CommandStatus, NewCommand
 from commandbus.model.outcome import Failure, Judgement, Verdict
+from commandbus.model.unique_key import OnConflict, UniqueRule
 from commandbus.worker.execution.attempt import Attempt
 
 pytestmark = [pytest.mark.slow, pytest.mark.plans, pytest.mark.shared_setup("crowded")]
@@ -257,6 +260,25 @@ def test_expire(conn: Conn, generic: bool) -> None:
     plan = explain(conn, first_statement(expire("backlog", make_late(conn))), generic=generic)
     assert plan.rows == BATCH
     check_direct(plan, "backlog", per_row=6)
+
+
+@pytest.mark.parametrize("on_conflict", ["ignore", "replace"])
+@pytest.mark.parametrize("key", ["taken", "free"])
+def test_send_with_a_key(conn: Conn, generic: bool, key: str, on_conflict: OnConflict) -> None:
+    """A function's statements are not in the plan, but the pages that they read are."""
+    conn.execute(
+        "INSERT INTO commandbus.unique_key (domain, key, command, command_id) "
+        "SELECT domain, 'k' || id, id, command_id FROM commandbus.command WHERE domain = 'backlog'"
+    )
+    picked = conn.execute("SELECT key FROM commandbus.unique_key LIMIT 1").fetchone()
+    assert picked is not None
+    rule = UniqueRule(picked[0] if key == "taken" else key, "waiting", None, on_conflict)
+    for _ in range(2):  # what is run for the first time reads catalogs
+        run(conn, send_unique("backlog", prepare(NewCommand("Ship")), rule._replace(key="first")))
+    statement = first_statement(send_unique("backlog", prepare(NewCommand("Ship")), rule))
+    plan = explain(conn, statement, generic=generic)
+    assert plan.rows == 1
+    assert plan.buffers < 120, plan
 
 
 @ANALYSED

@@ -22,7 +22,7 @@ from commandbus.flow.commands import send
 from commandbus.flow.operation import Operation, Plan
 from commandbus.lazy import lazy
 from commandbus.logger import safe_logger
-from commandbus.model import names
+from commandbus.model import names, unique_key
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.durations import Duration, parse_seconds
 from commandbus.settings import Settings, load_settings
@@ -30,7 +30,7 @@ from commandbus.settings import Settings, load_settings
 if TYPE_CHECKING:
     from commandbus.flow.breakers import operate as breaker_operate
     from commandbus.flow.breakers.operate import Guard
-    from commandbus.flow.commands import call, inspect, prune
+    from commandbus.flow.commands import call, inspect, prune, send_unique
     from commandbus.flow.commands.prune import Retention
     from commandbus.flow.queues.messages import Shapes
     from commandbus.flow.setup import migrate, roles
@@ -41,6 +41,7 @@ else:
     inspect = lazy("commandbus.flow.commands.inspect")
     migrate = lazy("commandbus.flow.setup.migrate")
     prune = lazy("commandbus.flow.commands.prune")
+    send_unique = lazy("commandbus.flow.commands.send_unique")
     roles = lazy("commandbus.flow.setup.roles")
 
 logger = safe_logger("commandbus.bus")
@@ -89,8 +90,11 @@ class BusBase:
             )
 
     def _send(self, domain: str, new: NewCommand) -> Operation[SentCommand]:
+        new, rule = unique_key.split(new)
         outgoing = send.prepare(new, max_bytes=self.settings.max_payload_bytes)
-        return self._unless_refused(domain, send.send(names.check_domain(domain), outgoing), [new.command_type])
+        names.check_domain(domain)
+        sending = send.send(domain, outgoing) if rule is None else send_unique.send_unique(domain, outgoing, rule)
+        return self._unless_refused(domain, sending, [new.command_type])
 
     def _call(
         self,

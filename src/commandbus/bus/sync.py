@@ -36,6 +36,7 @@ from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.page import Page
 from commandbus.model.retry import OnExhausted
 from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
+from commandbus.model.unique_key import OnConflict
 from commandbus.settings import Settings
 
 if TYPE_CHECKING:
@@ -230,6 +231,11 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
         timeout: Duration | None = None,
         expires: Duration | datetime | None = None,
         on_exhausted: OnExhausted | None = None,
+        unique: str | None = None,
+        unique_while: Duration | None = None,
+        on_conflict: OnConflict | None = None,
+        debounce: Duration | None = None,
+        max_delay: Duration | None = None,
         conn: object = None,
     ) -> SentCommand:
         """Send a command; with `conn` in the caller's transaction.
@@ -241,10 +247,16 @@ class CommandBus(BreakerMethods, LimitMethods, DataAccess):
         datetime with a time zone), it is CANCELED with code EXPIRED. `on_exhausted`: what happens when its
         attempts are used up, "troubleshoot" or "fail", instead of what its handler says. Durations are seconds,
         text such as "2m", or a timedelta.
+
+        `unique` is a key. If another command of the domain has it, `on_conflict` decides: "ignore" (the default)
+        returns the receipt of that command, "replace" gives it this content, "raise" raises UniqueConflictError.
+        A command has its key while it is "unfinished" (the default) or "waiting", or for a duration after it was
+        sent (`unique_while`). `debounce="5s"`: of all that are sent with the key, the last one runs when none has
+        been sent for 5 s, at most `max_delay` (else 10 times as long) after the first.
         """
         new = NewCommand(
             command_type, data, command_id, correlation_id, reply_to, max_attempts, delay, at, headers,
-            timeout, expires, on_exhausted,
+            timeout, expires, on_exhausted, unique, unique_while, on_conflict, debounce, max_delay,
         )  # fmt: skip
         return self.commands.save(domain, new, conn=conn)
 

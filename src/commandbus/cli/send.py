@@ -15,9 +15,10 @@ from commandbus.cli.render import print_json, say
 from commandbus.cli.session import CliCommand, CliSession
 from commandbus.errors import InvalidCommandError
 from commandbus.flow.commands import send as send_flow
-from commandbus.model import names
+from commandbus.model import names, unique_key
 from commandbus.model.command import NewCommand, SentCommand
 from commandbus.model.counting import counted
+from commandbus.model.unique_key import ON_CONFLICT
 from commandbus.settings import Settings
 
 
@@ -41,6 +42,15 @@ from commandbus.settings import Settings
     type=click.Choice(["troubleshoot", "fail"]),
     help="What happens when its attempts are used up.",
 )
+@click.option("--unique", metavar="KEY", help="Send it unless another command has this key.")
+@click.option(
+    "--unique-while",
+    metavar="WHILE",
+    help="What keeps the key taken: waiting, unfinished, or a time after sending: 1h.",
+)
+@click.option("--on-conflict", type=click.Choice(ON_CONFLICT), help="What happens if the key is taken.")
+@click.option("--debounce", type=DURATION, metavar="TIME", help="Of those with this --unique, run the last: 5s.")
+@click.option("--max-delay", type=DURATION, metavar="TIME", help="How long --debounce may put it off in all.")
 @click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="Repeatable.")
 @click.option("--from", "source", metavar="FILE", help="Send one command per line of this file of JSON lines.")
 @click.pass_obj
@@ -74,21 +84,21 @@ def send(
     new = NewCommand(
         command_type=command_type, data=_data(data, data_file), headers=_headers(headers) or None, **fields
     )
-    send_flow.prepare(new, max_bytes=settings.max_payload_bytes)  # refused before a server is asked
+    send_flow.prepare(
+        unique_key.split(new)[0], max_bytes=settings.max_payload_bytes
+    )  # refused before a server is asked
     with session.bus() as bus:
-        receipt = _send_one(bus, domain, new)
+        receipt = bus.commands.save(domain, new)
     session.answer(
         receipt,
-        lambda: say(f"{'sent' if receipt.created else 'was there already'}: {domain} {receipt.command_id}"),
+        lambda: say(f"{_did(receipt)}: {domain} {receipt.command_id}"),
     )
 
 
-def _send_one(bus: CommandBus, domain: str, new: NewCommand) -> SentCommand:
-    return bus.send(
-        domain, new.command_type, new.data, command_id=new.command_id, correlation_id=new.correlation_id,
-        reply_to=new.reply_to, max_attempts=new.max_attempts, delay=new.delay, at=new.at, headers=new.headers,
-        timeout=new.timeout, expires=new.expires, on_exhausted=new.on_exhausted,
-    )  # fmt: skip
+def _did(receipt: SentCommand) -> str:
+    if receipt.created:
+        return "sent"
+    return "replaced" if receipt.replaced else "was there already"
 
 
 def _send_file(session: CliSession, domain: str, commands: list[NewCommand]) -> None:

@@ -27,6 +27,7 @@ from commandbus.model.durations import Duration, roughly
 from commandbus.model.json_values import Json, JsonValue
 from commandbus.model.payload import loads_or_none
 from commandbus.model.retry import OnExhausted
+from commandbus.model.unique_key import OnConflict
 
 
 class CommandStatus(StrEnum):
@@ -86,6 +87,7 @@ class AuditEvent(StrEnum):
     FAILED = "FAILED"
     RETRY_SCHEDULED = "RETRY_SCHEDULED"
     RETRY_EXHAUSTED = "RETRY_EXHAUSTED"
+    REPLACED = "REPLACED"
     SNOOZED = "SNOOZED"
     EXPIRED = "EXPIRED"
     MOVED_TO_TSQ = "MOVED_TO_TSQ"
@@ -124,6 +126,9 @@ class NewCommand:
     duration from its sending, or a datetime with a time zone), it is CANCELED with code EXPIRED. `on_exhausted`:
     what happens when its attempts are used up ("troubleshoot" or "fail"); None leaves it to its handler. Durations
     are seconds, text such as "2m", or a timedelta.
+
+    `unique` and what belongs to it (`unique_while`, `on_conflict`, `debounce`, `max_delay`) are for `send` and
+    `bus.commands.save`; `send_many` and batches refuse them.
     """
 
     command_type: str
@@ -138,15 +143,22 @@ class NewCommand:
     timeout: Duration | None = None
     expires: Duration | datetime | None = None
     on_exhausted: OnExhausted | None = None
+    unique: str | None = None
+    unique_while: Duration | None = None
+    on_conflict: OnConflict | None = None
+    debounce: Duration | None = None
+    max_delay: Duration | None = None
 
 
 class SentCommand(NamedTuple):
-    """The receipt of a send. `created` is False if the same command had been sent before."""
+    """The receipt of a send. `created` is False if the same command had been sent before, or if another one has
+    the key (`unique`): then the receipt is of that one, and `replaced` says whether it has the new content."""
 
     domain: str
     command_id: str
     id: int
     created: bool = True
+    replaced: bool = False
 
 
 @dataclass(frozen=True, slots=True)

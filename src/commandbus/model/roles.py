@@ -31,7 +31,8 @@ _SHARED = ("domain", "setting", "migration")
 _TABLES = (
     "command", "attempt", "tsq", "operator_action", "parked", "pause", "rejected_message", "undelivered_reply",
     "worker", "waiting", "batch", "batch_delta", "process", "process_step", "stray_reply", "limits", "breaker",
-    "control_action", "limit_client", "limit_mode", "audit_event", "schedule", "schedule_declaration", *_SHARED,
+    "control_action", "limit_client", "limit_mode", "audit_event", "schedule", "schedule_declaration",
+    "unique_key", *_SHARED,
 )  # fmt: skip
 
 _SENT = (
@@ -40,6 +41,7 @@ _SENT = (
 )
 _SENDING = (
     "compare_commands(text, json)",
+    "send_unique(text, text, text, double precision, text, double precision, text, json)",
     "outcomes(text[], text[])",
     "lock_batch(text, text, text)",
     "compare_batch(text, text, text)",
@@ -60,6 +62,7 @@ _PRUNING = (
     "prune_batches(bigint, integer, double precision)",
     "prune_processes(bigint, integer, double precision)",
     "prune_asides(double precision, integer)",
+    "prune_keys(text, text, integer)",
 )
 _LOGGING = ("log_events(text, text[], text[], text[])",)
 
@@ -278,6 +281,7 @@ _BY_DOMAIN = (
     "pause",
     "schedule",
     "schedule_declaration",
+    "unique_key",
 )
 _BY_COMMAND = ("attempt", "operator_action", "audit_event")
 

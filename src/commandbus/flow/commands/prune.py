@@ -83,6 +83,7 @@ def prune_all(retention: Retention) -> Plan[PruneReport]:
     while not bite.is_done:
         bite = yield prune(retention, through=through, after_id=bite.after_id)
         commands += bite.removed
+    yield from _prune_keys()
     processes = yield from _prune_walk("processes/prune_processes", retention)
     batches = yield from _prune_walk("batches/prune_batches", retention)
     if retention.age_seconds is not None:
@@ -103,6 +104,13 @@ def _prune_excess(retention: Retention) -> Plan[dict[str, int]]:
         while gone := (yield prune_excess(table, retention.asides_count, retention.asides_bytes)):
             dropped[kind] = dropped.get(kind, 0) + gone
     return dropped
+
+
+def _prune_keys() -> Plan[None]:
+    """Over all keys of commands (`unique`): those that nobody needs any more go, whatever their age."""
+    last: tuple[str, str] | None = ("", "")
+    while last is not None:
+        last = yield prune_keys(*last)
 
 
 def _prune_walk(name: str, retention: Retention) -> Plan[int]:
@@ -145,6 +153,16 @@ def prune_groups(name: str, retention: Retention, *, after_id: int = 0, bite: in
     rows = yield Statement(sql.text(name), {"after_id": after_id, "bite": bite, "age": retention.age_seconds})
     removed, seen, last_id = rows[0]
     return PruneBite(removed, last_id or after_id, seen < bite)
+
+
+@operation(atomic=False)
+def prune_keys(after_domain: str, after_key: str, *, bite: int = BITE) -> Steps[tuple[str, str] | None]:
+    """One bite of the keys of commands. Returns where the next one begins; None: this was the last."""
+    rows = yield Statement(
+        sql.text("commands/prune_keys"), {"domain": after_domain, "key": after_key, "bite": bite}
+    )
+    _, seen, last_domain, last_key = rows[0]
+    return None if seen < bite else (last_domain, last_key)
 
 
 @operation(atomic=False)

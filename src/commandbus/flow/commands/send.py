@@ -24,7 +24,7 @@ from commandbus.errors import (
     UnknownDomainError,
 )
 from commandbus.flow.operation import Statement, Steps, no_schema, operation
-from commandbus.model import envelope, names, payload
+from commandbus.model import envelope, names, payload, unique_key
 from commandbus.model.command import NewCommand, SentCommand, new_command_id
 from commandbus.model.durations import Duration, parse_seconds
 
@@ -72,6 +72,7 @@ def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> O
     if isinstance(new.command_id, UUID) or isinstance(new.correlation_id, UUID):
         new = _with_text_ids(new)
     envelope.check(new)
+    unique_key.refuse(new)
     return Outgoing(
         command_id=new_command_id() if new.command_id is None else new.command_id,
         command_type=new.command_type,
@@ -114,7 +115,7 @@ def send(domain: str, outgoing: Outgoing) -> Steps[SentCommand]:
         ) from None
     if rows:
         return SentCommand(domain, outgoing.command_id, rows[0][0])
-    existing = yield from _find_existing(domain, [outgoing])
+    existing = yield from find_existing(domain, [outgoing])
     return existing[outgoing.command_id]
 
 
@@ -135,7 +136,7 @@ def send_chunk(domain: str, outgoing: Sequence[Outgoing]) -> Steps[list[SentComm
     sent = {command_id: SentCommand(domain, command_id, row[1]) for command_id, row in zip(ids, rows, strict=True)}
     if len(sent) < len(unique):
         missing = [item for item in unique.values() if item.command_id not in sent]
-        sent |= yield from _find_existing(domain, missing)
+        sent |= yield from find_existing(domain, missing)
     return [sent[item.command_id] for item in outgoing]
 
 
@@ -217,7 +218,8 @@ def expiry_params(outgoing: Outgoing) -> dict[str, float | str | None]:
     return {"expires_in": None if is_moment else expires, "expires_at": expires if is_moment else None}
 
 
-def _find_existing(domain: str, wanted: Sequence[Outgoing]) -> Steps[dict[str, SentCommand]]:
+def find_existing(domain: str, wanted: Sequence[Outgoing]) -> Steps[dict[str, SentCommand]]:
+    """Returns commands that were sent before, if their content is the same; else raises DuplicateCommandError."""
     rows = yield Statement(sql.text("commands/find_existing"), {"domain": domain, "rows": json_rows(wanted)})
     found = {command_id: (id_, difference) for command_id, id_, difference in rows}
     existing = {}

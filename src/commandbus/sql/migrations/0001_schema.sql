@@ -566,6 +566,22 @@ CREATE TABLE commandbus.schedule_declaration (
     PRIMARY KEY (domain, name, fingerprint)
 ) WITH (fillfactor = 50);
 
+-- The keys of commands that were sent with `unique`: which command a key names. Nothing frees a key when its command ends: the next
+-- sender that meets it looks at the command and takes the key over. Pruning removes keys that nobody needs any more.
+--
+-- command    0: no command yet
+-- taken_at   when this command was sent: a window ("1h") and `max_delay` count from there
+-- until      the window ends: until then the row is needed, whatever became of its command
+CREATE TABLE commandbus.unique_key (
+    command     bigint NOT NULL DEFAULT 0,
+    taken_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    until       timestamptz,
+    domain      text NOT NULL,
+    key         text NOT NULL,
+    command_id  text NOT NULL DEFAULT '',
+    PRIMARY KEY (domain, key)
+);
+
 -- --- views and functions -----------------------------------------------------------------------------------------------------
 
 -- The audit trail, derived from what is stored anyway. An attempt that is running now is added by the reader
@@ -1363,6 +1379,231 @@ BEGIN
         SELECT n.command_id FROM named n
         $query$, 'q_' || p_domain || '__commands')
         USING p_domain, p_command_ids, p_events, p_details;
+END
+$$;
+
+-- --- Unique keys -----------------------------------------------------------------------------------------------------
+
+-- The row of a key, locked: from here to our commit nobody else sends with this key. Others do not wait. Index: the key.
+CREATE FUNCTION commandbus.lock_key(p_domain text, p_key text) RETURNS commandbus.unique_key
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_key commandbus.unique_key;
+BEGIN
+    LOOP  -- again, if pruning removed the row between the two
+        SELECT k.* INTO v_key FROM commandbus.unique_key k WHERE k.domain = p_domain AND k.key = p_key FOR UPDATE;
+        EXIT WHEN FOUND;
+        INSERT INTO commandbus.unique_key AS k (domain, key) VALUES (p_domain, p_key)
+        ON CONFLICT DO NOTHING RETURNING k.* INTO v_key;
+        EXIT WHEN FOUND;
+    END LOOP;
+    RETURN v_key;
+END
+$$;
+
+-- Does a command wait, so that nobody has it? If it does, its queue row is locked: no worker claims it before our commit. A
+-- claim or settlement in flight is waited for. The row of a command that a worker holds does not stay locked, because its
+-- worker has to renew the lease: leaving the block by an error gives the lock back. The probe of a breaker does not wait: it
+-- is about to start, and the breaker waits for its outcome. Indexes: the keys.
+CREATE FUNCTION commandbus.lock_if_waiting(p_domain text, p_command bigint) RETURNS boolean
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_queue text := 'q_' || p_domain || '__commands';
+    v_msg_id bigint := (SELECT c.msg_id FROM commandbus.command c WHERE c.id = p_command AND c.status = 'PENDING');
+    v_is_held boolean;
+BEGIN
+    EXECUTE format('SELECT COALESCE(headers ? ''held_by'', false) FROM pgmq.%I WHERE msg_id = $1', v_queue)
+       INTO v_is_held USING v_msg_id;
+    IF COALESCE(v_is_held, true) THEN
+        RETURN false;
+    END IF;
+    EXECUTE format('SELECT COALESCE(headers ? ''held_by'', false) FROM pgmq.%I WHERE msg_id = $1 FOR UPDATE', v_queue)
+       INTO v_is_held USING v_msg_id;
+    IF v_is_held OR EXISTS (SELECT FROM commandbus.breaker b WHERE b.domain = p_domain AND b.probe = p_command) THEN
+        RAISE SQLSTATE 'CB001';
+    END IF;
+    RETURN v_is_held IS NOT NULL;
+EXCEPTION WHEN SQLSTATE 'CB001' THEN
+    RETURN false;
+END
+$$;
+
+-- Sends a command that takes over its key; null if its command_id exists. Like commands/send.sql.
+CREATE FUNCTION commandbus.send_with_key(p_domain text, p_key text, p_window float8, p_row json) RETURNS bigint
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_id bigint;
+BEGIN
+    EXECUTE format($sql$
+WITH input AS MATERIALIZED (
+    SELECT * FROM json_to_record($2)
+        AS x(i text, t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8, e float8,
+             z timestamptz, f text)
+), sent AS (
+    INSERT INTO commandbus.command (domain, command_id, command_type, msg_id, max_attempts, correlation_id, reply_to, headers,
+                                    data, timeout, on_exhausted, expires_at)
+    SELECT $1, i, t, nextval(%1$L::regclass), m, c, r, h, d, o, f,
+           COALESCE(z, clock_timestamp() + make_interval(secs => e))
+      FROM input
+    ON CONFLICT DO NOTHING
+    RETURNING id, msg_id
+), queued AS (
+    INSERT INTO pgmq.%2$I (msg_id, vt, message) OVERRIDING SYSTEM VALUE
+    SELECT msg_id, greatest(a, clock_timestamp() + make_interval(secs => COALESCE(s, 0))), jsonb_build_object('command', id)
+      FROM sent, input
+    RETURNING vt
+), taken AS (
+    UPDATE commandbus.unique_key k
+       SET command = sent.id, command_id = input.i, taken_at = clock_timestamp(),
+           until = clock_timestamp() + make_interval(secs => $4)
+      FROM sent, input
+     WHERE k.domain = $1 AND k.key = $3
+), woken AS MATERIALIZED (
+    SELECT pg_notify('commandbus_' || $1, extract(epoch FROM vt)::text) FROM queued
+     WHERE EXISTS (SELECT FROM commandbus.waiting WHERE domain = $1 AND expires_at > now())
+)
+SELECT id + 0 * (SELECT count(*) FROM woken) FROM sent
+$sql$, format('pgmq.%I', 'q_' || p_domain || '__commands_msg_id_seq'), 'q_' || p_domain || '__commands')
+       INTO v_id USING p_domain, p_row, p_key, p_window;
+    RETURN v_id;
+END
+$$;
+
+-- Gives a command that waits, and whose queue row this transaction has locked, another content and another time to run. It gets
+-- a new message: a claim whose snapshot is older finds the old one gone, so it cannot run the old content. Its attempts begin
+-- again. Without a time of its own it keeps its place in the queue, or runs now. With p_latest it runs no later than that.
+-- The audit trail gets one REPLACED line, which counts. Indexes: the keys; audit_event_command.
+CREATE FUNCTION commandbus.replace_command(p_domain text, p_command bigint, p_latest timestamptz, p_row json) RETURNS void
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_base integer;
+BEGIN
+    EXECUTE format($sql$
+WITH input AS MATERIALIZED (
+    SELECT * FROM json_to_record($3)
+        AS x(t text, m integer, c text, r text, h json, d json, s float8, a timestamptz, o float8, e float8, z timestamptz,
+             f text)
+), gone AS (
+    DELETE FROM pgmq.%2$I WHERE msg_id = (SELECT msg_id FROM commandbus.command WHERE id = $2)
+    RETURNING msg_id, read_ct, least(vt, clock_timestamp()) AS place
+), unparked AS (
+    DELETE FROM commandbus.parked WHERE domain = $1 AND msg_id = (SELECT msg_id FROM gone)
+), moved AS (
+    UPDATE commandbus.command k
+       SET command_type = t, data = d, headers = h, correlation_id = c, reply_to = r, max_attempts = m, timeout = o,
+           on_exhausted = f, expires_at = COALESCE(z, clock_timestamp() + make_interval(secs => e)),
+           msg_id = nextval(%1$L::regclass), attempt_base = k.attempt_base + gone.read_ct, waived = 0,
+           suspect = NULL, alone = NULL, snoozes = NULL, snoozed_at = NULL
+      FROM input, gone
+     WHERE k.id = $2
+    RETURNING k.msg_id, k.attempt_base
+), queued AS (
+    INSERT INTO pgmq.%2$I (msg_id, vt, message) OVERRIDING SYSTEM VALUE
+    SELECT moved.msg_id,
+           least(CASE WHEN a IS NULL AND s IS NULL THEN place
+                      ELSE greatest(a, clock_timestamp() + make_interval(secs => COALESCE(s, 0))) END,
+                 CASE WHEN $4 IS NOT NULL THEN greatest($4, place) END),
+           jsonb_build_object('command', $2)
+      FROM moved, gone, input
+    RETURNING vt
+), woken AS MATERIALIZED (
+    SELECT pg_notify('commandbus_' || $1, extract(epoch FROM vt)::text) FROM queued
+     WHERE EXISTS (SELECT FROM commandbus.waiting WHERE domain = $1 AND expires_at > now())
+)
+SELECT attempt_base + 0 * (SELECT count(*) FROM woken) FROM moved
+$sql$, format('pgmq.%I', 'q_' || p_domain || '__commands_msg_id_seq'), 'q_' || p_domain || '__commands')
+       INTO v_base USING p_domain, p_command, p_row, p_latest;
+    UPDATE commandbus.audit_event e
+       SET at = clock_timestamp(), rank = v_base * 100 + 60,
+           details = json_build_object('times', (e.details ->> 'times')::integer + 1)
+     WHERE e.command = p_command AND e.event = 'REPLACED';
+    IF NOT FOUND THEN
+        INSERT INTO commandbus.audit_event (command, rank, event, details)
+        VALUES (p_command, v_base * 100 + 60, 'REPLACED', json_build_object('times', 1));
+    END IF;
+END
+$$;
+
+-- Sends a command unless its key is taken. `p_while` says what takes it: a command that waits ('waiting'), one that has not
+-- ended ('unfinished'), or one that was sent within p_window seconds ('window'). Outcomes: CREATED; EXISTS (the command_id does);
+-- IGNORED, CONFLICT (p_on_conflict is 'raise'), REPLACED, STARTED (it was to be replaced and does not wait any more), with the
+-- command that has the key. With p_max_delay a replaced command runs no later than that many seconds after it was first sent.
+--
+-- Locks: the key's row, to our commit; a second sender of the same key waits for that, as long as the session's lock_timeout
+-- says, or ten seconds. Then the queue row of a waiting command, if that decides, then its command row. Indexes: the keys;
+-- command_domain_command_id_key. No table is scanned, not even while it is small, because plans outlive that.
+CREATE FUNCTION commandbus.send_unique(p_domain text, p_key text, p_while text, p_window float8, p_on_conflict text,
+                                       p_max_delay float8, p_own_id text, p_row json)
+    RETURNS TABLE (outcome text, id bigint, command_id text)
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_patience text := current_setting('lock_timeout');
+    v_scans text := current_setting('enable_seqscan');
+    v_key commandbus.unique_key;
+    v_is_waiting boolean := false;
+    v_is_taken boolean;
+BEGIN
+    PERFORM commandbus.check_caller(p_domain, 'INSERT');
+    PERFORM set_config('lock_timeout', CASE v_patience WHEN '0' THEN '10s' ELSE v_patience END, true),
+            set_config('enable_seqscan', 'off', true);
+    v_key := commandbus.lock_key(p_domain, p_key);
+    IF p_own_id IS NOT NULL
+       AND EXISTS (SELECT FROM commandbus.command c WHERE c.domain = p_domain AND c.command_id = p_own_id) THEN
+        v_is_taken := NULL;
+    ELSE
+        IF p_while = 'waiting' OR p_on_conflict = 'replace' THEN
+            v_is_waiting := commandbus.lock_if_waiting(p_domain, v_key.command);
+        END IF;
+        v_is_taken := CASE p_while
+            WHEN 'waiting' THEN v_is_waiting
+            WHEN 'unfinished' THEN EXISTS (SELECT FROM commandbus.command c WHERE c.id = v_key.command
+                                              AND c.status IN ('PENDING', 'IN_TROUBLESHOOTING_QUEUE'))
+            ELSE v_key.command <> 0 AND v_key.taken_at > clock_timestamp() - make_interval(secs => p_window) END;
+    END IF;
+    outcome := CASE WHEN v_is_taken IS NULL THEN 'EXISTS' WHEN NOT v_is_taken THEN 'CREATED'
+                    WHEN p_on_conflict = 'ignore' THEN 'IGNORED' WHEN p_on_conflict = 'raise' THEN 'CONFLICT'
+                    WHEN v_is_waiting THEN 'REPLACED' ELSE 'STARTED' END;
+    id := v_key.command;
+    command_id := v_key.command_id;
+    IF outcome = 'CREATED' THEN
+        id := commandbus.send_with_key(p_domain, p_key, p_window, p_row);
+        outcome := CASE WHEN id IS NULL THEN 'EXISTS' ELSE outcome END;
+        command_id := p_row ->> 'i';
+    ELSIF outcome = 'REPLACED' THEN
+        PERFORM commandbus.replace_command(p_domain, id, v_key.taken_at + make_interval(secs => p_max_delay), p_row);
+    END IF;
+    PERFORM set_config('lock_timeout', v_patience, true), set_config('enable_seqscan', v_scans, true);
+    RETURN NEXT;
+END
+$$;
+
+-- Removes the keys of a bite that nobody needs: the command has ended or is gone, and no window is open. Returns how many went,
+-- how many were looked at, and the last one of those. Locks: key rows that nobody else holds. Indexes: the keys.
+CREATE FUNCTION commandbus.prune_keys(p_after_domain text, p_after_key text, p_bite integer)
+    RETURNS TABLE (removed bigint, seen bigint, last_domain text, last_key text)
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_domains text[] := commandbus.callers_domains();
+BEGIN
+    RETURN QUERY
+    WITH seen AS MATERIALIZED (
+        SELECT k.domain, k.key FROM commandbus.unique_key k
+         WHERE (k.domain, k.key) > (p_after_domain, p_after_key) ORDER BY k.domain, k.key LIMIT p_bite
+    ), stale AS MATERIALIZED (
+        SELECT k.domain, k.key
+          FROM seen s
+         CROSS JOIN LATERAL (
+               SELECT * FROM commandbus.unique_key u WHERE u.domain = s.domain AND u.key = s.key
+                  FOR UPDATE SKIP LOCKED) k
+         WHERE (k.until IS NULL OR k.until <= now())
+           AND (v_domains IS NULL OR k.domain = ANY (v_domains))
+           AND NOT EXISTS (SELECT FROM commandbus.command c
+                            WHERE c.id = k.command AND c.status IN ('PENDING', 'IN_TROUBLESHOOTING_QUEUE'))
+    ), gone AS (
+        DELETE FROM commandbus.unique_key u USING stale WHERE u.domain = stale.domain AND u.key = stale.key RETURNING 1
+    )
+    SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM seen), l.domain, l.key
+      FROM (VALUES (1)) v LEFT JOIN LATERAL (SELECT * FROM seen ORDER BY seen.domain DESC, seen.key DESC LIMIT 1) l ON true;
 END
 $$;
 
