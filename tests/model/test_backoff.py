@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commandbus.model.service_backoff import Backoff
+from commandbus.model.reconnect_backoff import Backoff
 from support.running import examples
 
 SECONDS = st.floats(0.001, 1000)

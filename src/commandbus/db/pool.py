@@ -37,7 +37,7 @@ from commandbus.db.drivers import (
 )
 from commandbus.errors import ConfigurationError
 from commandbus.logger import OneLine
-from commandbus.model.service_backoff import Backoff
+from commandbus.model.reconnect_backoff import Backoff
 from commandbus.settings import Settings
 
 CHECK_AFTER_SECONDS = 0.1

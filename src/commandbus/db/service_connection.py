@@ -25,7 +25,7 @@ from commandbus.db.drivers import LostSocketError, OwnConnection, Runnable, run
 from commandbus.db.pool import ask_default_level, connect_own, cut
 from commandbus.db.transient_errors import READ_ONLY, OtherPassingError, PassingError, is_passing
 from commandbus.logger import safe_logger
-from commandbus.model.service_backoff import Backoff
+from commandbus.model.reconnect_backoff import Backoff
 from commandbus.settings import Settings
 
 T = TypeVar("T")

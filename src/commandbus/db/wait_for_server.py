@@ -24,7 +24,7 @@ from commandbus.clock import monotonic
 from commandbus.db.transient_errors import OtherPassingError, is_passing
 from commandbus.logger import SafeLogger
 from commandbus.model.durations import format_seconds
-from commandbus.model.service_backoff import Backoff
+from commandbus.model.reconnect_backoff import Backoff
 
 FIRST_PAUSE_SECONDS: Final = 0.1
 LONGEST_PAUSE_SECONDS: Final = 2.0

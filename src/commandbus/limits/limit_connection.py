@@ -20,7 +20,7 @@ from commandbus.db.transient_errors import is_locked, is_of_a_row
 from commandbus.errors import CommandBusError
 from commandbus.flow.limits.permits import wait_for_row
 from commandbus.logger import safe_logger
-from commandbus.model.service_backoff import Backoff
+from commandbus.model.reconnect_backoff import Backoff
 
 T = TypeVar("T")
 logger = safe_logger("commandbus.limits")

@@ -43,7 +43,7 @@ from commandbus.model.client_sockets import Socket, Times, opened_by_handlers
 from commandbus.model.counting import counted
 from commandbus.model.crash_attribution import Cause, Death, Finding, Role, Running, examine
 from commandbus.model.outcome import Judgement, Verdict
-from commandbus.model.service_backoff import Backoff
+from commandbus.model.reconnect_backoff import Backoff
 from commandbus.settings import Settings
 from commandbus.supervisor.death_log import say_culprit, say_done
 from commandbus.supervisor.worker_messages import Hello

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from commandbus.model.service_backoff import Backoff
+from commandbus.model.reconnect_backoff import Backoff
 
 EARLY_SECONDS: Final = 10.0
 FIRST_SECONDS: Final = 1.0

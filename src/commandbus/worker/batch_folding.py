@@ -18,7 +18,7 @@ from commandbus.clock import monotonic
 from commandbus.db.service_connection import LastingConnection
 from commandbus.flow.batches.fold_and_complete import fold
 from commandbus.logger import safe_logger
-from commandbus.model.service_backoff import Backoff
+from commandbus.model.reconnect_backoff import Backoff
 
 logger = safe_logger("commandbus.worker")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commandbus.clock import monotonic
 from commandbus.logger import safe_logger
-from commandbus.model.service_backoff import Backoff
+from commandbus.model.reconnect_backoff import Backoff
 
 logger = safe_logger("commandbus.worker")
 

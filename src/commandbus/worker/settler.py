@@ -40,7 +40,7 @@ from commandbus.flow.operation import Statement, Steps, operation
 from commandbus.logger import safe_logger
 from commandbus.model.counting import counted
 from commandbus.model.outcome import Judgement, Verdict, describe
-from commandbus.model.service_backoff import Backoff
+from commandbus.model.reconnect_backoff import Backoff
 from commandbus.settings import Settings
 from commandbus.worker.batch_folding import BatchFolding
 from commandbus.worker.execution.attempt import Attempt

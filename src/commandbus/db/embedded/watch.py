@@ -22,7 +22,7 @@ from collections.abc import Callable
 from commandbus.db.embedded.postmaster import Postmaster
 from commandbus.errors import EmbeddedPostgresError
 from commandbus.logger import safe_logger
-from commandbus.model.service_backoff import Backoff
+from commandbus.model.reconnect_backoff import Backoff
 
 log = safe_logger(__name__)
 

@@ -28,7 +28,7 @@ from commandbus.flow.operation import Plan, Statement, Steps, operation
 from commandbus.flow.setup.domains import SAFE_PATH, create_steps
 from commandbus.flow.setup.roles import grant_again
 from commandbus.model.durations import format_seconds
-from commandbus.model.service_backoff import Backoff
+from commandbus.model.reconnect_backoff import Backoff
 from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 
 LOCK = 0x636D6462_75730001  # 'cmdbus' and a purpose; any constant would do, all releases must share it
