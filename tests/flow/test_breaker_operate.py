@@ -95,6 +95,7 @@ def test_sends_are_refused_while_it_is_open(orders: Bus, refusing: Bus, db: Db) 
     orders.claim()
     sends: list[Callable[[], Any]] = [
         lambda: refusing.send("orders", "Ship"),
+        lambda: refusing.send("orders", "Ship", unique="k", on_conflict="replace"),
         lambda: refusing.call("orders", "Ship"),
         lambda: refusing.send_many("orders", [NewCommand("Pack"), NewCommand("Ship")]),
         lambda: refusing.create_batch("orders", [NewCommand("Pack"), NewCommand("Ship")], batch_id="b"),

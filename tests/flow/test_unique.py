@@ -350,6 +350,20 @@ def test_a_second_transaction_waits_for_the_first(orders: Bus, db: Db) -> None:
 
 
 @sync_only
+def test_a_transaction_that_keeps_its_snapshot_is_refused_rather_than_wrong(orders: Bus, db: Db) -> None:
+    with psycopg.connect(orders.url) as conn:
+        conn.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        conn.execute("SELECT")
+        conn.execute("SELECT count(*) FROM commandbus.command")
+        send(orders, 1)
+        with pytest.raises(psycopg.errors.SerializationFailure):
+            send(orders, 2, conn=conn)
+        conn.rollback()
+        assert not send(orders, 2, conn=conn).created
+    assert queue_length(db) == 1
+
+
+@sync_only
 def test_one_that_was_ignored_in_a_transaction_starts_after_the_commit(orders: Bus, db: Db) -> None:
     """So its handler sees what that transaction wrote."""
     first = send(orders, 1, unique_while="waiting")
