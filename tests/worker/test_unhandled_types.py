@@ -132,9 +132,7 @@ def test_old_and_new_workers_side_by_side(bus: CommandBus, db: Db, start_worker:
     assert parked, "the old workers have met none: this test shows nothing"
     assert max(count for _, count in parked) == 1
     others = db.execute("SELECT verdict, error FROM commandbus.attempt WHERE verdict <> 'PARKED'").fetchall()
-    # On a busy machine a claim may wait too long for a row that another claim looks at: it never starts then.
-    assert len(others) <= examples(0, thorough=sent // 1000), others
-    assert all(verdict == "LOST" and "not charged" in error for verdict, error in others), others
+    assert others == []
     by_old = one(
         db,
         "SELECT count(*) FROM commandbus.command WHERE command_type = 'ship' AND worker = ANY (%s)",

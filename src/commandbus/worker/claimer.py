@@ -50,7 +50,7 @@ from commandbus.flow.commands.claim import (
 from commandbus.flow.commands.rescue import held_by
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
-from commandbus.worker.bad_rows import OddRows
+from commandbus.worker.bad_rows import ClaimedRows, OddRows
 from commandbus.worker.claim_pacing import ClaimPacing
 from commandbus.worker.dispatcher import Dispatcher
 from commandbus.worker.isolation.quarantine import Quarantine
@@ -109,12 +109,7 @@ class Claimer(DatabaseService):
         self._adopter = adopter
         self._unhandled = unhandled
         adopter.on_read = lambda domain, seconds: self.order(lambda: self._read(domain, seconds))
-        self._odd = OddRows(
-            self._connection,
-            worker,
-            max_bytes=settings.max_payload_bytes,
-            keeps_lock_timeout=lambda: self.can_listen,
-        )
+        self._odd = OddRows(self._connection, worker, settings, keeps_lock_timeout=lambda: self.can_listen)
         self._on_cancel = on_cancel
         self._on_idle = on_idle
         self.is_ended = False  # claim nothing more: the worker drains
@@ -142,6 +137,7 @@ class Claimer(DatabaseService):
             self._asked_at = monotonic()  # a refusal is an answer: another worker would get the same
         if self._connection.conn_is_lost():
             self._looks = [0.0]
+            self._odd.forget_left()  # `_return_unheard` finds them
 
     def connected(self, conn: Connection[Any]) -> None:
         conn.execute(LONG_ANSWER, prepare=False)
@@ -166,6 +162,7 @@ class Claimer(DatabaseService):
 
     def _wait_for_room(self) -> int:
         while True:
+            self._odd.try_again(self._put_right, LOCKED_SECONDS)
             self._pacing.observe(self._dispatcher.finished, self._dispatcher.budget.busy_seconds)
             self._dispatcher.is_claimer_waiting = True
             room = 0 if self.is_ended else self._dispatcher.room(self._pacing.prefetch)
@@ -214,7 +211,7 @@ class Claimer(DatabaseService):
         if found.odd:
             slotted += self._deliver_odd(domain, found, claimed_at)
         elif found.ready:
-            self._pass_on(domain, found.ready, claimed_at)
+            self._pass_on(domain.name, found.ready, claimed_at)
         domain.note(found, slotted)
         return len(found.ready) + len(found.odd)
 
@@ -239,7 +236,7 @@ class Claimer(DatabaseService):
         if found.odd:
             self._deliver_odd(domain, found, claimed_at)
         else:
-            self._pass_on(domain, found.ready, claimed_at)
+            self._pass_on(domain.name, found.ready, claimed_at)
         return len(found.ready) + len(found.odd)
 
     def _ask(self, domain: _Domain, n: int, cursor: datetime | None, kind: str) -> Claim:
@@ -269,15 +266,16 @@ class Claimer(DatabaseService):
             commands = [row for row in rows if row.id is not None]
             self._dispatcher.return_unheard(domain.name, commands, boottime() - lease)
             if not self._adopter.is_busy and (raw := [row for row in rows if row.id is None]):
-                self._adopter.take(domain.name, raw)
+                self._adopter.take(domain.name, raw, boottime() - lease)
         self._looks.pop(0)
 
     def _sift(self, domain: _Domain) -> int:
         """A bite of a flood of raw messages. Returns how many it had. The last one ends the flood."""
+        claimed_at = boottime()
         found = self._ask(domain, domain.sieve, domain.raw_cursor, RAW)
         domain.raw_cursor = found.last_vt
         if found.odd:
-            self._adopter.take(domain.name, found.odd)
+            self._adopter.take(domain.name, found.odd, claimed_at)
         if not found.full:
             domain.end_flood()
         return len(found.odd)
@@ -291,26 +289,30 @@ class Claimer(DatabaseService):
 
     def _deliver_odd(self, domain: _Domain, found: Claim, claimed_at: float) -> int:
         """Put right what is odd, and deliver the rest with it. Returns how many odd ones need a slot now."""
-        slotted = 0
-        self._pass_on(domain, found.ready, claimed_at)  # the odd ones do not hold them up
+        self._pass_on(domain.name, found.ready, claimed_at)  # the odd ones do not hold them up
         if raw := [row for row in found.odd if row.id is None]:
-            self._adopter.take(domain.name, raw)
-        if ours := self._unhandled.marked(domain.name, [row for row in found.odd if row.id is not None]):
-            try:
-                room = self._quarantine.room(domain.name, ours)
-                right, _ = self._odd.put_right(domain.name, ours, room, until=monotonic() + LOCKED_SECONDS)
-                self._pass_on(domain, list(right), claimed_at)
-                slotted = sum(not row.alone for row in right)
-            finally:
-                self._quarantine.admitted()
-        return slotted
+            self._adopter.take(domain.name, raw, claimed_at)
+        ours = self._unhandled.marked(domain.name, [row for row in found.odd if row.id is not None])
+        if not ours:
+            return 0
+        return self._put_right(ClaimedRows(domain.name, claimed_at, ours), monotonic() + LOCKED_SECONDS)
 
-    def _pass_on(self, domain: _Domain, rows: list[tuple[Any, ...]], claimed_at: float) -> None:
+    def _put_right(self, claimed: ClaimedRows, until: float) -> int:
+        """Deliver what may run now. Returns how many of them need a slot now."""
+        try:
+            room = self._quarantine.room(claimed.domain, claimed.rows)
+            right, _ = self._odd.put_right(claimed, room, until=until)
+            self._pass_on(claimed.domain, list(right), claimed.claimed_at)
+            return sum(not row.alone for row in right)
+        finally:
+            self._quarantine.admitted()
+
+    def _pass_on(self, domain: str, rows: list[tuple[Any, ...]], claimed_at: float) -> None:
         if rows:
             self.claimed += len(rows)
-            if unhandled := self._dispatcher.deliver(domain.name, rows, claimed_at):
-                marked = self._unhandled.marked(domain.name, unhandled)
-                self._odd.put_right(domain.name, marked, ANY_ROOM, until=monotonic() + LOCKED_SECONDS)
+            if unhandled := self._dispatcher.deliver(domain, rows, claimed_at):
+                marked = ClaimedRows(domain, claimed_at, self._unhandled.marked(domain, unhandled))
+                self._odd.put_right(marked, ANY_ROOM, until=monotonic() + LOCKED_SECONDS)
 
     def _note_work(self) -> None:
         now = monotonic()
@@ -349,6 +351,7 @@ class Claimer(DatabaseService):
         # At most half of the announcement's time, so that it is renewed before it expires.
         longest = min(self._settings.poll_interval, ANNOUNCEMENT_SECONDS / 2)
         due = [self._connection.run(next_due(domain.name, within_seconds=longest)) for domain in self._domains]
+        due.append(self._odd.next_seconds)
         soonest = min((seconds for seconds in due if seconds is not None), default=longest)
         self.sleep(min(max(soonest, 0.001), longest))
 
@@ -373,9 +376,10 @@ class Claimer(DatabaseService):
 
     def finish(self) -> None:
         try:
+            self._odd.try_again(self._put_right, LOCKED_SECONDS, is_last=True)
             self._connection.run(withdraw(self._worker))
         except (psycopg.Error, CommandBusError) as error:
-            logger.info("the announcement was left to expire: %s", error)
+            logger.info("what this worker announced or left is left to its end: %s", error)
 
 
 class _Domain:

@@ -12,17 +12,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import psycopg
+
 from commandbus.clock import monotonic
 from commandbus.db.service import DatabaseService
 from commandbus.flow.commands.claim import ANY_ROOM
 from commandbus.flow.commands.claimed_row import ClaimedRow
 from commandbus.logger import safe_logger
 from commandbus.settings import Settings
-from commandbus.worker.bad_rows import OddRows
+from commandbus.worker.bad_rows import ClaimedRows, OddRows
 
 logger = safe_logger("commandbus.worker")
 
 LONGEST_SLEEP = 1.0
+LOCKED_SECONDS = 1.0
 MOST_ROWS = 2000
 
 
@@ -33,14 +36,9 @@ class Adopter(DatabaseService):
         self, settings: Settings, worker: str, *, on_error: Callable[[BaseException], None], name: str
     ) -> None:
         super().__init__(settings, name=name, part="adopter", on_end=on_error)
-        self._rows = OddRows(
-            self._connection,
-            worker,
-            max_bytes=settings.max_payload_bytes,
-            keeps_lock_timeout=lambda: self.can_listen,
-        )
+        self._rows = OddRows(self._connection, worker, settings, keeps_lock_timeout=lambda: self.can_listen)
         self._lease = settings.visibility_timeout
-        self._queue: deque[tuple[str, Sequence[ClaimedRow], float]] = deque()
+        self._queue: deque[tuple[ClaimedRows, float]] = deque()
         self._is_started = False
         self._taken = 0  # rows, by the claimer's thread
         self._read = 0  # by ours
@@ -58,9 +56,9 @@ class Adopter(DatabaseService):
         the claimer cannot pass them by."""
         return self._taken - self._read >= MOST_ROWS
 
-    def take(self, domain: str, raw: Sequence[ClaimedRow]) -> None:
+    def take(self, domain: str, raw: Sequence[ClaimedRow], claimed_at: float) -> None:
         """The claimer has claimed these. Called by its thread alone; never waits."""
-        self._queue.append((domain, raw, monotonic() + self._lease / 2))
+        self._queue.append((ClaimedRows(domain, claimed_at, list(raw)), monotonic() + self._lease / 2))
         self._taken += len(raw)
         if not self._is_started:
             try:
@@ -73,15 +71,33 @@ class Adopter(DatabaseService):
             self._is_started = True
         self.wake()
 
+    def lost(self, error: psycopg.Error) -> None:  # noqa: ARG002 - whatever it is
+        self._rows.forget_left()  # what was being read is still first in line
+
     def round(self) -> None:
+        self._rows.try_again(self._put_right, LOCKED_SECONDS)
         if not self._queue:
-            self.sleep(LONGEST_SLEEP)
+            pause = self._rows.next_seconds
+            self.sleep(LONGEST_SLEEP if pause is None else pause)
             return
-        domain, raw, until = self._queue[0]
+        claimed, until = self._queue[0]
         began = monotonic()
         if began < until:  # otherwise their leases may have ended while the database was away
-            self._rows.put_right(domain, raw, ANY_ROOM, until=until)
+            self._rows.put_right(claimed, ANY_ROOM, until=until)
         self._queue.popleft()
-        self._read += len(raw)
+        self._read += len(claimed.rows)
         if self.on_read is not None:
-            self.on_read(domain, monotonic() - began)
+            self.on_read(claimed.domain, monotonic() - began)
+
+    def finish(self) -> None:
+        try:
+            self._rows.try_again(self._put_right, LOCKED_SECONDS, is_last=True)
+        except psycopg.Error as error:
+            logger.info("raw messages return when their leases end: %s", error)
+
+    def _put_right(self, claimed: ClaimedRows, until: float) -> None:
+        """Some of them needed what somebody had locked."""
+        began = monotonic()
+        _, adopted = self._rows.put_right(claimed, ANY_ROOM, until=until)
+        if adopted and self.on_read is not None:
+            self.on_read(claimed.domain, monotonic() - began)
