@@ -1,9 +1,9 @@
 """Parked commands go back to the queue, beside a lease of 1.5 s and commands that are sent meanwhile.
 
-The same is measured for as many commands that were simply sent. What both rounds show is the machine's doing, or the
-worker's; only what the second shows alone comes from unparking. On a busy machine a lease of 1.5 s may be lost in
-either. So the program also counts what the load does not change: does the session that renews leases ever wait for a
-lock?
+The same is measured for as many commands that were simply sent. What both rounds show comes from the machine or
+the worker; only what the second shows alone comes from unparking. On a busy machine a lease of 1.5 s may be lost
+in either. So the program also counts what the load does not change: does the session that renews leases ever wait
+for a lock?
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SELECT extract(epoch FROM started_at - created_at)::float8 FROM commandbus.comma
 
 
 def work(url: str, stop: Any, told: Any) -> None:
-    """The process of the worker. `told`: the greatest age of the held lease in the worker's own clock, and how much too
-    late a thread woke up there that only sleeps."""
+    """The process of the worker. `told`: the greatest age of the held lease in the worker's own clock, and how
+    much too late a thread woke up there that only sleeps."""
     handlers = HandlerRegistry()
 
     @handlers.handler(DOMAIN, "hold", timeout=0)
@@ -164,9 +164,7 @@ class Bench:
         print(
             f"  the lease of {LEASE_SECONDS} s was {'LOST' if len(watch.claims) > 1 else 'never lost'}", end="; "
         )
-        print(
-            f"at least {watch.shortest:.2f} s of it were left, and the worker renewed it after at most {oldest:.2f} s"
-        )
+        print(f"at least {watch.shortest:.2f} s were left, and the worker renewed it after at most {oldest:.2f} s")
         print(f"  the session that renews waited for a lock in {watch.locked} of {watch.looks} looks", end="; ")
         print(f"longest statement {1000 * watch.longest_statement:.0f} ms; other waits: {watch.waits or 'none'}")
         print(f"  threads that only sleep woke up to {1000 * latest:.0f} ms too late in the worker", end=", ")

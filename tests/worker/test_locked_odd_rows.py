@@ -1,5 +1,5 @@
-"""A claimed row that cannot simply run, and that needs a row which somebody has locked, is put right as soon as the
-lock is gone: long before its lease ends."""
+"""A claimed row that cannot simply run, and that needs a row which somebody has locked, is put right as soon as
+the lock is gone: long before its lease ends."""
 
 from __future__ import annotations
 

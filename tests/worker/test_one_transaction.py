@@ -121,10 +121,11 @@ def test_a_statement_after_the_end_is_refused_at_once(lab: Lab) -> None:
     lab.assert_refused(written=[], how="COMMIT or ROLLBACK")
 
 
-def test_commit_is_refused_where_it_is_called_and_commits_nothing(lab: Lab) -> None:
+@pytest.mark.parametrize("on", [lambda tx: tx, lambda tx: tx.connection], ids=["tx", "connection"])
+def test_commit_is_refused_where_it_is_called_and_commits_nothing(lab: Lab, on: Callable[[Any], Any]) -> None:
     async def body(tx: Any) -> None:
         await done(tx.execute(INSERT, ("before",)))
-        await done(tx.connection.commit())
+        await done(on(tx).commit())
 
     lab.run(body)
     lab.assert_refused(written=[], how="commit()")

@@ -2,8 +2,8 @@
 
 If some rows cannot be put right together, they are halved until the bad one is found. If that one needs a row that
 another transaction has locked, it is kept, and tried again until its lease is too old to start anything under it.
-So it need not wait until its lease ends, and no attempt of it is counted as lost. Any other bad row is set aside, with
-the reason.
+So it need not wait until its lease ends, and no attempt of it is counted as lost. Any other bad row is set aside,
+with the reason.
 """
 
 from __future__ import annotations

@@ -119,6 +119,16 @@ class HandlerTransaction(Generic[C]):
         """`connection.cursor`."""
         return self.connection.cursor  # type: ignore[attr-defined]
 
+    @property
+    def commit(self) -> Any:
+        """`connection.commit`, which raises TransactionEndedError: the block commits at its end."""
+        return self.connection.commit  # type: ignore[attr-defined]
+
+    @property
+    def rollback(self) -> Any:
+        """`connection.rollback`: only before an error. Otherwise the block raises TransactionEndedError."""
+        return self.connection.rollback  # type: ignore[attr-defined]
+
 
 class _Context:
     """What both contexts share."""
