@@ -98,9 +98,9 @@ def test_forged_messages_that_wait_to_be_read_are_bounded(
     seen: list[int] = []
     take = Adopter.take
 
-    def counted(adopter: Adopter, domain: str, raw: Any) -> None:
+    def counted(adopter: Adopter, domain: str, raw: Any, claimed_at: float) -> None:
         assert not adopter.is_full
-        take(adopter, domain, raw)
+        take(adopter, domain, raw, claimed_at)
         seen.append(adopter._taken - adopter._read)
 
     monkeypatch.setattr(Adopter, "take", counted)
