@@ -39,7 +39,12 @@ class OddRows:
     """Puts rows right on the connection of the thread that calls it."""
 
     def __init__(
-        self, connection: LastingConnection, worker: str, settings: Settings, *, keeps_lock_timeout: Callable[[], bool]
+        self,
+        connection: LastingConnection,
+        worker: str,
+        settings: Settings,
+        *,
+        keeps_lock_timeout: Callable[[], bool],
     ) -> None:
         self._connection = connection
         self._worker = worker
@@ -77,6 +82,10 @@ class OddRows:
             put_right(claimed, began + seconds)
         took = monotonic() - began
         self._again_at = began + took + max(AGAIN_SECONDS, took / BUSY_SHARE)
+
+    def left_in(self, domain: str) -> set[int]:
+        """The messages of a domain that were left."""
+        return {row.msg_id for claimed in self._left if claimed.domain == domain for row in claimed.rows}
 
     def forget_left(self) -> None:
         """Somebody else looks after them now."""

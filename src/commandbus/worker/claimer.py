@@ -262,7 +262,8 @@ class Claimer(DatabaseService):
         lease = self._settings.visibility_timeout
         for domain in self._domains:
             held = held_by(domain.name, self._worker, running=(), past_seconds=0.0, lease_seconds=lease)
-            rows = [found.row for found in self._connection.run(held) if found.row.before is None]
+            left = self._odd.left_in(domain.name)
+            rows = [row for row, _ in self._connection.run(held) if row.before is None and row.msg_id not in left]
             commands = [row for row in rows if row.id is not None]
             self._dispatcher.return_unheard(domain.name, commands, boottime() - lease)
             if not self._adopter.is_busy and (raw := [row for row in rows if row.id is None]):
