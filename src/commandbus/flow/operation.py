@@ -54,12 +54,12 @@ class Operation(Generic[T]):
 
 
 Plan: TypeAlias = Generator[Operation[Any], Any, T]
-"""Several operations, each a transaction of its own: long work in small bites. An error of commandbus arrives at
-the `yield`, where the plan may go on without that operation."""
+"""Several operations, each in a transaction of its own: long work in small bites. An error of commandbus is raised
+at the `yield`, where the plan may continue without that operation."""
 
 
 def then(operation: Operation[T], make: Callable[[T], R]) -> Operation[R]:
-    """The same operation, whose result is what `make` makes of its own."""
+    """The same operation, with `make` applied to its result."""
 
     def steps() -> Steps[R]:
         result = yield from operation.steps
@@ -84,7 +84,7 @@ def operation(
 
 
 def explain_absence(error: psycopg.Error) -> Exception:
-    """If a missing table or schema is one of ours, nobody has migrated: say so."""
+    """If the missing table or schema is one of ours, returns the error that says that nobody has migrated."""
     message = error.diag.message_primary or ""
     return no_schema() if "commandbus" in message or "pgmq" in message else error
 

@@ -1,9 +1,9 @@
 """Batches whose members are processes. `create.py` has what all batches share; this module has the members.
 
 A process counts as completed when it is COMPLETED, as failed when it is FAILED or COMPENSATED, as canceled when
-it is CANCELED, and as in the troubleshooting queue while it waits for it. Canceling and retrying go process by
-process, each in its own transactions. After an interruption, a second request or a worker's sweep goes on from
-there.
+it is CANCELED, and as in the troubleshooting queue while one of its commands is there. A batch is canceled and
+retried process by process, each in its own transactions. After an interruption, a second request or a worker's
+sweep does the rest.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ def cancel_members(batch: int, domain: str, what: OperatorAction) -> Plan[int]:
             last_id = id_
             try:
                 yield from cancel_process(domain, process_id, what)
-            except InvalidOperationError:  # it has just ended, or is being undone
+            except InvalidOperationError:  # the process has just ended, or is being undone
                 continue
             asked += 1
     return asked
 
 
 def retry_members(batch: int, domain: str, what: OperatorAction) -> Plan[int]:
-    """Let those that are FAILED go on, and retry what is in the troubleshooting queue. Returns how many."""
+    """Let FAILED processes go on, and retry commands in the troubleshooting queue. Returns how many processes."""
     retried = last_id = 0
     while bite := (yield _members(batch, last_id, ["FAILED", "WAITING_FOR_TSQ"])):
         for id_, process_id, status in bite:
@@ -123,14 +123,14 @@ def retry_members(batch: int, domain: str, what: OperatorAction) -> Plan[int]:
                     retried += 1
                 else:
                     retried += bool((yield _retry_troubled(id_, what)))
-            except InvalidOperationError:  # somebody else was first
+            except InvalidOperationError:  # another request was first
                 continue
     return retried
 
 
 def start_again(old: int, domain: str, new: int) -> Steps[tuple[int, int]]:
-    """Start processes like those of a batch that were undone, as members of another batch. Returns how many, and
-    how many there are in all: a second retry of the same process finds the id taken."""
+    """Start a new process for each undone process of a batch, as a member of another batch. Returns how many were
+    started, and how many were undone in all. A second retry finds the process_id taken and starts nothing."""
     started = seen = last_id = 0
     while True:
         rows = yield Statement(

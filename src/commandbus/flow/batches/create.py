@@ -1,14 +1,14 @@
 """Create a batch of commands, all or none; add to an open batch; close it.
 
 All members are sent in one transaction, chunk by chunk as the caller's iterable yields them. So a hundred thousand
-need no more memory than a thousand. In a lent transaction a savepoint makes it all or none.
+members need no more memory than a thousand. In a lent transaction, a savepoint makes it all or none.
 
 `batch_id` is an idempotency key, and the unique constraint decides. The second sender compares fingerprints: of
 the definition and of every command's content, without generated ids and without the time at which it is to run.
 
-Adding holds the batch row FOR KEY SHARE until its commit, and closing takes it FOR UPDATE. So whoever closes sees
-every member, and when a fold finds a batch closed, its total is final. That needs READ COMMITTED, in which every
-statement sees what has been committed.
+Adding holds the batch row FOR KEY SHARE until its commit, and closing takes it FOR UPDATE. So the transaction that
+closes the batch sees every member, and when a fold finds a batch closed, its total is final. That needs READ
+COMMITTED, in which every statement sees what has been committed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from commandbus.model.retry import OnExhausted, check_on_exhausted
 T = TypeVar("T")
 CHUNK_ROWS = 1000
 _NEW = {"column": "", "value": ""}
-_RETRIES = {"column": ", retry_of", "value": ", %(retry_of)s"}  # only an operator may say so
+_RETRIES = {"column": ", retry_of", "value": ", %(retry_of)s"}  # only operators may write this column
 CHUNK_CHARACTERS = 8 << 20
 
 
@@ -54,7 +54,7 @@ class Definition:
 
     domain: str
     batch_id: str
-    has_own_id: bool  # the caller's, which may exist already
+    has_own_id: bool  # the caller chose the batch_id, so it may exist already
     name: str | None = None
     custom_data: str | None = None
     on_complete: str | None = None
@@ -79,7 +79,7 @@ def define(
     on_exhausted: object = None,
     max_bytes: int = payload.DEFAULT_MAX_BYTES,
 ) -> Definition:
-    """Check a batch's definition; InvalidCommandError names what is wrong, before anything is sent."""
+    """Check a batch's definition before anything is sent. InvalidCommandError names what is wrong."""
     if not isinstance(is_open, bool):
         raise InvalidCommandError(f"is_open must be True or False, not {names.shown(is_open)}")
     if complete_when not in COMPLETE_WHEN:
@@ -104,7 +104,7 @@ def define(
 def prepare_all(
     commands: Iterable[NewCommand | Mapping[str, object]], *, max_bytes: int = payload.DEFAULT_MAX_BYTES
 ) -> Iterator[Outgoing]:
-    """Check commands one by one as they come; an error says which it was."""
+    """Check commands one by one as they come. The error says which command is wrong."""
     return send.prepare_all(commands, max_bytes=max_bytes, of="the batch")
 
 
@@ -122,7 +122,7 @@ def add(domain: str, batch_id: str, outgoing: Iterator[Outgoing]) -> Steps[int]:
 
 @operation(atomic=True)
 def close(domain: str, batch_id: str) -> Steps[bool]:
-    """Close a batch, so that it can end. Returns False if it was closed before."""
+    """Close a batch, so that it can end. Returns False if it was closed already."""
     found = yield from lock(domain, batch_id, "UPDATE")
     if found.is_open:
         found.check_isolation("close_batch")
@@ -132,7 +132,7 @@ def close(domain: str, batch_id: str) -> Steps[bool]:
     return found.is_open
 
 
-# --- the parts, also for batches of other things than commands --------------------------------------------------
+# --- the parts that batches of commands and batches of processes share ------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def lock(domain: str, batch_id: str, locking: str) -> Steps[Locked]:
 
 
 def check_targets(definition: Definition) -> Steps[None]:
-    """The batch's domain, and where its completion goes, must exist."""
+    """Check that the batch's domain exists, and the domain of its `on_complete`."""
     wanted = None if definition.on_complete is None else payload.loads(definition.on_complete)
     queues = {names.queue_of(definition.domain): definition.domain}
     if wanted is not None:
@@ -216,7 +216,7 @@ def insert(definition: Definition) -> Steps[int | None]:
 
 
 def finish(definition: Definition, id_: int, *, total: int, fingerprint: str | None) -> Steps[CreatedBatch]:
-    """All members of a new batch are sent. A closed and empty batch is complete at once."""
+    """Write down that all members of a new batch are sent. A closed and empty batch is complete at once."""
     yield from _fold_if_told(
         b"SELECT commandbus.fill_batch(%(id)s, %(total)s, %(fingerprint)s)",
         id_,
@@ -226,7 +226,7 @@ def finish(definition: Definition, id_: int, *, total: int, fingerprint: str | N
 
 
 def existing(definition: Definition, fingerprint: str) -> Steps[CreatedBatch]:
-    """The batch that has this batch_id, if it is the same."""
+    """Returns the batch that has this batch_id if its content is the same; otherwise raises."""
     rows = yield Statement(
         sql.text("batches/existing"),
         {"domain": definition.domain, "batch_id": definition.batch_id, "fingerprint": fingerprint},
@@ -237,7 +237,7 @@ def existing(definition: Definition, fingerprint: str) -> Steps[CreatedBatch]:
 
 
 def _fold_if_told(text: bytes, id_: int, params: Mapping[str, Any]) -> Steps[None]:
-    """Note that a batch may be complete. A role that may fold does so now; for the others a worker sweeps."""
+    """Note that a batch may be complete. If this role may fold, fold it now; otherwise a worker's sweep does."""
     rows = yield Statement(text, params)
     if rows[0][0]:
         yield from fold_now([id_])
@@ -310,7 +310,7 @@ def _add(domain: str, batch_id: str, outgoing: Iterator[Outgoing]) -> Steps[int]
 
 
 def _send_all(domain: str, batch: int, outgoing: Iterator[Outgoing], *, counts: bool) -> Steps[int]:
-    """Send members. An existing batch `counts` them."""
+    """Send members. `counts`: add them to the total of the batch now."""
     total = 0
     for chunk in _chunks(outgoing):
         yield from _send(domain, batch, chunk, counts=counts)

@@ -1,8 +1,8 @@
 """Add up what happened to the members of a batch, and end the batch when all have ended.
 
-A settle never decides that a batch is complete, because concurrent ones cannot see each other's deltas. `fold`
-locks the batch. If no member is left, it sets the final status and sends `on_complete`, exactly once, because both
-commit together.
+A settle never decides that a batch is complete, because concurrent settles cannot see each other's deltas. `fold`
+locks the batch. If no member is left, it sets the final status and sends `on_complete`. Both commit together, so
+`on_complete` is sent exactly once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from commandbus.model import payload
 from commandbus.model.command import NewCommand
 from commandbus.model.names import check_queue, queue_of
 
-# If another transaction is about to use this command_id, we would wait for that transaction.
+# If another transaction is about to insert this command_id, our insert would wait for that transaction.
 LOCK_TIMEOUT = b"SET LOCAL lock_timeout = '500ms'"
 ROW_TIMEOUT = b"SET LOCAL lock_timeout = '1s'"
 _LIMIT_WAITING = (
@@ -31,10 +31,11 @@ _LIMIT_WAITING = (
 
 @operation(atomic=True)
 def fold(batches: Iterable[int], *, waiting: bool = False, line: set[int] | None = None) -> Steps[set[int]]:
-    """Fold these in its own transaction. Returns those that nobody else had locked. Never waits long.
+    """Fold these batches in a separate transaction. Returns those that no other transaction had locked.
 
-    With `waiting` it waits for them, at most a second; then it raises LockNotAvailable. Of several callers that
-    share a `line`, one waits for a batch, and folds what the others have noted, too.
+    Without `waiting` it skips locked batches. With `waiting` it waits for them, at most a second, and then raises
+    LockNotAvailable. Of several callers that share a `line`, only one waits for a batch. It also folds what the
+    others have noted.
     """
     wanted = sorted(batches)
     done = yield from _fold(wanted, is_alone=True)
@@ -63,7 +64,7 @@ def _fold_waiting(batches: Sequence[int], line: set[int]) -> Steps[set[int]]:
 
 def fold_now(batches: Sequence[int]) -> Steps[set[int]]:
     """Fold in the current transaction. If a completion would have to wait for another transaction, nothing is
-    folded: the deltas stay for the workers."""
+    folded, and the deltas stay for the workers."""
     yield Statement(b"SAVEPOINT commandbus_fold")
     try:
         done = yield from _fold(batches, is_alone=False)

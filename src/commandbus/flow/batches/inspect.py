@@ -1,7 +1,7 @@
 """What is known about batches. Reads only, locks nothing.
 
-Counts are those of the row plus those that are not folded yet, in one snapshot. Only the queue knows what runs, so
-a look at unfinished batches begins with one look at what is held in their domains.
+Counts are those of the row plus those that are not folded yet, in one snapshot. Only the queue knows which members
+run, so a look at unfinished batches first reads what workers hold in their domains.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def get(domain: str, batch_id: str) -> Steps[BatchRecord | None]:
     row = yield from _named(params, running=0)
     if row is None or row.finished_at is not None:
         return None if row is None else (yield from _with_eta(row, {}))
-    # A member that ran then may have ended since, and be counted twice. So the counts are read once more.
+    # A member that ran at the first look may have ended since, and would be counted twice. So read the counts
+    # again.
     try:
         found = yield Statement(
             b"SELECT commandbus.running_in_batch(%(domain)s, %(id)s)", {"domain": domain, "id": row.id}
@@ -130,7 +131,7 @@ def _domains() -> Steps[list[str]]:
 
 
 def _with_eta(row: BatchRow, running: Mapping[int, int]) -> Steps[BatchRecord]:
-    """The batch with its ETA, as far as that is known."""
+    """The batch with its ETA, if there is one."""
     record = _record(row, running)
     if record.is_finished:
         return replace(record, eta_seconds=0.0)
@@ -161,7 +162,7 @@ def _waits(rows: Sequence[Row]) -> Waits:
 
 
 def _turn(backoff: float | None, ahead: int, rate: float | None) -> float | None:
-    """How long the last in line waits; None: a person must act, or no rate was measured."""
+    """How long the last command in line waits; None if a person must act, or if no rate was measured."""
     return None if backoff is None or rate is None else backoff + (ahead + 1) / rate
 
 

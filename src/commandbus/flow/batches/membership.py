@@ -33,7 +33,7 @@ class Member(NamedTuple):
 
 
 def retried(members: Sequence[Member]) -> Steps[None]:
-    """They left the troubleshooting queue to be run again."""
+    """Count members that left the troubleshooting queue to be run again."""
     counts = _count(members, {"q": -1})
     yield from _release(members, counts)
     yield from count(counts)
@@ -42,7 +42,7 @@ def retried(members: Sequence[Member]) -> Steps[None]:
 def ended(
     members: Sequence[Member], status: Literal["CANCELED", "COMPLETED"], *, was_in_tsq: bool, why: str
 ) -> Steps[None]:
-    """They were ended by a person, in the troubleshooting queue or before they ran."""
+    """Count members that a person ended, in the troubleshooting queue or before they ran."""
     change: dict[Count, int] = {"x" if status == "CANCELED" else "c": 1}
     if was_in_tsq:
         change["q"] = -1
@@ -55,7 +55,7 @@ def ended(
 
 
 def unhandled(messages: Sequence[int]) -> Steps[None]:
-    """Messages to processes (their row ids) were settled as CANCELED, because somebody canceled them."""
+    """Tell processes that a person canceled messages to them (row ids) before they handled these messages."""
     counts: dict[int, Counter[Count]] = {}
     yield from _abandon(messages, "somebody canceled a message that this process had not handled", counts)
     yield from count(counts)

@@ -1,12 +1,12 @@
 """Cancel a batch, and retry its failed members. Long work, in portions of a thousand members.
 
-Canceling begins with a mark on the batch (`cancel`), which also closes it. Then it passes over the members until a
-pass found none that moved meanwhile: members that wait are CANCELED, running ones are asked to stop, and those in
-the troubleshooting queue are canceled there. The mark decides: if the caller dies on the way, workers go on
-(`sweep`), and the fold that finds nothing left sets CANCELED.
+Canceling begins with a mark on the batch (`cancel`), which also closes it. Then it passes over the members until
+no member has moved during a pass. Members that wait are CANCELED, running ones are asked to stop, and those in the
+troubleshooting queue are canceled there. Only the mark counts: if the caller dies on the way, workers continue
+(`sweep`), and the fold that finds no member left sets CANCELED.
 
-If two carry out the same cancellation (its caller and a worker that sweeps), one works at a time, under an
-advisory lock that each portion takes. With processes, each transaction that cancels one takes it.
+If two programs carry out the same cancellation (its caller, and a worker that sweeps), they take turns: each
+portion takes an advisory lock. In a batch of processes, each transaction that cancels a process takes this lock.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from commandbus.model import names, payload
 from commandbus.model.batch import BatchCancelReport, BatchRetryReport
 
 BITE = 1000
-PASSES = 20  # after that, the workers' sweep does the rest: members keep moving all the time
+PASSES = 20  # if members still move after that, the workers' sweep does the rest
 _LOCK_SPACE = 0x636D6262  # "cmbb": advisory locks of cancellations
 _LOCK = b"SELECT pg_catalog.pg_advisory_xact_lock(%(space)s::bigint << 32 | %(key)s::bigint)"
 _TRY_LOCK = b"SELECT pg_catalog.pg_try_advisory_xact_lock(%(space)s::bigint << 32 | %(key)s::bigint)"
 
 
 class Canceling(NamedTuple):
-    """A batch that is being canceled, and in whose name."""
+    """A batch that is being canceled, by which operator, and why."""
 
     id: int
     domain: str
@@ -54,7 +54,7 @@ class Canceled(NamedTuple):
 class _Bite(NamedTuple):
     canceled: int
     requested: int
-    moving: int  # seen in one state, found in none: look again
+    moving: int  # members that changed state between two statements: look again
     last_id: int
     is_last: bool
 
@@ -63,7 +63,7 @@ class _Bite(NamedTuple):
 
 
 def cancel(domain: str, batch_id: str, what: OperatorAction) -> Plan[BatchCancelReport]:
-    """Cancel a batch: members that wait or need a person at once, running ones by asking them to stop."""
+    """Cancel a batch. Members that wait or need a person are canceled at once, running ones are asked to stop."""
     canceling = yield mark(domain, batch_id, what)
     done: Canceled = yield from CANCEL_MEMBERS[canceling.holds](canceling, is_sweep=False)
     return BatchCancelReport(domain, str(batch_id), *done)
@@ -71,11 +71,11 @@ def cancel(domain: str, batch_id: str, what: OperatorAction) -> Plan[BatchCancel
 
 @operation(atomic=True)
 def mark(domain: str, batch_id: str, what: OperatorAction) -> Steps[Canceling]:
-    """Mark a batch as to be canceled, and close it. The first request is kept. A second one makes the work begin
-    again, because one of its processes may have been retried meanwhile."""
+    """Mark a batch as to be canceled, and close it. The first request is kept. A second request starts the work
+    again, because somebody may have retried one of the batch's processes meanwhile."""
     found = yield from lock(domain, batch_id, "UPDATE")
     if not found.is_finished:
-        yield from fold_now([found.id])  # it may be complete, and nobody has noticed yet
+        yield from fold_now([found.id])  # the batch may be complete, but not folded yet
         found = yield from lock(domain, batch_id, "UPDATE")
     if found.is_finished:
         raise found.refuse("cancel")
@@ -97,8 +97,8 @@ def mark(domain: str, batch_id: str, what: OperatorAction) -> Steps[Canceling]:
 
 
 def cancel_commands(canceling: Canceling, *, is_sweep: bool) -> Plan[Canceled]:
-    """Pass over the members until all have ended or were asked to stop. A sweep does nothing if another works on
-    it."""
+    """Pass over the members until all have ended or were asked to stop. A sweep does nothing while another program
+    works on this cancellation."""
     canceled = requested = 0
     for _ in range(PASSES):
         moving, last_id, is_last = 0, 0, False
@@ -120,7 +120,7 @@ def cancel_commands(canceling: Canceling, *, is_sweep: bool) -> Plan[Canceled]:
 
 def cancel_processes(canceling: Canceling, *, is_sweep: bool) -> Plan[Canceled]:
     """Ask all processes that have not ended to stop. Each ends when its completed steps are undone. A sweep does
-    nothing if another works on it."""
+    nothing while another program works on this cancellation."""
     members: Plan[int] = process_batch.cancel_members(canceling.id, canceling.domain, canceling.what)
     try:
         step = next(members)
@@ -141,14 +141,14 @@ def cancel_processes(canceling: Canceling, *, is_sweep: bool) -> Plan[Canceled]:
 
 @operation(atomic=True)
 def _alone(canceling: Canceling, step: Operation[Any], *, is_sweep: bool) -> Steps[tuple[Any] | None]:
-    """The result of an operation; None if another works on this cancellation."""
+    """The result of an operation; None if another program works on this cancellation."""
     if not (yield from _lock(canceling, is_sweep=is_sweep)):
         return None
     return ((yield from step.steps),)
 
 
 def _lock(canceling: Canceling, *, is_sweep: bool) -> Steps[bool]:
-    """For the rest of the transaction; a sweep does not wait."""
+    """Take the lock for the rest of the transaction. A sweep does not wait for it."""
     answer = yield Statement(
         _TRY_LOCK if is_sweep else _LOCK, {"space": _LOCK_SPACE, "key": canceling.id & 0xFFFFFFFF}
     )
@@ -164,7 +164,7 @@ CANCEL_MEMBERS: Final[dict[str, Callable[..., Plan[Canceled]]]] = {
 
 @operation(atomic=True)
 def cancel_bite(canceling: Canceling, *, after_id: int, is_sweep: bool, bite: int = BITE) -> Steps[_Bite | None]:
-    """One portion of a pass; None if another works on it."""
+    """Cancel one portion of a pass; None if another program works on this cancellation."""
     if not (yield from _lock(canceling, is_sweep=is_sweep)):
         return None
     rows = yield Statement(
@@ -182,7 +182,7 @@ def cancel_bite(canceling: Canceling, *, after_id: int, is_sweep: bool, bite: in
 
 
 def _cancel_waiting(canceling: Canceling, ids: Sequence[int]) -> Steps[tuple[int, int, int]]:
-    """How many were canceled, how many asked to stop now, and how many were found where they seemed to be."""
+    """Returns how many were canceled, how many were asked to stop, and how many were still waiting or running."""
     if not ids:
         return 0, 0, 0
     domain, what = canceling.domain, canceling.what
@@ -206,8 +206,8 @@ def _cancel_waiting(canceling: Canceling, ids: Sequence[int]) -> Steps[tuple[int
 
 @operation(atomic=False)
 def done(batch: int) -> Steps[None]:
-    """Note that every member has ended, or was asked to stop, so that nothing is left to sweep. This is noted for
-    a batch that has ended, too: one of its processes may be retried, and must not be canceled again."""
+    """Note that every member has ended or was asked to stop, so that nothing is left to sweep. An ended batch gets
+    this note, too: an operator may retry one of its processes, which must not be canceled again."""
     yield Statement(
         b"UPDATE commandbus.batch SET cancel = (cancel::jsonb || '{\"done\": true}')::json "
         b"WHERE id = %(id)s AND cancel ->> 'done'::text IS NULL",
@@ -240,7 +240,7 @@ def leftovers(limit: int = 100, *, but: Sequence[int] = ()) -> Steps[Leftovers]:
 
 
 def resume(canceling: Canceling) -> Plan[Canceled]:
-    """Go on with a cancellation, unless another works on it."""
+    """Continue a cancellation, unless another program works on it."""
     return (yield from CANCEL_MEMBERS[canceling.holds](canceling, is_sweep=True))
 
 
@@ -260,7 +260,7 @@ def retry_failed(
     Processes that are FAILED go on where they stopped; those that were undone are started again in the new batch.
     `name` and `on_complete` are those of the new batch.
     """
-    define(domain, name=name, on_complete=on_complete)  # refused before anything is retried
+    define(domain, name=name, on_complete=on_complete)  # a bad definition is refused before anything is retried
     batch, holds = yield _find(domain, batch_id)
     retried, last_id, is_last = 0, 0, False
     if holds == "processes":
@@ -298,8 +298,8 @@ def _retry_bite(domain: str, batch: int, what: OperatorAction, *, after_id: int)
 def _send_again(
     domain: str, batch_id: str, name: object, on_complete: object
 ) -> Steps[tuple[int, int, str | None]]:
-    """How many were sent again, how many had been before, and the new batch."""
-    # If two operators retry, the second finds everything sent.
+    """Returns how many were sent again, how many had been sent again before, and the new batch."""
+    # If two operators retry, the second one finds everything sent.
     old = yield from lock(domain, batch_id, "NO KEY UPDATE")
     definition = define(
         domain,

@@ -5,18 +5,18 @@
       └───────── the probe went well ─────┼──────────────────────────────┤
                                           └──── it went badly ───────────┘
 
-`model/breaker_rule.py` says when a type is in trouble. Workers report attempts that ended badly (`report`); the
-breaker's row keeps them. Each worker counts in memory how many attempts ended in another way. It tells these
-counts with its heartbeat while a type has a bad attempt in the window: nothing is written per attempt. `judge`
-puts both together. A bad attempt cannot be judged before every live worker of the domain has told its counts
-since; that is waited for, for a while.
+`model/breaker_rule.py` says when a type is in trouble. Workers report attempts that ended badly (`report`), and
+the breaker's row keeps them. Each worker counts in memory how many attempts ended in another way. While a type has
+a bad attempt in the window, the worker sends these counts with its heartbeat: nothing is written per attempt.
+`judge` puts both together. A bad attempt can be judged when every live worker of the domain has sent its counts
+after it, or when PATIENCE_SECONDS have passed.
 
-Workers maintain breakers (`watch`): they `judge` those that have news, and `advance` those that are not closed.
-Whoever moves a breaker locks its row, so exactly one worker opens it, and one chooses the probe. The probe is a
-command, not an attempt: it may be given back or lose its worker, and stays the probe while its message exists. If
-the message is gone and nobody has told how it ended, the status of the command decides (COMPLETED is good), or
-another probe is chosen after a while. Probes rotate: the next one is the parked command that has probed in vain
-least often.
+Workers maintain breakers (`watch`): they `judge` those that have news, and `advance` those that are not closed. A
+worker that moves a breaker locks its row, so exactly one worker opens it, and one chooses the probe. The probe is
+a command, not an attempt: it may be given back or lose its worker, and stays the probe while its message exists.
+If the message is gone and no worker has reported how the probe ended, the status of the command decides (COMPLETED
+is good), or another probe is chosen after a while. Probes rotate: the next one is the parked command with the
+fewest failed probes.
 
 While a breaker is not closed, claims park its commands, except the probe (`commands/claim.sql`,
 `commands/park.sql`). Every move is recorded in control_action. `flow/breakers/operate.py` has what operators do.
@@ -40,9 +40,9 @@ from commandbus.model.breaker import Breaker
 from commandbus.model.breaker_rule import AttemptCounts, BadAttempt, Trouble, find_trouble, kept
 
 State = Literal["CLOSED", "OPEN", "HALF_OPEN"]
-SILENCE_SECONDS: Final = 10.0  # how long to wait for word of a probe whose message is gone
+SILENCE_SECONDS: Final = 10.0  # how long to wait for the report on a probe whose message is gone
 PATIENCE_SECONDS: Final = 10.0  # how long to wait for the counts of a live worker
-ALIVE_SECONDS: Final = 15.0  # a worker without a heartbeat for so long counts as dead
+ALIVE_SECONDS: Final = 15.0  # a worker whose last heartbeat is older counts as dead
 OURSELVES: Final = "commandbus"
 WELL: Final = "its probe went well"
 _ACTIONS: Final = {"OPEN": "OPEN", "HALF_OPEN": "HALF_OPEN", "CLOSED": "CLOSE"}
@@ -72,7 +72,7 @@ class OpenBreaker(NamedTuple):
 class Moved:
     """A breaker has moved: to which state, why, and how many parked commands went back to the queue at once.
 
-    `rest_after`: there may be more of them, after this parked row.
+    `rest_after`: more parked commands may have to go back, those after this parked row.
     """
 
     domain: str
@@ -85,7 +85,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A breaker that is not closed, and in how many seconds it moves; `is_probing`: its probe is under way."""
+    """A breaker that is not closed, and in how many seconds it moves; `is_probing`: its probe is running."""
 
     domain: str
     command_type: str
@@ -105,8 +105,8 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The verdict: it moved, or not. `is_final`: no worker's counts are missing, so nothing changes until the next
-    bad attempt."""
+    """The verdict: the breaker moved, or not. `is_final`: the counts of all workers were known, so the verdict
+    stays the same until the next bad attempt."""
 
     moved: Moved | None = None
     is_final: bool = True
@@ -133,7 +133,8 @@ class Row:
     def count(self, rule: Breaker, bad: Sequence[Bad]) -> Row:
         """The row with these attempts counted, and without those that have left the window.
 
-        They have ended now. So the last end always changes, and everybody sees that there is something new.
+        These attempts ended just now. So the time of the last end changes, and every worker sees that there is
+        news.
         """
         now = self.now.timestamp()
         ended = max([now, *(item.ended + 1e-6 for item in self.recent)])
@@ -141,11 +142,11 @@ class Row:
         return replace(self, recent=kept(rule, [*self.recent, *more], now))
 
     def tired(self) -> Row:
-        """The row after a probe in vain."""
+        """The row after its probe has failed."""
         return self if self.probe is None else replace(self, vain=[*self.vain, self.probe][-_VAIN_KEPT:])
 
     def opened(self, reason: str) -> Row:
-        """Open from now on, for as long as it says."""
+        """The row, open from now on for its `reset`."""
         until = self.now + timedelta(seconds=self.reset)
         return replace(
             self, state="OPEN", is_forced=False, opened_at=self.now, until=until, reason=reason, probe=None,
@@ -153,7 +154,7 @@ class Row:
         )  # fmt: skip
 
     def closed(self) -> Row:
-        """Closed, with all counts cleared."""
+        """The row, closed, with all counts cleared."""
         return replace(
             self, state="CLOSED", recent=[], is_forced=False, opened_at=None, until=None, reason=None, probe=None,
             probe_until=None, vain=[],
@@ -167,9 +168,10 @@ class Row:
 def report(
     domain: str, command_type: str, rule: Breaker, *, bad: Sequence[Bad] = (), good: Sequence[int] = ()
 ) -> Steps[Moved | None]:
-    """Count attempts that ended badly, and tell of probes (by their commands) that ended well.
+    """Count attempts that ended badly, and report probes (by their commands) that ended well.
 
-    While it is open or half open, only the probe moves it: other attempts that end now had begun before.
+    While a breaker is open or half open, only its probe moves it: other attempts that end now began before it
+    opened.
     """
     row = yield from (make(domain, command_type, rule) if bad else lock(domain, command_type))
     if row is None:
@@ -195,15 +197,15 @@ def report(
 
 @operation(atomic=True)
 def judge(domain: str, command_type: str, rule: Breaker) -> Steps[Judged]:
-    """Open it if its type is in trouble, as far as that is known."""
+    """Open the breaker if the counts that are known show that its type is in trouble."""
     row = yield from lock(domain, command_type, "SKIP LOCKED")
     if row is None or row.state != "CLOSED":
-        return Judged(is_final=row is not None)  # whoever holds the row may be about to move it
+        return Judged(is_final=row is not None)  # None: another transaction holds the row, and may move it
     return (yield from _judge(row.count(rule, ()), rule))
 
 
 def _judge(row: Row, rule: Breaker) -> Steps[Judged]:
-    """The row is closed and counted, and its `reason` tells of the last bad attempt."""
+    """Judge a closed breaker. Old attempts have left `row`; its `reason` describes the last bad attempt."""
     if find_trouble(rule, row.recent) is None:
         return Judged()
     rows = yield Statement(
@@ -225,8 +227,8 @@ def _judge(row: Row, rule: Breaker) -> Steps[Judged]:
 
 
 class _Count(NamedTuple):
-    """What one worker told: is it live, when did it tell, and its counts (None: it told nothing about this
-    type)."""
+    """What one worker has sent: is the worker live, when did it send this, and its counts (None: no counts for
+    this type)."""
 
     is_live: bool
     at: float
@@ -234,11 +236,11 @@ class _Count(NamedTuple):
 
 
 class Counts:
-    """What the workers of a domain have told of one command type.
+    """What the workers of a domain have sent about one command type.
 
-    `known_until`: for bad attempts that ended until then, all live workers have told what else ended. While
-    attempts keep ending badly, there are always some that are too new. A worker that has been silent for long is
-    not waited for.
+    `known_until`: the counts are complete for bad attempts that ended up to this moment, because all live workers
+    have sent counts since. While attempts keep ending badly, the newest ones are always later than that. After
+    PATIENCE_SECONDS, missing counts are no longer waited for.
     """
 
     def __init__(self, counts: Sequence[_Count], recent: Sequence[BadAttempt], now: float) -> None:
@@ -251,7 +253,7 @@ class Counts:
         self.known_until = max(patient, min(told, default=math.inf))
 
     def others(self, since: float) -> float:
-        """How many attempts ended and were not stuck since a moment, in all workers."""
+        """How many attempts of all workers have ended since a moment and were not stuck."""
         return sum(tally.after(since) or 0.0 for count, tally in self._tallies if count.at >= since)
 
 
@@ -261,7 +263,7 @@ def _words(trouble: Trouble) -> str:
 
 @operation(atomic=False)
 def watch(domains: Sequence[str]) -> Steps[Watch]:
-    """What there is to look after in these domains."""
+    """The breakers of these domains that may have to be moved."""
     rows = yield Statement(sql.text("breakers/due"), {"domains": list(domains)})
     due = [
         Due(domain, command_type, 0.0 if seconds is None or state == "HALF_OPEN" else seconds, status == "PENDING")
@@ -278,7 +280,7 @@ def watch(domains: Sequence[str]) -> Steps[Watch]:
 
 @operation(atomic=True)
 def advance(domain: str, command_type: str) -> Steps[Moved | None]:
-    """Choose a probe if it is time for one, or another one if the last has vanished."""
+    """Choose a probe if it is time for one. If the last probe has vanished, choose another."""
     row = yield from lock(domain, command_type, "SKIP LOCKED")
     if row is None or row.state == "CLOSED" or row.is_forced:
         return None
@@ -308,7 +310,7 @@ def _probe(row: Row) -> Steps[Moved | None]:
         half_open = replace(row, state="HALF_OPEN", probe=chosen[0][0], probe_until=None)
         return (yield from move(half_open, "one command is the probe", of_probe=half_open.probe))
     if row.state == "OPEN":
-        return None  # the next command that arrives is parked, and then chosen
+        return None  # the next command that arrives is parked, and can then be chosen
     unheard = replace(row, state="OPEN", until=row.now, probe=None, probe_until=None)
     return (yield from move(unheard, "nothing was heard of its probe", of_probe=row.probe))
 
@@ -351,7 +353,7 @@ def lock(domain: str, command_type: str, locking: str = "") -> Steps[Row | None]
 
 
 def make(domain: str, command_type: str, rule: Breaker) -> Steps[Row]:
-    """Lock a breaker, and make it if need be."""
+    """Lock a breaker. If there is none, make it first."""
     rows = yield Statement(
         sql.text("breakers/make"),
         {
@@ -373,8 +375,8 @@ def move(
     action: str | None = None,
     of_probe: int | None = None,
 ) -> Steps[Moved]:
-    """Write the new state, and record the move. A breaker that closes returns its parked commands to the queue:
-    the first portion at once (`flow/commands/unpark.py`)."""
+    """Write the new state, and record the move. When a breaker closes, its parked commands return to the queue:
+    the first portion now, the others later (`flow/commands/unpark.py`)."""
     why = reason or row.reason or ""
     yield _save(row)
     parked = Parked("breaker", row.domain, row.command_type)

@@ -28,10 +28,11 @@ T = TypeVar("T")
 class BreakerInfo:
     """A breaker for people. `kind` is "type" (`name` is "DOMAIN/COMMAND_TYPE") or "limit" (`name` is the limit's).
 
-    `until`: when a probe follows; None while it is closed, or a person has opened it (`is_forced`). `probe`: the
-    command_id, or the permit's token, of the probe. `stuck` and `failures` are the attempts that it has counted
-    within its window. `others` are attempts of the type that have ended in another way since the first of these
-    began, as the workers last told. `parked` is how many commands wait.
+    `until` is when a probe follows. It is None while the breaker is closed, or after a person has opened it
+    (`is_forced`). `probe` is the command_id of the probe, or the token of its permit. `stuck` and `failures` are
+    the attempts that the breaker has counted within its window. `others` are attempts of the type that have ended
+    in another way since the first of these began, as the workers last reported. `parked` is how many commands
+    wait.
     """
 
     kind: str
@@ -50,14 +51,14 @@ class BreakerInfo:
 
 @operation(atomic=False)
 def list_breakers() -> Steps[list[BreakerInfo]]:
-    """Those of command types that have ever counted something or been opened, and those of all limits."""
+    """The breakers of all limits, and those of command types that have ever counted an attempt or been opened."""
     rows = yield Statement(sql.text("breakers/list"))
     return [BreakerInfo(*row) for row in rows]
 
 
 @operation(atomic=True)
 def open_type(domain: str, command_type: str, rule: Breaker, what: OperatorAction) -> Steps[bool]:
-    """Open it until a person closes it; False if a person had opened it."""
+    """Open it until a person closes it. Returns False if a person had opened it before."""
     names.check_type(command_type)
     known = yield Statement(b"SELECT 1 FROM commandbus.domain WHERE name = %(domain)s", {"domain": domain})
     if not known:
@@ -104,7 +105,7 @@ def _reset(domain: str, command_type: str, what: OperatorAction) -> Steps[Unpark
 
 @operation(atomic=True)
 def open_limit(name: str, what: OperatorAction) -> Steps[bool]:
-    """Open a limit's breaker until a person closes it; False if a person had opened it."""
+    """Open a limit's breaker until a person closes it. Returns False if a person had opened it before."""
     is_forced, _ = yield from _limit(name)
     if is_forced:
         return False
@@ -121,7 +122,8 @@ def open_limit(name: str, what: OperatorAction) -> Steps[bool]:
 
 @operation(atomic=True)
 def close_limit(name: str, what: OperatorAction) -> Steps[int]:
-    """Close a limit's breaker. Returns how many wait for the limit; each goes on when it gets a permit."""
+    """Close a limit's breaker. Returns how many wait for the limit; each of them continues when it gets a
+    permit."""
     _, is_open = yield from _limit(name)
     if not is_open:
         raise InvalidOperationError(f"the breaker of limit {name!r} is not open")
@@ -187,7 +189,7 @@ def _by(what: OperatorAction) -> str:
 
 
 class Guard:
-    """Refuses to send commands whose breaker is open; only for senders that are configured so for some type.
+    """Refuses commands whose breaker is open, for the command types for which the sender has configured that.
 
     After `reset`, commands are accepted again: one of them is the probe.
     """
@@ -198,11 +200,11 @@ class Guard:
         self._open: dict[str, str] = {}
 
     def may_refuse(self, command_type: str) -> bool:
-        """Is this type to be refused while its breaker is open?"""
+        """Does the sender refuse commands of this type while its breaker is open?"""
         return self._refuses(command_type)
 
     def before(self, sending: Operation[T], types: Iterable[str] = ()) -> Operation[T]:
-        """Returns the sending, with a look at the breakers before it, in the same transaction."""
+        """Returns the sending, preceded by a look at the breakers in the same transaction."""
 
         def steps() -> Steps[T]:
             rows = yield Statement(sql.text("breakers/refusing"), {"domain": self._domain})
@@ -218,7 +220,7 @@ class Guard:
         return Operation(steps(), sending.atomic, sending.whole)
 
     def watch(self, outgoing: Iterable[Outgoing]) -> Iterator[Outgoing]:
-        """Pass on what is sent, as it is sent; BreakerOpenError at the first that is refused."""
+        """Pass on commands as they are sent. Raises BreakerOpenError at the first that is refused."""
         for item in outgoing:
             self._check(item.command_type)
             yield item

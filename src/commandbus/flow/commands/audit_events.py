@@ -1,7 +1,7 @@
 """audit_events: an application's own events in the audit trails of its commands, kept and pruned with them.
 
-The events of commandbus itself are derived from its tables (`commandbus.audit`), and nobody can write those. So no
-event of an application may have the name of one of them.
+The events of commandbus itself are derived from its tables (`commandbus.audit`), and nobody can write those. So an
+application's event cannot have the name of one of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NewAuditEvent(NamedTuple):
 
 @operation(atomic=True, whole=True)
 def log(domain: str, events: Iterable[NewAuditEvent], *, max_bytes: int) -> Steps[int]:
-    """Write events, all or none; returns how many. A command that does not exist is CommandNotFoundError."""
+    """Write events, all or none. Returns how many. Raises CommandNotFoundError if a command does not exist."""
     names.check_domain(domain)
     checked = [_check(NewAuditEvent(*each), max_bytes) for each in events]
     if not checked:

@@ -1,9 +1,9 @@
 """Send a command whose caller waits, and tell the caller the outcome.
 
-The `reply_to` of such a command is CALL, which no queue can have as its name. Whoever settles it, or moves it to
-the troubleshooting queue, only notifies its row's id (`flow/commands/reply.py`), and the caller reads the row.
-`reply_to` is content like any other field. So a second call with the same command_id and content waits for the
-same command, while a command that was sent without a caller counts as different content.
+The `reply_to` of such a command is CALL, which no queue can have as its name. The transaction that settles the
+command, or moves it to the troubleshooting queue, only notifies the id of its row (`flow/commands/reply.py`), and
+the caller reads the row. `reply_to` is content like any other field. So a second call with the same command_id and
+content waits for the same command, while a command that was sent without a caller counts as different content.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def send_call(domain: str, new: NewCommand, *, max_bytes: int) -> Operation[Sent
 
 @operation(atomic=False)
 def outcomes(commands: Sequence[tuple[str, str]]) -> Steps[dict[int, CommandOutcome]]:
-    """The outcomes of these commands (domain, command_id), by the ids of their rows; deleted ones are left out.
-    Whoever knows the id of a command may ask; this cannot list commands."""
+    """The outcomes of these commands (domain, command_id), by the ids of their rows; deleted commands are left
+    out. A role that knows the id of a command may ask for it, but cannot list commands."""
     names_ = {"domains": [domain for domain, _ in commands], "command_ids": [id_ for _, id_ in commands]}
     rows = yield Statement(sql.text("commands/call_outcomes"), names_)
     return {row[0]: _outcome(row) for row in rows}

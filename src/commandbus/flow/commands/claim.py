@@ -42,15 +42,15 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 BITE_BYTES = 8 << 20
 """How much text of raw messages is read at once."""
 SPACED = 2
-"""The server's text of a document has a blank after each comma and colon."""
+"""PostgreSQL's text of a JSON document has a blank after each comma and colon."""
 OTHER_FIELDS_BYTES = 1 << 16
 PREVIEW_CHARACTERS = 2000
 UNHANDLED = "handler "
-"""Begins a notification that commands of a type wait for a handler."""
+"""The beginning of a notification that commands of a type wait for a handler."""
 EVERY = "true"
-"""Which messages are claimed: all of them …"""
+"""A condition on the messages that are claimed: all of them …"""
 OURS = "(pg_catalog.pg_column_size(message) <= 80 AND message OPERATOR(pg_catalog.?) 'command')"
-"""… those that look like a command of ours (the size is known without reading a large message) …"""
+"""… those that look like commands of ours (the size is known without reading a large message) …"""
 RAW = f"{OURS} IS NOT TRUE"
 """… or the others."""
 
@@ -72,9 +72,9 @@ class Room:
     number.
 
     Suspects that run beside others count as in quarantine, because they run in child processes, too. With
-    `only_suspects` nothing else does. Commands of the types in `isolated` run in child processes anyway, and do
-    not count. `spread`, from 0 to 1, spreads the delays of commands for which there is no room. Those that would
-    run alone return after about `soonest` seconds, when there may be room.
+    `only_suspects`, nothing but suspects counts. Commands of the types in `isolated` always run in child
+    processes, and do not count. `spread`, from 0 to 1, spreads the delays of commands for which there is no room.
+    Commands that must run alone return after about `soonest` seconds, when there may be room.
     """
 
     alone: int | None = None
@@ -85,12 +85,12 @@ class Room:
     soonest: float = LONGEST_DELAY
 
     def is_quarantined(self, row: ClaimedRow) -> bool:
-        """Does it need one of the child processes for commands in quarantine?"""
+        """Does the command need one of the child processes for commands in quarantine?"""
         is_apart = row.suspect is not None or (bool(row.quarantine) and not self.only_suspects)
         return is_apart and not row.alone and row.command_type not in self.isolated
 
     def without(self, admitted: Sequence[ClaimedRow]) -> Room:
-        """The room that is left when these have been let in."""
+        """The room that is left after these commands were let in."""
         alone = sum(bool(row.alone) for row in admitted)
         quarantined = sum(self.is_quarantined(row) for row in admitted)
         return replace(
@@ -105,7 +105,7 @@ RunningIn = Callable[[str], Collection[tuple[str, int]] | None]
 
 
 def nobody_knows(worker: str) -> None:
-    """What ran in a vanished worker: no evidence is left."""
+    """A `RunningIn` that knows nothing: there is no evidence of what ran in a vanished worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +178,13 @@ def put_right(
     """Record lost attempts, adopt or reject raw messages, park what must wait, end what should be canceled, and
     give back commands for which there is no room now.
 
-    `running_in` says what ran in a vanished worker (domain and msg_id); None if nobody knows. It is asked after
-    the claim: whatever did not run then never will, because its lease is over.
+    `running_in` says what ran in a vanished worker (domain and msg_id); None if nobody knows. It is called after
+    the claim: a command that did not run by then never will, because its lease is over.
 
-    Returns what can run now, and how many messages were adopted. Those are back in the queue as ordinary commands,
-    for the next claim.
+    Returns what can run now, and how many messages were adopted. The next claim finds the adopted messages in the
+    queue, as ordinary commands.
     """
-    # While this waits, no other command is claimed. The setting ends with the transaction.
+    # While this waits for a lock, the worker claims nothing else. The setting ends with the transaction.
     yield Statement(b"SET LOCAL lock_timeout = '200ms'")
     ours = [row for row in odd if row.id is not None]
     adopted = yield from _take_in(domain, worker, [row for row in odd if row.id is None], max_bytes)
@@ -243,7 +243,7 @@ def next_due(domain: str, *, within_seconds: float = FAR_SECONDS) -> Steps[float
 def announce(*, worker: str, domains: Sequence[str], seconds: float) -> Steps[None]:
     """Ask senders for notifications.
 
-    The table stays small. If this dropped the session's plans, the next claim would have to be planned anew.
+    The table stays small. If this dropped the session's plans, the next claim would have to be planned again.
     """
     yield Statement(
         sql.text("commands/announce"),
@@ -254,7 +254,7 @@ def announce(*, worker: str, domains: Sequence[str], seconds: float) -> Steps[No
 
 @operation(atomic=False)
 def withdraw(worker: str) -> Steps[None]:
-    """Ask senders to stop the notifications."""
+    """Tell senders to stop the notifications."""
     yield Statement(sql.text("commands/withdraw"), {"worker": worker}, by_keys=True)
 
 
@@ -278,14 +278,14 @@ def _take_in(domain: str, worker: str, raw: Sequence[ClaimedRow], max_bytes: int
         texts = yield from _read_some(domain, worker, left, max_bytes)
         done = [
             row for row in left if row.msg_id in texts
-        ] or left  # rows that are gone meanwhile belong to nobody
+        ] or left  # a row that is gone meanwhile needs nothing
         left = [row for row in left if row.msg_id not in texts] if texts else []
         adopted += yield from _take_in_some(domain, worker, done, texts, max_bytes)
     return adopted
 
 
 def _read_some(domain: str, worker: str, raw: Sequence[ClaimedRow], max_bytes: int) -> Steps[dict[int, Text]]:
-    """What the first of them say."""
+    """Read the text of the first of these messages."""
     asked = {
         "worker": worker,
         "msg_ids": [row.msg_id for row in raw],
@@ -312,7 +312,7 @@ def _take_in_some(
         try:
             if text is None:
                 raise InvalidCommandError(_why_unread(found, max_bytes))
-            # Dumped one by one: if one fails (too deep, too many digits), only that message is rejected.
+            # Dumped one by one: if one dump fails (too deep, too many digits), only that message is rejected.
             new = envelope.read(
                 payload.loads(text), queue=names.queue_of(domain), msg_id=row.msg_id, max_bytes=max_bytes
             )
@@ -377,7 +377,7 @@ def _read_holders(domain: str, worker: str, lost: Sequence[ClaimedRow]) -> Steps
 
 
 def _canceled_before(holders: Mapping[int, Sequence[dict[str, Any]]]) -> dict[int, Failure]:
-    """Rows whose vanished holder, or one before it, was asked to stop."""
+    """The failure of each row that somebody asked to cancel while a vanished worker held it."""
     found: dict[int, Failure] = {}
     for msg_id, chain in holders.items():
         for holder in chain:
@@ -396,7 +396,7 @@ def _cancel(domain: str, worker: str, rows: Sequence[ClaimedRow], why: Mapping[i
 def _not_running(
     domain: str, worker: str, holders: Mapping[int, Sequence[dict[str, Any]]], running_in: RunningIn
 ) -> set[int]:
-    """Messages of which it is known that their first vanished holder did not run them."""
+    """Messages that their first vanished holder is known not to have run."""
     first = {msg_id: found[-1] for msg_id, chain in holders.items() if (found := _vanished(chain, worker))}
     known = {name: running_in(name) for name in {str(holder["held_by"]) for holder in first.values()}}
     return {
@@ -411,18 +411,19 @@ def _vanished(holders: Sequence[dict[str, Any]], worker: str) -> list[dict[str, 
 
 
 def _after_loss(row: ClaimedRow, holders: Sequence[dict[str, Any]], worker: str, *, is_idle: bool) -> Marks:
-    """What the loss costs. Workers that claimed it after the first vanished holder vanished before they started
-    it. If that one did not run it either, nobody is suspected.
+    """The marks of a command after its loss. Workers that claimed it after the first vanished holder vanished
+    before they started it. If the first holder did not run it either (`is_idle`), the command does not become a
+    suspect.
 
-    This worker itself has not vanished: the database was unreachable for longer than a lease, or the machine stood
-    still.
+    A row of this worker itself was not lost by a crash: the database was unreachable for longer than a lease, or
+    the machine was suspended.
     """
     marks = row.marks
     if is_idle:
         return marks.after_outage(len(holders))
     vanished = _vanished(holders, worker)
     marks = marks.after_outage(len(holders) - len(vanished))
-    if not vanished:  # or headers that another client wrote
+    if not vanished:  # none, or another client wrote the headers
         return marks
     return marks.after_loss(ran_alone=vanished[-1]["alone"] is True, unstarted=len(vanished) - 1)
 
@@ -462,7 +463,7 @@ def _lost_rows(
     worker: str,
     idle: Collection[int],
 ) -> str:
-    """One row per holder."""
+    """Record one lost attempt for each holder."""
     rows = []
     for row in lost:
         last = row.attempt_base + row.read_ct - 1
@@ -485,7 +486,7 @@ def _lost_rows(
 
 
 def _admit(domain: str, worker: str, rows: Sequence[ClaimedRow], room: Room) -> Steps[list[ClaimedRow]]:
-    """Commands that may stay: all except those that run alone or in quarantine and find no room."""
+    """Commands that may stay. The others run alone or in quarantine, and there is no room for them."""
     admitted, late = _choose(rows, room)
     if late:
         yield from _put_off(domain, worker, late, room)
@@ -533,7 +534,7 @@ def _later(domain: str, row: ClaimedRow, room: Room) -> Settlement:
 
 
 def _tell(domain: str, types: set[str]) -> Steps[None]:
-    """Notify workers that commands of these types wait for a handler: workers that have one take them at once."""
+    """Notify workers that commands of these types wait for a handler. Workers that have one take them at once."""
     if types:
         yield Statement(
             b"SELECT pg_catalog.pg_notify('commandbus_' || %(domain)s, %(prefix)s || command_type) "

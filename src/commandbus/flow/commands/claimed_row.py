@@ -1,6 +1,6 @@
 """ClaimedRow: a row as the claim returned it, with names for its columns; and the Fence of its attempt.
 
-Nearly all rows are never read by name: a claim brings plain tuples, and `Attempt` wraps each as it is.
+Nearly all rows are never read by name: a claim returns plain tuples, and `Attempt` wraps each tuple as it is.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from commandbus.model.suspects import Marks
 
 
 class Fence(NamedTuple):
-    """What an attempt is settled under: the queue row (`msg_id`), claimed for the `read_ct`-th time, of a
-    command (`id`). `number` is the attempt's running number in the command's history."""
+    """The identity under which an attempt is settled: the queue row (`msg_id`), claimed for the `read_ct`-th time,
+    of a command (`id`). `number` is the attempt's running number in the command's history."""
 
     domain: str
     msg_id: int
@@ -25,8 +25,8 @@ class Fence(NamedTuple):
 
 
 class RareOptions(NamedTuple):
-    """What few commands have: seconds until it expires, its own `on_exhausted`, how often it was snoozed, and how
-    many seconds ago for the first time. Seconds count from the claim, by the server's clock."""
+    """Options that few commands have: seconds until it expires, its own `on_exhausted`, how often it was snoozed,
+    and how many seconds ago the first snooze was. Seconds count from the claim, by the server's clock."""
 
     expires_in: float | None = None
     on_exhausted: OnExhausted | None = None
@@ -35,7 +35,7 @@ class RareOptions(NamedTuple):
 
     @classmethod
     def read(cls, text: str | None) -> RareOptions:
-        """Returns what a claim said."""
+        """Reads the options from a claimed row."""
         return _NO_OPTIONS if text is None else cls(*json.loads(text))
 
 
@@ -43,11 +43,13 @@ _NO_OPTIONS = RareOptions()
 
 
 class ClaimedRow(NamedTuple):
-    """A row of commands/claim.sql, in its order. `is_paused` also says that the breaker of its type is not closed.
+    """A row of commands/claim.sql, in its order. `is_paused` is also True if the breaker of its type is not
+    closed.
 
-    `before` is True if a worker held it when its lease ran out. `created_at` is an epoch second; `last_vt` and
-    `claimed_at` are microseconds, the same in every row. `options` is the JSON text of RareOptions. `unhandled` is
-    not a column: if this worker has no handler for the command, it is the note with which the command is parked.
+    `before` is True if a worker held the row when its lease ran out. `created_at` is an epoch second; `last_vt`
+    and `claimed_at` are microseconds, the same in every row. `options` is the JSON text of RareOptions.
+    `unhandled` is not a column: if this worker has no handler for the command, it is the note with which the
+    command is parked.
     """
 
     msg_id: int
@@ -85,7 +87,7 @@ class ClaimedRow(NamedTuple):
 
     @property
     def is_odd(self) -> bool:
-        """Must something be corrected before it runs?"""
+        """Must something be put right before it runs?"""
         is_known = self.before is None and self.id is not None
         return not is_known or self.suspect is not None or bool(self.is_paused or self.quarantine)
 
@@ -96,12 +98,12 @@ class ClaimedRow(NamedTuple):
 
     @property
     def marks(self) -> Marks:
-        """What earlier trouble has left."""
+        """The marks that earlier trouble has left on the command."""
         return Marks(self.waived, self.suspect, bool(self.quarantine), bool(self.alone))
 
     def charge_after(self, failure: Failure) -> int:
-        """What counts against max_attempts after this failure. A suspect that it convicts pays for earlier
-        crashes."""
+        """How many attempts count against max_attempts after this failure. If the failure convicts a suspect,
+        earlier crashes count, too."""
         return self.read_ct - self.marks.after_failure(failure).waived
 
 
@@ -134,4 +136,4 @@ class ClaimedRow(NamedTuple):
     OPTIONS,
     _UNHANDLED,
 ) = range(len(ClaimedRow._fields))
-"""Where the columns are, for who reads rows as plain tuples: the claim, the dispatcher and `Attempt`."""
+"""The positions of the columns, for readers of plain tuples: the claim, the dispatcher and `Attempt`."""

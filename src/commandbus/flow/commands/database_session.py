@@ -1,6 +1,6 @@
 """database_session: the database session of an attempt, seen from outside: what it does, how to cancel and end it.
 
-A remembered process id may belong to another session by now. So a session is named by its process id and its
+A remembered process id may belong to another session by now. So a session is identified by its process id and its
 start.
 """
 
@@ -31,7 +31,7 @@ _IT = b""" FROM pg_catalog.pg_stat_activity
 
 @operation(atomic=False)
 def find_session(pid: int, started: int, key: int | None) -> Steps[DatabaseSession | None]:
-    """An attempt's session: remembered, or found by its advisory lock behind PgBouncer. None if it is not
+    """An attempt's session, as remembered or, behind PgBouncer, found by its advisory lock. None if it is not
     known."""
     if key is None:
         return DatabaseSession(pid, started) if started else None
@@ -59,7 +59,7 @@ def look_at_session(session: DatabaseSession) -> Steps[dict[str, Any] | None]:
 
 @operation(atomic=False)
 def is_of_child(session: DatabaseSession, *, worker: str, youngest_seconds: float) -> Steps[bool]:
-    """Whether a child process of this worker, which began so long ago, may have opened this session."""
+    """Can a child process of this worker that began so many seconds ago have opened this session?"""
     name = f"commandbus {worker} isolated"[:LONGEST_NAME]
     values = {**session._asdict(), "name": name, "seconds": youngest_seconds + SLACK_SECONDS}
     rows = yield Statement(sql.text("commands/child_session"), values)
@@ -68,13 +68,14 @@ def is_of_child(session: DatabaseSession, *, worker: str, youngest_seconds: floa
 
 @operation(atomic=False)
 def cancel_session(session: DatabaseSession) -> Steps[bool]:
-    """Cancel what a session runs; False if this role may not, or it is gone."""
+    """Cancel what a session runs. Returns False if this role may not do so, or if the session is gone."""
     return (yield from _signal(b"SELECT pg_catalog.pg_cancel_backend(pid)", session))
 
 
 @operation(atomic=False)
 def terminate_session(session: DatabaseSession) -> Steps[bool]:
-    """End a session and wait until it is gone (2 s at most); False if this role may not, or it was gone."""
+    """End a session, and wait until it is gone (2 s at most). Returns False if this role may not, or if it was
+    gone."""
     return (yield from _signal(b"SELECT pg_catalog.pg_terminate_backend(pid, 2000)", session))
 
 

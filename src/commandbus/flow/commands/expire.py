@@ -1,8 +1,8 @@
-"""End commands that were to start before a moment that has passed: CANCELED, with the code EXPIRED.
+"""End commands whose expiry has passed before they started: CANCELED, with the code EXPIRED.
 
-A worker that claims such a command does not start it (`Attempt.expire`). This module is for those that nobody
-claims: they are parked, wait for a retry, or all slots are busy. Workers look for them every few seconds
-(`worker/expiry.py`).
+A worker that claims such a command does not start it (`Attempt.expire`). This module is for commands that no
+worker claims, because they are parked, wait for a retry, or all slots are busy. Workers look for them every few
+seconds (`worker/expiry.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def due_to_expire(after: datetime, after_id: int, *, limit: int = BITE) -> Steps
 
 @operation(atomic=True)
 def expire(domain: str, ids: Sequence[int]) -> Steps[list[int]]:
-    """End those that nobody runs. Returns those that are held or locked: they are to be looked at again."""
+    """End expired commands that no worker runs. Returns those that are held or locked, which must be looked at
+    again."""
     try:
         rows = yield Statement(
             sql.text("commands/expire", domain=domain),

@@ -23,7 +23,7 @@ from commandbus.model.payload import loads_or_none
 WORKER_ALIVE_SECONDS = 15.0
 _EVENTS: Mapping[str, AuditEvent] = {event.value: event for event in AuditEvent}
 _ALL = {"of_batch": "", "order": "c.id DESC"}
-# In the order of command_batch: by the id alone the planner would look for them along the key, over all commands.
+# In the order of command_batch: ordered by id alone, the planner would walk the primary key over all commands.
 _MEMBERS = {
     "of_batch": "AND c.batch >= %(batch)s AND (c.batch, c.id) < (%(batch)s, COALESCE(%(before_id)s, %(last)s))",
     "order": "c.batch DESC, c.id DESC",
@@ -124,7 +124,7 @@ class RejectedMessage:
 
 @dataclass(frozen=True, slots=True)
 class UndeliveredReply:
-    """A reply, or the command of a batch's end, that could not be put into its queue, and why."""
+    """A reply, or the `on_complete` command of a batch, that could not be put into its queue, and why."""
 
     id: int
     queue: str
@@ -239,7 +239,7 @@ def list_tsq(
     limit: int,
     cursor: str | None = None,
 ) -> Steps[Page[TsqEntry]]:
-    """Commands that need a person, those that entered the queue first coming first."""
+    """Commands that need a person. Those that entered the troubleshooting queue first come first."""
     rows = yield Statement(
         sql.text("commands/list_tsq"),
         _filters(domain, command_type, error_code)
@@ -304,7 +304,7 @@ def _batch(domain: str | None, batch_id: object) -> Steps[int | None]:
 
 
 def held(domain: str | None) -> Steps[list[int]]:
-    """The ids of commands that somebody holds."""
+    """The ids of commands that a worker holds."""
     domains = [domain] if domain is not None else (yield from _all_domains())
     found: list[int] = []
     for name in domains:
@@ -317,7 +317,7 @@ def held(domain: str | None) -> Steps[list[int]]:
 
 
 def _with_current(trail: list[AuditEntry], current: list[AuditEntry]) -> list[AuditEntry]:
-    """A running attempt comes last, but before what was asked of it, and what its handler told."""
+    """Put a running attempt last, but before requests to cancel it, and before what its handler has reported."""
     running = {entry.attempt for entry in current}
     later = [entry for entry in trail if entry.attempt in running and _is_after_start(entry.event)]
     return [entry for entry in trail if entry not in later] + current + later
@@ -328,7 +328,7 @@ def _is_after_start(event: AuditEvent | str) -> bool:
 
 
 def _current(domain: str, command_id: str) -> Steps[list[AuditEntry]]:
-    """What only the queue row knows: a running attempt."""
+    """The event that only the queue row knows: a running attempt."""
     rows = yield Statement(
         b"SELECT msg_id, attempt_base FROM commandbus.command "
         b"WHERE domain = %(domain)s AND command_id = %(command_id)s AND status OPERATOR(pg_catalog.=) 'PENDING'",
@@ -351,7 +351,7 @@ def _all_domains() -> Steps[list[str]]:
 
 
 def no_queue(domain: str) -> Steps[CommandBusError]:
-    """A queue is missing: is it the domain, or all of commandbus?"""
+    """A queue is missing. Find out whether the domain does not exist, or commandbus was never migrated."""
     try:
         rows = yield Statement(b"SELECT pg_catalog.to_regclass('commandbus.domain') IS NULL")
     except pg.InFailedSqlTransaction:  # a lent pool whose connections are not in autocommit mode
@@ -360,7 +360,7 @@ def no_queue(domain: str) -> Steps[CommandBusError]:
 
 
 def _whole(preview: str | None) -> Any:
-    """The document whose beginning this is, if it is all of it."""
+    """The document, if this beginning of its text is all of it; otherwise None."""
     try:
         return loads_or_none(preview)
     except (ValueError, RecursionError):
@@ -368,7 +368,7 @@ def _whole(preview: str | None) -> Any:
 
 
 def _foreign(text: str | None) -> Any:
-    """JSON of another client; what Python cannot parse (depth, digits) stays text."""
+    """JSON of another client. A document that Python cannot parse (depth, digits) stays text."""
     try:
         return loads_or_none(text)
     except (ValueError, RecursionError):
@@ -376,7 +376,7 @@ def _foreign(text: str | None) -> Any:
 
 
 def _filters(domain: str | None, command_type: str | None, error_code: object = None) -> dict[str, Any]:
-    """What commands and the troubleshooting queue are both filtered by, checked."""
+    """The filters that commands and the troubleshooting queue have in common, checked."""
     return {
         "domain": None if domain is None else names.check_domain(domain),
         "command_type": None if command_type is None else names.check_type(command_type),

@@ -1,4 +1,4 @@
-"""Warns about a command type that nobody knows: a misspelled name is accepted, and then nothing happens.
+"""Warns about a command type that nobody knows: a misspelled name is accepted, and then nothing runs the command.
 A new name is not an error: its workers, or its first command, may come later."""
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from commandbus import sql
 from commandbus.flow.commands.inspect import WORKER_ALIVE_SECONDS
 from commandbus.flow.operation import Statement, Steps, operation
 
-NEWEST = 10_000  # commands that are looked at
+NEWEST = 10_000  # how many commands are looked at
 MOST_NAMES = 5
 
 
 @operation(atomic=False)
 def doubt_type(domain: str, command_type: str, *, what: str = "command type") -> Steps[str | None]:
-    """A warning if no live worker handles this type and it has no recent command; else None.
+    """Returns a warning if no live worker handles this type and it has no recent command; otherwise None.
 
-    A role that may not read gets no warning. `what` may be "process type": its messages are commands of its type.
+    A role that may not read gets no warning. `what` may be "process type", because the messages to a process are
+    commands of its type.
     """
     params = {"domain": domain, "alive": WORKER_ALIVE_SECONDS, "most": NEWEST}
     try:

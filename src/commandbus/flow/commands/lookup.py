@@ -36,7 +36,8 @@ def existing(domain: str, command_ids: Iterable[str]) -> Steps[set[str]]:
 
 @operation(atomic=False)
 def count_by_status(domain: str, command_type: str | None = None) -> Steps[dict[CommandStatus, int]]:
-    """How many commands of a domain, or of a type in it, have which status; a status that none has is left out."""
+    """How many commands of a domain, or of a type in it, have each status. A status without commands is left
+    out."""
     held_now = yield from held(names.check_domain(domain))
     params = {
         "domain": domain,

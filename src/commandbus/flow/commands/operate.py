@@ -1,7 +1,7 @@
 """What operators do: retry, cancel and complete commands in the troubleshooting queue, and cancel other commands.
 
 Every action locks what it moves, checks the state, and is recorded with the operator's name. If two operators act
-at once, one wins. The action of the other finds nothing, and `explain` says what the command's state is now.
+at the same time, one wins. The other's action finds nothing, and `explain` says what the command's state is now.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _ENDS: dict[Action | None, str] = {"CANCEL": "CANCELED", "COMPLETE": "COMPLETED"
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which commands of a domain's troubleshooting queue: by id, by type, by error code; all conditions hold."""
+    """Selects commands in a domain's troubleshooting queue by id, type and error code. All conditions must
+    hold."""
 
     domain: str
     ids: Sequence[int] | None = None
@@ -71,8 +72,8 @@ def act(selection: Selection, what: OperatorAction, *, limit: int = BITE) -> Ste
 def act_on_all(selection: Selection, what: OperatorAction) -> Plan[int]:
     """Apply an action to everything that is selected now, in portions. Returns how many were moved.
 
-    Commands that enter the queue meanwhile are left alone. Otherwise a retried command that fails again would be
-    retried by the same action for ever.
+    Commands that enter the queue meanwhile are left alone. Otherwise this action would retry a command that fails
+    again and again, for ever.
     """
     now = yield _now()
     bounded = replace(selection, entered_before=now)
@@ -102,7 +103,7 @@ def act_on(domain: str, command_id: str, what: OperatorAction) -> Steps[None]:
 def cancel(domain: str, command_id: str, what: OperatorAction) -> Steps[CancelResult]:
     """Cancel a command. If it runs, ask its worker to stop it.
 
-    Asking again changes nothing. A command in the troubleshooting queue, or one that has ended, is refused.
+    A second request changes nothing. A command that is in the troubleshooting queue, or has ended, is refused.
     """
     command_id = names.to_id(command_id)
     try:
@@ -154,7 +155,7 @@ def _apply(selection: Selection, what: OperatorAction, limit: int) -> Steps[list
 
 
 def tell(domain: str, rows: Sequence[Row], what: OperatorAction, *, was_in_tsq: bool) -> Steps[None]:
-    """Tell the replies, batches and processes of commands that a person has ended."""
+    """Update the replies, batches and processes of commands that a person has ended."""
     failure = None if what.action == "COMPLETE" else cancellation(what.operator, what.reason)
     why = f"{what.operator} ended a message that this process had not handled"
     if what.reason:
@@ -171,8 +172,8 @@ def tell_ended(
     why: str,
     result: str | None = None,
 ) -> Steps[None]:
-    """Tell the replies, batches and processes of commands that no attempt has ended: CANCELED for this reason, or
-    COMPLETED."""
+    """Update the replies, batches and processes of commands that ended without an attempt: CANCELED for this
+    reason, or COMPLETED."""
     outcome: Outcome = "SUCCESS" if failure is None else "CANCELED"
     yield from membership.ended(
         [membership.Member(id_, batch, process, step) for id_, _, _, _, _, batch, process, step in rows],

@@ -67,7 +67,7 @@ def _resume(domain: str, command_type: str | None, what: OperatorAction) -> Step
         named = f"command_type {command_type!r} of domain {domain!r}" if command_type else f"domain {domain!r}"
         raise InvalidOperationError(f"{named} is not paused")
     yield note_action(_subject(domain, command_type), "RESUME", what)
-    # Idle workers must look again: while the domain was paused they found nothing, and nothing was parked.
+    # Idle workers must look again: while the domain was paused they found nothing, and no command was parked.
     yield Statement(b"SELECT pg_catalog.pg_notify('commandbus_' || %(domain)s, '0')", params)
     return (yield from wake(Parked("pause", domain, command_type or "")))
 

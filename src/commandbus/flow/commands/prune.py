@@ -22,13 +22,13 @@ ASIDES = {
     "undelivered_reply": "undelivered replies",
     "stray_reply": "stray replies",
 }
-"""Tables of things put aside, which strangers can fill, and what people call these things."""
+"""Tables that programs without commandbus can fill, and the names of their contents for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
     """What is kept: commands that finished within `age_seconds`, and the newest `count` in all. Of rejected
-    messages, undelivered replies and stray replies each, the newest `asides_count`, and at most `asides_bytes`."""
+    messages, undelivered replies and stray replies, the newest `asides_count` each, and at most `asides_bytes`."""
 
     age_seconds: float | None = None
     count: int | None = None
@@ -45,7 +45,7 @@ class Retention:
 
     @property
     def is_off(self) -> bool:
-        """Everything is kept."""
+        """Is everything kept?"""
         return self.age_seconds is None and self.count is None
 
 
@@ -61,7 +61,7 @@ class PruneBite:
 @dataclass(frozen=True, slots=True)
 class PruneReport:
     """How much was deleted: commands, archived messages, things set aside (rejected messages …), and batches and
-    processes of which nothing was left."""
+    processes whose commands were all gone."""
 
     commands: int = 0
     archived: int = 0
@@ -96,7 +96,7 @@ def prune_all(retention: Retention) -> Plan[PruneReport]:
 
 
 def _prune_excess(retention: Retention) -> Plan[dict[str, int]]:
-    """Of each kind of things put aside the oldest, where there are too many, or too many bytes of them."""
+    """Delete the oldest rows of each kind of things set aside, where there are too many rows or bytes."""
     dropped: dict[str, int] = {}
     if retention.asides_count is None or retention.asides_bytes is None:
         return dropped
@@ -114,7 +114,7 @@ def _prune_keys() -> Plan[None]:
 
 
 def _prune_walk(name: str, retention: Retention) -> Plan[int]:
-    """Over all batches, or all processes; how many went."""
+    """Prune all batches, or all processes. Returns how many were deleted."""
     removed, bite = 0, PruneBite(0, 0, False)
     while not bite.is_done:
         bite = yield prune_groups(name, retention, after_id=bite.after_id)
@@ -124,7 +124,7 @@ def _prune_walk(name: str, retention: Retention) -> Plan[int]:
 
 @operation(atomic=False)
 def through_id(retention: Retention) -> Steps[int]:
-    """The newest id that the count condition gives up (0: none)."""
+    """The newest id that `count` does not keep (0: none)."""
     if retention.count is None:
         return 0
     rows = yield Statement(
@@ -176,7 +176,7 @@ def prune_archive(domain: str, age_seconds: float, *, bite: int = BITE) -> Steps
 
 @operation(atomic=False)
 def prune_excess(table: str, count: int, size: int, *, bite: int = BITE) -> Steps[int]:
-    """One bite of the oldest rows of a table of things put aside, where it has too many."""
+    """One bite of the oldest rows of a table of things set aside, if it has too many."""
     rows = yield Statement(
         sql.text("commands/prune_excess", table=table), {"count": count, "bytes": size, "bite": bite}
     )
@@ -185,7 +185,7 @@ def prune_excess(table: str, count: int, size: int, *, bite: int = BITE) -> Step
 
 @operation(atomic=False)
 def prune_asides(age_seconds: float, *, bite: int = BITE) -> Steps[int]:
-    """One bite of rejected messages, undelivered replies and workers long gone."""
+    """One bite of rejected messages, undelivered replies and workers that ended long ago."""
     rows = yield Statement(sql.text("commands/prune_asides"), {"age": age_seconds, "bite": bite})
     count: int = rows[0][0]
     return count

@@ -58,7 +58,8 @@ class CommandRow(NamedTuple):
 
     @property
     def charged(self) -> int | None:
-        """How many attempts were charged, if it is not in its queue; None if a person has ended it."""
+        """How many attempts were charged, for a command that is not in its queue; None if a person has ended
+        it."""
         if self.attempt is not None:
             return max(0, self.attempt - self.attempt_base - self.waived)
         return 0 if self.status == "PENDING" or not self.attempt_base else None
@@ -84,7 +85,7 @@ class QueueRow(NamedTuple):
 
     @property
     def current_note(self) -> str | None:
-        """Why it is parked: what its breaker says now, or what was written down."""
+        """Why it is parked: the present state of its breaker, or the note that was written when it was parked."""
         if self.breaker_state is None:
             return self.note
         return explain(self.breaker_state, is_forced=bool(self.breaker_is_forced), reason=self.breaker_reason)
@@ -126,7 +127,8 @@ def complete(rows: Sequence[Row]) -> Steps[list[CommandRecord]]:
 
 
 def _unhandled(queued: Mapping[QueueKey, QueueRow]) -> Steps[dict[tuple[str, str], str | None]]:
-    """Why commands wait for a handler now, by domain and type: workers that have one may have come meanwhile."""
+    """Why commands wait for a handler now, by domain and type. Workers with a handler may have started
+    meanwhile."""
     domains = sorted({domain for (domain, _), row in queued.items() if row.parked_for == HANDLER})
     if not domains:
         return {}
@@ -153,7 +155,7 @@ def _with_queue_row(
 ) -> CommandRecord:
     until, note = row.parked_until, row.current_note
     if line is not None:
-        until, note = line.until, line.note  # of now: it may have been parked for another reason
+        until, note = line.until, line.note  # as of now: the command may have been parked for another reason
     if row.parked_for == HANDLER:
         note = unhandled or note
     held_by = row.held_by

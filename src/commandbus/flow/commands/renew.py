@@ -2,7 +2,7 @@
 
 The progress that a handler reports is stored with the renewal: it is a field of the queue row's headers and costs
 no write of its own. A row that another transaction has locked is skipped. It is neither renewed nor lost, and the
-caller tries again. A request to cancel it is returned all the same.
+caller tries again. A request to cancel such a row is still returned.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class PendingCancel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """What a renewal learned: (msg_id, read_ct) whose fence is gone, those that should be canceled, and those
-    whose queue row another transaction holds. The leases of the last were not renewed."""
+    """What a renewal learned: the attempts (msg_id, read_ct) whose fence is gone, those that should be canceled,
+    and those whose queue row another transaction has locked. The leases of these locked rows were not renewed."""
 
     lost: list[tuple[int, int]]
     canceled: list[PendingCancel]
@@ -56,7 +56,7 @@ def renew(
 ) -> Steps[Renewal]:
     """Extend these leases, and store the progress of their attempts: JSON text by msg_id.
 
-    Every renewal returns a request to cancel again, until the attempt is settled.
+    Every renewal returns a request to cancel once more, until the attempt is settled.
     """
     told = None if not progress else "{" + ",".join(f'"{key:d}":{text}' for key, text in progress.items()) + "}"
     rows = yield Statement(
@@ -76,7 +76,7 @@ def renew(
 
 @operation(atomic=False)
 def pending_cancels(domain: str, worker: str, held: Sequence[Held]) -> Steps[list[PendingCancel]]:
-    """Which of these are to be canceled. Reads only."""
+    """Which of these attempts should be canceled. Reads only."""
     rows = yield Statement(sql.text("commands/pending_cancels", domain=domain), _fences(worker, held))
     return [PendingCancel(*row) for row in rows]
 

@@ -46,7 +46,7 @@ class Rule:
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Rule:
-        """Reads it from the worker's message."""
+        """Reads one from the worker's message."""
         policy = RetryPolicy(
             document["max_attempts"],
             tuple(document["backoff_schedule"]),
@@ -58,7 +58,8 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class ClaimableWork:
-    """What could be claimed in a domain, up to MOST_COUNTED; `oldest_seconds` is how long the first one waits."""
+    """What could be claimed in a domain, up to MOST_COUNTED; `oldest_seconds` is how long the first command
+    waits."""
 
     ready: int
     oldest_seconds: float | None
@@ -69,8 +70,8 @@ class ClaimableWork:
 def terminate_backends(worker: str, sessions: Sequence[DatabaseSession] = ()) -> Steps[tuple[int, int]]:
     """End a worker's database sessions. Returns how many were ended, and how many this role may not end.
 
-    `sessions` are known to be its own, whatever their names. Call it until nothing is left: an ended session is
-    listed until it is gone.
+    `sessions` are known to be the worker's own, whatever their names. Call it until nothing is left, because an
+    ended session stays in the list until it is gone.
     """
     try:
         rows = yield Statement(
@@ -91,7 +92,8 @@ def terminate_backends(worker: str, sessions: Sequence[DatabaseSession] = ()) ->
 def client_sessions(
     worker: str, ports: Sequence[int]
 ) -> Steps[tuple[tuple[str, int] | None, list[ClientSession]]]:
-    """This server's address, and sessions that a worker has by name or whose client has one of these ports."""
+    """This server's address, and the sessions that have the worker's name or come from one of these client
+    ports."""
     rows = yield Statement(
         sql.text("commands/client_sessions"),
         {
@@ -108,7 +110,7 @@ def client_sessions(
 def held_by(
     domain: str, worker: str, *, running: Sequence[int], past_seconds: float, lease_seconds: float
 ) -> Steps[list[Held]]:
-    """What a worker holds in a domain; `running` are msg_ids that its board shows."""
+    """What a worker holds in a domain; `running` are the msg_ids that its board shows."""
     rows = yield Statement(
         sql.text("commands/held_by", domain=domain),
         {
@@ -143,8 +145,8 @@ def claimable_work(domain: str) -> Steps[ClaimableWork]:
 def outcome(
     domain: str, held: Held, finding: Finding | None, rule: Rule, *, started: float | None, spread: float
 ) -> Settlement:
-    """The settlement of a command that a dead worker held. Without a finding, it did not run. `started` is an
-    epoch second."""
+    """The settlement of a command that a dead worker held. Without a finding, the command did not run. `started`
+    is an epoch second."""
     row, cancel = held
     if cancel is not None:
         return of_row(domain, row, Judgement(Verdict.CANCELED, cancel), started=started)

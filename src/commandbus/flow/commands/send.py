@@ -31,8 +31,8 @@ from commandbus.model.durations import Duration, parse_seconds
 _FIELDS = frozenset(field.name for field in fields(NewCommand))
 
 
-# Left out where the ids are ours: a speculative insertion costs a third of a bulk send.
-# It names no columns, because that needs the right to read them, and a producer may not read others' ids.
+# Left out if we generated the ids: the speculative insertion costs a third of a bulk send.
+# It names no columns, because that needs the right to read them, and a producer may not read the ids of others.
 ON_CONFLICT = "ON CONFLICT DO NOTHING"
 CALLERS_IDS = {
     "conflict": ON_CONFLICT,
@@ -44,7 +44,7 @@ OUR_IDS = {
     "conflict": "",
     "by_id": "",
     "by_turn": "",
-    # The join costs a twentieth.
+    # This join costs a twentieth of the send.
     "answer": "NULL, id, (SELECT pg_catalog.count(*) FROM woken) FROM sent ORDER BY msg_id",
 }
 
@@ -64,11 +64,11 @@ class Outgoing(NamedTuple):
     timeout_seconds: float | None
     expires: float | str | None  # seconds, or a moment as ISO text
     on_exhausted: str | None
-    has_own_id: bool  # the caller's, which may exist already
+    has_own_id: bool  # the caller chose the command_id, so it may exist already
 
 
 def prepare(new: NewCommand, *, max_bytes: int = payload.DEFAULT_MAX_BYTES) -> Outgoing:
-    """Check a command and dump its JSON; InvalidCommandError names what is wrong, before anything is sent."""
+    """Check a command and dump its JSON before anything is sent. InvalidCommandError names what is wrong."""
     if isinstance(new.command_id, UUID) or isinstance(new.correlation_id, UUID):
         new = _with_text_ids(new)
     envelope.check(new)
@@ -157,7 +157,7 @@ def to_new_command(item: NewCommand | Mapping[str, object]) -> NewCommand:
 
 
 def explain_missing(domain: str, error: Exception) -> CommandBusError:
-    """An undefined table or schema: is the domain missing, or all of commandbus?"""
+    """The error for an undefined table or schema: is the domain missing, or was commandbus never migrated?"""
     if f"q_{names.queue_of(domain)}" in str(error):
         return UnknownDomainError(domain)
     return no_schema()
@@ -207,7 +207,7 @@ def _many(domain: str, outgoing: Sequence[Outgoing], parts: Mapping[str, str]) -
 
 
 def _array(texts: Iterable[str]) -> str:
-    """PostgreSQL's text of an array. (psycopg's own way from a list takes three times as long.)"""
+    """PostgreSQL's text of an array. (psycopg takes three times as long to convert a list.)"""
     return "{" + ",".join(['"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' for text in texts]) + "}"
 
 
@@ -238,7 +238,7 @@ def find_existing(domain: str, wanted: Sequence[Outgoing]) -> Steps[dict[str, Se
 
 
 def _difference(item: Outgoing, other: Outgoing) -> str | None:
-    """Which field differs between two commands of one call; between calls the server compares."""
+    """Which field differs between two commands of one call. (Between two calls, the server compares.)"""
     pairs = {
         "command_type": (item.command_type, other.command_type),
         "data": (canonical(item.data), canonical(other.data)),

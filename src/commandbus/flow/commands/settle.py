@@ -48,8 +48,8 @@ class Settlement:
     unhandled: int | None = None  # the command, if it is a message to a process and somebody canceled it
 
     def only_of(self, sent: float) -> Settlement:
-        """The same, for the command that was sent at this epoch second alone. After a failover that lost commits
-        another one may have its number and its message."""
+        """The same settlement, but only for the command that was sent at this epoch second. After a failover that
+        lost commits, another command may have the same id and msg_id."""
         return replace(self, row=f'{self.row[:-1]},"b":{sent!r}}}') if isfinite(sent) else self
 
 
@@ -62,7 +62,7 @@ class Done:
 
 DONE: Final = Done()
 SPARSE: Final = 16
-"""Commands of one settle_done have numbers that lie together: at most so many numbers for each command."""
+"""The ids of the commands in one settle_done lie close together: the range has at most so many ids per command."""
 
 
 class Claimed(Protocol):
@@ -81,14 +81,14 @@ class Claimed(Protocol):
 
 
 def is_dense(attempts: Sequence[Claimed]) -> bool:
-    """Do the numbers of their commands lie near enough to each other for settle_done?"""
+    """Are the ids of their commands close enough together for settle_done?"""
     ids = [attempt.id for attempt in attempts]
     return max(ids) - min(ids) < SPARSE * len(ids) + 100
 
 
 @operation(atomic=False)
 def settle_done(domain: str, worker: str, attempts: Sequence[Claimed]) -> Steps[list[int] | None]:
-    """Write that attempts have completed (`DONE`); returns the commands that were settled, or None for all.
+    """Write that attempts have completed (`DONE`). Returns the commands that were settled, or None for all.
 
     It waits for locked queue rows, as long as the session's lock_timeout allows.
     """
@@ -124,7 +124,7 @@ def settle_one(
 ) -> Steps[dict[tuple[int, int], Answer]]:
     """Write one completion without a reply, a batch or a process, in its handler's transaction.
 
-    Returns as `settle` does. `result` is JSON text.
+    Returns what `settle` returns. `result` is JSON text.
     """
     rows = yield Statement(
         sql.text("commands/settle_one", domain=domain),
@@ -144,7 +144,7 @@ def settle_one(
 
 
 def completed(fence: Fence, *, started: float, result: str | None) -> Settlement:
-    """The command is done; `started` is the epoch second, `result` its JSON text."""
+    """The settlement of a completed command; `started` is the epoch second, `result` its JSON text."""
     domain, msg_id, read_ct, id_, number = fence
     value = "" if result is None else f',"v":{result}'
     row = f'{{"m":{msg_id},"r":{read_ct},"c":{id_},"s":"COMPLETED","n":{number},"t":{started:.6f}{value}}}'
@@ -160,8 +160,8 @@ def judged(
     marks: Marks,
     is_waived: bool = False,
 ) -> Settlement:
-    """The settlement of a failed attempt. The judgement decides about the command. `marks` are the marks that it
-    had; `is_waived`: the attempt is not charged."""
+    """The settlement of a failed attempt. The judgement says what becomes of the command. `marks` are the
+    command's marks before; `is_waived`: the attempt is not charged."""
     error = _error(judgement.verdict, judgement.failure, command_type)
     head = f'{_head(fence, started)},"e":{error}'
     if judgement.verdict is Verdict.RETRY:
@@ -220,7 +220,7 @@ def waived(
 def snoozed(
     domain: str, row: ClaimedRow, *, started: float | None, failure: Failure, delay_seconds: float
 ) -> Settlement:
-    """Its handler wants the command to be tried again after the delay. It is not charged."""
+    """The handler wants the command to be tried again after the delay. The attempt is not charged."""
     fence, error = row.fence(domain), _error(Verdict.SNOOZED, failure, "")
     return _again(fence, f'{_head(fence, started)},"d":{delay_seconds:.6f},"w":1,"z":true,"e":{error}}}')
 
@@ -235,9 +235,9 @@ def parked(
     note: str,
     until: float | None,
 ) -> Settlement:
-    """The command waits for a limit, hidden from the queue, and is not charged.
+    """The command waits for a limit, hidden from workers, and is not charged.
 
-    `until` is the epoch second until which the limit is blocked, as far as it is known.
+    `until` is the epoch second until which the limit is blocked, if that is known.
     """
     quote, fence = payload.quote, row.fence(domain)
     parts = [
@@ -251,7 +251,7 @@ def parked(
 
 
 def cancellation(by: str, reason: str | None) -> Failure:
-    """Why an attempt that somebody asked to cancel ended."""
+    """The reason for the end of an attempt that somebody asked to cancel."""
     return Failure("OperatorCancel", "CANCELED", f"canceled by {by}" + (f": {reason}" if reason else ""))
 
 
@@ -284,10 +284,10 @@ def settle(
     `waiting=True` waits for locked queue rows instead of returning busy. `lock_timeout_ms` is how long it waits at
     most for any other row; by default as long as the session's lock_timeout says.
     """
-    # Rows in key order: every transaction that locks several queue rows does so, so none can deadlock.
+    # In key order: every transaction that locks several queue rows uses this order, so they cannot deadlock.
     ordered = sorted(settlements, key=lambda item: item.msg_id)
     first = {(item.msg_id, item.read_ct): item for item in reversed(ordered)}
-    if len(first) < len(ordered):  # an attempt has one outcome: its first
+    if len(first) < len(ordered):  # an attempt has one outcome: the first one counts
         ordered = sorted(first.values(), key=lambda item: item.msg_id)
     final = [item for item in ordered if item.is_final]
     again = [item for item in ordered if not item.is_final and not item.is_parked]
@@ -325,7 +325,7 @@ def _settle(
                 },
                 by_keys=not groups,
             )
-            # After waiting for the lock, nothing is busy: somebody took the row after the snapshot that says busy.
+            # After waiting for the locks, "busy" means that another transaction took the row after our snapshot.
             unsettled |= {
                 (msg_id, read_ct): "refused" if answer == "busy" and not locking else answer
                 for msg_id, read_ct, answer in rows
@@ -368,7 +368,7 @@ def _error(verdict: Verdict, failure: Failure, command_type: str) -> str:
 
 
 def _change(before: Marks, after: Marks) -> str:
-    """What is to change in the command's row: nothing, as a rule."""
+    """The change to the command's row; usually none."""
     if after == before:
         return '"w":0'
     suspect = "null" if after.suspect is None else after.suspect

@@ -24,7 +24,7 @@ from commandbus.model.durations import format_seconds
 from commandbus.model.outcome import Failure, Judgement, Verdict, describe
 
 MOST_COUNTED = 10_000
-# CASE, because for a plain comparison the planner expects a third of the rows, and then sorts them all.
+# CASE, because for a plain comparison the planner expects a third of all rows and sorts them.
 _OF_AGE = (
     "AND CASE WHEN parked_at <= pg_catalog.now() - pg_catalog.make_interval(secs => %(age)s) "
     "THEN true ELSE false END"
@@ -35,8 +35,9 @@ _OF_AGE = (
 class UnhandledType:
     """A command type whose commands wait for a handler.
 
-    `waiting` commands wait (counted up to 10,000), the first of them `since` then. `workers` is how many running
-    workers have a handler, `seconds` for how long none had.
+    `waiting` is how many commands wait (counted up to 10,000), and `since` is when the first of them began to
+    wait. `workers` is how many running workers have a handler, and `seconds` is for how long no worker has had
+    one.
     """
 
     domain: str
@@ -48,7 +49,7 @@ class UnhandledType:
 
     @property
     def name(self) -> str:
-        """As in "orders/ship"."""
+        """The type with its domain, such as "orders/ship"."""
         return f"{self.domain}/{self.command_type}"
 
 
@@ -61,7 +62,7 @@ def note(domain: str, command_type: str, timeout_seconds: float) -> str:
 
 
 def note_of_now(item: UnhandledType) -> str | None:
-    """Why it is still parked if some running worker has a handler; None if none has."""
+    """Why a command is still parked although a running worker has a handler; None if no worker has one."""
     if not item.workers:
         return None
     verb = "handles" if item.workers == 1 else "handle"
@@ -75,7 +76,7 @@ def find_unhandled(domains: Sequence[str], *, most: int = 1) -> Steps[list[Unhan
 
 
 def unhandled_types(domains: Sequence[str], *, most: int) -> Steps[list[UnhandledType]]:
-    """The same, as a part of another operation."""
+    """`find_unhandled` as a part of another operation."""
     rows = yield Statement(sql.text("commands/unhandled_types"), {"domains": list(domains), "most": most})
     return [UnhandledType(*row) for row in rows]
 

@@ -1,8 +1,8 @@
 """Return parked commands to the queue, in portions, after a pause or a breaker.
 
-A million commands may be parked. Whoever ends the pause, or closes the breaker, wakes the first portion in its own
-transaction. The other portions follow in separate transactions, so that no claim waits for a lock. If a program
-was killed on the way, `unkept` finds the rest: the maintenance thread of every worker calls it.
+A million commands may be parked. The transaction that ends the pause or closes the breaker wakes the first
+portion. The other portions follow in separate transactions, so that no claim waits for a lock. If a program was
+killed on the way, `unkept` finds the rest: the maintenance thread of every worker calls it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BITE: Final = 1000
 
 
 class Parked(NamedTuple):
-    """Commands of one type that wait for the same."""
+    """Commands of one type that are parked for the same reason."""
 
     reason: Reason
     domain: str
@@ -31,15 +31,16 @@ class Parked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnparkBite:
-    """How many went back to the queue, and after which parked row the next portion begins; None: there is none."""
+    """How many went back to the queue, and after which parked row the next portion begins; None if none is
+    left."""
 
     count: int
     after: int | None = None
 
 
 def wake(parked: Parked, *, after: int = 0, bite: int = BITE) -> Steps[UnparkBite]:
-    """One portion, in a separate statement: its snapshot sees what was parked by those for whose locks we
-    waited."""
+    """Wake one portion, in a separate statement. While this transaction waited for locks, others may have parked
+    more commands; the new snapshot sees these, too."""
     reason, domain, command_type = parked
     params = {"reason": reason, "domain": domain, "type": command_type, "after": after, "bite": bite}
     try:
@@ -67,6 +68,6 @@ def wake_rest(parked: Parked, first: Operation[UnparkBite] | None = None) -> Pla
 
 @operation(atomic=False)
 def unkept(domains: Sequence[str]) -> Steps[list[Parked]]:
-    """What is parked in these domains although nothing keeps it."""
+    """Commands of these domains that are parked although nothing keeps them parked."""
     rows = yield Statement(sql.text("commands/unkept"), {"domains": list(domains)})
     return [Parked(*row) for row in rows]

@@ -1,7 +1,8 @@
 """Limits: what programs declare, what people have changed, and the row of each limit.
 
-Whoever declares a limit (a worker at its start, a bus on first use) creates its row, which all programs share. A
-value that a person sets at run time overrides the declared one, also after a new deployment, until it is unset.
+A program that declares a limit (a worker at its start, a bus on first use) creates its row, which all programs
+share. A value that a person sets at run time overrides the declared one, also after a new deployment, until a
+person unsets it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from commandbus.model.limit_state import LimitState
 from commandbus.settings import Settings
 
 ITSELF = "commandbus"
-"""Who did what no person did."""
+"""The operator of an action that no person did."""
 
 CHANNEL = "commandbus_limits"
 CHANGED = "limit "
 CLOSED = "closed "
-WAKE = "wake "  # a role without rights on queues asks others to wake the next in line
+WAKE = "wake "  # a role without rights on queues asks other programs to wake the next in line
 TOKEN = "token "  # noqa: S105 - the token of a permit, not a secret
 
 
@@ -50,11 +51,11 @@ class LimitRow:
     changed_at: datetime
     is_awaited: bool
     good_at: float | None = None  # when a call last succeeded
-    # For how long no call has succeeded, while somebody waited and the line was served.
+    # For how long no call has succeeded although somebody waited and permits were being given.
     stalled_seconds: float | None = None
 
     def waited_in_vain(self, seconds: float | None) -> float:
-        """How much of such a wait counts against `max_wait`: the time in which no call succeeded."""
+        """How many of these seconds of waiting count against `max_wait`: only those in which no call succeeded."""
         return min(seconds or 0.0, self.stalled_seconds or 0.0)
 
     @property
@@ -112,7 +113,7 @@ def read_rows(rows: Sequence[Row]) -> list[LimitRow]:
 
 
 def select_limits(name: str | None, *, locking: bool = False) -> Statement:
-    """The statement for `read_rows`; `locking` locks the row, for who is about to change it."""
+    """The statement for `read_rows`; `locking` locks the row, for callers that are about to change it."""
     text = sql.text(
         "limits/rows", claimable=sql.part("limits/claimable"), locking="FOR NO KEY UPDATE OF l" if locking else ""
     )
@@ -127,7 +128,7 @@ def list_limits(name: str | None = None) -> Steps[list[LimitRow]]:
 
 @operation(atomic=False)
 def is_awaited() -> Steps[bool]:
-    """Does anybody wait for a limit? Perhaps for one that is gone."""
+    """Does anybody wait for a limit, even for one that no longer exists?"""
     rows = yield Statement(
         b"SELECT EXISTS (SELECT FROM commandbus.parked WHERE limit_name IS NOT NULL AND woken_at IS NULL)"
     )
@@ -144,7 +145,7 @@ def get_limit(name: str) -> Steps[LimitRow]:
 
 
 def unknown_limit(name: str) -> Steps[UnknownLimitError]:
-    """The error for a limit that nobody has declared. It names those that there are."""
+    """The error for a limit that nobody has declared. It names the declared limits."""
     rows = yield Statement(b"SELECT name FROM commandbus.limits ORDER BY name")
     return UnknownLimitError(name, [known for (known,) in rows])
 
@@ -153,9 +154,9 @@ def unknown_limit(name: str) -> Steps[UnknownLimitError]:
 def declare(limits: Sequence[Limit], location: LimitLocation) -> Steps[list[str]]:
     """Store what code and configuration declare. Values that a person has set still override it.
 
-    The permit store and environment of a limit stay as they are, unless the declaration names others, or there is
-    a Redis now. They do not change while the limit is in use, because the new permit store would not count the
-    held permits. Returns lines for the log: what was declared differently before, and what did not move.
+    The permit store and environment of a limit stay as they are, unless the declaration names others, or Redis has
+    been configured since. They do not change while the limit is in use, because the new permit store would not
+    count the held permits. Returns lines for the log: which declarations changed, and which limits did not move.
     """
     notes = []
     for limit in sorted(limits, key=lambda item: item.name):
@@ -187,7 +188,7 @@ def declare(limits: Sequence[Limit], location: LimitLocation) -> Steps[list[str]
 
 
 def _location_of(limit: Limit, location: LimitLocation, permit: Sequence[str]) -> tuple[str, str]:
-    """The permit store and environment of a limit: as declared, else as now, or Redis if there is one now."""
+    """The permit store and environment of a limit: as declared; else Redis if it is configured; else as before."""
     if not permit:
         return limit.environment or location.environment, limit.store or location.store
     store = limit.store or ("redis" if "redis" in (location.store, permit[1]) else permit[1])
@@ -195,7 +196,7 @@ def _location_of(limit: Limit, location: LimitLocation, permit: Sequence[str]) -
 
 
 def _is_idle(name: str, store: str) -> Steps[bool]:
-    """Is it true that nobody holds a permit or waits for one?"""
+    """Is the limit unused: does nobody hold a permit or wait for one?"""
     rows = yield Statement(sql.text("limits/idle"), {"name": name, "is_here": store == "postgres"})
     return bool(rows and rows[0][0])
 
@@ -228,7 +229,7 @@ def set_limit(
     wanted = {**(override or {}), **options}
     effective = Limit.from_json(name, declared, wanted)
     if where:
-        location = LimitLocation(*where)  # whoever changes it need not know where it is kept
+        location = LimitLocation(*where)  # the operator need not know where it is kept
     yield _store(
         effective,
         (effective.environment or location.environment, effective.store or location.store),
@@ -298,7 +299,7 @@ def note_action(subject: str, action: str, what: OperatorAction, *, details: obj
 
 
 def tell(text: str) -> Statement:
-    """Tell all limit clients, when this transaction commits."""
+    """Notify all limit clients when this transaction commits."""
     return Statement(b"SELECT pg_catalog.pg_notify(%(channel)s, %(text)s)", {"channel": CHANNEL, "text": text})
 
 
@@ -332,7 +333,7 @@ def _store(
 
 
 def _lock(name: str) -> Statement:
-    """One at a time, also for a limit that is not there yet."""
+    """Let one transaction at a time change this limit, even if the limit does not exist yet."""
     return Statement(
         b"SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('commandbus limit'), "
         b"pg_catalog.hashtext(%(name)s))",
@@ -350,7 +351,7 @@ def _in_json(limit: Limit, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _read(row: Row) -> LimitRow:
-    """A row of limits/rows.sql: the limit, 13 columns of its state, and what follows from them now."""
+    """A row of limits/rows.sql: the limit, 13 columns of its state, and values that are computed from them."""
     name, environment, store, *state_and_rest = row
     *moved, blamed, vain = state_and_rest[:13]
     now, tat, flow, holders, granted, rate_limited, waits, waited_seconds, *rest = state_and_rest[13:]

@@ -17,7 +17,7 @@ from commandbus.model.json_values import Json
 from commandbus.model.limit import PermitUsage, until_next
 
 UNKNOWN = "unknown"
-"""The mode of a look from where the permits are out of reach."""
+"""The mode of a limit whose permits this program cannot reach."""
 PROBING = "a probe finds out whether it is over"
 
 
@@ -34,12 +34,12 @@ class Waiting:
 class LimitInfo:
     """A limit, what it allows, who uses it, and its state.
 
-    `state`: AVAILABLE (permits are given), BACKING_OFF, BREAKER_OPEN, PROBING (a probe finds out whether it is
-    over), or JOINING (Redis has lost its data, and nobody begins while a permit of before may be held). `until` is
-    when that ends, and `text` says all of it in a sentence. `mode` is where its permits are kept now: postgres,
-    redis, degraded (every program uses only its share), joining (Redis is back, and holders register their
-    permits) or unknown (in Redis, which this program cannot reach: then `holders` is empty, `in_use` is
-    None, and `why_unknown` says why).
+    `state`: AVAILABLE (permits are given), BACKING_OFF, BREAKER_OPEN, PROBING (a probe finds out whether the API
+    works again), or JOINING (Redis has lost its data, and no call may begin while an earlier permit may still be
+    held). `until` is when that ends, and `text` says all of it in a sentence. `mode` is where its permits are kept
+    now: postgres, redis, degraded (every program uses only its share), joining (Redis is reachable again, and
+    holders register their permits) or unknown (they are in Redis, which this program cannot reach: then `holders`
+    is empty, `in_use` is None, and `why_unknown` says why).
     """
 
     name: str
@@ -145,7 +145,7 @@ def get_waiting(name: str) -> Steps[tuple[LimitRow, Waiting]]:
 
 @operation(atomic=True)
 def row_and_ahead(name: str, domain: str | None, command_id: str | None) -> Steps[tuple[LimitRow, int]]:
-    """A limit, and how many are ahead of a waiting command, or of one that would come now."""
+    """A limit, and how many are ahead of a waiting command, or of a new one."""
     row = yield from get_limit(name).steps
     found = yield Statement(sql.text("limits/ahead"), {"name": name, "domain": domain, "command_id": command_id})
     ahead, is_known = found[0]
@@ -166,8 +166,8 @@ def list_actions(name: str, *, limit: int) -> Steps[list[ControlAction]]:
 
 
 def lines_of(domain: str, limited: Mapping[int, str]) -> Steps[dict[int, LineEstimate]]:
-    """The positions of commands (msg_id → limit) in line. The limit's state of now counts, not its state when it
-    parked them. A command whose limit is gone is left out."""
+    """The positions of commands (msg_id → limit) in line, by the present state of each limit, not by its state
+    when the commands were parked. A command whose limit is gone is left out."""
     names = sorted(set(limited.values()))
     rows = read_rows((yield select_limits(names[0] if len(names) == 1 else None)))
     known = {row.name: row for row in rows}
@@ -186,7 +186,7 @@ def _call_waiters(row: LimitRow, ahead: int) -> LineEstimate:
 
 
 def why_none(row: LimitRow) -> str:
-    """Why a limit has no permit for somebody now."""
+    """Why a limit has no permit now."""
     limit_state = row.limit_state
     if limit_state.blocked_until(row.now) is not None:
         return limit_state.explain(row.name)

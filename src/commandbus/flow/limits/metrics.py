@@ -1,5 +1,5 @@
 """Limits, breakers and schedules in numbers, for metrics. Reads only, except `count_granted`: it tells PostgreSQL
-now and then how many permits Redis gave, so that everybody can see it.
+now and then how many permits Redis gave, so that all programs can see it.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ class FleetFigures:
 
 @dataclass(frozen=True, slots=True)
 class RedisFleet:
-    """Where permits of Redis limits are kept now, and those that PostgreSQL counts: limit → token → seconds."""
+    """Where permits of Redis limits are kept now, and the permits that PostgreSQL counts: limit → token →
+    seconds."""
 
     mode: str
     epoch: str | None
     tokens: Mapping[str, Mapping[str, float]]
-    blocked_seconds: float | None = None  # for how long nobody begins
+    blocked_seconds: float | None = None  # for how long no call may begin
     note: str | None = None  # why
 
 

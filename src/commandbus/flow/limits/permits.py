@@ -40,15 +40,15 @@ from commandbus.model.limit_state import (
 )
 
 CALL_SECONDS = 3.0
-"""How long a permit is kept for who waits inside a program."""
+"""How long a permit is reserved for a caller that waits inside a program."""
 BESIDE_CALLS_SECONDS = 0.5
-"""How long one is kept for a command while somebody waits inside a program. Those may have all the slots: then
-nobody can claim the command, and each waits for the other."""
+"""How long a permit is reserved for a command while callers wait inside programs. These callers may occupy all
+slots. Then no worker can claim the command, and command and callers would wait for each other."""
 UNCLAIMED_SECONDS = 0.25
-"""If nobody has claimed a command for so long after its turn has come, there is no slot for it now."""
+"""If no worker has claimed a command for so long after its turn came, there is no slot for it now."""
 
 Grant = Callable[[LimitRow, list[str], float], list[str]]
-"""Takes permits for some seconds from a permit store other than the row: which of the tokens have one now."""
+"""Takes permits for some seconds from a permit store other than the row. Returns the tokens that have one now."""
 Release = Callable[[LimitRow, list[str]], None]
 """Releases the permits of these tokens in that store."""
 
@@ -65,10 +65,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What an API's answer did to a limit: its row before, its state now, and whether that call was the probe.
+    """What an API's response did to a limit: its row before, its state now, and whether that call was the probe.
 
-    `is_waived`: the command is not charged, because it failed as the probe, while others waited, and no call had
-    succeeded since the breaker opened.
+    `is_waived`: the command is not charged. It failed as the probe while others waited, and no call had succeeded
+    since the breaker opened.
     """
 
     row: LimitRow
@@ -79,7 +79,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Woken:
-    """Who was woken, and in how many seconds to look again (None: when somebody releases a permit)."""
+    """How many were woken, and in how many seconds to look again (None: when somebody releases a permit)."""
 
     count: int
     again_seconds: float | None = None
@@ -108,14 +108,15 @@ def take(
 
 @operation(atomic=True)
 def wait_for_row(name: str) -> Steps[None]:
-    """Wait at most a tenth of a second until nobody else holds the limit's row; else raise LockNotAvailable."""
+    """Wait at most a tenth of a second until no other transaction holds the limit's row; then raise
+    LockNotAvailable."""
     yield Statement(b"SET LOCAL lock_timeout = '100ms'")
     yield Statement(b"SELECT FROM commandbus.limits WHERE name = %(name)s FOR NO KEY UPDATE", {"name": name})
 
 
 @operation(atomic=False)
 def take_probe(name: str, token: str, *, seconds: float | None = None) -> Steps[bool]:
-    """Become the probe, if permits are kept elsewhere. Returns False if somebody else is the probe."""
+    """Become the probe of a limit whose permits are kept elsewhere. Returns False if there is another probe."""
     rows = yield Statement(
         b"UPDATE commandbus.limits SET probe = %(token)s, "
         b"probe_until = pg_catalog.clock_timestamp() "
@@ -135,7 +136,8 @@ def renew(name: str, tokens: Sequence[str], *, seconds: float | None = None) -> 
 
 @operation(atomic=False)
 def give(name: str, tokens: Sequence[str], *, good: bool = False) -> Steps[tuple[bool, str | None]]:
-    """Release permits (`good`: the calls succeeded). Returns whether somebody waits, and who the probe is."""
+    """Release permits (`good`: the calls succeeded). Returns whether somebody waits, and which token is the
+    probe."""
     rows = yield Statement(
         sql.text("limits/release", claimable=sql.part("limits/claimable")),
         {"name": name, "tokens": list(tokens), "good": good},
@@ -158,8 +160,8 @@ def answer(
     others: Iterable[str] = (),
     has_begun: bool = True,
 ) -> Steps[Answered]:
-    """Tell a limit how a call ended. `gives`: also release its permit. `caller`: who called, if it held no permit.
-    `others`: tokens of holders in another permit store."""
+    """Tell a limit how a call ended. `gives`: also release its permit. `caller`: who called, if no permit was
+    held. `others`: tokens of holders in another permit store."""
     rows = read_rows((yield select_limits(name, locking=True)))
     if not rows:
         raise UnknownLimitError(name)
@@ -195,14 +197,14 @@ def answer(
 
 
 def _fails_for_all(row: LimitRow, how: ApiAnswer) -> bool:
-    """Does this end of a probe say more about the API than about its command? 429s are counted separately."""
+    """Does this result of a probe say more about the API than about its command? 429s are counted separately."""
     opened = row.limit_state.opened_at
     has_worked = opened is not None and row.good_at is not None and row.good_at > opened
     return how in (ApiAnswer.BROKEN, ApiAnswer.TIMEOUT) and row.is_awaited and not has_worked
 
 
 def _callers(row: LimitRow, others: Iterable[str]) -> Steps[set[str]]:
-    """Who calls an API, or waits to, as far as it matters for its breaker."""
+    """A command or program that calls an API, or waits to call it, as far as the breaker needs to know it."""
     most = min(row.limit.breaker_failures, MOST_BLAMED)
     callers = {caller_of(token) for token in (*row.look.holders, *others)}
     if len(callers) < most and row.is_awaited:
@@ -214,10 +216,11 @@ def _callers(row: LimitRow, others: Iterable[str]) -> Steps[set[str]]:
 
 
 class InLine(NamedTuple):
-    """Somebody who waits for a limit: a row of limits/next.sql. `domain` is empty for a caller inside a program.
+    """A command or caller that waits for a limit: a row of limits/next.sql. `domain` is empty for a caller inside
+    a program.
 
-    The last two are the same in every row: does somebody wait inside a program, and for how long has a command
-    whose turn came not been claimed?
+    The last two are the same in every row: does a caller wait inside a program, and for how many seconds has a
+    command whose turn came not been claimed?
     """
 
     seq: int
@@ -260,7 +263,7 @@ def wake(
     if limit_state.is_probing:
         if limit_state.is_probed(row.now):
             return Woken(0, (limit_state.probe_until or row.now) - row.now)
-        if limit_state.probe is not None:  # the probe was never heard of again: its worker may have died
+        if limit_state.probe is not None:  # nobody reported the end of the probe: its worker may have died
             limit_state = limit_state.without_probe()
             yield _note_vain(name, limit_state)
         most = 1
@@ -272,8 +275,8 @@ def wake(
         return Woken(0)
     has_calls, unclaimed_seconds = waiting[0].has_calls, waiting[0].unclaimed_seconds
     if has_calls and unclaimed_seconds is not None and unclaimed_seconds >= UNCLAIMED_SECONDS:
-        # Callers that have slots come first: when they end, commands can be claimed. A permit may have been
-        # reserved for longer, before they came.
+        # Callers come first, because they occupy slots: when they end, commands can be claimed. A permit may have
+        # been reserved for a command for longer, before the callers came.
         yield from _end_unclaimed(row, release)
         waiting = yield from _first_in_line(
             name, most, limit_state.vain if limit_state.is_probing else {}, calls=True
@@ -285,7 +288,7 @@ def wake(
     if has_orphans:
         return Woken(len(chosen), 0.0)
     if has_calls and (unclaimed_seconds is not None or any(item.domain for item, _ in chosen)):
-        return Woken(len(chosen), BESIDE_CALLS_SECONDS)  # nobody is notified when a reservation was in vain
+        return Woken(len(chosen), BESIDE_CALLS_SECONDS)  # nothing notifies us if nobody uses a reservation
     is_more = len(chosen) < len(ready) or len(waiting) == most
     return Woken(len(chosen), _next_look(row, len(chosen)) if is_more else None)
 
@@ -293,10 +296,11 @@ def wake(
 def _reserve(
     row: LimitRow, ready: Sequence[InLine], seconds: float, grant: Grant | None, mark: str
 ) -> Steps[list[Chosen]]:
-    """Take a permit for each of these, in their order, as far as there are permits. Returns who has one now."""
+    """Take a permit for each of these, in their order, while there are permits. Returns those that have one
+    now."""
     chosen: list[Chosen] = []
     for is_call, group in groupby(ready, key=lambda item: not item.domain):
-        # A caller inside a program answers at once. If it died, its permit must not be reserved for long.
+        # A caller inside a program reacts at once. If it has died, its permit must not be reserved for long.
         beside = BESIDE_CALLS_SECONDS if ready[0].has_calls else seconds
         kept = CALL_SECONDS if is_call else min(seconds, beside)
         items = {
@@ -315,8 +319,8 @@ def _reserve(
 
 
 def _end_unclaimed(row: LimitRow, release: Release | None) -> Steps[None]:
-    """Release the permits that are reserved for commands that nobody has claimed. Who claims one of them later
-    finds that it has none, and waits again, in its former position."""
+    """Release the permits that are reserved for commands that no worker has claimed. A worker that claims one of
+    them later finds no permit for it, and the command waits again, in its former position."""
     found = yield Statement(
         b"SELECT token FROM (SELECT limit_name, domain, token FROM commandbus.parked WHERE woken_at <= "
         b"pg_catalog.now() - pg_catalog.make_interval(secs => %(seconds)s) OFFSET 0) woken "
@@ -335,8 +339,8 @@ def _end_unclaimed(row: LimitRow, release: Release | None) -> Steps[None]:
 
 
 def _first_in_line(name: str, most: int, vain: Mapping[str, int], *, calls: bool = False) -> Steps[list[InLine]]:
-    """Who comes next. `vain`: a probe is wanted, and those who have probed in vain come after the others. `calls`:
-    only those who wait inside programs."""
+    """The first in line. `vain`: a probe is wanted, and those whose probes failed come after the others. `calls`:
+    only callers inside programs."""
     line = "p.since, p.command, p.seq"
     values = {
         "name": name,
@@ -357,7 +361,8 @@ def _first_in_line(name: str, most: int, vain: Mapping[str, int], *, calls: bool
 
 
 def _lock(waiting: Sequence[InLine]) -> Steps[tuple[list[InLine], bool]]:
-    """Lock the queue rows of waiting commands. Returns who is ready, and whether the message of some is gone."""
+    """Lock the queue rows of waiting commands. Returns those that can be woken, and whether any message is
+    gone."""
     free: set[tuple[str, int]] = set()
     has_orphans = False
     for domain in sorted({item.domain for item in waiting} - {""}):
@@ -373,8 +378,8 @@ def _lock(waiting: Sequence[InLine]) -> Steps[tuple[list[InLine], bool]]:
 
 
 def _dismiss(name: str, most: int, *, is_barred: bool) -> Steps[Woken]:
-    """The limit is gone, but commands wait for it: they were refused just before, and parked just after. Wake all
-    of them: they then learn that there is no such limit."""
+    """Wake all commands that wait for a limit that is gone. The limit refused them just before it was deleted, and
+    they were parked just after. They then learn that there is no such limit."""
     waiting = yield from _first_in_line(name, most, {})
     if is_barred:
         waiting = [item for item in waiting if not item.domain]
@@ -406,7 +411,8 @@ def _let_go(name: str, chosen: Sequence[Chosen]) -> Steps[None]:
 
 
 def _next_look(row: LimitRow, granted: int) -> float | None:
-    """When the rate lets the next call begin; None if only permits are missing: a release wakes the next."""
+    """In how many seconds the rate allows the next call; None if only permits are missing: a release wakes the
+    next."""
     if row.per_second is None:
         return None
     tat = max(row.tat, row.now) + granted / row.per_second if row.store == "postgres" else row.now
@@ -415,7 +421,7 @@ def _next_look(row: LimitRow, granted: int) -> float | None:
 
 @operation(atomic=False)
 def turns(domain: str, visitors: Sequence[tuple[int, int, int]]) -> Steps[dict[int, Turn]]:
-    """What is known about commands (msg_id, id, attempt_base) that were claimed before; they no longer wait."""
+    """What is known about commands (msg_id, id, attempt_base) that were claimed before. They leave the line."""
     rows = [{"m": msg_id, "c": id_, "b": base} for msg_id, id_, base in visitors]
     found = yield Statement(
         sql.text("limits/turns"), {"domain": domain, "rows": payload.dump(rows, what="rows", max_bytes=1 << 30)}
@@ -434,7 +440,7 @@ def line_up(
     since: datetime | None = None,
     command: int | None = None,
 ) -> Steps[None]:
-    """Wait in line inside a program: `token` is notified when it is first in line. `since`: the moment that
+    """Put a caller inside a program in line: its `token` is notified when its turn comes. `since`: the moment that
     decides its position; None is now. `command`: the command whose handler waits."""
     yield Statement(
         b"INSERT INTO commandbus.parked (domain, command_type, msg_id, command, reason, limit_name, since, "
@@ -456,7 +462,7 @@ def line_up(
 
 @operation(atomic=False)
 def step_out(number: int) -> Steps[bool]:
-    """Leave the line. Returns whether it had been woken meanwhile."""
+    """Leave the line. Returns whether the caller had been woken meanwhile."""
     rows = yield Statement(
         b"DELETE FROM commandbus.parked WHERE domain = '' AND msg_id = %(number)s RETURNING woken_at IS NOT NULL",
         {"number": -number},
@@ -466,7 +472,8 @@ def step_out(number: int) -> Steps[bool]:
 
 @operation(atomic=False)
 def stand_again(number: int) -> Steps[bool]:
-    """It was woken, but got no permit: return to the former position. Returns whether that was so."""
+    """Return a caller that was woken but got no permit to its former position. Returns False if it was not
+    woken."""
     rows = yield Statement(
         b"UPDATE commandbus.parked SET woken_at = NULL WHERE domain = '' AND msg_id = %(number)s "
         b"AND woken_at IS NOT NULL RETURNING seq",

@@ -1,20 +1,19 @@
-"""Where the permits of Redis limits are kept now, for the whole fleet, and the permits that PostgreSQL keeps
-while nobody can reach Redis.
+"""Where the fleet keeps the permits of Redis limits now, and the permits that PostgreSQL keeps while no program
+can reach Redis.
 
     redis ──(all live programs have lost it)──▶ degraded ──(one reaches it again)──▶ joining ──────▶ redis
       └────────────────(it is there, but has lost its data)──────────────────────────▲
 
-`joining` ends as soon as Redis knows all permits of the old time: every live program has registered its own, and
-no other program may still hold one. It lasts one lease at most, because by then all leases of the old time have
-ended.
+`joining` ends as soon as Redis knows all earlier permits: every live program has registered its own, and no other
+program may still hold one. It lasts one lease at most, because by then all earlier leases have ended.
 
 Everything here is decided under the lock of the one row of `limit_mode`. Lock order: that row, then the programs'
 rows in ascending order. No row of `limits` is locked after it.
 
 A program's row says what the program holds. While the program reaches Redis, the row says only the most that it
-may hold for each limit (`most`), which counts if the program dies. While it cannot reach Redis, the row has each
+may hold for each limit (`most`); this counts if the program dies. While it cannot reach Redis, the row has each
 token and when its lease ends (`tokens`), and how far the rate is used up (`tat`). So in `degraded` the sum over
-all rows is never less than what is in use, whatever somebody held when Redis went away. In addition, each program
+all rows is never less than what is in use, including permits from before the outage. In addition, each program
 uses only its share.
 """
 
@@ -35,13 +34,13 @@ REDIS: Final = "redis"
 DEGRADED: Final = "degraded"
 JOINING: Final = "joining"
 MODE: Final = "mode "
-"""How the notice of a change begins on the channel of limits."""
+"""The beginning of the notification of a new mode, on the channel of limits."""
 
 Held = dict[str, dict[str, Any]]
 
 
 class Epochs(Protocol):
-    """What is asked of Redis while the mode is decided (`limits.redis_places.RedisPlaces` does it)."""
+    """What Redis is asked while the mode is decided (`limits.redis_places.RedisPlaces` does it)."""
 
     def probe(self) -> Any: ...
 
@@ -52,9 +51,9 @@ class Epochs(Protocol):
 class HeartbeatPace:
     """How often a program says that it is alive, and when others count it as dead. The same for a whole fleet."""
 
-    beat: float = 2.0  # a program says that it is alive, and looks whether Redis is
-    live: float = 10.0  # a program that was not heard of for so long counts as dead
-    patience: float = 2.0  # nobody must have reached Redis for so long, because coming back may take a lease
+    beat: float = 2.0  # how often a program says that it is alive, and checks whether Redis is reachable
+    live: float = 10.0  # a program without a heartbeat for so long counts as dead
+    patience: float = 2.0  # how long no program must have reached Redis, because `joining` may take a lease
 
     @property
     def leave(self) -> float:
@@ -66,7 +65,7 @@ class HeartbeatPace:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Where permits are kept. `seconds`: how long only holders may go on; `was`: the mode before."""
+    """Where permits are kept. `seconds`: for how long no new call may begin; `was`: the mode before."""
 
     mode: str
     epoch: str | None
@@ -74,11 +73,11 @@ class Mode:
     is_lost: bool = False
     programs: int = 0
     was: str | None = None
-    note: str | None = None  # whom `joining` waits for
+    note: str | None = None  # the program that `joining` waits for
 
 
 class OldPermits(NamedTuple):
-    """A program that may hold permits which Redis has forgotten, for how many seconds at most, and why."""
+    """A program that may hold permits that Redis has forgotten, for how many seconds at most, and why."""
 
     program: str
     seconds: float
@@ -87,22 +86,22 @@ class OldPermits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One that uses Redis limits, as its row says."""
+    """A program that uses Redis limits, as its row says."""
 
     id: str
     started_at: float
     silent: float
     lost: float | None
     held: Held = field(default_factory=dict)
-    epoch: str | None = None  # the epoch in which Redis knows all that it holds
+    epoch: str | None = None  # the epoch in which Redis knows all permits of the program
 
     def is_live(self, pace: HeartbeatPace) -> bool:
-        """Has it been heard of lately?"""
+        """Was its last heartbeat recent?"""
         return self.silent < pace.live
 
     def may_hold(self, name: str, lease: float, pace: HeartbeatPace) -> int:
-        """How many permits it may hold, as far as it told. A dead program may have renewed until it counted as
-        dead, and its calls may go on for one lease."""
+        """The most permits that it may hold, as it last reported. A dead program may have renewed its permits
+        until it counted as dead, and its calls may go on for one lease."""
         kept = self.held.get(name, {})
         if self.lost is not None or self.silent >= pace.live + kept.get("lease", lease):
             return 0
@@ -117,7 +116,7 @@ class Program:
         return {token: ends for token, ends in kept.items() if ends > now}
 
     def old_permits(self, fleet: RedisFleetState, pace: HeartbeatPace) -> OldPermits | None:
-        """What it may still hold that Redis does not know of; None: nothing."""
+        """The permits that it may still hold although Redis does not know them; None: there are none."""
         if self.epoch == fleet.epoch or self.started_at > fleet.since:
             return None
         ends = [end - fleet.now for name in self.held for end in self.tokens(name, fleet.now).values()]
@@ -127,7 +126,7 @@ class Program:
         if not held:
             return None
         lease = max(self.held[name].get("lease", fleet.lease) for name in held)
-        left = fleet.since + lease - fleet.now  # since then, Redis renews no lease that it does not know
+        left = fleet.since + lease - fleet.now  # since `fleet.since`, Redis renews no lease that it does not know
         if self.is_live(pace):
             return OldPermits(self.id, left, "has not registered its permits yet")
         dead = pace.live + lease - self.silent
@@ -153,7 +152,7 @@ class RedisFleetState:
     now: float
 
     def find(self, id_: str) -> Program | None:
-        """One of them."""
+        """The program with this id."""
         return next((program for program in self.programs if program.id == id_), None)
 
     def live(self, pace: HeartbeatPace) -> list[Program]:
@@ -166,7 +165,7 @@ class RedisFleetState:
         return all(program.lost is not None and program.lost >= pace.patience for program in self.live(pace))
 
     def joining(self, pace: HeartbeatPace) -> tuple[float, str | None]:
-        """For how many seconds nobody may begin, and because of whom."""
+        """For how many seconds no new call may begin, and which program causes that."""
         found = [old for program in self.programs if (old := program.old_permits(self, pace)) is not None]
         if not found or self.until is None:
             return 0.0, None
@@ -175,12 +174,13 @@ class RedisFleetState:
         return min(last.seconds, self.until - self.now), f"{last.program} {last.why}{others}"
 
     def in_use(self, name: str, pace: HeartbeatPace) -> int:
-        """How many permits of a limit are in use, at most. A permit that is being handed over is in two rows."""
+        """How many permits of a limit are in use, at most. While a permit is handed over, two rows contain its
+        token."""
         tokens = {token for program in self.programs for token in program.tokens(name, self.now)}
         return len(tokens) + sum(program.may_hold(name, self.lease, pace) for program in self.programs)
 
     def tat(self, limit: LimitValues) -> float:
-        """How far the rate is used up. Redis' own count cannot be read, so the bucket is full at the start."""
+        """How far the rate is used up. Redis' own count cannot be read, so it counts as used up at the start."""
         if not limit.per_second:
             return 0.0
         kept: list[float] = [program.held.get(limit.name, {}).get("tat", 0.0) for program in self.programs]
@@ -189,8 +189,8 @@ class RedisFleetState:
 
 @operation(atomic=False)
 def beat(id_: str, held: Held | None) -> Steps[Mode | None]:
-    """Say that a program is alive. Returns None if its row is gone. A second statement reads the mode after that:
-    whoever changes the mode meanwhile has either seen this, or is seen."""
+    """Write a program's heartbeat. Returns None if its row is gone. A second statement then reads the mode. So if
+    another program changes the mode at the same time, either it sees this heartbeat, or we see its change."""
     known = yield Statement(sql.text("limits/client_beat"), {"id": id_, "held": _json(held)})
     rows = yield Statement(sql.text("limits/mode_read"))
     if not known or not rows:
@@ -203,9 +203,9 @@ def beat(id_: str, held: Held | None) -> Steps[Mode | None]:
 def settle(
     id_: str, held: Held, *, lease: float, pace: HeartbeatPace, redis: Epochs | None, epoch: str | None = None
 ) -> Steps[Mode]:
-    """Say that a program is alive and can reach Redis (None: it cannot), and change the mode if necessary. `held`:
-    the most that it may hold of each limit or, if it cannot reach Redis, what it holds: `left`, the seconds of
-    each lease. `epoch`: the one in which Redis knows all of that."""
+    """Say that a program is alive and can reach Redis (`redis` is None: it cannot), and change the mode if
+    necessary. `held`: the most that it may hold of each limit or, if it cannot reach Redis, what it holds: `left`,
+    the seconds of each lease. `epoch`: the epoch in which Redis knows all of that."""
     before = yield from _lock()
     if redis is None:
         rows = yield Statement(b"SELECT extract(epoch FROM pg_catalog.clock_timestamp())::float8")
@@ -220,7 +220,7 @@ def settle(
     elif after.mode == JOINING:
         yield Statement(sql.text("limits/mode_wait"), {"seconds": after.seconds, "note": after.note})
     gone = [program.id for program in fleet.programs if program.is_gone(fleet, pace)]
-    if gone and after.mode != DEGRADED:  # then their record of the rate is still needed
+    if gone and after.mode != DEGRADED:  # in `degraded`, their record of the rate is still needed
         yield Statement(sql.text("limits/client_forget"), {"ids": gone})
     return after
 
@@ -252,8 +252,8 @@ def _decide(fleet: RedisFleetState, pace: HeartbeatPace, redis: Epochs | None) -
 def take_share(
     id_: str, limit: LimitValues, tokens: Sequence[str], seconds: float, *, pace: HeartbeatPace
 ) -> Steps[tuple[str, list[str]]]:
-    """Take permits that PostgreSQL keeps. Returns the mode (nothing is taken in another than `degraded`), and the
-    tokens that have a permit."""
+    """Take permits that PostgreSQL keeps. Returns the mode, and the tokens that have a permit. In any mode but
+    `degraded`, nothing is taken."""
     fleet = yield from _fleet((yield from _lock()), limit.lease)
     live = fleet.live(pace)
     own = fleet.find(id_)
@@ -283,8 +283,9 @@ def take_share(
 
 @operation(atomic=True)
 def renew_share(id_: str, limit: LimitValues, tokens: Sequence[str]) -> Steps[tuple[str, list[str]]]:
-    """Renew permits that PostgreSQL keeps; a permit that another program has taken for this one becomes its own.
-    Returns the mode (nothing is renewed in another than `degraded`), and the tokens that hold no permit."""
+    """Renew permits that PostgreSQL keeps. If another program took a permit for this one, it becomes this
+    program's. Returns the mode, and the tokens that hold no permit. In any mode but `degraded`, nothing is
+    renewed."""
     fleet = yield from _fleet((yield from _lock()), limit.lease)
     own = fleet.find(id_)
     if fleet.mode != DEGRADED or own is None or own.lost is None:
@@ -299,7 +300,7 @@ def renew_share(id_: str, limit: LimitValues, tokens: Sequence[str]) -> Steps[tu
 
 @operation(atomic=True)
 def give_share(name: str, tokens: Sequence[str]) -> Steps[None]:
-    """Release permits that PostgreSQL counts, in whichever row they are."""
+    """Release permits that PostgreSQL counts, whichever program's row contains them."""
     fleet = yield from _fleet((yield from _lock()), 0.0)
     changed: dict[str, Held] = {}
     for program in fleet.programs:
@@ -324,7 +325,7 @@ def look_share(name: str) -> Steps[dict[str, float]]:
 
 @operation(atomic=True)
 def leave(id_: str) -> Steps[None]:
-    """A program ends, and holds nothing more in Redis."""
+    """Delete the row of a program that ends, and holds nothing more in Redis."""
     fleet = yield from _fleet((yield from _lock()), 0.0)
     own = fleet.find(id_)
     is_counted = own is not None and any(own.tokens(name, fleet.now) for name in own.held)
@@ -341,7 +342,7 @@ def _lock() -> Steps[Row]:
 
 
 def _fleet(mode: Row, lease: float) -> Steps[RedisFleetState]:
-    """`lease`: the longest that the caller knows of."""
+    """Read the fleet. `lease`: the longest lease that the caller knows."""
     rows = yield Statement(sql.text("limits/client_list", locking="FOR UPDATE"))
     programs, latest = [], 0.0
     for *program, longest, now in rows:
@@ -352,7 +353,7 @@ def _fleet(mode: Row, lease: float) -> Steps[RedisFleetState]:
 
 
 def _by_the_clock(held: Held, now: float) -> Held:
-    """The rest of a lease is the same on every clock; the moment of its end is not."""
+    """Replace the rest of each lease by the moment at which it ends, by PostgreSQL's clock."""
     return {
         name: {"tokens": {token: now + left for token, left in kept["left"].items()}}
         for name, kept in held.items()

@@ -23,9 +23,9 @@ from commandbus.processes.manager import ProcessView
 def cancel_process(domain: str, process_id: str, what: operate.OperatorAction) -> Plan[ProcessStatus]:
     """Cancel a process: its outstanding commands are canceled, completed steps are undone, it ends CANCELED.
 
-    First the request is written. No step is sent after it, because a move that is under way is refused and done
-    again. Then the commands are canceled, each in its own transaction. If this was interrupted, ask again: it goes
-    on from there.
+    First the request is written. No step is sent after that: a move that has begun is refused and done again. Then
+    the commands are canceled, each in its own transaction. If this was interrupted, a second request continues
+    from there.
     """
     process_id = names.to_id(process_id, "process_id")
     status = yield _request_cancel(names.check_domain(domain), process_id, what)
@@ -53,8 +53,9 @@ def _request_cancel(domain: str, process_id: str, what: operate.OperatorAction) 
 
 @operation(atomic=False)
 def _unfinished(domain: str, process_id: str) -> Steps[list[Row]]:
-    """The commands of outstanding steps, and the messages that the process's own code could not handle. These are
-    retried, because the code may succeed now that it sees the request. If the process has ended: all messages."""
+    """The commands of outstanding steps, and the messages that the process's own code could not handle. Such
+    messages are retried, because the code may succeed now that it sees the request. If the process has ended: all
+    messages."""
     return (yield Statement(sql.text("processes/unfinished"), {"domain": domain, "process_id": process_id}))
 
 

@@ -34,7 +34,7 @@ def process_of(command: int) -> Steps[PartOfProcess | None]:
 
 @operation(atomic=True)
 def get_process_of(domain: str, command_id: str) -> Steps[ProcessRecord | None]:
-    """The process that a command, by its name, is of; None if it is of none."""
+    """The process that a command, given by its name, belongs to; None if it belongs to none."""
     rows = yield Statement(
         b"SELECT id FROM commandbus.command WHERE domain = %(domain)s AND command_id = %(command_id)s",
         {"domain": names.check_domain(domain), "command_id": names.to_id(command_id)},

@@ -34,7 +34,7 @@ class Starting(NamedTuple):
     deadline_seconds: float | None
     reply_to: str | None
     correlation_id: str | None
-    has_own_id: bool = True  # the caller's, which may exist already
+    has_own_id: bool = True  # the caller chose the process_id, so it may exist already
 
 
 def to_new_process(item: object) -> NewProcess:
@@ -51,7 +51,7 @@ def to_new_process(item: object) -> NewProcess:
 
 
 def prepare_start(new: NewProcess, *, deadline: Duration | None, max_bytes: int) -> Starting:
-    """Check a process and dump its JSON; `deadline` is its type's, if it has none of its own."""
+    """Check a process and dump its JSON. `deadline` is that of its type, and counts if the process has none."""
     wanted = deadline if new.deadline is None else new.deadline
     seconds = None if wanted is None else parse_seconds(wanted, name="deadline", error=InvalidCommandError)
     return Starting(
@@ -75,7 +75,7 @@ def start(
 def start_now(
     domain: str, process_type: str, starting: Iterator[Starting], *, batch: int | None, counts: bool
 ) -> Steps[list[StartedProcess]]:
-    """Start processes in the transaction that is under way. A batch that was there before `counts` them."""
+    """Start processes in the current transaction. `counts`: add them to the total of the batch now."""
     started: list[StartedProcess] = []
     while chunk := list(islice(starting, CHUNK)):
         started += yield from _start_chunk(domain, process_type, chunk, batch, counts=counts)

@@ -1,11 +1,11 @@
 """messages: send to any PGMQ queue, read, remove and archive what is in it, as PGMQ's own functions do.
 
-The statements work on PGMQ's tables, as all of ours do: they mean the same in every search path, and
-work with every PGMQ from 1.5 on. A newer one also remembers when a message was last read; `Shapes` knows which
-queues have that column.
+The statements work on PGMQ's tables, as all of ours do: they mean the same with every search_path, and work with
+every PGMQ from 1.5 on. A newer PGMQ also stores when a message was last read; `Shapes` knows which queues have
+that column.
 
-A domain's queue holds its commands, and its rows are their leases: taking one away would lose the command,
-and a read would count as one of its attempts. So there `read` only looks, and what changes rows is refused.
+A domain's queue holds its commands, and its rows are their leases. Taking a row away would lose the command, and a
+read would count as one of its attempts. So in such a queue `read` only looks, and all changes are refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _INSTEAD = {
 
 
 def channel_of(queue: str) -> str:
-    """The channel on which it is told that something came into a queue; replies are told there, too."""
+    """The channel that is notified when a message, such as a reply, comes into a queue."""
     return f"commandbus_r_{queue.lower()}"
 
 
@@ -77,7 +77,8 @@ def send(
 
 @operation(atomic=False)
 def read(queue: str, shapes: Shapes, *, vt: Duration, qty: int) -> Steps[list[QueueMessage]]:
-    """Messages that can be read now, oldest first; for `vt` nobody else reads them. A domain's are looked at."""
+    """Messages that can be read now, oldest first. For `vt`, nobody else reads them. In a domain's queue, only
+    looks."""
     name = "queues/peek" if names.is_domain_queue(queue) else "queues/read"
     params = {"vt": seconds_of(vt, "vt"), "qty": names.check_count(qty, "qty", most=MOST_READ)}
     return (yield from _messages(name, queue, shapes, params))
@@ -93,7 +94,7 @@ def pop(queue: str, shapes: Shapes, *, qty: int) -> Steps[list[QueueMessage]]:
 
 @operation(atomic=False)
 def set_vt(queue: str, shapes: Shapes, msg_id: int, vt: Duration) -> Steps[QueueMessage | None]:
-    """Let a message be readable that long from now; None if it is not there."""
+    """Make a message readable after that time, counted from now; None if there is no such message."""
     refuse_domains("set_vt", queue)
     params = {"msg_id": _msg_id(msg_id), "vt": seconds_of(vt, "vt")}
     found = yield from _messages("queues/set_vt", queue, shapes, params)
@@ -129,7 +130,7 @@ def purge(queue: str) -> Steps[int]:
 
 
 def refuse_domains(verb: str, queue: str) -> None:
-    """InvalidOperationError for what would break the books of a domain."""
+    """Raise InvalidOperationError for a change that would damage a domain's queue."""
     domain = names.domain_of_queue(names.check_pgmq_queue(queue))
     if domain is not None:
         raise InvalidOperationError(
@@ -153,7 +154,7 @@ def _messages(name: str, queue: str, shapes: Shapes, params: Mapping[str, Any]) 
 
 
 def _parts(queue: str, shapes: Shapes) -> Steps[dict[str, str]]:
-    """What a statement says of the column that only newer PGMQs have."""
+    """The part of a statement for the column that only newer PGMQ releases have."""
     if queue not in shapes:
         table = f"pgmq.{names.pgmq_table(queue)}"
         ((exists, has_last_read),) = yield Statement(sql.text("queues/shape"), {"table": table})
@@ -190,7 +191,7 @@ def _message(
 
 
 def _document(text: str | None) -> Any:
-    """JSON of any client; what Python cannot parse (depth, digits) stays text."""
+    """JSON of any client. A document that Python cannot parse (depth, digits) stays text."""
     try:
         return payload.loads_or_none(text)
     except (ValueError, RecursionError):

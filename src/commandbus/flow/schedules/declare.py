@@ -1,10 +1,10 @@
-"""Schedules that code declares: which of them live, and which definition is in effect.
+"""Schedules that code declares: which of them are declared by live workers, and which definition is in effect.
 
 A worker says every few seconds what its code declares. While workers of two releases run side by side, they may
-declare one schedule differently. Of the definitions that live workers declare, the one that was first seen last is
-in effect. So a new release wins as soon as its first worker runs, also over old workers that are restarted; and
-after a rollback the old definition is in effect again when the last worker of the newer release is gone. A
-schedule that no worker declares any more goes on for a grace, and is removed then.
+declare one schedule differently. Of the definitions that live workers declare, the newest one is in effect: the
+one whose first declaration is the most recent. So a new release wins as soon as its first worker runs, even if old
+workers are restarted after that. After a rollback, the old definition is in effect again when the last worker of
+the newer release is gone. A schedule that no worker declares any more goes on for a grace, and is then removed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Undecided(NamedTuple):
 
 @operation(atomic=False)
 def declare(schedules: Sequence[Schedule]) -> Steps[None]:
-    """Say that a live worker declares these."""
+    """Write down that a live worker declares these schedules."""
     rows = [
         {
             "domain": item.domain,
@@ -59,8 +59,8 @@ def undecided(domains: Sequence[str]) -> Steps[list[Undecided]]:
 
 @operation(atomic=True)
 def put_into_effect(found: Undecided) -> Steps[bool]:
-    """Returns False if another worker has done so meanwhile. Raises InvalidScheduleError or TypeError if this
-    release does not understand the definition: a newer one may have options that this one does not know."""
+    """Put a declaration into effect. Returns False if another worker has done so meanwhile. Raises
+    InvalidScheduleError or TypeError if this release does not understand the definition of a newer one."""
     schedule = Schedule(found.domain, found.name, **found.definition)
     is_changed = yield from store(schedule, is_declared=True)
     if is_changed:
@@ -70,7 +70,7 @@ def put_into_effect(found: Undecided) -> Steps[bool]:
 
 @operation(atomic=False)
 def undeclared(domains: Sequence[str], *, grace_seconds: float) -> Steps[set[tuple[str, str]]]:
-    """Schedules that workers declared, and none has declared for the grace: domain and name."""
+    """Schedules (domain and name) that workers once declared, but that no worker has declared for the grace."""
     rows = yield Statement(sql.text("schedules/undeclared"), {"domains": list(domains), "grace": grace_seconds})
     return {(domain, name) for domain, name in rows}
 
@@ -86,7 +86,8 @@ def forget(domain: str, name: str, *, grace_seconds: float) -> Steps[bool]:
 
 
 def store(schedule: Schedule, *, is_declared: bool) -> Steps[bool]:
-    """Create it, or change its definition, and tell the workers. Returns False if nothing was to be changed."""
+    """Create it, or change its definition, and notify the workers. Returns False if there was nothing to
+    change."""
     now: datetime = (yield Statement(b"SELECT pg_catalog.clock_timestamp()"))[0][0]
     rows = yield Statement(
         sql.text("schedules/store"),
@@ -120,7 +121,7 @@ def store(schedule: Schedule, *, is_declared: bool) -> Steps[bool]:
 
 
 def tell(domain: str) -> Statement:
-    """Tell the workers, when this transaction commits, that a schedule of a domain has changed."""
+    """Notify the workers, when this transaction commits, that a schedule of a domain has changed."""
     return Statement(
         b"SELECT pg_catalog.pg_notify(%(channel)s, %(domain)s)", {"channel": CHANNEL, "domain": domain}
     )

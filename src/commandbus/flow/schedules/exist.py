@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from commandbus.flow.operation import Statement, Steps, operation
 
 CHANNEL = "commandbus_schedules"
-"""Whoever changes a schedule notifies this channel, with the domain."""
+"""The channel on which every change of a schedule is notified, with the domain."""
 
 
 @operation(atomic=False)

@@ -1,7 +1,7 @@
 """Fire schedules: look which are due by the server's clock, and make the firings that were decided.
 
-Any worker may do this at any time, all of them at once: `schedules/fire.sql` moves a row only if it is still as it
-was when its firing was decided.
+Any worker may do this at any time, and several may do it at once: `schedules/fire.sql` moves a row only if it is
+still as it was when its firing was decided.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DueRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What was decided of one schedule, as its row was at `version`."""
+    """The decision about one schedule, made when its row was at `version`."""
 
     name: str
     version: int
@@ -98,7 +98,7 @@ def fire(domain: str, decided: Sequence[Decided]) -> Steps[list[Fired]]:
 
 
 def fire_steps(domain: str, decided: Sequence[Decided], *, even_paused: bool = False) -> Steps[list[Fired]]:
-    """The same as a part of another operation."""
+    """`fire` as a part of another operation."""
     rows = payload.dump([item.to_json() for item in decided], what="firings", max_bytes=payload.COMPOSED)
     try:
         found = yield Statement(
@@ -112,8 +112,8 @@ def fire_steps(domain: str, decided: Sequence[Decided], *, even_paused: bool = F
 
 @operation(atomic=False)
 def put_off(domain: str, name: str, *, version: int, seconds: float, note: str) -> Steps[None]:
-    """A schedule cannot be fired: note why, and let nobody try again for some seconds. Nothing is left out: when
-    it can be fired again, its policy decides about what was missed."""
+    """A schedule cannot be fired: note why, and prevent further tries for some seconds. No firing is lost: when it
+    can be fired again, its policy decides about what was missed."""
     yield Statement(
         b"UPDATE commandbus.schedule SET version = version + 1, note = %(note)s, "
         b"noted_at = pg_catalog.clock_timestamp(), "

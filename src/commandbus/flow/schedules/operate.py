@@ -38,12 +38,13 @@ from commandbus.model.schedule_times import ScheduleTimes
 class ScheduleRecord:
     """A schedule and its state.
 
-    `is_declared`: workers declare it in code; `declared_at` is when one last said so, and `declarations` is how
-    many different definitions live workers declare. `next_at` is when it fires next, or looks again (None: never,
-    or it is paused). `last_fired` is the instant of its last firing; `last_command_id` and `last_status` are those
-    of its last command (None if that was pruned). `fired` counts commands, `skipped` firings that were left out
-    because the last command was unfinished. `waiting_since`: a firing waits for the last command. `note` is the
-    last thing that did not go as usual. `every`, `timeout` and `expires` are seconds.
+    `is_declared`: workers declare it in code; `declared_at` is when a worker last did so, and `declarations` is
+    how many different definitions live workers declare. `next_at` is when it fires next, or looks again (None:
+    never, or it is paused). `last_fired` is the instant of its last firing; `last_command_id` and `last_status`
+    are those of its last command (None if that was pruned). `fired` counts commands, `skipped` counts firings that
+    were left out because the last command was unfinished. `waiting_since`: since when a firing waits for the last
+    command to finish. `note` is the last unusual thing that happened. `every`, `timeout` and `expires` are
+    seconds.
     """
 
     domain: str
@@ -94,8 +95,8 @@ class ScheduleRecord:
 
 @operation(atomic=True)
 def create(schedule: Schedule, what: OperatorAction, *, replaces: bool = False) -> Steps[ScheduleRecord]:
-    """Create a schedule. The same again returns the existing one; one with another definition is replaced only if
-    `replaces`."""
+    """Create a schedule. If it exists with the same definition, returns it. If it exists with another definition,
+    it is replaced only if `replaces`."""
     known = yield Statement(
         b"SELECT 1 FROM commandbus.domain WHERE name = %(domain)s", {"domain": schedule.domain}
     )
@@ -133,7 +134,7 @@ def pause(domain: str, name: str, what: OperatorAction) -> Steps[bool]:
 
 @operation(atomic=True)
 def resume(domain: str, name: str, what: OperatorAction) -> Steps[datetime | None]:
-    """Resume it. What was due during the pause is not made up for. Returns the next firing."""
+    """Resume it. Firings that were due during the pause are not made up for. Returns the next firing."""
     existing = yield from _known(domain, name)
     if not existing.is_paused:
         raise InvalidOperationError(f"schedule {name!r} of domain {domain!r} is not paused")
@@ -164,7 +165,8 @@ def delete(domain: str, name: str, what: OperatorAction) -> Steps[None]:
 
 @operation(atomic=True)
 def run_now(domain: str, name: str, what: OperatorAction) -> Steps[SentCommand]:
-    """Send its command now, also if it is paused or the last one is unfinished. Its firings stay as they are."""
+    """Send its command now, even if it is paused or the last command is unfinished. Its firings stay as they
+    are."""
     existing = yield from _known(domain, name)
     command_id = f"schedule:{name}@{text_of(existing.now)}/{secrets.token_hex(4)}"
     unchanged = Decision((existing.now,), existing.passed_at, existing.next_at, existing.waiting_since)

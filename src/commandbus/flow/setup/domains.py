@@ -15,7 +15,7 @@ from commandbus.model import roles
 from commandbus.model.names import check_domain, check_queue, pgmq_table, queue_of
 
 SAFE_PATH = b"SET LOCAL search_path = pg_catalog, pg_temp"
-"""Until the transaction ends. PGMQ's functions call others by their bare names, and must find PGMQ's own."""
+"""Valid until the transaction ends. PGMQ's functions call others by bare names, and must find PGMQ's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class DomainInfo:
 
 @operation(atomic=True)
 def create_domain(domain: str) -> Steps[bool]:
-    """Create a domain's queue. Returns False if it existed. Safe to run concurrently."""
+    """Create a domain's queue. Returns False if it existed already. Safe to run concurrently."""
     created = yield from create_steps(domain)
     return created
 
@@ -48,10 +48,10 @@ def create_queue(queue: str) -> Steps[None]:
 
 @operation(atomic=True)
 def drop_queue(queue: str) -> Steps[bool]:
-    """Drop a PGMQ queue and its archive with all that is in them; False if there was none."""
+    """Drop a PGMQ queue and its archive with all their messages. Returns False if there was none."""
     refuse_domains("drop_queue", queue)
     ((exists, _),) = yield Statement(sql.text("queues/shape"), {"table": f"pgmq.{pgmq_table(queue)}"})
-    if not exists:  # PGMQ 1.5 does not look
+    if not exists:  # PGMQ 1.5 does not check this
         return False
     path = yield from _enter_safe_path()
     try:
@@ -106,7 +106,7 @@ def _create_queue(queue: str) -> Steps[None]:
 
 
 def _enter_safe_path() -> Steps[str]:
-    """Returns the path as it was: the transaction may be a caller's, who goes on in it."""
+    """Returns the search_path as it was: the transaction may belong to a caller who continues in it."""
     ((path,),) = yield Statement(b"SELECT pg_catalog.current_setting('search_path')")
     yield Statement(SAFE_PATH)
     found: str = path

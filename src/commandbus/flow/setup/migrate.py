@@ -9,8 +9,8 @@ can read it. A newer schema is refused if any of its newer migrations is not com
 must not guess what a new one meant.
 
 If an ALTER TABLE waits for a long transaction, every send waits behind it. So it waits for LOCK_SECONDS at most.
-Then everything is rolled back, the others go on, and `migrate` tries again. If other programs migrate at the same
-time, it waits longer for them, because nobody else waits behind that; but not for ever, because one may hang.
+Then everything is rolled back, the sends go on, and `migrate` tries again. If other programs migrate at the same
+time, it waits longer for them, because no send waits behind that; but not for ever, because one of them may hang.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from commandbus.model.durations import format_seconds
 from commandbus.model.reconnect_backoff import Backoff
 from commandbus.model.timeouts import MIGRATION_WAIT_SECONDS
 
-LOCK = 0x636D6462_75730001  # 'cmdbus' and a purpose; any constant would do, all releases must share it
+LOCK = 0x636D6462_75730001  # 'cmdbus' and a purpose: an arbitrary constant, the same in all releases
 
 LOCK_SECONDS: Final = 1.0
 TURN_SECONDS: Final = 10.0
@@ -89,7 +89,8 @@ def migrate(
 ) -> Plan[SchemaState]:
     """Apply what is missing. Returns the state from before; its `missing` is what was applied.
 
-    While another transaction is in the way, it tries again for about `wait_seconds`, and tells `on_wait` whose.
+    While another transaction is in the way, it tries again for about `wait_seconds`, and tells `on_wait` which
+    one.
     """
     backoff, waited = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS), 0.0
     while True:
@@ -111,13 +112,13 @@ def migrate(
 
 @operation(atomic=False)
 def _sleep(seconds: float) -> Steps[None]:
-    """On the server, so that the sync and the async driver both can."""
+    """Sleep on the server, which works with the sync and the async driver."""
     yield Statement(b"SELECT pg_catalog.pg_sleep(%(seconds)s)", {"seconds": seconds})
 
 
 @operation(atomic=False)
 def _who_blocks() -> Steps[str | None]:
-    """The oldest transaction that holds something of ours, in words."""
+    """Describes the oldest transaction that holds a lock on one of our tables."""
     rows = yield Statement(sql.text("setup/schema_holder"), {"key": LOCK})
     if not rows:
         return None
@@ -134,7 +135,7 @@ def _migrate_once(domains: Sequence[str]) -> Steps[SchemaState]:
     except pg.LockNotAvailable as error:
         raise _BusyError(error, TURN_SECONDS) from None
     yield Statement(_LIMIT)
-    yield Statement(SAFE_PATH)  # names in defaults and views are resolved once, here
+    yield Statement(SAFE_PATH)  # names in defaults and views are resolved only once, now
     try:
         return (yield from _migrate(domains))
     except pg.LockNotAvailable as error:
@@ -180,12 +181,13 @@ def _migrate(domains: Sequence[str]) -> Steps[SchemaState]:
 
 @operation(atomic=False)
 def look() -> Steps[SchemaState]:
-    """What this database has; changes nothing. Raises SchemaError if this release cannot work with it."""
+    """Returns what this database has, and changes nothing. Raises SchemaError if this release cannot work with
+    it."""
     return (yield from _look())
 
 
 def script() -> str:
-    """All of it as one SQL script for a DBA, for a database that has nothing yet or an older schema."""
+    """The whole schema as one SQL script for a DBA, for a database that has nothing yet or an older schema."""
     parts = [
         "-- commandbus: the schema, as `commandbus migrate` would apply it. Safe to run again.",
         "BEGIN;",
@@ -251,7 +253,7 @@ def _state() -> Steps[SchemaState]:
 
 
 def _refuse_newer(newer: Mapping[int, bool]) -> None:
-    """Name the first migration that is not compatible: this release cannot work after it."""
+    """The error that names the first migration that is not compatible with this release."""
     if strange := [number for number, is_compatible in newer.items() if not is_compatible]:
         raise SchemaError(
             f"this database's commandbus schema is at migration {max(newer)}, newer than this release knows "

@@ -30,12 +30,12 @@ _NEEDED = {
 _NEEDED_OF_A_QUEUE = ("SELECT", "UPDATE", "DELETE")
 _QUEUE = re.compile(r"pgmq\.q_(\w+)__commands")
 
-Wanted = tuple[str, str, str]  # schema, table or "" for the schema itself, privilege
+Wanted = tuple[str, str, str]  # schema, table ("" for the schema itself), privilege
 
 
 @dataclass(frozen=True, slots=True)
 class Permitted:
-    """The role that may work, and the domains that have no queue."""
+    """The role, which may run a worker, and the domains that have no queue."""
 
     role: str
     without_queue: frozenset[str]
@@ -43,9 +43,9 @@ class Permitted:
 
 @operation(atomic=False)
 def check_may_work(domains: Sequence[str]) -> Steps[Permitted]:
-    """Raises `MissingPrivilegeError` if this role cannot work for these domains, with what is missing.
+    """Raises `MissingPrivilegeError`, which names what is missing, if this role cannot work for these domains.
 
-    Missing tables need no privilege: `look` reports a missing schema.
+    A missing table is not reported here: `look` reports a missing schema.
     """
     wanted = list(_wanted(domains))
     schemas, names, privileges = zip(*wanted, strict=True)
@@ -65,7 +65,7 @@ def check_may_work(domains: Sequence[str]) -> Steps[Permitted]:
 
 
 def may_not_work(role: str, reason: str) -> MissingPrivilegeError:
-    """The sentence for a role that may not work."""
+    """The sentence for a role that may not run a worker."""
     return MissingPrivilegeError(
         f"role {role} may not run a worker: {reason}; run `commandbus roles` as the owner of the schema, then "
         f"GRANT commandbus_worker TO {role}"
@@ -73,7 +73,7 @@ def may_not_work(role: str, reason: str) -> MissingPrivilegeError:
 
 
 def explained(error: BaseException, role: str) -> BaseException:
-    """The server's error to a running worker, as a sentence, if a person must repair it."""
+    """The sentence for a server error in a running worker, if a person must repair its cause."""
     if isinstance(error, pg.InsufficientPrivilege):
         return may_not_work(role, error.diag.message_primary or str(error))
     if isinstance(error, pg.UndefinedTable) and (queue := _QUEUE.search(error.diag.message_primary or "")):

@@ -26,7 +26,8 @@ def create_roles(
     queues: Sequence[str] = (),
     keep_seconds: float | None = None,
 ) -> Steps[dict[str, str]]:
-    """Create missing roles, grant everything. Returns kind → role name. With `domains`, they are a tenant's."""
+    """Create missing roles, grant everything. Returns kind → role name. With `domains`, the roles are a
+    tenant's."""
     try:
         for text in (yield from _statements(prefix, domains, queues, keep_seconds)):
             yield Statement(text.encode())
@@ -51,7 +52,7 @@ def print_roles(
     queues: Sequence[str] = (),
     keep_seconds: float | None = None,
 ) -> Steps[str]:
-    """The same as a script."""
+    """The same statements as a script."""
     statements = yield from _statements(prefix, domains, queues, keep_seconds)
     return "BEGIN;\n" + "".join(f"{text};\n" for text in statements) + "COMMIT;\n"
 
@@ -111,7 +112,7 @@ def _of_tenant(tenant: Tenant) -> Steps[list[str]]:
     known = yield Statement(
         b"SELECT name, value FROM commandbus.setting WHERE name = %(name)s", {"name": f"tenant.{tenant.prefix}"}
     )
-    for name, value in known:  # rights from before that it must lose
+    for name, value in known:  # earlier rights that the role must lose
         for queue in Tenant.from_setting(name, value).all_queues():
             if (queue,) in rows and queue not in tenant.all_queues():
                 statements += roles.revoke_statements(tenant, queue)
@@ -119,7 +120,7 @@ def _of_tenant(tenant: Tenant) -> Steps[list[str]]:
 
 
 def _refuse_newer_schema() -> Steps[None]:
-    """This release would grant only what it knows, and revoke what newer programs need."""
+    """Refuse to work on a newer schema: this release would revoke rights that it does not know."""
     rows = yield Statement(b"SELECT pg_catalog.max(number) FROM commandbus.migration")
     newest, known = rows[0][0], max(sql.migrations())
     if newest is not None and newest > known:
@@ -130,7 +131,7 @@ def _refuse_newer_schema() -> Steps[None]:
 
 
 def _refuse_mixture(prefix: str, *, is_tenant: bool) -> Steps[None]:
-    """A role cannot become a tenant's role, or stop being one: its earlier grants would stay."""
+    """A role cannot become a tenant's role, or stop being one, because its earlier grants would stay."""
     rows = yield Statement(
         b"SELECT name FROM commandbus.setting "
         b"WHERE (name = 'role.worker' AND value = %(worker)s) OR name = %(tenant)s",

@@ -37,9 +37,9 @@ def beat(
     health: Mapping[str, Any] | None = None,
     counts: Mapping[str, Any] | None = None,
 ) -> Steps[None]:
-    """Write the worker's row; `health` is what `{"state": "HEALTHY", "reasons": []}` looks like.
+    """Write the worker's row; `health` has the form `{"state": "HEALTHY", "reasons": []}`.
 
-    `counts` are those that breakers need, by 'DOMAIN/COMMAND_TYPE' (model/breaker_rule.py); None as a rule.
+    `counts` are the counts for breakers, by 'DOMAIN/COMMAND_TYPE' (model/breaker_rule.py); usually None.
     """
     yield Statement(
         sql.text("workers/beat"),
