@@ -174,7 +174,7 @@ def lock(domain: str, batch_id: str, locking: str) -> Steps[Locked]:
 
 
 def check_targets(definition: Definition) -> Steps[None]:
-    """Check that the batch's domain exists, and the domain of its `on_complete`."""
+    """Check that the batch's domain exists, and the domain or queue of its `on_complete`."""
     wanted = None if definition.on_complete is None else payload.loads(definition.on_complete)
     queues = {names.queue_of(definition.domain): definition.domain}
     if wanted is not None:

@@ -45,7 +45,8 @@ def fold(batches: Iterable[int], *, waiting: bool = False, line: set[int] | None
 
 
 def _fold_waiting(batches: Sequence[int], line: set[int]) -> Steps[set[int]]:
-    """A caller that waits in line has not begun to fold, so it will see everything committed up to now."""
+    """Wait for batches, except those that another caller waits for. That caller has not begun to fold, so it will
+    see everything committed up to now."""
     mine = [batch for batch in batches if batch not in line]
     if not mine:
         return set()

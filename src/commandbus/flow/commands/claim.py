@@ -276,9 +276,7 @@ def _take_in(domain: str, worker: str, raw: Sequence[ClaimedRow], max_bytes: int
     adopted, left = 0, list(raw)
     while left:
         texts = yield from _read_some(domain, worker, left, max_bytes)
-        done = [
-            row for row in left if row.msg_id in texts
-        ] or left  # a row that is gone meanwhile needs nothing
+        done = [row for row in left if row.msg_id in texts] or left  # a row that is gone meanwhile needs nothing
         left = [row for row in left if row.msg_id not in texts] if texts else []
         adopted += yield from _take_in_some(domain, worker, done, texts, max_bytes)
     return adopted

@@ -325,7 +325,7 @@ def _settle(
                 },
                 by_keys=not groups,
             )
-            # After waiting for the locks, "busy" means that another transaction took the row after our snapshot.
+            # After a wait for the locks, "busy" means that the row was taken after our snapshot: refused.
             unsettled |= {
                 (msg_id, read_ct): "refused" if answer == "busy" and not locking else answer
                 for msg_id, read_ct, answer in rows

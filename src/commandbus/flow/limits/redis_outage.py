@@ -325,7 +325,7 @@ def look_share(name: str) -> Steps[dict[str, float]]:
 
 @operation(atomic=True)
 def leave(id_: str) -> Steps[None]:
-    """Delete the row of a program that ends, and holds nothing more in Redis."""
+    """Sign off a program that ends, and holds nothing more in Redis."""
     fleet = yield from _fleet((yield from _lock()), 0.0)
     own = fleet.find(id_)
     is_counted = own is not None and any(own.tokens(name, fleet.now) for name in own.held)
