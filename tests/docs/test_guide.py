@@ -40,7 +40,7 @@ from support.waiting import until
 
 GUIDE = Pages(*sorted((ROOT / "docs" / "guide").glob("*.md")))
 block = GUIDE.block
-API = ("delay=timedelta(minutes=5)", "5 parsecs", "page.has_more", "never-sent", 'operator="ann"')
+API = ("delay=timedelta(minutes=5)", "5 parsecs", "page.has_more", "never-sent", "the mail server moves")
 
 
 @pytest.fixture
