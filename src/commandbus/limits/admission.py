@@ -45,7 +45,7 @@ class Admission:
         self.parking = Parking()
 
     def let_in(self) -> None:
-        """Answer all who have come."""
+        """Grant or refuse every request that has come in."""
         batch = list(self.asking)
         if not batch:
             return
@@ -53,13 +53,13 @@ class Admission:
         try:
             refused = self._ask_for(batch, got)
         except BaseException:
-            # All of them ask again later, under other tokens.
+            # The commands of all these requests ask again later, under other tokens.
             self._releases.hand_back(permit for own in got.values() for permit in own)
             raise
         for permit_request in batch:
             try:
                 self.asking.remove(permit_request)
-            except ValueError:  # taken back meanwhile: the worker stops
+            except ValueError:  # the worker stops, and has taken the request back
                 self._releases.hand_back(got[permit_request])
                 continue
             if permit_request in refused:
@@ -71,12 +71,12 @@ class Admission:
                 permit_request.on_granted(got[permit_request])
 
     def note_parked(self, name: str) -> None:
-        """A command that was refused is parked now: it is in line."""
+        """Note that a refused command is parked now: it is in line."""
         self.parking.end(name)
         self._waker.look_at(name)
 
     def judge(self, limited: Limited) -> None:
-        """Decide about a command whose call went badly."""
+        """Let the worker decide about a command whose call failed, given the state of the limit."""
         try:
             row = self._held_permits.row(limited.limit)
             turn = None
@@ -93,7 +93,8 @@ class Admission:
     def _ask_for(
         self, batch: Sequence[PermitRequest], got: dict[PermitRequest, list[Permit]]
     ) -> dict[PermitRequest, Refusal]:
-        """Limit by limit, all permit requests at once. Returns the requests that do not get all their permits."""
+        """Ask limit by limit, for all permit requests at once. Returns the requests that do not get all their
+        permits."""
         turns = self._turns_of(batch)
         refused: dict[PermitRequest, Refusal] = {}
         for stage in range(max(len(permit_request.names) for permit_request in batch)):
@@ -135,7 +136,7 @@ class Admission:
         got: dict[PermitRequest, list[Permit]],
         refused: dict[PermitRequest, Refusal],
     ) -> None:
-        """One limit: first the commands with a reserved permit, then newcomers, unless others wait."""
+        """Ask one limit: first for commands with a reserved permit, then for newcomers, unless others wait."""
         try:
             self._ask_at(name, group, turns, got, refused)
         except (
@@ -174,7 +175,7 @@ class Admission:
         asked_at = boottime()
         if not self.parking.is_under_way(name):
             with self._sure_of(name, tokens):
-                # Not as the probe: that is chosen among those in line.
+                # A newcomer cannot be the probe: the probe is chosen among those in line.
                 granted, row = self._held_permits.take(name, list(tokens), probes=False)
         for token in granted:
             permit_request = tokens.pop(token)
@@ -193,8 +194,8 @@ class Admission:
 
     @contextmanager
     def _sure_of(self, name: str, tokens: Mapping[str, PermitRequest]) -> Iterator[None]:
-        """If a reply is lost, a permit may be lost with it, and nobody else would get it for a whole lease. So
-        release whatever may be held under these tokens."""
+        """If a reply is lost, a permit may have been taken, and nobody could use it for a whole lease. So release
+        whatever may be held under these tokens."""
         try:
             yield
         except PassingError:
@@ -227,11 +228,11 @@ class Parking:
         return bool(self._by_name)
 
     def begin(self, name: str) -> None:
-        """One more is on the way into the line."""
+        """Count one more command that is about to join the line."""
         self._by_name[name] = (self._by_name.get(name, (0, 0.0))[0] + 1, monotonic())
 
     def end(self, name: str) -> None:
-        """One has arrived."""
+        """Count one less: the command has joined the line."""
         count, since = self._by_name.get(name, (0, 0.0))
         if count > 1:
             self._by_name[name] = (count - 1, since)
@@ -239,6 +240,6 @@ class Parking:
             self._by_name.pop(name, None)
 
     def is_under_way(self, name: str) -> bool:
-        """Is somebody on the way into the line? Then newcomers come after that one."""
+        """Is a command about to join the line? Then newcomers come after it."""
         count, since = self._by_name.get(name, (0, 0.0))
         return count > 0 and monotonic() - since < PARKING_SECONDS

@@ -33,11 +33,11 @@ class CallWaiters:
         self._releases = releases
         self.calls: deque[PermitCall] = deque()
         self._waiting: dict[str, PermitCall] = {}
-        self._later: list[tuple[float, PermitCall]] = []  # those that met a locked row, and when they ask again
+        self._later: list[tuple[float, PermitCall]] = []  # calls that found a locked row, and when they ask again
 
     @property
     def soonest(self) -> float:
-        """When (monotonic) the wait of the first caller ends, or a caller that met a locked row asks again."""
+        """When (monotonic) the first wait ends, or a call that found a locked row asks again."""
         times = [call.until for call in self._waiting.values()] + [at for at, _ in self._later]
         return min(times, default=math.inf)
 
@@ -53,41 +53,41 @@ class CallWaiters:
             self.calls.popleft()
 
     def hear(self, token: str) -> None:
-        """A caller was woken; it may belong to another program."""
+        """Handle the notification that a caller was woken; the caller may belong to another program."""
         call = self._waiting.get(token)
         if call is not None:
             self._take_turn(call)
 
     def take_turns(self) -> None:
-        """Find callers that were woken, also those whose notification was missed."""
+        """Find callers that were woken, including those whose notification was missed."""
         for call in list(self._waiting.values()):
             self._take_turn(call)
 
     def give_up_late(self, now: float) -> None:
-        """Tell those whose time is up."""
+        """Give up the calls whose time is up."""
         for call in [call for call in self._waiting.values() if call.until <= now]:
             self._give_up(call)
 
     def forget(self, call: PermitCall) -> None:
-        """The caller no longer waits. A permit that was given meanwhile is released."""
+        """Forget a call whose caller no longer waits. A permit that was given meanwhile is released."""
         if call.answer.done() and not call.answer.cancelled():
             if call.answer.exception() is None:
                 self._releases.hand_back([call.answer.result()])
             return
         self._waiting.pop(call.token, None)
         if call.is_in_line and self._held_permits.connection.run(permits.step_out(call.number)):
-            with suppress(CommandBusError):  # the limit is gone, and its permits with it
+            with suppress(CommandBusError):  # the limit is gone, and so are its permits
                 row = self._held_permits.known(call.name)
                 self._held_permits.stores.of(row).give(row, [call.token])
             self._waker.look_at(call.name)
 
     def step_out(self) -> None:
-        """The program ends: it stands in no line any more."""
+        """Leave all lines, because the program ends."""
         for call in list(self._waiting.values()):
             self._held_permits.connection.run(permits.step_out(call.number))
 
     def fail_all(self, error: BaseException) -> None:
-        """Nobody will be answered any more."""
+        """Fail all calls, because the limit client has ended."""
         for call in [*self.calls, *self._waiting.values(), *(call for _, call in self._later)]:
             _fail(call, error)
 
@@ -130,7 +130,8 @@ class CallWaiters:
         self._waker.look_at(call.name)
 
     def _has_turn(self, call: PermitCall, command: QueuedCommand) -> bool:
-        """Is a permit reserved for the command that calls? Its handler names no limits, so nobody asked before."""
+        """Is a permit reserved for the command that calls? Its handler names no limits, so nobody has asked
+        before."""
         turns = self._held_permits.connection.run(permits.turns(command.domain, [command.key]))
         turn = turns.get(command.msg_id)
         if turn is None or turn.token is None or turn.limit != call.name:
@@ -143,7 +144,7 @@ class CallWaiters:
         return True
 
     def _take_turn(self, call: PermitCall) -> None:
-        """It was woken, or may have missed that."""
+        """Take the permit of a caller that was woken, or that may have missed its notification."""
         asked_at = boottime()
         try:
             is_held = self._held_permits.adopt(call.name, call.token)
@@ -158,10 +159,10 @@ class CallWaiters:
             self._waiting.pop(call.token, None)
             self._resolve(call, asked_at)
         elif self._held_permits.connection.run(permits.stand_again(call.number)):
-            self._waker.look_at(call.name)  # the permit was gone again, but not the turn
+            self._waker.look_at(call.name)  # its turn came, but the reserved permit is gone
 
     def _give_up(self, call: PermitCall) -> None:
-        """Its wait is over. But if it is woken at this moment, it gets its permit."""
+        """End a call whose wait is over. If it was woken at this very moment, it gets its permit."""
         asked_at = boottime()
         try:
             is_held = self._held_permits.connection.run(

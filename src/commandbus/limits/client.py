@@ -4,13 +4,13 @@
                     └───► refused ──► parked                                        └────► in line, woken by name
     ends ────release────► the permit is free ──► reserved for the first in line, who is woken
 
-There is one thread so that it can ask for many at once: ten commands that need a permit of one limit are one
-statement. The thread waits only for the database and Redis. A command that waits for a permit waits in line, in
-the database.
+One thread asks for many permits at once: ten commands that need a permit of one limit cost one statement. The
+thread waits only for the database and Redis. A command that waits for a permit waits in line, in the database.
 
 The line of a limit is in the database, like everything that the fleet must agree on: back-off, breaker, and the
-order of the line. Whoever releases a permit reserves it for the first in line, under a lease of a few seconds, and
-wakes that one. So nobody can overtake. If a worker is killed between two statements, the sweep finds what is left.
+order of the line. A program that releases a permit reserves it for the first in line, under a lease of a few
+seconds, and wakes that command or caller. So nobody can overtake. If a worker is killed between two statements,
+the sweep finds what is left.
 
 This module has the thread, its round, and what others may ask of it. The parts of a round are in separate modules,
 each using only those before it: `held_permits`, `waker` (who is next), `releases`, `admission` (commands) and
@@ -79,7 +79,7 @@ class LimitClient(DatabaseService):
         self._admission = Admission(self._held_permits, self._waker, self._releases, make_token=self._make_token)
         self._call_waiters = CallWaiters(self._held_permits, self._waker, self._releases)
         self._shut: dict[str, float] = {}  # when (monotonic) an API last refused a call
-        self._said_shut: dict[str, float] = {}  # the same, from notifications that are not read yet
+        self._said_shut: dict[str, float] = {}  # the same, from notifications that are not handled yet
         self._sweep_at = monotonic() + random.random() * SWEEP_SECONDS  # noqa: S311 - they spread out
         self._numbers = itertools.count(secrets.randbits(40) << 20)
         self._must_ask_line = False
@@ -87,11 +87,12 @@ class LimitClient(DatabaseService):
         self._closing = False
         self._over: BaseException | None = None
 
-    # --- asked from other threads; none of these waits ---------------------------------------------------------
+    # --- called from other threads; none of these waits --------------------------------------------------------
 
     @property
     def is_serving(self) -> bool:
-        """Can callers ask? Not after the end, and not in a forked process, which has no such thread."""
+        """Can callers ask? Not after the thread has ended, and not in a forked process, which has no such
+        thread."""
         return self._over is None and not self._closing and self._thread.is_alive()
 
     @property
@@ -109,7 +110,7 @@ class LimitClient(DatabaseService):
 
     @property
     def waiting(self) -> int:
-        """How many commands are at the limit client."""
+        """How many commands have asked and wait for a reply."""
         return len(self._admission.asking)
 
     @property
@@ -123,12 +124,12 @@ class LimitClient(DatabaseService):
         return self._held_permits.held
 
     def permit_request(self, permit_requests: Sequence[PermitRequest]) -> None:
-        """Commands ask for their permits."""
+        """Ask for the permits of commands."""
         self._admission.asking.extend(permit_requests)
         self.wake()
 
     def take_back(self) -> list[PermitRequest]:
-        """Everything that was not answered yet."""
+        """Take back all requests that have no reply yet."""
         back = []
         while True:
             try:
@@ -137,12 +138,12 @@ class LimitClient(DatabaseService):
                 return back
 
     def release(self, releases: Sequence[Release]) -> None:
-        """Permits are needed no more."""
+        """Release permits that are no longer needed."""
         self._releases.pending.extend(releases)
         self.wake()
 
     def note_parked(self, name: str) -> None:
-        """A command that was refused is parked now: it is in line."""
+        """Note that a refused command is parked now: it is in line."""
         self.order(lambda: self._admission.note_parked(name))
 
     def acquire(
@@ -173,8 +174,8 @@ class LimitClient(DatabaseService):
         return call
 
     def forget(self, call: PermitCall) -> None:
-        """Who asked waits no more; a permit that was given meanwhile is given back."""
-        call.answer.cancel()  # orders come before calls: a call that was not looked at yet must not be answered
+        """Forget a call whose caller no longer waits. A permit that was given meanwhile is released."""
+        call.answer.cancel()  # orders come before calls, so a call that was not handled yet gets no permit
         self.order(lambda: self._call_waiters.forget(call))
 
     def is_stale(self, permit: Permit) -> bool:
@@ -182,21 +183,21 @@ class LimitClient(DatabaseService):
         return permit.taken_at < self._shut.get(permit.limit, 0.0)
 
     def judge(self, limited: Limited) -> None:
-        """A command's call went badly: release its permits, tell the limit what the API said, and let the limit
-        decide about the command."""
+        """Handle a command whose call failed: release its permits, tell the limit what the API said, and let the
+        worker decide about the command, given the state of the limit."""
         self._releases.pending.extend(limited.releases)
 
         def judge() -> None:
             if limited.untold is not None:
                 self._releases.tell(limited.limit, *limited.untold, str(limited.command.id))
                 limited.untold = None  # the order may be carried out again, but a refusal counts only once
-            self._releases.let_out()  # what it left is told first: that begins the back-off
+            self._releases.let_out()  # its releases come first, because they begin the back-off
             self._admission.judge(limited)
 
         self.order(judge)
 
     def look(self, name: str) -> Future[tuple[LimitRow, PermitUsage]]:
-        """How a limit stands, and who holds its permits."""
+        """The state of a limit, and who holds its permits."""
         answer: Future[tuple[LimitRow, PermitUsage]] = Future()
 
         def find() -> None:
@@ -210,7 +211,7 @@ class LimitClient(DatabaseService):
         return answer
 
     def stop(self, timeout: float) -> None:
-        """Give back what was left here, then end."""
+        """Release what must still be released, then end."""
         self._closing = True
         self.join(timeout)
         self._stopping.set()
@@ -219,7 +220,7 @@ class LimitClient(DatabaseService):
     # --- the thread --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread, and the clock of what it holds."""
+        """Start the thread, and the clock of the permits that it holds."""
         self._held_permits.clock.start()
         try:
             super().start()
@@ -231,13 +232,13 @@ class LimitClient(DatabaseService):
         self._backstop.start(external)
 
     def _stop_beside(self) -> None:
-        """What is still held ends with its lease."""
+        """Stop the helper threads. Permits that are still held end with their leases."""
         self._backstop.stop()
         self._held_permits.clock.stop()
 
     @property
     def has_lost_its_clock(self) -> bool:
-        """Has the clock of the held permits ended by itself?"""
+        """Has the clock of the held permits ended although nobody stopped it?"""
         return self._held_permits.clock.has_ended
 
     def _make_token(self, holder: str, command: int) -> str:
@@ -245,7 +246,7 @@ class LimitClient(DatabaseService):
 
     def connected(self, conn: Connection[Any]) -> None:
         self.listen(conn, CHANNEL)
-        self._must_ask_line = True  # those whose turn came before this were not notified
+        self._must_ask_line = True  # callers whose turn came before this were not notified
 
     @property
     def is_done(self) -> bool:
@@ -253,10 +254,10 @@ class LimitClient(DatabaseService):
 
     def lost(self, error: psycopg.Error) -> None:  # noqa: ARG002
         if self._closing:
-            self._stopping.set()  # what was not released in time ends with its lease
+            self._stopping.set()  # permits that were not released in time end with their leases
 
     def _end_with(self, error: BaseException) -> None:
-        """The thread has ended by an error: those who asked are told, and the worker."""
+        """The thread has ended with an error: pass it to the callers and to the worker."""
         if isinstance(error, psycopg.errors.UndefinedTable | psycopg.errors.InvalidSchemaName):
             error = explain_absence(error)
         self._over = error
@@ -264,7 +265,7 @@ class LimitClient(DatabaseService):
         self._call_waiters.fail_all(error)
         if self._on_error is not None:
             self._on_error(error)
-        elif not isinstance(error, CommandBusError):  # otherwise the callers get the error, and that is enough
+        elif not isinstance(error, CommandBusError):  # a CommandBusError reaches the callers, which is enough
             logger.error("the limit client has ended", exc_info=error)
 
     def round(self) -> None:
@@ -304,7 +305,7 @@ class LimitClient(DatabaseService):
 
     def heard(self, channel: str, payload: str) -> None:  # noqa: ARG002 - there is one channel
         """Anybody may notify, so a notification is only a reason to look. Limits that are not used here are
-        ignored: the sweep finds commands that wait for a limit that nobody here knows."""
+        ignored: the sweep finds commands that wait for a limit that this program does not know."""
         if payload.startswith(TOKEN):
             self._call_waiters.hear(payload.removeprefix(TOKEN))
             return

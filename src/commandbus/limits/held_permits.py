@@ -41,12 +41,12 @@ class HeldPermits:
         self.stores = stores
         self.clock = PermitClock(name, self._lose)
         self.renew_at = 0.0
-        self._rows: dict[str, LimitRow] = {}  # as last seen; what must be exact is read again
+        self._rows: dict[str, LimitRow] = {}  # as last seen; values that must be exact are read again
         self._held: dict[str, dict[str, Permit]] = {}
         self._losing = threading.Lock()
-        self.has_held = threading.Event()  # for the backstop: something is held
+        self.has_held = threading.Event()  # tells the backup renewer that a permit is held
 
-    # --- asked from other threads ------------------------------------------------------------------------------
+    # --- called from other threads -----------------------------------------------------------------------------
 
     @property
     def modes(self) -> dict[str, str]:
@@ -60,7 +60,7 @@ class HeldPermits:
         return {name: len(own) for name, own in list(self._held.items()) if own}
 
     def late_external(self, part: float) -> Iterator[tuple[LimitRow, list[Permit]]]:
-        """Permits outside PostgreSQL that were not renewed for this part of their lease."""
+        """Permits outside PostgreSQL that were last renewed more than this part of their lease ago."""
         now = boottime()
         for name, held in list(self._held.items()):
             row = self._rows.get(name)
@@ -70,7 +70,7 @@ class HeldPermits:
                 yield row, late
 
     def leases_external(self) -> list[float]:
-        """The leases of what is held outside PostgreSQL."""
+        """The leases of the permits that are held outside PostgreSQL."""
         return [permit.lease for _, permits in self.late_external(0.0) for permit in permits]
 
     # --- limits ------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class HeldPermits:
         return self._rows.get(name) or self.row(name)
 
     def remember(self, row: LimitRow) -> None:
-        """A row that was read on another occasion."""
+        """Remember a row that was read for another purpose."""
         self._rows[row.name] = row
 
     def knows(self, name: str) -> bool:
@@ -93,14 +93,14 @@ class HeldPermits:
         return name in self._rows
 
     def forget(self, name: str) -> None:
-        """It was changed, or is gone: read it again the next time."""
+        """Forget a row that was changed or is gone, so that it is read again the next time."""
         self._rows.pop(name, None)
 
     # --- permits ------------------------------------------------------------------------------------------------
 
     def take(self, name: str, tokens: Sequence[str], *, probes: bool = True) -> tuple[list[str], LimitRow | None]:
-        """Take permits for newcomers; `probes`: one of them may be the probe. If some get none, also returns the
-        limit's row, which says why."""
+        """Take permits for newcomers; `probes`: one of them may be the probe. If some of them get no permit, also
+        returns the limit's row, which says why."""
         if self.known(name).store == "postgres":
             taken = self.connection.run(permits.take(name, tokens, probes=probes), limit=name)
             if len(taken) == len(tokens):
@@ -125,7 +125,7 @@ class HeldPermits:
         return granted, row
 
     def adopt(self, name: str, token: str) -> bool:
-        """Is the reserved permit of this token still there? Then it is held from now on."""
+        """Take over the permit that is reserved for this token. Returns False if it is not there any more."""
         row = self.row(name)
         limit_state = row.limit_state
         store = self.stores.of(row)
@@ -134,13 +134,13 @@ class HeldPermits:
         ):
             store.give(row, [token])  # it was reserved before the API refused a call
             if limit_state.probe == token:
-                # Another caller may be the probe.
+                # It was to be the probe, but makes no call. So let another caller be the probe.
                 unknown = permits.answer(name, token, ApiAnswer.UNKNOWN, gives=False, has_begun=False)
                 self.connection.run(unknown, limit=name)
             return False
         is_held = not store.renew(row, [token])
         if is_held and row.store != "postgres" and limit_state.probe == token:
-            self.connection.run(permits.renew(name, [token]), limit=name)  # the store keeps that it is the probe
+            self.connection.run(permits.renew(name, [token]), limit=name)  # its row says which token is the probe
         return is_held
 
     def hold(self, permit: Permit) -> Permit:
@@ -152,12 +152,12 @@ class HeldPermits:
         return permit
 
     def let_go(self, permit: Permit) -> None:
-        """Renew it no more."""
+        """Stop renewing this permit."""
         self.clock.forget(permit)
         self._held.get(permit.limit, {}).pop(permit.token, None)
 
     def renew(self) -> None:
-        """Renew what is due, tell holders that have lost a permit, and compute when to do so again."""
+        """Renew what is due, notify holders that have lost a permit, and compute when the next renewal is due."""
         now, age_now = monotonic(), boottime()
         again = now + (TICK_SECONDS if self.stores.tick() else LONGEST_SECONDS)
         for name, held in list(self._held.items()):
@@ -169,27 +169,27 @@ class HeldPermits:
                 self.let_go(permit)
             next_at = [now + self._due_in(permit, age_now) for permit in held.values()]
             again = min(again, max(min(next_at, default=again), self.connection.barred_until(name)))
-        self.renew_at = max(again, now + LEAST_SECONDS)  # last: if anything above fails, it is done again at once
+        self.renew_at = max(again, now + LEAST_SECONDS)  # set last: after a failure, try again at once
 
     @staticmethod
     def _due_in(permit: Permit, now: float) -> float:
-        """Seconds until it is to be renewed; if that did not succeed just now, it is tried again soon."""
+        """Seconds until the next renewal. If the last one has just failed, it is tried again soon."""
         left = permit.renewed_at + permit.lease / 3 - now
         return left if left > 0 else min(TICK_SECONDS, permit.lease / 10)
 
     def _renew(self, name: str, own: Sequence[Permit]) -> list[Permit]:
-        """Renew leases. Returns what is lost."""
+        """Renew leases. Returns the permits that are lost."""
         sent_at = boottime()
         try:
             row = self.row(name)
             store = self.stores.of(row)
             gone = set(store.renew(row, [permit.token for permit in own]))
         except UnknownLimitError:
-            for permit in own:  # the permits are not counted any more
+            for permit in own:  # nobody counts these permits any more
                 self.let_go(permit)
             return []
         except LockedRowError:
-            return []  # tried again when the bar is over; it was logged when the bar began
+            return []  # tried again when the bar ends; the beginning of the bar was logged
         except CommandBusError as error:
             logger.warning("permits of limit %s cannot be renewed: %s", name, error)
             return []
@@ -199,7 +199,7 @@ class HeldPermits:
         return [permit for permit in own if permit.token in gone]
 
     def _note_renewed(self, permit: Permit, row: LimitRow, sent_at: float) -> None:
-        """Another permit store may not have been reached: it knows when the lease was last renewed."""
+        """Note when the lease was renewed. An external store knows that itself: it may have been unreachable."""
         permit.call_timeout = row.call_timeout
         if row.store != "postgres":
             sent_at = self.stores.external(row).renewed_at(row, permit.token) or permit.renewed_at
@@ -207,7 +207,7 @@ class HeldPermits:
         permit.renewed_at = max(permit.renewed_at, sent_at)
 
     def _lose(self, permit: Permit) -> None:
-        """Called by the limit client's thread, and by the clock's."""
+        """Mark a permit as lost. The limit client's thread and the clock's thread call this."""
         with self._losing:
             if permit.is_lost:
                 return

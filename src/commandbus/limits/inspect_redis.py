@@ -18,12 +18,12 @@ SHARED = "programs outside the fleet may hold permits (shared)"
 
 
 def look_at(settings: Settings, rows: Sequence[LimitRow], fleet: RedisFleet) -> dict[str, PermitUsage]:
-    """How the permits of these limits are used, all of them kept in Redis. Waits for it a second at most."""
+    """How the permits of these limits, all kept in Redis, are used. Waits for Redis a second at most."""
     if fleet.mode == "degraded":
         return {row.name: _degraded(row, fleet) for row in rows}
     if settings.redis_url is None:
         return _unknown(rows, "the permits are in Redis, and this program has no redis_url")
-    if fleet.epoch is None:  # nobody has used it yet
+    if fleet.epoch is None:  # no program has used Redis yet
         return {row.name: PermitUsage({}, row.look.flow, fleet.mode) for row in rows}
     found = _unknown(rows, "the permits are in Redis, which this program cannot reach now")
     permits = RedisScripts(settings.redis_url, settings.environment)
@@ -48,7 +48,8 @@ def _degraded(row: LimitRow, fleet: RedisFleet) -> PermitUsage:
 
 
 def _seen(row: LimitRow, seen: PermitUsage, fleet: RedisFleet) -> PermitUsage:
-    """With what keeps newcomers waiting: the fleet registers, or others may hold permits for a lease."""
+    """The usage, with the reason why newcomers wait: the fleet registers, or others may hold permits for a
+    lease."""
     mode, seconds, note = fleet.mode, None, None
     if fleet.mode == "joining":
         seconds, note = fleet.blocked_seconds, f"{LOST_DATA}: {fleet.note}"

@@ -1,12 +1,12 @@
 """The limit client's connection. A bad or locked row is an error only for the callers of that limit.
 
 Nearly every question of the limit client is about one limit. If somebody has written nonsense into that limit's
-row, only those who use that limit must hear of it, and the limit client goes on for all others.
+row, only the callers of that limit get an error, and the limit client goes on for all others.
 
-The same holds for a row that somebody has locked. Its lock is waited for once (2 s, the session's
-`lock_timeout`). Then the limit is *barred*: for a growing time, callers are told so at once
-(`LockedRowError`): commands are parked, calls inside programs and what is to be told ask again later. When the
-moment is over the row is looked at first, in a statement that hardly waits.
+The same holds for a row that another transaction has locked. The limit client waits for the lock once (2 s, the
+session's `lock_timeout`). Then the limit is *barred* for a growing time, and its callers get a `LockedRowError` at
+once: commands are parked, and calls inside programs and releases are tried again later. When the bar ends, the
+limit client first checks the row with a statement that hardly waits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LONGEST_BAR_SECONDS: Final = 10.0
 
 
 class UnusableRowError(CommandBusError):
-    """A row of ours has a value that nobody can use."""
+    """A row of ours has a value that cannot be used."""
 
 
 class LockedRowError(CommandBusError):
@@ -45,14 +45,14 @@ class LockedRowError(CommandBusError):
 
 
 class _Bar:
-    """The row of a limit is locked: until when nobody asks for it."""
+    """A limit whose row is locked, and until when no statement asks for it."""
 
     def __init__(self) -> None:
         self._backoff = Backoff(FIRST_BAR_SECONDS, LONGEST_BAR_SECONDS)
         self.until = 0.0
 
     def extend(self) -> float:
-        """It is locked once more; returns when (monotonic) to ask again."""
+        """Note that the row is still locked. Returns when (monotonic) to ask again."""
         self.until = monotonic() + self._backoff.next()
         return self.until
 
@@ -65,16 +65,16 @@ class LimitConnection:
         self._bars: dict[str, _Bar] = {}  # limits whose rows are locked
 
     def run(self, operation: Runnable[T], *, limit: str | None = None) -> T:
-        """As `LastingConnection.run`; raises UnusableRowError where a value in a row is to blame.
+        """Like `LastingConnection.run`. Raises UnusableRowError if a value in a row is to blame.
 
-        `limit`: it writes to that limit's row; raises LockedRowError where somebody else holds it.
+        `limit`: the operation writes to that limit's row. Raises LockedRowError if another transaction holds it.
         """
         if limit is not None and limit in self._bars:
             self._look_at_bar(limit)
         return self._run(operation, limit)
 
     def barred_until(self, limit: str) -> float:
-        """Until when (monotonic) callers of this limit are refused; 0: they are not."""
+        """Until when (monotonic) callers of this limit are refused; 0 if they are not refused."""
         bar = self._bars.get(limit)
         return bar.until if bar is not None and bar.until > monotonic() else 0.0
 

@@ -14,7 +14,7 @@ from commandbus.settings import Settings
 def make_limit_client(
     settings: Settings, owner: str, *, on_error: Callable[[BaseException], None] | None = None
 ) -> LimitClient:
-    """A limit client that keeps the permits of some limits in Redis, if there is one."""
+    """Makes a limit client. If Redis is configured, it can keep the permits of limits there."""
     external = None
     if settings.redis_url is not None:
 
@@ -29,7 +29,8 @@ def make_limit_client(
 
 
 def settle_limits(declared: Iterable[Limit], settings: Settings) -> list[Limit]:
-    """Each limit once, without its breaker if breakers are off. Two different limits of one name are an error."""
+    """Each limit once, without its breaker if breakers are off. Two different limits with one name are an
+    error."""
     found: dict[str, Limit] = {}
     for limit in declared:
         if found.setdefault(limit.name, limit) != limit:

@@ -1,8 +1,8 @@
-"""The PermitClock ends every hold at its lease, whatever the limit client waits for.
+"""The PermitClock ends every permit at the end of its lease, whatever the limit client waits for.
 
 It works in memory only, on a thread of its own: neither PostgreSQL nor Redis can stop it. A permit whose lease was
-not renewed in time is lost a moment *before* somebody else can get it: its holder is told, and has that
-moment to stop. Time counts by `clock.boottime()`, so a process that was stopped and goes on is told at once.
+not renewed in time is lost a moment *before* another caller can get it. Its holder is notified, and has that
+moment to stop. Time counts by `clock.boottime()`, so a process that was stopped and continues is notified at once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from commandbus.logger import safe_logger
 logger = safe_logger("commandbus.limits")
 
 LOOK_SECONDS = 1.0
-"""A machine that was suspended is noticed so soon."""
+"""The clock looks this often, so a suspended machine is noticed so soon after it continues."""
 
 
 class PermitClock:
-    """Looks at the permits that one program holds. Any thread may call `watch` and `forget`."""
+    """Watches the permits that one program holds. Any thread may call `watch` and `forget`."""
 
     def __init__(self, name: str, on_end: Callable[[Permit], None]) -> None:
         self._on_end = on_end
@@ -35,22 +35,22 @@ class PermitClock:
         self._thread.start()
 
     def stop(self) -> None:
-        """Nothing more will be held: the thread ends when the last hold has."""
+        """No more permits will be held. The thread ends when the last permit has ended."""
         self._is_over = True
         self._wake.set()
 
     @property
     def has_ended(self) -> bool:
-        """Has the thread ended, though nobody stopped it?"""
+        """Has the thread ended although nobody stopped it?"""
         return self._thread.ident is not None and not self._is_over and not self._thread.is_alive()
 
     def watch(self, permit: Permit) -> None:
-        """End this hold when its lease ends."""
+        """End this permit when its lease ends."""
         self._permits[permit] = None
         self._wake.set()
 
     def forget(self, permit: Permit) -> None:
-        """It is held no more."""
+        """Stop watching this permit."""
         self._permits.pop(permit, None)
 
     def _serve(self) -> None:
@@ -64,7 +64,7 @@ class PermitClock:
                 self._wake.wait(pause)
 
     def _pause(self) -> float | None:
-        """Until the next look; None: until something is held."""
+        """Seconds until the next look; None: until a permit is held."""
         soonest = min((permit.ends_at for permit in list(self._permits)), default=None)
         if soonest is None:
             return 0 if self._is_over else None

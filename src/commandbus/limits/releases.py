@@ -1,11 +1,11 @@
-"""Releases: permits are given back, and limits are told how the calls went.
+"""Releases: gives permits back, and tells limits how the calls went.
 
     GOOD, UNKNOWN ──► many permits of a limit in one statement ──► if somebody waits, the waker looks
     a bad answer, or one that keeps its permit ──► one by one, under the lock of the limit's row
 
-What was told stays in `pending` until the database has it: after a lost connection all of it is told again, and
-giving back twice is giving back once. What concerns a limit whose row somebody has locked is told later. A permit
-that cannot be given back is free when its lease ends.
+A release stays in `pending` until the database has it. After a lost connection all of them are sent again: a
+second release of the same permit changes nothing. If another transaction has locked a limit's row, its releases
+are sent later. A permit that cannot be released is free when its lease ends.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ logger = safe_logger("commandbus.limits")
 
 
 class Releases:
-    """Permits that are needed no more. `pending` is filled from other threads, too."""
+    """Permits that are no longer needed. Other threads also fill `pending`."""
 
     def __init__(self, held_permits: HeldPermits, waker: Waker) -> None:
         self._held_permits = held_permits
         self._waker = waker
         self.pending: deque[Release] = deque()
-        # What met a locked row, and when to tell it again.
+        # What could not be told because of a locked row, and when to tell it again.
         self._later: list[tuple[float, Callable[[], None]]] = []
 
     @property
     def soonest(self) -> float:
-        """When (monotonic) to tell again what met a locked row."""
+        """When (monotonic) to tell again what could not be told because of a locked row."""
         return min((at for at, _ in self._later), default=math.inf)
 
     def hand_back(self, unused: Iterable[Permit]) -> None:
-        """Permits with which nothing was begun."""
+        """Release permits with which no call was begun."""
         self.pending.extend(Release(permit, ApiAnswer.UNKNOWN, has_begun=False) for permit in unused)
 
     def let_out(self) -> None:
-        """Give back everything that was left."""
+        """Send everything that is pending."""
         self._tell_again()
         plain: dict[str, list[Release]] = {}
         until: dict[Release, float] = {}
@@ -88,7 +88,7 @@ class Releases:
             tell()
 
     def tell(self, name: str, holder: str, reason: str, retry_after: float | None, caller: str) -> None:
-        """An API has refused a call that held no permit of its limit."""
+        """Tell a limit that its API has refused a call that held no permit."""
         try:
             answered = self._held_permits.connection.run(
                 permits.answer(
@@ -135,7 +135,7 @@ class Releases:
             self._waker.look_at(name)
 
     def _answer(self, release: Release) -> None:
-        """A bad answer, or a call that may go on on the other side."""
+        """Report a bad answer, or a call on which the API may still be working."""
         permit = release.permit
         try:
             others = self._others(release) if release.answer.is_bad else ()
@@ -170,7 +170,7 @@ class Releases:
         release.is_waived = answered.is_waived
 
     def _others(self, release: Release) -> Iterable[str]:
-        """Who else calls, where the limit's row does not say that."""
+        """The other holders, if the limit's row does not contain them."""
         row = self._held_permits.known(release.permit.limit)
         return () if row.store == "postgres" else self._held_permits.stores.of(row).look(row).holders
 

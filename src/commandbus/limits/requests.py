@@ -18,13 +18,14 @@ from commandbus.model.limit_state import ApiAnswer
 
 EARLY: Final = 0.1
 MOST_EARLY_SECONDS: Final = 5.0
-"""By how much of its lease a hold ends early, so that who hears of it has stopped before somebody else begins."""
+"""How early a permit ends, as a part of its lease and in seconds. So its holder has stopped before another
+begins."""
 
 
 class Permit:
     """A permit of a limit that is held in this program. `taken_at` is monotonic. `renewed_at` (of
-    `clock.boottime`) is from just before its lease was last asked for, so that it never ends later here than in
-    the permit store."""
+    `clock.boottime`) is the moment just before its last renewal was requested, so that it never ends later here
+    than in the permit store."""
 
     __slots__ = (
         "call_timeout",
@@ -53,7 +54,7 @@ class Permit:
         self.limit = limit
         self.token = token
         self.lease = lease
-        self.call_timeout = call_timeout  # of the limit, for a block that names none; None: any time
+        self.call_timeout = call_timeout  # of the limit, for a block that names none; None: no timeout
         self.holder = holder
         self.on_lost = on_lost
         self.is_lost = False
@@ -127,7 +128,7 @@ def waited_in_vain(name: str, wait: float, why: str | None = None) -> LimitTimeo
 
 
 class QueuedCommand(NamedTuple):
-    """A command and its queue row, for which a permit may be kept."""
+    """A command and its queue row. A permit may be reserved for it."""
 
     domain: str
     msg_id: int
@@ -136,7 +137,7 @@ class QueuedCommand(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """How its turn is found."""
+        """The key under which its turn is found."""
         return self.msg_id, self.id, self.attempt_base
 
 
@@ -145,18 +146,18 @@ class PermitRequest:
     """A claimed command whose handler needs permits of some limits; exactly one of two replies follows."""
 
     command: QueuedCommand
-    is_known: bool  # it was claimed before: a permit may be kept for it
+    is_known: bool  # it was claimed before, so a permit may be reserved for it
     names: Sequence[str]
     holder: str
     on_granted: Callable[[list[Permit]], None]
     on_refused: Callable[[Refusal], None]
     on_lost: Callable[[Permit], None]
-    payload: object = None  # any value of the caller's, returned unchanged
+    payload: object = None  # any value of the caller, returned unchanged
 
 
 @dataclass(slots=True, eq=False)
 class PermitCall:
-    """Somebody inside a program who waits for a permit."""
+    """A caller inside a program that waits for a permit."""
 
     name: str
     token: str
@@ -170,15 +171,15 @@ class PermitCall:
     since: datetime | None = None
     caller: int | None = None  # the id of the command whose handler asks
     is_in_line: bool = False
-    on_forgotten: Callable[[], None] | None = None  # instead of giving the permit back
-    on_given_up: Callable[[Permit], object] | None = None  # beside giving the permit back
+    on_forgotten: Callable[[], None] | None = None  # called instead of releasing the permit
+    on_given_up: Callable[[Permit], object] | None = None  # called in addition to releasing the permit
 
 
 @dataclass(slots=True, eq=False)
 class Release:
-    """A permit is no longer needed, and how the call ended. `keeps`: the API may still be working on the call, so
-    the permit stays taken until its lease ends. `stays`: the permit is used further, and only the end of the call
-    is reported. `has_begun`: False if no call was made with it."""
+    """The release of a permit, and how the call ended. `keeps`: the API may still be working on the call, so the
+    permit stays taken until its lease ends. `stays`: the permit is used further, and only the end of the call is
+    reported. `has_begun`: False if no call was made with it."""
 
     permit: Permit
     answer: ApiAnswer
@@ -188,14 +189,14 @@ class Release:
     stays: bool = False
     has_begun: bool = True
     then: Callable[[Release], None] | None = None
-    # Set by the limit client: it failed as the probe of all that wait, and is not charged.
+    # Set by the limit client: the call failed as the probe for all that wait, so its command is not charged.
     is_waived: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Limited:
-    """A command whose call went badly. `then` gets the state of the limit (None: it is gone) and what is known
-    about the command, and returns whether the command will be parked."""
+    """A command whose call failed. `then` gets the state of the limit (None: it is gone) and what is known about
+    the command, and returns whether the command will be parked."""
 
     limit: str
     command: QueuedCommand

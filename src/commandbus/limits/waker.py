@@ -1,8 +1,8 @@
-"""The Waker: finds who is next in line, reserves a permit for that one, and wakes it.
+"""The Waker finds the first command or caller in line, reserves a permit for it, and wakes it.
 
 `look_at` only notes when to look. However often it is called, the round looks once. It is called when a permit is
-released, when somebody joins the line, and when a back-off ends. If a worker was killed between two statements,
-nobody has called it: the sweep finds that.
+released, when a command or caller joins the line, and when a back-off ends. If a worker was killed between two
+statements, nobody has called it: the sweep finds such limits.
 
 Only the limit client's thread uses it, except `is_due_within`.
 """
@@ -34,7 +34,7 @@ class Waker:
         self._held_permits = held_permits
         self._due: dict[str, float] = {}
         self._unreachable: dict[str, str] = {}  # limits that this program cannot serve, and why
-        self.is_barred = False  # from queues, as a role that only sends: others wake commands then
+        self.is_barred = False  # from queues, as a role that only sends: then other programs wake commands
 
     @property
     def soonest(self) -> float:
@@ -42,11 +42,11 @@ class Waker:
         return min(self._due.values(), default=math.inf)
 
     def is_due_within(self, seconds: float) -> bool:
-        """Will it look so soon? May be asked from other threads."""
+        """Will it look within so many seconds? Other threads may call this."""
         return any(at < monotonic() + seconds for at in list(self._due.values()))
 
     def look_at(self, name: str, seconds: float = 0.0) -> None:
-        """See, in so many seconds, who is first in line."""
+        """Look, in so many seconds, for the first in line."""
         at = monotonic() + max(0.0, seconds)
         self._due[name] = min(self._due.get(name, at), at)
 
@@ -57,7 +57,7 @@ class Waker:
             self._wake_next(name)
 
     def sweep(self) -> None:
-        """Find what was missed: limits with somebody in line, and commands that have waited too long."""
+        """Find what was missed: limits for which somebody waits, and commands that have waited too long."""
         try:
             found = self._held_permits.connection.run(permits.sweep())
         except CommandBusError as error:
@@ -85,7 +85,7 @@ class Waker:
                 store = self._held_permits.stores.external(row)
                 grant, release = store.keep_for_others, store.give
         except UnknownLimitError:
-            pass  # the limit is gone: its waiters are told so
+            pass  # the limit is gone, and those who waited for it are told so
         except CommandBusError as error:
             self._say_once(name, error)
             return

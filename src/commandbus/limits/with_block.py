@@ -1,9 +1,9 @@
 """The `with` block that holds a permit of a limit: `with ctx.limit("docai"): …` and `with bus.limit("docai"): …`.
 
-One block for `with` and one for `async with`; who wants the permit (a handler's attempt, or a program) is a
-`PermitUser`. The exception that leaves the block tells how the API is (model/api_errors.py). After a timeout, or
-when somebody stopped the code in the block, the API may still be working on the call: the permit stays taken until
-its lease ends.
+There is one block for `with` and one for `async with`. The user of the permit (a handler's attempt, or a program)
+is a `PermitUser`. The exception that leaves the block shows the state of the API (model/api_errors.py). After a
+timeout, or when somebody stopped the code in the block, the API may still be working on the call: the permit stays
+taken until its lease ends.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 TIMED_OUT = ApiFailure("timeout", None, None, "timeout")
 CLOSE_SECONDS = 0.05
-"""A client that was given the rest of the time may end a moment before it is over."""
+"""A client with a timeout of the remaining time may end so many seconds before that time is over."""
 LEAST_SECONDS = 1.0
-"""How much longer than asked for one waits for the limit client to say that there is no permit."""
+"""How much longer than its own wait a caller waits for the limit client to say that there is no permit."""
 BEYOND_DEADLINE_SECONDS = 1.0
 
 
 class Hold:
-    """What a block has: the limit's name, whether its permit is still held, and how much time is left for the
-    call."""
+    """The object that a block gets: the limit's name, whether its permit is still held, and how much time is left
+    for the call."""
 
     __slots__ = ("_permit", "_until")
 
@@ -56,8 +56,8 @@ class Hold:
         return self._permit.is_lost
 
     def remaining(self) -> float | None:
-        """Seconds left for the call, at least a millisecond, to hand to clients as their timeout; None: no
-        limit. Raises LimitLostError if the permit is lost: there must be no further call."""
+        """Seconds left for the call, at least a millisecond, to pass to clients as their timeout; None: no
+        limit. Raises LimitLostError if the permit is lost: then no further call may begin."""
         if self._permit.is_lost:
             raise lost(self._permit.limit)
         left = self._until - monotonic()
@@ -65,48 +65,48 @@ class Hold:
 
 
 class PermitUser(Protocol):
-    """Who wants a permit for a block."""
+    """The user of a permit in a block: a handler's attempt, or a program."""
 
     @property
     def deadline_at(self) -> float:
         """When (monotonic) the code in the block must have ended anyway."""
 
     def check(self) -> None:
-        """Raises if the code in the block is not to go on."""
+        """Raises if the code in the block must not continue."""
 
     def waking(self) -> AbstractContextManager[threading.Event]:
-        """The event to wait with: it is set when the code is asked to stop, too."""
+        """The event to wait for. It is also set when the code is asked to stop."""
 
     def acquire(self, name: str, wait: float) -> PermitCall:
         """Ask for a permit."""
 
     def forget(self, call: PermitCall) -> None:
-        """Nobody waits for it any more."""
+        """Cancel a request that nobody waits for any more."""
 
     def why_in_vain(self) -> str | None:
-        """Why there may have been no answer."""
+        """Why there may have been no reply."""
 
     def begin_call(self, until: float, late_text: str) -> bool:
-        """A `with` block begins, whose call may last until then. Is that the nearest deadline?"""
+        """Begin a `with` block, whose call may last until then. Returns whether that is the nearest deadline."""
 
     def end_call(self) -> None:
-        """The `with` block is over."""
+        """End the `with` block."""
 
     def watch(self, permit: Permit, timer: asyncio.Timeout) -> None:
-        """An `async with` block begins: this timer ends it."""
+        """Begin an `async with` block, which this timer ends."""
 
     def release(self, permit: Permit, answer: ApiAnswer, api: ApiFailure | None, *, keeps: bool = False) -> None:
-        """The block is over; `keeps`: the call may still be under way."""
+        """End the block and release its permit; `keeps`: the API may still be working on the call."""
 
 
 class ProgramPermits:
-    """The permit of one block of a program that is no handler."""
+    """The permit of one block in a program that is not a handler."""
 
     deadline_at = math.inf
 
     def __init__(self, limit_client: LimitClient, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._limit_client = limit_client
-        self._loop = loop  # of an `async with`
+        self._loop = loop  # the event loop of an `async with`
         self._timer: asyncio.Timeout | None = None
 
     def check(self) -> None:
@@ -122,34 +122,34 @@ class ProgramPermits:
         return self._limit_client.acquire(name, wait=wait, holder=f"pid-{os.getpid()}", on_lost=on_lost)
 
     def forget(self, call: PermitCall) -> None:
-        """Nobody waits for it any more."""
+        """Cancel a request that nobody waits for any more."""
         self._limit_client.forget(call)
 
     def why_in_vain(self) -> str | None:
-        """Why there may have been no answer."""
+        """Why there may have been no reply."""
         return "the database is unreachable" if self._limit_client.is_down else None
 
     def begin_call(self, until: float, late_text: str) -> bool:  # noqa: ARG002 - there is no other deadline
-        """Nothing interrupts the call; who waits for its answer is told when the block ends."""
+        """Nothing interrupts the call. If it takes too long, the caller gets the error when the block ends."""
         return True
 
     def end_call(self) -> None:
-        """Nothing was changed."""
+        """There is nothing to undo."""
 
     def release(self, permit: Permit, answer: ApiAnswer, api: ApiFailure | None, *, keeps: bool = False) -> None:
-        """The block is over."""
+        """End the block and release its permit."""
         reason = str(answer) if api is None else api.at(permit.limit)
         retry_after = None if api is None else api.retry_after
         self._limit_client.release([Release(permit, answer, reason, retry_after, keeps)])
 
     def watch(self, permit: Permit, timer: asyncio.Timeout) -> None:
-        """The permit's loss ends the block, too."""
+        """Let the loss of the permit end the block, too."""
         self._timer = timer
         if permit.is_lost:
             self._end_block()
 
     def _lose(self, permit: Permit) -> None:  # noqa: ARG002 - there is one
-        """Called on the limit client's or the clock's thread."""
+        """The permit is lost. Called on the limit client's thread or the clock's thread."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._end_block)
@@ -161,7 +161,7 @@ class ProgramPermits:
 
 
 class CallTimeout:
-    """How long a call of an API may take, from now on; None or 0: any time. `whose`: who says so."""
+    """How long a call to an API may take, from now on; None or 0: any time. `whose`: which setting says so."""
 
     __slots__ = ("_api", "_whose", "seconds", "until")
 
@@ -173,23 +173,23 @@ class CallTimeout:
 
     @classmethod
     def of(cls, permit: Permit, own: float | None) -> CallTimeout:
-        """As the block says, else as the limit does."""
+        """The block's timeout, or else the limit's."""
         if own is None:
             return cls(permit.limit, permit.call_timeout, "limit call timeout")
         return cls(permit.limit, own, "timeout of the block")
 
     @property
     def text(self) -> str:
-        """What is said of a call that took longer."""
+        """The error text for a call that took longer."""
         return f"no answer from {self._api} within {self.seconds:g} s ({self._whose})"
 
     @property
     def is_over(self) -> bool:
-        """Has it passed?"""
+        """Has the time passed?"""
         return monotonic() > self.until
 
     def explains(self, error: BaseException, answer: ApiAnswer) -> bool:
-        """Does the error only say that the time is up? A 429, or an error of the handler's own, says more."""
+        """Does the error only say that the time is up? A 429, or an error of the handler itself, says more."""
         is_silence = answer in (ApiAnswer.TIMEOUT, ApiAnswer.BROKEN) or isinstance(error, DeadlineExceededError)
         return is_silence and monotonic() >= self.until - CLOSE_SECONDS
 
@@ -197,7 +197,7 @@ class CallTimeout:
 @contextmanager
 def sync_block(user: PermitUser, name: str, most: float, seconds: float | None) -> Iterator[Hold]:
     """Wait for a permit for up to `most` seconds; the call in the block may take `seconds` (None: as long as the
-    limit says). A call that has come back too late raises ApiTimeoutError at the end of the block."""
+    limit says). If the call returns too late, the end of the block raises ApiTimeoutError."""
     permit = _wait(user, name, most)
     timeout = CallTimeout.of(permit, seconds)
     is_nearest = user.begin_call(timeout.until, timeout.text)
@@ -211,7 +211,7 @@ def sync_block(user: PermitUser, name: str, most: float, seconds: float | None) 
         user.release(permit, answer, api, keeps=keeps)
         raise
     else:
-        if timeout.is_over:  # it has come back, so nothing is under way any more
+        if timeout.is_over:  # the call has returned, so the API does not work on it any more
             user.release(permit, ApiAnswer.TIMEOUT, TIMED_OUT)
             raise ApiTimeoutError(timeout.text)
         user.release(permit, ApiAnswer.GOOD, None)
@@ -239,8 +239,8 @@ def _wait(user: PermitUser, name: str, most: float) -> Permit:
 
 @asynccontextmanager
 async def async_block(user: PermitUser, name: str, most: float, seconds: float | None) -> AsyncIterator[Hold]:
-    """Wait for a permit for up to `most` seconds; what is awaited in the block is canceled after `seconds` (None:
-    after what the limit says)."""
+    """Wait for a permit for up to `most` seconds. After `seconds` (None: the limit's timeout), the code that is
+    awaited in the block is canceled."""
     permit = await _wait_async(user, name, most)
     timeout = CallTimeout.of(permit, seconds)
     try:
@@ -284,13 +284,13 @@ def _left(user: PermitUser, most: float) -> float:
 
 
 def _longest(left: float, most: float) -> float:
-    """How long the limit client may let the call wait. If the deadline comes before the end of the wait, the
-    client waits a moment longer: the handler is to hear of its deadline, not of a wait that nobody asked for."""
+    """How long the limit client may let the call wait. If the deadline comes before the end of the wait, the limit
+    client waits a moment longer, so that the handler gets the deadline's error, not the error of a wait."""
     return most if left >= most else left + BEYOND_DEADLINE_SECONDS
 
 
 def lost(name: str) -> LimitLostError:
-    """The error of who uses a permit that is lost."""
+    """The error for the user of a permit that is lost."""
     return LimitLostError(
         f"the permit of limit {name!r} is lost: its lease could not be renewed in time, and somebody else may "
         f"have it; call no more in this block",

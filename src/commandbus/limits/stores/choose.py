@@ -1,7 +1,7 @@
-"""Back ends: where the permits of limits are kept, and which of them keeps those of a limit.
+"""Permit stores: where the permits of limits are kept, and which store keeps those of a limit.
 
-PostgreSQL is always there. The other is made when a limit first asks for it, on the limit client's thread: a
-program none of whose limits is kept in Redis never connects to it.
+PostgreSQL is always there. The external store (Redis) is made when a limit first asks for it, on the limit
+client's thread. So a program without limits in Redis never connects to it.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ class PermitStore(Protocol):
 
 
 class ExternalStore(PermitStore, Protocol):
-    """A permit store outside PostgreSQL, which must be looked after."""
+    """A permit store outside PostgreSQL, which needs regular care (`tick`)."""
 
     def renew_beside(self, limit: LimitRow, tokens: Sequence[str]) -> list[str]:
-        """Renew leases on another thread than all else, without PostgreSQL. Returns the tokens that were."""
+        """Renew leases on a separate thread, without PostgreSQL. Returns the tokens that were renewed."""
 
     def renewed_at(self, limit: LimitRow, token: str) -> float | None:
-        """When (of `clock.boottime`) the lease of this token was last asked for; None: it is not known here."""
+        """When (of `clock.boottime`) this token's last successful renewal was requested; None: the token is not
+        known."""
 
     def close_backstop(self) -> None:
-        """Close what `renew_beside` uses, on its thread."""
+        """Close the connection of `renew_beside`, on its thread."""
 
     def keep_for_others(self, limit: LimitRow, tokens: Sequence[str], seconds: float) -> list[str]:
         """Take permits that others will adopt. Returns the tokens that have one."""
 
     def tick(self) -> None:
-        """Called every second or so."""
+        """Look after the store. Called about every second."""
 
     def hurry(self) -> None:
-        """The fleet's mode has changed: the next tick looks at it."""
+        """Note that the fleet's mode has changed: the next tick looks at it."""
 
     def close(self) -> None:
-        """Sign off."""
+        """Sign off from the fleet."""
 
 
 class PermitStores:
@@ -77,11 +78,11 @@ class PermitStores:
         self.is_untended = False  # the Redis store is new, and `tick` was not called yet
 
     def of(self, row: LimitRow) -> PermitStore:
-        """The one that keeps the permits of this limit."""
+        """The store that keeps the permits of this limit."""
         return self._postgres if row.store == "postgres" else self.external(row)
 
     def external(self, row: LimitRow) -> ExternalStore:
-        """The one outside PostgreSQL, for a limit that is kept there."""
+        """The store outside PostgreSQL, for a limit that is kept there."""
         if self._external is None:
             if self._make_external is None:
                 raise CommandBusError(
@@ -95,11 +96,11 @@ class PermitStores:
 
     @property
     def mode_external(self) -> str:
-        """How the one outside PostgreSQL stands; asked from other threads."""
+        """The mode of the external store; called from other threads."""
         return "unknown" if self._external is None else self._external.mode  # not made here: threads would race
 
     def tick(self) -> bool:
-        """Look after the one outside PostgreSQL; False: there is none."""
+        """Look after the external store. Returns False if there is none."""
         if self._external is None:
             return False
         self.is_untended = False
@@ -107,11 +108,11 @@ class PermitStores:
         return True
 
     def hurry(self) -> None:
-        """The mode of the fleet has changed."""
+        """Note that the mode of the fleet has changed."""
         if self._external is not None:
             self._external.hurry()
 
     def close(self) -> None:
-        """Sign off."""
+        """Sign off from the fleet."""
         if self._external is not None:
             self._external.close()

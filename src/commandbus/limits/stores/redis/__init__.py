@@ -1,1 +1,1 @@
-"""The permit store in Redis, and what happens to its permits while Redis is gone."""
+"""The permit store in Redis, and what happens to its permits while Redis is unreachable."""

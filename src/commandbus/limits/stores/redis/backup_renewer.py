@@ -1,8 +1,8 @@
 """The BackupRenewer renews permits in Redis while the limit client's thread waits for PostgreSQL.
 
 It has its own thread and its own connection to Redis. It does nothing while the limit client renews in time, which
-is after a third of a lease. Redis refuses it if this program has not said in PostgreSQL for a while that it is
-alive (`HeartbeatPace.leave`). Then the permit clock ends the held permits.
+is after a third of a lease. If this program has sent no heartbeat to PostgreSQL for a while, Redis refuses the
+renewal (`HeartbeatPace.leave`). Then the permit clock ends the held permits.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ logger = safe_logger("commandbus.limits")
 LATE = 0.45
 """The part of a lease after which the limit client is late."""
 PARTS = 10
-"""How often in a lease it looks."""
+"""How often it looks during one lease."""
 LONGEST_SECONDS = 1.0
 
 
 class BackupRenewer:
-    """Renews what the limit client of one program could not."""
+    """Renews permits that the limit client of one program could not renew."""
 
     def __init__(self, name: str, held_permits: HeldPermits) -> None:
         self._held_permits = held_permits
@@ -33,7 +33,7 @@ class BackupRenewer:
         self._thread: threading.Thread | None = None
 
     def start(self, external: ExternalStore) -> None:
-        """Start the thread, once there is something to renew elsewhere."""
+        """Start the thread, as soon as there is an external store."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._serve, args=[external], name=f"{self._name}-backstop", daemon=True
@@ -41,7 +41,7 @@ class BackupRenewer:
             self._thread.start()
 
     def stop(self) -> None:
-        """Renew no more."""
+        """Stop renewing."""
         self._stopping.set()
         self._held_permits.has_held.set()
 
@@ -54,7 +54,7 @@ class BackupRenewer:
         external.close_backstop()
 
     def _pause(self) -> float:
-        """Until the next look; it begins when something is held."""
+        """Seconds until the next look; waits first until a permit is held."""
         self._held_permits.has_held.clear()
         leases = self._held_permits.leases_external()
         if not leases:

@@ -1,8 +1,8 @@
 """Follows where the fleet keeps the permits of Redis limits now, and tells the fleet about this program.
 
-A program learns about the others only through PostgreSQL (`flow/limits/redis_outage.py`), where it says every two
-seconds that it is alive. Each time, that also permits it to ask Redis for eight more seconds, by Redis' clock. So
-a program that was stopped, or cut off from PostgreSQL, gets no permit from Redis while the others count it as dead
+A program learns about the others only through PostgreSQL (`flow/limits/redis_outage.py`), where it writes a
+heartbeat every two seconds. Each heartbeat permits it to ask Redis for eight more seconds, by Redis' clock. So a
+program that was stopped, or cut off from PostgreSQL, gets no permit from Redis while the others count it as dead
 and share the limit without it.
 
 Single-threaded. A Redis outage never raises here; a PostgreSQL outage does.
@@ -50,10 +50,10 @@ class FleetFollower:
         self._held_in_redis = ledger
         self._pace = pace
         self._seen: Mode | None = None
-        self._lost: str | None = "not asked yet"  # why Redis is out of reach; None: it is not
-        self.is_marked = False  # does PostgreSQL know that, and count our tokens?
-        self.leave = NO_LEAVE  # until when, by Redis' clock, this program may ask it
-        self._registered: str | None = None  # the epoch in which Redis knows all that this program holds
+        self._lost: str | None = "not asked yet"  # why Redis is unreachable; None: it is reachable
+        self.is_marked = False  # does PostgreSQL know that Redis is unreachable, and count our tokens?
+        self.leave = NO_LEAVE  # until when, by Redis' clock, this program may ask Redis
+        self._registered: str | None = None  # the epoch in which Redis knows all permits of this program
         self._due = 0.0
         self._search: Ping | None = None
         self._said: str | None = None
@@ -73,27 +73,27 @@ class FleetFollower:
         return (self._seen.epoch if self._seen else None) or ""
 
     def is_open_for(self, limit: LimitValues) -> bool:
-        """May newcomers begin as soon as the fleet says so? Of a limit that programs outside the fleet share,
-        Redis itself lets nobody begin before one lease has passed."""
+        """May newcomers begin as soon as the fleet says so? If programs outside the fleet share the limit, they
+        may not: Redis itself lets nobody begin before one lease has passed."""
         return self.mode == REDIS and not limit.shared
 
     @property
     def is_known(self) -> bool:
-        """Was anything heard of the fleet yet?"""
+        """Has this program read the fleet's mode yet?"""
         return self._seen is not None
 
     @property
     def reaches_redis(self) -> bool:
-        """Could Redis be asked the last time?"""
+        """Did Redis answer the last time?"""
         return self._lost is None
 
     @property
     def is_due(self) -> bool:
-        """Is it time for a beat?"""
+        """Is it time for a heartbeat?"""
         return boottime() >= self._due
 
     def hurry(self) -> None:
-        """The fleet's mode has changed: the next heartbeat is due now."""
+        """Note that the fleet's mode has changed: the next heartbeat is due now."""
         self._due = 0.0
 
     def ask(self, question: Callable[[str], T]) -> T | None:
@@ -134,11 +134,11 @@ class FleetFollower:
         self.leave = probe.now + round(self._pace.leave * _MICRO)
         if self._tell_redis(renews=was_lost) and self._registered != self.epoch:
             self._registered = self.epoch
-            if self.mode == JOINING:  # the fleet may be waiting for this program alone
+            if self.mode == JOINING:  # the fleet may be waiting only for this program
                 self._settle(reachable=True)
 
     def give_owed(self, limit: LimitValues, epoch: str) -> bool:
-        """Tell Redis what was given back."""
+        """Tell Redis which permits were released."""
         owed = self._held_in_redis.owed[limit.name]
         if owed:
             self._permits.give(limit, list(owed), epoch=epoch)
@@ -146,11 +146,11 @@ class FleetFollower:
         return True
 
     def sign_off(self) -> None:
-        """This program holds nothing any more, and need not be counted."""
+        """Sign off: this program holds nothing any more, and need not be counted."""
         self._connection.run(redis_outage.leave(self.id))
 
     def close(self) -> None:
-        """Nothing uses the connection to Redis after this."""
+        """Close the connection to Redis. Nothing uses it after this."""
         if self._search is not None:
             self._search.join()
 
@@ -201,8 +201,8 @@ class FleetFollower:
             self._lost = str(error)
 
     def _tell_redis(self, *, renews: bool) -> bool:
-        """Tell Redis what it has forgotten or missed: which permits are held, and which were released. After Redis
-        was unreachable, leases are renewed at once, too. Returns whether Redis knows all of it now."""
+        """Tell Redis what it has forgotten or missed: which permits are held, and which were released. If Redis
+        was unreachable, also renew the leases at once. Returns whether Redis knows all of it now."""
         try:
             for name, limit in self._held_in_redis.limits.items():
                 self.give_owed(limit, self.epoch)
@@ -219,7 +219,8 @@ class FleetFollower:
         return False
 
     def _tell_of(self, limit: LimitValues, token: str, permit: HeldPermit) -> None:
-        """A permit that was taken for a lease is renewed; one that is kept for another program is not."""
+        """Tell Redis of a permit. A permit that was taken for a lease gets a new lease; one that is reserved for
+        another program keeps its end."""
         began = boottime()
         seconds = limit.lease if permit.seconds >= limit.lease else permit.ends - began
         register = permit.epoch != self.epoch
@@ -265,7 +266,7 @@ class FleetFollower:
             logger.info("limits in Redis: normal again, after %s", before)
 
     def _as_held(self, most: dict[str, int]) -> Held:
-        """The most that this program may hold, and for how long after its death."""
+        """The most that this program may hold, and for how long these permits count after its death."""
         limits = self._held_in_redis.limits
         return {
             name: {"most": count, "lease": limits[name].lease} if name in limits else {"most": count}

@@ -1,6 +1,6 @@
-"""The database, as seen from limits in Redis. If it is unreachable, that is logged once, and nothing stops.
+"""The database, as limits in Redis see it. If it is unreachable, that is logged once, and nothing stops.
 
-Without it nothing can be decided. Redis is still asked as long as this program may ask it.
+Without the database the fleet decides nothing. This program still uses Redis as long as it may ask Redis.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PatientConnection:
         self._is_unwell = False  # is PostgreSQL out of reach?
 
     def run(self, operation: Runnable[T]) -> T:
-        """Run an operation; raises PassingError while the server is away."""
+        """Run an operation; raises PassingError while the server is unreachable."""
         result = self._connection.run(operation)
         if self._is_unwell:
             self._is_unwell = False

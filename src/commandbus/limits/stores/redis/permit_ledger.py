@@ -3,9 +3,9 @@
     keep ──► held ──give──► owed (Redis does not know yet) ──► told, or over
               └──► its lease ends
 
-PostgreSQL knows, for each limit, the most that this program may hold: at least as much as it does hold, at any
-moment. It asks nobody anything; `store.py` and `outage.py` do. Called by one thread, but for
-`renewed_beside`: what is renewed there counts only if Redis was not lost meanwhile (`lives`), because then
+PostgreSQL knows, for each limit, the most that this program may hold. That is never less than it does hold. The
+ledger asks neither Redis nor PostgreSQL; `store.py` and `outage.py` do. One thread calls it, except for
+`renewed_beside`. A renewal there counts only if Redis was not lost meanwhile (`lives`), because in that case
 PostgreSQL was told of shorter leases.
 """
 
@@ -23,9 +23,8 @@ from commandbus.model.limit_values import LimitValues
 
 @dataclass(slots=True)
 class HeldPermit:
-    """A permit that this program has: when its lease ends at the earliest, and how long that was. `epoch`: in
-    which
-    Redis knows of it; None: only PostgreSQL does."""
+    """A permit of this program: the earliest moment at which its lease ends, and how long the lease was. `epoch`:
+    the epoch in which Redis knows it; None: only PostgreSQL knows it."""
 
     ends: float
     seconds: float
@@ -38,9 +37,9 @@ class PermitLedger:
     def __init__(self) -> None:
         self.limits: dict[str, LimitValues] = {}
         self.held: defaultdict[str, dict[str, HeldPermit]] = defaultdict(dict)
-        # Permits that were released but not in Redis yet, and until when that matters.
+        # Permits that were released, but that Redis does not know as released yet, and until when that matters.
         self.owed: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        self._most: dict[str, int] = {}  # the most that we may hold by limit, as PostgreSQL was told
+        self._most: dict[str, int] = {}  # by limit, the most that we may hold, as PostgreSQL was told
         self._peak: defaultdict[str, int] = defaultdict(int)  # the most that we held since then
         self._lock = threading.Lock()
         self.lives = 0  # how often Redis was lost
@@ -51,7 +50,7 @@ class PermitLedger:
     def keep(
         self, limit: LimitValues, tokens: Sequence[str], began: float, seconds: float, epoch: str | None
     ) -> None:
-        """Remember what we have: from before it was asked for, so that our own lease never ends last."""
+        """Remember these permits. Their lease counts from before the request, so that it never ends later here."""
         held = self.held[limit.name]
         with self._lock:
             for token in tokens:
@@ -59,7 +58,7 @@ class PermitLedger:
         self._peak[limit.name] = max(self._peak[limit.name], len(held))
 
     def begin_life(self) -> None:
-        """Redis is lost: what was asked of it before counts no more."""
+        """Note that Redis is lost: a renewal that was requested before does not count any more."""
         with self._lock:
             self.lives += 1
 
@@ -77,7 +76,7 @@ class PermitLedger:
             return counted
 
     def give(self, limit: LimitValues, tokens: Sequence[str]) -> None:
-        """They are ours no more; what Redis knows of, or may know of, it must be told."""
+        """Remove released permits. If Redis knows them, or may know them, it must be told."""
         ends, held = boottime() + limit.lease, self.held[limit.name]
         for token in tokens:
             with self._lock:
@@ -86,25 +85,26 @@ class PermitLedger:
                 self.owed[limit.name][token] = ends
 
     def lose(self, limit: LimitValues, tokens: Sequence[str]) -> None:
-        """Others may have them now."""
+        """Remove lost permits: other programs may have them now."""
         with self._lock:
             for token in tokens:
                 self.held[limit.name].pop(token, None)
 
     def ending(self, limit: LimitValues, tokens: Sequence[str], seconds: float) -> list[str]:
-        """Which of them end within so many seconds, or are not ours at all?"""
+        """Which of these permits end within so many seconds, or are not ours at all?"""
         soon, held = boottime() + seconds, self.held[limit.name]
         return [token for token in tokens if token not in held or held[token].ends <= soon]
 
     def forgotten(self, limit: LimitValues, tokens: Sequence[str], epoch: str) -> list[str]:
-        """Which of them was Redis told in another epoch, if the lease has not run out meanwhile?"""
+        """Which of these permits does Redis know only from another epoch? Those whose lease has ended are left
+        out."""
         now, held = boottime(), self.held[limit.name]
         return [
             token for token in tokens if token in held and held[token].epoch != epoch and held[token].ends > now
         ]
 
     def forget_old(self) -> None:
-        """Permits whose lease has ended, such as those that were kept for another program."""
+        """Remove permits whose lease has ended, such as those that were reserved for another program."""
         now = boottime()
         with self._lock:
             for held in self.held.values():
@@ -117,7 +117,8 @@ class PermitLedger:
     # ── What PostgreSQL is told ─────────────────────────────────────────────────────────────────────────────────
 
     def plan(self, limit: LimitValues, more: int) -> bool:
-        """So many more may be ours soon. True: that is more than PostgreSQL knows, and it must be told first."""
+        """We may soon hold so many more. Returns True if PostgreSQL must be told first, because it knows of
+        fewer."""
         if limit.concurrency is None:
             return False
         known, held = self._most.get(limit.name, 0), len(self.held[limit.name])
@@ -128,13 +129,13 @@ class PermitLedger:
         return True
 
     def count(self) -> dict[str, int]:
-        """The most that we hold, or have held since it was told last."""
+        """By limit, the most permits that we have held since PostgreSQL was last told."""
         names = {*self.held, *self._peak}
         counted = {name: max(len(self.held[name]), self._peak[name]) for name in names}
         return {name: count for name, count in counted.items() if count}
 
     def note_told(self, most: dict[str, int]) -> None:
-        """PostgreSQL knows of so many."""
+        """Note what PostgreSQL was told."""
         self._most = most
         self._peak.clear()
 

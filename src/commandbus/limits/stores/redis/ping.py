@@ -1,5 +1,5 @@
-"""Asks Redis, on a separate thread, whether it is there. A stopped server does not answer before the timeout, and
-the caller must not wait for that.
+"""Asks Redis, on a separate thread, whether it is reachable. A stopped server does not answer before the timeout,
+and the caller must not wait for that.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Ping(threading.Thread):
             self._answer = error
 
     def is_over(self, seconds: float) -> bool:
-        """Is there an answer, or will there be one within so many seconds?"""
+        """Is there an answer? Waits for it for so many seconds."""
         self.join(seconds)
         return not self.is_alive()
 
     def answer(self) -> Probe:
-        """What it said, if it has."""
+        """Returns the answer, or raises RedisLostError."""
         if isinstance(self._answer, RedisLostError):
             raise self._answer
         return self._answer

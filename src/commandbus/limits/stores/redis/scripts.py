@@ -5,8 +5,8 @@ A limit is a sorted set `{name}_semaphore:{environment}` (token → when its lea
 shares it with stand-alone semaphores). The clock is Redis' own, so the callers' clocks do not
 matter. `commandbus_epoch:{environment}` names the current epoch of this Redis. A script that expects another epoch
 does nothing (EpochError), because a Redis that has lost its data no longer knows who holds a permit. An epoch also
-names the server's process: a restarted server may have lost its last writes, and a server that took over from
-another may never have had them. Each connection learns once which process it talks to.
+names the server's process: a restarted server may have lost its last writes, and a replica that was promoted may
+never have had them. Each connection learns once which process it talks to.
 
 One connection, one thread, short timeouts, and no retries: the caller decides what to do without an answer. Not
 for Redis Cluster, where the keys of one limit would be on several servers.
@@ -39,7 +39,7 @@ RedisAddress: TypeAlias = Any
 
 
 class RedisLostError(Exception):
-    """No usable answer: cut off, too slow, loading, read-only, or out of memory."""
+    """Redis gave no usable answer: it is cut off, too slow, loading, read-only, or out of memory."""
 
 
 class EpochError(Exception):
@@ -66,7 +66,7 @@ class StaleError(Exception):
 
 
 class Probe(NamedTuple):
-    """Redis' clock in microseconds, and the epoch; None if there is none of this server's process."""
+    """Redis' clock in microseconds, and the epoch; None if this process of the server has none."""
 
     now: int
     epoch: str | None
@@ -104,7 +104,7 @@ def make_pool(address: RedisAddress, *, timeout_seconds: float = TIMEOUT_SECONDS
 
 
 def _says_where(name: str) -> bool:
-    """Is it an option of a client that says where Redis is, and who asks? All others are its own business."""
+    """Does this option of a client say where Redis is, or who asks? Only these options are taken over."""
     return name.startswith("ssl_") or name in {
         "host",
         "port",
@@ -127,7 +127,7 @@ class RedisScripts:
         timeout_seconds: float = TIMEOUT_SECONDS,
         is_alone: bool = False,
     ) -> None:
-        """`is_alone`: for a semaphore of a program that is not in the fleet."""
+        """`is_alone`: for a stand-alone semaphore, in a program outside the fleet."""
         self._is_alone = is_alone
         self._warned: dict[str, float] = {}  # limit → when (monotonic)
         pool = make_pool(address, timeout_seconds=timeout_seconds)
@@ -135,7 +135,7 @@ class RedisScripts:
 
         self._failure = redis.RedisError
         self._unknown_script = redis.exceptions.NoScriptError
-        # Not from the pool: we must know when the connection is a new one.
+        # Not from the pool, because we must know when a connection is new.
         self._conn: Any = pool.make_connection()
         self._epoch_key = f"commandbus_epoch:{environment}"
         self._server: str | None = None  # which process the connection leads to; None: not connected
@@ -146,9 +146,9 @@ class RedisScripts:
         return Probe(int(now), epoch if epoch and self._is_current(epoch) else None)
 
     def begin_epoch(self, known: str | None, lease: float) -> str:
-        """Leave the epoch that is known (None: there never was one). Returns the one that holds from now on: a new
-        one, in which newcomers get no permit before so many seconds have passed, or the one that somebody else
-        has begun."""
+        """Leave the epoch that is known (None: there never was one). Returns the epoch that counts from now on. It
+        is a new one, in which newcomers get no permit before so many seconds have passed, or one that another
+        program has begun."""
         self._connect()
         new = [known or "", secrets.token_hex(8), round(lease * _MICRO), self._server]
         epoch: str = self._run("begin", [self._epoch_key], new)
@@ -165,7 +165,7 @@ class RedisScripts:
         is_open: bool = False,
     ) -> list[str]:
         """Take permits for some seconds. Returns the tokens that have one, which are the first of those given.
-        `is_open`: it is known that nobody holds a permit of before this epoch."""
+        `is_open`: it is known that nobody holds a permit from before this epoch."""
         began, opens = _moments(epoch, is_open=is_open)
         terms = (-1 if limit.concurrency is None else limit.concurrency, limit.per_second or 0, limit.burst)
         lease = round(seconds * _MICRO)
@@ -187,7 +187,8 @@ class RedisScripts:
         is_open: bool = False,
     ) -> list[str]:
         """Renew leases, for the limit's own time unless told otherwise. Returns the tokens that hold no permit.
-        `register`: put in what Redis has forgotten; where newcomers may begin (`is_open`), if there is room."""
+        `register`: add permits that Redis has forgotten. If newcomers may begin (`is_open`), only if there is
+        room."""
         _, opens = _moments(epoch, is_open=is_open)
         lease = round((limit.lease if seconds is None else seconds) * _MICRO)
         concurrency = -1 if limit.concurrency is None else limit.concurrency
@@ -225,7 +226,7 @@ class RedisScripts:
             )
 
     def close(self) -> None:
-        """Close the connection; it comes back on the next use."""
+        """Close the connection. The next use opens it again."""
         self._server = None
         self._conn.disconnect()
 
@@ -260,7 +261,7 @@ class RedisScripts:
             except self._unknown_script:
                 return self._command("EVAL", text, *rest)
         except (self._failure, OSError) as error:
-            # The answer may still come later. So nobody may use this connection any more.
+            # The reply may still come later, so this connection must not be used any more.
             self.close()
             raise RedisLostError(f"{type(error).__name__}: {error}") from error
 

@@ -6,14 +6,14 @@
     degraded    PostgreSQL's, in shares    up to my share    PostgreSQL
     joining     Redis', being told         nothing           Redis, which is told of what it has forgotten
 
-A limit that programs outside the fleet share (`shared`) has no shares: nobody knows what those hold.
+A limit that programs outside the fleet share (`shared`) has no shares: nobody knows what those programs hold.
 
-The mode is the fleet's, and followed in `outage.py`; what this program holds and owes is in `permit_ledger.py`.
+`outage.py` follows the mode, which is the fleet's; `permit_ledger.py` knows what this program holds and owes.
 
 Single-threaded. It has its own connection to PostgreSQL, because `take` is called in the middle of the limit
 client's transactions, and neither their locks nor their rollback may affect it. An outage of Redis or PostgreSQL
-never raises here: then nobody gets a permit. Another thread calls `renew_beside`, with its own connection to
-Redis, so that a lease does not run out there while this thread waits for PostgreSQL.
+never raises here: during an outage nobody gets a permit. Another thread calls `renew_beside`, with its own
+connection to Redis, so that a lease does not run out there while this thread waits for PostgreSQL.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RedisPermitStore:
         self._pace = pace or HeartbeatPace()
         self._held_in_redis = PermitLedger()
         self._fleet = FleetFollower(client, self._connection, self._permits, self._held_in_redis, self._pace)
-        # Permits given here, and not counted in PostgreSQL yet.
+        # Permits that were given here, but not reported to PostgreSQL yet.
         self._granted: defaultdict[str, int] = defaultdict(int)
 
     @property
@@ -75,8 +75,8 @@ class RedisPermitStore:
         return granted
 
     def keep_for_others(self, limit: LimitValues, tokens: Sequence[str], seconds: float) -> list[str]:
-        """Take permits that others will adopt. This program does not count them: when Redis is lost, whoever has
-        adopted one counts it, and one that nobody has adopted is void."""
+        """Take permits that others will adopt. This program does not count them. When Redis is lost, the program
+        that has adopted one counts it, and a permit that nobody has adopted is void."""
         granted = self.take(limit, tokens, seconds)
         if self.mode == REDIS:
             self._held_in_redis.lose(limit, granted)
@@ -89,7 +89,7 @@ class RedisPermitStore:
             return []
         lost = self._connection.safely(lambda: self._renew(limit, tokens), None)
         if lost is None:
-            # Redis could not be asked. The next try is in a third of a lease, which must not be too late.
+            # Redis could not be asked. The next try comes after a third of a lease, which must not be too late.
             lost = self._held_in_redis.ending(limit, tokens, limit.lease * 0.4)
         self._held_in_redis.lose(limit, lost)
         return lost
@@ -100,7 +100,7 @@ class RedisPermitStore:
         return None if permit is None else permit.ends - permit.seconds
 
     def renew_beside(self, limit: LimitValues, tokens: Sequence[str]) -> list[str]:
-        """Renew leases without PostgreSQL, as long as Redis lets this program. Returns the tokens that were."""
+        """Renew leases without PostgreSQL, as long as Redis allows it. Returns the tokens that were renewed."""
         life, epoch, leave = self._held_in_redis.lives, self._fleet.epoch, self._fleet.leave
         held = self._held_in_redis.held[limit.name]
         known = [token for token in tokens if (permit := held.get(token)) is not None and permit.epoch == epoch]
@@ -119,7 +119,7 @@ class RedisPermitStore:
         self._permits_beside.close()
 
     def give(self, limit: LimitValues, tokens: Sequence[str]) -> None:
-        """Release permits. If Redis is unreachable, it is told when it is back."""
+        """Release permits. If Redis is unreachable, it is told later."""
         self._held_in_redis.limits[limit.name] = limit
         if not tokens:
             return
@@ -132,15 +132,15 @@ class RedisPermitStore:
         return self._connection.safely(lambda: self._look(limit), PermitUsage(mode=self.mode))
 
     def tick(self) -> None:
-        """Say that this program is alive, check Redis, and follow the fleet. Call it about every second; it does
-        nothing while that is not due."""
+        """Send a heartbeat, check Redis, and follow the fleet. Call it about every second; it does nothing while
+        that is not due."""
         if self._fleet.is_due:
             self._connection.safely(self._fleet.beat, None)
             self._held_in_redis.forget_old()
             self._connection.safely(self._tell_granted, None)
 
     def hurry(self) -> None:
-        """The fleet's mode has changed: the next tick looks at it."""
+        """Note that the fleet's mode has changed: the next tick looks at it."""
         self._fleet.hurry()
 
     def close(self) -> None:
@@ -200,7 +200,8 @@ class RedisPermitStore:
         return None
 
     def _renew_at_redis(self, limit: LimitValues, tokens: Sequence[str], epoch: str) -> list[str]:
-        """Tell Redis again what it was told in another epoch, if the lease has not run out meanwhile."""
+        """Register permits again that Redis knows only from another epoch, if their lease has not ended
+        meanwhile."""
         forgotten = self._held_in_redis.forgotten(limit, tokens, epoch)
         known = [token for token in tokens if token not in forgotten]
         lost: list[str] = []
@@ -237,8 +238,8 @@ class RedisPermitStore:
         return PermitUsage(self._connection.run(redis_outage.look_share(limit.name)), None, self.mode)
 
     def _prepare(self, limit: LimitValues, more: int) -> None:
-        """Before more permits are asked for: PostgreSQL must know at least as many as this program will hold. If
-        this program is killed, and Redis is lost, too, they count as used for one lease."""
+        """Before more permits are taken: tell PostgreSQL of at least as many as this program will hold. If this
+        program is killed while Redis is lost, they count as used for one lease."""
         if not self._fleet.is_known:
             self._fleet.beat()
         if self._fleet.reaches_redis and more and self._held_in_redis.plan(limit, more):

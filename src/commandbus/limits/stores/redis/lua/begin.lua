@@ -1,10 +1,11 @@
--- Begins an epoch, unless somebody else has done so: then theirs is answered, and holds. Two databases may share a Redis.
--- But the first epoch of somebody who knew of none is left by who did: this Redis has lost its data.
--- An epoch that a former process of this server wrote is none, because its last permits may not have reached the disk.
--- In the first one of all nobody can hold a permit yet, so it is open at once. An epoch is id:began:opens:process.
+-- Begins an epoch. If another program has begun one, returns that one, and it counts. (Two databases may share a Redis.)
+-- Exception: the other epoch is a first epoch, and the caller knows an earlier one. Then this Redis has lost its data,
+-- and a new epoch begins. An epoch that a former process of this server wrote does not count, because its last permits
+-- may not have reached the disk. In the very first epoch nobody can hold a permit yet, so it is open at once. An epoch is
+-- id:began:opens:process.
 --
 -- KEYS: the epoch. ARGV: the epoch that the caller wants to leave ('': it has never had one), a new id, microseconds
--- until it opens, which process the server is.
+-- until the new epoch opens, the id of the server's process.
 local found = redis.call('GET', KEYS[1])
 if found and found ~= ARGV[1] and string.match(found, '([^:]*)$') == ARGV[4] then
     if ARGV[1] == '' or not string.match(found, '^[^:]*:0:') then

@@ -1,5 +1,6 @@
--- Gives back the permits of these tokens, and of no others. It needs no leave: that frees no more than was taken. Programs that
--- wait are told on the channel that has the name of the permits' key; where that is not allowed, they look later.
+-- Releases the permits of these tokens. It works even if the caller may no longer ask Redis, because it only frees what
+-- was taken. Waiting programs are notified on the channel with the name of the permits' key. Without the right to publish
+-- there, they look later.
 --
 -- KEYS: the epoch, the permits. ARGV: the epoch, token, …
 local epoch = redis.call('GET', KEYS[1])

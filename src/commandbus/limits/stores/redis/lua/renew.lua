@@ -1,6 +1,6 @@
--- Renews leases, and returns which tokens hold no permit. One that ran out but was not given away yet is renewed: nobody
--- has taken its permit. With `register`, a token that Redis does not know is put in, because its holder had it before Redis
--- lost its data: always before the epoch opens to newcomers, and after that only where there is room.
+-- Renews leases, and returns the tokens that hold no permit. A lease that has run out is renewed if nobody has taken its
+-- permit. With `register`, a token that Redis does not know is added, because its holder had it before Redis lost its
+-- data: always before the epoch opens to newcomers, and after that only if there is room.
 --
 -- ARGV: …, when the epoch opens (microseconds), register (1 or 0), concurrency (-1: any), lease in microseconds, token, …
 local opens, register, concurrency, lease = tonumber(ARGV[3]), ARGV[4] == '1', tonumber(ARGV[5]), tonumber(ARGV[6])

@@ -1,12 +1,12 @@
--- Takes permits for as many of the tokens as there are permits, and as the rate allows. A token that has one already keeps
--- it: so a caller that got no answer may ask again. Answers how many, from the first on, have one.
+-- Takes permits for as many of the tokens as there are permits, and as the rate allows. A token that has one already
+-- keeps it, so a caller that got no reply may ask again. Returns how many tokens, counted from the first, have one.
 --
 -- ARGV: …, when the epoch began and when it opens to newcomers (microseconds; 0: from the start), seconds of the flow,
 -- concurrency (-1: any), calls a second (0: any), burst, lease in microseconds, who uses it, token, …
 --
--- Who uses it: `fleet` (the workers of one database, and nobody else), `shared` (they and stand-alone semaphores) or
--- `semaphore`. A semaphore gets no permit of a limit that the fleet does not share, and the fleet none of it while
--- semaphores still hold some: nobody could count them when Redis has lost its data.
+-- Who uses it: `fleet` (only the workers of one database), `shared` (these and stand-alone semaphores) or `semaphore`.
+-- A semaphore gets no permit of a limit that the fleet does not share. The fleet gets no permit of such a limit while
+-- semaphores still hold some, because nobody could count those after Redis has lost its data.
 local began, opens, flow_seconds = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local concurrency, per_second, burst, lease = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
 local use, owner = ARGV[10], redis.call('GET', KEYS[4])
@@ -43,7 +43,7 @@ end
 local tat = tonumber(kept[1] or 0)
 if per_second > 0 then
     if kept[5] ~= epoch and began > 0 then
-        -- What was called before this epoch may not be in our books: the bucket counts as full when it began.
+                -- Calls before this epoch may not be recorded here, so the rate counts as used up when the epoch began.
         tat = math.max(tat, began / 1000000 + burst / per_second)
     end
     local ahead = math.max(tat, second) - second
@@ -78,7 +78,7 @@ if added > 0 then
     end
     redis.call('HMSET', KEYS[3], 'tat', string.format('%.6f', tat), 'epoch', epoch, 'flow', string.format('%.9g', flow),
         'flow_at', string.format('%.6f', second), 'flow_since', string.format('%.6f', since))
-    -- Nothing in it is of any use once the bucket is empty and the flow has gone by.
+        -- The hash is useless once the rate is free again and the flow has decayed.
     local life = math.max(11 * flow_seconds, use == 'semaphore' and lease / 1000000 + 60 or 0)
     if per_second > 0 then
         life = life + burst / per_second
